@@ -1,0 +1,1 @@
+"""Conformance tests for the attention backends of LLM servers."""
