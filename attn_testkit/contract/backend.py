@@ -1,0 +1,219 @@
+"""The contract of an attention backend: what a server calls, in which order, and what each call may do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from .batch import ForwardBatch, VerifyMask
+from .capabilities import Capabilities, Unsupported
+from .kv_pool import KVPool
+from .layer import AttentionLayer
+from .modes import ForwardMode
+
+__all__ = ["AttentionBackend", "BackendContext", "LegacyGraphHooks", "refuse_unclaimed"]
+
+_DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_SPEC_MODES = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
+
+
+@dataclass(frozen=True)
+class BackendContext:
+    """Everything a server knows when it constructs a backend."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Dtype of q, k, v and of the output."""
+    kv_pool: KVPool
+    req_to_token: torch.Tensor
+    """[pool_size + 1, max_context_len] int32: KV *slot* of each token of each request. Row 0 is a reserved dummy, all
+    zeros. Page of logical page p of request r: ``req_to_token[r, p * page_size] // page_size``. Entries past a
+    request's length are stale slots of others."""
+    layers: tuple[AttentionLayer, ...]
+    page_size: int
+    max_context_len: int
+    max_bs: int
+    """Most requests in one batch, padding included."""
+    max_num_tokens: int
+    """Most tokens in one batch, padding included."""
+    modes: frozenset[ForwardMode]
+    """Modes this instance will be driven in."""
+    num_draft_tokens: int = 1
+    """N: nodes of a draft tree, and rows a request in draft-extend v2."""
+    speculative_num_steps: int = 0
+    """S: longest path of a draft tree below its root; v1 has at most S + 1 rows a request."""
+    topk: int = 0
+    """K: widest branching of a draft tree; 1 for a chain, 0 without target-verify."""
+
+
+def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
+    """Raise ``Unsupported``, naming the first claim that the context is outside of."""
+    first = context.layers[0]
+    ratio, kv_heads = first.q_per_kv, first.tp_k_head_num
+    if first.is_mla:
+        family = "mla"
+    else:
+        family = "mha" if ratio == 1 else "mqa" if kv_heads == 1 else "gqa"
+    dtype = _DTYPE_NAMES.get(context.dtype, str(context.dtype))
+    kv_dtype = "same" if context.kv_pool.dtype == context.dtype else "fp8_e4m3"
+    if kv_dtype != "same" and context.kv_pool.dtype != torch.float8_e4m3fn:
+        kv_dtype = str(context.kv_pool.dtype)
+    rows = max([1] + [_rows(mode, context) for mode in context.modes])
+    windowed = any(layer.sliding_window_size >= 0 for layer in context.layers)
+    checks: list[tuple[str, object, bool]] = [
+        ("mode", ", ".join(sorted(context.modes - capabilities.eager - capabilities.graph)),
+         context.modes <= capabilities.eager | capabilities.graph),
+        ("family", family, family in capabilities.families),
+        ("dtype", dtype, dtype in capabilities.dtypes),
+        ("KV dtype", kv_dtype, kv_dtype in capabilities.kv_dtypes),
+        ("head dim", first.v_head_dim, first.v_head_dim in capabilities.head_dims),
+        ("MLA rope dim", first.head_dim - first.kv_lora_rank,
+         not first.is_mla or first.head_dim - first.kv_lora_rank in capabilities.mla_rope_dims),
+        ("page size", context.page_size, context.page_size in capabilities.page_sizes),
+        ("GQA ratio", ratio, family == "mha" or ratio in capabilities.gqa_ratios),
+        ("query rows per request", rows, rows <= capabilities.max_q_rows),
+        ("topk", context.topk, context.topk <= capabilities.max_topk),
+        ("context length", context.max_context_len, context.max_context_len <= capabilities.max_context_len),
+        ("sliding window", ", ".join(sorted(context.modes - capabilities.sliding_window)),
+         not windowed or context.modes <= capabilities.sliding_window),
+        ("sliding window in trees", context.topk, not windowed or context.topk <= 1 or capabilities.window_in_trees),
+        ("soft cap", max(layer.logit_cap for layer in context.layers),
+         capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),
+        ("sinks", "given", capabilities.sinks or all(layer.sinks is None for layer in context.layers)),
+    ]  # fmt: skip
+    for what, value, fine in checks:
+        if not fine:
+            raise Unsupported(f"{what} {value} is not claimed")
+
+
+def _rows(mode: ForwardMode, context: BackendContext) -> int:
+    if mode not in _SPEC_MODES:
+        return 1
+    return context.speculative_num_steps + 1 if mode is ForwardMode.DRAFT_EXTEND else context.num_draft_tokens
+
+
+class AttentionBackend(ABC):
+    """One attention backend, as a server drives it.
+
+    Eager: ``init_forward_metadata(batch)``, then ``forward`` once for each layer.
+
+    Graph: ``init_cuda_graph_state`` once; then for each bucket, largest first,
+    ``init_forward_metadata_out_graph(batch, in_capture=True)``, warm-ups and the capture, each of which runs
+    ``init_forward_metadata_in_graph`` and every layer's ``forward``. At a replay only
+    ``init_forward_metadata_out_graph(view)`` runs; then the graph does.
+
+    ==================================== ============================================================================
+    hook                                 may do
+    ==================================== ============================================================================
+    constructor                          allocate workspaces; refuse what is not claimed
+    ``init_cuda_graph_state``            allocate every persistent graph buffer at its largest size, once
+    ``init_forward_metadata_out_graph``  host work, plans, writes *into* persistent buffers; at capture also create
+                                         the objects of this bucket; at replay never replace a tensor the graph reads
+    ``init_forward_metadata_in_graph``   device work only: no ``.item()``, no copies to or from the host, no shapes
+                                         that depend on data, no persistent tensors born here
+    ``forward``                          the same, when it runs under capture
+    ==================================== ============================================================================
+    """
+
+    capabilities: ClassVar[Capabilities]
+    """What this class claims. Read by the kit without constructing the backend."""
+
+    kernels: str = "real"
+    """``"real"``, or ``"emulated"`` when the numbers come from a torch stand-in of a vendor kernel. Reports show it."""
+
+    def __init__(self, context: BackendContext) -> None:
+        """Keep ``context`` and raise ``Unsupported`` if it is outside ``capabilities``."""
+        refuse_unclaimed(self.capabilities, context)
+        self.context = context
+
+    @abstractmethod
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Write k and v to ``batch.out_cache_loc``, attend, return the output.
+
+        ``q`` [T, Hq, D], ``k`` [T, Hk, D], ``v`` [T, Hk, Dv], in the model's dtype, possibly strided views of one
+        packed tensor; none may be modified. For MLA ``q`` is [T, H, kv_lora_rank + rope] (absorbed), ``k`` [T, 1, same]
+        the latent row to store, and ``v`` its first part. Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype.
+        Rows of padded requests may hold anything.
+        """
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Prepare one eager step."""
+        self.init_forward_metadata_out_graph(batch)
+        self.init_forward_metadata_in_graph(batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:  # noqa: B027 - optional hook
+        """Allocate every buffer that captured graphs will read, once, before any capture."""
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:  # noqa: B027
+        """Before a capture (``in_capture``) and before every replay, outside the graph. ``batch`` is then a view."""
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027 - optional hook
+        """First thing in the captured region; re-executed on the device by every replay."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """``seq_lens`` of a padded request, and of every request while capturing. 0 or 1."""
+        return 1
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """A mask buffer for the draft stage to fill in place, or None: a fresh FULL_MASK is made for each step."""
+        return None
+
+
+class LegacyGraphHooks:
+    """For backends with the older pair of graph hooks: mix it in *before* ``AttentionBackend``.
+
+    Implement ``init_forward_metadata_capture_cuda_graph`` and ``init_forward_metadata_replay_cuda_graph`` as servers up
+    to mid-2026 called them (both outside the graph, nothing inside), and ``init_forward_metadata`` for eager steps.
+    """
+
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None,
+        forward_mode: ForwardMode,
+        spec_info: Any,
+    ) -> None:
+        """Before a capture. Tensors have exactly ``bs`` rows."""
+        raise NotImplementedError("a backend with LegacyGraphHooks implements init_forward_metadata_capture_cuda_graph")
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_sum: int | None,
+        encoder_lens: torch.Tensor | None,
+        forward_mode: ForwardMode,
+        spec_info: Any,
+        seq_lens_cpu: torch.Tensor | None,
+    ) -> None:
+        """Before a replay. Tensors may be longer than ``bs``: slice them."""
+        raise NotImplementedError("a backend with LegacyGraphHooks implements init_forward_metadata_replay_cuda_graph")
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Translate the call into the older pair."""
+        if in_capture:
+            self.init_forward_metadata_capture_cuda_graph(
+                batch.batch_size, batch.input_ids.shape[0], batch.req_pool_indices, batch.seq_lens, None,
+                batch.forward_mode, batch.spec_info,
+            )  # fmt: skip
+        else:
+            self.init_forward_metadata_replay_cuda_graph(
+                batch.batch_size, batch.req_pool_indices, batch.seq_lens, batch.seq_lens_sum, None,
+                batch.forward_mode, batch.spec_info, batch.seq_lens_cpu,
+            )  # fmt: skip

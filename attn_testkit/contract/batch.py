@@ -1,0 +1,153 @@
+"""One forward batch, and what speculative decoding adds to it.
+
+Names, dtypes and meanings are those of production servers; where their releases differ, the docstrings state ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+
+from .modes import ForwardMode
+
+__all__ = ["DraftExtendInput", "ForwardBatch", "SpecInput", "TreeMaskMode", "VerifyInput", "VerifyMask"]
+
+
+class TreeMaskMode(IntEnum):
+    """How a tree mask lies in memory; an element (or bit) that is set means "may attend".
+
+    ``FULL_MASK``: flat bool; request blocks one after another, block i is [N, prefix_i + N] row-major, so it starts at
+    ``N * sum(prefix_j for j < i) + N * N * i``, true lengths. ``QLEN_ONLY``: flat [bs, N, N], no prefix columns.
+    ``QLEN_ONLY_BITPACKING``: [bs * N] items of uint8 (N <= 8), uint16 (N <= 16) or uint32 (N <= 32), bit c of row t
+    set if node t may attend node c.
+    """
+
+    FULL_MASK = 0
+    QLEN_ONLY = 1
+    QLEN_ONLY_BITPACKING = 2
+
+
+@dataclass(frozen=True)
+class VerifyMask:
+    """A mask buffer that a backend owns, for the draft stage to fill in place before target-verify.
+
+    A backend allocates it in ``init_cuda_graph_state`` and returns it from ``verify_mask``. Without one, the server
+    allocates a fresh FULL_MASK for every step.
+    """
+
+    buffer: torch.Tensor
+    """Flat, bool or uint8. FULL_MASK: ``max_bs * N * (max_context_len + N)`` elements; QLEN_ONLY: ``max_bs * N * N``."""
+    mode: TreeMaskMode
+    max_bs: int
+    is_read: bool = True
+    """False: the kernel never reads it (a chain-only backend), and the prefix columns need not be filled."""
+
+    def fits(self, bs: int) -> bool:
+        """Whether a batch of ``bs`` requests may use the buffer."""
+        return bs <= self.max_bs
+
+
+@dataclass
+class VerifyInput:
+    """``spec_info`` of target-verify: the draft tree of every request. N nodes a request, node 0 is the root."""
+
+    draft_token: torch.Tensor
+    """[bs * N] int64."""
+    custom_mask: torch.Tensor | None
+    """Tree visibility in ``tree_mask_mode``; FULL_MASK unless the backend's ``verify_mask`` says otherwise."""
+    positions: torch.Tensor
+    """[bs * N] int64: prefix + depth of the node."""
+    retrieve_index: torch.Tensor
+    """[bs, N] int64: the node's row in the flat batch, i * N + j."""
+    retrieve_next_token: torch.Tensor
+    """[bs, N] int64: first child as a local node id, or -1."""
+    retrieve_next_sibling: torch.Tensor
+    """[bs, N] int64: next sibling as a local node id, or -1."""
+    spec_steps: int
+    """S: longest path below the root."""
+    topk: int
+    """K: widest branching; 1 means a chain."""
+    draft_token_num: int
+    """N, the root included."""
+    num_tokens_per_req: int
+    """N again; 0 or -1 while a graph is captured, which a backend must tolerate."""
+    tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK
+    seq_lens_sum: int | None = None
+    seq_lens_cpu: torch.Tensor | None = None
+
+    @property
+    def max_tree_depth(self) -> int:
+        """S + 1: width of the accepted path."""
+        return self.spec_steps + 1
+
+
+@dataclass
+class DraftExtendInput:
+    """``spec_info`` of both draft-extends: what the target accepted, fed to the draft model."""
+
+    hidden_states: torch.Tensor
+    """[T, hidden]: the target's hidden state of every row."""
+    num_correct_drafts: torch.Tensor
+    """[bs] int32: accepted draft tokens, 0..S."""
+    num_accept_tokens: torch.Tensor
+    """[bs] int32: correct + 1. In v1 the number of rows of each request; padded requests of a graph have S + 1."""
+    positions: torch.Tensor
+    """[T] int64."""
+    num_accept_tokens_cpu: list[int] | None = None
+    """Host copy of ``num_accept_tokens``; None when the backend needs no CPU lengths."""
+    num_tokens_per_req: int = -1
+    """v2: N. -1 in v1, and 0 or -1 while a graph is captured, which a backend must tolerate."""
+    num_tokens_for_logprob_per_req: int = 1
+    extend_seq_lens_tensor: torch.Tensor | None = None
+    """[bs] int32: rows of each request; set in a graph, at capture and at every replay."""
+    extend_seq_lens_cpu: list[int] | None = None
+    """Host copy of the same; v2 always gives ``[N] * bs``."""
+    select_index: torch.Tensor | None = None
+    """[bs] int64, v2: row of the last accepted token, i * N + num_correct_drafts[i]; used by the caller, afterwards."""
+
+
+SpecInput = VerifyInput | DraftExtendInput
+
+
+@dataclass
+class ForwardBatch:
+    """What a backend is given for one step.
+
+    At a graph's replay the backend gets a *view* of it instead: a namespace with fewer attributes (see
+    ``ReplayView`` in the drive). There ``batch_size`` counts padded requests, ``seq_lens`` and ``req_pool_indices``
+    may be longer than ``batch_size`` (slice them), ``out_cache_loc`` holds live tokens only, and the ``extend_*``
+    fields are absent.
+    """
+
+    forward_mode: ForwardMode
+    batch_size: int
+    input_ids: torch.Tensor
+    """[T] int64."""
+    req_pool_indices: torch.Tensor
+    """[bs] int64: row of ``req_to_token``. Row 0 is a reserved dummy whose slots are all 0."""
+    seq_lens: torch.Tensor
+    """[bs] int64; its meaning depends on the mode: see ``ForwardMode``."""
+    out_cache_loc: torch.Tensor
+    """[T] int64: KV slot of each new token; slot 0 for padding."""
+    positions: torch.Tensor
+    """[T] int64: zero-based absolute position of each row."""
+    seq_lens_cpu: torch.Tensor | None = None
+    """[bs] int64 on the host; None when the backend does not need CPU lengths."""
+    seq_lens_sum: int | None = None
+    """Sum of ``seq_lens``; None exactly when ``seq_lens_cpu`` is None."""
+    extend_num_tokens: int | None = None
+    extend_seq_lens: torch.Tensor | None = None
+    """[bs] int32: new tokens of each request. Eager draft-extends only."""
+    extend_prefix_lens: torch.Tensor | None = None
+    """[bs] int32: tokens before them."""
+    extend_start_loc: torch.Tensor | None = None
+    """[bs] int32: exclusive cumsum of ``extend_seq_lens``."""
+    extend_seq_lens_cpu: list[int] | None = None
+    extend_prefix_lens_cpu: list[int] | None = None
+    spec_info: SpecInput | None = None
+    num_padding: int = 0
+    """Padded requests at the end; 0 in eager."""
+    extras: dict[str, object] = field(default_factory=dict)
+    """Free for a backend that wants to keep something with the batch; the kit never reads it."""

@@ -1,0 +1,127 @@
+"""What a backend says it can do. Closed by default: what is not declared is not offered."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+
+from .modes import Execution, ForwardMode
+
+__all__ = ["DTYPES", "FAMILIES", "KV_DTYPES", "Capabilities", "Requires", "Unsupported"]
+
+FAMILIES = ("mha", "gqa", "mqa", "mla")
+DTYPES = ("fp16", "bf16", "fp32")
+KV_DTYPES = ("same", "fp8_e4m3")
+
+
+class Unsupported(Exception):
+    """Raised by a backend's constructor for a context outside its claims. Never return numbers instead."""
+
+
+@dataclass(frozen=True)
+class Requires:
+    """What must be there for the backend's real kernels to run; where it is not, the report says "not run here"."""
+
+    sm: tuple[int, int] | None = None
+    """Lowest and highest compute capability, inclusive, as 90 for SM90. None: any device."""
+    packages: tuple[str, ...] = ()
+    """Requirement strings such as ``"flashinfer-python>=0.7.2,<0.8"``."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The claims of a backend, as values. Each field answers a question.
+
+    Any iterable of plain values may be given; strings are checked and a wrong spelling is answered with the right one
+    (``ValueError``).
+    """
+
+    eager: frozenset[ForwardMode]
+    """Which modes run eagerly?"""
+    graph: frozenset[ForwardMode] = frozenset()
+    """Which modes run under CUDA-graph capture and replay?"""
+    families: frozenset[str] = frozenset({"mha"})
+    """Which head layouts? ``mha`` (Hq = Hk), ``gqa``, ``mqa`` (Hk = 1), ``mla`` (latent, absorbed)."""
+    dtypes: frozenset[str] = frozenset({"fp16", "bf16"})
+    """Which dtypes of q, k, v and output?"""
+    kv_dtypes: frozenset[str] = frozenset({"same"})
+    """Which dtypes of the KV pool? ``same`` as the model, ``fp8_e4m3`` with per-tensor scales."""
+    head_dims: frozenset[int] = frozenset({64, 128})
+    """Which widths of a q/k/v row (for MLA: the latent width; the rope part is ``mla_rope_dims``)?"""
+    mla_rope_dims: frozenset[int] = frozenset({64})
+    """MLA: which rope widths?"""
+    page_sizes: frozenset[int] = frozenset({16})
+    """Which page sizes of the KV pool, in slots?"""
+    gqa_ratios: frozenset[int] = frozenset({1, 2, 4, 8})
+    """Which numbers of query heads for one KV head (``gqa`` and ``mqa``; for ``mla`` the number of heads)?"""
+    max_q_rows: int = 1
+    """How many query rows may one request have (N of verify, N of v2, S+1 of v1)?"""
+    max_topk: int = 0
+    """How wide may a draft tree branch? 0: no target-verify, 1: chains only, K: trees with up to K children a node."""
+    max_context_len: int = 1 << 20
+    """How long may prefix plus new tokens be?"""
+    sliding_window: frozenset[ForwardMode] = frozenset()
+    """In which modes is ``sliding_window_size`` honoured?"""
+    window_in_trees: bool = False
+    """With branching trees, is the window counted by position (tree depth), not by row?"""
+    logit_cap: bool = False
+    """Is the soft cap honoured?"""
+    sinks: bool = False
+    """Are attention sinks honoured?"""
+    needs_cpu_seq_lens: bool = True
+    """Does planning read ``seq_lens_cpu`` / ``seq_lens_sum`` / ``*_cpu`` lists? If False they are None or trap."""
+    finite_page_tails: bool = False
+    """Must unused slots of a request's last page hold finite numbers? (If False they hold NaN in every test.)"""
+    deterministic: bool = False
+    """Is the same batch promised to give the same bits each time?"""
+    batch_invariant: bool = False
+    """Is a request promised to give the same bits whatever else is in the batch?"""
+    requires: Requires = field(default_factory=Requires)
+    """Hardware and packages that the real kernels need."""
+
+    def __post_init__(self) -> None:
+        for name in ("eager", "graph", "sliding_window"):
+            object.__setattr__(self, name, _modes(name, getattr(self, name)))
+        for name, known in (("families", FAMILIES), ("dtypes", DTYPES), ("kv_dtypes", KV_DTYPES)):
+            object.__setattr__(
+                self, name, frozenset(_spelled(name, v, known) for v in _listed(name, getattr(self, name)))
+            )
+        for name in ("head_dims", "page_sizes", "gqa_ratios", "mla_rope_dims"):
+            values = frozenset(_listed(name, getattr(self, name)))
+            if any(not isinstance(v, int) or v < (0 if name == "mla_rope_dims" else 1) for v in values):
+                raise ValueError(f"Capabilities.{name} must be positive whole numbers, got {sorted(map(str, values))}")
+            object.__setattr__(self, name, values)
+
+    def offers(self, mode: ForwardMode, execution: Execution) -> bool:
+        """Whether this mode is claimed in this execution."""
+        return mode in (self.graph if execution is Execution.GRAPH else self.eager)
+
+    def with_changes(self, **changes: object) -> Capabilities:
+        """A copy with some claims replaced; for subclasses that narrow or widen a parent's claims."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        unknown = [name for name in changes if name not in values]
+        if unknown:
+            _spelled("capability", unknown[0], tuple(values))
+        return Capabilities(**{**values, **changes})
+
+
+def _listed(name: str, values: object) -> list[object]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"Capabilities.{name} must be a set or list of values, got {values!r}; write {{{values!r}}}")
+    return list(values)
+
+
+def _modes(name: str, values: object) -> frozenset[ForwardMode]:
+    spelled = [
+        _spelled(name, getattr(v, "value", v), tuple(m.value for m in ForwardMode)) for v in _listed(name, values)
+    ]
+    return frozenset(ForwardMode(v) for v in spelled)
+
+
+def _spelled(name: str, value: object, known: tuple[str, ...]) -> str:
+    if value in known:
+        return str(value)
+    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"unknown {name} {value!r}{hint} (known: {', '.join(known)})")

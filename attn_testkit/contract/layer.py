@@ -1,0 +1,62 @@
+"""What a backend is told about one attention layer of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["AttentionLayer"]
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """The attributes of one attention layer, under the names that servers use.
+
+    The two layers of a test model differ (scale, window, soft cap), so that nothing of a layer may be remembered
+    for the next one.
+    """
+
+    layer_id: int
+    tp_q_head_num: int
+    """Query heads on this rank."""
+    tp_k_head_num: int
+    """KV heads on this rank; for MLA 1."""
+    head_dim: int
+    """Width of a query and key row. For MLA (absorbed form): ``kv_lora_rank + rope``."""
+    v_head_dim: int
+    """Width of a value and output row. For MLA: ``kv_lora_rank``, the first part of the latent key."""
+    scaling: float
+    """Factor on q·k before the softmax. Never assume 1/sqrt(head_dim): models differ, and MLA always does."""
+    sliding_window_size: int = -1
+    """W: a row at position p sees keys p-W .. p, that is W+1 keys. -1: no window."""
+    logit_cap: float = 0.0
+    """Soft cap: logits become cap * tanh(logits / cap), after scaling and before masking. 0: none."""
+    k_scale: float = 1.0
+    """The KV pool holds K / k_scale when its dtype is FP8; 1.0 otherwise."""
+    v_scale: float = 1.0
+    """As ``k_scale``, for V."""
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+    """[tp_q_head_num] float32 on the device: one more logit per head, which takes weight and gives no value."""
+    kv_lora_rank: int = 0
+    """MLA: width of the latent part of a key. 0: this layer is not MLA."""
+
+    @property
+    def tp_v_head_num(self) -> int:
+        """Value heads on this rank: as many as key heads."""
+        return self.tp_k_head_num
+
+    @property
+    def qk_head_dim(self) -> int:
+        """The servers' other name for ``head_dim``."""
+        return self.head_dim
+
+    @property
+    def is_mla(self) -> bool:
+        """The pool holds one latent row per token, and values are its first ``kv_lora_rank`` columns."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def q_per_kv(self) -> int:
+        """Query heads that share a KV head (the GQA ratio)."""
+        return self.tp_q_head_num // self.tp_k_head_num

@@ -1,0 +1,64 @@
+"""How a server drives a backend: the runner modes and the two ways of executing them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = ["Execution", "ForwardMode"]
+
+
+class ForwardMode(str, Enum):
+    """The forward modes of a server with speculative decoding (EAGLE-style draft and target).
+
+    ============================ ==================== ===================== ========================================
+    mode                         new tokens a request ``seq_lens[i]``       which keys a query row sees
+    ============================ ==================== ===================== ========================================
+    ``DECODE``                   1                    prefix + 1            all ``seq_lens`` keys
+    ``TARGET_VERIFY``            N (a draft tree)     prefix only           the prefix, its ancestors and itself
+    ``DRAFT_EXTEND`` (v1)        1..S+1, ragged       prefix + accepted     causal
+    ``DRAFT_EXTEND_V2``          N, uniform           prefix + N            causal
+    ============================ ==================== ===================== ========================================
+
+    A backend must ask for verify and draft-extend *before* it asks ``is_extend()``: both are extends, and neither
+    carries the ``extend_*`` fields of an ordinary prefill in a graph's replay view.
+    """
+
+    DECODE = "decode"
+    TARGET_VERIFY = "target-verify"
+    DRAFT_EXTEND = "draft-extend"
+    DRAFT_EXTEND_V2 = "draft-extend-v2"
+
+    def is_decode(self) -> bool:
+        """One new token for each request."""
+        return self is ForwardMode.DECODE
+
+    def is_target_verify(self) -> bool:
+        """N draft-tree nodes for each request; ``seq_lens`` is the prefix alone."""
+        return self is ForwardMode.TARGET_VERIFY
+
+    def is_draft_extend(self, include_v2: bool = False) -> bool:
+        """Ragged accepted tokens, packed (v1); with ``include_v2`` also the uniform kind."""
+        return self is ForwardMode.DRAFT_EXTEND or (include_v2 and self is ForwardMode.DRAFT_EXTEND_V2)
+
+    def is_draft_extend_v2(self) -> bool:
+        """N tokens for each request, accepted or not."""
+        return self is ForwardMode.DRAFT_EXTEND_V2
+
+    def is_extend(self, include_draft_extend_v2: bool = False) -> bool:
+        """True for verify and draft-extend v1, for v2 only on request: the servers' own rule."""
+        return self in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND) or (
+            include_draft_extend_v2 and self is ForwardMode.DRAFT_EXTEND_V2
+        )
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Execution(str, Enum):
+    """Eager: the Python runs at every step. Graph: it ran once, at capture, and only kernels are replayed."""
+
+    EAGER = "eager"
+    GRAPH = "graph"
+
+    def __str__(self) -> str:
+        return self.value
