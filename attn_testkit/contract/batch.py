@@ -38,7 +38,7 @@ class VerifyMask:
     """
 
     buffer: torch.Tensor
-    """Flat, bool or uint8. FULL_MASK: ``max_bs * N * (max_context_len + N)`` elements; QLEN_ONLY: ``max_bs * N * N``."""
+    """Flat, bool or uint8, for ``max_bs`` requests at full context: see ``TreeMaskMode`` for the sizes."""
     mode: TreeMaskMode
     max_bs: int
     is_read: bool = True

@@ -1,0 +1,160 @@
+"""What a run produces: plain values, picklable, JSON-ready, with no tensor and no knowledge of who shows them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = ["CaseResult", "Finding", "RunHeader", "Status", "exit_code", "format_failure"]
+
+
+class Status(str, Enum):
+    """How one case-run ended. Never merged: each of these means something else to the reader."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    CRASHED = "crashed"
+    """The process died, or the device's context was lost."""
+    TIMED_OUT = "timed out"
+    KNOWN_FAILURE = "known failure"
+    """It failed as an entry of the known-failures file says it does."""
+    UNEXPECTEDLY_PASSED = "unexpectedly passed"
+    """The known-failures file says it fails, and it did not: the entry is out of date."""
+    UNSUPPORTED = "unsupported"
+    """Not claimed by the backend."""
+    NOT_RUN_HERE = "not run here"
+    """Claimed, but this machine lacks the hardware or a package."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+BAD = frozenset({Status.FAILED, Status.CRASHED, Status.TIMED_OUT, Status.UNEXPECTEDLY_PASSED})
+"""Statuses that make a run fail."""
+RAN = frozenset({Status.PASSED, Status.KNOWN_FAILURE}) | BAD
+"""Statuses of case-runs that really executed."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One broken promise, told for a tired person: what, where, how far it spreads, what to look at first."""
+
+    check: str
+    """Id of the promise, as ``attn-testkit explain`` knows it."""
+    headline: str
+    """Stands alone: ``request 3 differs from the oracle, 56x over the limit``."""
+    where: str = ""
+    spread: str = ""
+    attended: str = ""
+    hint: str = ""
+    step: str = ""
+    """Which step of the case: empty for a single eager step, else for instance ``replay 4 of 6, bucket 4, 3 live``."""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case-run: a backend, a mode, an execution and a case."""
+
+    backend: str
+    """The spec it was named by."""
+    mode: str
+    execution: str
+    case: str
+    """The case id, or ``""`` for a row that stands for a whole mode (unsupported, not run here)."""
+    status: Status
+    findings: tuple[Finding, ...] = ()
+    checks: tuple[str, ...] = ()
+    """Ids of the promises that were judged, kept or not."""
+    margin: float | None = None
+    """Largest error / limit over all outputs; a passing case is below 1."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall time by phase: setup, eager, capture, replay, oracle, checks."""
+    graph: str = ""
+    """``cuda`` or ``emulated``; empty in eager."""
+    device: str = ""
+    """``cuda`` or ``emulated`` (a CPU that stands in for a device)."""
+    kernels: str = "real"
+    """``real`` or ``emulated``."""
+    reason: str = ""
+    """Why it did not run or crashed, or the issue behind a known failure."""
+    hints: tuple[str, ...] = ()
+    """Remarks that are no failure, such as graph support that works but is not claimed."""
+
+    @property
+    def emulated(self) -> bool:
+        """Something in this case-run was emulated: it is no proof about hardware."""
+        return "emulated" in (self.graph, self.device, self.kernels)
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """What every report must say about the run as a whole."""
+
+    kit: str
+    """Version of the kit."""
+    started: str
+    """ISO time, UTC."""
+    command: str
+    tier: str
+    seed: int
+    device: str
+    """``cuda`` or ``emulated``."""
+    device_name: str
+    """``NVIDIA H200 sm90``, or ``CPU (emulated CUDA)``."""
+    versions: Mapping[str, str]
+    """python, torch, and triton / flashinfer where installed."""
+    backends: Mapping[str, str]
+    """Spec -> version or origin."""
+    planned: int
+    """Case-runs that were claimed and planned: the denominator."""
+    limits: tuple[str, ...] = ()
+    """What the emulation cannot show; empty on hardware."""
+
+
+def exit_code(planned: int, results: Iterable[CaseResult], interrupted: bool = False) -> int:
+    """pytest's numbers: 0 conformant, 1 not (or planned case-runs that did not run), 2 interrupted, 5 nothing to run."""
+    if interrupted:
+        return 2
+    counts = Counter(r.status for r in results if r.case)
+    if not planned and not counts:
+        return 5
+    ran = sum(counts[s] for s in RAN)
+    return 1 if any(counts[s] for s in BAD) or ran < planned else 0
+
+
+def format_failure(result: CaseResult, header: RunHeader | None = None, *, first_only: bool = False) -> str:
+    """The text of a case-run that did not pass. Line 1 stands alone."""
+    if not result.findings:
+        return f"{result.case or result.mode}: {result.status}: {result.reason}"
+    lines: list[str] = []
+    for finding in result.findings[:1] if first_only else result.findings:
+        lines.append(f"{result.case}: {finding.headline}")
+        rows = [
+            ("promise", finding.check),
+            ("step", finding.step),
+            ("where", finding.where),
+            ("spread", finding.spread),
+            ("attended", finding.attended),
+            ("hint", finding.hint),
+        ]
+        lines += [f"  {name:<8} {line}" for name, text in rows if text for line in text.splitlines()]
+    version = header.backends.get(result.backend, "") if header else ""
+    parts = [f"{result.backend} {version}".strip()]
+    if header:
+        parts += [header.device_name, f"torch {header.versions.get('torch', '?')}"]
+    parts.append(f"graph: {result.graph}" if result.graph else "eager")
+    if result.kernels == "emulated":
+        parts.append("kernels: emulated")
+    lines.append(f"  backend  {' · '.join(parts)}")
+    lines.append(f"  repro    {repro_command(result, header)}")
+    return "\n".join(lines)
+
+
+def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
+    """The command that shows this result again."""
+    words = ["attn-testkit repro --backend", result.backend, "--execution", result.execution]
+    if header and header.device == "emulated":
+        words.append("--device cpu")
+    return " ".join([*words, result.case])
