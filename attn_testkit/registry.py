@@ -1,0 +1,247 @@
+"""How a backend is named, found and refused: short names, ``module:Class``, and what to say about anything else."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata as metadata
+import importlib.util
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .contract import AttentionBackend, Capabilities
+
+__all__ = [
+    "GROUP",
+    "BackendInfo",
+    "BackendNotFound",
+    "Origin",
+    "UsageError",
+    "did_you_mean",
+    "known_backends",
+    "load_backend",
+    "origin_of",
+]
+
+GROUP = "attn_testkit.backends"
+"""Entry-point group in which a distribution registers short names: ``triton = "pkg.module:Class"``."""
+
+
+class UsageError(Exception):
+    """Asked for something that does not exist. The message is one line for the user; exit code 4."""
+
+
+class BackendNotFound(UsageError):
+    """The spec names no usable backend class."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a backend comes from."""
+
+    distribution: str = ""
+    version: str = ""
+    file: str = ""
+
+    @property
+    def label(self) -> str:
+        """For headers: the version, else the file, else nothing."""
+        return self.version or (f"({Path(self.file).name})" if self.file else "")
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}".strip() or self.file or "unknown origin"
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One registered backend, as ``attn-testkit list`` shows it."""
+
+    name: str
+    spec: str
+    origin: Origin
+    capabilities: str = ""
+    """One line; empty when the class could not be loaded."""
+    failure: str = ""
+    """Why it could not be loaded; empty when it could."""
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """``; did you mean 'x'?`` or nothing."""
+    known = list(known)
+    folded = word.strip().lower().replace("_", "-")
+    close = [k for k in known if k.lower().replace("_", "-") == folded]
+    close = close or difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def load_backend(spec: str) -> type[AttentionBackend]:
+    """The class that a short name or ``module:Class`` names; ``BackendNotFound`` with one clear line otherwise."""
+    if ":" not in spec:
+        spec = _registered_spec(spec)
+    module_name, _, class_path = spec.partition(":")
+    if not module_name or not class_path:
+        raise BackendNotFound(f"backend {spec!r} is incomplete; write module:Class")
+    found: object = _import(spec, module_name)
+    for name in class_path.split("."):
+        found = _attribute(spec, found, name)
+    return _checked_class(spec, found)
+
+
+def known_backends() -> list[BackendInfo]:
+    """Every registered backend, sorted by name. Imports each of them (and so torch)."""
+    return [_describe(name, point) for name, point in sorted(_entry_points().items())]
+
+
+def origin_of(spec: str) -> Origin:
+    """Distribution and version behind a spec, without importing it; its file when no distribution owns it."""
+    point = _entry_points().get(spec)
+    if point is not None:
+        return _entry_origin(point)
+    top = spec.partition(":")[0].partition(".")[0]
+    owners = metadata.packages_distributions().get(top, [])
+    if owners:
+        return Origin(owners[0], metadata.version(owners[0]))
+    _see_current_directory()
+    return Origin(file=_file_of(top))
+
+
+def _entry_points() -> Mapping[str, metadata.EntryPoint]:
+    return {point.name: point for point in metadata.entry_points(group=GROUP)}
+
+
+def _entry_origin(point: metadata.EntryPoint) -> Origin:
+    dist = point.dist
+    return Origin(dist.name, dist.version) if dist else Origin()
+
+
+def _registered_spec(name: str) -> str:
+    points = _entry_points()
+    if name in points:
+        return points[name].value
+    known = f" (known: {', '.join(sorted(points))}; or module:Class)" if points else " (write module:Class)"
+    if "." in name:
+        module_name, _, class_name = name.rpartition(".")
+        raise BackendNotFound(
+            f"unknown backend {name!r}; a class is named module:Class, did you mean '{module_name}:{class_name}'?"
+        )
+    raise BackendNotFound(f"unknown backend {name!r}{did_you_mean(name, points) or known}")
+
+
+def _import(spec: str, module_name: str) -> ModuleType:
+    _see_current_directory()
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(missing + "."):
+            hint = did_you_mean(missing, _siblings(missing), cutoff=0.75)
+            raise BackendNotFound(f"backend {spec!r}: there is no module {missing!r}{hint}") from error
+        raise BackendNotFound(_import_failed(spec, module_name, error)) from error
+    except (Exception, SystemExit) as error:
+        raise BackendNotFound(_import_failed(spec, module_name, error)) from error
+
+
+def _import_failed(spec: str, module_name: str, error: BaseException) -> str:
+    # The innermost frame that is not import machinery: the line of the user's file that broke.
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    own = [f for f in frames if f.filename != __file__]
+    at = f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+    text = " ".join(str(error).split())
+    return f"backend {spec!r}: importing {module_name} failed: {type(error).__name__}: {text}{at}"
+
+
+def _siblings(module_name: str) -> list[str]:
+    parent, _, _ = module_name.rpartition(".")
+    if not parent:
+        return [m.name for m in pkgutil.iter_modules() if m.name not in sys.stdlib_module_names]
+    paths = getattr(sys.modules.get(parent), "__path__", [])
+    return [f"{parent}.{m.name}" for m in pkgutil.iter_modules(paths)]
+
+
+def _attribute(spec: str, owner: object, name: str) -> object:
+    if hasattr(owner, name):
+        found: object = getattr(owner, name)
+        return found
+    where = getattr(owner, "__name__", str(owner))
+    classes = [n for n, value in vars(owner).items() if isinstance(value, type)]
+    raise BackendNotFound(f"backend {spec!r}: {where} has no {name!r}{did_you_mean(name, classes)}")
+
+
+def _checked_class(spec: str, found: object) -> type[AttentionBackend]:
+    from .contract import AttentionBackend, Capabilities
+
+    if not isinstance(found, type):
+        kind = type(found).__name__
+        if isinstance(found, AttentionBackend):
+            raise BackendNotFound(f"backend {spec!r} is an instance; name its class, {kind}: the kit constructs it")
+        raise BackendNotFound(f"backend {spec!r} is a {kind}, not a class derived from AttentionBackend")
+    if not issubclass(found, AttentionBackend):
+        raise BackendNotFound(f"backend {spec!r} does not derive from AttentionBackend or KernelBackend")
+    unwritten = sorted(getattr(found, "__abstractmethods__", ()))
+    if unwritten:
+        raise BackendNotFound(f"backend {spec!r} does not implement {', '.join(unwritten)}")
+    claims = getattr(found, "capabilities", None)
+    if not isinstance(claims, Capabilities):
+        what = "sets no capabilities" if claims is None else f"sets capabilities to a {type(claims).__name__}"
+        raise BackendNotFound(f"backend {spec!r} {what}; write capabilities = Capabilities(eager={{...}}, ...)")
+    return found
+
+
+def _describe(name: str, point: metadata.EntryPoint) -> BackendInfo:
+    try:
+        claims = _capabilities_line(load_backend(name).capabilities)
+    except BackendNotFound as error:
+        return BackendInfo(name, point.value, _entry_origin(point), failure=str(error))
+    return BackendInfo(name, point.value, _entry_origin(point), capabilities=claims)
+
+
+def _capabilities_line(claims: Capabilities) -> str:
+    from .contract import ForwardMode
+
+    modes = [
+        f"{mode} {'+'.join(how for how, group in (('eager', claims.eager), ('graph', claims.graph)) if mode in group)}"
+        for mode in ForwardMode
+        if mode in claims.eager | claims.graph
+    ]
+    extras = [
+        word
+        for word, claimed in (
+            ("window", claims.sliding_window),
+            ("soft cap", claims.logit_cap),
+            ("sinks", claims.sinks),
+            ("trees" if claims.max_topk > 1 else "chains", claims.max_topk),
+        )
+        if claimed
+    ]
+    parts = [
+        ", ".join(modes),
+        "/".join(sorted(claims.families)),
+        "/".join(sorted(claims.dtypes)) + (" fp8-kv" if "fp8_e4m3" in claims.kv_dtypes else ""),
+        "d" + "/".join(map(str, sorted(claims.head_dims))),
+        "page " + "/".join(map(str, sorted(claims.page_sizes))),
+        ", ".join(extras),
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _see_current_directory() -> None:
+    # As `python -m` does: a console script alone would not find the backend that the user is standing next to.
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _file_of(module_name: str) -> str:
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):
+        return ""
+    return (spec.origin or "") if spec else ""
