@@ -22,6 +22,8 @@ class Status(str, Enum):
     """It failed as an entry of the known-failures file says it does."""
     UNEXPECTEDLY_PASSED = "unexpectedly passed"
     """The known-failures file says it fails, and it did not: the entry is out of date."""
+    QUARANTINED = "quarantined"
+    """The known-failures file says not to launch it. Accounted for, and never green."""
     UNSUPPORTED = "unsupported"
     """Not claimed by the backend."""
     NOT_RUN_HERE = "not run here"
@@ -121,13 +123,14 @@ def exit_code(planned: int, results: Iterable[CaseResult], interrupted: bool = F
     if not planned and not counts:
         return 5
     ran = sum(counts[s] for s in RAN)
-    return 1 if any(counts[s] for s in BAD) or ran < planned else 0
+    accounted = ran + counts[Status.QUARANTINED]
+    return 1 if any(counts[s] for s in BAD) or accounted < planned or not ran else 0
 
 
 def format_failure(result: CaseResult, header: RunHeader | None = None, *, first_only: bool = False) -> str:
     """The text of a case-run that did not pass. Line 1 stands alone."""
-    if not result.findings:
-        return f"{result.case or result.mode}: {result.status}: {result.reason}"
+    if not result.case:
+        return f"{result.backend} {result.mode} {result.execution}: {result.status}: {result.reason}"
     lines: list[str] = []
     for finding in result.findings[:1] if first_only else result.findings:
         lines.append(f"{result.case}: {finding.headline}")
@@ -140,11 +143,15 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
             ("hint", finding.hint),
         ]
         lines += [f"  {name:<8} {line}" for name, text in rows if text for line in text.splitlines()]
+    if not result.findings:
+        first, *rest = result.reason.splitlines() or [""]
+        lines.append(f"{result.case}: {result.status}: {first}" if first else f"{result.case}: {result.status}")
+        lines += [f"  {line}" for line in rest]
     version = header.backends.get(result.backend, "") if header else ""
     parts = [f"{result.backend} {version}".strip()]
     if header:
         parts += [header.device_name, f"torch {header.versions.get('torch', '?')}"]
-    parts.append(f"graph: {result.graph}" if result.graph else "eager")
+    parts.append(f"graph: {result.graph}" if result.graph else result.execution)
     if result.kernels == "emulated":
         parts.append("kernels: emulated")
     lines.append(f"  backend  {' · '.join(parts)}")
