@@ -1,0 +1,1 @@
+"""What is tried: cases and their ids, trees, schedules, slot layouts, data."""

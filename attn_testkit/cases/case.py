@@ -1,0 +1,206 @@
+"""A case is data with a readable name, and the name alone rebuilds it."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ..contract import ForwardMode
+from .trees import Tree, chain
+
+__all__ = ["DATA", "LAYOUTS", "PADDINGS", "Case", "Heads", "parse_case"]
+
+LAYOUTS = ("contiguous", "shuffled", "interleaved", "reversed")
+"""How a request's tokens lie in the KV pool. ``reversed``: pages descend inside a request (non-monotonic slots)."""
+DATA = ("gauss", "shifted", "peaked", "negative", "mean", "footprint")
+"""Data patterns; see ``cases/data.py``."""
+PADDINGS = ("prod", "nan", "stale", "small")
+"""What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head layout of one rank."""
+
+    family: str
+    q_heads: int
+    kv_heads: int
+
+    def __str__(self) -> str:
+        ratio = self.q_heads // self.kv_heads
+        return f"gqa{ratio}x{self.kv_heads}" if self.family == "gqa" else f"{self.family}{self.q_heads}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to try. Lengths are in tokens; every tuple has one entry per request."""
+
+    mode: ForwardMode
+    heads: Heads
+    head_dim: int
+    """Width of a value row (MLA: of the latent part)."""
+    dtype: str
+    page_size: int
+    prefixes: tuple[int, ...]
+    """Keys of each request before this step."""
+    new: tuple[int, ...] = ()
+    """Draft-extend: accepted tokens of each request, 1 .. width. Empty elsewhere."""
+    width: int = 1
+    """Rows a request in the graph: 1, N (verify, v2) or S + 1 (v1)."""
+    tree: Tree | None = None
+    layout: str = "shuffled"
+    data: str = "gauss"
+    rope_dim: int = 0
+    kv_dtype: str = "same"
+    window: int = -1
+    """W of the first layer; the other layer has none."""
+    logit_cap: float = 0.0
+    """Soft cap of the second layer."""
+    sinks: bool = False
+    bucket: int = 1
+    """Batch size of the graph that the case's own batch runs in."""
+    padding: str = "prod"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prefixes:
+            raise ValueError("a case needs at least one request")
+        if self.bucket < len(self.prefixes):
+            raise ValueError(f"bucket {self.bucket} is smaller than the batch of {len(self.prefixes)} requests")
+        if self.new and (len(self.new) != len(self.prefixes) or not all(1 <= n <= self.width for n in self.new)):
+            raise ValueError(f"accepted counts {self.new} must be one per request, each 1..{self.width}")
+        if (self.tree is not None) != (self.mode is ForwardMode.TARGET_VERIFY):
+            raise ValueError("a tree goes with target-verify, and only with it")
+
+    @property
+    def bs(self) -> int:
+        """Live requests of the case's own batch."""
+        return len(self.prefixes)
+
+    @property
+    def topk(self) -> int:
+        """K of the draft tree; 0 without one."""
+        return self.tree.topk if self.tree else 0
+
+    @cached_property
+    def id(self) -> str:
+        """The name. ``parse_case`` turns it back into an equal case."""
+        rope = f"r{self.rope_dim}" if self.rope_dim else ""
+        words = [
+            self.mode.value,
+            str(self.heads),
+            f"d{self.head_dim}{rope}",
+            self.dtype,
+            f"p{self.page_size}",
+            "k" + _numbers(self.prefixes),
+        ]
+        if self.tree:
+            n = len(self.tree)
+            words.append(f"chain{n}" if self.tree == chain(n) else "t" + ".".join(map(str, self.tree.parents)))
+        elif self.mode is not ForwardMode.DECODE:
+            words.append(f"n{self.width}a{_numbers(self.new)}")
+        words += [self.layout, self.data]
+        if self.kv_dtype != "same":
+            words.append("kv" + self.kv_dtype.replace("_", ""))
+        if self.window >= 0:
+            words.append(f"w{self.window}")
+        if self.logit_cap:
+            words.append(f"cap{self.logit_cap:g}")
+        if self.sinks:
+            words.append("sink")
+        words.append(f"b{self.bucket}{self.padding}")
+        if self.seed:
+            words.append(f"s{self.seed}")
+        return "-".join(words)
+
+    @cached_property
+    def digest(self) -> int:
+        """Seed of everything random in the case: a digest of the id, the same on every machine."""
+        return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little")
+
+    def with_seed(self, seed: int) -> Case:
+        """The same case with other random data, slots and schedule."""
+        return replace(self, seed=seed)
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    """(5, 5, 9) -> ``5x2.9``."""
+    parts: list[list[int]] = []
+    for value in values:
+        if parts and parts[-1][0] == value:
+            parts[-1][1] += 1
+        else:
+            parts.append([value, 1])
+    return ".".join(str(v) if n == 1 else f"{v}x{n}" for v, n in parts)
+
+
+def _unnumbers(text: str) -> tuple[int, ...]:
+    values: list[int] = []
+    for part in text.split("."):
+        value, _, times = part.partition("x")
+        values += [int(value)] * int(times or 1)
+    return tuple(values)
+
+
+def _heads(match: re.Match[str]) -> dict[str, Any]:
+    family, first, second = match["family"], int(match["first"]), match["second"]
+    if family == "gqa":
+        return {"heads": Heads("gqa", first * int(second or 1), int(second or 1))}
+    return {"heads": Heads(family, first, first if family == "mha" else 1)}
+
+
+def _tree(parents: tuple[int, ...]) -> dict[str, Any]:
+    return {"tree": Tree(parents), "width": len(parents) + 1}
+
+
+_Word = tuple[str, Callable[[re.Match[str]], Mapping[str, Any]]]
+_WORDS: tuple[_Word, ...] = (
+    (r"(?P<family>mha|gqa|mqa|mla)(?P<first>\d+)(x(?P<second>\d+))?", _heads),
+    (r"d(\d+)(?:r(\d+))?", lambda m: {"head_dim": int(m[1]), "rope_dim": int(m[2] or 0)}),
+    (r"fp16|bf16|fp32", lambda m: {"dtype": m[0]}),
+    (r"p(\d+)", lambda m: {"page_size": int(m[1])}),
+    (r"k([\d.x]+)", lambda m: {"prefixes": _unnumbers(m[1])}),
+    (r"chain(\d+)", lambda m: _tree(chain(int(m[1])).parents)),
+    (r"t(\d+(?:\.\d+)*)", lambda m: _tree(tuple(map(int, m[1].split("."))))),
+    (r"n(\d+)a([\d.x]+)", lambda m: {"width": int(m[1]), "new": _unnumbers(m[2])}),
+    ("|".join(LAYOUTS), lambda m: {"layout": m[0]}),
+    ("|".join(DATA), lambda m: {"data": m[0]}),
+    (r"kvfp8e4m3", lambda m: {"kv_dtype": "fp8_e4m3"}),
+    (r"w(\d+)", lambda m: {"window": int(m[1])}),
+    (r"cap([\d.]+)", lambda m: {"logit_cap": float(m[1])}),
+    (r"sink", lambda m: {"sinks": True}),
+    (r"b(\d+)(" + "|".join(PADDINGS) + ")", lambda m: {"bucket": int(m[1]), "padding": m[2]}),
+    (r"s(\d+)", lambda m: {"seed": int(m[1])}),
+)
+_NEEDED = ("heads", "head_dim", "dtype", "page_size", "prefixes", "layout", "data", "bucket")
+
+
+def parse_case(case_id: str) -> Case:
+    """Rebuild a case from its id. Raises ``ValueError`` that names the word it could not read."""
+    modes = sorted((mode.value for mode in ForwardMode), key=len, reverse=True)
+    mode = next((m for m in modes if case_id.startswith(m + "-")), None)
+    if mode is None:
+        close = difflib.get_close_matches(case_id.split("-")[0], modes, n=1, cutoff=0.3)
+        hint = f" (did you mean {close[0]}-...?)" if close else ""
+        raise ValueError(f"case id {case_id!r} does not begin with a mode: {', '.join(sorted(modes))}{hint}")
+    values: dict[str, Any] = {"mode": ForwardMode(mode)}
+    for word in case_id[len(mode) + 1 :].split("-"):
+        found = next(((m, read) for p, read in _WORDS if (m := re.fullmatch(p, word))), None)
+        if found is None:
+            known = (*LAYOUTS, *DATA, "fp16", "bf16", "fp32", "sink")
+            close = difflib.get_close_matches(word, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"case id {case_id!r}: cannot read {word!r}{hint}")
+        values.update(found[1](found[0]))
+    missing = [name for name in _NEEDED if name not in values]
+    if missing:
+        raise ValueError(f"case id {case_id!r} does not say: {', '.join(missing)}")
+    case = Case(**values)
+    if case.id != case_id:
+        raise ValueError(f"case id {case_id!r} is not in its usual form; write {case.id}")
+    return case

@@ -1,0 +1,322 @@
+"""The numbers of a step: queries, keys, values, the KV pool before and after, and who may see whom.
+
+Everything here is host data. The same case gives the same bits on every machine: normal numbers come from one bank made
+by numpy, and a digest of the case id says where in the bank to read.
+
+Patterns
+    ``gauss``      unit normals.
+    ``shifted``    keys and values with a mean: a dropped or doubled key moves every channel the same way.
+    ``peaked``     large queries: few keys carry the weight.
+    ``negative``   every logit is about -6e4 and all are equal: a finite "minus infinity" shows itself (flashinfer
+                   #4401 masked with -5e4), and so does a zero.
+    ``mean``       Q = K = 0: the output is the exact mean of the visible values.
+    ``footprint``  V is one-hot: channel c carries one chosen key. A limit in proportion to the weight a channel carries
+                   then shows one wrong key of thousands, and the output says which keys were attended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..contract import AttentionLayer, ForwardMode
+from .case import Case
+from .schedule import Request, Schedule, Step
+
+__all__ = ["DTYPES", "StepData", "make_layers", "make_step_data", "normals", "pool_images"]
+
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+NUM_LAYERS = 2
+HIDDEN = 32
+"""Width of the model's hidden state."""
+
+_BANK_SIZE = 1 << 20
+
+
+@lru_cache(maxsize=1)
+def _bank() -> torch.Tensor:
+    numbers = np.random.default_rng(20260101).standard_normal(2 * _BANK_SIZE, dtype=np.float32)
+    return torch.from_numpy(numbers)
+
+
+def normals(shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
+    """Float32 unit normals. Reading a shared bank costs a tenth of drawing them."""
+    count, bank = math.prod(shape), _bank()
+    start = int(rng.integers(0, _BANK_SIZE))
+    if count > _BANK_SIZE:
+        return bank[(torch.arange(count) * 7 + start) % bank.numel()].view(shape)
+    return bank[start : start + count].view(shape)
+
+
+def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
+    """The two layers of the test model. They differ in everything that a layer may differ in.
+
+    ``sinks`` are host tensors; the drive moves them to the device.
+    """
+    rng = np.random.default_rng(case.digest ^ 0x51)
+    is_mla = case.heads.family == "mla"
+    row = case.head_dim + case.rope_dim
+    base = 1 / math.sqrt(row)
+    fp8 = case.kv_dtype != "same"
+    layers = []
+    for index, (factor, k_scale, v_scale) in enumerate(((0.5, 0.25, 0.5), (1.5, 0.5, 2.0))):
+        sinks = normals((case.heads.q_heads,), rng) * 1.5 + (1.0, -0.5)[index] if case.sinks else None
+        layers.append(
+            AttentionLayer(
+                layer_id=index,
+                tp_q_head_num=case.heads.q_heads,
+                tp_k_head_num=case.heads.kv_heads,
+                head_dim=row,
+                v_head_dim=case.head_dim,
+                scaling=base * factor,
+                sliding_window_size=case.window if index == 0 else -1,
+                logit_cap=case.logit_cap if index == 1 else 0.0,
+                k_scale=k_scale if fp8 else 1.0,
+                v_scale=(k_scale if is_mla else v_scale) if fp8 else 1.0,
+                sinks=sinks,
+                kv_lora_rank=case.head_dim if is_mla else 0,
+            )
+        )
+    return tuple(layers)
+
+
+@dataclass(frozen=True)
+class StepData:
+    """Host tensors of one step. T live rows, packed request by request; B requests; S the longest key count."""
+
+    q: torch.Tensor
+    """[L, T, Hq, Dqk] in the model's dtype."""
+    k: torch.Tensor
+    """[L, T, Hk, Dqk]: the new keys."""
+    v: torch.Tensor
+    """[L, T, Hk, Dv]: the new values. MLA: the first columns of ``k``."""
+    hidden: torch.Tensor
+    """[T, hidden] float32: what the model adds before its layers."""
+    keys: torch.Tensor
+    """[L, B, S, Hk, Dqk] float64: every key as the pool holds it after this step, dequantised. Junk past a length."""
+    values: torch.Tensor
+    """[L, B, S, Hk, Dv] float64."""
+    stored_keys: torch.Tensor
+    """[L, B, S, Hk, Dqk] in the pool's dtype."""
+    stored_values: torch.Tensor | None
+    """[L, B, S, Hk, Dv] in the pool's dtype; None for MLA."""
+    visible: torch.Tensor
+    """[B, Tmax, S] bool, without windows."""
+    key_positions: torch.Tensor
+    """[B, S] int64: position of each key; a draft node's is prefix + depth."""
+    query_positions: torch.Tensor
+    """[B, Tmax] int64."""
+    row_request: torch.Tensor
+    """[T] int64: request of each row."""
+    row_offset: torch.Tensor
+    """[T] int64: row inside its request."""
+    positions: torch.Tensor
+    """[T] int64."""
+    out_cache_loc: torch.Tensor
+    """[T] int64."""
+
+
+_Shape = tuple[int, ...]
+_Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Maker = Callable[[_Shape, _Shape, _Shape, np.random.Generator], _Drawn]
+
+
+def _gauss(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    return normals(q, rng), normals(k, rng), normals(v, rng)
+
+
+def _shifted(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    return normals(q, rng) + 0.25, normals(k, rng) + 1.0, normals(v, rng) + 3.0
+
+
+def _peaked(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    return normals(q, rng) * 6, normals(k, rng), normals(v, rng)
+
+
+def _negative(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    # Powers of two: every product and every partial sum is exact, so all logits of a row are equal in any order of
+    # summation. The first layer's scale is 0.5 / sqrt(D), the second's 1.5 / sqrt(D).
+    size = 2.0 ** round(math.log2(65536 / (0.75 * math.sqrt(q[-1]))))
+    return torch.full(q, -size), torch.ones(k), normals(v, rng)
+
+
+def _mean(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    return torch.zeros(q), torch.zeros(k), normals(v, rng)
+
+
+def _footprint(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    return normals(q, rng) * 0.5, normals(k, rng), torch.zeros(v)
+
+
+_MAKERS: dict[str, _Maker] = {
+    "gauss": _gauss,
+    "shifted": _shifted,
+    "peaked": _peaked,
+    "negative": _negative,
+    "mean": _mean,
+    "footprint": _footprint,
+}
+
+
+def marked_keys(length: int, dim: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Which key each channel carries in ``footprint`` data: [min(length, dim)] key indices."""
+    if length <= dim:
+        return np.roll(np.arange(length), -int(rng.integers(0, length)))
+    tail, front = np.arange(length - dim // 2, length), np.arange(dim // 4)
+    rest = rng.permutation(np.arange(dim // 4, length - dim // 2))[: dim - len(tail) - len(front)]
+    return np.concatenate([front, rest, tail])
+
+
+def _mark_keys(v: torch.Tensor, lens: list[int], rng: np.random.Generator) -> None:
+    """Write the one-hot values: all keys if there are channels enough, else the last, the first and a random choice."""
+    _, _, _, heads, dim = v.shape
+    for b, length in enumerate(lens):
+        for head in range(heads):
+            chosen = marked_keys(length, dim, rng)
+            v[:, b, torch.from_numpy(chosen), head, torch.arange(len(chosen))] = 1.0
+
+
+def _visibility(step: Step, widest: int, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bs = step.bs
+    visible = np.zeros((bs, widest, longest), np.bool_)
+    key_positions = np.tile(np.arange(longest), (bs, 1))
+    query_positions = np.zeros((bs, widest), np.int64)
+    for b, request in enumerate(step.requests):
+        prefix, new = request.prefix, request.new
+        visible[b, :new, :prefix] = True
+        if request.tree is None:
+            visible[b, :new, prefix : prefix + new] = np.tri(new, dtype=np.bool_)
+            query_positions[b, :new] = np.arange(prefix, prefix + new)
+        else:
+            visible[b, :new, prefix : prefix + new] = request.tree.visible
+            query_positions[b, :new] = prefix + np.asarray(request.tree.depths)
+            key_positions[b, prefix : prefix + new] = query_positions[b, :new]
+    return torch.from_numpy(visible), torch.from_numpy(key_positions), torch.from_numpy(query_positions)
+
+
+def _store(rows: torch.Tensor, scales: list[float], dtype: torch.dtype) -> torch.Tensor:
+    """[L, ...] in the model's dtype -> the pool's dtype, by the rule of ``KVPool.set_kv_buffer``."""
+    if dtype.itemsize > 1:
+        return rows.to(dtype)
+    scale = torch.tensor(scales).view(-1, *[1] * (rows.dim() - 1))
+    limit = torch.finfo(dtype).max
+    return (rows.float() / scale).clamp(-limit, limit).to(dtype)
+
+
+def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
+    """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis)."""
+    case = schedule.case
+    rng = np.random.default_rng(step.seed ^ 0xDA7A)
+    dtype = DTYPES[case.dtype]
+    kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
+    pattern = pattern or case.data
+    is_mla = case.heads.family == "mla"
+    hq, hk, dv, dqk = case.heads.q_heads, case.heads.kv_heads, case.head_dim, case.head_dim + case.rope_dim
+    lens = [r.prefix + r.new for r in step.requests]
+    longest, widest = max(lens), max(r.new for r in step.requests)
+    shape = (NUM_LAYERS, step.bs, longest, hk)
+    q, k, v = _MAKERS[pattern]((NUM_LAYERS, step.tokens, hq, dqk), (*shape, dqk), (*shape, dv), rng)
+    if pattern == "footprint":
+        _mark_keys(v, lens, rng)
+    if is_mla:
+        # The latent row is key and value at once; its rope part is the key's alone.
+        k = torch.cat([v, k[..., dv:]], -1)
+        if pattern == "footprint":
+            q = torch.cat([torch.zeros_like(q[..., :dv]), q[..., dv:]], -1)
+        elif pattern == "negative":
+            k = torch.cat([torch.ones_like(v) * (torch.arange(dv) % 2), k[..., dv:]], -1)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    layers = make_layers(case)
+    stored_k = _store(k, [layer.k_scale for layer in layers], kv_dtype)
+    keys = stored_k.double() * torch.tensor([layer.k_scale for layer in layers]).double().view(-1, 1, 1, 1, 1)
+    if is_mla:
+        stored_v, values, v = None, keys[..., :dv], k[..., :dv]
+    else:
+        stored_v = _store(v, [layer.v_scale for layer in layers], kv_dtype)
+        values = stored_v.double() * torch.tensor([layer.v_scale for layer in layers]).double().view(-1, 1, 1, 1, 1)
+    row_request = np.repeat(np.arange(step.bs), [r.new for r in step.requests])
+    row_offset = np.concatenate([np.arange(r.new) for r in step.requests])
+    at = torch.from_numpy(row_offset + np.asarray([r.prefix for r in step.requests])[row_request])
+    b = torch.from_numpy(row_request)
+    visible, key_positions, query_positions = _visibility(step, widest, longest)
+    return StepData(
+        q=q,
+        k=k[:, b, at],
+        v=v[:, b, at],
+        hidden=normals((step.tokens, HIDDEN), rng),
+        keys=keys,
+        values=values,
+        stored_keys=stored_k,
+        stored_values=stored_v,
+        visible=visible,
+        key_positions=key_positions,
+        query_positions=query_positions,
+        row_request=b,
+        row_offset=torch.from_numpy(row_offset),
+        positions=query_positions[b, torch.from_numpy(row_offset)],
+        out_cache_loc=torch.from_numpy(np.concatenate([r.slots[r.prefix :] for r in step.requests])),
+    )
+
+
+def pool_images(
+    schedule: Schedule, step: Step, data: StepData, finite_tails: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The KV pool before and after a step, [L, 2 or 1, slots, Hk, Dqk] in the pool's dtype.
+
+    Every slot that no live request owns holds NaN, page 0 included. With ``finite_tails`` the unused slots of a live
+    request's last page hold large finite numbers instead, for backends that say they need that.
+    """
+    stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
+    dtype, heads, dim = data.stored_keys.dtype, *data.stored_keys.shape[-2:]
+    page = schedule.case.page_size
+    slots = (schedule.num_pages + 1) * page
+    if dtype.itemsize == 1:
+        before = torch.full((NUM_LAYERS, len(stored), slots, heads, dim), 0x7F, dtype=torch.uint8)
+    else:
+        before = torch.full((NUM_LAYERS, len(stored), slots, heads, dim), math.nan, dtype=dtype)
+    rows = [_bytes_if_fp8(s) for s in stored]
+    if finite_tails:
+        tails = np.concatenate([_tail_slots(r, page) for r in step.requests])
+        filler = torch.tensor(0x70, dtype=torch.uint8) if dtype.itemsize == 1 else torch.tensor(100.0, dtype=dtype)
+        before[:, :, torch.from_numpy(tails)] = filler
+    for b, request in enumerate(step.requests):
+        owned = torch.from_numpy(request.slots[: request.prefix])
+        for part, source in enumerate(rows):
+            before[:, part, owned] = source[:, b, : request.prefix]
+    after = before.clone()
+    for b, request in enumerate(step.requests):
+        owned = torch.from_numpy(request.slots[request.prefix :])
+        for part, source in enumerate(rows):
+            after[:, part, owned] = source[:, b, request.prefix : request.prefix + request.new]
+    return before.view(dtype), after.view(dtype)
+
+
+def _bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _tail_slots(request: Request, page: int) -> npt.NDArray[np.int64]:
+    used = len(request.slots)
+    last = int(request.slots[-1])
+    return np.arange(last + 1, last + 1 + (-used) % page)
+
+
+def footprint_variant(case: Case) -> Case:
+    """The same case with one-hot values, for telling which keys a row attended."""
+    return replace(case, data="footprint")
+
+
+def draft_topk(case: Case) -> int:
+    """Top-k of the draft-extend's output: 1 (argmax) in half the cases, 3 in the others."""
+    return 0 if case.mode is not ForwardMode.DRAFT_EXTEND else 1 if case.digest % 2 else 3

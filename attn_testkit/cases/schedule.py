@@ -1,0 +1,218 @@
+"""From a case to the steps that are run: which requests, in which bucket, in which slots.
+
+Eager runs the first step alone. A graph drive captures the buckets, largest first, and then replays every step: larger
+batches, then smaller; exact and padded; the other bucket; the first batch again with other slots, pool rows and data.
+Capture sees none of these lengths (servers capture with the fill value), and no two steps agree in any field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ..contract import ForwardMode
+from .case import Case
+from .trees import Tree, chain, random_tree
+
+__all__ = ["Request", "Schedule", "Step", "make_schedule"]
+
+Ints = npt.NDArray[np.int64]
+_MAX_OTHER_TOKENS = 512
+"""Replays beside the case's own batch keep below this many prefix tokens, so that one long request stays one."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One live request of a step."""
+
+    prefix: int
+    new: int
+    """Rows of this step."""
+    pool_row: int
+    """Row of ``req_to_token``; never 0."""
+    slots: Ints
+    """[prefix + new] KV slots, in token order."""
+    tree: Tree | None = None
+    accepted: int = 1
+    """Draft-extend: accepted tokens; the last of them is the row the draft model continues from."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch."""
+
+    index: int
+    label: str
+    bucket: int
+    requests: tuple[Request, ...]
+    req_to_token: npt.NDArray[np.int32]
+    """[rows, max_context_len]: live rows, then foreign slots in every tail and every unused row; row 0 is zeros."""
+    seed: int
+
+    @property
+    def bs(self) -> int:
+        """Live requests."""
+        return len(self.requests)
+
+    @property
+    def tokens(self) -> int:
+        """Live rows."""
+        return sum(r.new for r in self.requests)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All steps of a case, and the sizes that hold for all of them."""
+
+    case: Case
+    buckets: tuple[int, ...]
+    """Descending."""
+    steps: tuple[Step, ...]
+    max_context_len: int
+    num_pages: int
+    """Pages of the KV pool after page 0."""
+    pool_rows: int
+    """Rows of ``req_to_token`` after row 0."""
+    spec_steps: int
+    """S of the draft trees (S + 1 = width in v1)."""
+
+    @property
+    def max_bs(self) -> int:
+        """Largest bucket."""
+        return self.buckets[0]
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows of the largest graph."""
+        return self.max_bs * self.case.width
+
+
+@dataclass(frozen=True)
+class _Plan:
+    label: str
+    bucket: int
+    prefixes: tuple[int, ...]
+
+
+def _plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], list[_Plan]]:
+    own, big, page = case.prefixes, case.bucket, case.page_size
+    small = big // 2 if big > 1 else 2
+    buckets = tuple(sorted({big, small}, reverse=True))
+
+    def others(count: int, stretch: Callable[[int], int]) -> tuple[int, ...]:
+        lens, left = [], _MAX_OTHER_TOKENS
+        for i in range(count):
+            length = stretch(own[i % len(own)])
+            length = length if length <= left else int(rng.integers(0, min(left, 2 * page) + 1))
+            left -= length
+            lens.append(length)
+        return tuple(lens)
+
+    plans = [
+        _Plan("own batch", big, own),
+        _Plan("longer, exact", big, others(big, lambda k: k + page + 3)),
+        _Plan("one short request", big, others(1, lambda k: max(0, min(k, page) - 1))),
+        _Plan("other bucket", small, others(small, lambda k: k // 2 + 1)),
+        _Plan("own batch, elsewhere", big, own[::-1]),
+        _Plan("long beside short", big, others(max(1, big - 1), lambda k: int(rng.integers(0, k + 2 * page + 2)))),
+        _Plan("other bucket, padded", small, others(max(1, small - 1), lambda k: k + 1)),
+    ]
+    if case.padding == "small":
+        plans = [_filled_up(plan, rng) for plan in plans]
+    return buckets, plans
+
+
+def _filled_up(plan: _Plan, rng: np.random.Generator) -> _Plan:
+    extra = tuple(int(rng.integers(0, 3)) for _ in range(plan.bucket - len(plan.prefixes)))
+    return _Plan(plan.label, plan.bucket, plan.prefixes + extra)
+
+
+def _accepted(case: Case, index: int, count: int, rng: np.random.Generator) -> tuple[int, ...]:
+    if not case.new:
+        return (1,) * count
+    if index == 0:
+        return (*case.new, *(1 for _ in range(count - case.bs)))
+    if index == 1:
+        return (case.width,) * count  # every request accepts all: the only batch a uniform layout gets right
+    return tuple(int(n) for n in rng.integers(1, case.width + 1, count))
+
+
+def _trees(case: Case, index: int, count: int, depth: int, rng: np.random.Generator) -> tuple[Tree | None, ...]:
+    if case.tree is None:
+        return (None,) * count
+    if index == 0 or case.tree == chain(len(case.tree)):
+        return (case.tree,) * count
+    return tuple(random_tree(len(case.tree), case.topk, depth, rng) for _ in range(count))
+
+
+def _pages_for(layout: str, needs: list[int], num_pages: int, rng: np.random.Generator) -> list[Ints]:
+    """Page ids (1-based: page 0 is reserved) of each request."""
+    total = sum(needs)
+    ends = np.cumsum(needs)
+    if layout == "shuffled":
+        return [np.asarray(p) for p in np.split(rng.permutation(num_pages)[:total] + 1, ends[:-1])]
+    first = int(rng.integers(1, num_pages - total + 2))
+    if layout == "interleaved":
+        order = sorted((page, i) for i, need in enumerate(needs) for page in range(need))
+        owner = np.array([i for _, i in order], np.int64)
+        return [np.flatnonzero(owner == i) + first for i in range(len(needs))]
+    runs = [np.arange(first + end - need, first + end) for end, need in zip(ends, needs, strict=True)]
+    return [run[::-1] for run in runs] if layout == "reversed" else runs
+
+
+def _table(
+    requests: tuple[Request, ...], rows: int, ctx: int, slots: int, rng: np.random.Generator
+) -> npt.NDArray[np.int32]:
+    table = rng.integers(1, slots, (rows + 1, ctx))
+    table[0] = 0
+    for request in requests:
+        table[request.pool_row, : len(request.slots)] = request.slots
+    return table.astype(np.int32)
+
+
+def _build_step(case: Case, index: int, plan: _Plan, sizes: tuple[int, int, int, int]) -> Step:
+    num_pages, rows, ctx, depth = sizes
+    seed = (case.digest + 0x9E3779B97F4A7C15 * (index + 1)) % 2**63
+    rng = np.random.default_rng(seed)
+    count, page = len(plan.prefixes), case.page_size
+    accepted = _accepted(case, index, count, rng)
+    ragged = case.mode is ForwardMode.DRAFT_EXTEND
+    news = accepted if ragged else (case.width,) * count
+    trees = _trees(case, index, count, depth, rng)
+    lens = [p + n for p, n in zip(plan.prefixes, news, strict=True)]
+    pages = _pages_for(case.layout, [-(-n // page) for n in lens], num_pages, rng)
+    pool_rows = rng.permutation(rows)[:count] + 1
+    requests = tuple(
+        Request(
+            prefix,
+            new,
+            int(pool_rows[i]),
+            (pages[i][:, None] * page + np.arange(page)).reshape(-1)[: prefix + new],
+            trees[i],
+            accepted[i],
+        )
+        for i, (prefix, new) in enumerate(zip(plan.prefixes, news, strict=True))
+    )
+    table = _table(requests, rows, ctx, (num_pages + 1) * page, rng)
+    return Step(index, plan.label, plan.bucket, requests, table, seed)
+
+
+@lru_cache(maxsize=256)
+def make_schedule(case: Case) -> Schedule:
+    """Lay out all steps of a case. The same case always gives the same schedule."""
+    rng = np.random.default_rng(case.digest)
+    buckets, plans = _plans(case, rng)
+    page, width = case.page_size, case.width
+    longest = max(p for plan in plans for p in plan.prefixes) + width
+    # Wider than any request needs, and never a width that a kernel could mistake for the longest request's.
+    ctx = -(-(longest + page + 1) // page) * page
+    most = max(sum(-(-(p + width) // page) for p in plan.prefixes) for plan in plans)
+    num_pages = most + max(3, most // 4)
+    rows = buckets[0] + 3
+    depth = case.tree.depth if case.tree else width - 1
+    steps = tuple(_build_step(case, i, plan, (num_pages, rows, ctx, depth)) for i, plan in enumerate(plans))
+    return Schedule(case, buckets, steps, ctx, num_pages, rows, depth)

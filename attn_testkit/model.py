@@ -1,0 +1,121 @@
+"""The model that every mode runs: two attention layers that differ, and a linear head.
+
+A row's q, k and v come out of a table by its ``input_ids``, one row of numbers per token; that is how a case decides
+what a backend is given. Each layer adds ``attention @ W`` to the hidden state in float32, and the head is linear, so that
+a limit on an attention output becomes a limit on hidden states and logits by |W| alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from .cases.case import Case
+from .cases.data import HIDDEN, NUM_LAYERS, normals
+from .contract import AttentionBackend, AttentionLayer, ForwardBatch
+
+__all__ = ["VOCAB", "Model", "Trace", "Weights", "make_weights"]
+
+VOCAB = 48
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Float32."""
+
+    out: torch.Tensor
+    """[L, Hq * Dv, hidden]."""
+    head: torch.Tensor
+    """[hidden, vocab]."""
+
+    def to(self, device: torch.device | str) -> Weights:
+        """The same numbers on a device."""
+        return Weights(self.out.to(device), self.head.to(device))
+
+    def double(self) -> Weights:
+        """The same numbers in float64."""
+        return Weights(self.out.double(), self.head.double())
+
+
+@lru_cache(maxsize=64)
+def make_weights(width: int) -> Weights:
+    """Host weights for ``width`` = Hq * Dv."""
+    rng = np.random.default_rng(width)
+    return Weights(normals((NUM_LAYERS, width, HIDDEN), rng) / width**0.5, normals((HIDDEN, VOCAB), rng) / HIDDEN**0.5)
+
+
+@dataclass
+class Trace:
+    """Device tensors that one forward of the model produced. Under capture: the graph's own memory."""
+
+    packed: torch.Tensor
+    """What the table gave: the memory that q, k and v are views of (or copies from)."""
+    dense: list[torch.Tensor]
+    """q, k, v of each layer where they were made contiguous; empty when they were views."""
+    attention: list[torch.Tensor]
+    """The backend's output of each layer."""
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    topk_p: torch.Tensor | None = None
+    topk_index: torch.Tensor | None = None
+
+
+class Model:
+    """The tables and weights on the device, and the forward pass."""
+
+    def __init__(
+        self, case: Case, layers: tuple[AttentionLayer, ...], rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """``rows`` tokens can have numbers of their own at a time; one more row holds NaN."""
+        first = layers[0]
+        self.layers, self.dtype = layers, dtype
+        self.q_size = first.tp_q_head_num * first.head_dim
+        self.k_size = first.tp_k_head_num * first.head_dim
+        self.v_size = 0 if first.is_mla else first.tp_k_head_num * first.v_head_dim
+        self.contiguous = case.digest % 2 == 0
+        """In half the cases q, k, v are contiguous, in the others they are strided views of one packed tensor."""
+        width = self.q_size + self.k_size + self.v_size
+        self.table = torch.full((rows + 1, NUM_LAYERS, width), torch.nan, dtype=dtype, device=device)
+        self.hidden_table = torch.full((rows + 1, HIDDEN), torch.nan, dtype=torch.float32, device=device)
+        self.weights = make_weights(first.tp_q_head_num * first.v_head_dim).to(device)
+
+    @property
+    def nan_row(self) -> int:
+        """Token id whose activations are NaN."""
+        return self.table.shape[0] - 1
+
+    def pack(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[L, T, H, D] tensors -> [T, L, width] rows of the table (host)."""
+        parts = [x.flatten(2) for x in ((q, k, v) if self.v_size else (q, k))]
+        return torch.cat(parts, -1).transpose(0, 1).contiguous()
+
+    def forward(self, backend: AttentionBackend, batch: ForwardBatch) -> Trace:
+        """All layers. Device work only, so it may be captured."""
+        packed = self.table[batch.input_ids]
+        hidden = self.hidden_table[batch.input_ids]
+        trace = Trace(packed, [], [], hidden)
+        for index, layer in enumerate(self.layers):
+            q, k, v = self._split(packed[:, index], layer)
+            if self.contiguous:
+                q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+                trace.dense += [q, k, v]
+            out = backend.forward(q, k, v, layer, batch)
+            trace.attention.append(out)
+            hidden = hidden + out.reshape(out.shape[0], -1).float() @ self.weights.out[index]
+        trace.hidden = hidden
+        return trace
+
+    def _split(self, row: torch.Tensor, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, q_end, k_end = row.shape[0], self.q_size, self.q_size + self.k_size
+        q = row[:, :q_end].view(rows, layer.tp_q_head_num, layer.head_dim)
+        k = row[:, q_end:k_end].view(rows, layer.tp_k_head_num, layer.head_dim)
+        if not self.v_size:
+            return q, k, k[..., : layer.kv_lora_rank]
+        return q, k, row[:, k_end:].view(rows, layer.tp_v_head_num, layer.v_head_dim)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocab] float32."""
+        return hidden @ self.weights.head
