@@ -116,7 +116,7 @@ class RunHeader:
 
 
 def exit_code(planned: int, results: Iterable[CaseResult], interrupted: bool = False) -> int:
-    """pytest's numbers: 0 conformant, 1 not (or planned case-runs that did not run), 2 interrupted, 5 nothing to run."""
+    """pytest's numbers: 0 conformant, 1 not (or claimed case-runs did not run), 2 interrupted, 5 nothing to run."""
     if interrupted:
         return 2
     counts = Counter(r.status for r in results if r.case)

@@ -1,0 +1,157 @@
+"""The record of a run: one JSON document that is complete and readable at every moment, also after a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import IO, Any
+
+from ..registry import UsageError
+from ..results import CaseResult, Finding, RunHeader, Status
+
+__all__ = ["FORMAT", "Record", "Report", "plain", "read_report", "result_from_plain", "schema"]
+
+FORMAT = "attn-testkit-report/1"
+"""Grows a number when a reader of the old form would misread the new one."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A record, read back."""
+
+    header: RunHeader
+    results: tuple[CaseResult, ...]
+    finished: bool
+    """False: the run was killed or crashed, and the results are what it had until then."""
+    interrupted: bool = False
+    exit_code: int | None = None
+    problems: tuple[str, ...] = ()
+    """What failed the run besides its case-runs, such as a known failure that expired."""
+
+
+def plain(value: object) -> Any:
+    """Nothing but dict, list, str, int, float, bool and None: what JSON and execnet can carry.
+
+    Subclasses count as foreign: execnet refuses a ``numpy.float64`` and a ``str`` enum, and xdist then loses the test.
+    """
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {str(plain(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
+    """The inverse of ``plain(asdict(result))``."""
+    values = dict(data)
+    margin = values["margin"]
+    values |= {
+        "status": Status(values["status"]),
+        "findings": tuple(Finding(**finding) for finding in values["findings"]),
+        "checks": tuple(values["checks"]),
+        "hints": tuple(values["hints"]),
+        "margin": None if margin is None else float(margin),
+    }
+    return CaseResult(**values)
+
+
+class Record:
+    """Writes results as they come. The file is a whole JSON document after every call; ``finished`` tells the rest."""
+
+    def __init__(self, path: str | Path, header: RunHeader) -> None:
+        self._path = Path(path)
+        self._counts: Counter[str] = Counter()
+        self._empty = True
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: IO[bytes] = self._path.open("wb")
+        except OSError as error:
+            raise UsageError(f"cannot write {self._path}: {error.strerror or error}") from error
+        head = json.dumps({"format": FORMAT, "header": plain(asdict(header))}, indent=1)
+        self._append(head[:-2].encode() + b',\n "results": [')
+
+    def add(self, result: CaseResult) -> None:
+        """Write one result."""
+        if result.case:
+            self._counts[result.status.value] += 1
+        text = json.dumps(plain(asdict(result)), separators=(",", ":"))
+        self._append((b"\n  " if self._empty else b",\n  ") + text.encode())
+        self._empty = False
+
+    def finish(self, exit_code: int, *, interrupted: bool = False, problems: Iterable[str] = ()) -> None:
+        """The run is over: say how it ended, and close."""
+        self._append(b"", finished=not interrupted, interrupted=interrupted, exit_code=exit_code, problems=problems)
+        self._file.close()
+
+    def close(self) -> None:
+        """Close without an end: the run broke."""
+        self._file.close()
+
+    def _append(
+        self,
+        body: bytes,
+        *,
+        finished: bool = False,
+        interrupted: bool = False,
+        exit_code: int | None = None,
+        problems: Iterable[str] = (),
+    ) -> None:
+        # The tail is written with every result and overwritten by the next, so that whatever kills the run leaves a
+        # document that can be read.
+        end = {
+            "counts": dict(sorted(self._counts.items())),
+            "problems": list(problems),
+            "interrupted": interrupted,
+            "exit_code": exit_code,
+            "finished": finished,
+        }
+        tail = b"\n ],\n " + json.dumps(end)[1:].encode() + b"\n"
+        self._file.write(body + tail)
+        self._file.truncate()
+        self._file.flush()
+        self._file.seek(-len(tail), 2)
+
+
+def read_report(path: str | Path) -> Report:
+    """Read a record; ``UsageError`` with one line for anything that is not one."""
+    path = Path(path)
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    found = data.get("format") if isinstance(data, dict) else None
+    if found != FORMAT:
+        what = f"has format {found!r}" if found else "is no attn-testkit report"
+        raise UsageError(f"{path} {what}; this kit reads {FORMAT}")
+    try:
+        header = RunHeader(**data["header"])
+        header = replace(header, limits=tuple(header.limits))
+        results = tuple(result_from_plain(item) for item in data["results"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    return Report(
+        header, results, data["finished"], data["interrupted"], data["exit_code"], tuple(data.get("problems", ()))
+    )
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a record, shipped beside this file."""
+    loaded: dict[str, Any] = json.loads(Path(__file__).with_name("report.schema.json").read_text("utf-8"))
+    return loaded

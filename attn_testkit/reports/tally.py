@@ -1,0 +1,106 @@
+"""A run in one table and one sentence: what every door and every report shows at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..results import BAD, RAN, CaseResult, RunHeader, Status
+
+__all__ = ["Row", "emulated_parts", "rows", "seconds_of", "verdict", "where_it_ran"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backend, mode and execution."""
+
+    backend: str
+    mode: str
+    execution: str
+    counts: Mapping[Status, int]
+    margin: float | None
+    """Largest error / limit of the case-runs that passed."""
+    seconds: float
+    ran_on: str
+    """``CUDA``, or what was emulated."""
+    note: str = ""
+    """Why a whole mode did not run."""
+
+    @property
+    def planned(self) -> int:
+        """Case-runs in this row."""
+        return sum(self.counts.values())
+
+
+def emulated_parts(result: CaseResult) -> list[str]:
+    """Which of device, graph and kernels were emulated."""
+    parts = (("device", result.device), ("graph", result.graph), ("kernels", result.kernels))
+    return [name for name, how in parts if how == "emulated"]
+
+
+def where_it_ran(results: Iterable[CaseResult]) -> str:
+    """``CUDA``, ``emulated: device, graph``, or both when results differ."""
+    labels: list[str] = []
+    for result in results:
+        if result.status not in RAN or not result.device:
+            continue
+        parts = emulated_parts(result)
+        label = f"emulated: {', '.join(parts)}" if parts else "CUDA"
+        if label not in labels:
+            labels.append(label)
+    return "; ".join(labels)
+
+
+def seconds_of(result: CaseResult) -> float:
+    """Wall time of one case-run."""
+    return sum(result.seconds.values())
+
+
+def rows(results: Iterable[CaseResult]) -> list[Row]:
+    """One row for each backend, mode and execution, in the order of first appearance."""
+    groups: dict[tuple[str, str, str], list[CaseResult]] = {}
+    for result in results:
+        groups.setdefault((result.backend, result.mode, result.execution), []).append(result)
+    return [_row(key, group) for key, group in groups.items()]
+
+
+def _row(key: tuple[str, str, str], group: Sequence[CaseResult]) -> Row:
+    counts = Counter(r.status for r in group if r.case)
+    margins = [r.margin for r in group if r.margin is not None and r.status is Status.PASSED]
+    notes = [f"{r.status}: {r.reason}" if r.reason else str(r.status) for r in group if not r.case]
+    return Row(
+        *key,
+        counts={status: counts[status] for status in Status if counts[status]},
+        margin=max(margins, default=None),
+        seconds=sum(map(seconds_of, group)),
+        ran_on=where_it_ran(group),
+        note="; ".join(dict.fromkeys(notes)),
+    )
+
+
+def verdict(
+    header: RunHeader, results: Sequence[CaseResult], *, problems: Sequence[str] = (), interrupted: bool = False
+) -> str:
+    """One line: does it conform, how many of how many, and what that is worth."""
+    runs = [r for r in results if r.case]
+    counts = Counter(r.status for r in runs)
+    ran = sum(counts[s] for s in RAN)
+    accounted = ran + counts[Status.QUARANTINED]
+    of = f"of {header.planned} claimed case-runs"
+    bad = [f"{counts[s]} {s}" for s in Status if s in BAD and counts[s]]
+    other = [f"{counts[s]} {s}" for s in (Status.KNOWN_FAILURE, Status.QUARANTINED) if counts[s]]
+    if interrupted:
+        return f"INTERRUPTED: {ran} {of} had run" + (f"; {', '.join(bad)}" if bad else "")
+    if not header.planned and not runs:
+        return "NOTHING RAN: no case-run was claimed and selected"
+    if bad:
+        missing = header.planned - accounted
+        return f"NOT CONFORMANT: {', '.join(bad)} {of}" + (f"; {missing} did not run" if missing > 0 else "")
+    if accounted < header.planned or not ran:
+        return f"INCOMPLETE: {ran} {of} ran"
+    if problems:
+        return f"NOT ACCEPTED: {counts[Status.PASSED]} {of} passed, but {problems[0]}"
+    text = f"CONFORMANT: {counts[Status.PASSED]} {of} passed" + (f", {', '.join(other)}" if other else "")
+    parts = sorted({part for r in runs for part in emulated_parts(r)})
+    return text + (f"; emulated {', '.join(parts)}: no proof about hardware" if parts else "")
