@@ -1,0 +1,221 @@
+"""An attention backend with its own Triton kernels: all four runner modes, eager and in CUDA graphs.
+
+It is written to be read. A step has two halves:
+
+* *planning* turns the batch into four small device tensors (``_Plan``): which row of ``req_to_token``, how many keys,
+  where the query rows begin, and who sees whom in a draft tree. It knows the modes, and never waits for the device.
+* *forward* writes K and V and launches one kernel that knows no modes at all.
+
+Under a graph the kernel must find its plan where it was at capture, so ``init_cuda_graph_state`` allocates the plan
+once at its largest size, and planning a capture or a replay copies into it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+
+from attn_testkit.contract import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    Capabilities,
+    DraftExtendInput,
+    ForwardBatch,
+    ForwardMode,
+    Requires,
+    TreeMaskMode,
+    VerifyInput,
+    VerifyMask,
+)
+
+from .triton_kernels import INTERPRETED, attend_kernel, choose_tiles, merge_kernel
+
+__all__ = ["TritonBackend"]
+
+_NO_WINDOW = 1 << 30
+_KEYS_PER_SPLIT = 256
+_MAX_SPLITS = 4 if INTERPRETED else 16  # under the interpreter programs run one after another
+
+
+@dataclass
+class _Plan:
+    """What the kernels read about one step, all on the device."""
+
+    requests: torch.Tensor
+    """[bs] int64: row of ``req_to_token``."""
+    kv_lens: torch.Tensor
+    """[bs] int32: keys, this step's included."""
+    cu_seqlens_q: torch.Tensor
+    """[bs + 1] int32: where the query rows of each request begin."""
+    mask: torch.Tensor | None
+    """[bs, N, N] uint8: node t may see node c. None: causal."""
+    max_q_len: int
+    """Upper bound of the query rows of a request; a constant of the mode."""
+
+
+class TritonBackend(AttentionBackend):
+    """Paged attention in Triton, for CUDA and for the Triton interpreter."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        eager=frozenset(ForwardMode),
+        graph=frozenset(ForwardMode),
+        families=frozenset({"mha", "gqa", "mqa"}),
+        dtypes=frozenset({"fp16", "bf16", "fp32"}),
+        kv_dtypes=frozenset({"same", "fp8_e4m3"}),
+        head_dims=frozenset({32, 64, 128, 256}),
+        page_sizes=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
+        gqa_ratios=frozenset(range(1, 9)),
+        max_q_rows=64,
+        max_topk=64,
+        sliding_window=frozenset(ForwardMode),
+        window_in_trees=True,
+        logit_cap=True,
+        sinks=True,
+        needs_cpu_seq_lens=False,
+        deterministic=True,
+        batch_invariant=True,
+        requires=Requires(packages=("triton>=3.6",)),
+    )
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        # The number of splits is a constant: one that followed the batch would tie a request's bits to its neighbours.
+        self._splits = min(_MAX_SPLITS, triton.cdiv(context.max_context_len, _KEYS_PER_SPLIT))
+        heads = max(layer.tp_q_head_num for layer in context.layers)
+        width = max(layer.v_head_dim for layer in context.layers)
+        sums = context.max_bs * heads * self._splits
+        self._partial = torch.empty(sums * width, dtype=torch.float32, device=context.device)
+        self._lse = torch.empty(sums, dtype=torch.float32, device=context.device)
+        self._plan: _Plan | None = None
+        self._static: _Plan | None = None
+        self._verify_mask: VerifyMask | None = None
+
+    # Planning
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Eager: fresh tensors, which leave those of the graphs alone."""
+        self._plan = self._plan_step(batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate the plan that all graphs read."""
+        n, device = self.context.num_draft_tokens, self.context.device
+        mask: torch.Tensor | None = None
+        if ForwardMode.TARGET_VERIFY in self.context.modes:
+            mask = torch.zeros(max_bs, n, n, dtype=torch.uint8, device=device)
+            self._verify_mask = VerifyMask(mask.view(-1), TreeMaskMode.QLEN_ONLY, max_bs)
+        self._static = _Plan(
+            requests=torch.zeros(max_bs, dtype=torch.int64, device=device),
+            kv_lens=torch.zeros(max_bs, dtype=torch.int32, device=device),
+            cu_seqlens_q=torch.zeros(max_bs + 1, dtype=torch.int32, device=device),
+            mask=mask,
+            max_q_len=0,
+        )
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """The graphs' own mask, for the draft stage to fill; also good for an eager step in between."""
+        return self._verify_mask
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Copy this step's plan to where the graph reads it; capture and replay are alike."""
+        static, fresh, bs = self._static, self._plan_step(batch), batch.batch_size
+        assert static is not None, "init_cuda_graph_state comes before any capture"
+        mask: torch.Tensor | None = None
+        if batch.forward_mode.is_target_verify():
+            assert static.mask is not None
+            mask = static.mask[:bs]
+            # Always the mask's kernel, also for a batch without one: the graph is captured for trees.
+            mask.copy_(_chain_mask(mask) if fresh.mask is None else fresh.mask)
+        self._plan = _Plan(
+            requests=static.requests[:bs].copy_(fresh.requests),
+            kv_lens=static.kv_lens[:bs].copy_(fresh.kv_lens),
+            cu_seqlens_q=static.cu_seqlens_q[: bs + 1].copy_(fresh.cu_seqlens_q),
+            mask=mask,
+            max_q_len=fresh.max_q_len,
+        )
+
+    def _plan_step(self, batch: ForwardBatch) -> _Plan:
+        """Plan one step from device tensors alone. ``batch`` may be a replay view, with tensors longer than bs."""
+        context, bs, mode, spec = self.context, batch.batch_size, batch.forward_mode, batch.spec_info
+        requests, seq_lens = batch.req_pool_indices[:bs].long(), batch.seq_lens[:bs].long()
+        # Widths come from the context: the batch's own may be 0 or -1 while a graph is captured.
+        n = 1 if mode.is_decode() else context.num_draft_tokens
+        cu_seqlens_q = torch.arange(bs + 1, dtype=torch.int32, device=seq_lens.device) * n
+        mask: torch.Tensor | None = None
+        if mode.is_target_verify():
+            assert isinstance(spec, VerifyInput)
+            mask = _node_mask(spec, seq_lens, n)
+            seq_lens = seq_lens + n  # here, and only here, they count the prefix alone
+        elif mode.is_draft_extend():
+            assert isinstance(spec, DraftExtendInput)
+            n = context.speculative_num_steps + 1
+            ends = spec.num_accept_tokens[:bs].cumsum(0)
+            cu_seqlens_q = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+        return _Plan(requests, seq_lens.to(torch.int32), cu_seqlens_q, mask, n)
+
+    # Forward
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Store the new rows, then attend to them and to the prefix alike, through ``req_to_token``."""
+        context, plan = self.context, self._plan
+        assert plan is not None, "a step is planned before its forward"
+        if save_kv_cache:
+            context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+        key, value = context.kv_pool.get_kv_buffer(layer.layer_id)
+        heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
+        bs, splits = plan.kv_lens.shape[0], self._splits if plan.max_q_len == 1 else 1
+        # Rows behind the last request (draft-extend v1 in a graph) belong to nobody; zeros travel better than garbage.
+        out = q.new_zeros(q.shape[0], heads, dim)
+        tiles = choose_tiles(plan.max_q_len, group, layer.tp_k_head_num, dim, q.dtype)
+        pairs = plan.max_q_len * group * tiles.kv_heads
+        window = layer.sliding_window_size if layer.sliding_window_size >= 0 else _NO_WINDOW
+        attend_kernel[(bs, layer.tp_k_head_num // tiles.kv_heads, triton.cdiv(pairs, tiles.block_m) * splits)](
+            q, key, value, out, self._partial, self._lse,
+            context.req_to_token, plan.requests, plan.kv_lens, plan.cu_seqlens_q, batch.positions,
+            q if plan.mask is None else plan.mask, q if layer.sinks is None else layer.sinks,  # q: never read
+            layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap), window,
+            *q.stride(), *key.stride()[:2], context.req_to_token.stride(0),
+            HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
+            HAS_CAP=layer.logit_cap > 0, HAS_SINKS=layer.sinks is not None, KV_HEADS=tiles.kv_heads,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DOT=tiles.dot, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        if splits > 1:
+            block_h = triton.next_power_of_2(heads) if INTERPRETED else 1
+            merge_kernel[(bs, triton.cdiv(heads, block_h))](
+                self._partial, self._lse, out, HEADS=heads, D=dim, SPLITS=splits, BLOCK_H=block_h,
+                BLOCK_S=triton.next_power_of_2(splits),
+            )  # fmt: skip
+        return out
+
+
+def _chain_mask(like: torch.Tensor) -> torch.Tensor:
+    """[N, N] lower triangle: in a chain every node sees those before it."""
+    return torch.ones_like(like[0]).tril()
+
+
+def _node_mask(spec: VerifyInput, prefix: torch.Tensor, n: int) -> torch.Tensor | None:
+    """[bs, N, N] uint8: the draft columns of the tree mask, a view where its layout allows. ``prefix`` [bs] int64."""
+    if spec.custom_mask is None:
+        return None
+    bs, mask = prefix.shape[0], spec.custom_mask.view(torch.uint8)
+    if spec.tree_mask_mode is TreeMaskMode.QLEN_ONLY:
+        return mask[: bs * n * n].view(bs, n, n)
+    # FULL_MASK: request i's block begins at n * (sum of earlier prefixes) + n * n * i and has rows of prefix_i + n
+    # cells, the draft columns last. Padded requests of a graph have no cells: theirs are clamped to any that exist.
+    node = torch.arange(n, device=prefix.device)
+    block = (prefix.cumsum(0) - prefix) * n + torch.arange(bs, device=prefix.device) * (n * n)
+    width = (prefix + n)[:, None, None]
+    cell = block[:, None, None] + node[:, None] * width + (width - n) + node
+    return mask[cell.clamp(max=mask.shape[0] - 1)]

@@ -1,0 +1,176 @@
+"""Two Triton kernels: attention over a paged KV pool, and the merge of its split-KV partial results.
+
+They run on CUDA and, with ``TRITON_INTERPRET=1`` set before the first import of triton, on a CPU.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Kernels are Triton's language, not Python's: their arguments have no Python types.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Compile-time sizes of one launch of ``attend_kernel``."""
+
+    kv_heads: int
+    """KV heads in a tile."""
+    block_m: int
+    """Rows of a tile: pairs of a query row and a query head."""
+    block_n: int
+    """Columns of a tile: pairs of a key and a KV head."""
+    dot: tl.dtype
+    """What ``tl.dot`` multiplies."""
+
+
+_DOT = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def choose_tiles(q_rows: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tiles:
+    """Sizes for requests of up to ``q_rows`` query rows with ``group`` query heads for each KV head.
+
+    They follow from constants alone: a request's bits must not depend on its neighbours, nor a graph on the batch it
+    was captured with.
+    """
+    if INTERPRETED:
+        # An operation costs the same whatever its size: take few programs and large tiles. The interpreter keeps
+        # bfloat16 as raw 16-bit words, which its dot would multiply as integers; float32 holds the same products.
+        together = kv_heads & -kv_heads  # the largest power of two that divides them
+        return Tiles(together, _block(q_rows * group * together), max(512, 16 * together), tl.float32)
+    block_n = max(16, min(64, 16384 // (head_dim * dtype.itemsize)))  # K and V tiles of at most 16 KB each
+    return Tiles(1, min(_block(q_rows * group), 64, 8192 // head_dim), block_n, _DOT[dtype])
+
+
+def _block(rows: int) -> int:
+    return max(16, 1 << (rows - 1).bit_length())  # tensor cores multiply tiles of 16 rows and more
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr,
+    req_to_token_ptr, requests_ptr, kv_lens_ptr, cu_seqlens_q_ptr, positions_ptr, mask_ptr, sinks_ptr,
+    scale, v_scale, logit_cap, window,
+    q_row, q_head, q_dim, kv_slot, kv_head, table_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, NODES: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Attention of one request and ``KV_HEADS`` KV heads: one tile of its rows, one split of its keys.
+
+    A tile's rows are pairs (query row, query head) and its columns pairs (key, KV head), so that all query heads of a
+    KV head share its keys. ``NODES`` is 0 for causal attention aligned to the end of the keys; otherwise a request is a
+    draft tree of ``NODES`` rows and ``mask`` [bs, NODES, NODES] says who sees whom. With ``SPLITS`` > 1 the result is
+    partial, for ``merge_kernel`` to finish.
+    """
+    request, head_group = tl.program_id(0), tl.program_id(1)
+    tile, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
+    q_start = tl.load(cu_seqlens_q_ptr + request).to(tl.int64)
+    q_len = (tl.load(cu_seqlens_q_ptr + request + 1) - q_start).to(tl.int32)
+    kv_len = tl.load(kv_lens_ptr + request)
+    prefix = kv_len - q_len  # negative for a padded request; its first rows then see no key
+
+    pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, head = pair // (GROUP * KV_HEADS), head_group * (GROUP * KV_HEADS) + pair % (GROUP * KV_HEADS)
+    live = row < q_len
+    column = tl.arange(0, BLOCK_N)
+    column_key, column_head = column // KV_HEADS, head_group * KV_HEADS + column % KV_HEADS
+    dim = tl.arange(0, D)
+    q_at = q_ptr + ((q_start + row) * q_row + head * q_head)[:, None] + (dim * q_dim)[None, :]
+    q = tl.load(q_at, mask=live[:, None], other=0.0).to(DOT)
+    if NODES > 0:  # a node's position is its depth in the tree, not its row
+        position = tl.load(positions_ptr + q_start + row, mask=live, other=0).to(tl.int32)
+    else:
+        position = prefix + row
+
+    # Split the keys that any row may see, by the request's own length only.
+    KEYS: tl.constexpr = BLOCK_N // KV_HEADS
+    first_key = tl.maximum(prefix - window, 0)
+    per_split = tl.cdiv(kv_len - first_key, SPLITS * KEYS) * KEYS
+    begin = first_key + split * per_split
+    end = tl.minimum(begin + per_split, kv_len)
+
+    # Online softmax: running maximum, sum and weighted values. A maximum of -inf means "no key yet".
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, D], 0.0, tl.float32)
+    if HAS_SINKS:  # noqa: SIM102 - one is decided at compile time, the other on the device
+        if split == 0:  # one split carries the sink: a key that has weight but no value
+            m = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32)
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
+
+    table = req_to_token_ptr + tl.load(requests_ptr + request) * table_row + column_key
+    k_at = k_ptr + (column_head * kv_head)[:, None] + dim[None, :]
+    v_at = v_ptr + (column_head * kv_head)[:, None] + dim[None, :]
+    for start in range(begin, end, KEYS):
+        key = start + column_key
+        owned = key < end  # slots behind the end are other requests' and may hold NaN, which 0 would not silence
+        slot = tl.load(table + start, mask=owned, other=0).to(tl.int64) * kv_slot
+        k = tl.load(k_at + slot[:, None], mask=owned[:, None], other=0.0).to(DOT)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_CAP:  # cap * tanh(s / cap), written so that exp cannot overflow
+            e = tl.exp(tl.abs(s) * (-2.0 / logit_cap))
+            s = tl.where(s < 0, -logit_cap, logit_cap) * (1.0 - e) / (1.0 + e)
+
+        if NODES > 0:
+            node = key - prefix
+            drafted = owned & (node >= 0)
+            depth_at = positions_ptr + q_start + node
+            key = tl.where(drafted, tl.load(depth_at, mask=drafted, other=0).to(tl.int32), key)
+            mask_at = mask_ptr + ((request * NODES + row) * NODES)[:, None] + node[None, :]
+            seen = tl.load(mask_at, mask=live[:, None] & drafted[None, :], other=1) != 0
+        else:
+            seen = key[None, :] <= position[:, None]
+        visible = seen & owned[None, :] & (key[None, :] >= (position - window)[:, None])
+        if KV_HEADS > 1:
+            visible = visible & ((head // GROUP)[:, None] == column_head[None, :])
+        s = tl.where(visible, s, float("-inf"))
+
+        new_m = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(new_m == float("-inf"), 0.0, new_m)  # never -inf - -inf
+        p = tl.exp(s - base[:, None])
+        shrink = tl.exp(m - base)
+        v = tl.load(v_at + slot[:, None], mask=owned[:, None], other=0.0).to(DOT)
+        acc = acc * shrink[:, None] + tl.dot(p.to(DOT), v, input_precision="ieee")
+        total = total * shrink + tl.sum(p, 1)
+        m = new_m
+
+    divisor = tl.where(total > 0, total, 1.0)  # a row without keys gets 0, not 0 / 0
+    result = acc * (v_scale / divisor)[:, None]
+    out_row = (q_start + row) * HEADS + head
+    if SPLITS == 1:
+        out_at = out_ptr + (out_row * D)[:, None] + dim[None, :]
+        tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=live[:, None])
+    else:  # an empty split writes too: the workspace holds whatever an earlier step left in it
+        part = out_row * SPLITS + split
+        tl.store(partial_ptr + (part * D)[:, None] + dim[None, :], result, mask=live[:, None])
+        tl.store(lse_ptr + part, tl.where(total > 0, m + tl.log(divisor), float("-inf")), mask=live)
+
+
+@triton.jit
+def merge_kernel(
+    partial_ptr, lse_ptr, out_ptr,
+    HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One row, ``BLOCK_H`` heads: the mean of the splits' results, weighted by their softmax sums."""
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    out_row = tl.program_id(0).to(tl.int64) * HEADS + head
+    split, dim = tl.arange(0, BLOCK_S), tl.arange(0, D)
+    part = (out_row * SPLITS)[:, None] + split[None, :]
+    there = (head < HEADS)[:, None] & (split < SPLITS)[None, :]
+    lse = tl.load(lse_ptr + part, mask=there, other=float("-inf"))
+    m = tl.max(lse, 1)
+    weight = tl.exp(lse - tl.where(m == float("-inf"), 0.0, m)[:, None])  # an empty split weighs nothing
+    total = tl.sum(weight, 1)
+    weight = weight / tl.where(total > 0, total, 1.0)[:, None]
+    values = tl.load(partial_ptr + (part * D)[:, :, None] + dim[None, None, :], mask=there[:, :, None], other=0.0)
+    result = tl.sum(weight[:, :, None] * values, 1)
+    out_at = out_ptr + (out_row * D)[:, None] + dim[None, :]
+    tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])
