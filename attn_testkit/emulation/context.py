@@ -1,0 +1,143 @@
+"""The door: `with emulated_cuda(): ...`"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_testkit.emulation import generators, private, session, torch_cuda, triton_launch
+from attn_testkit.emulation.functions import DeviceFunctions
+from attn_testkit.emulation.policy import Policy
+from attn_testkit.emulation.session import Session
+from attn_testkit.emulation.tags import looks_device
+
+_CUDA = torch.device("cuda", 0)
+_MISSING = object()
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def emulated_cuda(policy: Policy | None = None) -> Iterator[None]:
+    """Run the block as an ordinary CUDA program on CPU memory.
+
+    Inside it `device="cuda"`, `torch.cuda.CUDAGraph`, streams, events, pinned memory and Triton launches under the interpreter
+    work, and what breaks or goes stale under a CUDA graph on a GPU breaks or goes stale here. It may be nested (an inner
+    policy holds until the inner block ends); each thread enters for itself. Everything is restored at the end.
+    """
+    outer = session.current()
+    if outer is not None:
+        previous, outer.policy = outer.policy, policy or outer.policy
+        try:
+            yield
+        finally:
+            outer.policy = previous
+        return
+    _check_torch()
+    _install()
+    current = Session(policy or Policy(), torch_cuda.start_stream())
+    current.function_mode = DeviceFunctions(current)
+    session.install(current)
+    try:
+        with current.function_mode:
+            yield
+    finally:
+        if current.capture is not None:
+            current.capture.abandon_capture()
+        session.install(None)
+        _uninstall()
+
+
+_checked = False
+
+
+def _check_torch() -> None:
+    global _checked
+    if _checked:
+        return
+    failures = private.self_tests()
+    if failures:
+        raise RuntimeError("this torch cannot be emulated on:\n  " + "\n  ".join(failures))
+    _checked = True
+
+
+# ---- what is replaced, process-wide, while at least one thread is inside
+
+_users = 0
+_saved: list[tuple[Any, str, Any]] = []
+_froze = False
+_undo_stance: contextlib.ExitStack | None = None
+
+
+def _install() -> None:
+    global _users, _froze, _undo_stance
+    with _lock:
+        _users += 1
+        if _users > 1:
+            return
+        if gc.get_freeze_count() == 0:  # a capture collects garbage; what exists already need not be searched each time
+            gc.freeze()
+            _froze = True
+        for target, name, stand_in in _replacements():
+            _saved.append((target, name, vars(target).get(name, _MISSING)))
+            setattr(target, name, stand_in)
+        _undo_stance = contextlib.ExitStack()
+        if "torch._dynamo" in sys.modules:
+            _undo_stance.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def _uninstall() -> None:
+    global _users, _froze, _undo_stance
+    with _lock:
+        _users -= 1
+        if _users:
+            return
+        if _undo_stance is not None:
+            _undo_stance.close()
+            _undo_stance = None
+        while _saved:
+            target, name, original = _saved.pop()
+            if original is _MISSING:
+                delattr(target, name)
+            else:
+                setattr(target, name, original)
+        if _froze:
+            gc.unfreeze()
+            _froze = False
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    return [
+        *_tensor_properties(),
+        *torch_cuda.replacements(),
+        *triton_launch.replacements(),
+        (torch, "Generator", generators.GeneratorFactory),
+        (torch, "compile", _compile_eagerly(torch.compile)),
+    ]
+
+
+def _tensor_properties() -> Iterator[tuple[Any, str, Any]]:
+    base = torch._C.TensorBase
+    device, is_cuda, is_cpu = base.device.__get__, base.is_cuda.__get__, base.is_cpu.__get__
+    get_device = base.get_device
+    yield Tensor, "device", property(lambda tensor: _CUDA if looks_device(tensor) else device(tensor))
+    yield Tensor, "is_cuda", property(lambda tensor: looks_device(tensor) or is_cuda(tensor))
+    yield Tensor, "is_cpu", property(lambda tensor: not looks_device(tensor) and is_cpu(tensor))
+    yield Tensor, "get_device", lambda tensor: 0 if looks_device(tensor) else get_device(tensor)
+
+
+def _compile_eagerly(original: Any) -> Any:
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if session.is_active() and _undo_stance is not None:
+            # dynamo may only just have been imported
+            _undo_stance.enter_context(torch.compiler.set_stance("force_eager"))
+        return result
+
+    return compile

@@ -1,0 +1,32 @@
+"""What the emulation says when a program would fail on a GPU. Every error names the operation, the author's line, what CUDA
+would have done, and the usual cure."""
+
+from __future__ import annotations
+
+from attn_testkit.emulation.sites import UNKNOWN, Site
+
+
+class EmulationError(RuntimeError):
+    """Base class; also raised itself for programs that fail on a GPU without a graph, such as mixed devices."""
+
+    def __init__(self, operation: str, site: Site = UNKNOWN, cuda: str = "", cure: str = "") -> None:
+        self.operation = operation
+        self.site = site
+        self.cuda = cuda
+        self.cure = cure
+        super().__init__(f"{operation} at {site}: {cuda}. Cure: {cure}")
+
+    def __reduce__(self) -> tuple[type[EmulationError], tuple[str, Site, str, str]]:
+        return type(self), (self.operation, self.site, self.cuda, self.cure)
+
+
+class CaptureError(EmulationError):
+    """CUDA would have refused this while a graph is being captured."""
+
+
+class HostSyncError(EmulationError):
+    """`torch.cuda.set_sync_debug_mode("error")` is on and the host would have waited for the device."""
+
+
+class DanglingMemoryError(EmulationError):
+    """A graph is about to use memory that was freed, moved or resized after it was captured."""

@@ -1,0 +1,179 @@
+"""The torch API as a program calls it: which calls make device memory, which cross between host and device."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn_testkit.emulation import private
+from attn_testkit.emulation.crossings import HANDLERS
+from attn_testkit.emulation.errors import EmulationError
+from attn_testkit.emulation.generators import EmulatedGenerator
+from attn_testkit.emulation.private import TorchFunctionMode
+from attn_testkit.emulation.recorder import Watcher, mixed_devices
+from attn_testkit.emulation.rules import CHECKED_ON_CPU_ONLY
+from attn_testkit.emulation.session import Session
+from attn_testkit.emulation.sites import author_site
+from attn_testkit.emulation.tags import DEVICE, storage_key, tag_device, tag_pinned
+
+_CPU = torch.device("cpu")
+_device = DEVICE.entries
+_NO_KEYWORDS: dict[str, Any] = {}
+
+# Host and device tensors may meet in these; what CUDA then does is decided below, operation by operation.
+_MIXES = frozenset(
+    {
+        Tensor.__getitem__, Tensor.__setitem__, Tensor.copy_, Tensor.index_put_, Tensor.index_put, Tensor.set_, Tensor.resize_as_,
+        Tensor.view_as, Tensor.expand_as, Tensor.reshape_as, Tensor.is_set_to, Tensor.is_same_size, torch.is_same_size,
+        torch.tensor_split, Tensor.tensor_split, torch.broadcast_tensors, torch._has_compatible_shallow_copy_type,
+        torch.result_type,
+    }
+)  # fmt: skip
+
+# Python functions of torch that neither name a device nor read a value: running them needs no watcher below.
+_PLAIN = frozenset(
+    {
+        F.softmax, F.log_softmax, F.layer_norm, F.rms_norm, F.embedding, F.silu, F.relu, F.dropout, F.normalize, F.sigmoid,
+        F.tanh, torch.einsum, torch.split, torch.functional.split, torch.norm, torch.functional.norm, torch.chunk, Tensor.split,
+        torch.meshgrid, torch.broadcast_tensors, torch.atleast_1d, torch.atleast_2d, torch.tensordot, Tensor.unflatten,
+        Tensor.__len__, Tensor.__iter__, Tensor.__hash__, Tensor.__rsub__, Tensor.__rdiv__, Tensor.__rpow__,
+    }
+)  # fmt: skip
+
+_VALUES, _HOST, _DEVICE = 0, 1, 2
+
+
+def _places(values: Any) -> int:
+    """Bits: some tensor is on the device; some tensor with dimensions is on the host."""
+    found = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            if storage_key(value) in _device:
+                found |= _DEVICE
+            elif value.dim() > 0:
+                found |= _HOST
+        elif isinstance(value, (list, tuple)):
+            found |= _places(value)
+    return found
+
+
+def _tag_result(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        tag_device(result)
+    elif isinstance(result, (list, tuple)):
+        for item in result:
+            _tag_result(item)
+    return result
+
+
+class DeviceFunctions(TorchFunctionMode):
+    """Pretends that there is a device called cuda:0."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+        self._watcher = Watcher(session)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        session = self.session
+        kwargs = kwargs or _NO_KEYWORDS
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or name == "__set__":
+            return func(*args, **kwargs)
+        outer = session.operation
+        if session.strict:
+            session.operation = _spell(func, name)
+        try:
+            handler = HANDLERS.get(func)
+            if handler is not None:
+                result = handler(session, func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            return self._run(func, args, kwargs)
+        finally:
+            session.operation = outer
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self.session
+        found = _places(args)
+        on_device = found >= _DEVICE
+        if kwargs:
+            found |= _places(kwargs.values())
+            on_device = found >= _DEVICE
+            if "device" in kwargs or "pin_memory" in kwargs or "generator" in kwargs:
+                on_device, kwargs, pinned = self._place(kwargs, on_device)
+                if pinned:
+                    return tag_pinned(func(*args, **kwargs))
+                found &= ~_HOST
+        elif not found and (default := private.default_device()) is not None and default.type == "cuda":
+            if func in _constructors():
+                on_device, kwargs = True, {"device": _CPU}
+        if found == _DEVICE | _HOST and func not in _MIXES and not isinstance(func, FunctionType):
+            raise mixed_devices(session, "")
+        outer, session.creating = session.creating, on_device
+        try:
+            result = self._call(func, args, kwargs)
+        finally:
+            session.creating = outer
+        return _tag_result(result) if on_device else result
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self.session
+        if session.capture is not None:
+            if func in CHECKED_ON_CPU_ONLY:
+                outer, session.lenient = session.lenient, True
+                try:
+                    return func(*args, **kwargs)
+                finally:
+                    session.lenient = outer
+            return func(*args, **kwargs)
+        if session.sync_mode or (type(func) in _MAY_NAME_DEVICES and func not in _PLAIN):
+            with self._watcher:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _place(self, kwargs: dict[str, Any], on_device: bool) -> tuple[bool, dict[str, Any], bool]:
+        """Where a call with device=, pin_memory= or generator= puts its result."""
+        kwargs = dict(kwargs)
+        if kwargs.get("device") is not None:
+            on_device = wants_cuda(kwargs["device"])
+            kwargs["device"] = _CPU
+        generator = kwargs.get("generator")
+        if generator is not None and on_device != isinstance(generator, EmulatedGenerator):
+            wanted, got = ("cuda", "cpu") if on_device else ("cpu", "cuda")
+            raise EmulationError(
+                self.session.operation or "a random operation",
+                author_site(),
+                f"torch would refuse with 'Expected a {wanted!r} device type for generator but found {got!r}'",
+                f"torch.Generator(device={wanted!r})",
+            )
+        pinned = bool(kwargs.get("pin_memory"))
+        if pinned:
+            kwargs["pin_memory"] = False
+        return on_device, kwargs, pinned
+
+
+_METHOD = type(Tensor.add)
+_MAY_NAME_DEVICES = frozenset({FunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket})
+
+
+def wants_cuda(device: Any) -> bool:
+    """Whether a `device=` argument names the device."""
+    if isinstance(device, int):
+        return True
+    return bool(torch.device(device).type == "cuda")
+
+
+def _constructors() -> set[Any]:
+    return torch.utils._device._device_constructors()
+
+
+def _spell(func: Any, name: str) -> str:
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(func)
+    owner = "Tensor" if type(func) is _METHOD or name.startswith("__") else "torch"
+    return f"{owner}.{name}"

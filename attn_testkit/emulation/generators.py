@@ -1,0 +1,37 @@
+"""Generators on the device: CPU generators that say they are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_RealGenerator = torch.Generator
+_CUDA = torch.device("cuda", 0)
+
+
+class EmulatedGenerator(_RealGenerator):
+    """What `torch.Generator(device="cuda")` is inside the emulation."""
+
+    def __new__(cls) -> EmulatedGenerator:
+        return super().__new__(cls)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return _CUDA
+
+
+class _MakesGenerators(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _RealGenerator)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, _RealGenerator)
+
+
+class GeneratorFactory(metaclass=_MakesGenerators):
+    """Stands in for the name `torch.Generator`."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        on_device = isinstance(device, int) or torch.device(device).type == "cuda"
+        return EmulatedGenerator() if on_device else _RealGenerator(device)

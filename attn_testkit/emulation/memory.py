@@ -1,0 +1,139 @@
+"""Memory as a graph sees it: address ranges, some its own (the private pool), some outside and held only weakly."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attn_testkit.emulation.private import StorageWeakRef, raw_storage, storage_from_weak, use_count
+from attn_testkit.emulation.sites import Site
+from attn_testkit.emulation.tags import allocation_site
+
+if TYPE_CHECKING:
+    from attn_testkit.emulation.graph import EmulatedGraph
+
+PoolHandle = tuple[int, int]
+
+
+def fill_storage(storage: torch.UntypedStorage, byte: int | None) -> None:
+    """Fill memory that the caller holds alive."""
+    if byte is not None and storage.nbytes():
+        ctypes.memset(storage.data_ptr(), byte, storage.nbytes())
+
+
+class Block:
+    """One storage that a graph uses.
+
+    `owner` is set for memory of the graph's own pool only. Anything else is outside: it may die at any time, and its address
+    must not be touched before `trouble()` has said that it is still the same memory.
+    """
+
+    __slots__ = ("address", "aliases", "dead", "key", "nbytes", "owner", "raw", "saved", "site", "weak")
+
+    def __init__(self, storage: torch.UntypedStorage, *, in_pool: bool) -> None:
+        self.key = storage._cdata
+        self.weak = StorageWeakRef(storage)
+        self.owner = storage if in_pool else None
+        self.site: Site = allocation_site(self.key)
+        self.aliases: list[Tensor] = []
+        self.saved: bytes | None = None
+        self.dead = False
+        self._locate(storage)
+
+    def _locate(self, storage: torch.UntypedStorage) -> None:
+        self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
+        self.raw = raw_storage(self.address, self.nbytes) if self.nbytes else None
+
+    @property
+    def in_pool(self) -> bool:
+        return self.owner is not None
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """A tensor with the geometry of `tensor` on the bare address: it keeps nothing alive."""
+        if self.raw is None:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        result = torch.empty(0, dtype=tensor.dtype)
+        result.set_(self.raw, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if self.owner is None:
+            self.aliases.append(result)
+        return result
+
+    def moved(self, storage: torch.UntypedStorage) -> bool:
+        """Whether `storage` is not where it was when the graph met it."""
+        return storage.data_ptr() != self.address or storage.nbytes() != self.nbytes
+
+    def follow(self, storage: torch.UntypedStorage) -> None:
+        """Fresh pool memory was resized before anything used it: take the new address."""
+        self._locate(storage)
+
+    def trouble(self) -> str | None:
+        """None while the address is good; otherwise what happened to it."""
+        storage = self.owner if self.owner is not None else storage_from_weak(self.weak)
+        if storage is None:
+            return "freed"
+        if storage.data_ptr() != self.address:
+            return "moved (resized or replaced)"
+        return "shrunk" if storage.nbytes() < self.nbytes else None
+
+    def save(self) -> None:
+        """Keep the content as it is before the capture changes it."""
+        if self.owner is None and self.saved is None and self.nbytes:
+            self.saved = ctypes.string_at(self.address, self.nbytes)
+
+    def restore(self) -> None:
+        """Undo what the capture changed, if the memory is still there."""
+        if self.saved is not None and self.trouble() is None:
+            ctypes.memmove(self.address, self.saved, self.nbytes)
+        self.saved = None
+
+    def fill(self, byte: int | None) -> None:
+        """Fill pool memory with `byte`."""
+        if self.owner is not None and not self.moved(self.owner):
+            fill_storage(self.owner, byte)
+
+    def replace_by_filled_buffer(self, byte: int) -> None:
+        """The memory is gone: everything recorded on it uses a private buffer of `byte` from now on."""
+        buffer = torch.full((max(self.nbytes, 1),), byte, dtype=torch.uint8).untyped_storage()
+        for alias in self.aliases:
+            alias.set_(buffer, alias.storage_offset(), alias.size(), alias.stride())
+        self.weak, self.owner = StorageWeakRef(buffer), buffer
+        self.address, self.nbytes = buffer.data_ptr(), buffer.nbytes()
+
+    def unreferenced(self) -> bool:
+        """Whether only the graph holds this pool memory."""
+        return self.owner is not None and use_count(self.key) <= 1
+
+
+class Pool:
+    """Which graphs share memory: blocks that one of them dropped may be given to a later one."""
+
+    def __init__(self, handle: PoolHandle) -> None:
+        self.handle = handle
+        self.graphs: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
+
+    def reusable(self) -> list[Block]:
+        """Blocks of earlier graphs that the next capture could be given: nobody refers to them any more."""
+        blocks: list[Block] = []
+        for graph in self.graphs:
+            graph.retire_dropped_blocks()
+            blocks += [block for block in graph.blocks.values() if block.in_pool and block.dead]
+        return blocks
+
+
+_numbers = itertools.count(1)
+_pools: dict[PoolHandle, Pool] = {}
+
+
+def new_handle() -> PoolHandle:
+    """A fresh value for `torch.cuda.graph_pool_handle()`."""
+    return (0, next(_numbers))
+
+
+def pool_for(handle: PoolHandle) -> Pool:
+    """The pool behind a handle."""
+    return _pools.setdefault(handle, Pool(handle))

@@ -1,0 +1,42 @@
+"""What the emulation does where CUDA leaves a choice, and what it cannot show at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How strict the emulation is. The defaults find most.
+
+    `dangling`            what a replay does when memory it uses is gone: raise, or ("poison") let the graph use a private
+                          buffer of fill bytes instead
+    `poison_temporaries`  fill memory of a graph's pool as soon as the captured program dropped it, on every replay
+    `fill`                the byte found in `torch.empty` memory and in freed pool memory. 0xFF reads as NaN and -1. A second
+                          run with another byte tells "reads uninitialised memory" from "wrong". None leaves memory as it is
+    `rollback`            undo, at the end of a capture, what the captured operations did to memory outside the graph: on a
+                          GPU they do not run during capture
+    """
+
+    dangling: Literal["error", "poison"] = "error"
+    poison_temporaries: bool = True
+    fill: int | None = 0xFF
+    rollback: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dangling not in ("error", "poison"):
+            raise ValueError(f"dangling is 'error' or 'poison', not {self.dangling!r}")
+        if self.fill is not None and not 0 <= self.fill <= 0xFF:
+            raise ValueError(f"fill is one byte (0 to 255) or None, not {self.fill!r}")
+
+
+LIMITS: tuple[str, ...] = (
+    "Kernels that exist only for CUDA (FlashAttention, FlashInfer, cuBLAS, custom C++ ops without a CPU kernel) did not run.",
+    "GPU numerics and speed were not tested: every operation ran its CPU kernel.",
+    "Streams are serial: races and missing waits are not shown, only side streams that a capture never joins.",
+    "Lazy initialisation inside a capture (first cuBLAS handle, JIT compilation, autotuning) is not shown.",
+    "Freed addresses are not given to somebody else: use of freed memory is reported, the damage it does is not.",
+    "Host code that reads memory through raw pointers (ctypes, DLPack, pybind) is not seen.",
+    "The rules for what stops a capture were measured on the torch and GPU that the stored verdicts name, no other.",
+)

@@ -1,0 +1,154 @@
+"""From recorded operations to what a replay runs: a list of ready calls, arguments bound, nothing looked up."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+
+from attn_testkit.emulation.memory import Block
+from attn_testkit.emulation.sites import Site
+
+Step = Callable[[], object]
+
+
+@dataclass(slots=True)
+class Node:
+    """One thing that a replay does again. `blocks` is every memory it touches."""
+
+    name: str
+    site: Site
+    blocks: list[Block] = field(default_factory=list)
+
+    def step(self, fill: int | None) -> Step | None:
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class OpNode(Node):
+    """A torch operation. `fresh` are (position among the outputs, where the graph keeps it)."""
+
+    op: OpOverload | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    fresh: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    def step(self, fill: int | None) -> Step | None:
+        assert self.op is not None
+        if not self.fresh:
+            return functools.partial(self.op, *self.args, **self.kwargs)
+        if (
+            len(self.fresh) == 1
+            and len(self.op._schema.returns) == 1
+            and self.op._schema.returns[0].type.kind() == "TensorType"
+        ):
+            target = self.fresh[0][1]
+            into = _out_variant(self.op)
+            if into is not None:
+                kept = {key: value for key, value in self.kwargs.items() if key in into.arguments}
+                return functools.partial(into.op, *self.args, **kept, **{into.out: target})
+            return functools.partial(_run_and_copy, target, self.op, self.args, self.kwargs)
+        return functools.partial(_run_and_copy_each, self.fresh, self.op, self.args, self.kwargs)
+
+
+@dataclass(slots=True)
+class AllocationNode(Node):
+    """torch.empty: no kernel on CUDA. What a replay finds there is undefined, so it finds the fill byte."""
+
+    def step(self, fill: int | None) -> Step | None:
+        return _filler(self.blocks[0], fill)
+
+
+@dataclass(slots=True)
+class DropNode(Node):
+    """From here on the captured program refers to this pool memory no more."""
+
+    poison: bool = True
+
+    def step(self, fill: int | None) -> Step | None:
+        return _filler(self.blocks[0], fill) if self.poison else None
+
+
+@dataclass(slots=True)
+class CallNode(Node):
+    """A Triton launch or another ready call."""
+
+    call: Step | None = None
+
+    def step(self, fill: int | None) -> Step | None:
+        return self.call
+
+
+def compile_program(nodes: list[Node], fill: int | None) -> list[Step]:
+    """The calls of one replay, in order."""
+    return [step for step in (node.step(fill) for node in nodes) if step is not None]
+
+
+def tensors_in(value: object, found: list[Tensor]) -> None:
+    """Collect the tensors in an argument or a result."""
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            tensors_in(item, found)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """`value` with every tensor in it replaced."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(item, change) for item in value]
+        return items if isinstance(value, list) or hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+def _filler(block: Block, fill: int | None) -> Step | None:
+    # The graph owns pool memory, and a replay starts by checking that nobody resized what is still reachable: the bare address is safe.
+    if fill is None or not block.nbytes or not block.in_pool:
+        return None
+    return functools.partial(ctypes.memset, block.address, fill, block.nbytes)
+
+
+def _run_and_copy(target: Tensor, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    target.copy_(op(*args, **kwargs))
+
+
+def _run_and_copy_each(
+    fresh: list[tuple[int, Tensor]], op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    outputs: list[Tensor] = []
+    tensors_in(op(*args, **kwargs), outputs)
+    for position, target in fresh:
+        target.copy_(outputs[position])
+
+
+@dataclass(frozen=True)
+class _OutVariant:
+    op: OpOverload
+    out: str
+    arguments: frozenset[str]
+
+
+_PLACEMENT = frozenset({"dtype", "layout", "device", "pin_memory"})
+
+
+@functools.cache
+def _out_variant(op: OpOverload) -> _OutVariant | None:
+    """The overload that takes the same arguments plus one `out=` tensor, so that a replay needs no copy."""
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    # a factory's out= form takes the dtype from the tensor; in a conversion the dtype is the operation itself
+    loose = [a for a in wanted if a[0] not in _PLACEMENT] if op._schema.name != "aten::_to_copy" else wanted
+    for name in op.overloadpacket.overloads():
+        candidate: OpOverload = getattr(op.overloadpacket, name)
+        arguments = candidate._schema.arguments
+        outs = [a.name for a in arguments if a.is_out]
+        given = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+        if len(outs) == 1 and given in (wanted, loose):
+            return _OutVariant(candidate, outs[0], frozenset(a.name for a in arguments))
+    return None

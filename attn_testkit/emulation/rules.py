@@ -1,0 +1,462 @@
+"""What CUDA refuses while a graph is being captured: one row per rule.
+
+`measured` names what a row rests on: the calibration snippets that show it (stored with device and torch version under
+`calibrate/`), or "read" for rows taken from torch's CUDA sources without a measurement. `syncs` says that the host waits for the
+device, which `torch.cuda.set_sync_debug_mode` reports outside of captures too. `invalidates` says that the capture is lost even
+if the program catches the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_testkit.emulation.tags import is_device, is_pinned
+
+_NOT_PERMITTED = "CUDA would stop the capture with 'operation not permitted when stream is capturing'"
+_UNPINNED = "torch would refuse with 'Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned'"
+_KEEP_ON_DEVICE = (
+    "keep the value on the device, or compute it on the host before the capture and copy it into a buffer in place"
+)
+_FIXED_SHAPE = (
+    "use a form whose result shape does not depend on data (mask and torch.where, output_size=, nonzero_static)"
+)
+_COPY_BEFORE = "build it before the capture and copy_ into a persistent buffer before every replay; or use a device op (fill_, full, arange)"
+_NON_BLOCKING = "pass non_blocking=True, or do the copy before the capture"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation as the dispatcher sees it."""
+
+    name: str
+    overload: str
+    values: dict[str, Any]
+
+    def __getitem__(self, argument: str) -> Any:
+        return self.values.get(argument)
+
+    def on_device(self, argument: str) -> bool:
+        value = self.values.get(argument)
+        return isinstance(value, Tensor) and is_device(value)
+
+    def on_host(self, argument: str) -> bool:
+        value = self.values.get(argument)
+        return isinstance(value, Tensor) and not is_device(value)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`ops` at the dispatcher that CUDA refuses in a capture when `applies`; no ops: the function rules ask for it by name."""
+
+    why: str
+    cuda: str
+    cure: str
+    measured: tuple[str, ...]
+    ops: tuple[str, ...] = ()
+    applies: Callable[[Call], bool] = lambda call: True
+    syncs: bool = True
+    invalidates: bool = True
+
+
+# ---- conditions
+
+
+def _not_the_same_memory(call: Call) -> bool:
+    a, b = call["self"], call["other"]
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+    return not (same and a.size() == b.size() and a.stride() == b.stride())
+
+
+def _is_mask(index: object) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _indices(call: Call) -> list[Tensor]:
+    return [index for index in call["indices"] if isinstance(index, Tensor)]
+
+
+def _is_plain_masked_fill(call: Call) -> bool:
+    """x[mask] = host scalar: CUDA turns it into masked_fill_, which needs no nonzero()."""
+    value, indices = call["values"], _indices(call)
+    if value is None or value.numel() != 1 or is_device(value):
+        return False
+    return len(indices) == 1 and _is_mask(indices[0])
+
+
+def _indexes_by_device_mask(call: Call) -> bool:
+    return any(_is_mask(i) and is_device(i) for i in _indices(call)) and not _is_plain_masked_fill(call)
+
+
+def _indexes_by_host_tensor(call: Call) -> bool:
+    return any(not _is_mask(i) and not is_device(i) for i in _indices(call))
+
+
+def _assigns_host_scalar_by_index(call: Call) -> bool:
+    value = call["values"]
+    return value.dim() == 0 and not is_device(value) and not _is_plain_masked_fill(call)
+
+
+def _selects_host_scalar(call: Call) -> bool:
+    return any(call.on_host(name) and call[name].dim() == 0 for name in ("self", "other"))
+
+
+def _histogram_range_open(call: Call) -> bool:
+    return bool((call["min"] or 0) == (call["max"] or 0))
+
+
+def _repeats_decide_the_size(call: Call) -> bool:
+    return isinstance(call["repeats"], Tensor) and call["output_size"] is None
+
+
+def _isin_sorts(call: Call) -> bool:
+    elements, tests = call["elements"], call["test_elements"]
+    both = isinstance(elements, Tensor) and isinstance(tests, Tensor)
+    return both and not call["assume_unique"] and bool(tests.numel() >= 10.0 * elements.numel() ** 0.145)
+
+
+def _any_device(*arguments: str) -> Callable[[Call], bool]:
+    return lambda call: any(call.on_device(name) for name in arguments)
+
+
+def _host_to_device(pinned: bool) -> Callable[[Call], bool]:
+    return lambda call: (
+        call.on_device("self")
+        and call.on_host("src")
+        and is_pinned(call["src"]) == pinned
+        and not (pinned and call["non_blocking"])
+    )
+
+
+def _device_to_host(pinned: bool) -> Callable[[Call], bool]:
+    return lambda call: (
+        call.on_host("self")
+        and call.on_device("src")
+        and is_pinned(call["self"]) == pinned
+        and not (pinned and call["non_blocking"])
+    )
+
+
+# ---- rows that the function rules use by name
+
+TO_HOST = Rule(
+    "a copy to unpinned host memory",
+    _UNPINNED,
+    _KEEP_ON_DEVICE,
+    (".cpu()", ".to(cpu)", "host.copy_(dev)", ".tolist()"),
+    invalidates=False,
+)
+TO_DEVICE = Rule(
+    "a copy from unpinned host memory",
+    _UNPINNED,
+    _COPY_BEFORE,
+    ("host.to(dev)", "host.to(dev,nb)", "tensor(list,dev)", "new_tensor"),
+    invalidates=False,
+)
+BLOCKING_COPY = Rule("a blocking copy", _NOT_PERMITTED, _NON_BLOCKING, ("pinned.to(dev)", "pinned.copy_(dev)"))
+HOST_READ = Rule("the host reads device memory", _NOT_PERMITTED, _KEEP_ON_DEVICE, (".item()", "print"))
+HOST_WAIT = Rule(
+    "the host waits for the device",
+    _NOT_PERMITTED,
+    "synchronise before the capture or after the replay",
+    ("cuda.synchronize", "event.sync"),
+    syncs=False,
+)
+STREAM_WAIT = Rule(
+    "the host waits for a stream",
+    _NOT_PERMITTED,
+    "synchronise before the capture or after the replay",
+    ("stream.sync",),
+)
+UNREGISTERED_GENERATOR = Rule(
+    "a generator that the graph does not know",
+    "torch would refuse with 'Attempt to increase offset for a CUDA generator not in capture mode'",
+    "call graph.register_generator_state(generator) before the capture",
+    ("Generator",),
+    syncs=False,
+    invalidates=False,
+)
+MOVED_MEMORY = Rule(
+    "resizing memory that the graph already uses",
+    "the recorded kernels would keep the old address, which is freed",
+    "allocate the largest size once, in the constructor, and use views of it",
+    ("resize in capture",),
+    syncs=False,
+)
+NESTED_REPLAY = Rule(
+    "replaying or capturing a graph inside a capture",
+    _NOT_PERMITTED,
+    "replay graphs outside of captures",
+    ("replay in capture",),
+    syncs=False,
+)
+OUTSIDE_WORK = Rule(
+    "the capture depends on work of a stream that does not belong to it",
+    "CUDA would refuse with 'dependency created on uncaptured work in another stream'",
+    "let the side stream wait for the capturing stream first: side.wait_stream(torch.cuda.current_stream())",
+    ("stream not forked",),
+    syncs=False,
+)
+RESEED = Rule(
+    "setting a generator's state inside a capture",
+    "torch would refuse: a CUDA generator cannot be re-seeded or read during a capture",
+    "seed before the capture",
+    ("manual_seed in capture",),
+    syncs=False,
+    invalidates=False,
+)
+
+# ---- the table: what the dispatcher shows
+
+_SIZE_FROM_DATA = "the result's size depends on device data, which the host must read"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "the host reads device memory",
+        _NOT_PERMITTED,
+        _KEEP_ON_DEVICE,
+        (
+            ".item()",
+            "bool(t)",
+            "int(t) loop",
+            "x[:tensor]",
+            "x[tensor0d]",
+            "range index",
+            "max(iter)",
+            "torch.arange(t)",
+        ),
+        ops=("_local_scalar_dense", "item", "is_nonzero"),
+    ),
+    Rule(
+        _SIZE_FROM_DATA,
+        _NOT_PERMITTED,
+        _FIXED_SHAPE,
+        ("nonzero", "where(1)", "masked_select", "unique", "bincount"),
+        ops=(
+            "nonzero",
+            "nonzero_numpy",
+            "argwhere",
+            "masked_select",
+            "_unique",
+            "_unique2",
+            "unique_dim",
+            "unique_consecutive",
+            "unique_dim_consecutive",
+            "bincount",
+            "_to_sparse",
+            "to_sparse",
+            "_coalesce",
+            "coalesce",
+            "sparse_mask",
+        ),
+    ),  # fmt: skip
+    Rule(
+        _SIZE_FROM_DATA,
+        _NOT_PERMITTED,
+        _FIXED_SHAPE,
+        ("where(1)",),
+        ops=("where",),
+        applies=lambda call: call.overload == "default",
+    ),
+    Rule(
+        "indexing by a mask needs nonzero(), whose size the host must read",
+        _NOT_PERMITTED,
+        "use torch.where, masked_fill, or index with a precomputed index tensor of fixed size",
+        ("x[mask]", "x[mask]=cuda0d", "x[mask]=cuda1d"),
+        ops=("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
+        applies=_indexes_by_device_mask,
+    ),
+    Rule(
+        "the index lives on the host and is copied to the device",
+        _UNPINNED,
+        "keep index tensors on the device; replace x[[0, 2]] by a persistent device index",
+        ("x[host_idx]", "x[list]", "x[np idx]"),
+        ops=("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
+        applies=_indexes_by_host_tensor,
+        invalidates=False,
+    ),
+    Rule(
+        "the assigned scalar is copied from the host",
+        _UNPINNED,
+        "use fill_, masked_fill_, index_fill_ or scatter_ with a Python number",
+        ("x[idx]=0.",),
+        ops=("index_put", "index_put_", "_index_put_impl_"),
+        applies=_assigns_host_scalar_by_index,
+        invalidates=False,
+    ),
+    Rule(
+        "the output size of repeat_interleave is read from the device",
+        _NOT_PERMITTED,
+        "pass output_size=",
+        ("repeat_interleave",),
+        ops=("repeat_interleave",),
+        applies=_repeats_decide_the_size,
+    ),
+    Rule(
+        "the number of classes is read from the device",
+        _NOT_PERMITTED,
+        "pass num_classes=",
+        ("one_hot",),
+        ops=("one_hot",),
+        applies=lambda call: call["num_classes"] in (None, -1),
+    ),
+    Rule(
+        "the host reads the outcome of a comparison",
+        _NOT_PERMITTED,
+        _KEEP_ON_DEVICE,
+        ("equal", "allclose"),
+        ops=("equal",),
+        applies=_not_the_same_memory,
+    ),
+    Rule(
+        "the host reads the outcome of a comparison", _NOT_PERMITTED, _KEEP_ON_DEVICE, ("allclose",), ops=("allclose",)
+    ),
+    Rule(
+        "the range of the histogram is read from the device",
+        _UNPINNED,
+        "pass min= and max=",
+        ("histc auto",),
+        ops=("histc",),
+        applies=_histogram_range_open,
+    ),
+    Rule(
+        "the value tensor is read with .item()",
+        _NOT_PERMITTED,
+        "use torch.where(mask, value, x), or a Python number",
+        ("masked_fill_(m,cuda0d)",),
+        ops=("masked_fill", "masked_fill_", "index_fill", "index_fill_"),
+        applies=_any_device("value"),
+    ),
+    Rule(
+        "a host scalar tensor is copied to the device",
+        _UNPINNED,
+        "pass a Python number, or keep the scalar on the device",
+        ("where(m,x,host0d)",),
+        ops=("where",),
+        applies=_selects_host_scalar,
+        invalidates=False,
+    ),
+    Rule(
+        "the bounds of the range are read from the device",
+        _NOT_PERMITTED,
+        "use bounds known on the host and scale on the device",
+        ("linspace(dev)",),
+        ops=("linspace", "logspace", "arange", "randint_like"),
+        applies=_any_device("start", "end", "high"),
+    ),
+    Rule(
+        "split positions must be on the host",
+        "torch would refuse: tensor_split wants its indices on the CPU, and reads them",
+        "pass a list of Python numbers",
+        ("tensor_split(host t)",),
+        ops=("tensor_split",),
+        applies=_any_device("tensor_indices_or_sections"),
+    ),
+    Rule(
+        "sorted membership tests need unique(), whose size the host must read",
+        _NOT_PERMITTED,
+        "compare by broadcasting: (x[:, None] == tests).any(-1)",
+        ("isin large",),
+        ops=("isin",),
+        applies=_isin_sorts,
+    ),
+    Rule(
+        "the sorter's range is checked on the host",
+        _NOT_PERMITTED,
+        "gather the sorted sequence first and pass no sorter",
+        ("searchsorted sorter",),
+        ops=("searchsorted",),
+        applies=_any_device("sorter"),
+    ),
+    Rule(
+        "the standard deviations are checked on the host",
+        _NOT_PERMITTED,
+        "use torch.randn(...) * std + mean",
+        ("normal(std tensor)",),
+        ops=("normal",),
+        applies=_any_device("std"),
+    ),
+    Rule(
+        "the solver's error codes are read by the host",
+        _NOT_PERMITTED,
+        "use the _ex form with check_errors=False where there is one",
+        ("linalg.inv", "linalg.solve", "linalg.cholesky"),
+        ops=(
+            "_linalg_check_errors",
+            "linalg_inv",
+            "_linalg_eigh",
+            "linalg_eigh",
+            "_linalg_svd",
+            "linalg_svd",
+            "linalg_eig",
+            "linalg_eigvals",
+            "_linalg_eigvals",
+            "linalg_lstsq",
+            "linalg_matrix_exp",
+        ),
+    ),  # fmt: skip
+    Rule(
+        "the lengths are read by the host",
+        _NOT_PERMITTED,
+        "pass the lengths as host values",
+        ("ctc_loss",),
+        ops=("_ctc_loss", "ctc_loss", "segment_reduce"),
+        applies=_any_device("input_lengths", "target_lengths", "lengths", "offsets"),
+    ),
+    Rule(
+        "a copy from unpinned host memory",
+        _UNPINNED,
+        _COPY_BEFORE,
+        ("x[1]=1.", "dev.copy_(host)", "dev.copy_(host0d)", "x[2:]=host1d"),
+        ops=("copy_",),
+        applies=_host_to_device(pinned=False),
+        invalidates=False,
+    ),
+    Rule(
+        "a blocking copy from the host",
+        _NOT_PERMITTED,
+        _NON_BLOCKING,
+        ("pinned.to(dev)",),
+        ops=("copy_",),
+        applies=_host_to_device(pinned=True),
+    ),
+    Rule(
+        "a copy to unpinned host memory",
+        _UNPINNED,
+        _KEEP_ON_DEVICE,
+        ("host.copy_(dev)", ".cpu()"),
+        ops=("copy_",),
+        applies=_device_to_host(pinned=False),
+        invalidates=False,
+    ),
+    Rule(
+        "a blocking copy to the host",
+        _NOT_PERMITTED,
+        _NON_BLOCKING,
+        ("pinned.copy_(dev)",),
+        ops=("copy_",),
+        applies=_device_to_host(pinned=True),
+    ),
+)
+
+BY_OPERATION: dict[str, tuple[Rule, ...]] = {
+    name: tuple(rule for rule in RULES if name in rule.ops) for name in {name for rule in RULES for name in rule.ops}
+}
+
+
+def refusal(call: Call) -> Rule | None:
+    """The rule by which CUDA refuses `call` in a capture, if any."""
+    for rule in BY_OPERATION.get(call.name, ()):
+        if rule.applies(call):
+            return rule
+    return None
+
+
+# Functions whose CPU kernels check values on the host where the CUDA kernels do not (measured: "quantile", "one_hot(n)").
+CHECKED_ON_CPU_ONLY: frozenset[Any] = frozenset(
+    {torch.quantile, torch.nanquantile, Tensor.quantile, Tensor.nanquantile}
+)

@@ -1,0 +1,104 @@
+"""Which tensors are "cuda" and which host tensors are pinned.
+
+A device tensor is a plain CPU tensor whose storage is listed here. The list is by storage, not by tensor, so views, temporaries made
+in C++ and `param.data = ...` need no care. An entry holds the storage weakly: the memory can go, its identity is not given
+to another storage while the entry stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from attn_testkit.emulation.private import StorageWeakRef, disable_functions
+from attn_testkit.emulation.sites import UNKNOWN, Site, author_site
+
+_FIRST_PURGE = 4096
+
+
+class Registry:
+    """Storages of one kind, with the line that allocated each."""
+
+    __slots__ = ("_purge_at", "entries")
+
+    def __init__(self) -> None:
+        self.entries: dict[int, tuple[StorageWeakRef, Site, int]] = {}
+        self._purge_at = _FIRST_PURGE
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.entries:
+            self.entries[key] = (StorageWeakRef(storage), author_site(), storage.nbytes())
+            if len(self.entries) > self._purge_at:
+                self.purge()
+
+    def purge(self) -> None:
+        """Forget storages that are gone."""
+        for key, (weak, _, _) in list(self.entries.items()):
+            if weak.expired():
+                self.entries.pop(key, None)
+        self._purge_at = max(_FIRST_PURGE, 2 * len(self.entries))
+
+    def live(self) -> Iterator[tuple[Site, int, int]]:
+        """(allocating line, address, bytes) of every storage that still exists."""
+        for key, (weak, site, _) in list(self.entries.items()):
+            if not weak.expired():
+                storage = torch.UntypedStorage._new_with_weak_ptr(key)
+                if storage is not None:
+                    yield site, storage.data_ptr(), storage.nbytes()
+
+    def live_bytes(self) -> int:
+        """Bytes in storages that still exist."""
+        return sum(size for _, _, size in self.live())
+
+
+DEVICE = Registry()
+PINNED = Registry()
+_device = DEVICE.entries
+_pinned = PINNED.entries
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of the memory behind `tensor`; 0 for layouts that have no single storage. Call it with function modes off."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def is_device(tensor: Tensor) -> bool:
+    """Whether `tensor` is "cuda" memory. Call it with function modes off; otherwise `looks_device`."""
+    return storage_key(tensor) in _device
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether `tensor` is pinned host memory."""
+    return storage_key(tensor) in _pinned
+
+
+def looks_device(tensor: Tensor) -> bool:
+    """`is_device` for code that may run under a function mode."""
+    with disable_functions():
+        return storage_key(tensor) in _device
+
+
+def tag_device(tensor: Tensor) -> Tensor:
+    """Make the memory of `tensor` device memory."""
+    if storage_key(tensor) not in _device and tensor.layout is torch.strided:
+        DEVICE.add(tensor)
+    return tensor
+
+
+def tag_pinned(tensor: Tensor) -> Tensor:
+    """Make the memory of `tensor` pinned host memory."""
+    PINNED.add(tensor)
+    return tensor
+
+
+def allocation_site(key: int) -> Site:
+    """The line that allocated a storage."""
+    entry = _device.get(key) or _pinned.get(key)
+    return entry[1] if entry else UNKNOWN

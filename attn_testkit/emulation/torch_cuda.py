@@ -1,0 +1,287 @@
+"""Stand-ins for the names in `torch.cuda`, as one table, put in place when a context is entered and taken back when it is left."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from attn_testkit.emulation import rules, session
+from attn_testkit.emulation.generators import EmulatedGenerator
+from attn_testkit.emulation.graph import EmulatedGraph, graph
+from attn_testkit.emulation.memory import new_handle
+from attn_testkit.emulation.session import SYNC_DEFAULT, SYNC_ERROR, SYNC_WARN
+from attn_testkit.emulation.streams import Event, ExternalStream, Stream, StreamContext, default_stream
+from attn_testkit.emulation.tags import DEVICE
+
+_TOTAL_MEMORY = 1 << 34
+_CAPABILITY = (9, 0)
+_NAME = "emulated cuda:0"
+_SYNC_MODES = {"default": SYNC_DEFAULT, "warn": SYNC_WARN, "error": SYNC_ERROR}
+_DEFAULT_STREAM = default_stream()
+_DEFAULT_GENERATOR = EmulatedGenerator()
+
+
+class DeviceProperties:
+    """What `get_device_properties` answers: the shape of a Hopper GPU."""
+
+    name = _NAME
+    major, minor = _CAPABILITY
+    total_memory = _TOTAL_MEMORY
+    multi_processor_count = 132
+    warp_size = 32
+    max_threads_per_multi_processor = 2048
+    max_threads_per_block = 1024
+    regs_per_multiprocessor = 65536
+    shared_memory_per_block = 49152
+    shared_memory_per_block_optin = 232448
+    shared_memory_per_multiprocessor = 233472
+    L2_cache_size = 50 << 20
+    is_integrated = 0
+    is_multi_gpu_board = 0
+    gcnArchName = ""
+
+
+# ---- waiting
+
+
+def synchronize(device: Any = None) -> None:
+    session.require().refuse(rules.HOST_WAIT, "torch.cuda.synchronize()")
+
+
+def set_sync_debug_mode(debug_mode: int | str) -> None:
+    if isinstance(debug_mode, str):
+        if debug_mode not in _SYNC_MODES:
+            raise RuntimeError("invalid value of debug_mode, expected one of `default`, `warn`, `error`")
+        debug_mode = _SYNC_MODES[debug_mode]
+    session.require().sync_mode = debug_mode
+
+
+def get_sync_debug_mode() -> int:
+    return session.require().sync_mode
+
+
+def is_current_stream_capturing() -> bool:
+    return session.require().stream.capturing
+
+
+# ---- streams
+
+
+def current_stream(device: Any = None) -> Stream:
+    return session.require().stream
+
+
+def set_stream(stream: Stream | None) -> None:
+    if stream is not None:
+        session.require().stream = stream
+
+
+class DeviceGuard:
+    """Stands in for `torch.cuda.device` and `device_of`: there is only one device."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx, self.prev_idx = 0, 0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+# ---- random numbers: device operations draw from torch's default CPU generator
+
+
+def _seed_all(seed: int) -> None:
+    current = session.require()
+    if current.capture is not None and int(seed) != _DEFAULT_GENERATOR.initial_seed():
+        current.refuse(rules.RESEED, "torch.cuda.manual_seed()")
+    _DEFAULT_GENERATOR.manual_seed(int(seed))
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _rng_state(device: Any = None) -> torch.Tensor:
+    current = session.require()
+    if current.capture is not None:
+        current.refuse(rules.RESEED, "torch.cuda.get_rng_state()")
+    return torch.default_generator.get_state()
+
+
+def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    current = session.require()
+    if current.capture is not None:
+        current.refuse(rules.RESEED, "torch.cuda.set_rng_state()")
+    torch.default_generator.set_state(state)
+
+
+# ---- memory accounts
+
+
+class _Peak:
+    bytes = 0
+
+
+def memory_allocated(device: Any = None) -> int:
+    now = DEVICE.live_bytes()
+    _Peak.bytes = max(_Peak.bytes, now)
+    return now
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    memory_allocated()
+    return _Peak.bytes
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    _Peak.bytes = DEVICE.live_bytes()
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    now, count = memory_allocated(), sum(1 for _ in DEVICE.live())
+    stats = {}
+    for pool in ("all", "small_pool", "large_pool"):
+        for kind, value, peak in (("allocated_bytes", now, _Peak.bytes), ("reserved_bytes", now, _Peak.bytes)):
+            stats[f"{kind}.{pool}.current"], stats[f"{kind}.{pool}.peak"] = value, peak
+        for kind in ("allocation", "segment", "active"):
+            stats[f"{kind}.{pool}.current"] = count
+    return {**stats, "num_alloc_retries": 0, "num_ooms": 0}
+
+
+def memory_snapshot(mempool_id: Any = None) -> list[dict[str, Any]]:
+    return [
+        {
+            "device": 0,
+            "address": address,
+            "total_size": size,
+            "allocated_size": size,
+            "active_size": size,
+            "stream": 0,
+            "segment_type": "small",
+            "blocks": [
+                {
+                    "address": address,
+                    "size": size,
+                    "requested_size": size,
+                    "state": "active_allocated",
+                    "frames": [{"filename": site.filename, "line": site.line, "name": site.function}],
+                }
+            ],
+        }
+        for site, address, size in DEVICE.live()
+    ]
+
+
+# ---- the table
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    def answer(*_: Any, **__: Any) -> Any:
+        return value
+
+    return answer
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+CLASSES: dict[str, Any] = {
+    "Stream": Stream,
+    "ExternalStream": ExternalStream,
+    "Event": Event,
+    "StreamContext": StreamContext,
+    "CUDAGraph": EmulatedGraph,
+    "graph": graph,
+    "device": DeviceGuard,
+    "device_of": DeviceGuard,
+}
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "_lazy_init": _nothing,
+    "init": _nothing,
+    "is_available": _constant(True),
+    "is_initialized": _constant(True),
+    "is_bf16_supported": _constant(True),
+    "device_count": _constant(1),
+    "current_device": _constant(0),
+    "set_device": _nothing,
+    "get_device_capability": _constant(_CAPABILITY),
+    "get_device_properties": _constant(DeviceProperties()),
+    "get_device_name": _constant(_NAME),
+    "get_arch_list": _constant(["sm_90"]),
+    "can_device_access_peer": _constant(False),
+    "synchronize": synchronize,
+    "set_sync_debug_mode": set_sync_debug_mode,
+    "get_sync_debug_mode": get_sync_debug_mode,
+    "is_current_stream_capturing": is_current_stream_capturing,
+    "current_stream": current_stream,
+    "default_stream": _constant(_DEFAULT_STREAM),
+    "set_stream": set_stream,
+    "stream": StreamContext,
+    "graph_pool_handle": new_handle,
+    "manual_seed": _seed_all,
+    "manual_seed_all": _seed_all,
+    "initial_seed": _DEFAULT_GENERATOR.initial_seed,
+    "seed": _nothing,
+    "seed_all": _nothing,
+    "get_rng_state": _rng_state,
+    "get_rng_state_all": lambda: [_rng_state()],
+    "set_rng_state": _set_rng_state,
+    "set_rng_state_all": lambda states: _set_rng_state(states[0]),
+    "empty_cache": _nothing,
+    "ipc_collect": _nothing,
+    "mem_get_info": lambda device=None: (_TOTAL_MEMORY - DEVICE.live_bytes(), _TOTAL_MEMORY),
+    "memory_allocated": memory_allocated,
+    "memory_reserved": memory_allocated,
+    "max_memory_allocated": max_memory_allocated,
+    "max_memory_reserved": max_memory_allocated,
+    "memory_stats": memory_stats,
+    "memory_summary": _constant("emulated device: no allocator"),
+    "memory_snapshot": memory_snapshot,
+    "reset_peak_memory_stats": reset_peak_memory_stats,
+    "reset_accumulated_memory_stats": _nothing,
+    "reset_max_memory_allocated": reset_peak_memory_stats,
+}
+
+# Modules of torch.cuda that keep a name of their own for something in the table.
+_MODULES: tuple[ModuleType, ...] = (
+    torch.cuda, torch.cuda.graphs, torch.cuda.streams, torch.cuda.memory, torch.cuda.random,
+)  # fmt: skip
+
+
+def _guarded(stand_in: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Threads outside the emulation get the real function."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if session.is_active() or original is None:
+            return stand_in(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def replacements() -> Iterator[tuple[Any, str, Any]]:
+    """(object, attribute, stand-in) of everything to replace under torch.cuda."""
+    for module in _MODULES:
+        for name, stand_in in CLASSES.items():
+            if hasattr(module, name) and (module is torch.cuda or name in ("CUDAGraph", "graph", "Stream", "Event")):
+                yield module, name, stand_in
+        for name, stand_in in FUNCTIONS.items():
+            if hasattr(module, name):
+                yield module, name, _guarded(stand_in, getattr(module, name))
+    yield torch.cuda, "default_generators", (_DEFAULT_GENERATOR,)
+
+
+def start_stream() -> Stream:
+    """The stream a session begins on."""
+    return _DEFAULT_STREAM
+
+
+def warn_if_real_device() -> None:
+    """Say so when there is a GPU: results under emulation say nothing about it."""
+    with contextlib.suppress(Exception):
+        if torch.cuda.is_available():
+            warnings.warn("emulated_cuda() on a machine with a GPU: device='cuda' will not use it", stacklevel=4)

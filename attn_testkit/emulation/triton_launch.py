@@ -1,0 +1,178 @@
+"""Triton kernels under the interpreter (TRITON_INTERPRET=1): launches are recorded, replayed and checked like any other kernel."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attn_testkit.emulation import session
+from attn_testkit.emulation.errors import EmulationError
+from attn_testkit.emulation.private import disable_functions, disable_modes
+from attn_testkit.emulation.program import CallNode
+from attn_testkit.emulation.sites import author_site
+from attn_testkit.emulation.tags import is_device
+
+if TYPE_CHECKING:
+    from attn_testkit.emulation.graph import EmulatedGraph
+
+_INTERPRETER = "triton.runtime.interpreter"
+
+
+def interpreter() -> Any:
+    """Triton's interpreter module when this process uses it, else None. Triton is not imported otherwise."""
+    if os.environ.get("TRITON_INTERPRET", "0").lower() not in ("1", "true", "on", "yes", "y"):
+        return sys.modules.get(_INTERPRETER)
+    try:
+        return importlib.import_module(_INTERPRETER)
+    except ImportError:
+        return None
+
+
+def replacements() -> list[tuple[Any, str, Any]]:
+    """(object, attribute, stand-in) for the interpreter's launcher and its nested calls."""
+    module = interpreter()
+    if module is None:
+        return []
+    launcher, function = module.GridExecutor, module.InterpretedFunction
+    return [
+        (launcher, "__call__", _launch_of(launcher, launcher.__call__)),
+        (function, "__call__", _nested_call_of(module, function.__call__)),
+    ]
+
+
+# ---- speed: the stock interpreter patches triton.language again for every nested call of a launch (tl.sum, tl.cdiv, ...)
+
+_patched_in_this_launch: set[int] = set()
+
+
+def _nested_call_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    error = module.InterpreterError
+
+    def nested_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        key = id(self.fn.__globals__)
+        if key not in _patched_in_this_launch:
+            _patched_in_this_launch.add(key)
+            return stock(self, *args, **kwargs)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as failure:
+            raise error(repr(failure)) from failure
+
+    return nested_call
+
+
+# ---- launches
+
+
+def _launch_of(launcher: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def run(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _patched_in_this_launch.clear()
+        try:
+            with torch.inference_mode(), disable_modes(), disable_functions():
+                stock(executor, *args, **kwargs)
+        finally:
+            _patched_in_this_launch.clear()
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        current = session.current()
+        if current is None:
+            stock(self, *args, **kwargs)
+            return
+        with disable_functions():
+            pointers = _pointers((*args, *kwargs.values()))
+            _refuse_host_pointers(self, pointers)
+        capture = current.capture
+        if capture is None or not current.stream.capturing:
+            run(self, args, kwargs)
+            return
+        with disable_modes(), disable_functions():
+            _record(capture, launcher, self, args, kwargs, pointers, run)
+        current.stream.note_work()
+
+    return launch
+
+
+def _record(
+    capture: EmulatedGraph,
+    launcher: Any,
+    executor: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    pointers: list[Tensor],
+    run: Callable[..., None],
+) -> None:
+    for pointer in pointers:  # a kernel may write through any of them
+        capture.about_to_write(pointer)
+    grid = _Grid(executor.grid)
+    executor.grid = grid
+    run(executor, args, kwargs)
+    node = CallNode(f"triton kernel {executor.fn.__name__}", author_site())
+    frozen_args = tuple(_freeze(value, capture, node) for value in args)
+    frozen_kwargs = {name: _freeze(value, capture, node) for name, value in kwargs.items()}
+    frozen = launcher(executor.fn, executor.arg_names, grid.value, executor.pre_run_hooks)
+
+    def again() -> None:
+        run(frozen, frozen_args, frozen_kwargs)
+
+    node.call = again
+    capture.retire_dropped_blocks()
+    capture.nodes.append(node)
+
+
+class _Grid:
+    """The launch grid, kept as the numbers it had when the launch was captured."""
+
+    def __init__(self, grid: Any) -> None:
+        self._grid = grid
+        self.value: tuple[int, ...] = () if callable(grid) else tuple(grid)
+
+    def __call__(self, arguments: dict[str, Any]) -> tuple[int, ...]:
+        if callable(self._grid):
+            self.value = tuple(int(size) for size in self._grid(arguments))
+        return self.value
+
+
+def _pointers(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple):
+            found += _pointers(value)
+        elif isinstance(getattr(value, "base", None), Tensor):  # TensorDescriptor, TensorWrapper
+            found.append(value.base)
+    return found
+
+
+def _refuse_host_pointers(executor: Any, pointers: list[Tensor]) -> None:
+    for pointer in pointers:
+        if not is_device(pointer):
+            raise EmulationError(
+                f"launch of triton kernel {executor.fn.__name__}",
+                author_site(),
+                "Triton would refuse with 'Pointer argument cannot be accessed from Triton (cpu tensor?)'",
+                "pass device tensors",
+            )
+
+
+def _freeze(value: Any, capture: EmulatedGraph, node: CallNode) -> Any:
+    if isinstance(value, Tensor):
+        block = capture.block(value)
+        node.blocks.append(block)
+        with torch.inference_mode():
+            return block.alias(value)
+    if isinstance(value, tuple):
+        items = [_freeze(item, capture, node) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(getattr(value, "base", None), Tensor):
+        twin = copy.copy(value)
+        twin.base = _freeze(value.base, capture, node)
+        return twin
+    return value
