@@ -44,7 +44,7 @@ def choose_tiles(q_rows: int, group: int, kv_heads: int, head_dim: int, dtype: t
         # An operation costs the same whatever its size: take few programs and large tiles. The interpreter keeps
         # bfloat16 as raw 16-bit words, which its dot would multiply as integers; float32 holds the same products.
         together = kv_heads & -kv_heads  # the largest power of two that divides them
-        return Tiles(together, _block(q_rows * group * together), max(512, 16 * together), tl.float32)
+        return Tiles(together, _block(q_rows * group * together), max(256, 16 * together), tl.float32)
     block_n = max(16, min(64, 16384 // (head_dim * dtype.itemsize)))  # K and V tiles of at most 16 KB each
     return Tiles(1, min(_block(q_rows * group), 64, 8192 // head_dim), block_n, _DOT[dtype])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
@@ -21,6 +23,8 @@ from attn_testkit.contract import (
     ForwardBatch,
     ForwardMode,
     KVPool,
+    TreeMaskMode,
+    Unsupported,
     VerifyInput,
 )
 
@@ -50,8 +54,7 @@ class World:
     ) -> None:
         self.random = torch.Generator().manual_seed(7)
         self.page, self.index, self.parents, self.dtype = page, index, parents, dtype
-        other = {"scaling": 1.7 * dim**-0.5}
-        settings = [{"scaling": dim**-0.5, **layer}, other]
+        settings = [{"scaling": dim**-0.5, **layer}, {"scaling": 1.7 * dim**-0.5}]
         self.layers = tuple(AttentionLayer(i, *heads, dim, dim, **s) for i, s in enumerate(settings))
         self.pool = KVPool(ctx * max_bs, page, self.layers, kv_dtype or dtype, DEVICE)
         self.depth = [0]
@@ -65,9 +68,6 @@ class World:
         )  # fmt: skip
         self.backend = TritonBackend(self.context)
 
-    def _randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.random)
-
     def step(self, mode: ForwardMode, prefixes: tuple[int, ...], new: tuple[int, ...] | None = None) -> Step:
         return Step(self, mode, prefixes, new or (1 if mode is DECODE else len(self.parents),) * len(prefixes))
 
@@ -80,9 +80,9 @@ class Step:
         self.rows = [(r, j) for r, n in enumerate(new) for j in range(n)]
         q_heads, kv_heads = world.layers[0].tp_q_head_num, world.layers[0].tp_k_head_num
         dim, lens = world.layers[0].head_dim, [p + n for p, n in zip(prefixes, new, strict=True)]
-        # Keys 0.5 off zero, so that none goes unnoticed. q, k and v are views of one packed tensor, as from a projection.
-        self.kv = [world._randn(2, n, kv_heads, dim).add(0.5).to(world.dtype) for n in lens]
-        packed = world._randn(len(self.rows), q_heads + 2 * kv_heads, dim).to(world.dtype)
+        # Keys and values are off zero, so that none goes unnoticed. q, k and v are views of one packed tensor.
+        self.kv = [torch.randn(2, n, kv_heads, dim, generator=world.random).add(0.5).to(world.dtype) for n in lens]
+        packed = torch.randn(len(self.rows), q_heads + 2 * kv_heads, dim, generator=world.random).to(world.dtype)
         for at, (r, j) in enumerate(self.rows):
             packed[at, q_heads:] = self.kv[r][:, prefixes[r] + j].flatten(0, 1)
         self.q, self.k, self.v = packed.to(DEVICE).split([q_heads, kv_heads, kv_heads], 1)
@@ -133,18 +133,19 @@ class Step:
             tensor(prefix if self.mode is VERIFY else prefix + new),
             tensor([int(self.slots[r][self.prefixes[r] + j]) for r, j in self.rows]), positions,
         )  # fmt: skip
+        none = torch.empty(0)
         if self.mode is VERIFY:
             n, mask = self.new[0], []
             for p in self.prefixes:
                 mask += [[1] * p + [int(self.sees(j, c)) for c in range(n)] for j in range(n)]
-            none = torch.empty(bs, n, dtype=torch.int64)
             batch.spec_info = VerifyInput(
-                batch.input_ids, tensor([cell for row in mask for cell in row], torch.bool), positions, none, none, none,
-                max(self.world.depth), self.world.context.topk, n, n,
+                batch.input_ids, tensor([cell for row in mask for cell in row], torch.bool), positions,
+                none, none, none, max(self.world.depth), self.world.context.topk, n, n,
             )  # fmt: skip
         elif self.mode in (V1, V2):
             accepted = tensor(new, torch.int32)
-            batch.spec_info = DraftExtendInput(torch.empty(0), accepted - 1, accepted, positions)
+            width = -1 if self.mode is V1 else new[0].item()
+            batch.spec_info = DraftExtendInput(none, accepted - 1, accepted, positions, num_tokens_per_req=width)
             batch.extend_seq_lens, batch.extend_prefix_lens = accepted, tensor(prefix, torch.int32)
         return batch
 
@@ -190,11 +191,211 @@ class Step:
 
 STEPS = [(DECODE, None), (VERIFY, None), (V1, (1, 3)), (V2, None)]
 every_mode = pytest.mark.parametrize(("mode", "new"), STEPS, ids=[str(mode) for mode, _ in STEPS])
+Rows = tuple[int, ...] | None
 
 
 @every_mode
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_every_mode_and_dtype(mode: ForwardMode, new: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+def test_every_mode_and_dtype(mode: ForwardMode, new: Rows, dtype: torch.dtype) -> None:
     step = World(dtype=dtype, parents=SIBLINGS).step(mode, (5, 17), new)
     step.check(step.run())
     step.check(step.forward(1), 1)  # the same plan serves a layer with another scale
+
+
+@every_mode
+@pytest.mark.parametrize("window", [0, 4, 200])
+def test_window_counts_positions(mode: ForwardMode, new: Rows, window: int) -> None:
+    step = World(parents=SIBLINGS, sliding_window_size=window).step(mode, (5, 300), new)
+    step.check(step.run())
+
+
+@every_mode
+def test_cap_and_sinks(mode: ForwardMode, new: Rows) -> None:
+    sinks = torch.tensor([3.0, -2.0], device=DEVICE)
+    step = World(scaling=0.7, logit_cap=1.5, sinks=sinks).step(mode, (0, 300), new)
+    step.check(step.run())
+
+
+@every_mode
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (6, 6), (7, 1)], ids=str)
+def test_head_layouts(mode: ForwardMode, new: Rows, heads: tuple[int, int]) -> None:
+    step = World(heads=heads, parents=SIBLINGS).step(mode, (16, 3), new)
+    step.check(step.run())
+
+
+@pytest.mark.parametrize("dim", [32, 128, 256])
+def test_head_dims(dim: int) -> None:
+    step = World(dim=dim).step(V2, (9, 0))
+    step.check(step.run())
+
+
+@every_mode
+@pytest.mark.parametrize("page", [1, 16, 128])
+def test_lengths_around_a_page(mode: ForwardMode, new: Rows, page: int) -> None:
+    step = World(page=page, index=torch.int32).step(mode, (page - 1, page, page + 1), new and (2, 1, 3))
+    step.check(step.run())
+
+
+def test_short_rows_leave_splits_empty() -> None:
+    step = World(ctx=1024, page=16).step(DECODE, (0, 600, 255, 256))
+    step.world.backend._partial.fill_(torch.nan)
+    step.world.backend._lse.fill_(torch.nan)
+    step.check(step.run())
+
+
+@pytest.mark.parametrize("parents", [(-1, 0, 0, 1, 1, 2, 3, 3, 6), (-1,), tuple(range(-1, 63))], ids=len)
+def test_trees_of_any_shape(parents: tuple[int, ...]) -> None:
+    step = World(parents=parents).step(VERIFY, (7, 30))
+    step.check(step.run())
+
+
+@every_mode
+def test_very_negative_logits(mode: ForwardMode, new: Rows) -> None:
+    world = World(dim=32, dtype=torch.float32, scaling=-6e4 / 32)
+    step = world.step(mode, (0, 40), new)
+    step.q.fill_(1.0)
+    step.k.fill_(1.0)  # new keys weigh in with -6e4, which is all that a row without a prefix has
+    for r, prefix in enumerate(step.prefixes):
+        step.kv[r][0, :prefix], step.kv[r][0, prefix:] = 2.0, 1.0
+        world.pool.get_key_buffer(0)[step.slots[r][:prefix].to(DEVICE)] = 2.0
+    step.check(step.run())
+
+
+@every_mode
+def test_fp8_pool(mode: ForwardMode, new: Rows) -> None:
+    step = World(kv_dtype=torch.float8_e4m3fn, k_scale=0.25, v_scale=0.5).step(mode, (5, 17), new)
+    step.check(step.run())
+
+
+@every_mode
+def test_a_request_has_the_same_bits_in_any_company(mode: ForwardMode, new: Rows) -> None:
+    world = World(parents=SIBLINGS, ctx=1024)
+    step = world.step(mode, (5, 600), new)
+    first, again = step.run(), step.run()
+    assert torch.equal(first, again)
+    rows = [at for at, (r, _) in enumerate(step.rows) if r == 1]
+    alone = ForwardBatch(
+        mode, 1, step.batch.input_ids[rows], step.batch.req_pool_indices[1:], step.batch.seq_lens[1:],
+        step.batch.out_cache_loc[rows], step.batch.positions[rows], spec_info=step.batch.spec_info,
+    )  # fmt: skip
+    if mode is VERIFY:
+        cells = 4 * (600 + 4)
+        alone.spec_info = replace(step.batch.spec_info, custom_mask=step.batch.spec_info.custom_mask[-cells:])
+    elif mode is V1:
+        alone.spec_info = replace(step.batch.spec_info, num_accept_tokens=step.batch.spec_info.num_accept_tokens[1:])
+    world.backend.init_forward_metadata(alone)
+    out = world.backend.forward(step.q[rows], step.k[rows], step.v[rows], world.layers[0], alone)
+    assert torch.equal(out, first[rows])
+
+
+def test_a_chain_needs_no_mask() -> None:
+    step = World(parents=CHAIN).step(VERIFY, (5, 17))
+    step.batch.spec_info.custom_mask = None
+    step.check(step.run())
+
+
+def test_what_is_not_claimed_is_refused() -> None:
+    for wrong in ({"heads": (9, 1)}, {"dim": 16}, {"page": 24, "ctx": 240}, {"dtype": torch.float64}):
+        with pytest.raises(Unsupported):
+            World(**wrong)
+
+
+class Graph:
+    """A capture without a graph: what it reads at a replay is the tensors and the plan that it was captured with."""
+
+    def __init__(self, world: World, mode: ForwardMode, bs: int) -> None:
+        self.world, self.mode, self.bs, max_bs = world, mode, bs, world.context.max_bs
+        n = {DECODE: 1, V1: max(world.depth) + 1}.get(mode, len(world.parents))
+        first, self.width = world.layers[0], n
+
+        def static(*shape: int, dtype: torch.dtype = torch.int64, fill: float = 0) -> torch.Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=DEVICE)
+
+        self.qkv = [
+            static(bs * n, heads, first.head_dim, dtype=world.dtype)
+            for heads in (first.tp_q_head_num, first.tp_k_head_num, first.tp_k_head_num)
+        ]
+        self.requests, self.seq_lens = static(max_bs), static(max_bs, fill=1)
+        self.accepted = static(max_bs, dtype=torch.int32, fill=n)
+        self.slots, self.positions = static(bs * n), static(bs * n)
+        spec = None
+        if mode is VERIFY:
+            mask = world.backend.verify_mask
+            assert mask is not None
+            spec = VerifyInput(
+                self.slots, mask.buffer, self.positions, self.slots, self.slots, self.slots, 0, 0, n, -1, mask.mode
+            )
+        elif mode is not DECODE:
+            spec = DraftExtendInput(self.slots, self.accepted - 1, self.accepted[:bs], self.positions)
+        self.batch = ForwardBatch(
+            mode, bs, self.slots, self.requests[:bs], self.seq_lens[:bs], self.slots, self.positions, spec_info=spec
+        )
+        world.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
+        self.run()
+        self.plan = world.backend._plan
+
+    def run(self) -> torch.Tensor:
+        self.world.backend.init_forward_metadata_in_graph(self.batch)
+        return self.world.backend.forward(*self.qkv, self.world.layers[0], self.batch)
+
+    def replay(self, step: Step, own_mask: bool = True, poison: float = torch.nan) -> torch.Tensor:
+        live, tokens, backend = len(step.prefixes), len(step.rows), self.world.backend
+        self.seq_lens.fill_(1)
+        self.accepted.fill_(self.width)
+        for static in (self.requests, self.slots, self.positions):
+            static.zero_()
+        for static, fresh in zip(self.qkv, (step.q, step.k, step.v), strict=True):
+            static.fill_(poison)
+            static[:tokens] = fresh
+        self.requests[:live], self.seq_lens[:live] = step.batch.req_pool_indices, step.batch.seq_lens
+        self.slots[:tokens], self.positions[:tokens] = step.batch.out_cache_loc, step.batch.positions
+        spec = step.batch.spec_info
+        if isinstance(spec, DraftExtendInput):
+            self.accepted[:live] = spec.num_accept_tokens
+            spec = replace(spec, num_accept_tokens=self.accepted[: self.bs])
+        elif isinstance(spec, VerifyInput) and own_mask:
+            mask, n = backend.verify_mask, self.width
+            cells = torch.tensor([[step.sees(j, c) for c in range(n)] for j in range(n)], device=DEVICE).flatten()
+            mask.buffer.fill_(1)
+            mask.buffer[: live * n * n] = cells.repeat(live)
+            spec = replace(spec, custom_mask=mask.buffer, tree_mask_mode=mask.mode)
+        view = SimpleNamespace(
+            batch_size=self.bs, forward_mode=self.mode, req_pool_indices=self.requests, seq_lens=self.seq_lens,
+            seq_lens_cpu=None, seq_lens_sum=None, input_ids=step.batch.input_ids,
+            out_cache_loc=step.batch.out_cache_loc, num_padding=self.bs - live, spec_info=spec,
+        )  # fmt: skip
+        backend.init_forward_metadata_out_graph(view)
+        backend._plan = self.plan
+        return self.run()
+
+
+@every_mode
+def test_replays_follow_their_batch(mode: ForwardMode, new: Rows) -> None:
+    world = World(parents=SIBLINGS)
+    world.backend.init_cuda_graph_state(4, 16)
+    large, small = Graph(world, mode, 4), Graph(world, mode, 2)
+    plan = [(large, (300, 5, 17)), (small, (16, 0)), (large, (3, 290, 8, 1)), (small, (40,)), (large, (0,))]
+    for turn, (graph, prefixes) in enumerate(plan):
+        rows = new and (2, 3, 1, 3)[: len(prefixes)]
+        step = world.step(mode, prefixes, rows)
+        step.check(graph.replay(step, own_mask=turn % 2 == 0))
+        eager = world.step(mode, (11, 2, 70), new and (3, 1, 2))
+        eager.check(eager.run())
+
+
+def test_a_padded_row_without_keys_is_zero() -> None:
+    world = World()
+    world.backend.init_cuda_graph_state(4, 16)
+    out = Graph(world, V2, 2).replay(world.step(V2, (6,)), poison=1.0)
+    assert torch.equal(out[4:7], torch.zeros_like(out[4:7]))
+
+
+def test_replay_without_a_mask_forgets_the_last_one() -> None:
+    world = World()
+    world.backend.init_cuda_graph_state(4, 16)
+    assert world.backend.verify_mask.mode is TreeMaskMode.QLEN_ONLY
+    graph = Graph(world, VERIFY, 2)
+    world.backend.verify_mask.buffer.fill_(1)
+    step = world.step(VERIFY, (6, 20))
+    step.batch.spec_info.custom_mask = None
+    step.check(graph.replay(step, own_mask=False))
