@@ -1,12 +1,13 @@
 """The model that every mode runs: two attention layers that differ, and a linear head.
 
 A row's q, k and v come out of a table by its ``input_ids``, one row of numbers per token; that is how a case decides
-what a backend is given. Each layer adds ``attention @ W`` to the hidden state in float32, and the head is linear, so that
-a limit on an attention output becomes a limit on hidden states and logits by |W| alone.
+what a backend is given. Each layer adds ``attention @ W`` to the hidden state in float32, and the head is linear, so
+that a limit on an attention output becomes a limit on hidden states and logits by |W| alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -55,8 +56,10 @@ class Trace:
     """What the table gave: the memory that q, k and v are views of (or copies from)."""
     dense: list[torch.Tensor]
     """q, k, v of each layer where they were made contiguous; empty when they were views."""
+    raw: list[torch.Tensor]
+    """What the backend returned for each layer. Backends may return one buffer for all layers."""
     attention: list[torch.Tensor]
-    """The backend's output of each layer."""
+    """Copies of it, taken before the next layer ran."""
     hidden: torch.Tensor
     logits: torch.Tensor | None = None
     topk_p: torch.Tensor | None = None
@@ -92,18 +95,20 @@ class Model:
         parts = [x.flatten(2) for x in ((q, k, v) if self.v_size else (q, k))]
         return torch.cat(parts, -1).transpose(0, 1).contiguous()
 
-    def forward(self, backend: AttentionBackend, batch: ForwardBatch) -> Trace:
-        """All layers. Device work only, so it may be captured."""
+    def forward(self, backend: AttentionBackend, batch: ForwardBatch, look: Callable[[Trace], None]) -> Trace:
+        """All layers. Device work only, so it may be captured. ``look`` is called after each layer."""
         packed = self.table[batch.input_ids]
         hidden = self.hidden_table[batch.input_ids]
-        trace = Trace(packed, [], [], hidden)
+        trace = Trace(packed, [], [], [], hidden)
         for index, layer in enumerate(self.layers):
             q, k, v = self._split(packed[:, index], layer)
             if self.contiguous:
                 q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
                 trace.dense += [q, k, v]
             out = backend.forward(q, k, v, layer, batch)
-            trace.attention.append(out)
+            trace.raw.append(out)
+            look(trace)
+            trace.attention.append(out.clone())
             hidden = hidden + out.reshape(out.shape[0], -1).float() @ self.weights.out[index]
         trace.hidden = hidden
         return trace

@@ -91,7 +91,7 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
     return tuple(layers)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepData:
     """Host tensors of one step. T live rows, packed request by request; B requests; S the longest key count."""
 
@@ -214,6 +214,7 @@ def _store(rows: torch.Tensor, scales: list[float], dtype: torch.dtype) -> torch
     return (rows.float() / scale).clamp(-limit, limit).to(dtype)
 
 
+@lru_cache(maxsize=32)
 def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
     """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis)."""
     case = schedule.case
@@ -269,22 +270,25 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     )
 
 
+@lru_cache(maxsize=32)
 def pool_images(
-    schedule: Schedule, step: Step, data: StepData, finite_tails: bool
+    schedule: Schedule, step: Step, data: StepData, finite_tails: bool, unowned: float = math.nan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The KV pool before and after a step, [L, 2 or 1, slots, Hk, Dqk] in the pool's dtype.
 
     Every slot that no live request owns holds NaN, page 0 included. With ``finite_tails`` the unused slots of a live
-    request's last page hold large finite numbers instead, for backends that say they need that.
+    request's last page hold large finite numbers instead, for backends that say they need that. ``unowned`` other than
+    NaN is for telling whether a NaN in an output came from there.
     """
     stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
     dtype, heads, dim = data.stored_keys.dtype, *data.stored_keys.shape[-2:]
     page = schedule.case.page_size
     slots = (schedule.num_pages + 1) * page
+    shape = (NUM_LAYERS, len(stored), slots, heads, dim)
     if dtype.itemsize == 1:
-        before = torch.full((NUM_LAYERS, len(stored), slots, heads, dim), 0x7F, dtype=torch.uint8)
+        before = torch.full(shape, 0x7F if math.isnan(unowned) else 0, dtype=torch.uint8)
     else:
-        before = torch.full((NUM_LAYERS, len(stored), slots, heads, dim), math.nan, dtype=dtype)
+        before = torch.full(shape, unowned, dtype=dtype)
     rows = [_bytes_if_fp8(s) for s in stored]
     if finite_tails:
         tails = np.concatenate([_tail_slots(r, page) for r in step.requests])

@@ -25,7 +25,7 @@ _MAX_OTHER_TOKENS = 512
 """Replays beside the case's own batch keep below this many prefix tokens, so that one long request stays one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """One live request of a step."""
 
@@ -41,7 +41,7 @@ class Request:
     """Draft-extend: accepted tokens; the last of them is the row the draft model continues from."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One batch."""
 
@@ -64,7 +64,7 @@ class Step:
         return sum(r.new for r in self.requests)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """All steps of a case, and the sizes that hold for all of them."""
 

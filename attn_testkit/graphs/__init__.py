@@ -1,0 +1,1 @@
+"""How a graph is captured, replayed and guarded, on torch.cuda real or emulated."""

@@ -1,0 +1,99 @@
+"""Promises about memory: whose slots were written, which inputs were modified, which freed blocks were hit."""
+
+from __future__ import annotations
+
+import torch
+
+from ..cases.case import Case
+from ..results import Finding
+from .observation import Observation
+
+__all__ = ["addresses_stable", "inputs_unchanged", "writes_own_kv"]
+
+
+def _raw(pool: torch.Tensor) -> torch.Tensor:
+    return pool.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pool.dtype.itemsize])
+
+
+def writes_own_kv(observed: Observation, pool_after: torch.Tensor, case: Case) -> list[Finding]:
+    """The pool outside page 0 is bit for bit what it should be."""
+    page = case.page_size
+    got, want = _raw(observed.pool)[:, :, page:], _raw(pool_after)[:, :, page:]
+    if torch.equal(got, want):
+        return []
+    differs = (got != want).flatten(3).any(-1)
+    owner = _owners(observed, pool_after.shape[2])[page:]
+    layer, part, slot = (int(i) for i in differs.nonzero()[0])
+    wrong = differs.any(0).any(0)
+    told = {
+        "new": "a slot of this step's tokens does not hold their K and V",
+        "old": "a slot of an earlier token was overwritten",
+        "nobody": "a slot that no live request owns was written",
+    }
+    kinds = {kind: int((wrong & (owner == code)).sum()) for code, kind in ((1, "new"), (2, "old"), (0, "nobody"))}
+    first = next(kind for kind in ("nobody", "old", "new") if kinds[kind])
+    counts = ", ".join(f"{n} {_KIND[kind]}" for kind, n in kinds.items() if n)
+    name = "latent" if pool_after.shape[1] == 1 else "KV"[part]
+    return [
+        Finding(
+            "writes-own-kv",
+            f"KV memory is wrong after the step: {told[first]}",
+            where=f"layer {layer}, {name}, slot {slot + page} (page {slot // page + 1}, offset {slot % page}): "
+            f"{_owner_text(observed, slot + page)}",
+            spread=f"slots that are wrong: {counts}",
+            step=observed.label,
+        )
+    ]
+
+
+_KIND = {"new": "of this step's tokens", "old": "of earlier tokens", "nobody": "of nobody"}
+
+
+def _owners(observed: Observation, slots: int) -> torch.Tensor:
+    """[slots]: 0 nobody, 1 a token of this step, 2 an earlier token of a live request."""
+    owner = torch.zeros(slots, dtype=torch.int64)
+    for request in observed.step.requests:
+        owner[torch.from_numpy(request.slots[: request.prefix])] = 2
+        owner[torch.from_numpy(request.slots[request.prefix :])] = 1
+    return owner
+
+
+def _owner_text(observed: Observation, slot: int) -> str:
+    for i, request in enumerate(observed.step.requests):
+        found = (request.slots == slot).nonzero()[0]
+        if len(found):
+            position = int(found[0])
+            kind = "new" if position >= request.prefix else "earlier"
+            return f"{kind} token at position {position} of request {i}"
+    return "owned by no live request"
+
+
+def inputs_unchanged(observed: Observation) -> list[Finding]:
+    """Everything that was lent to the backend holds what it held."""
+    if not observed.modified:
+        return []
+    return [
+        Finding(
+            "inputs-unchanged",
+            f"{observed.modified[0]} was modified",
+            where=", ".join(observed.modified),
+            hint="work on a copy, or in a buffer of your own; the caller goes on using these tensors",
+            step=observed.label,
+        )
+    ]
+
+
+def addresses_stable(observed: Observation) -> list[Finding]:
+    """A replay wrote nothing into memory that was freed after capture."""
+    if not observed.damaged:
+        return []
+    return [
+        Finding(
+            "addresses-stable",
+            "the graph writes into memory that was freed after capture",
+            where="; ".join(observed.damaged),
+            hint="a workspace or a metadata tensor of the capture was freed or re-allocated; on a server the block "
+            "belongs to somebody else by now. Allocate it once, in the constructor or in init_cuda_graph_state",
+            step=observed.label,
+        )
+    ]

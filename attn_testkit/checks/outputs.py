@@ -1,0 +1,123 @@
+"""The promise about what a mode returns: which fields, which rows, which numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..cases.case import Case
+from ..cases.data import draft_topk
+from ..cases.trees import accept_greedily
+from ..contract import ForwardMode
+from ..oracle.expect import Expected
+from ..results import Finding
+from .describe import number, times
+from .observation import Observation, Outputs
+
+__all__ = ["mode_outputs"]
+
+_FIELDS = ("next_token_logits", "hidden_states", "topk_p", "topk_index")
+
+
+def _finding(observed: Observation, headline: str, where: str = "") -> list[Finding]:
+    return [Finding("mode-outputs", headline, where=where, step=observed.label)]
+
+
+def mode_outputs(observed: Observation, expected: Expected, case: Case) -> list[Finding]:
+    """Exactly the mode's fields, each within the limit carried through the weights."""
+    topk = draft_topk(case)
+    wanted = _FIELDS if topk else _FIELDS[:2]
+    given = tuple(name for name in _FIELDS if getattr(observed.outputs, name) is not None)
+    if given != wanted:
+        return _finding(observed, f"{case.mode} returned fields {', '.join(given)}; expected {', '.join(wanted)}")
+    outputs = observed.outputs
+    assert outputs.next_token_logits is not None
+    assert outputs.hidden_states is not None
+    for name, got, want, limit in (
+        ("hidden_states", outputs.hidden_states, expected.hidden, expected.hidden_limit),
+        ("next_token_logits", outputs.next_token_logits, expected.logits, expected.logits_limit),
+    ):
+        told = _compare(observed, name, got, want, limit)
+        if told:
+            return told
+    if topk:
+        return _topk(observed, outputs, expected, topk)
+    if case.mode is ForwardMode.TARGET_VERIFY:
+        return _accepted_path(observed, outputs.next_token_logits, expected)
+    return []
+
+
+def _compare(
+    observed: Observation, name: str, got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor
+) -> list[Finding]:
+    if got.shape != want.shape:
+        return _finding(observed, f"{name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+    ratio = ((got.double() - want).abs() / limit).nan_to_num(torch.inf)
+    if float(ratio.max()) <= 1:
+        return []
+    row, column = divmod(int(ratio.argmax()), ratio.shape[1])
+    return _finding(
+        observed,
+        f"{name} differs from the model on the oracle, {times(float(ratio.max()))} over the limit",
+        f"{name}[row {row}, {column}] = {number(float(got[row, column]))}, want {number(float(want[row, column]))}",
+    )
+
+
+def _topk(observed: Observation, outputs: Outputs, expected: Expected, k: int) -> list[Finding]:
+    """Indices may differ from the oracle's only where the logits tie within their limits."""
+    p, index = outputs.topk_p, outputs.topk_index
+    assert p is not None
+    assert index is not None
+    rows = expected.logits.shape[0]
+    if tuple(p.shape) != (rows, k) or tuple(index.shape) != (rows, k) or index.dtype != torch.int64:
+        return _finding(
+            observed,
+            f"topk_p and topk_index have shapes {tuple(p.shape)}, {tuple(index.shape)} ({index.dtype}); "
+            f"expected ({rows}, {k}) and int64",
+        )
+    best, _ = expected.logits.topk(k, -1)
+    chosen = expected.logits.gather(1, index.clamp(0, expected.logits.shape[1] - 1))
+    slack = 2 * expected.logits_limit.amax(-1, keepdim=True)
+    inside = (index >= 0) & (index < expected.logits.shape[1])
+    tied = ((best - chosen).abs() <= slack) & inside
+    if not tied.all():
+        row = int((~tied).any(-1).nonzero()[0])
+        return _finding(
+            observed,
+            f"topk_index of request {row} is {index[row].tolist()}, and these are not the {k} most likely tokens",
+            f"the oracle's are {expected.logits[row].topk(k)[1].tolist()}",
+        )
+    want = torch.ones_like(chosen) if k == 1 else torch.softmax(expected.logits, -1).gather(1, index)
+    limit = torch.zeros_like(want) if k == 1 else want * 2 * slack + 1e-6
+    if not ((p.double() - want).abs() <= limit).all():
+        row = int((~((p.double() - want).abs() <= limit)).any(-1).nonzero()[0])
+        return _finding(observed, f"topk_p of request {row} is {p[row].tolist()}, want {want[row].tolist()}")
+    return []
+
+
+def _accepted_path(observed: Observation, logits: torch.Tensor, expected: Expected) -> list[Finding]:
+    """The greedy walk along the target's own predictions gives the oracle's path, unless an argmax ties."""
+    trees = [request.tree for request in observed.step.requests if request.tree is not None]
+    bs, n = len(trees), len(trees[0])
+    top2 = expected.logits.topk(2, -1)[0]
+    if bool(((top2[:, 0] - top2[:, 1]) <= 2 * expected.logits_limit.amax(-1)).any()):
+        return []
+    want = expected.logits.argmax(-1).view(bs, n).numpy()
+    got = logits.argmax(-1).view(bs, n).numpy()
+    # Draft tokens that the target would accept at every second node, so that paths have several lengths.
+    candidates = np.full((bs, n), -1, np.int64)
+    for i, tree in enumerate(trees):
+        for node, parent in enumerate(tree.parents, start=1):
+            candidates[i, node] = want[i, parent] if (node + i) % 3 else -2
+    steps = max(tree.depth for tree in trees)
+    for name, a, b in zip(
+        ("predicts", "accept_index", "accept_token_num"),
+        accept_greedily(trees, candidates, got, steps),
+        accept_greedily(trees, candidates, want, steps),
+        strict=True,
+    ):
+        if not np.array_equal(a, b):
+            return _finding(
+                observed, f"the accepted path differs: {name} is {a.tolist()}", f"on the oracle it is {b.tolist()}"
+            )
+    return []

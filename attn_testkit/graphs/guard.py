@@ -1,0 +1,52 @@
+"""Watching the host while a backend prepares a replay, and the tensors that a backend holds on to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Held", "host_syncs_forbidden", "tensors_held_by"]
+
+Held = dict[str, tuple[int, int]]
+"""Attribute path -> (address, bytes) of a tensor."""
+
+_MAX_DEPTH = 5
+
+
+@contextmanager
+def host_syncs_forbidden(forbidden: bool = True) -> Iterator[None]:
+    """Raise on any operation that makes the host wait for the device."""
+    if not forbidden:
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def tensors_held_by(backend: object, skip: tuple[object, ...] = ()) -> Held:
+    """Every device tensor reachable from an object's attributes, by path. ``skip``: objects not to look into."""
+    found: Held = {}
+    seen = {id(item) for item in skip}
+    todo: list[tuple[str, Any, int]] = [("", backend, 0)]
+    while todo:
+        path, value, depth = todo.pop()
+        if id(value) in seen or depth > _MAX_DEPTH:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.is_cuda and value.numel():
+                found[path.lstrip(".")] = (value.untyped_storage().data_ptr(), value.untyped_storage().nbytes())
+        elif isinstance(value, dict):
+            todo += [(f"{path}[{key!r}]", item, depth + 1) for key, item in list(value.items())]
+        elif isinstance(value, (list, tuple)):
+            todo += [(f"{path}[{i}]", item, depth + 1) for i, item in enumerate(value)]
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, type(torch))) and not callable(value):
+            todo += [(f"{path}.{name}", item, depth + 1) for name, item in list(vars(value).items())]
+    return found

@@ -1,0 +1,66 @@
+"""Making stale addresses show: churn the heap after capture, and fill every freed block with NaN.
+
+Captured kernels read addresses, not tensors. A workspace that was freed after capture keeps its old numbers until
+somebody else is given the block; a test that never gives it away sees nothing. Here the kit takes every free block of
+the allocator, fills it with 0xFF (NaN in every float dtype, -1 in every integer) and holds it. A replay that reads one
+returns NaN or faults; a replay that writes one is caught by the canary, even when its own output is right.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Canaries", "churn", "fill_with_poison"]
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_BYTES = 256 << 20
+"""The allocator may hold gigabytes of free blocks from earlier cases; beyond this, blocks are left alone."""
+_WATCHED_BYTES = 8 << 20
+"""Canaries up to this size are compared after every replay; larger ones only poison reads."""
+
+
+def fill_with_poison(tensor: torch.Tensor) -> None:
+    """0xFF in every byte of the tensor's elements: NaN, or -1. Works for strided views."""
+    if tensor.dtype == torch.bool:
+        tensor.fill_(True)
+    else:
+        # Through integers, so that the very bits are known: a computed NaN has others, and a row that still holds
+        # these was never written.
+        tensor.view(_INTEGERS[tensor.dtype.itemsize]).fill_(-1)
+
+
+@dataclass
+class Canaries:
+    """Blocks that were free after capture, now full of poison and held."""
+
+    blocks: list[torch.Tensor]
+
+    def damaged(self) -> tuple[str, ...]:
+        """Which blocks somebody wrote into, in words. Heals them, so that each damage is told once."""
+        told = []
+        for block in self.blocks:
+            if block.numel() <= _WATCHED_BYTES and not bool((block == 0xFF).all()):
+                told.append(f"{int((block != 0xFF).sum())} of {block.numel()} bytes of a freed block overwritten")
+                block.fill_(0xFF)
+        return tuple(told)
+
+
+def churn() -> Canaries:
+    """Take every free block of the default pool, poison it, hold it."""
+    gc.collect()
+    blocks: list[torch.Tensor] = []
+    left = _MOST_BYTES
+    for segment in torch.cuda.memory_snapshot():
+        # Private pools (of captured graphs) are not ours to take from.
+        if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+            continue
+        for block in segment["blocks"]:
+            if block["state"] == "inactive" and block["size"] <= left:
+                left -= block["size"]
+                blocks.append(torch.empty(block["size"], dtype=torch.uint8, device="cuda"))
+    for taken in blocks:
+        taken.fill_(0xFF)
+    return Canaries(blocks)

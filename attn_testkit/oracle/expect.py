@@ -1,0 +1,78 @@
+"""What a step should give: attention outputs, the model's outputs, and the limit of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from ..cases.data import StepData, make_layers, make_step_data
+from ..cases.schedule import Schedule, Step
+from ..contract import ForwardMode
+from ..model import make_weights
+from .attention import Attention, attend
+from .limits import attention_limit, linear_limit, row_limit
+
+__all__ = ["Expected", "expect"]
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """Float64, host. L layers, T live rows, R output rows (T, or one a request in draft-extend v1)."""
+
+    data: StepData
+    attention: torch.Tensor
+    """[L, T, Hq, Dv]."""
+    attention_limit: torch.Tensor
+    """[L, T, Hq, Dv]."""
+    row_limit: torch.Tensor
+    """[L, T, Hq]."""
+    hidden: torch.Tensor
+    """[R, hidden]."""
+    hidden_limit: torch.Tensor
+    logits: torch.Tensor
+    """[R, vocab]."""
+    logits_limit: torch.Tensor
+
+
+@lru_cache(maxsize=32)
+def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expected:
+    """Compute it. Cached, because eager, graph and every backend are judged by the same numbers."""
+    case = schedule.case
+    data = make_step_data(schedule, step, pattern)
+    attention = attend(data, make_layers(case))
+    limit = attention_limit(attention, case.dtype)
+    hidden, hidden_limit = _hidden(data, attention, limit)
+    if case.mode is ForwardMode.DRAFT_EXTEND:
+        last = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1)
+        hidden, hidden_limit = hidden[last], hidden_limit[last]
+    head = make_weights(_width(attention)).head.double()
+    return Expected(
+        data=data,
+        attention=attention.out,
+        attention_limit=limit,
+        row_limit=row_limit(attention, case.dtype),
+        hidden=hidden,
+        hidden_limit=hidden_limit,
+        logits=hidden @ head,
+        logits_limit=linear_limit(hidden_limit, hidden, head),
+    )
+
+
+def _width(attention: Attention) -> int:
+    return attention.out.shape[2] * attention.out.shape[3]
+
+
+def _hidden(data: StepData, attention: Attention, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights: Sequence[torch.Tensor] = make_weights(_width(attention)).out.double().unbind(0)
+    hidden = data.hidden.double()
+    total = torch.zeros_like(hidden)
+    for out, allowed, weight in zip(attention.out, limit, weights, strict=True):
+        rows = out.flatten(1)
+        hidden = hidden + rows @ weight
+        total = total + linear_limit(allowed.flatten(1), rows, weight)
+    # Three float32 additions to a number of this size.
+    return hidden, total + 3 * 2.0**-24 * hidden.abs()

@@ -1,0 +1,151 @@
+"""Forward batches: the eager kind, the static kind of a graph, and the view that a backend gets at a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from attn_testkit.cases.data import HIDDEN
+from attn_testkit.contract import ForwardBatch, ForwardMode, SpecInput
+
+from .world import Loaded, World
+
+__all__ = ["ReplayView", "StaticInputs", "eager_batch", "make_static_inputs", "seq_lens_of"]
+
+ReplayView = SimpleNamespace
+"""What a backend gets at a replay: fewer attributes than a ``ForwardBatch``, as in production."""
+
+
+def seq_lens_of(mode: ForwardMode, loaded: Loaded) -> list[int]:
+    """``seq_lens`` by the convention of each mode."""
+    if mode is ForwardMode.TARGET_VERIFY:
+        return [r.prefix for r in loaded.step.requests]
+    return [r.prefix + r.new for r in loaded.step.requests]
+
+
+def eager_batch(
+    world: World, loaded: Loaded, mode: ForwardMode, spec_info: SpecInput | None, extends: Mapping[str, Any]
+) -> ForwardBatch:
+    """The live batch, unpadded, on the device."""
+    step, data, device = loaded.step, loaded.data, world.device
+    lens = torch.tensor(seq_lens_of(mode, loaded), dtype=torch.int64)
+    mirrors = world.capabilities.needs_cpu_seq_lens
+    return ForwardBatch(
+        forward_mode=mode,
+        batch_size=step.bs,
+        input_ids=torch.arange(step.tokens, dtype=torch.int64).to(device),
+        req_pool_indices=torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64).to(device),
+        seq_lens=lens.to(device),
+        out_cache_loc=data.out_cache_loc.to(device),
+        positions=data.positions.to(device),
+        seq_lens_cpu=lens if mirrors else None,
+        seq_lens_sum=int(lens.sum()) if mirrors else None,
+        spec_info=spec_info,
+        **extends,
+    )
+
+
+@dataclass(frozen=True)
+class StaticInputs:
+    """The device buffers that every graph of one runner reads. Heads are live, tails are padding."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    num_accept_tokens: torch.Tensor
+    """[max_bs] int32; the width wherever a request is padding."""
+    num_correct_drafts: torch.Tensor
+    extend_seq_lens: torch.Tensor
+    """[max_bs] int32."""
+    select_index: torch.Tensor
+    """[max_bs] int64."""
+    hidden_states: torch.Tensor
+    """[max tokens, hidden]."""
+    custom_mask: torch.Tensor
+    """The runner's own mask buffer, named in the captured batch of a backend that has none. Nothing updates it."""
+    seq_lens_cpu: torch.Tensor
+    """[max_bs] int64, host."""
+
+
+def make_static_inputs(world: World, width: int, max_bs: int, fill: int) -> StaticInputs:
+    """As a server has them before it captures: lengths at the fill value, everything else zero."""
+    device, tokens = world.device, max_bs * width
+
+    def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    def full(count: int, value: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((count,), value, dtype=dtype, device=device)
+
+    mask_size = max_bs * width * (fill + width) if world.context.topk else 0
+    return StaticInputs(
+        input_ids=zeros(tokens, torch.int64),
+        positions=zeros(tokens, torch.int64),
+        out_cache_loc=zeros(tokens, torch.int64),
+        req_pool_indices=zeros(max_bs, torch.int64),
+        seq_lens=full(max_bs, fill, torch.int64),
+        num_accept_tokens=full(max_bs, width, torch.int32),
+        num_correct_drafts=full(max_bs, width - 1, torch.int32),
+        extend_seq_lens=full(max_bs, width, torch.int32),
+        select_index=torch.arange(1, max_bs + 1, device=device) * width - 1,
+        hidden_states=torch.zeros(tokens, HIDDEN, device=device),
+        custom_mask=torch.ones(mask_size, dtype=torch.bool, device=device),
+        seq_lens_cpu=torch.full((max_bs,), fill, dtype=torch.int64),
+    )
+
+
+def captured_batch(
+    world: World, static: StaticInputs, mode: ForwardMode, bs: int, width: int, fill: int, spec: SpecInput | None
+) -> ForwardBatch:
+    """The dummy batch of a bucket: slices of the static buffers."""
+    tokens, mirrors = bs * width, world.capabilities.needs_cpu_seq_lens
+    return ForwardBatch(
+        forward_mode=mode,
+        batch_size=bs,
+        input_ids=static.input_ids[:tokens],
+        req_pool_indices=static.req_pool_indices[:bs],
+        seq_lens=static.seq_lens[:bs],
+        out_cache_loc=static.out_cache_loc[:tokens],
+        positions=static.positions[:tokens],
+        seq_lens_cpu=static.seq_lens_cpu[:bs] if mirrors else None,
+        seq_lens_sum=bs * fill if mirrors else None,
+        spec_info=spec,
+    )
+
+
+def replay_view(
+    world: World,
+    loaded: Loaded,
+    static: StaticInputs,
+    mode: ForwardMode,
+    bs: int,
+    width: int,
+    fill: int,
+    spec: SpecInput | None,
+) -> ForwardBatch:
+    """As production servers give it: a namespace, with attributes missing and some buffers longer than the batch."""
+    live, mirrors = loaded.step.bs, world.capabilities.needs_cpu_seq_lens
+    drafts = mode in (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
+    upto = None if drafts else bs
+    view = SimpleNamespace(
+        forward_mode=mode,
+        batch_size=bs,
+        input_ids=static.input_ids[: loaded.step.tokens] if drafts else static.input_ids[: bs * width],
+        req_pool_indices=static.req_pool_indices[:upto],
+        seq_lens=static.seq_lens[:upto],
+        seq_lens_cpu=static.seq_lens_cpu[:upto] if mirrors else None,
+        seq_lens_sum=sum(seq_lens_of(mode, loaded)) + (bs - live) * fill if mirrors else None,
+        out_cache_loc=static.out_cache_loc[: loaded.step.tokens],
+        spec_info=spec,
+    )
+    if not drafts:
+        view.positions = static.positions[: bs * width]
+        view.num_padding = bs - live
+        view.actual_forward_mode = mode
+    return cast(ForwardBatch, view)

@@ -1,0 +1,135 @@
+"""Draft-extend v1: the accepted tokens of each request, packed without gaps; the last of them continues the draft.
+
+A graph of this mode is captured with S + 1 rows a request and replayed with fewer: live rows are packed at the head of
+the token buffers, and what follows is padding, even when no request is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attn_testkit.checks.observation import Outputs
+from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode
+from attn_testkit.model import Trace
+
+from .batches import StaticInputs
+from .driver import ModeDriver
+from .world import Loaded, World
+
+__all__ = ["DRAFT_EXTEND", "accepted_counts", "captured_draft_spec", "extend_fields", "fill_draft_buffers", "top_k"]
+
+
+def accepted_counts(loaded: Loaded) -> torch.Tensor:
+    """[bs] int32, host."""
+    return torch.tensor([r.accepted for r in loaded.step.requests], dtype=torch.int32)
+
+
+def extend_fields(world: World, loaded: Loaded) -> Mapping[str, Any]:
+    """The ``extend_*`` fields of an eager draft-extend."""
+    requests = loaded.step.requests
+    lens = torch.tensor([r.new for r in requests], dtype=torch.int32)
+    prefixes = torch.tensor([r.prefix for r in requests], dtype=torch.int32)
+    mirrors = world.capabilities.needs_cpu_seq_lens
+    return {
+        "extend_num_tokens": loaded.step.tokens,
+        "extend_seq_lens": lens.to(world.device),
+        "extend_prefix_lens": prefixes.to(world.device),
+        "extend_start_loc": (lens.cumsum(0) - lens).to(torch.int32).to(world.device),
+        "extend_seq_lens_cpu": lens.tolist() if mirrors else None,
+        "extend_prefix_lens_cpu": prefixes.tolist() if mirrors else None,
+    }
+
+
+def _eager_spec(world: World, loaded: Loaded) -> DraftExtendInput:
+    accepted = accepted_counts(loaded)
+    return DraftExtendInput(
+        hidden_states=loaded.data.hidden.to(world.device),
+        num_correct_drafts=(accepted - 1).to(world.device),
+        num_accept_tokens=accepted.to(world.device),
+        positions=loaded.data.positions.to(world.device),
+        num_accept_tokens_cpu=accepted.tolist() if world.capabilities.needs_cpu_seq_lens else None,
+    )
+
+
+def captured_draft_spec(world: World, static: StaticInputs, bs: int, width: int) -> DraftExtendInput:
+    """``spec_info`` of a bucket's dummy batch, for both draft-extends: every request has the full width."""
+    mirrors = world.capabilities.needs_cpu_seq_lens
+    return DraftExtendInput(
+        hidden_states=static.hidden_states[: bs * width],
+        num_correct_drafts=static.num_correct_drafts[:bs],
+        num_accept_tokens=static.num_accept_tokens[:bs],
+        positions=static.positions[: bs * width],
+        num_accept_tokens_cpu=[width] * bs if mirrors else None,
+        num_tokens_per_req=-1 if world.case.digest % 2 else 0,
+        extend_seq_lens_tensor=static.extend_seq_lens[:bs],
+        extend_seq_lens_cpu=[width] * bs if mirrors or world.case.mode is ForwardMode.DRAFT_EXTEND_V2 else None,
+    )
+
+
+def fill_draft_buffers(world: World, static: StaticInputs, loaded: Loaded, bs: int) -> None:
+    """Accept counts at the width wherever a request is padding, then the live ones."""
+    width, live, tokens = loaded.schedule.case.width, loaded.step.bs, loaded.step.tokens
+    accepted = accepted_counts(loaded)
+    static.num_accept_tokens.fill_(width)
+    static.num_correct_drafts.fill_(width - 1)
+    static.extend_seq_lens.fill_(width)
+    static.num_accept_tokens[:live].copy_(accepted)
+    static.num_correct_drafts[:live].copy_(accepted - 1)
+    static.extend_seq_lens[:live].copy_(torch.tensor([r.new for r in loaded.step.requests], dtype=torch.int32))
+    static.hidden_states[:tokens].copy_(loaded.data.hidden)
+
+
+def _replay_spec(world: World, static: StaticInputs, loaded: Loaded, bs: int, width: int) -> DraftExtendInput:
+    mirrors = world.capabilities.needs_cpu_seq_lens
+    counts = accepted_counts(loaded).tolist() + [width] * (bs - loaded.step.bs)
+    return DraftExtendInput(
+        hidden_states=static.hidden_states[: loaded.step.tokens],
+        num_correct_drafts=static.num_correct_drafts[:bs],
+        num_accept_tokens=static.num_accept_tokens[:bs],
+        positions=static.positions[: bs * width],
+        num_accept_tokens_cpu=counts if mirrors else None,
+        extend_seq_lens_tensor=static.extend_seq_lens[:bs],
+        extend_seq_lens_cpu=counts if mirrors else None,
+    )
+
+
+def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(p [rows, k] float32, index [rows, k] int64); for k = 1 the argmax, with probability 1.0."""
+    if k == 1:
+        index = logits.argmax(-1, keepdim=True)
+        return torch.ones_like(index, dtype=torch.float32), index
+    p, index = torch.softmax(logits, -1).topk(k, -1)
+    return p, index
+
+
+def _finish(world: World, trace: Trace, batch: ForwardBatch, topk: int) -> None:
+    """Prune to the last row of each request, then the head and the top-k, all inside the graph."""
+    spec = batch.spec_info
+    assert isinstance(spec, DraftExtendInput)
+    last = spec.num_accept_tokens[: batch.batch_size].cumsum(0) - 1
+    trace.hidden = trace.hidden[last]
+    trace.logits = world.model.logits(trace.hidden)
+    trace.topk_p, trace.topk_index = top_k(trace.logits, topk)
+
+
+def _outputs(trace: Trace, loaded: Loaded) -> Outputs:
+    live = loaded.step.bs
+    assert trace.logits is not None
+    assert trace.topk_p is not None
+    assert trace.topk_index is not None
+    return Outputs(trace.logits[:live], trace.hidden[:live], trace.topk_p[:live], trace.topk_index[:live])
+
+
+DRAFT_EXTEND = ModeDriver(
+    mode=ForwardMode.DRAFT_EXTEND,
+    eager_spec=_eager_spec,
+    eager_extends=extend_fields,
+    captured_spec=captured_draft_spec,
+    fill=fill_draft_buffers,
+    replay_spec=_replay_spec,
+    finish=_finish,
+    outputs=_outputs,
+)

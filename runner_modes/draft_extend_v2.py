@@ -1,0 +1,69 @@
+"""Draft-extend v2: all N rows of each request, accepted or not. Logits and hidden states of live rows, no top-k."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode
+from attn_testkit.model import Trace
+
+from .batches import StaticInputs
+from .decode import all_live_rows
+from .draft_extend import accepted_counts, captured_draft_spec, extend_fields, fill_draft_buffers
+from .driver import ModeDriver
+from .world import Loaded, World
+
+__all__ = ["DRAFT_EXTEND_V2"]
+
+
+def _eager_spec(world: World, loaded: Loaded) -> DraftExtendInput:
+    accepted, n = accepted_counts(loaded), loaded.schedule.case.width
+    return DraftExtendInput(
+        hidden_states=loaded.data.hidden.to(world.device),
+        num_correct_drafts=(accepted - 1).to(world.device),
+        num_accept_tokens=accepted.to(world.device),
+        positions=loaded.data.positions.to(world.device),
+        num_accept_tokens_cpu=accepted.tolist() if world.capabilities.needs_cpu_seq_lens else None,
+        num_tokens_per_req=n,
+        extend_seq_lens_cpu=[n] * loaded.step.bs,
+        select_index=(torch.arange(loaded.step.bs) * n + accepted - 1).to(world.device),
+    )
+
+
+def _fill(world: World, static: StaticInputs, loaded: Loaded, bs: int) -> None:
+    fill_draft_buffers(world, static, loaded, bs)
+    accepted, n = accepted_counts(loaded), loaded.schedule.case.width
+    # The tail stays as an earlier replay left it, in range and unused.
+    static.select_index[: loaded.step.bs].copy_(torch.arange(loaded.step.bs) * n + accepted - 1)
+
+
+def _replay_spec(world: World, static: StaticInputs, loaded: Loaded, bs: int, width: int) -> DraftExtendInput:
+    return DraftExtendInput(
+        hidden_states=static.hidden_states[: loaded.step.tokens],
+        num_correct_drafts=static.num_correct_drafts[:bs],
+        num_accept_tokens=static.num_accept_tokens[:bs],
+        positions=static.positions[: bs * width],
+        num_accept_tokens_cpu=None,
+        num_tokens_per_req=width,
+        extend_seq_lens_tensor=static.extend_seq_lens[:bs],
+        extend_seq_lens_cpu=[width] * bs,
+        select_index=static.select_index[:bs],
+    )
+
+
+def _finish(world: World, trace: Trace, batch: ForwardBatch, topk: int) -> None:
+    trace.logits = world.model.logits(trace.hidden)
+    # A graph anchors its full logits with a reduction; the value is nobody's business.
+    trace.logits.amax()
+
+
+DRAFT_EXTEND_V2 = ModeDriver(
+    mode=ForwardMode.DRAFT_EXTEND_V2,
+    eager_spec=_eager_spec,
+    eager_extends=extend_fields,
+    captured_spec=captured_draft_spec,
+    fill=_fill,
+    replay_spec=_replay_spec,
+    finish=_finish,
+    outputs=all_live_rows,
+)

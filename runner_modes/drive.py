@@ -1,0 +1,280 @@
+"""The two drives: one eager step, and capture followed by a schedule of replays. Written against ``torch.cuda``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from attn_testkit.cases.case import Case
+from attn_testkit.cases.data import draft_topk
+from attn_testkit.cases.schedule import Schedule, Step
+from attn_testkit.checks.observation import Observation
+from attn_testkit.contract import ForwardBatch, ForwardMode
+from attn_testkit.graphs.capture import Captured, capture
+from attn_testkit.graphs.guard import Held, host_syncs_forbidden, tensors_held_by
+from attn_testkit.graphs.poison import Canaries, churn, fill_with_poison
+from attn_testkit.model import Trace
+
+from .batches import StaticInputs, captured_batch, eager_batch, make_static_inputs, replay_view, seq_lens_of
+from .decode import DECODE
+from .draft_extend import DRAFT_EXTEND
+from .draft_extend_v2 import DRAFT_EXTEND_V2
+from .driver import ModeDriver
+from .observe import observe, shape_complaints, snapshot
+from .target_verify import TARGET_VERIFY
+from .world import Loaded, World
+
+__all__ = ["DRIVERS", "Clock", "DriveError", "GraphDrive", "run_eager"]
+
+DRIVERS: dict[ForwardMode, ModeDriver] = {d.mode: d for d in (DECODE, TARGET_VERIFY, DRAFT_EXTEND, DRAFT_EXTEND_V2)}
+
+
+@dataclass
+class Clock:
+    """Wall seconds by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+class DriveError(Exception):
+    """A hook or a forward raised; ``__cause__`` is what it raised."""
+
+    def __init__(self, phase: str, label: str) -> None:
+        super().__init__(phase)
+        self.phase = phase
+        """``plan``, ``forward``, ``graph state``, ``plan for capture``, ``warm-up``, ``capture``, ``plan for replay``,
+        ``replay`` or ``read back``."""
+        self.label = label
+
+
+@contextmanager
+def _blame(phase: str, label: str = "") -> Iterator[None]:
+    try:
+        yield
+    except DriveError:
+        raise
+    except Exception as error:
+        raise DriveError(phase, label) from error
+
+
+class ShapeError(Exception):
+    """An output has the wrong shape, dtype or device; the model cannot go on."""
+
+
+def _forward(world: World, driver: ModeDriver, batch: ForwardBatch, case: Case) -> Trace:
+    rows = batch.input_ids.shape[0]
+    trace = world.model.forward(world.backend, batch, lambda t: _check_shapes(world, t, rows))
+    driver.finish(world, trace, batch, draft_topk(case))
+    return trace
+
+
+def _check_shapes(world: World, trace: Trace, rows: int) -> None:
+    complaints = shape_complaints(world, trace, rows)
+    if complaints:
+        raise ShapeError(complaints[0])
+
+
+def run_eager(
+    world: World, schedule: Schedule, step: Step, clock: Clock, *, pattern: str | None = None, label: str = ""
+) -> Observation:
+    """One eager step: plan, forward, read back. Memory that the output may be given is poisoned first."""
+    case, driver = schedule.case, DRIVERS[schedule.case.mode]
+    with clock.phase("setup"):
+        loaded = world.load(schedule, step, pattern)
+        batch = eager_batch(
+            world, loaded, case.mode, driver.eager_spec(world, loaded), driver.eager_extends(world, loaded)
+        )
+        held = snapshot(world, loaded, batch)
+        _poison_heap(world, step.tokens)
+    with clock.phase("eager"):
+        with _blame("plan", label):
+            world.backend.init_forward_metadata(batch)
+        with _blame("forward", label):
+            trace = _forward(world, driver, batch, case)
+            torch.cuda.synchronize()
+    with clock.phase("read back"), _blame("read back", label):
+        return observe(world, driver, loaded, trace, held, label=label)
+
+
+def _poison_heap(world: World, tokens: int) -> None:
+    """Let freed blocks of the output's size hold NaN, so that an unwritten output row shows."""
+    first = world.context.layers[0]
+    blocks = [
+        torch.empty(tokens, first.tp_q_head_num, first.v_head_dim, dtype=dtype, device=world.device)
+        for dtype in (world.context.dtype, torch.float32)
+    ]
+    for block in blocks:
+        fill_with_poison(block)
+
+
+@dataclass
+class _Bucket:
+    captured: Captured[Trace]
+    batch: ForwardBatch
+
+
+class GraphDrive:
+    """All graphs of one mode on one backend instance."""
+
+    def __init__(self, world: World, schedule: Schedule, pool: Any, clock: Clock) -> None:
+        self.world, self.schedule, self.pool, self.clock = world, schedule, pool, clock
+        self.driver = DRIVERS[schedule.case.mode]
+        self.width = schedule.case.width
+        self.fill = int(world.backend.get_cuda_graph_seq_len_fill_value())
+        self.static: StaticInputs = make_static_inputs(world, self.width, schedule.max_bs, self.fill)
+        self.buckets: dict[int, _Bucket] = {}
+        self.warm: Trace | None = None
+        self.born_in_capture: dict[str, str] = {}
+        """Attribute path -> bucket, for tensors of the backend that first appeared while a graph was being captured."""
+        self.held_at_capture: Held = {}
+
+    def capture(self) -> None:
+        """Capture every bucket, largest first. The graph state must have been initialised."""
+        for bs in self.schedule.buckets:
+            label = f"bucket {bs}"
+            with self.clock.phase("capture"):
+                self._capture_bucket(bs, label)
+
+    def _capture_bucket(self, bs: int, label: str) -> None:
+        world, case = self.world, self.schedule.case
+        spec = self.driver.captured_spec(world, self.static, bs, self.width)
+        batch = captured_batch(world, self.static, case.mode, bs, self.width, self.fill, spec)
+        with _blame("plan for capture", label):
+            world.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        phase = "warm-up"
+        before: Held = {}
+
+        def run_once() -> Trace:
+            nonlocal phase, before
+            if torch.cuda.is_current_stream_capturing():
+                phase = "capture"
+                before = tensors_held_by(world.backend, (world.context,))
+            world.backend.init_forward_metadata_in_graph(batch)
+            return _forward(world, self.driver, batch, case)
+
+        try:
+            captured, self.warm = capture(run_once, self.pool)
+        except Exception as error:
+            raise DriveError(phase, label) from error
+        self.buckets[bs] = _Bucket(captured, batch)
+        self.held_at_capture = tensors_held_by(world.backend, (world.context,))
+        known = set(before.values())
+        self.born_in_capture.update({path: label for path, block in self.held_at_capture.items() if block not in known})
+
+    def replay(self, step: Step, canaries: Canaries | None, pattern: str | None = None) -> Observation:
+        """One replay of the schedule, as a server would do it."""
+        world, mode = self.world, self.schedule.case.mode
+        label = self._label(step)
+        with self.clock.phase("setup"):
+            loaded = world.load(self.schedule, step, pattern)
+            self._fill(loaded)
+            spec = self.driver.replay_spec(world, self.static, loaded, step.bucket, self.width)
+            view = replay_view(world, loaded, self.static, mode, step.bucket, self.width, self.fill, spec)
+            bucket = self.buckets[step.bucket]
+            held = snapshot(world, loaded, bucket.batch)
+            torch.cuda.synchronize()
+        with self.clock.phase("replay"):
+            with (
+                _blame("plan for replay", label),
+                host_syncs_forbidden(not world.capabilities.needs_cpu_seq_lens),
+            ):
+                world.backend.init_forward_metadata_out_graph(view)
+            self._poison_outputs(bucket.captured.outputs)
+            # What a server allocates for one step (a fresh mask, say) is gone before the kernels that read the graph's
+            # own memory end; keep nothing of it alive here.
+            del view, spec
+            with _blame("replay", label):
+                bucket.captured.replay()
+                torch.cuda.synchronize()
+        with self.clock.phase("read back"), _blame("read back", label):
+            return observe(
+                world,
+                self.driver,
+                loaded,
+                bucket.captured.outputs,
+                held,
+                label=label,
+                replay=True,
+                padded=step.bucket - step.bs,
+                damaged=canaries.damaged() if canaries else (),
+            )
+
+    def _label(self, step: Step) -> str:
+        return (
+            f"replay {step.index + 1} of {len(self.schedule.steps)} ({step.label}), "
+            f"bucket {step.bucket}, {step.bs} live"
+        )
+
+    def _fill(self, loaded: Loaded) -> None:
+        """Static inputs: first the padding, then the live heads. Tails of ``input_ids`` stay as they were."""
+        step, static, data = loaded.step, self.static, loaded.data
+        padding, live, tokens = self.schedule.case.padding, step.bs, step.tokens
+        static.seq_lens.fill_(self.fill)
+        static.seq_lens_cpu.fill_(self.fill)
+        static.out_cache_loc.zero_()
+        if padding != "stale":
+            static.positions.zero_()
+            static.req_pool_indices.zero_()
+        if padding == "nan":
+            static.input_ids.fill_(self.world.model.nan_row)
+        static.input_ids[:tokens].copy_(torch.arange(tokens))
+        static.positions[:tokens].copy_(data.positions)
+        static.out_cache_loc[:tokens].copy_(data.out_cache_loc)
+        static.req_pool_indices[:live].copy_(torch.tensor([r.pool_row for r in step.requests]))
+        lens = torch.tensor(seq_lens_of(self.schedule.case.mode, loaded), dtype=torch.int64)
+        static.seq_lens[:live].copy_(lens)
+        static.seq_lens_cpu[:live].copy_(lens)
+        self.driver.fill(self.world, static, loaded, step.bucket)
+
+    def _poison_outputs(self, trace: Trace) -> None:
+        for tensor in (*trace.raw, *trace.attention, trace.hidden, trace.logits, trace.topk_p, trace.topk_index):
+            if tensor is not None:
+                fill_with_poison(tensor)
+
+
+def drive_graphs(
+    world: World,
+    schedules: list[Schedule],
+    clock: Clock,
+    *,
+    eager_twins: frozenset[int] = frozenset({1, 4, 5}),
+    pattern: str | None = None,
+) -> tuple[list[tuple[Case, Observation]], list[GraphDrive]]:
+    """Capture all buckets of all schedules on one instance, then replay them interleaved, eager steps between.
+
+    ``eager_twins``: indices of steps that are also run eagerly on the same instance, right after their replay.
+    """
+    world.prepare_capture()
+    with clock.phase("capture"), _blame("graph state"):
+        world.backend.init_cuda_graph_state(world.context.max_bs, world.context.max_num_tokens)
+    pool = torch.cuda.graph_pool_handle()
+    drives = [GraphDrive(world, schedule, pool, clock) for schedule in schedules]
+    for drive in drives:
+        drive.capture()
+    with clock.phase("setup"):
+        canaries = churn()
+    seen: list[tuple[Case, Observation]] = []
+    for index in range(max(len(s.steps) for s in schedules)):
+        for drive in drives:
+            step = drive.schedule.steps[index]
+            observed = drive.replay(step, canaries, pattern)
+            if index in eager_twins:
+                label = f"eager run of {observed.label}"
+                twin = run_eager(world, drive.schedule, step, clock, pattern=pattern, label=label)
+                observed = replace(observed, eager_twin=twin)
+            seen.append((drive.schedule.case, observed))
+    return seen, drives

@@ -1,0 +1,113 @@
+"""The server around a backend: pools, request table, model, and one backend instance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from attn_testkit.cases.case import Case
+from attn_testkit.cases.data import DTYPES, StepData, make_layers, make_step_data, pool_images
+from attn_testkit.cases.schedule import Schedule, Step
+from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, ForwardMode, KVPool
+from attn_testkit.model import Model
+
+__all__ = ["Loaded", "World", "context_for"]
+
+
+class Loaded:
+    """The step that the world currently holds."""
+
+    def __init__(
+        self, schedule: Schedule, step: Step, data: StepData, packed: torch.Tensor, after: torch.Tensor
+    ) -> None:
+        self.schedule, self.step, self.data = schedule, step, data
+        self.packed = packed
+        """[T, L, width] host: what the model's table holds for the live rows."""
+        self.pool_after = after
+        """Host: the KV pool as it should be after the step."""
+
+
+def _largest(schedules: Sequence[Schedule], name: str) -> int:
+    return max(int(getattr(schedule, name)) for schedule in schedules)
+
+
+def context_for(
+    schedules: Sequence[Schedule], device: torch.device, layers: tuple[AttentionLayer, ...]
+) -> BackendContext:
+    """What a server would tell a backend that is to run these schedules."""
+    case = schedules[0].case
+    dtype = DTYPES[case.dtype]
+    kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
+    pages, rows = _largest(schedules, "num_pages"), _largest(schedules, "pool_rows")
+    ctx = _largest(schedules, "max_context_len")
+    spec = [s for s in schedules if s.case.mode is not ForwardMode.DECODE]
+    verify = [s for s in schedules if s.case.tree is not None]
+    return BackendContext(
+        device=device,
+        dtype=dtype,
+        kv_pool=KVPool(pages * case.page_size, case.page_size, layers, kv_dtype, device),
+        req_to_token=torch.zeros(rows + 1, ctx, dtype=torch.int32, device=device),
+        layers=layers,
+        page_size=case.page_size,
+        max_context_len=ctx,
+        max_bs=_largest(schedules, "max_bs"),
+        max_num_tokens=_largest(schedules, "max_tokens"),
+        modes=frozenset(s.case.mode for s in schedules),
+        num_draft_tokens=max([1] + [s.case.width for s in spec]),
+        speculative_num_steps=max([0] + [s.spec_steps for s in spec]),
+        topk=max([0] + [s.case.topk for s in verify]),
+    )
+
+
+class World:
+    """One backend instance and everything it may touch, for one or several schedules (modes) that share it."""
+
+    def __init__(
+        self,
+        backend_class: type[AttentionBackend],
+        schedules: Sequence[Schedule],
+        device: torch.device,
+        unowned: float = math.nan,
+    ) -> None:
+        """``unowned``: what slots of nobody hold; NaN in every test, a number only to find out where a NaN came from."""
+        self.device, self.unowned = device, unowned
+        self.case: Case = schedules[0].case
+        layers = tuple(
+            replace(layer, sinks=layer.sinks.to(device)) if layer.sinks is not None else layer
+            for layer in make_layers(self.case)
+        )
+        self.context = context_for(schedules, device, layers)
+        self.capabilities = backend_class.capabilities
+        tokens = max([self.context.max_num_tokens] + [s.tokens for sched in schedules for s in sched.steps])
+        self.model = Model(self.case, layers, tokens, self.context.dtype, device)
+        # Rows that nobody asked for yet are finite: graphs are captured on token 0.
+        self.model.table[:-1] = 0.5
+        self.model.hidden_table[:-1] = 0.5
+        self.backend = backend_class(self.context)
+
+    def prepare_capture(self) -> None:
+        """The memory as a server has it when it captures: an all-zero request table, page 0 zeros, no live request."""
+        pool = self.context.kv_pool
+        pool.storage.view(torch.uint8).fill_(0x7F if pool.dtype.itemsize == 1 else 0xFF)
+        pool.storage.view(torch.uint8)[:, :, : pool.page_size] = 0
+        self.context.req_to_token.zero_()
+
+    def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> Loaded:
+        """Put a step's numbers, KV pool and request table in place. Everything else in the pool is NaN."""
+        data = make_step_data(schedule, step, pattern)
+        before, after = pool_images(schedule, step, data, self.capabilities.finite_page_tails, self.unowned)
+        pool = self.context.kv_pool.storage
+        packed = self.model.pack(data.q, data.k, data.v)
+        self.model.table[: step.tokens].copy_(packed)
+        self.model.hidden_table[: step.tokens].copy_(data.hidden)
+        slots = before.shape[2]
+        raw = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
+        if slots < pool.shape[2]:
+            raw[:, :, slots:] = 0x7F if pool.dtype.itemsize == 1 else torch.nan
+        raw[:, :, :slots].copy_(before.view(raw.dtype))
+        rows, ctx = step.req_to_token.shape
+        self.context.req_to_token[:rows, :ctx].copy_(torch.from_numpy(step.req_to_token))
+        return Loaded(schedule, step, data, packed, after)
