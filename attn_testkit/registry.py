@@ -29,6 +29,7 @@ __all__ = [
     "known_backends",
     "load_backend",
     "origin_of",
+    "unknown",
 ]
 
 GROUP = "attn_testkit.backends"
@@ -80,6 +81,13 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     close = [k for k in known if k.lower().replace("_", "-") == folded]
     close = close or difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def unknown(what: str, word: str, known: Iterable[str]) -> str:
+    """``unknown mode 'decod'; did you mean 'decode'?``, or the whole list when nothing is near."""
+    known = list(known)
+    listed = ", ".join(known)
+    return f"unknown {what} {word!r}{did_you_mean(word, known) or f' ({listed})'}"
 
 
 def load_backend(spec: str) -> type[AttentionBackend]:

@@ -1,0 +1,86 @@
+"""The command line. Data goes to stdout, everything else to stderr; exit codes are pytest's."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from ..registry import UsageError, unknown
+from . import looks, reading, running
+
+__all__ = ["main"]
+
+
+class _Commands(click.Group):
+    """A group that answers a misspelt verb with the right one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            verbs = self.list_commands(ctx)
+            raise UsageError(unknown("command", name, verbs))
+        return super().resolve_command(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        # In the order in which one meets them, not alphabetical.
+        return list(self.commands)
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Exit codes: 0 conformant, 1 not, 2 interrupted, 3 the kit itself failed, 4 usage, 5 nothing ran.",
+)
+@click.version_option(metadata.version("attn-testkit"), prog_name="attn-testkit")
+def commands() -> None:
+    """Tests whether an attention backend computes what it claims, eager and under CUDA graphs."""
+
+
+for _command in (
+    running.run,
+    running.repro,
+    looks.list_,
+    looks.explain,
+    reading.report,
+    reading.compare,
+    looks.known,
+):
+    commands.add_command(_command)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        code = commands.main(args=argv and list(argv), prog_name="attn-testkit", standalone_mode=False)
+        sys.stdout.flush()
+        return int(code or 0)
+    except UsageError as error:
+        return _complain(str(error))
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 4
+    except click.ClickException as error:
+        return _complain(error.format_message())
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("attn-testkit: interrupted", err=True)
+        return 2
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); python would complain once more while closing stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:
+        traceback.print_exc()
+        click.echo("attn-testkit: the kit itself failed. This is a bug of the kit, not of the backend.", err=True)
+        return 3
+
+
+def _complain(message: str) -> int:
+    click.echo(f"attn-testkit: {' '.join(message.split())}", err=True)
+    return 4

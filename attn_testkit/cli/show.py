@@ -1,0 +1,141 @@
+"""What a run looks like on a terminal, and in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..reports.tally import rows, verdict
+from ..results import BAD, CaseResult, RunHeader, Status, format_failure
+
+__all__ = ["Watch", "echo_header", "out", "print_summary"]
+
+FULL_TEXTS = 3
+"""Failures of one backend, mode, execution and promise that are told in full; the rest get a line each."""
+LOG_SECONDS = 15.0
+
+
+def out() -> Console:
+    """For tables on stdout: as wide as it takes when nobody's terminal is there to wrap it."""
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False, soft_wrap=False)
+
+
+def echo_header(header: RunHeader) -> None:
+    """What runs where, before it does."""
+    backends = ", ".join(f"{spec} {version}".strip() for spec, version in header.backends.items())
+    versions = ", ".join(f"{name} {version}" for name, version in header.versions.items() if name != "python")
+    click.echo(f"attn-testkit {header.kit}: {backends}", err=True)
+    click.echo(
+        f"  {header.device_name}; {versions}; tier {header.tier}, seed {header.seed}, {header.planned} case-runs",
+        err=True,
+    )
+
+
+class Watch:
+    """Progress on stderr, failures on stdout as they come."""
+
+    def __init__(self, total: int, header: RunHeader, *, verbose: bool = False) -> None:
+        self._header, self._total, self._verbose = header, total, verbose
+        self._told: Counter[tuple[str, str, str, str]] = Counter()
+        self._done = self._bad = 0
+        self._started = self._last = time.monotonic()
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                TextColumn("left"), TimeRemainingColumn(), console=Console(stderr=True), transient=True,
+            )  # fmt: skip
+            self._task = self._bar.add_task("starting", total=total)
+
+    def __enter__(self) -> Watch:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def see(self, result: CaseResult) -> None:
+        """One more result."""
+        self._done += 1
+        if result.status in BAD:
+            self._bad += 1
+            self._tell(result)
+        now = time.monotonic()
+        if self._bar:
+            trouble = f", {self._bad} bad" if self._bad else ""
+            self._bar.update(self._task, advance=1, description=f"{result.mode} {result.execution}{trouble}")
+        elif now - self._last > LOG_SECONDS:
+            self._last = now
+            trouble = f", {self._bad} did not pass" if self._bad else ""
+            click.echo(f"  {self._done} of {self._total} case-runs{trouble}, {now - self._started:.0f} s", err=True)
+
+    def _tell(self, result: CaseResult) -> None:
+        promise = result.findings[0].check if result.findings else result.status.value
+        group = (result.backend, result.mode, result.execution, promise)
+        self._told[group] += 1
+        text = format_failure(result, self._header)
+        first, _, rest = text.partition("\n")
+        if self._verbose or self._told[group] <= FULL_TEXTS:
+            more = "\n" + rest + "\n"
+        else:
+            more = f" [{promise}; {result.backend} {result.execution}]"
+        if self._bar:
+            self._bar.stop()
+        click.echo(click.style(first, fg="red", bold=True) + more)
+        if self._bar:
+            self._bar.start()
+
+
+def print_summary(
+    header: RunHeader,
+    results: Sequence[CaseResult],
+    *,
+    problems: Sequence[str],
+    interrupted: bool,
+    code: int,
+) -> None:
+    """The table, the remarks, and one line of verdict."""
+    if results:
+        out().print(_table(results))
+    hints = Counter(hint for result in results for hint in result.hints)
+    for hint, count in hints.most_common(10):
+        click.echo(f"hint: {hint}" + (f" ({count} case-runs)" if count > 1 else ""))
+    for problem in problems:
+        click.echo(f"problem: {problem}")
+    text = verdict(header, results, problems=problems, interrupted=interrupted)
+    if code == 3:
+        text = f"KIT ERROR: the kit itself failed, see above; {text}"
+    click.secho(text, bold=True, fg="green" if code == 0 else "red")
+
+
+def _table(results: Sequence[CaseResult]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    groups = rows(results)
+    used = [status for status in Status if any(row.counts.get(status) for row in groups)]
+    for name in ("backend", "mode", "execution"):
+        table.add_column(name, no_wrap=name != "backend", overflow="fold")
+    for status in used:
+        table.add_column(status.value, justify="right")
+    table.add_column("margin", justify="right")
+    table.add_column("seconds", justify="right")
+    table.add_column("ran on", overflow="fold")
+    for row in groups:
+        counts = [Text(str(row.counts.get(s, "")), style="red" if s in BAD else "") for s in used]
+        margin = "" if row.margin is None else f"{row.margin:.2f}"
+        seconds = f"{row.seconds:.1f}" if row.counts else ""
+        place = Text(
+            "; ".join(filter(None, (row.ran_on, row.note))), style="yellow" if "emulated" in row.ran_on else ""
+        )
+        table.add_row(Text(row.backend), row.mode, row.execution, *counts, margin, seconds, place)
+    return table

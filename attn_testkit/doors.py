@@ -1,0 +1,133 @@
+"""What the command line and the pytest plugin share: what was asked for, known failures, how a run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .isolation import KIT_ERROR, kit_error
+from .known import KnownFailure, Ledger, load_known
+from .registry import UsageError
+from .results import CaseResult, RunHeader, Status, exit_code
+
+if TYPE_CHECKING:
+    from .engine import RunPlan, WorkItem
+
+__all__ = ["EXECUTIONS", "MODES", "TIERS", "Prepared", "Request", "final_code", "prepare", "run_here"]
+
+# Spelled out here, because the enums of contract/ come with torch, and --help must not wait for it. A test compares.
+MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2")
+EXECUTIONS = ("eager", "graph")
+TIERS = ("smoke", "core", "full")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, in the engine's words."""
+
+    backends: tuple[str, ...]
+    modes: tuple[str, ...] = ()
+    executions: tuple[str, ...] = ()
+    tier: str = "smoke"
+    device: str = "auto"
+    seed: int = 0
+    cases: tuple[str, ...] = ()
+
+    def plan(self) -> RunPlan:
+        """Ask the engine. Imports torch; raises ``UsageError``."""
+        if not self.backends:
+            raise UsageError("which backend? Name one from `attn-testkit list`, or module:Class")
+        from . import engine
+
+        try:
+            return engine.plan_run(
+                backends=self.backends,
+                modes=self.modes,
+                executions=self.executions,
+                tier=self.tier,
+                device=self.device,
+                seed=self.seed,
+                cases=self.cases,
+            )
+        except engine.UsageError as error:
+            raise UsageError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan without what must not be launched, and the ledger to judge the rest with."""
+
+    request: Request
+    plan: RunPlan
+    given: tuple[CaseResult, ...]
+    """Results known without launching anything."""
+    ledger: Ledger
+
+    def problems(self) -> list[str]:
+        """What is wrong with the known-failures file, seen from this run."""
+        runs = [(item.backend, str(item.execution.value), item.case.id) for item in self.plan.items]
+        runs += [(row.backend, row.execution, row.case) for row in self.given]
+        return self.ledger.problems(runs, self._exists_beyond)
+
+    def _exists_beyond(self, entry: KnownFailure) -> bool:
+        # This run may be narrower than the file: look in everything that the same backends can be asked.
+        request = replace(self.request, modes=(), executions=(), tier="full", cases=(entry.cases,))
+        try:
+            items = request.plan().items
+        except UsageError:
+            return False
+        return any(entry.covers(item.backend, str(item.execution.value), item.case.id) for item in items)
+
+
+def prepare(request: Request, known: str | Path | None = None) -> Prepared:
+    """Plan, read the known failures, set aside what they quarantine."""
+    entries = load_known(known) if known else ()
+    plan = request.plan()
+    ledger = Ledger(entries, plan.header)
+    launched: list[WorkItem] = []
+    given = list(plan.given)
+    for item in plan.items:
+        row = ledger.quarantined(item.backend, str(item.mode.value), str(item.execution.value), item.case.id)
+        if row is None:
+            launched.append(item)
+        else:
+            given.append(row)
+    return Prepared(request, replace(plan, items=tuple(launched)), tuple(given), ledger)
+
+
+def run_here(plan: RunPlan) -> Iterator[CaseResult]:
+    """Run the items in this process. After the device's context is lost, the rest is accounted for, not run."""
+    from . import engine
+
+    lost = ""
+    for item in plan.items:
+        if lost:
+            yield not_run(item, lost)
+            continue
+        try:
+            result = engine.run_item(item, plan)
+        except Exception as error:
+            result = kit_error(item, error)
+        if result.status is Status.CRASHED and not result.reason.startswith(KIT_ERROR):
+            lost = f"not run: the device's context was lost in {item.case.id}"
+        yield result
+
+
+def not_run(item: WorkItem, reason: str) -> CaseResult:
+    """The row of a claimed case-run that this process can no longer run."""
+    mode, execution = str(item.mode.value), str(item.execution.value)
+    return CaseResult(item.backend, mode, execution, item.case.id, Status.NOT_RUN_HERE, reason=reason)
+
+
+def final_code(
+    header: RunHeader, results: Sequence[CaseResult], problems: Sequence[str] = (), interrupted: bool = False
+) -> int:
+    """The exit code of a run: ``results.exit_code``, 3 when our own code failed, never 0 with a problem."""
+    code = exit_code(header.planned, results, interrupted)
+    if code == 2:
+        return code
+    if any(result.reason.startswith(KIT_ERROR) for result in results):
+        return 3
+    return 1 if problems and code in (0, 5) else code

@@ -1,0 +1,48 @@
+"""Which GPUs this process may use, and how workers share them. Never touches CUDA."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping
+
+__all__ = ["GpuSlots", "visible_gpus"]
+
+
+def visible_gpus(environment: Mapping[str, str], devices: str = "/dev/nvidia[0-9]*") -> tuple[str, ...]:
+    """``CUDA_VISIBLE_DEVICES`` values, one for each GPU that the caller left visible, in the caller's own spelling.
+
+    A bare ordinal would reach a GPU that the caller excluded, so workers always pick from this list.
+    """
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return tuple(str(index) for index in range(len(glob.glob(devices))))
+    gpus: list[str] = []
+    for entry in (part.strip() for part in listed.split(",")):
+        # CUDA itself stops at the first entry that names no device.
+        if not entry or entry.startswith("-"):
+            break
+        gpus.append(entry)
+    return tuple(gpus)
+
+
+class GpuSlots:
+    """Gives each worker the least used GPU, and takes it back when the worker ends.
+
+    Worker numbers cannot be used: a replacement has a new one, and would sit beside a worker that still runs.
+    """
+
+    def __init__(self, gpus: tuple[str, ...]) -> None:
+        self._users: dict[str, set[str]] = {gpu: set() for gpu in gpus}
+
+    def take(self, worker: str) -> str:
+        """The GPU for this worker; ``""`` where there is none to choose."""
+        if not self._users:
+            return ""
+        gpu = min(self._users, key=lambda name: len(self._users[name]))
+        self._users[gpu].add(worker)
+        return gpu
+
+    def free(self, worker: str) -> None:
+        """The worker has ended."""
+        for users in self._users.values():
+            users.discard(worker)

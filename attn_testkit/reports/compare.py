@@ -1,0 +1,165 @@
+"""What changed between two runs: the real output of a nightly job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..results import BAD, CaseResult, Status, format_failure
+from .record import Report, plain
+
+__all__ = ["Change", "Comparison", "compare_reports", "comparison_text"]
+
+SHRUNK = 1.5
+"""An error that grew by this factor, relative to its limit, is worth a look ..."""
+WORTH_A_LOOK = 0.25
+"""... once it takes this part of the limit."""
+SHOWN = 20
+
+Key = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One case-run, before and after."""
+
+    backend: str
+    mode: str
+    execution: str
+    case: str
+    old: str
+    new: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.backend} {self.execution} {self.case}: {self.old} -> {self.new}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Every case-run that is not as it was."""
+
+    newly_failing: tuple[Change, ...]
+    newly_passing: tuple[Change, ...]
+    vanished: tuple[Change, ...]
+    """Ran before, and does not run now: a coverage that shrinks by itself."""
+    appeared: tuple[Change, ...]
+    shrunk_margins: tuple[Change, ...]
+    still_failing: tuple[Change, ...]
+    remarks: tuple[str, ...]
+    """Differences of the runs as a whole that make the rest hard to compare."""
+
+    @property
+    def exit_code(self) -> int:
+        """1 when the new run is worse."""
+        return 1 if self.newly_failing or self.vanished else 0
+
+    def as_plain(self) -> dict[str, Any]:
+        """For JSON."""
+        result: dict[str, Any] = plain({**asdict(self), "exit_code": self.exit_code})
+        return result
+
+
+def compare_reports(old: Report, new: Report) -> Comparison:
+    """Compare case-run by case-run; the order of the files' rows does not matter."""
+    before, after = _by_key(old), _by_key(new)
+    both = [key for key in after if key in before]
+    pairs = [(before[key], after[key]) for key in both]
+    return Comparison(
+        newly_failing=tuple(_change(b, a) for b, a in pairs if _bad(a) and not _bad(b))
+        + tuple(_change(None, after[key]) for key in after if key not in before and _bad(after[key])),
+        newly_passing=tuple(_change(b, a) for b, a in pairs if _bad(b) and a.status is Status.PASSED),
+        vanished=tuple(_change(b, a) for b, a in pairs if _ran(b) and not _ran(a))
+        + tuple(_change(before[key], None) for key in before if key not in after and _ran(before[key])),
+        appeared=tuple(_change(None, after[key]) for key in after if key not in before and not _bad(after[key])),
+        shrunk_margins=tuple(
+            _change(b, a, f"{_margin(b):.3f}", f"{_margin(a):.3f}") for b, a in pairs if _margin_shrank(b, a)
+        ),
+        still_failing=tuple(_change(b, a) for b, a in pairs if _bad(b) and _bad(a)),
+        remarks=tuple(_remarks(old, new)),
+    )
+
+
+def comparison_text(found: Comparison) -> str:
+    """For a terminal or a log, worst first, one line of verdict last."""
+    sections: list[tuple[str, Sequence[Change]]] = [
+        ("newly failing", found.newly_failing),
+        ("vanished", found.vanished),
+        ("margins that shrank (error / limit)", found.shrunk_margins),
+        ("still failing", found.still_failing),
+        ("newly passing", found.newly_passing),
+    ]
+    lines = [f"note: {remark}" for remark in found.remarks]
+    for title, changes in sections:
+        if not changes:
+            continue
+        lines.append(f"{title}: {len(changes)}")
+        for change in changes[:SHOWN]:
+            lines.append(f"  {change}")
+            lines += [f"    {line}" for line in change.text.splitlines()]
+        if len(changes) > SHOWN:
+            lines.append(f"  and {len(changes) - SHOWN} more")
+    counts = ", ".join(f"{len(changes)} {title.partition(' (')[0]}" for title, changes in sections)
+    lines.append(f"{'WORSE' if found.exit_code else 'not worse'}: {counts}, {len(found.appeared)} new case-runs")
+    return "\n".join(lines)
+
+
+def _by_key(report: Report) -> dict[Key, CaseResult]:
+    return {(r.backend, r.mode, r.execution, r.case): r for r in report.results if r.case}
+
+
+def _bad(result: CaseResult) -> bool:
+    return result.status in BAD
+
+
+def _ran(result: CaseResult) -> bool:
+    return _bad(result) or result.status in (Status.PASSED, Status.KNOWN_FAILURE)
+
+
+def _margin(result: CaseResult) -> float:
+    return result.margin if result.margin is not None else 0.0
+
+
+def _margin_shrank(old: CaseResult, new: CaseResult) -> bool:
+    # An emulated kernel and the real one differ by nature; only like is compared with like.
+    alike = (old.device, old.graph, old.kernels) == (new.device, new.graph, new.kernels)
+    passed = old.status is new.status is Status.PASSED
+    a, b = _margin(old), _margin(new)
+    return alike and passed and math.isfinite(b) and b >= WORTH_A_LOOK and b > a * SHRUNK
+
+
+def _change(old: CaseResult | None, new: CaseResult | None, was: str = "", now: str = "") -> Change:
+    known = new or old
+    assert known is not None
+    text = format_failure(new, first_only=True) if new and _bad(new) and not (old and _bad(old)) else ""
+    was = was or (old.status.value if old else "absent")
+    now = now or (new.status.value if new else "absent")
+    return Change(known.backend, known.mode, known.execution, known.case, was, now, text)
+
+
+def _remarks(old: Report, new: Report) -> list[str]:
+    a, b = old.header, new.header
+    remarks = [
+        f"{name} differs: {was} -> {now}"
+        for name, was, now in (
+            ("device", a.device_name, b.device_name),
+            ("tier", a.tier, b.tier),
+            ("seed", str(a.seed), str(b.seed)),
+            ("kit", a.kit, b.kit),
+        )
+        if was != now
+    ]
+    remarks += [
+        f"{name} {a.versions.get(name, 'absent')} -> {b.versions.get(name, 'absent')}"
+        for name in sorted({*a.versions, *b.versions})
+        if a.versions.get(name) != b.versions.get(name)
+    ]
+    remarks += [
+        f"backend {spec} {a.backends[spec] or 'unversioned'} -> {version or 'unversioned'}"
+        for spec, version in b.backends.items()
+        if spec in a.backends and a.backends[spec] != version
+    ]
+    remarks += [f"the {age} run did not finish" for age, run in (("old", old), ("new", new)) if not run.finished]
+    return remarks
