@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..results import BAD, RAN, CaseResult, RunHeader, Status
 
-__all__ = ["Row", "emulated_parts", "rows", "seconds_of", "verdict", "where_it_ran"]
+__all__ = ["Row", "emulated_parts", "rows", "seconds_of", "text_table", "verdict", "where_it_ran"]
 
 
 @dataclass(frozen=True)
@@ -104,3 +104,25 @@ def verdict(
     text = f"CONFORMANT: {counts[Status.PASSED]} {of} passed" + (f", {', '.join(other)}" if other else "")
     parts = sorted({part for r in runs for part in emulated_parts(r)})
     return text + (f"; emulated {', '.join(parts)}: no proof about hardware" if parts else "")
+
+
+def text_table(results: Iterable[CaseResult]) -> list[str]:
+    """The table as plain lines, for places that have no other."""
+    groups = rows(results)
+    used = [status for status in Status if any(row.counts.get(status) for row in groups)]
+    grid = [["backend", "mode", "execution", *(s.value for s in used), "margin", "seconds", "ran on"]]
+    for row in groups:
+        margin = "" if row.margin is None else f"{row.margin:.2f}"
+        seconds = f"{row.seconds:.1f}" if row.counts else ""
+        place = "; ".join(filter(None, (row.ran_on, row.note)))
+        counts = [str(row.counts.get(s, "")) for s in used]
+        grid.append([row.backend, row.mode, row.execution, *counts, margin, seconds, place])
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    numbers = range(3, 5 + len(used))
+    return [
+        "  ".join(
+            cell.rjust(width) if index in numbers else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in grid
+    ]

@@ -1,0 +1,1 @@
+"""What ``pytest --pyargs attn_testkit.suite`` collects."""

@@ -1,0 +1,105 @@
+"""From a case-run to a pytest report, and never a traceback of ours in between."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
+
+from .doors import not_run
+from .isolation import KIT_ERROR, kit_error
+from .plugin_session import Session
+from .reports.record import plain
+from .reports.tally import seconds_of
+from .results import BAD, CaseResult, Status, format_failure
+
+if TYPE_CHECKING:
+    from .engine import WorkItem
+
+__all__ = ["CaseFailed", "Run", "complete"]
+
+RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
+
+
+class CaseFailed(AssertionError):
+    """A case-run did not pass; the message is the text of the failure."""
+
+
+class Run:
+    """Runs one case-run inside a test."""
+
+    def __init__(self, session: Session, node: pytest.Item, spool: str) -> None:
+        self._session, self._node, self._spool = session, node, spool
+
+    def __call__(self, item: WorkItem) -> None:
+        """Run it, keep the result, and pass, fail, xfail or skip the test accordingly."""
+        __tracebackhide__ = True
+        result = self._result(item)
+        self._node.stash[RESULT] = result
+        self._node.user_properties += _properties(result)
+        if result.status is Status.CRASHED and not result.reason.startswith(KIT_ERROR):
+            self._lose_context(result)
+        if result.status is Status.KNOWN_FAILURE:
+            pytest.xfail(result.reason)
+        if result.status is Status.NOT_RUN_HERE:
+            pytest.skip(result.reason)
+        if result.status in BAD:
+            prepared = self._session.prepared
+            raise CaseFailed(format_failure(result, prepared.plan.header if prepared else None))
+
+    def _result(self, item: WorkItem) -> CaseResult:
+        from . import engine
+
+        if self._session.lost:
+            return not_run(item, self._session.lost)
+        prepared = self._session.prepared
+        assert prepared is not None
+        try:
+            return prepared.ledger.judge(engine.run_item(item, prepared.plan))
+        except Exception as error:
+            return kit_error(item, error)
+
+    def _lose_context(self, result: CaseResult) -> None:
+        self._session.lost = f"not run: the device's context was lost in {result.case}"
+        if self._spool:
+            # A lost context stays lost for the life of the process. Leave word and go: xdist starts a fresh worker.
+            Path(self._spool).write_text(json.dumps(plain(asdict(result))), "utf-8")
+            os._exit(1)
+
+
+def complete(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Put the result on the report, as plain values, and the failure's own text in place of a traceback."""
+    if "attn_item" not in getattr(item, "fixturenames", ()):
+        return
+    report.user_properties = [(str(name), plain(value)) for name, value in report.user_properties]
+    result = item.stash.get(RESULT, None)
+    if result is None or call.when != "call":
+        return
+    report.attn_result = plain(asdict(result))  # type: ignore[attr-defined]
+    if call.excinfo is not None and isinstance(call.excinfo.value, CaseFailed):
+        report.longrepr = _text_only(item, str(call.excinfo.value))
+
+
+def _text_only(item: pytest.Item, text: str) -> ReprExceptionInfo:
+    # This form, unlike a plain string, survives xdist with the one-line message of the short summary.
+    first, _, _ = text.partition("\n")
+    path, line, _ = item.location
+    crash = ReprFileLocation(path, (line or 0) + 1, first)
+    return ReprExceptionInfo(ReprTraceback([ReprEntryNative([text])], None, style="native"), crash)
+
+
+def _properties(result: CaseResult) -> list[tuple[str, Any]]:
+    values: dict[str, Any] = {
+        "attn_backend": result.backend,
+        "attn_case": result.case,
+        "attn_status": result.status,
+        "attn_margin": result.margin,
+        "attn_seconds": round(seconds_of(result), 4),
+        "attn_emulated": result.emulated,
+    }
+    return [(name, plain(value)) for name, value in values.items() if value is not None]

@@ -1,0 +1,35 @@
+"""One test for each runner mode; each of its parameters is a case-run (backend, execution, case)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from ..engine import WorkItem
+    from ..plugin_results import Run
+
+
+@pytest.mark.attn_mode("decode")
+def test_decode(attn_run: Run, attn_item: WorkItem) -> None:
+    """One new token for each request."""
+    attn_run(attn_item)
+
+
+@pytest.mark.attn_mode("target-verify")
+def test_target_verify(attn_run: Run, attn_item: WorkItem) -> None:
+    """A draft tree for each request, judged by the target model."""
+    attn_run(attn_item)
+
+
+@pytest.mark.attn_mode("draft-extend")
+def test_draft_extend(attn_run: Run, attn_item: WorkItem) -> None:
+    """The accepted tokens of each request, packed (v1)."""
+    attn_run(attn_item)
+
+
+@pytest.mark.attn_mode("draft-extend-v2")
+def test_draft_extend_v2(attn_run: Run, attn_item: WorkItem) -> None:
+    """The same number of tokens for each request (v2)."""
+    attn_run(attn_item)
