@@ -177,7 +177,8 @@ class TritonBackend(AttentionBackend):
         heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
         bs, splits = plan.kv_lens.shape[0], self._splits if plan.max_q_len == 1 else 1
         # Rows behind the last request (draft-extend v1 in a graph) belong to nobody; zeros travel better than garbage.
-        out = q.new_zeros(q.shape[0], heads, dim)
+        # The interpreter would cut a bfloat16 off instead of rounding it, so there the result is rounded at the end.
+        out = q.new_zeros(q.shape[0], heads, dim, dtype=torch.float32 if INTERPRETED else q.dtype)
         tiles = choose_tiles(plan.max_q_len, group, layer.tp_k_head_num, dim, q.dtype)
         pairs = plan.max_q_len * group * tiles.kv_heads
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else _NO_WINDOW
@@ -197,7 +198,7 @@ class TritonBackend(AttentionBackend):
                 self._partial, self._lse, out, HEADS=heads, D=dim, SPLITS=splits, BLOCK_H=block_h,
                 BLOCK_S=triton.next_power_of_2(splits),
             )  # fmt: skip
-        return out
+        return out.to(q.dtype)
 
 
 def _chain_mask(like: torch.Tensor) -> torch.Tensor:

@@ -151,7 +151,7 @@ def attend_kernel(
     else:  # an empty split writes too: the workspace holds whatever an earlier step left in it
         part = out_row * SPLITS + split
         tl.store(partial_ptr + (part * D)[:, None] + dim[None, :], result, mask=live[:, None])
-        tl.store(lse_ptr + part, tl.where(total > 0, m + tl.log(divisor), float("-inf")), mask=live)
+        tl.store(lse_ptr + part, m + tl.log(divisor), mask=live)
 
 
 @triton.jit

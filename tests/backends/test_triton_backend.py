@@ -32,7 +32,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 V1, V2 = ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
-CHAIN, SIBLINGS = (-1, 0, 1, 2), (-1, 0, 0, 1)
+CHAIN, SIBLINGS = (-1, 0, 1, 2), (-1, 0, 0, 2)
+
+
+def depth(parents: tuple[int, ...], node: int) -> int:
+    return 0 if node == 0 else 1 + depth(parents, parents[node])
 
 
 class World:
@@ -57,14 +61,14 @@ class World:
         settings = [{"scaling": dim**-0.5, **layer}, {"scaling": 1.7 * dim**-0.5}]
         self.layers = tuple(AttentionLayer(i, *heads, dim, dim, **s) for i, s in enumerate(settings))
         self.pool = KVPool(ctx * max_bs, page, self.layers, kv_dtype or dtype, DEVICE)
-        self.depth = [0]
-        for parent in parents[1:]:
-            self.depth.append(self.depth[parent] + 1)
         widest = max([1, *(parents.count(p) for p in range(len(parents)))])
+        # Every second request has another tree, of the same size.
+        self.trees = [parents, parents if widest == 1 else (*parents[:-1], 0)]
+        self.max_depth = max(depth(parents, j) for j in range(len(parents)))
         self.table = torch.zeros(max_bs + 1, ctx, dtype=torch.int32, device=DEVICE)
         self.context = BackendContext(
             DEVICE, dtype, self.pool, self.table, self.layers, page, ctx, max_bs, max_bs * len(parents),
-            frozenset(ForwardMode), len(parents), max(self.depth), widest,
+            frozenset(ForwardMode), len(parents), self.max_depth, widest + 1 if widest > 1 else 1,
         )  # fmt: skip
         self.backend = TritonBackend(self.context)
 
@@ -109,16 +113,14 @@ class Step:
                 k, v = self.kv[r][:, : self.prefixes[r]].to(DEVICE)
                 pool.set_kv_buffer(layer, old, k, v)
 
-    def depths(self) -> list[int]:
-        return self.world.depth if self.mode is VERIFY else list(range(max(self.new)))
+    def position(self, r: int, j: int) -> int:
+        return self.prefixes[r] + (depth(self.world.trees[r % 2], j) if self.mode is VERIFY else j)
 
-    def sees(self, j: int, c: int) -> bool:
-        """Whether new row j sees new row c of the same request."""
-        if self.mode is not VERIFY:
-            return c <= j
-        while j > c:
-            j = self.world.parents[j]
-        return j == c
+    def sees(self, r: int, j: int, c: int) -> bool:
+        """Whether new row j of request r sees its new row c."""
+        while self.mode is VERIFY and j > c:
+            j = self.world.trees[r % 2][j]
+        return c == j if self.mode is VERIFY else c <= j
 
     def _batch(self) -> ForwardBatch:
         index, bs = self.world.index, len(self.prefixes)
@@ -127,7 +129,7 @@ class Step:
             return torch.as_tensor(values, dtype=dtype).to(DEVICE)
 
         prefix, new = torch.tensor(self.prefixes), torch.tensor(self.new)
-        positions = tensor([self.prefixes[r] + self.depths()[j] for r, j in self.rows])
+        positions = tensor([self.position(r, j) for r, j in self.rows])
         batch = ForwardBatch(
             self.mode, bs, tensor([0] * len(self.rows)), tensor(self.request_rows),
             tensor(prefix if self.mode is VERIFY else prefix + new),
@@ -136,11 +138,11 @@ class Step:
         none = torch.empty(0)
         if self.mode is VERIFY:
             n, mask = self.new[0], []
-            for p in self.prefixes:
-                mask += [[1] * p + [int(self.sees(j, c)) for c in range(n)] for j in range(n)]
+            for r, p in enumerate(self.prefixes):
+                mask += [[1] * p + [int(self.sees(r, j, c)) for c in range(n)] for j in range(n)]
             batch.spec_info = VerifyInput(
                 batch.input_ids, tensor([cell for row in mask for cell in row], torch.bool), positions,
-                none, none, none, max(self.world.depth), self.world.context.topk, n, n,
+                none, none, none, self.world.max_depth, self.world.context.topk, n, n,
             )  # fmt: skip
         elif self.mode in (V1, V2):
             accepted = tensor(new, torch.int32)
@@ -159,16 +161,16 @@ class Step:
 
     def check(self, out: torch.Tensor, layer_id: int = 0) -> None:
         """Every row within the error that rounding P and the output allows."""
-        layer, depth = self.world.layers[layer_id], self.depths()
+        layer = self.world.layers[layer_id]
         out, q = out.double().cpu(), self.q.double().cpu()
         for at, (r, j) in enumerate(self.rows):
             p = self.prefixes[r]
             k, v = (x.repeat_interleave(layer.q_per_kv, 1) for x in self.stored(r, layer))
-            here = p + depth[j]
-            spots = [*range(p), *(p + depth[c] for c in range(self.new[r]))]
-            seen = [c < p or self.sees(j, c - p) for c in range(len(spots))]
+            spots = [*range(p), *(self.position(r, c) for c in range(self.new[r]))]
+            seen = [c < p or self.sees(r, j, c - p) for c in range(len(spots))]
             if layer.sliding_window_size >= 0:
-                seen = [s and spot >= here - layer.sliding_window_size for s, spot in zip(seen, spots, strict=True)]
+                first = self.position(r, j) - layer.sliding_window_size
+                seen = [s and spot >= first for s, spot in zip(seen, spots, strict=True)]
             s = torch.einsum("hd,khd->hk", q[at], k) * layer.scaling
             if layer.logit_cap:
                 s = layer.logit_cap * torch.tanh(s / layer.logit_cap)
@@ -305,7 +307,7 @@ class Graph:
 
     def __init__(self, world: World, mode: ForwardMode, bs: int) -> None:
         self.world, self.mode, self.bs, max_bs = world, mode, bs, world.context.max_bs
-        n = {DECODE: 1, V1: max(world.depth) + 1}.get(mode, len(world.parents))
+        n = {DECODE: 1, V1: world.max_depth + 1}.get(mode, len(world.parents))
         first, self.width = world.layers[0], n
 
         def static(*shape: int, dtype: torch.dtype = torch.int64, fill: float = 0) -> torch.Tensor:
@@ -315,7 +317,7 @@ class Graph:
             static(bs * n, heads, first.head_dim, dtype=world.dtype)
             for heads in (first.tp_q_head_num, first.tp_k_head_num, first.tp_k_head_num)
         ]
-        self.requests, self.seq_lens = static(max_bs), static(max_bs, fill=1)
+        self.requests, self.seq_lens = (static(max_bs, dtype=world.index, fill=fill) for fill in (0, 1))
         self.accepted = static(max_bs, dtype=torch.int32, fill=n)
         self.slots, self.positions = static(bs * n), static(bs * n)
         spec = None
@@ -354,10 +356,10 @@ class Graph:
             self.accepted[:live] = spec.num_accept_tokens
             spec = replace(spec, num_accept_tokens=self.accepted[: self.bs])
         elif isinstance(spec, VerifyInput) and own_mask:
-            mask, n = backend.verify_mask, self.width
-            cells = torch.tensor([[step.sees(j, c) for c in range(n)] for j in range(n)], device=DEVICE).flatten()
+            mask, n = backend.verify_mask, range(self.width)
+            cells = torch.tensor([step.sees(r, j, c) for r in range(live) for j in n for c in n])
             mask.buffer.fill_(1)
-            mask.buffer[: live * n * n] = cells.repeat(live)
+            mask.buffer[: len(cells)] = cells.to(DEVICE)
             spec = replace(spec, custom_mask=mask.buffer, tree_mask_mode=mask.mode)
         view = SimpleNamespace(
             batch_size=self.bs, forward_mode=self.mode, req_pool_indices=self.requests, seq_lens=self.seq_lens,
@@ -371,7 +373,7 @@ class Graph:
 
 @every_mode
 def test_replays_follow_their_batch(mode: ForwardMode, new: Rows) -> None:
-    world = World(parents=SIBLINGS)
+    world = World(parents=SIBLINGS, index=torch.int32)
     world.backend.init_cuda_graph_state(4, 16)
     large, small = Graph(world, mode, 4), Graph(world, mode, 2)
     plan = [(large, (300, 5, 17)), (small, (16, 0)), (large, (3, 290, 8, 1)), (small, (40,)), (large, (0,))]
