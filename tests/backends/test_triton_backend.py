@@ -23,7 +23,6 @@ from attn_testkit.contract import (
     ForwardBatch,
     ForwardMode,
     KVPool,
-    TreeMaskMode,
     Unsupported,
     VerifyInput,
 )
@@ -95,8 +94,7 @@ class Step:
 
     def _place(self, lens: list[int]) -> None:
         """Shuffled pages, foreign slots in every tail, NaN wherever this step may not look."""
-        world = self.world
-        page, table, pool = world.page, world.table, world.pool
+        world, page, table, pool = self.world, self.world.page, self.world.table, self.world.pool
         pages = 1 + torch.randperm(pool.size // page, generator=world.random)
         table.copy_(torch.randint(pool.num_slots, table.shape, generator=world.random))
         table[0] = 0
@@ -108,10 +106,9 @@ class Step:
             slots = (mine[:, None] * page + torch.arange(page)).flatten()[:n]
             table[self.request_rows[r], :n] = slots.to(DEVICE, torch.int32)
             self.slots.append(slots)
-            old = slots[: self.prefixes[r]].to(DEVICE)
             for layer in world.layers:
                 k, v = self.kv[r][:, : self.prefixes[r]].to(DEVICE)
-                pool.set_kv_buffer(layer, old, k, v)
+                pool.set_kv_buffer(layer, slots[: self.prefixes[r]].to(DEVICE), k, v)
 
     def position(self, r: int, j: int) -> int:
         return self.prefixes[r] + (depth(self.world.trees[r % 2], j) if self.mode is VERIFY else j)
@@ -395,7 +392,6 @@ def test_a_padded_row_without_keys_is_zero() -> None:
 def test_replay_without_a_mask_forgets_the_last_one() -> None:
     world = World()
     world.backend.init_cuda_graph_state(4, 16)
-    assert world.backend.verify_mask.mode is TreeMaskMode.QLEN_ONLY
     graph = Graph(world, VERIFY, 2)
     world.backend.verify_mask.buffer.fill_(1)
     step = world.step(VERIFY, (6, 20))
