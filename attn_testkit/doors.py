@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .isolation import KIT_ERROR, kit_error
+from .isolation import KIT_ERROR, bare_result, kit_error
 from .known import KnownFailure, Ledger, load_known
 from .registry import UsageError
 from .results import CaseResult, RunHeader, Status, exit_code
@@ -104,7 +104,7 @@ def run_here(plan: RunPlan) -> Iterator[CaseResult]:
     lost = ""
     for item in plan.items:
         if lost:
-            yield not_run(item, lost)
+            yield bare_result(item, Status.NOT_RUN_HERE, lost)
             continue
         try:
             result = engine.run_item(item, plan)
@@ -113,12 +113,6 @@ def run_here(plan: RunPlan) -> Iterator[CaseResult]:
         if result.status is Status.CRASHED and not result.reason.startswith(KIT_ERROR):
             lost = f"not run: the device's context was lost in {item.case.id}"
         yield result
-
-
-def not_run(item: WorkItem, reason: str) -> CaseResult:
-    """The row of a claimed case-run that this process can no longer run."""
-    mode, execution = str(item.mode.value), str(item.execution.value)
-    return CaseResult(item.backend, mode, execution, item.case.id, Status.NOT_RUN_HERE, reason=reason)
 
 
 def final_code(

@@ -25,7 +25,7 @@ from .results import CaseResult, Status
 if TYPE_CHECKING:
     from .engine import RunPlan, WorkItem
 
-__all__ = ["KIT_ERROR", "Worker", "WorkerStartError", "kit_error", "run_isolated"]
+__all__ = ["KIT_ERROR", "Worker", "WorkerStartError", "bare_result", "kit_error", "run_isolated"]
 
 ENGINE = "attn_testkit.engine"
 KIT_ERROR = "the kit itself failed: "
@@ -33,6 +33,7 @@ KIT_ERROR = "the kit itself failed: "
 START_SECONDS = 300.0
 """For a worker to import torch and the backend on a busy machine."""
 LAST_LINES = 12
+FRAMES = 5
 
 # The child has the parent's sys.path before it imports anything: a backend may stand anywhere the parent looks.
 _BOOT = "import json,sys; sys.path[:]=json.loads(sys.argv[1]); from attn_testkit.isolation import _serve; _serve()"
@@ -95,12 +96,14 @@ def _stirred(workers: Sequence[Worker]) -> list[Worker]:
 def kit_error(item: WorkItem, error: BaseException) -> CaseResult:
     """The result of a case-run that our own code failed: nobody may take it for a verdict on the backend."""
     trace = "".join(traceback.format_exception(error)).rstrip()
-    return _row(item, Status.CRASHED, f"{KIT_ERROR}{type(error).__name__}: {error}\n{trace}")
+    return bare_result(item, Status.CRASHED, f"{KIT_ERROR}{type(error).__name__}: {error}\n{trace}")
 
 
-def _row(item: WorkItem, status: Status, reason: str, device: str = "") -> CaseResult:
+def bare_result(item: WorkItem, status: Status, reason: str, device: str = "") -> CaseResult:
+    """The result of a case-run that could not tell its own: where and why, and nothing measured."""
     mode, execution = str(item.mode.value), str(item.execution.value)
-    return CaseResult(item.backend, mode, execution, item.case.id, status, reason=reason, device=device)
+    graph = device if execution == "graph" else ""
+    return CaseResult(item.backend, mode, execution, item.case.id, status, reason=reason, device=device, graph=graph)
 
 
 class Worker:
@@ -175,7 +178,7 @@ class Worker:
         assert self.item is not None
         item, self.item, self.deadline = plan.items[self.item], None, float("inf")
         if kind == "kit error":
-            return _row(item, Status.CRASHED, KIT_ERROR + value)
+            return bare_result(item, Status.CRASHED, KIT_ERROR + value)
         result: CaseResult = value
         # A lost device context outlives the case-run; the next one needs a fresh process.
         self.ended = result.status is Status.CRASHED
@@ -203,16 +206,25 @@ class Worker:
     def _lost(self, plan: RunPlan, status: Status, reason: str) -> CaseResult:
         assert self.item is not None
         item, self.item = plan.items[self.item], None
-        return _row(item, status, reason, plan.header.device)
+        return bare_result(item, status, reason, plan.header.device)
 
     def _last_words(self) -> str:
         self._words.seek(self._mark)
         lines = [line.rstrip() for line in self._words.read().decode(errors="replace").splitlines() if line.strip()]
-        lines = [line for line in lines if not line.startswith("Extension modules:")]
-        stack = next((i for i, line in enumerate(lines) if "most recent call first" in line), None)
-        if stack is not None:
-            lines = lines[: stack + 6]
-        return "".join(f"\n  {line}" for line in lines[-LAST_LINES:])
+        return "".join(f"\n  {line}" for line in _said(lines))
+
+
+def _said(lines: list[str]) -> list[str]:
+    """The last lines, with of Python's own stack dump only the innermost frames of the thread that matters."""
+    stacks = [i for i, line in enumerate(lines) if "most recent call first" in line]
+    if not stacks:
+        return lines[-LAST_LINES:]
+    # A fatal error marks the thread it happened in; a dump on a timer does not, and has the main thread last.
+    stack = next((i for i in stacks if lines[i].startswith("Current thread")), stacks[-1])
+    before = [line for line in lines[: stacks[0]] if not line.startswith("Timeout (")]
+    frames = [line for line in lines[stack + 1 : stack + 1 + FRAMES] if line.startswith("  File")]
+    frames = [line for line in frames if __file__ not in line and '"<string>"' not in line]
+    return before[-(LAST_LINES - len(frames)) :] + frames
 
 
 def _ending(code: int) -> str:

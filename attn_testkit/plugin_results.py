@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
-from .doors import not_run
-from .isolation import KIT_ERROR, kit_error
+from .isolation import KIT_ERROR, bare_result, kit_error
 from .plugin_session import Session
 from .reports.record import plain
 from .reports.tally import seconds_of
@@ -56,7 +55,7 @@ class Run:
         from . import engine
 
         if self._session.lost:
-            return not_run(item, self._session.lost)
+            return bare_result(item, Status.NOT_RUN_HERE, self._session.lost)
         prepared = self._session.prepared
         assert prepared is not None
         try:

@@ -13,7 +13,7 @@ from .doors import Prepared, Request, final_code, prepare
 from .registry import UsageError
 from .reports.record import Record, result_from_plain
 from .reports.tally import text_table, verdict
-from .results import RAN, CaseResult, RunHeader, Status
+from .results import RAN, CaseResult, RunHeader
 
 if TYPE_CHECKING:
     from .engine import WorkItem
@@ -141,10 +141,3 @@ class Session:
 
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()
-
-
-def crashed(item: WorkItem, reason: str, header: RunHeader | None) -> CaseResult:
-    """The result of a case-run whose worker died."""
-    mode, execution = str(item.mode.value), str(item.execution.value)
-    device = header.device if header else ""
-    return CaseResult(item.backend, mode, execution, item.case.id, Status.CRASHED, reason=reason, device=device)

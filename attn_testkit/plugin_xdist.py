@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from .isolation import bare_result
 from .plugin_gpus import GpuSlots, visible_gpus
-from .plugin_session import Session, crashed
+from .plugin_session import Session
 from .reports.record import plain, result_from_plain
-from .results import format_failure
+from .results import Status, format_failure
 
 __all__ = ["XdistHooks"]
 
@@ -51,12 +52,13 @@ class XdistHooks:
         item = self._session.due.get(crashitem)
         if item is None:
             return
-        node: Any = report.node  # type: ignore[attr-defined]
+        node: Any = report.node
         word = self._spool / f"{node.gateway.id}.json"
         if word.exists():
             result = result_from_plain(json.loads(word.read_text("utf-8")))
         else:
-            result = crashed(item, str(report.longrepr), self._session.header)
+            device = self._session.header.device if self._session.header else ""
+            result = bare_result(item, Status.CRASHED, str(report.longrepr), device)
         if self._session.prepared:
             result = self._session.prepared.ledger.judge(result)
         report.attn_result = plain(asdict(result))  # type: ignore[attr-defined]

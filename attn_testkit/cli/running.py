@@ -209,9 +209,9 @@ def repro(backends: tuple[str, ...], case: str, executions: tuple[str, ...], dev
     for result in run_here(plan):
         results.append(result)
         _tell(result, plan)
-    for row in plan.given:
-        click.echo(f"{row.mode} {row.execution}: {row.status}" + (f": {row.reason}" if row.reason else ""))
     if not plan.items:
+        for row in plan.given:
+            click.echo(format_failure(row, plan.header))
         click.echo("attn-testkit: nothing ran", err=True)
     return final_code(plan.header, results)
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..reports.tally import rows, verdict
+from ..reports.tally import rows, text_table, verdict
 from ..results import BAD, CaseResult, RunHeader, Status, format_failure
 
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
@@ -106,8 +106,10 @@ def print_summary(
     code: int,
 ) -> None:
     """The table, the remarks, and one line of verdict."""
-    if results:
+    if results and sys.stdout.isatty():
         out().print(_table(results))
+    else:
+        click.echo("\n".join(text_table(results)))
     hints = Counter(hint for result in results for hint in result.hints)
     for hint, count in hints.most_common(10):
         click.echo(f"hint: {hint}" + (f" ({count} case-runs)" if count > 1 else ""))
