@@ -129,7 +129,10 @@ def _tensor_properties() -> Iterator[tuple[Any, str, Any]]:
     yield Tensor, "device", property(lambda tensor: _CUDA if looks_device(tensor) else device(tensor))
     yield Tensor, "is_cuda", property(lambda tensor: looks_device(tensor) or is_cuda(tensor))
     yield Tensor, "is_cpu", property(lambda tensor: not looks_device(tensor) and is_cpu(tensor))
+    record_stream = base.record_stream
     yield Tensor, "get_device", lambda tensor: 0 if looks_device(tensor) else get_device(tensor)
+    # memory is never given to another stream here
+    yield Tensor, "record_stream", lambda tensor, s: None if looks_device(tensor) else record_stream(tensor, s)
 
 
 def _compile_eagerly(original: Any) -> Any:

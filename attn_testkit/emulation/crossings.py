@@ -216,10 +216,6 @@ def _one_hot(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[st
     return result.scatter_(-1, args[0].unsqueeze(-1), 1)
 
 
-def _record_stream(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Memory is never given to another stream here."""
-
-
 def _deepcopy(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, memo = args[0], args[1] if len(args) > 1 else kwargs.get("memo", {})
     if not is_device(tensor):
@@ -267,6 +263,5 @@ HANDLERS: dict[Any, Handler] = {
     Tensor.new_empty: _empty,
     Tensor.new_empty_strided: _empty,
     F.one_hot: _one_hot,
-    Tensor.record_stream: _record_stream,
     Tensor.__deepcopy__: _deepcopy,
 }

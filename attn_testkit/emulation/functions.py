@@ -14,7 +14,8 @@ from attn_testkit.emulation.crossings import HANDLERS
 from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.generators import EmulatedGenerator
 from attn_testkit.emulation.private import TorchFunctionMode
-from attn_testkit.emulation.recorder import Watcher, mixed_devices
+from attn_testkit.emulation.program import map_tensors
+from attn_testkit.emulation.recorder import Watcher, adopt, mixed_devices
 from attn_testkit.emulation.rules import CHECKED_ON_CPU_ONLY
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
@@ -105,21 +106,32 @@ class DeviceFunctions(TorchFunctionMode):
             found |= _places(kwargs.values())
             on_device = found >= _DEVICE
             if "device" in kwargs or "pin_memory" in kwargs or "generator" in kwargs:
+                named_device = kwargs.get("device") is not None
                 on_device, kwargs, pinned = self._place(kwargs, on_device)
-                if pinned:
-                    return tag_pinned(func(*args, **kwargs))
+                if pinned or (named_device and not on_device and found):
+                    with private.disable_modes():  # like a device tensor, but on the host: no device work
+                        result = func(*args, **kwargs)
+                    return tag_pinned(result) if pinned else result
+                if named_device and found == _HOST:
+                    args = map_tensors(args, self._twin_on_device)
                 found &= ~_HOST
         elif not found and (default := private.default_device()) is not None and default.type == "cuda":
             if func in _constructors():
                 on_device, kwargs = True, {"device": _CPU}
         if found == _DEVICE | _HOST and func not in _MIXES and not isinstance(func, FunctionType):
-            raise mixed_devices(session, "")
+            raise mixed_devices(session, _spell(func, getattr(func, "__name__", "")))
         outer, session.creating = session.creating, on_device
         try:
             result = self._call(func, args, kwargs)
         finally:
             session.creating = outer
         return _tag_result(result) if on_device else result
+
+    def _twin_on_device(self, tensor: Tensor) -> Tensor:
+        """For torch.zeros_like(host_tensor, device="cuda"): only the shape is wanted."""
+        with private.disable_modes():
+            twin = torch.empty_like(tensor)
+        return adopt(self.session, twin)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self.session

@@ -175,7 +175,7 @@ class EmulatedGraph:
     # ---- what the recorder needs
 
     def knows_generator(self, generator: torch.Generator) -> bool:
-        return any(known is generator for known in self._generators)
+        return any(known._cdata == generator._cdata for known in self._generators)
 
     def join(self, stream: Stream) -> None:
         """`stream` waits for captured work: what it does next belongs to the capture."""

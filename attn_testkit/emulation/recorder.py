@@ -27,10 +27,20 @@ _CPU = torch.device("cpu")
 _ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"})
 _CHANGES_GEOMETRY = frozenset({"resize_", "set_", "resize_as_", "_resize_output_"})
 _HOST_ENTRY = frozenset({"lift", "lift_fresh"})  # Python data becoming a tensor: the copy to the device comes after it
-_TAKES_HOST_SCALAR = frozenset(
-    {"copy_", "fill_", "fill", "masked_fill", "masked_fill_", "index_fill", "index_fill_", "index_put", "index_put_",
-     "_index_put_impl_", "index", "where", "_local_scalar_dense", "item"}
-)  # fmt: skip
+_INDEXES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
+_TAKES_HOST_SCALAR = _INDEXES | frozenset(
+    {
+        "copy_",
+        "fill_",
+        "fill",
+        "masked_fill",
+        "masked_fill_",
+        "index_fill",
+        "index_fill_",
+        "where",
+        "_local_scalar_dense",
+    }
+)
 # Composites that gain nothing from being opened: no value is read inside, and one node replays faster than several.
 _KEEP_WHOLE = frozenset(
     {"copy_", "clone", "stack", "sum", "mean", "zeros_like", "ones_like", "full_like", "repeat", "constant_pad_nd", "sort",
@@ -269,10 +279,10 @@ class Recorder(Watcher):
         return block.alias(tensor)
 
     def _host_argument(self, tensor: Tensor, facts: _Facts, func: OpOverload) -> Tensor:
-        if (tensor.dim() == 0 and (facts.pointwise or facts.name in _TAKES_HOST_SCALAR)) or (
-            facts.name in ("index", "index_put_", "index_put", "_index_put_impl_")
-        ):
-            return tensor.detach().clone()  # CUDA passes it by value: frozen
+        scalar = tensor.dim() == 0 and (facts.pointwise or facts.name in _TAKES_HOST_SCALAR)
+        mask = facts.name in _INDEXES and tensor.dtype in (torch.bool, torch.uint8)
+        if scalar or mask:
+            return tensor.detach().clone()  # CUDA takes the value now: frozen
         raise mixed_devices(self.session, str(func))
 
     def _follow_resized(self, func: OpOverload, tensors: list[Tensor]) -> None:

@@ -17,7 +17,7 @@ from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.private import disable_functions, disable_modes
 from attn_testkit.emulation.program import CallNode
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.tags import is_device
+from attn_testkit.emulation.tags import is_device, is_pinned
 
 if TYPE_CHECKING:
     from attn_testkit.emulation.graph import EmulatedGraph
@@ -153,7 +153,7 @@ def _pointers(values: Any) -> list[Tensor]:
 
 def _refuse_host_pointers(executor: Any, pointers: list[Tensor]) -> None:
     for pointer in pointers:
-        if not is_device(pointer):
+        if not (is_device(pointer) or is_pinned(pointer)):  # pinned memory is mapped into the device
             raise EmulationError(
                 f"launch of triton kernel {executor.fn.__name__}",
                 author_site(),

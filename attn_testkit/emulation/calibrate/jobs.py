@@ -1,0 +1,55 @@
+"""Everything that is calibrated, as jobs that a worker can run by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from attn_testkit.emulation.calibrate import concurrency, copies, operations, reads, serving
+from attn_testkit.emulation.calibrate.facts import FACTS
+from attn_testkit.emulation.calibrate.loops import LOOPS
+from attn_testkit.emulation.calibrate.snippet import Snippet, judge, judge_sync
+
+SNIPPETS: dict[str, Snippet] = {
+    snippet.name: snippet for theme in (reads, copies, operations, serving, concurrency) for snippet in theme.SNIPPETS
+}
+_GRAD_MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+class Job(NamedTuple):
+    """`kind` is a section of a verdict file."""
+
+    kind: str
+    name: str
+
+
+def all_jobs() -> list[Job]:
+    """Every job, the long ones first."""
+    return [
+        *(Job("loops", name) for name in LOOPS),
+        *(Job("facts", name) for name in FACTS),
+        *(Job(mode, name) for mode in _GRAD_MODES for name in SNIPPETS),
+        *(Job("sync", name) for name in SNIPPETS),
+    ]
+
+
+def action(job: Job) -> Callable[[], str]:
+    """What to run for a job."""
+    if job.kind == "loops":
+        return LOOPS[job.name]
+    if job.kind == "facts":
+        return FACTS[job.name]
+    if job.kind == "sync":
+        return functools.partial(judge_sync, SNIPPETS[job.name])
+    return functools.partial(judge, SNIPPETS[job.name], _GRAD_MODES[job.kind])
+
+
+def run(job: Job) -> str:
+    """The verdict of one job; an error nobody expected is a verdict too."""
+    try:
+        return action(job)()
+    except Exception as error:
+        return f"crash: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]

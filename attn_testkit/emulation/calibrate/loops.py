@@ -1,0 +1,350 @@
+"""A small serving loop with a correct attention backend and ten broken ones. An ordinary CUDA program: it runs on a GPU as it is.
+
+Two graphs (batch sizes 4 and 2) are captured into one pool and replayed with other batches each time, eager prefills between; every step is
+compared with an eager run of the correct backend on a twin runner.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DEVICE = "cuda"
+HEADS, HEAD_DIM, PAGE, VOCABULARY, MAX_LEN, PAGES = 4, 16, 16, 97, 64, 64
+HIDDEN = HEADS * HEAD_DIM
+TOLERANCE = 1e-3
+
+Batch = namedtuple("Batch", "new cached requests")  # new tokens, tokens already cached, request slots
+
+
+class Correct:
+    """Every tensor that a graph reads is allocated once and refreshed in place."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.graphs: dict[int, Any] = {}
+        self.scratch: Tensor | None = None
+
+    def host_metadata(self, batch: Batch, tokens: int) -> tuple[list[int], list[int], list[list[int]], list[int]]:
+        cumulative = [0]
+        for count in batch.new:
+            cumulative.append(cumulative[-1] + count)
+        lengths = [cached + new for cached, new in zip(batch.cached, batch.new, strict=True)]
+        pages = [self.runner.pages[request] for request in batch.requests]
+        slots = [
+            self.runner.pages[request][position // PAGE] * PAGE + position % PAGE
+            for request, cached, length in zip(batch.requests, batch.cached, lengths, strict=True)
+            for position in range(cached, length)
+        ]
+        return cumulative, lengths, pages, slots + [0] * (tokens - len(slots))
+
+    def fill(self, metadata: Any, batch: Batch) -> None:
+        values = self.host_metadata(batch, metadata.slots.numel())
+        for tensor, value in zip((metadata.cu, metadata.lens, metadata.table, metadata.slots), values, strict=True):
+            tensor.copy_(torch.tensor(value, dtype=tensor.dtype))
+
+    def new_metadata(self, batch_size: int, tokens: int) -> Any:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=DEVICE)
+
+        return SimpleNamespace(
+            cu=zeros(batch_size + 1),
+            lens=zeros(batch_size),
+            table=zeros(batch_size, MAX_LEN // PAGE),
+            slots=zeros(tokens, dtype=torch.int64),
+            max_new=tokens,
+            max_len=MAX_LEN,
+        )
+
+    def workspace(self, size: int) -> Tensor:
+        if self.scratch is None:
+            self.scratch = torch.zeros(1 << 16, device=DEVICE)
+        return self.scratch
+
+    def plan_eager(self, batch: Batch) -> None:
+        self.metadata = self.new_metadata(len(batch.new), sum(batch.new))
+        self.fill(self.metadata, batch)
+        self.metadata.max_new = max(batch.new)
+        self.metadata.max_len = _longest(batch)
+        self.workspace(sum(batch.new) * HIDDEN)
+
+    def plan_capture(self, batch: Batch) -> None:
+        self.metadata = self.graphs[len(batch.new)] = self.new_metadata(len(batch.new), sum(batch.new))
+        self.fill(self.metadata, batch)
+        self.workspace(sum(batch.new) * HIDDEN)
+
+    def plan_replay(self, batch: Batch) -> None:
+        self.metadata = self.graphs[len(batch.new)]
+        self.fill(self.metadata, batch)
+
+    def max_len(self) -> int:
+        return int(self.metadata.max_len)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        metadata, tokens, length = self.metadata, q.shape[0], self.max_len()
+        batch_size = metadata.lens.shape[0]
+        self.runner.k_cache.view(-1, HEADS, HEAD_DIM)[metadata.slots] = k
+        self.runner.v_cache.view(-1, HEADS, HEAD_DIM)[metadata.slots] = v
+        pages = metadata.table[:, : length // PAGE].long()
+        keys = self.runner.k_cache[pages].view(batch_size, length, HEADS, HEAD_DIM)
+        values = self.runner.v_cache[pages].view(batch_size, length, HEADS, HEAD_DIM)
+        step = torch.arange(metadata.max_new, device=DEVICE)
+        new = metadata.cu[1:] - metadata.cu[:-1]
+        row = metadata.cu[:-1, None] + step
+        queries = q[row.clamp(max=tokens - 1).long()]
+        scores = torch.einsum("bqhd,bkhd->bhqk", queries, keys) * HEAD_DIM**-0.5
+        position = (metadata.lens - new)[:, None] + step
+        hidden = torch.arange(length, device=DEVICE) > position[:, :, None]
+        weights = scores.masked_fill(hidden[:, None], -1e9).softmax(-1)
+        output = torch.einsum("bhqk,bkhd->bqhd", weights, values)
+        assert self.scratch is not None
+        scratch = self.scratch[: (tokens + 1) * HIDDEN].view(tokens + 1, HEADS, HEAD_DIM)  # the last row is the dump
+        target = torch.where(step < new[:, None], row, tokens).long()
+        scratch[target.view(-1)] = output.reshape(-1, HEADS, HEAD_DIM)
+        return scratch[:tokens].clone()
+
+
+def _longest(batch: Batch) -> int:
+    longest = max(cached + new for cached, new in zip(batch.cached, batch.new, strict=True))
+    return -(-longest // PAGE) * PAGE
+
+
+class QueryLengthFrozen(Correct):
+    """Uniform query lengths at capture bake max_new; later batches are packed."""
+
+    def plan_capture(self, batch: Batch) -> None:
+        super().plan_capture(batch)
+        self.metadata.max_new = max(batch.new)
+
+
+class MetadataReallocated(Correct):
+    """New tensors at replay instead of copy_ into the captured ones."""
+
+    def plan_replay(self, batch: Batch) -> None:
+        old = self.graphs[len(batch.new)]
+        self.metadata = self.graphs[len(batch.new)] = self.new_metadata(len(batch.new), old.slots.numel())
+        self.fill(self.metadata, batch)
+
+
+class MetadataReallocatedButKept(MetadataReallocated):
+    """The same, but something still refers to the old tensors: no address dangles, the values are stale."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
+        self.kept: list[Any] = []
+
+    def plan_capture(self, batch: Batch) -> None:
+        super().plan_capture(batch)
+        self.kept.append(self.metadata)
+
+
+class MaxLengthBaked(Correct):
+    """The capture batch's longest length becomes a constant of the graph."""
+
+    def plan_capture(self, batch: Batch) -> None:
+        super().plan_capture(batch)
+        self.metadata.max_len = _longest(batch)
+
+
+class ReadsLength(Correct):
+    """.item() in the captured forward."""
+
+    def max_len(self) -> int:
+        return -(-int(self.metadata.lens.max().item()) // PAGE) * PAGE
+
+
+class CopiesLengthsToHost(ReadsLength):
+    """The same through .cpu().tolist()."""
+
+    def max_len(self) -> int:
+        return -(-max(self.metadata.lens.cpu().tolist()) // PAGE) * PAGE
+
+
+class WorkspaceGrows(Correct):
+    """An eager prefill replaces the workspace that the graphs use."""
+
+    def workspace(self, size: int) -> Tensor:
+        size += HIDDEN * 8
+        if self.scratch is None or self.scratch.numel() < size:
+            self.scratch = None
+            self.scratch = torch.zeros(size, device=DEVICE)
+        return self.scratch
+
+
+class BuildsMetadataInForward(Correct):
+    """torch.tensor(list, device=...) in the captured forward."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.metadata.lens = torch.tensor([9] * self.metadata.lens.numel(), dtype=torch.int32, device=DEVICE)
+        return super().attend(q, k, v)
+
+
+class BranchesOnHostLength(Correct):
+    """A Python branch on a host length picks the short-context path while capturing."""
+
+    def _note(self, batch: Batch) -> None:
+        self.longest = max(batch.cached) + 1
+
+    def plan_capture(self, batch: Batch) -> None:
+        super().plan_capture(batch)
+        self._note(batch)
+
+    def plan_replay(self, batch: Batch) -> None:
+        super().plan_replay(batch)
+        self._note(batch)
+
+    def plan_eager(self, batch: Batch) -> None:
+        super().plan_eager(batch)
+        self._note(batch)
+
+    def max_len(self) -> int:
+        return PAGE if self.longest < PAGE - 1 else int(self.metadata.max_len)
+
+
+class CopiesFromPinnedTemporary(Correct):
+    """A non-blocking copy in the graph from a pinned tensor that dies after the capture."""
+
+    def fill(self, metadata: Any, batch: Batch) -> None:
+        super().fill(metadata, batch)
+        self.lengths = self.host_metadata(batch, metadata.slots.numel())[1]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pinned = torch.tensor(self.lengths, dtype=torch.int32).pin_memory()
+        self.metadata.lens.copy_(pinned, non_blocking=True)
+        return super().attend(q, k, v)
+
+
+class Runner:
+    """One layer, one backend, two graphs."""
+
+    def __init__(self, backend: type[Correct]) -> None:
+        torch.manual_seed(1)
+
+        def weight(*shape: int) -> Tensor:
+            return (torch.randn(*shape) / shape[-1] ** 0.5).to(DEVICE)
+
+        self.embedding = weight(VOCABULARY, HIDDEN)
+        self.qkv = weight(3 * HIDDEN, HIDDEN)
+        self.output = weight(HIDDEN, HIDDEN)
+        self.head = weight(VOCABULARY, HIDDEN)
+        self.k_cache = torch.zeros(PAGES, PAGE, HEADS, HEAD_DIM, device=DEVICE)
+        self.v_cache = torch.zeros_like(self.k_cache)
+        self.pages = [[1 + request * 4 + page for page in range(4)] for request in range(8)]
+        self.backend = backend(self)
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.tokens: dict[int, Tensor] = {}
+        self.pool: Any = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding[tokens]
+        q, k, v = F.linear(x, self.qkv).view(-1, 3, HEADS, HEAD_DIM).unbind(1)
+        x = x + F.linear(self.backend.attend(q, k, v).reshape(-1, HIDDEN), self.output)
+        return F.linear(x, self.head)
+
+    def token_ids(self, batch: Batch) -> Tensor:
+        generator = torch.Generator().manual_seed(sum(batch.cached) * 31 + len(batch.cached))
+        return torch.randint(0, VOCABULARY, (sum(batch.new),), generator=generator)
+
+    def eager(self, batch: Batch) -> Tensor:
+        self.backend.plan_eager(batch)
+        return self.forward(self.token_ids(batch).to(DEVICE))
+
+    def capture(self, batch: Batch) -> None:
+        size = len(batch.new)
+        self.tokens[size] = torch.zeros(sum(batch.new), dtype=torch.long, device=DEVICE)
+        self.backend.plan_capture(batch)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.forward(self.tokens[size])
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            output = self.forward(self.tokens[size])
+        self.pool = self.pool or graph.pool()
+        self.graphs[size] = (graph, output)
+
+    def replay(self, batch: Batch) -> Tensor:
+        size = len(batch.new)
+        self.tokens[size].copy_(self.token_ids(batch))
+        self.backend.plan_replay(batch)
+        graph, output = self.graphs[size]
+        graph.replay()
+        return output.clone()
+
+
+CAPTURED = (Batch([2] * 4, [5] * 4, [0, 1, 2, 3]), Batch([1] * 2, [5] * 2, [0, 1]))
+STEPS: tuple[tuple[str, Batch | None], ...] = (
+    ("eager", Batch([9, 14, 6, 11], [0] * 4, [0, 1, 2, 3])),
+    ("graph", Batch([2] * 4, [9, 14, 6, 11], [0, 1, 2, 3])),
+    ("graph", Batch([1, 4, 2, 1], [11, 16, 8, 13], [0, 1, 2, 3])),
+    ("eager", Batch([40, 40, 30], [0] * 3, [4, 5, 6])),
+    ("bystanders", None),
+    ("graph", Batch([1, 1], [40, 30], [5, 6])),
+    ("graph", Batch([3, 1, 3, 1], [40, 20, 10, 14], [4, 1, 2, 3])),
+    ("graph", Batch([1] * 2, [12, 13], [0, 2])),
+    ("graph", Batch([2] * 4, [43, 21, 13, 41], [4, 1, 2, 5])),
+)
+_BYSTANDER_SIZES = (1024,) * 6 + (576, 640, 768, 1024, 1088, 2048)
+
+
+def drive(backend: type[Correct]) -> str:
+    """`pass`, `capture error`, or the steps that went wrong: what a test that compares results would see."""
+    with torch.no_grad():
+        runner, reference = Runner(backend), Runner(Correct)
+        try:
+            for batch in CAPTURED:
+                runner.capture(batch)
+        except Exception as error:
+            return f"capture error: {type(error).__name__}"
+        runner.k_cache.zero_()
+        runner.v_cache.zero_()
+        return _drive_steps(runner, reference)
+
+
+def _drive_steps(runner: Runner, reference: Runner) -> str:
+    wrong: list[str] = []
+    bystanders: list[Tensor] = []
+    for number, (kind, batch) in enumerate(STEPS):
+        if batch is None:
+            bystanders = [torch.full((size,), 7.0, device=DEVICE) for size in _BYSTANDER_SIZES]
+            continue
+        want = reference.eager(batch)
+        try:
+            got = runner.eager(batch) if kind == "eager" else runner.replay(batch)
+            torch.cuda.synchronize()
+        except Exception as error:
+            return "; ".join([*wrong, f"step {number}: {type(error).__name__}"])
+        logits = (got - want).abs().max().item()
+        cache = (runner.k_cache[1:] - reference.k_cache[1:]).abs().max().item()
+        if not logits < TOLERANCE:
+            wrong.append(f"step {number}: logits off by {logits:.2g}")
+        if not cache < TOLERANCE:
+            wrong.append(f"step {number}: cache off by {cache:.2g}")
+    damaged = sum(int((tensor != 7).any()) for tensor in bystanders)
+    if damaged:
+        wrong.append(f"{damaged} unrelated tensors overwritten")
+    return "; ".join(wrong) if wrong else "pass"
+
+
+_BACKENDS: tuple[type[Correct], ...] = (
+    Correct,
+    QueryLengthFrozen,
+    MetadataReallocated,
+    MetadataReallocatedButKept,
+    MaxLengthBaked,
+    ReadsLength,
+    CopiesLengthsToHost,
+    WorkspaceGrows,
+    BuildsMetadataInForward,
+    BranchesOnHostLength,
+    CopiesFromPinnedTemporary,
+)
+LOOPS: dict[str, Callable[[], str]] = {kind.__name__: functools.partial(drive, kind) for kind in _BACKENDS}
