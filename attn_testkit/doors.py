@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING
 from .isolation import KIT_ERROR, bare_result, kit_error
 from .known import KnownFailure, Ledger, load_known
 from .registry import UsageError
-from .results import CaseResult, RunHeader, Status, exit_code
+from .results import EXECUTIONS, MODES, CaseResult, RunHeader, Status, exit_code
 
 if TYPE_CHECKING:
     from .engine import RunPlan, WorkItem
 
 __all__ = ["EXECUTIONS", "MODES", "TIERS", "Prepared", "Request", "final_code", "prepare", "run_here"]
 
-# Spelled out here, because the enums of contract/ come with torch, and --help must not wait for it. A test compares.
-MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2")
-EXECUTIONS = ("eager", "graph")
 TIERS = ("smoke", "core", "full")
 
 

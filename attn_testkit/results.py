@@ -7,7 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["CaseResult", "Finding", "RunHeader", "Status", "exit_code", "format_failure"]
+__all__ = ["EXECUTIONS", "MODES", "CaseResult", "Finding", "RunHeader", "Status", "exit_code", "format_failure"]
+
+
+# The spellings of contract/modes.py, which comes with torch: reports and --help must not wait for it. A test compares.
+MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2")
+EXECUTIONS = ("eager", "graph")
 
 
 class Status(str, Enum):

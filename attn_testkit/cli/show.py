@@ -108,7 +108,7 @@ def print_summary(
     """The table, the remarks, and one line of verdict."""
     if results and sys.stdout.isatty():
         out().print(_table(results))
-    else:
+    elif results:
         click.echo("\n".join(text_table(results)))
     hints = Counter(hint for result in results for hint in result.hints)
     for hint, count in hints.most_common(10):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..results import BAD, RAN, CaseResult, RunHeader, Status
+from ..results import BAD, MODES, RAN, CaseResult, RunHeader, Status
 
 __all__ = ["Row", "emulated_parts", "rows", "seconds_of", "text_table", "verdict", "where_it_ran"]
 
@@ -58,11 +58,17 @@ def seconds_of(result: CaseResult) -> float:
 
 
 def rows(results: Iterable[CaseResult]) -> list[Row]:
-    """One row for each backend, mode and execution, in the order of first appearance."""
+    """One row for each backend, mode and execution, in the order in which a server meets the modes."""
     groups: dict[tuple[str, str, str], list[CaseResult]] = {}
     for result in results:
         groups.setdefault((result.backend, result.mode, result.execution), []).append(result)
-    return [_row(key, group) for key, group in groups.items()]
+    backends = list(dict.fromkeys(backend for backend, _, _ in groups))
+
+    def place(key: tuple[str, str, str]) -> tuple[int, int, str]:
+        backend, mode, execution = key
+        return backends.index(backend), MODES.index(mode) if mode in MODES else len(MODES), execution
+
+    return [_row(key, groups[key]) for key in sorted(groups, key=place)]
 
 
 def _row(key: tuple[str, str, str], group: Sequence[CaseResult]) -> Row:

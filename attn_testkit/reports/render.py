@@ -1,0 +1,173 @@
+"""A record as a page that needs nothing else, and as a summary for a CI job."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jinja2
+
+from ..results import BAD, RAN, CaseResult, Finding, RunHeader, Status, format_failure, repro_command
+from .record import Report
+from .tally import emulated_parts, rows, seconds_of, verdict
+
+__all__ = ["html_page", "markdown_summary"]
+
+MOST_FAILURES = 200
+"""Failures that a page tells; the record has them all."""
+MOST_IN_SUMMARY = 10
+TOP = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One promise in one mode and execution."""
+
+    judged: int
+    broken: int
+
+    @property
+    def kind(self) -> str:
+        """``none``, ``kept`` or ``broken``: the CSS class, and the mark."""
+        return "broken" if self.broken else "kept" if self.judged else "none"
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """A mode and execution against every promise."""
+
+    mode: str
+    execution: str
+    cells: tuple[Cell, ...]
+    lost: int
+    """Case-runs that crashed or timed out, and so judged nothing."""
+    emulated: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Promises of one backend."""
+
+    backend: str
+    checks: tuple[str, ...]
+    rows: tuple[MatrixRow, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One case-run that did not pass."""
+
+    result: CaseResult
+    title: str
+    repro: str
+    emulated: tuple[str, ...]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What it broke."""
+        return self.result.findings
+
+
+def html_page(report: Report) -> str:
+    """The whole page as text."""
+    return _environment(autoescape=True).get_template("report.html.j2").render(_model(report))
+
+
+def markdown_summary(report: Report) -> str:
+    """The summary as Markdown."""
+    return _environment(autoescape=False).get_template("report.md.j2").render(_model(report))
+
+
+def _environment(*, autoescape: bool) -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("attn_testkit.reports", "."),
+        autoescape=autoescape,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["cell"] = _markdown_cell
+    return environment
+
+
+def _markdown_cell(text: object) -> str:
+    return " ".join(str(text).replace("|", "\\|").split())
+
+
+def _model(report: Report) -> dict[str, object]:
+    results = report.results
+    runs = [result for result in results if result.case]
+    counts = Counter(result.status for result in runs)
+    bad = [result for result in runs if result.status in BAD]
+    groups = rows(results)
+    return {
+        "report": report,
+        "header": report.header,
+        "verdict": _verdict(report),
+        "good": report.exit_code == 0 and report.finished,
+        "counts": [(status, counts[status]) for status in Status if counts[status]],
+        "total": max(1, sum(counts.values())),
+        "emulated": sorted({part for result in runs for part in emulated_parts(result)}),
+        "failures": [_failure(result, report.header) for result in bad[:MOST_FAILURES]],
+        "short_failures": [format_failure(result, report.header) for result in bad[:MOST_IN_SUMMARY]],
+        "bad": len(bad),
+        "known": [result for result in runs if result.status in (Status.KNOWN_FAILURE, Status.QUARANTINED)],
+        "matrices": _matrices(runs),
+        "rows": groups,
+        "used": [status for status in Status if any(row.counts.get(status) for row in groups)],
+        "bad_statuses": BAD,
+        "hints": Counter(hint for result in results for hint in result.hints).most_common(),
+        "tightest": _tightest(runs),
+        "slowest": sorted(runs, key=seconds_of, reverse=True)[:TOP],
+        "seconds_of": seconds_of,
+        "emulated_parts": emulated_parts,
+        "row_seconds": sum(row.seconds for row in groups),
+    }
+
+
+def _verdict(report: Report) -> str:
+    text = verdict(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
+    if report.exit_code == 3:
+        text = f"KIT ERROR: the kit itself failed; {text}"
+    return text if report.finished or report.interrupted else f"UNFINISHED: the run was cut off; until then: {text}"
+
+
+def _failure(result: CaseResult, header: RunHeader) -> Failure:
+    title = (
+        result.findings[0].headline if result.findings else f"{result.status}: {result.reason.partition(chr(10))[0]}"
+    )
+    return Failure(result, title, repro_command(result, header), tuple(emulated_parts(result)))
+
+
+def _matrices(runs: Sequence[CaseResult]) -> list[Matrix]:
+    found = []
+    for backend in dict.fromkeys(result.backend for result in runs):
+        own = [result for result in runs if result.backend == backend and result.status in RAN]
+        judged = (check for result in own for check in (*result.checks, *_broken(result)))
+        checks = tuple(dict.fromkeys(judged))
+        keys = dict.fromkeys((result.mode, result.execution) for result in own)
+        found.append(Matrix(backend, checks, tuple(_matrix_row(own, checks, *key) for key in keys)))
+    return [matrix for matrix in found if matrix.checks]
+
+
+def _broken(result: CaseResult) -> set[str]:
+    return {finding.check for finding in result.findings}
+
+
+def _matrix_row(own: Sequence[CaseResult], checks: Sequence[str], mode: str, execution: str) -> MatrixRow:
+    group = [result for result in own if (result.mode, result.execution) == (mode, execution)]
+    judged = Counter(check for result in group for check in {*result.checks, *_broken(result)})
+    broken = Counter(check for result in group for check in _broken(result))
+    return MatrixRow(
+        mode,
+        execution,
+        tuple(Cell(judged[check], broken[check]) for check in checks),
+        lost=sum(result.status in (Status.CRASHED, Status.TIMED_OUT) for result in group),
+        emulated=tuple(sorted({part for result in group for part in emulated_parts(result)})),
+    )
+
+
+def _tightest(runs: Sequence[CaseResult]) -> list[CaseResult]:
+    passed = [result for result in runs if result.status is Status.PASSED and result.margin is not None]
+    return sorted(passed, key=lambda result: result.margin or 0.0, reverse=True)[:TOP]
