@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import ForwardBatch, ForwardMode
 from attn_testkit.graphs.capture import Captured, capture
-from attn_testkit.graphs.guard import Held, host_syncs_forbidden, tensors_held_by
+from attn_testkit.graphs.guard import block_of, host_syncs_forbidden, tensors_held_by
 from attn_testkit.graphs.poison import Canaries, churn, fill_with_poison
 from attn_testkit.model import Trace
 
@@ -137,10 +138,12 @@ class GraphDrive:
         self.fill = int(world.backend.get_cuda_graph_seq_len_fill_value())
         self.static: StaticInputs = make_static_inputs(world, self.width, schedule.max_bs, self.fill)
         self.buckets: dict[int, _Bucket] = {}
-        self.warm: Trace | None = None
-        self.born_in_capture: dict[str, str] = {}
-        """Attribute path -> bucket, for tensors of the backend that first appeared while a graph was being captured."""
-        self.held_at_capture: Held = {}
+        self.warm_is_finite = True
+        """Logits of every warm-up were finite."""
+        self.born: list[tuple[str, str, weakref.ref[torch.Tensor]]] = []
+        """(attribute path, bucket, tensor): what first appeared in the backend while a graph was being captured."""
+        self.moved: tuple[str, ...] = ()
+        """Attributes whose tensors the last ``init_forward_metadata_out_graph`` at a replay replaced."""
 
     def capture(self) -> None:
         """Capture every bucket, largest first. The graph state must have been initialised."""
@@ -156,27 +159,42 @@ class GraphDrive:
         with _blame("plan for capture", label):
             world.backend.init_forward_metadata_out_graph(batch, in_capture=True)
         phase = "warm-up"
-        before: Held = {}
+        before: set[tuple[int, int]] = set()
 
         def run_once() -> Trace:
             nonlocal phase, before
             if torch.cuda.is_current_stream_capturing():
                 phase = "capture"
-                before = tensors_held_by(world.backend, (world.context,))
+                before = set(self._blocks().values())
             world.backend.init_forward_metadata_in_graph(batch)
             return _forward(world, self.driver, batch, case)
 
         try:
-            captured, self.warm = capture(run_once, self.pool)
+            captured, warm = capture(run_once, self.pool)
         except Exception as error:
             raise DriveError(phase, label) from error
         self.buckets[bs] = _Bucket(captured, batch)
-        self.held_at_capture = tensors_held_by(world.backend, (world.context,))
-        known = set(before.values())
-        self.born_in_capture.update({path: label for path, block in self.held_at_capture.items() if block not in known})
+        for path, tensor in tensors_held_by(world.backend, (world.context,)).items():
+            if block_of(tensor) not in before:
+                self.born.append((path, label, weakref.ref(tensor)))
+        if warm.logits is not None:
+            self.warm_is_finite &= bool(warm.logits.isfinite().all())
 
-    def replay(self, step: Step, canaries: Canaries | None, pattern: str | None = None) -> Observation:
-        """One replay of the schedule, as a server would do it."""
+    def _blocks(self) -> dict[str, tuple[int, int]]:
+        held = tensors_held_by(self.world.backend, (self.world.context,))
+        return {path: block_of(tensor) for path, tensor in held.items()}
+
+    def poison_born(self) -> None:
+        """Memory that was born in a capture belongs to that graph, which must write it before it reads it."""
+        for _, _, ref in self.born:
+            tensor = ref()
+            if tensor is not None:
+                fill_with_poison(tensor)
+
+    def replay(
+        self, step: Step, canaries: Canaries | None, *, pattern: str | None = None, watch: bool = False
+    ) -> Observation:
+        """One replay of the schedule, as a server would do it. ``watch``: note which tensors the plan replaces."""
         world, mode = self.world, self.schedule.case.mode
         label = self._label(step)
         with self.clock.phase("setup"):
@@ -186,6 +204,7 @@ class GraphDrive:
             view = replay_view(world, loaded, self.static, mode, step.bucket, self.width, self.fill, spec)
             bucket = self.buckets[step.bucket]
             held = snapshot(world, loaded, bucket.batch)
+            blocks = self._blocks() if watch else {}
             torch.cuda.synchronize()
         with self.clock.phase("replay"):
             with (
@@ -193,6 +212,9 @@ class GraphDrive:
                 host_syncs_forbidden(not world.capabilities.needs_cpu_seq_lens),
             ):
                 world.backend.init_forward_metadata_out_graph(view)
+            if blocks:
+                now = self._blocks()
+                self.moved = tuple(path for path, block in blocks.items() if now.get(path, block) != block)
             self._poison_outputs(bucket.captured.outputs)
             # What a server allocates for one step (a fresh mask, say) is gone before the kernels that read the graph's
             # own memory end; keep nothing of it alive here.
@@ -253,7 +275,9 @@ def drive_graphs(
     *,
     eager_twins: frozenset[int] = frozenset({1, 4, 5}),
     pattern: str | None = None,
-) -> tuple[list[tuple[Case, Observation]], list[GraphDrive]]:
+    poison_born: bool = True,
+    watch: bool = False,
+) -> tuple[list[tuple[Schedule, Observation]], list[GraphDrive]]:
     """Capture all buckets of all schedules on one instance, then replay them interleaved, eager steps between.
 
     ``eager_twins``: indices of steps that are also run eagerly on the same instance, right after their replay.
@@ -267,14 +291,20 @@ def drive_graphs(
         drive.capture()
     with clock.phase("setup"):
         canaries = churn()
-    seen: list[tuple[Case, Observation]] = []
+    seen: list[tuple[Schedule, Observation]] = []
     for index in range(max(len(s.steps) for s in schedules)):
         for drive in drives:
+            if index >= len(drive.schedule.steps):
+                continue
             step = drive.schedule.steps[index]
-            observed = drive.replay(step, canaries, pattern)
+            if poison_born:
+                for other in drives:
+                    other.poison_born()
+            observed = drive.replay(step, canaries, pattern=pattern, watch=watch)
             if index in eager_twins:
-                label = f"eager run of {observed.label}"
+                label = f"eager run after {observed.label}"
                 twin = run_eager(world, drive.schedule, step, clock, pattern=pattern, label=label)
+                seen.append((drive.schedule, twin))
                 observed = replace(observed, eager_twin=twin)
-            seen.append((drive.schedule.case, observed))
+            seen.append((drive.schedule, observed))
     return seen, drives

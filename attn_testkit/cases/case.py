@@ -65,6 +65,8 @@ class Case:
     bucket: int = 1
     """Batch size of the graph that the case's own batch runs in."""
     padding: str = "prod"
+    mixed: bool = False
+    """Graph drives of all claimed modes share one backend instance and run interleaved."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -114,6 +116,8 @@ class Case:
         if self.sinks:
             words.append("sink")
         words.append(f"b{self.bucket}{self.padding}")
+        if self.mixed:
+            words.append("mixed")
         if self.seed:
             words.append(f"s{self.seed}")
         return "-".join(words)
@@ -175,6 +179,7 @@ _WORDS: tuple[_Word, ...] = (
     (r"cap([\d.]+)", lambda m: {"logit_cap": float(m[1])}),
     (r"sink", lambda m: {"sinks": True}),
     (r"b(\d+)(" + "|".join(PADDINGS) + ")", lambda m: {"bucket": int(m[1]), "padding": m[2]}),
+    (r"mixed", lambda m: {"mixed": True}),
     (r"s(\d+)", lambda m: {"seed": int(m[1])}),
 )
 _NEEDED = ("heads", "head_dim", "dtype", "page_size", "prefixes", "layout", "data", "bucket")

@@ -187,6 +187,16 @@ def _mark_keys(v: torch.Tensor, lens: list[int], rng: np.random.Generator) -> No
             v[:, b, torch.from_numpy(chosen), head, torch.arange(len(chosen))] = 1.0
 
 
+def _probe(v: torch.Tensor, pattern: str) -> torch.Tensor:
+    """``probe.R.S``: one-hot values for keys S, S+1, ... of request R, zero elsewhere."""
+    request, start = (int(word) for word in pattern.split(".")[1:])
+    v = torch.zeros_like(v)
+    count = min(v.shape[-1], v.shape[2] - start)
+    at = torch.arange(count)
+    v[:, request, start + at, :, at] = 1.0
+    return v
+
+
 def _visibility(step: Step, widest: int, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bs = step.bs
     visible = np.zeros((bs, widest, longest), np.bool_)
@@ -217,6 +227,9 @@ def _store(rows: torch.Tensor, scales: list[float], dtype: torch.dtype) -> torch
 @lru_cache(maxsize=32)
 def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
     """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis)."""
+    if step.part_of is not None:
+        whole, index = step.part_of
+        return _one_request(make_step_data(schedule, whole, pattern), whole, index)
     case = schedule.case
     rng = np.random.default_rng(step.seed ^ 0xDA7A)
     dtype = DTYPES[case.dtype]
@@ -227,7 +240,11 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     lens = [r.prefix + r.new for r in step.requests]
     longest, widest = max(lens), max(r.new for r in step.requests)
     shape = (NUM_LAYERS, step.bs, longest, hk)
-    q, k, v = _MAKERS[pattern]((NUM_LAYERS, step.tokens, hq, dqk), (*shape, dqk), (*shape, dv), rng)
+    probe = pattern.startswith("probe.")
+    maker = _mean if probe else _MAKERS[pattern]
+    q, k, v = maker((NUM_LAYERS, step.tokens, hq, dqk), (*shape, dqk), (*shape, dv), rng)
+    if probe:
+        v = _probe(v, pattern)
     if pattern == "footprint":
         _mark_keys(v, lens, rng)
     if is_mla:
@@ -267,6 +284,29 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
         row_offset=torch.from_numpy(row_offset),
         positions=query_positions[b, torch.from_numpy(row_offset)],
         out_cache_loc=torch.from_numpy(np.concatenate([r.slots[r.prefix :] for r in step.requests])),
+    )
+
+
+def _one_request(data: StepData, whole: Step, index: int) -> StepData:
+    request = whole.requests[index]
+    mine = data.row_request == index
+    one, length = slice(index, index + 1), request.prefix + request.new
+    return StepData(
+        q=data.q[:, mine],
+        k=data.k[:, mine],
+        v=data.v[:, mine],
+        hidden=data.hidden[mine],
+        keys=data.keys[:, one, :length],
+        values=data.values[:, one, :length],
+        stored_keys=data.stored_keys[:, one, :length],
+        stored_values=None if data.stored_values is None else data.stored_values[:, one, :length],
+        visible=data.visible[one, : request.new, :length],
+        key_positions=data.key_positions[one, :length],
+        query_positions=data.query_positions[one, : request.new],
+        row_request=torch.zeros(request.new, dtype=torch.int64),
+        row_offset=data.row_offset[mine],
+        positions=data.positions[mine],
+        out_cache_loc=data.out_cache_loc[mine],
     )
 
 

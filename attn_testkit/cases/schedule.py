@@ -8,7 +8,7 @@ Capture sees none of these lengths (servers capture with the fill value), and no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,7 +18,7 @@ from ..contract import ForwardMode
 from .case import Case
 from .trees import Tree, chain, random_tree
 
-__all__ = ["Request", "Schedule", "Step", "make_schedule"]
+__all__ = ["Request", "Schedule", "Step", "make_schedule", "only"]
 
 Ints = npt.NDArray[np.int64]
 _MAX_OTHER_TOKENS = 512
@@ -52,6 +52,8 @@ class Step:
     req_to_token: npt.NDArray[np.int32]
     """[rows, max_context_len]: live rows, then foreign slots in every tail and every unused row; row 0 is zeros."""
     seed: int
+    part_of: tuple[Step, int] | None = None
+    """Another step, and the request of it that this step holds alone, with the same numbers in the same slots."""
 
     @property
     def bs(self) -> int:
@@ -62,6 +64,11 @@ class Step:
     def tokens(self) -> int:
         """Live rows."""
         return sum(r.new for r in self.requests)
+
+
+def only(step: Step, index: int) -> Step:
+    """One request of a step by itself."""
+    return replace(step, requests=(step.requests[index],), label=f"request {index} alone", part_of=(step, index))
 
 
 @dataclass(frozen=True, eq=False)

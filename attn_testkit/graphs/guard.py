@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Held", "host_syncs_forbidden", "tensors_held_by"]
-
-Held = dict[str, tuple[int, int]]
-"""Attribute path -> (address, bytes) of a tensor."""
+__all__ = ["block_of", "host_syncs_forbidden", "tensors_held_by"]
 
 _MAX_DEPTH = 5
 
@@ -30,9 +27,15 @@ def host_syncs_forbidden(forbidden: bool = True) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def tensors_held_by(backend: object, skip: tuple[object, ...] = ()) -> Held:
+def block_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """(address, bytes) of the memory that a tensor is a view of."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def tensors_held_by(backend: object, skip: tuple[object, ...] = ()) -> dict[str, torch.Tensor]:
     """Every device tensor reachable from an object's attributes, by path. ``skip``: objects not to look into."""
-    found: Held = {}
+    found: dict[str, torch.Tensor] = {}
     seen = {id(item) for item in skip}
     todo: list[tuple[str, Any, int]] = [("", backend, 0)]
     while todo:
@@ -42,7 +45,7 @@ def tensors_held_by(backend: object, skip: tuple[object, ...] = ()) -> Held:
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
             if value.is_cuda and value.numel():
-                found[path.lstrip(".")] = (value.untyped_storage().data_ptr(), value.untyped_storage().nbytes())
+                found[path.lstrip(".")] = value
         elif isinstance(value, dict):
             todo += [(f"{path}[{key!r}]", item, depth + 1) for key, item in list(value.items())]
         elif isinstance(value, (list, tuple)):

@@ -1,0 +1,240 @@
+"""Which cases a tier tries: a covering array over what a backend claims, and a few named cases beside it.
+
+``smoke`` meets every value of every dimension once, ``core`` every pair of values, ``full`` every triple. Dimensions
+hold only what is claimed, so that a claim is a promise to be tried and nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from covertable import make
+from covertable.sorters import hash as by_hash
+
+from ..contract import Capabilities, ForwardMode
+from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
+from .trees import Tree, chain
+
+__all__ = ["TIERS", "companions", "generate"]
+
+TIERS: Mapping[str, int] = {"smoke": 1, "core": 2, "full": 3}
+"""Tier -> strength of the covering array."""
+
+_TREES: tuple[Tree, ...] = (
+    chain(4),
+    Tree((0, 0, 1, 1, 3)),
+    Tree((0, 1, 0, 3, 0, 5, 1)),
+    Tree((0, 0, 0)),
+)
+_BIG_TREE = Tree(tuple(max(0, (node - 1) // 3) for node in range(1, 40)))
+"""40 nodes: more than fit a 32-bit word of a packed mask."""
+
+
+@dataclass(frozen=True)
+class _Prefixes:
+    """Prefix lengths as a function of the page size."""
+
+    name: str
+
+    def lens(self, page: int) -> tuple[int, ...]:
+        unit = max(page, 8)
+        return {
+            "edges": (unit - 1, unit, unit + 1),
+            "zero": (0, 1, unit),
+            "ragged": (3, 2 * unit + 5, unit // 2 + 1, 17),
+            "one": (unit + 5,),
+            "same": (7, 7),
+            "wide": (1, 2, 5, 9, 14, 2, 30),
+            "long": (300, 12),
+        }[self.name]
+
+
+_PREFIXES = ("edges", "zero", "ragged", "one", "same", "wide", "long")
+_ACCEPTED = ("uneven", "one", "all")
+
+
+def _heads(claims: Capabilities) -> list[Heads]:
+    ratios = sorted(claims.gqa_ratios - {1})
+    heads: list[Heads] = []
+    if "mha" in claims.families:
+        heads.append(Heads("mha", 2, 2))
+    if "gqa" in claims.families and ratios:
+        # The smallest, one that is no power of two, and one large enough to matter.
+        odd = [r for r in ratios if r & (r - 1) and r <= 8]
+        large = [r for r in ratios if r <= 8]
+        heads += [Heads("gqa", 2 * r, 2) for r in dict.fromkeys([*ratios[:1], *odd[:1], *large[-1:]])]
+    if "mqa" in claims.families and ratios:
+        heads.append(Heads("mqa", min(ratios, key=lambda r: abs(r - 4)), 1))
+    if "mla" in claims.families:
+        wanted = [r for r in sorted(claims.gqa_ratios) if r in (2, 16, 128)] or sorted(claims.gqa_ratios)[:1]
+        heads += [Heads("mla", r, 1) for r in wanted[:2]]
+    return heads
+
+
+def _some(values: Sequence[int], count: int) -> list[int]:
+    """The smallest, the largest, and some between."""
+    values = sorted(values)
+    if len(values) <= count:
+        return values
+    step = (len(values) - 1) / (count - 1)
+    return [values[round(i * step)] for i in range(count)]
+
+
+def _windows(claims: Capabilities, mode: ForwardMode) -> list[int]:
+    return [-1, 0, 4, 11, 4000] if mode in claims.sliding_window else [-1]
+
+
+def _spec_dimension(claims: Capabilities, mode: ForwardMode) -> dict[str, list[Any]]:
+    rows = claims.max_q_rows
+    if mode is ForwardMode.DECODE:
+        return {}
+    if mode is ForwardMode.TARGET_VERIFY:
+        chains = [chain(min(n, rows)) for n in (2, 4, 7)]
+        trees = [t for t in _TREES if len(t) <= rows and t.topk <= claims.max_topk]
+        return {"tree": list(dict.fromkeys([*chains, *trees]))}
+    widths = sorted({min(n, rows) for n in (2, 4, 6)})
+    return {"width": widths, "accepted": list(_ACCEPTED)}
+
+
+def _dimensions(claims: Capabilities, mode: ForwardMode, tier: str) -> dict[str, list[Any]]:
+    mla_only = claims.families == {"mla"}
+    head_dims = [d for d in claims.head_dims if d <= 512]
+    count = 2 if tier == "smoke" else 3
+    dimensions: dict[str, list[Any]] = {
+        "heads": _heads(claims),
+        "head_dim": _some(head_dims if mla_only else [d for d in head_dims if d <= 256] or head_dims, count),
+        "dtype": sorted(claims.dtypes),
+        "kv_dtype": sorted(claims.kv_dtypes, reverse=True),
+        "page_size": _some(sorted(claims.page_sizes), 3 if tier == "smoke" else 5),
+        "prefixes": list(_PREFIXES),
+        "layout": list(LAYOUTS),
+        "data": list(DATA),
+        "window": _windows(claims, mode),
+        "logit_cap": [0.0, 1.5] if claims.logit_cap else [0.0],
+        "sinks": [False, True] if claims.sinks else [False],
+        "slack": [0, 1, 3],
+        "padding": list(PADDINGS),
+        **_spec_dimension(claims, mode),
+    }
+    if "mla" in claims.families:
+        dimensions["rope_dim"] = sorted(claims.mla_rope_dims)
+    return dimensions
+
+
+def _fits(claims: Capabilities, case: Case) -> bool:
+    longest = max(case.prefixes) + case.width
+    windowed_tree = case.window >= 0 and case.topk > 1
+    return longest + 2 * case.page_size + 4 <= claims.max_context_len and (claims.window_in_trees or not windowed_tree)
+
+
+def _accepted(pattern: str, width: int, bs: int) -> tuple[int, ...]:
+    if pattern == "one":
+        return (1,) * bs
+    if pattern == "all":
+        return (width,) * bs
+    return tuple(1 + (i * 2) % width for i in range(bs))
+
+
+def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> Case:
+    heads: Heads = row["heads"]
+    mla = heads.family == "mla"
+    prefixes = _Prefixes(row["prefixes"]).lens(row["page_size"])
+    tree: Tree | None = row.get("tree")
+    width = len(tree) if tree else row.get("width", 1)
+    new = _accepted(row["accepted"], width, len(prefixes)) if "accepted" in row else ()
+    head_dim = row["head_dim"]
+    if mla and "mla" in claims.families and claims.families != {"mla"}:
+        head_dim = max(head_dim, min(claims.head_dims))
+    window = row["window"]
+    if tree is not None and tree.topk > 1 and not claims.window_in_trees:
+        window = -1
+    return Case(
+        mode=mode,
+        heads=heads,
+        head_dim=head_dim,
+        rope_dim=row["rope_dim"] if mla else 0,
+        dtype=row["dtype"],
+        kv_dtype=row["kv_dtype"],
+        page_size=row["page_size"],
+        prefixes=prefixes,
+        new=new,
+        width=width,
+        tree=tree,
+        layout=row["layout"],
+        data=row["data"],
+        window=window,
+        logit_cap=row["logit_cap"],
+        sinks=row["sinks"],
+        bucket=len(prefixes) + row["slack"],
+        padding=row["padding"] if row["slack"] else "prod",
+    )
+
+
+def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
+    """Cases that no covering array is sure to meet."""
+    plain = replace(base, window=-1, logit_cap=0.0, sinks=False, kv_dtype=sorted(claims.kv_dtypes, reverse=True)[0])
+    if mode in claims.graph and len(claims.graph) > 1:
+        yield replace(plain, mixed=True, bucket=len(plain.prefixes) + 1, padding="prod")
+    if tier == "smoke":
+        return
+    # One wrong key of thousands shows with one-hot values alone; see oracle/limits.py.
+    for dtype in sorted(claims.dtypes):
+        new = (plain.width,) if plain.new else ()
+        yield replace(plain, dtype=dtype, prefixes=(4096,), new=new, data="footprint", bucket=1, padding="prod")
+    if mode is ForwardMode.TARGET_VERIFY:
+        two = (9, 40)
+        for tree in (_BIG_TREE, chain(17)):
+            if len(tree) <= claims.max_q_rows and tree.topk <= claims.max_topk:
+                yield replace(plain, prefixes=two, tree=tree, width=len(tree), bucket=3)
+    if mode is ForwardMode.DRAFT_EXTEND and claims.max_q_rows >= 4:
+        # The sum divides by the batch size, so a view as [bs, sum / bs] succeeds and is wrong.
+        yield replace(plain, prefixes=(5, 9), new=(1, 3), width=4, bucket=2)
+
+
+@lru_cache(maxsize=64)
+def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
+    """The cases of a tier for one mode of a backend with these claims, always in the same order."""
+    dimensions = _dimensions(claims, mode, tier)
+    names = list(dimensions)
+    if any(not values for values in dimensions.values()):
+        return ()
+    strength = min(TIERS[tier], len(names))
+    # Indices, because the library hashes and compares what it is given.
+    factors = [list(range(len(dimensions[name]))) for name in names]
+    rows = make(factors, strength=strength, sorter=by_hash, salt=mode.value) if strength > 1 else _once(factors)
+    cases: dict[str, Case] = {}
+    for row in rows:
+        case = _build(claims, mode, {name: dimensions[name][i] for name, i in zip(names, row, strict=True)})
+        if _fits(claims, case):
+            cases.setdefault(case.id, case)
+    if cases:
+        for case in _named(claims, mode, tier, next(iter(cases.values()))):
+            if _fits(claims, case):
+                cases.setdefault(case.id, case)
+    return tuple(case.with_seed(seed) for case in cases.values())
+
+
+def _once(factors: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Every value once: as many rows as the longest dimension has values."""
+    longest = max(len(values) for values in factors)
+    return [[values[(row + shift) % len(values)] for shift, values in enumerate(factors)] for row in range(longest)]
+
+
+def companions(case: Case, modes: frozenset[ForwardMode], max_q_rows: int) -> list[Case]:
+    """Cases of the other modes that can share a backend instance with ``case``, same shapes and number of requests."""
+    width = case.width if case.width > 1 else min(4, max_q_rows)
+    bs = case.bs
+    others = []
+    for mode in sorted(modes - {case.mode}):
+        changes: dict[str, Any] = {"mode": mode, "tree": None, "new": (), "width": width, "mixed": False}
+        if mode is ForwardMode.DECODE:
+            changes["width"] = 1
+        elif mode is ForwardMode.TARGET_VERIFY:
+            changes["tree"] = chain(width)
+        else:
+            changes["new"] = _accepted("uneven", width, bs)
+        others.append(replace(case, **changes))
+    return others

@@ -1,0 +1,125 @@
+"""Promises about claims: what is not declared is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from ..cases.schedule import Schedule
+from ..contract import AttentionBackend, BackendContext, Capabilities, ForwardMode, KVPool, Unsupported
+from ..results import Finding
+
+__all__ = ["outside_claims", "refuses_undeclared"]
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def _first_unclaimed(candidates: tuple[int, ...], claimed: frozenset[int]) -> int | None:
+    return next((value for value in candidates if value not in claimed), None)
+
+
+def _page(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    page = _first_unclaimed((48, 3, 5, 256), claims.page_sizes)
+    if page is None:
+        return None
+    pool = KVPool(page * 2, page, context.layers, context.kv_pool.dtype, context.device)
+    return f"page size {page}", replace(context, page_size=page, kv_pool=pool)
+
+
+def _dtype(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    name = next((n for n in ("fp32", "bf16", "fp16") if n not in claims.dtypes), None)
+    if name is None or context.kv_pool.dtype != context.dtype:
+        return None
+    pool = KVPool(context.page_size, context.page_size, context.layers, _DTYPES[name], context.device)
+    return f"dtype {name}", replace(context, dtype=_DTYPES[name], kv_pool=pool)
+
+
+def _head_dim(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    dim = _first_unclaimed((48, 80, 24), claims.head_dims)
+    if dim is None or context.layers[0].is_mla:
+        return None
+    layers = tuple(replace(layer, head_dim=dim, v_head_dim=dim) for layer in context.layers)
+    pool = KVPool(context.page_size, context.page_size, layers, context.kv_pool.dtype, context.device)
+    return f"head dim {dim}", replace(context, layers=layers, kv_pool=pool)
+
+
+def _window(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if context.modes <= claims.sliding_window:
+        return None
+    layers = tuple(replace(layer, sliding_window_size=4) for layer in context.layers)
+    return "a sliding window", replace(context, layers=layers)
+
+
+def _cap(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if claims.logit_cap:
+        return None
+    return "a soft cap", replace(context, layers=tuple(replace(layer, logit_cap=2.0) for layer in context.layers))
+
+
+def _sinks(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if claims.sinks:
+        return None
+    sinks = torch.zeros(context.layers[0].tp_q_head_num, device=context.device)
+    return "attention sinks", replace(context, layers=tuple(replace(layer, sinks=sinks) for layer in context.layers))
+
+
+def _rows(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    rows = claims.max_q_rows + 1
+    if not context.modes & {ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2} or rows > 1024:
+        return None
+    return f"{rows} query rows per request", replace(
+        context, num_draft_tokens=rows, max_num_tokens=context.max_bs * rows
+    )
+
+
+def _topk(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if ForwardMode.TARGET_VERIFY not in context.modes or claims.max_topk >= 1024:
+        return None
+    return f"topk {claims.max_topk + 1}", replace(context, topk=claims.max_topk + 1)
+
+
+def _mode(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    missing = frozenset(ForwardMode) - claims.eager - claims.graph
+    if not missing:
+        return None
+    mode = min(missing)
+    return f"mode {mode}", replace(context, modes=frozenset({mode}))
+
+
+_Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
+_WAYS: tuple[_Outside, ...] = (_page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode)
+
+
+def outside_claims(claims: Capabilities, context: BackendContext) -> Iterator[tuple[str, BackendContext]]:
+    """Contexts that differ from ``context`` in one thing that is not claimed, with its name."""
+    for way in _WAYS:
+        found = way(claims, context)
+        if found is not None:
+            yield found
+
+
+def refuses_undeclared(
+    backend_class: type[AttentionBackend], schedule: Schedule, context: BackendContext
+) -> list[Finding]:
+    """One such context a case, another in each case: the constructor must raise ``Unsupported``."""
+    ways = list(outside_claims(backend_class.capabilities, context))
+    if not ways:
+        return []
+    name, outside = ways[schedule.case.digest % len(ways)]
+    try:
+        backend_class(outside)
+    except Unsupported:
+        return []
+    except Exception as error:
+        told = f"raised {type(error).__name__} instead of Unsupported"
+    else:
+        told = "was accepted"
+    return [
+        Finding(
+            "refuses-undeclared",
+            f"{name} is not claimed, and {told} by the constructor",
+            hint="call super().__init__(context) first: it compares the context with the claims",
+        )
+    ]

@@ -1,0 +1,117 @@
+"""Turning what a backend raised into a finding: which promise it broke, in which phase, and what to do."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+from ..results import Finding
+
+__all__ = ["context_lost", "from_exception"]
+
+_LOST = re.compile(
+    r"device-side assert|illegal memory access|unspecified launch failure|misaligned address|an illegal instruction"
+    r"|hardware stack error|CUDA_ERROR_(ILLEGAL|ASSERT|LAUNCH)",
+    re.IGNORECASE,
+)
+_SYNC = re.compile(r"synchroniz|HostSync|called a synchronizing CUDA operation", re.IGNORECASE)
+
+_PHASE_WORDS = {
+    "constructor": "the constructor",
+    "graph state": "init_cuda_graph_state",
+    "plan": "init_forward_metadata",
+    "forward": "forward",
+    "plan for capture": "init_forward_metadata_out_graph(in_capture=True)",
+    "warm-up": "a warm-up before capture",
+    "capture": "capture",
+    "plan for replay": "init_forward_metadata_out_graph before a replay",
+    "replay": "replay",
+    "read back": "reading the results back",
+}
+
+
+def context_lost(error: BaseException) -> bool:
+    """Whether the device is unusable for the rest of the process."""
+    return bool(_LOST.search(str(error)))
+
+
+def from_exception(error: BaseException, phase: str, label: str, *, needs_cpu_lengths: bool) -> Finding:
+    """The finding for what was raised in ``phase``."""
+    kind, told = type(error).__name__, _first_line(error)
+    where = _site(error)
+    promise, headline, hint = _classify(error, kind, told, phase, needs_cpu_lengths)
+    cure = getattr(error, "cure", "")
+    return Finding(promise, headline, where=where, hint=hint or (f"cure: {cure}" if cure else ""), step=label)
+
+
+def _classify(error: BaseException, kind: str, told: str, phase: str, needs_cpu_lengths: bool) -> tuple[str, str, str]:
+    place = _PHASE_WORDS.get(phase, phase)
+    raised = f"{place} raised {kind}: {told}"
+    if kind == "ShapeError":
+        return "output-contract", told, ""
+    if kind == "DanglingMemoryError":
+        return (
+            "addresses-stable",
+            f"the graph uses memory that is gone: {told}",
+            "allocate it once, in the constructor or init_cuda_graph_state, and fill it in place",
+        )
+    if phase == "capture":
+        return "captures-cleanly", f"cannot be captured: {told}", _capture_hint(error)
+    if phase == "plan for replay" and (kind == "HostSyncError" or _SYNC.search(told)):
+        return (
+            "no-host-lengths",
+            f"preparing a replay waits for the device: {told}",
+            "needs_cpu_seq_lens is False: keep lengths on the device, or declare that they are needed",
+        )
+    if not needs_cpu_lengths and "NoneType" in told:
+        return (
+            "no-host-lengths",
+            raised,
+            "needs_cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and the *_cpu lists are None",
+        )
+    hint = ""
+    if phase == "plan for replay" and kind == "AttributeError":
+        hint = "at a replay the batch is a view without extend_* fields; take lengths from seq_lens and spec_info"
+    elif context_lost(error):
+        hint = "the device context is lost; errors of asynchronous kernels surface late, so the cause may be earlier"
+    return "completes", raised, hint
+
+
+def _capture_hint(error: BaseException) -> str:
+    cure = getattr(error, "cure", "")
+    return (
+        f"cure: {cure}" if cure else "no .item(), .cpu(), .tolist(), host copies or data-dependent shapes in a capture"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "(no message)"
+
+
+def _site(error: BaseException) -> str:
+    """The innermost line that is not torch's or the kit's drive: the author's."""
+    site = getattr(error, "site", None)
+    operation = getattr(error, "operation", "")
+    if site is not None and operation:
+        return f"{operation} at {site}"
+    chain = error
+    while chain.__context__ is not None and not chain.__suppress_context__:
+        chain = chain.__context__
+    for candidate in (chain, error):
+        for frame in reversed(traceback.extract_tb(candidate.__traceback__)):
+            if not _foreign(frame.filename):
+                return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
+    return ""
+
+
+_KIT = str(Path(__file__).resolve().parent.parent)
+
+
+def _foreign(filename: str) -> bool:
+    """Frames that an author cannot mend: torch, Triton, and the kit outside its own backends and examples."""
+    path = filename.replace("\\", "/")
+    if "/site-packages/torch/" in path or "/site-packages/triton/" in path or "/runner_modes/" in path:
+        return True
+    return path.startswith(_KIT) and not any(f"/{room}/" in path for room in ("backends", "examples", "faults"))

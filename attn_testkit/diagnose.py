@@ -1,0 +1,159 @@
+"""After a wrong result: run it again with one thing changed, to say which promise broke and which keys were used.
+
+Nothing here runs while things are right. Each question is one controlled run on a fresh backend instance:
+
+* does the NaN go away when slots of nobody hold zeros?           then it was read from there: ``reads-own-kv``
+* is the same step right in eager?                                then it is the graph's
+* is it right when no row is padding?                             ``padding-inert``
+* is it right when it is the only replay of the only bucket?      ``buckets-independent``
+* is it right when memory born in a capture is left alone?        ``captures-cleanly``
+* did planning the replay replace tensors that the graph reads?   ``addresses-stable``, else ``replay-follows-batch``
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .cases.schedule import Schedule, Step
+from .checks.numeric import finite, matches_oracle, output_written
+from .checks.observation import Observation
+from .contract import AttentionBackend, ForwardMode
+from .environment import Environment
+from .footprint import attended
+from .hints import Evidence, hints
+from .oracle.expect import expect
+from .results import Finding
+from .runner_modes.drive import Clock, GraphDrive, drive_graphs, run_eager
+from .runner_modes.world import World
+
+__all__ = ["Bench", "explain_numeric"]
+
+NUMERIC = ("output-written", "finite", "matches-oracle")
+
+
+class Bench:
+    """Re-runs of one backend on fresh instances. A run that raises counts as wrong."""
+
+    def __init__(self, backend_class: type[AttentionBackend], environment: Environment) -> None:
+        self.backend_class, self.environment = backend_class, environment
+
+    def eager(
+        self, schedule: Schedule, step: Step, *, unowned: float | None = None, pattern: str | None = None
+    ) -> Observation | None:
+        """One eager step."""
+        try:
+            world = self._world(schedule, unowned)
+            return run_eager(world, schedule, step, Clock(), pattern=pattern)
+        except Exception:
+            return None
+
+    def graph(
+        self,
+        schedule: Schedule,
+        *,
+        unowned: float | None = None,
+        pattern: str | None = None,
+        poison_born: bool = True,
+    ) -> tuple[list[Observation], GraphDrive] | None:
+        """A whole graph drive; replays only."""
+        try:
+            world = self._world(schedule, unowned)
+            seen, drives = drive_graphs(
+                world,
+                [schedule],
+                Clock(),
+                eager_twins=frozenset(),
+                pattern=pattern,
+                poison_born=poison_born,
+                watch=True,
+            )
+            return [observed for _, observed in seen], drives[0]
+        except Exception:
+            return None
+
+    def _world(self, schedule: Schedule, unowned: float | None) -> World:
+        extra = {} if unowned is None else {"unowned": unowned}
+        return World(self.backend_class, [schedule], self.environment.device, **extra)
+
+
+def is_right(schedule: Schedule, observed: Observation | None) -> bool:
+    """Attention outputs within their limits."""
+    if observed is None:
+        return False
+    expected = expect(schedule, observed.step)
+    return not (output_written(observed, expected) or finite(observed, expected) or matches_oracle(observed, expected))
+
+
+def _alone(schedule: Schedule, step: Step, bucket: int) -> Schedule:
+    """Only this step, in a bucket of this size, and no other bucket."""
+    return replace(schedule, buckets=(bucket,), steps=(replace(step, bucket=bucket),))
+
+
+def explain_numeric(
+    bench: Bench, finding: Finding, schedule: Schedule, observed: Observation, passed: list[Observation]
+) -> Finding:
+    """The same finding, under the promise that really broke, with the keys that were used and a hint."""
+    promise, why = finding.check, ""
+    step = observed.step
+    eager = bench.eager(schedule, step)
+    in_graph = observed.replay and is_right(schedule, eager)
+    if in_graph:
+        promise, why = _blame_graph(bench, schedule, step)
+    elif finding.check == "finite":
+        calm = bench.eager(schedule, step, unowned=0.0)
+        if calm is not None and not finite(calm, expect(schedule, step)):
+            promise, why = "reads-own-kv", "with zeros instead of NaN in slots of nobody the result is finite"
+    footprint = attended(bench, schedule, observed, in_graph=in_graph)
+    evidence = Evidence(schedule, observed, expect(schedule, step), footprint, passed, in_graph)
+    told = [text for text in (why, *hints(evidence)) if text]
+    return replace(
+        finding,
+        check=promise,
+        headline=_headline(finding, promise),
+        attended=footprint.text if footprint else "",
+        hint="\n".join(told[:3]),
+    )
+
+
+def _headline(finding: Finding, promise: str) -> str:
+    suffix = {
+        "reads-own-kv": ": it read a slot that is not its own",
+        "replay-follows-batch": " at a replay, and is right in eager",
+        "padding-inert": ", and is right without padded rows",
+        "buckets-independent": " after other replays, and is right alone",
+        "captures-cleanly": ": it lives on memory that was born in a capture",
+        "addresses-stable": " at a replay, because planning replaced tensors that the graph reads",
+    }.get(promise, "")
+    return finding.headline if promise == finding.check else finding.headline + suffix
+
+
+def _blame_graph(bench: Bench, schedule: Schedule, step: Step) -> tuple[str, str]:
+    """Which graph promise a replay broke whose eager run is right."""
+    alone = bench.graph(_alone(schedule, step, step.bucket))
+    if alone is not None and is_right(schedule, _last(alone[0])):
+        return "buckets-independent", "as the only replay of the only bucket it is right"
+    if alone is not None and alone[1].moved:
+        names = ", ".join(f"self.{path}" for path in alone[1].moved[:3])
+        return "addresses-stable", f"init_forward_metadata_out_graph replaced {names} at a replay; fill it in place"
+    calm = bench.graph(_alone(schedule, step, step.bucket), poison_born=False)
+    if calm is not None and calm[1].born and is_right(schedule, _last(calm[0])):
+        path, where, _ = calm[1].born[0]
+        return (
+            "captures-cleanly",
+            f"self.{path} was allocated while {where} was captured, and is read before it is written: allocate it in "
+            "the constructor or in init_cuda_graph_state",
+        )
+    if step.bucket > step.bs:
+        exact = bench.graph(_alone(schedule, step, step.bs))
+        if exact is not None and is_right(schedule, _last(exact[0])):
+            return "padding-inert", f"in a bucket of exactly {step.bs} it is right"
+    return "replay-follows-batch", "in eager it is right: something of the capture-time batch is still in force"
+
+
+def _last(seen: list[Observation]) -> Observation | None:
+    return seen[-1] if seen else None
+
+
+def is_ragged(schedule: Schedule) -> bool:
+    """Whether requests of one step may have different numbers of rows."""
+    return schedule.case.mode is ForwardMode.DRAFT_EXTEND

@@ -1,0 +1,264 @@
+"""Backends x modes x executions x cases -> results. Knows no pytest and prints nothing."""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+import importlib.metadata
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .cases.case import Case, parse_case
+from .cases.catalogue import TIERS, generate
+from .contract import AttentionBackend, Capabilities, Execution, ForwardMode
+from .diagnose import NUMERIC, Bench, explain_numeric
+from .environment import Environment, missing_here, resolve, versions
+from .execute import Outcome, gradients_off, run_case
+from .graphs.capture import settle
+from .registry import UsageError, did_you_mean, load_backend, origin_of
+from .results import CaseResult, Finding, RunHeader, Status
+
+__all__ = ["RunPlan", "UsageError", "WorkItem", "check_backend", "plan_run", "run", "run_item"]
+
+_FREEZE_EVERY = 200
+"""Case-runs between two rounds of setting survivors aside from the garbage collector."""
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """One case-run to do."""
+
+    backend: str
+    mode: ForwardMode
+    execution: Execution
+    case: Case
+    probe: bool = False
+    """Graph support that is not claimed: tried once, told as a hint, never a failure."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything a run will do, decided before anything runs."""
+
+    header: RunHeader
+    items: tuple[WorkItem, ...]
+    given: tuple[CaseResult, ...]
+    """Rows that are known without running: unsupported, not run here."""
+    device: str = "auto"
+
+
+def _choose(words: Sequence[str], enum: type[ForwardMode] | type[Execution], what: str) -> list[str]:
+    known = [member.value for member in enum]
+    for word in words:
+        if word not in known:
+            raise UsageError(f"unknown {what} {word!r}{did_you_mean(word, known)} (known: {', '.join(known)})")
+    return list(dict.fromkeys(words)) or known
+
+
+def _exact_cases(patterns: Sequence[str]) -> list[Case]:
+    exact = []
+    for pattern in patterns:
+        if not any(c in pattern for c in "*?["):
+            try:
+                exact.append(parse_case(pattern))
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+    return exact
+
+
+def _claims_of(spec: str, backend_class: type[AttentionBackend]) -> Capabilities:
+    claims = getattr(backend_class, "capabilities", None)
+    if not isinstance(claims, Capabilities):
+        raise UsageError(
+            f"backend {spec!r} has no capabilities; write `capabilities = Capabilities(...)` in class "
+            f"{backend_class.__name__}"
+        )
+    return claims
+
+
+def _cases_for(
+    claims: Capabilities, mode: ForwardMode, tier: str, seed: int, patterns: Sequence[str], exact: Sequence[Case]
+) -> list[Case]:
+    chosen = {case.id: case for case in exact if case.mode is mode}
+    globs = [p for p in patterns if any(c in p for c in "*?[")]
+    if globs or not patterns:
+        for case in generate(claims, mode, tier, seed):
+            if not globs or any(fnmatch.fnmatchcase(case.id, g) for g in globs):
+                chosen.setdefault(case.id, case)
+    return list(chosen.values())
+
+
+def plan_run(
+    *,
+    backends: Sequence[str],
+    modes: Sequence[str] = (),
+    executions: Sequence[str] = (),
+    tier: str = "smoke",
+    device: str = "auto",
+    seed: int = 0,
+    cases: Sequence[str] = (),
+) -> RunPlan:
+    """Decide what to run. ``cases``: globs on case ids of the tier, or exact ids of any case. Raises ``UsageError``."""
+    if not backends:
+        raise UsageError("no backend was named; give --backend a short name or module:Class")
+    if tier not in TIERS:
+        raise UsageError(f"unknown tier {tier!r}{did_you_mean(tier, TIERS)} (known: {', '.join(TIERS)})")
+    chosen_modes = [ForwardMode(m) for m in _choose(modes, ForwardMode, "mode")]
+    chosen_executions = [Execution(e) for e in _choose(executions, Execution, "execution")]
+    exact = _exact_cases(cases)
+    environment = resolve(device)
+    items: list[WorkItem] = []
+    given: list[CaseResult] = []
+    for spec in backends:
+        claims = _claims_of(spec, load_backend(spec))
+        absent = missing_here(claims, environment)
+        for mode in chosen_modes:
+            for execution in chosen_executions:
+                if not claims.offers(mode, execution):
+                    given.append(_row(spec, mode, execution, Status.UNSUPPORTED, "not claimed"))
+                elif absent:
+                    given.append(_row(spec, mode, execution, Status.NOT_RUN_HERE, absent))
+                else:
+                    found = _cases_for(claims, mode, tier, seed, cases, exact)
+                    if not found and not cases:
+                        given.append(_unsatisfiable(spec, mode, execution))
+                    items += [WorkItem(spec, mode, execution, case) for case in found]
+    if cases and not items and not given:
+        raise UsageError(f"no case matches {', '.join(cases)}")
+    # Eager and graph of one case next to each other: they share data and the oracle's answer.
+    order = {id(item): index for index, item in enumerate(items)}
+    first = {(item.backend, item.case.id): order[id(item)] for item in reversed(items)}
+    items.sort(key=lambda item: (first[item.backend, item.case.id], item.execution is Execution.GRAPH))
+    return RunPlan(_header(backends, tier, seed, environment, len(items)), tuple(items), tuple(given), device)
+
+
+def _row(spec: str, mode: ForwardMode, execution: Execution, status: Status, reason: str) -> CaseResult:
+    return CaseResult(spec, mode.value, execution.value, "", status, reason=reason)
+
+
+def _unsatisfiable(spec: str, mode: ForwardMode, execution: Execution) -> CaseResult:
+    finding = Finding(
+        "claims-honest",
+        f"{mode} is claimed, and no case can satisfy the other claims with it",
+        hint="an empty set of families, head dims or page sizes, or limits (max_q_rows, max_context_len) that leave "
+        "nothing to try",
+    )
+    return CaseResult(
+        spec, mode.value, execution.value, f"{mode.value}-(no case)", Status.FAILED, (finding,), ("claims-honest",)
+    )
+
+
+def _header(backends: Sequence[str], tier: str, seed: int, environment: Environment, planned: int) -> RunHeader:
+    return RunHeader(
+        kit=importlib.metadata.version("attn-testkit"),
+        started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        command=" ".join(["attn-testkit", *sys.argv[1:]]),
+        tier=tier,
+        seed=seed,
+        device=environment.kind,
+        device_name=environment.name,
+        versions=versions(),
+        backends={spec: origin_of(spec).label for spec in backends},
+        planned=planned,
+        limits=environment.limits,
+    )
+
+
+def run(plan: RunPlan) -> Iterator[CaseResult]:
+    """Run everything in this process, in order. After a lost device context the rest is reported as crashed."""
+    yield from plan.given
+    lost = ""
+    for count, item in enumerate(plan.items):
+        if lost:
+            yield _result(item, Outcome(), plan, Status.CRASHED, f"not run: device context lost ({lost})")
+            continue
+        if count in (1, 8) or count % _FREEZE_EVERY == _FREEZE_EVERY - 1:
+            settle()
+        result = run_item(item, plan)
+        if result.status is Status.CRASHED:
+            lost = result.reason
+        yield result
+
+
+def run_item(item: WorkItem, plan: RunPlan) -> CaseResult:
+    """Run one case. Whatever the backend does, this returns."""
+    environment = resolve(plan.device)
+    backend_class = load_backend(item.backend)
+    outcome = run_case(backend_class, item.case, item.execution, environment)
+    if outcome.lost:
+        return _result(item, outcome, plan, Status.CRASHED, outcome.lost)
+    findings = _explained(outcome, backend_class, item, environment)
+    return _result(item, replace(outcome, findings=findings), plan, Status.FAILED if findings else Status.PASSED)
+
+
+def _explained(
+    outcome: Outcome, backend_class: type[AttentionBackend], item: WorkItem, environment: Environment
+) -> list[Finding]:
+    """One finding a promise, the wrong numbers diagnosed."""
+    first: dict[str, Finding] = {}
+    for finding in outcome.findings:
+        first.setdefault(finding.check, finding)
+    told: list[Finding] = []
+    diagnosed = False
+    for check, finding in first.items():
+        steps = outcome.failed_steps.get(check, [])
+        if check in NUMERIC and steps and not diagnosed:
+            diagnosed = True
+            schedule, observed = steps[0]
+            bench = Bench(backend_class, environment)
+            with environment.active(), gradients_off(item.case):
+                finding = explain_numeric(
+                    bench, finding, schedule, observed, [seen for _, seen in outcome.passed_steps]
+                )
+        elif check in NUMERIC and diagnosed:
+            continue
+        told.append(_with_other_steps(finding, [seen.label for _, seen in steps]))
+    return told
+
+
+def _with_other_steps(finding: Finding, labels: list[str]) -> Finding:
+    others = [label.split(" of ")[0].removeprefix("replay ") for label in labels[1:] if label.startswith("replay ")]
+    if not others:
+        return finding
+    return replace(finding, step=f"{finding.step}; also in replays {', '.join(dict.fromkeys(others))}")
+
+
+def _result(item: WorkItem, outcome: Outcome, plan: RunPlan, status: Status, reason: str = "") -> CaseResult:
+    graph = plan.header.device if item.execution is Execution.GRAPH else ""
+    return CaseResult(
+        backend=item.backend,
+        mode=item.mode.value,
+        execution=item.execution.value,
+        case=item.case.id,
+        status=status,
+        findings=tuple(outcome.findings),
+        checks=tuple(sorted(outcome.checks)),
+        margin=outcome.margin,
+        seconds={name: round(value, 6) for name, value in outcome.clock.seconds.items()},
+        graph=graph,
+        device=plan.header.device,
+        kernels=outcome.kernels,
+        reason=reason,
+    )
+
+
+def check_backend(
+    backend: str | type[AttentionBackend],
+    *,
+    tier: str = "smoke",
+    device: str = "auto",
+    modes: Sequence[str] = (),
+    executions: Sequence[str] = (),
+    seed: int = 0,
+    cases: Sequence[str] = (),
+) -> list[CaseResult]:
+    """Check a backend from Python: ``[r for r in check_backend(MyBackend) if r.status is Status.FAILED]``."""
+    spec = backend if isinstance(backend, str) else f"{backend.__module__}:{backend.__qualname__}"
+    return list(
+        run(
+            plan_run(
+                backends=[spec], modes=modes, executions=executions, tier=tier, device=device, seed=seed, cases=cases
+            )
+        )
+    )

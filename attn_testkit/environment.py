@@ -1,0 +1,118 @@
+"""Where a run happens: a real device, or a CPU that stands in for one. The one place that asks which."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from packaging.requirements import Requirement
+
+from .contract import Capabilities
+from .emulation import LIMITS, emulated_cuda
+from .registry import UsageError, did_you_mean
+
+__all__ = ["Environment", "missing_here", "resolve"]
+
+_VERSIONED = ("torch", "triton", "flashinfer-python", "tokenspeed-mla", "numpy")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A device to run on."""
+
+    emulated: bool
+    index: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """What kit and backends use: always a CUDA device."""
+        return torch.device("cuda", self.index)
+
+    @property
+    def kind(self) -> str:
+        """``cuda`` or ``emulated``, for labels."""
+        return "emulated" if self.emulated else "cuda"
+
+    @property
+    def name(self) -> str:
+        """``NVIDIA H200 sm90``, or the stand-in."""
+        if self.emulated:
+            return "CPU (emulated CUDA)"
+        major, minor = torch.cuda.get_device_capability(self.index)
+        return f"{torch.cuda.get_device_name(self.index)} sm{major}{minor}"
+
+    @property
+    def sm(self) -> int | None:
+        """Compute capability as 90; None when there is no device."""
+        if self.emulated:
+            return None
+        major, minor = torch.cuda.get_device_capability(self.index)
+        return 10 * major + minor
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """What this environment cannot show."""
+        return LIMITS if self.emulated else ()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, ordinary CUDA programs run."""
+        if self.emulated:
+            with emulated_cuda():
+                yield
+        else:
+            with torch.cuda.device(self.index):
+                yield
+
+
+def resolve(name: str) -> Environment:
+    """``auto``, ``cuda``, ``cuda:N`` or ``cpu`` (emulated CUDA). Raises ``UsageError``."""
+    match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", name)
+    if match is None:
+        raise UsageError(f"unknown device {name!r}{did_you_mean(name, ('auto', 'cpu', 'cuda', 'cuda:0'))}")
+    real = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not real):
+        # Must be set before Triton is imported for the first time.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        return Environment(emulated=True)
+    if not real:
+        raise UsageError(
+            f"device {name!r} was asked for, and torch {torch.__version__} sees no CUDA device; "
+            "use --device cpu for emulated CUDA"
+        )
+    index = int(match[1] or 0)
+    if index >= torch.cuda.device_count():
+        raise UsageError(f"device {name!r} does not exist; there are {torch.cuda.device_count()} CUDA devices")
+    return Environment(emulated=False, index=index)
+
+
+def missing_here(capabilities: Capabilities, environment: Environment) -> str:
+    """Why the backend cannot run here, or nothing. An emulated kernel needs the package, not the hardware."""
+    needs = capabilities.requires
+    for text in needs.packages:
+        requirement = Requirement(text)
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{text} is not installed"
+        if not requirement.specifier.contains(version, prereleases=True):
+            return f"{text} is needed, {version} is installed"
+    return ""
+
+
+def versions() -> dict[str, str]:
+    """Of everything a result may depend on."""
+    found = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        try:
+            found[name.split("-")[0]] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    return found

@@ -1,0 +1,191 @@
+"""Running one case on one backend and judging what it did. Knows no pytest and prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from .cases.case import Case
+from .cases.catalogue import companions
+from .cases.data import pool_images
+from .cases.schedule import Schedule, make_schedule, only
+from .checks.claims import refuses_undeclared
+from .checks.failures import context_lost, from_exception
+from .checks.memory import addresses_stable, inputs_unchanged, writes_own_kv
+from .checks.numeric import finite, graph_matches_eager, margin, matches_oracle, output_written
+from .checks.observation import Observation
+from .checks.outputs import mode_outputs
+from .checks.sameness import batch_invariant, repeatable
+from .contract import AttentionBackend, Execution, Unsupported
+from .environment import Environment
+from .oracle.expect import expect
+from .results import Finding
+from .runner_modes.drive import Clock, DriveError, GraphDrive, drive_graphs, run_eager
+from .runner_modes.world import World
+
+__all__ = ["Outcome", "gradients_off", "judge", "run_case"]
+
+_NUMERIC = ("output-written", "finite", "matches-oracle")
+
+
+@dataclass
+class Outcome:
+    """What a case-run found, before it becomes a result."""
+
+    findings: list[Finding] = field(default_factory=list)
+    checks: set[str] = field(default_factory=set)
+    margin: float | None = None
+    clock: Clock = field(default_factory=Clock)
+    kernels: str = "real"
+    lost: str = ""
+    """Why the device context is gone; empty when it is not."""
+    failed_steps: dict[str, list[tuple[Schedule, Observation]]] = field(default_factory=dict)
+    """Promise -> steps that broke it, for diagnosis."""
+    passed_steps: list[tuple[Schedule, Observation]] = field(default_factory=list)
+
+
+@contextmanager
+def gradients_off(case: Case) -> Iterator[None]:
+    """``no_grad`` in half of the cases, ``inference_mode`` in the others: servers use both."""
+    with torch.inference_mode() if case.digest >> 1 & 1 else torch.no_grad():
+        yield
+
+
+def judge(observed: Observation, schedule: Schedule, finite_tails: bool) -> list[Finding]:
+    """All promises about one step. What follows from wrong attention outputs is not told twice."""
+    expected = expect(schedule, observed.step)
+    found = [
+        *output_written(observed, expected),
+        *finite(observed, expected),
+        *matches_oracle(observed, expected),
+    ]
+    if not found:
+        found += graph_matches_eager(observed, expected)
+        found += mode_outputs(observed, expected, schedule.case)
+    after = pool_images(schedule, observed.step, expected.data, finite_tails)[1]
+    found += writes_own_kv(observed, after, schedule.case)
+    found += inputs_unchanged(observed)
+    found += addresses_stable(observed)
+    return found
+
+
+def run_case(
+    backend_class: type[AttentionBackend], case: Case, execution: Execution, environment: Environment
+) -> Outcome:
+    """Drive a backend through one case. Whatever it raises becomes a finding; nothing of the backend's escapes."""
+    outcome = Outcome()
+    claims = backend_class.capabilities
+    run = _run_graph if execution is Execution.GRAPH else _run_eager
+    outcome.checks |= {"completes", "output-contract", *_NUMERIC, "mode-outputs", "writes-own-kv", "inputs-unchanged"}
+    outcome.checks |= {"reads-own-kv", "refuses-undeclared"}
+    if not claims.needs_cpu_seq_lens:
+        outcome.checks.add("no-host-lengths")
+    try:
+        with environment.active(), gradients_off(case):
+            seen = run(backend_class, case, environment, outcome)
+    except DriveError as error:
+        cause = error.__cause__
+        assert cause is not None
+        _record_exception(outcome, cause, error.phase, error.label, claims.needs_cpu_seq_lens)
+        cause.__traceback__ = None
+        return outcome
+    with outcome.clock.phase("oracle and checks"):
+        for schedule, observed in seen:
+            _judge_into(outcome, schedule, observed, claims.finite_page_tails)
+    return outcome
+
+
+def _record_exception(outcome: Outcome, error: BaseException, phase: str, label: str, needs_cpu: bool) -> None:
+    if context_lost(error):
+        outcome.lost = str(error).splitlines()[0]
+    outcome.findings.append(from_exception(error, phase, label, needs_cpu_lengths=needs_cpu))
+
+
+def _judge_into(outcome: Outcome, schedule: Schedule, observed: Observation, finite_tails: bool) -> None:
+    found = judge(observed, schedule, finite_tails)
+    expected = expect(schedule, observed.step)
+    outcome.margin = max(outcome.margin or 0.0, min(margin(observed, expected), 1e9))
+    if found:
+        for finding in found:
+            outcome.failed_steps.setdefault(finding.check, []).append((schedule, observed))
+    else:
+        outcome.passed_steps.append((schedule, observed))
+    outcome.findings += found
+
+
+def build_world(
+    backend_class: type[AttentionBackend], schedules: list[Schedule], environment: Environment, outcome: Outcome
+) -> World:
+    """Construct everything; a constructor that raises is a finding, ``Unsupported`` for a claimed case included."""
+    with outcome.clock.phase("setup"):
+        try:
+            world = World(backend_class, schedules, environment.device)
+        except Unsupported as error:
+            refused = RuntimeError(f"refused a claimed case: Unsupported: {error}")
+            raise DriveError("constructor", "") from refused
+        except Exception as error:
+            raise DriveError("constructor", "") from error
+    outcome.kernels = world.backend.kernels
+    return world
+
+
+_Seen = list[tuple[Schedule, Observation]]
+
+
+def _run_eager(backend_class: type[AttentionBackend], case: Case, environment: Environment, outcome: Outcome) -> _Seen:
+    schedule = make_schedule(case)
+    claims = backend_class.capabilities
+    world = build_world(backend_class, [schedule], environment, outcome)
+    step = schedule.steps[0]
+    observed = run_eager(world, schedule, step, outcome.clock)
+    if claims.deterministic:
+        outcome.checks.add("repeatable")
+        again = run_eager(world, schedule, step, outcome.clock)
+        outcome.findings += repeatable(observed, again)
+    if claims.batch_invariant and step.bs > 1:
+        outcome.checks.add("batch-invariant")
+        index = case.digest % step.bs
+        alone = run_eager(world, schedule, only(step, index), outcome.clock)
+        outcome.findings += batch_invariant(observed, alone, index)
+    with outcome.clock.phase("setup"):
+        outcome.findings += refuses_undeclared(backend_class, schedule, world.context)
+    return [(schedule, observed)]
+
+
+def _run_graph(backend_class: type[AttentionBackend], case: Case, environment: Environment, outcome: Outcome) -> _Seen:
+    claims = backend_class.capabilities
+    outcome.checks |= {
+        "captures-cleanly",
+        "replay-follows-batch",
+        "addresses-stable",
+        "padding-inert",
+        "buckets-independent",
+        "graph-matches-eager",
+        "claims-honest",
+    }
+    cases = [case]
+    if case.mixed:
+        cases += companions(case, claims.graph, claims.max_q_rows)
+    schedules = [make_schedule(c) for c in cases]
+    world = build_world(backend_class, schedules, environment, outcome)
+    seen, drives = drive_graphs(world, schedules, outcome.clock)
+    for drive in drives:
+        outcome.findings += _warm_up_finite(drive)
+    return seen
+
+
+def _warm_up_finite(drive: GraphDrive) -> list[Finding]:
+    """Capture runs on real kernels: a decode or verify of one key must not give NaN (servers assert it)."""
+    if drive.fill < 1 or drive.schedule.case.new or drive.warm_is_finite:
+        return []
+    return [
+        Finding(
+            "finite",
+            "the warm-up before capture gives NaN or Inf",
+            where=f"bucket {drive.schedule.buckets[-1]}, every seq_lens at the fill value {drive.fill}",
+            hint="capture metadata do not hold seq_lens (zero keys give 0 / 0)",
+        )
+    ]
