@@ -54,7 +54,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[SESSION].close()
 
 
-@pytest.hookimpl(optionalhook=True)
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """``-n auto``: a worker for each GPU, where case-runs use GPUs."""
     request = plugin_options.request(config)

@@ -88,8 +88,9 @@ def _text_only(item: pytest.Item, text: str) -> ReprExceptionInfo:
     # This form, unlike a plain string, survives xdist with the one-line message of the short summary.
     first, _, _ = text.partition("\n")
     path, line, _ = item.location
-    crash = ReprFileLocation(path, (line or 0) + 1, first)
-    return ReprExceptionInfo(ReprTraceback([ReprEntryNative([text])], None, style="native"), crash)
+    # The summary's line is cut at the terminal's width and already has the case in the test's id.
+    crash = ReprFileLocation(path, (line or 0) + 1, first.partition(": ")[2] or first)
+    return ReprExceptionInfo(ReprTraceback([ReprEntryNative([text + "\n"])], None, style="native"), crash)
 
 
 def _properties(result: CaseResult) -> list[tuple[str, Any]]:

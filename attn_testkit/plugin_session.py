@@ -26,7 +26,7 @@ def param_id(item: WorkItem) -> str:
     return f"{item.backend}-{item.execution.value}-{item.case.id}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """State of the plugin. On workers only the plan is used; results gather where the terminal is."""
 

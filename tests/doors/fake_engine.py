@@ -95,7 +95,7 @@ def plan_run(
         device="emulated",
         device_name="CPU (emulated CUDA)",
         versions={"python": "3.11", "torch": "2.13.0"},
-        backends={spec: "1.0" for spec in backends},
+        backends=dict.fromkeys(backends, "1.0"),
         planned=len(items),
         limits=("timing is not emulated",),
     )
