@@ -27,9 +27,10 @@ _lock = threading.Lock()
 def emulated_cuda(policy: Policy | None = None) -> Iterator[None]:
     """Run the block as an ordinary CUDA program on CPU memory.
 
-    Inside it `device="cuda"`, `torch.cuda.CUDAGraph`, streams, events, pinned memory and Triton launches under the interpreter
-    work, and what breaks or goes stale under a CUDA graph on a GPU breaks or goes stale here. It may be nested (an inner
-    policy holds until the inner block ends); each thread enters for itself. Everything is restored at the end.
+    Inside it `device="cuda"`, `torch.cuda.CUDAGraph`, streams, events, pinned memory and Triton launches under the
+    interpreter work, and what breaks or goes stale under a CUDA graph on a GPU breaks or goes stale here. It may be
+    nested (an inner policy holds until the inner block ends); each thread enters for itself. Everything is restored at
+    the end.
     """
     outer = session.current()
     if outer is not None:
@@ -123,7 +124,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _tensor_properties() -> Iterator[tuple[Any, str, Any]]:
-    base = torch._C.TensorBase
+    base: Any = torch._C.TensorBase
     device, is_cuda, is_cpu = base.device.__get__, base.is_cuda.__get__, base.is_cpu.__get__
     get_device = base.get_device
     yield Tensor, "device", property(lambda tensor: _CUDA if looks_device(tensor) else device(tensor))

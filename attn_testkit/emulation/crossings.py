@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_testkit.emulation import private, rules
-from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.memory import fill_storage
 from attn_testkit.emulation.recorder import adopt, copy_across
 from attn_testkit.emulation.session import Session

@@ -1,5 +1,5 @@
-"""What the emulation says when a program would fail on a GPU. Every error names the operation, the author's line, what CUDA
-would have done, and the usual cure."""
+"""What the emulation says when a program would fail on a GPU. Every error names the operation, the author's line, what
+CUDA would have done, and the usual cure."""
 
 from __future__ import annotations
 

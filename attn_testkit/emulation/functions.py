@@ -27,25 +27,21 @@ _NO_KEYWORDS: dict[str, Any] = {}
 
 # Host and device tensors may meet in these; what CUDA then does is decided below, operation by operation.
 _MIXES = frozenset(
-    {
-        Tensor.__getitem__, Tensor.__setitem__, Tensor.copy_, Tensor.index_put_, Tensor.index_put, Tensor.set_, Tensor.resize_as_,
-        Tensor.view_as, Tensor.expand_as, Tensor.reshape_as, Tensor.is_set_to, Tensor.is_same_size, torch.is_same_size,
-        torch.tensor_split, Tensor.tensor_split, torch.broadcast_tensors, torch._has_compatible_shallow_copy_type,
-        torch.result_type,
-    }
+    {Tensor.__getitem__, Tensor.__setitem__, Tensor.copy_, Tensor.index_put_, Tensor.index_put, Tensor.set_,
+     Tensor.resize_as_, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as, Tensor.is_set_to, Tensor.is_same_size,
+     torch.is_same_size, torch.tensor_split, Tensor.tensor_split, torch.broadcast_tensors, torch.result_type,
+     torch._has_compatible_shallow_copy_type}
 )  # fmt: skip
 
 # Python functions of torch that neither name a device nor read a value: running them needs no watcher below.
 _PLAIN = frozenset(
-    {
-        F.softmax, F.log_softmax, F.layer_norm, F.rms_norm, F.embedding, F.silu, F.relu, F.dropout, F.normalize, F.sigmoid,
-        F.tanh, torch.einsum, torch.split, torch.functional.split, torch.norm, torch.functional.norm, torch.chunk, Tensor.split,
-        torch.meshgrid, torch.broadcast_tensors, torch.atleast_1d, torch.atleast_2d, torch.tensordot, Tensor.unflatten,
-        Tensor.__len__, Tensor.__iter__, Tensor.__hash__, Tensor.__rsub__, Tensor.__rdiv__, Tensor.__rpow__,
-    }
+    {F.softmax, F.log_softmax, F.layer_norm, F.rms_norm, F.embedding, F.silu, F.relu, F.dropout, F.normalize,
+     F.sigmoid, F.tanh, torch.einsum, torch.split, torch.norm, torch.chunk, torch.meshgrid, torch.broadcast_tensors,
+     torch.atleast_1d, torch.atleast_2d, torch.tensordot, Tensor.split, Tensor.unflatten, Tensor.__len__,
+     Tensor.__iter__, Tensor.__hash__, Tensor.__rsub__, Tensor.__rdiv__, Tensor.__rpow__}
 )  # fmt: skip
 
-_VALUES, _HOST, _DEVICE = 0, 1, 2
+_HOST, _DEVICE = 1, 2
 
 
 def _places(values: Any) -> int:
@@ -115,9 +111,8 @@ class DeviceFunctions(TorchFunctionMode):
                 if named_device and found == _HOST:
                     args = map_tensors(args, self._twin_on_device)
                 found &= ~_HOST
-        elif not found and (default := private.default_device()) is not None and default.type == "cuda":
-            if func in _constructors():
-                on_device, kwargs = True, {"device": _CPU}
+        elif not found and _by_default_on_device(func):
+            on_device, kwargs = True, {"device": _CPU}
         if found == _DEVICE | _HOST and func not in _MIXES and not isinstance(func, FunctionType):
             raise mixed_devices(session, _spell(func, getattr(func, "__name__", "")))
         outer, session.creating = session.creating, on_device
@@ -180,8 +175,10 @@ def wants_cuda(device: Any) -> bool:
     return bool(torch.device(device).type == "cuda")
 
 
-def _constructors() -> set[Any]:
-    return torch.utils._device._device_constructors()
+def _by_default_on_device(func: Any) -> bool:
+    """Whether `torch.set_default_device("cuda")` is on and `func` obeys it."""
+    default = private.default_device()
+    return default is not None and default.type == "cuda" and func in torch.utils._device._device_constructors()
 
 
 def _spell(func: Any, name: str) -> str:

@@ -1,4 +1,5 @@
-"""`torch.cuda.CUDAGraph` on a CPU: what a capture recorded, the memory it uses, and what is checked before it runs again."""
+"""`torch.cuda.CUDAGraph` on a CPU: what a capture recorded, the memory it uses, and what is checked before it runs
+again."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from attn_testkit.emulation import rules, session
 from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError
 from attn_testkit.emulation.memory import Block, PoolHandle, new_handle, pool_for
 from attn_testkit.emulation.policy import Policy
-from attn_testkit.emulation.private import disable_functions, disable_modes
+from attn_testkit.emulation.private import disable_functions, disable_modes, same_generator
 from attn_testkit.emulation.program import CallNode, DropNode, Node, Step, compile_program
 from attn_testkit.emulation.recorder import Recorder
 from attn_testkit.emulation.sites import Site, author_site
 from attn_testkit.emulation.streams import Stream, StreamContext, check_joined
 
-# The Triton interpreter leaves reference cycles that hold its arguments; a collection before the first replays frees what is dead.
+# The Triton interpreter leaves reference cycles that hold its arguments; a collection before the first replays frees
+# what is dead.
 _COLLECT_BEFORE_REPLAYS = 2
 
 
@@ -61,8 +63,8 @@ class EmulatedGraph:
             )
         if current.stream.cuda_stream == 0:
             raise RuntimeError(
-                "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them on the"
-                " default stream.)"
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them"
+                " on the default stream.)"
             )
         if capture_error_mode not in ("global", "thread_local", "relaxed"):
             raise RuntimeError(
@@ -77,7 +79,7 @@ class EmulatedGraph:
         self._origin.capture, self._origin.seen = self, {}
         current.capture = self
         self._recorder = Recorder(current, self)
-        self._recorder.__enter__()
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
         current = session.require()
@@ -103,7 +105,7 @@ class EmulatedGraph:
         current = session.require()
         assert self._recorder is not None
         assert self._origin is not None
-        self._recorder.__exit__(None, None, None)
+        self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         current.capture = self._recorder = None
         error = check_joined(self._origin, self._joined)
         for stream in [self._origin, *(stream for stream, _ in self._joined)]:
@@ -117,8 +119,8 @@ class EmulatedGraph:
             return CaptureError(
                 "CUDAGraph.capture_end()",
                 author_site(),
-                "CUDA would report 'operation failed due to a previous error during capture': an error inside the capture was caught"
-                " and ignored",
+                "CUDA would report 'operation failed due to a previous error during capture': an error inside the"
+                " capture was caught and ignored",
                 "repair the operation that raised first; a capture does not survive it",
             )
         return error
@@ -175,7 +177,7 @@ class EmulatedGraph:
     # ---- what the recorder needs
 
     def knows_generator(self, generator: torch.Generator) -> bool:
-        return any(known._cdata == generator._cdata for known in self._generators)
+        return any(same_generator(known, generator) for known in self._generators)
 
     def join(self, stream: Stream) -> None:
         """`stream` waits for captured work: what it does next belongs to the capture."""
@@ -233,8 +235,8 @@ def _dangling(block: Block, trouble: str, users: list[Node]) -> DanglingMemoryEr
     return DanglingMemoryError(
         f"replay of {first.name}" + (f" and {len(users) - 1} more" if len(users) > 1 else ""),
         first.site,
-        f"the graph would use {block.nbytes} bytes that were {trouble} after the capture (allocated at {block.site}); on a GPU they"
-        " may belong to somebody else by then",
+        f"the graph would use {block.nbytes} bytes that were {trouble} after the capture (allocated at {block.site});"
+        " on a GPU they may belong to somebody else by then",
         "allocate it once, in the constructor or init_cuda_graph_state, keep it, and refresh it in place with copy_",
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation.private import StorageWeakRef, raw_storage, storage_from_weak, use_count
+from attn_testkit.emulation.private import raw_storage, storage_from_weak, use_count, weak_reference
 from attn_testkit.emulation.sites import Site
 from attn_testkit.emulation.tags import allocation_site
 
@@ -29,7 +29,8 @@ def fill_storage(storage: torch.UntypedStorage, byte: int | None) -> None:
 class Block:
     """One storage that a graph uses.
 
-    `owner` is set for memory of the graph's own pool only. Anything else is outside: it may die at any time, and its address
+    `owner` is set for memory of the graph's own pool only. Anything else is outside: it may die at any time, and its
+            address
     must not be touched before `trouble()` has said that it is still the same memory.
     """
 
@@ -37,7 +38,7 @@ class Block:
 
     def __init__(self, storage: torch.UntypedStorage, *, in_pool: bool) -> None:
         self.key = storage._cdata
-        self.weak = StorageWeakRef(storage)
+        self.weak = weak_reference(storage)
         self.owner = storage if in_pool else None
         self.site: Site = allocation_site(self.key)
         self.aliases: list[Tensor] = []
@@ -101,7 +102,7 @@ class Block:
         buffer = torch.full((max(self.nbytes, 1),), byte, dtype=torch.uint8).untyped_storage()
         for alias in self.aliases:
             alias.set_(buffer, alias.storage_offset(), alias.size(), alias.stride())
-        self.weak, self.owner = StorageWeakRef(buffer), buffer
+        self.weak, self.owner = weak_reference(buffer), buffer
         self.address, self.nbytes = buffer.data_ptr(), buffer.nbytes()
 
     def unreferenced(self) -> bool:

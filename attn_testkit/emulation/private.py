@@ -24,11 +24,14 @@ __all__ = [
     "disable_functions",
     "disable_modes",
     "has_composite_kernel",
+    "is_gone",
     "raw_storage",
     "run_kernel",
+    "same_generator",
     "self_tests",
     "storage_from_weak",
     "use_count",
+    "weak_reference",
 ]
 
 disable_functions = torch._C.DisableTorchFunction
@@ -44,9 +47,24 @@ def raw_storage(address: int, nbytes: int) -> torch.UntypedStorage:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
+def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """Knows whether the storage is still there, without keeping it."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def is_gone(weak: StorageWeakRef) -> bool:
+    """Whether nobody owns the storage any more."""
+    return bool(weak.expired())  # type: ignore[no-untyped-call]
+
+
+def same_generator(a: torch.Generator, b: torch.Generator) -> bool:
+    """Whether two Python objects stand for one generator: the dispatcher makes new ones."""
+    return bool(a._cdata == b._cdata)  # type: ignore[attr-defined]
+
+
 def storage_from_weak(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage behind a weak reference, None when it is gone."""
-    if weak.expired():
+    if is_gone(weak):
         return None
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
 
@@ -59,21 +77,24 @@ def can_decompose(op: torch._ops.OpOverload) -> bool:
 def has_composite_kernel(op: torch._ops.OpOverload) -> bool:
     """Whether the same C++ code, made of other operations, serves CPU and CUDA (explicitly composite)."""
     name = op.name()
-    has, name = torch._C._dispatch_has_kernel_for_dispatch_key, op.name()
-    return has(name, "CompositeExplicitAutograd") and not has(name, "CPU")
+    return _has_kernel(op, "CompositeExplicitAutograd") and not _has_kernel(op, "CPU")
 
 
 def run_kernel(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """Run the kernel itself, so that the active modes see the operations inside it. A kernel registered for CUDA only (Python, in
-    a custom operation) serves too."""
+    """Run the kernel itself, so that the active modes see the operations inside it. A kernel registered for CUDA only
+    (Python, in a custom operation) serves too."""
     return op.redispatch(_CUDA_KEYS if _only_for_cuda(op) else _CPU_KEYS, *args, **kwargs)
 
 
 @functools.cache
 def _only_for_cuda(op: torch._ops.OpOverload) -> bool:
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
     elsewhere = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
-    return has(op.name(), "CUDA") and not any(has(op.name(), key) for key in elsewhere)
+    return _has_kernel(op, "CUDA") and not any(_has_kernel(op, key) for key in elsewhere)
+
+
+def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
+    name = op.name()  # type: ignore[no-untyped-call]
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def default_device() -> torch.device | None:
@@ -86,10 +107,10 @@ def default_device() -> torch.device | None:
 
 def _weak_references_see_death() -> bool:
     tensor = torch.zeros(4)
-    weak = StorageWeakRef(tensor.untyped_storage())
+    weak = weak_reference(tensor.untyped_storage())
     alive = storage_from_weak(weak) is not None
     del tensor
-    return alive and weak.expired() and storage_from_weak(weak) is None
+    return alive and is_gone(weak) and storage_from_weak(weak) is None
 
 
 def _use_count_sees_the_last_owner() -> bool:
@@ -104,15 +125,15 @@ def _aliases_do_not_own() -> bool:
     owner = torch.zeros(4)
     alias = torch.empty(0).set_(raw_storage(owner.data_ptr(), 16), 0, (4,), (1,))
     alias.add_(1)
-    weak = StorageWeakRef(owner.untyped_storage())
+    weak = weak_reference(owner.untyped_storage())
     seen = owner.tolist() == [1.0] * 4
     del owner
-    return seen and weak.expired()
+    return seen and is_gone(weak)
 
 
-class _Names(TorchDispatchMode):
+class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -147,7 +168,8 @@ def _generators_can_be_subclassed() -> bool:
 SELF_TESTS: dict[str, tuple[Callable[[], bool], str]] = {
     "weak storage references": (
         _weak_references_see_death,
-        "StorageWeakRef / UntypedStorage._new_with_weak_ptr no longer tell when memory is freed: dangling memory would go unseen",
+        "StorageWeakRef / UntypedStorage._new_with_weak_ptr no longer tell when memory is freed: dangling memory would"
+        " go unseen",
     ),
     "storage use count": (
         _use_count_sees_the_last_owner,

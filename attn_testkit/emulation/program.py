@@ -109,7 +109,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _filler(block: Block, fill: int | None) -> Step | None:
-    # The graph owns pool memory, and a replay starts by checking that nobody resized what is still reachable: the bare address is safe.
+    # The graph owns pool memory, and a replay starts by checking that nobody resized what is still reachable: the bare
+    # address is safe.
     if fill is None or not block.nbytes or not block.in_pool:
         return None
     return functools.partial(ctypes.memset, block.address, fill, block.nbytes)

@@ -1,4 +1,5 @@
-"""Seeing every operation of a capture, below autograd and below Python composites, and noting those that a replay must repeat."""
+"""Seeing every operation of a capture, below autograd and below Python composites, and noting those that a replay must
+repeat."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from attn_testkit.emulation import private, rules
+from attn_testkit.emulation.conditions import Call
 from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.memory import fill_storage
 from attn_testkit.emulation.private import TorchDispatchMode
 from attn_testkit.emulation.program import AllocationNode, OpNode, map_tensors, tensors_in
-from attn_testkit.emulation.rules import Call
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import is_device, is_pinned, tag_device, tag_pinned
@@ -43,9 +44,10 @@ _TAKES_HOST_SCALAR = _INDEXES | frozenset(
 )
 # Composites that gain nothing from being opened: no value is read inside, and one node replays faster than several.
 _KEEP_WHOLE = frozenset(
-    {"copy_", "clone", "stack", "sum", "mean", "zeros_like", "ones_like", "full_like", "repeat", "constant_pad_nd", "sort",
-     "index_put", "index_put_", "masked_fill", "masked_scatter", "embedding", "median", "kthvalue", "norm", "logsumexp",
-     "new_zeros", "new_ones", "new_full", "_pin_memory", "rand_like", "randn_like", "_safe_softmax", "nan_to_num"}
+    {"copy_", "clone", "stack", "sum", "mean", "zeros_like", "ones_like", "full_like", "repeat", "constant_pad_nd",
+     "sort", "index_put", "index_put_", "masked_fill", "masked_scatter", "embedding", "median", "kthvalue", "norm",
+     "logsumexp", "new_zeros", "new_ones", "new_full", "_pin_memory", "rand_like", "randn_like", "_safe_softmax",
+     "nan_to_num"}
 )  # fmt: skip
 
 
@@ -98,11 +100,12 @@ def _call(facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     return Call(facts.name, facts.overload, values)
 
 
-class Watcher(TorchDispatchMode):
-    """Understands device="cuda" and host reads below the Python functions of torch. Used alone for eager code that needs it."""
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Understands device="cuda" and host reads below the Python functions of torch. Used alone for eager code that
+    needs it."""
 
     def __init__(self, session: Session) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.session = session
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -166,7 +169,7 @@ class Watcher(TorchDispatchMode):
         return result
 
 
-class Recorder(Watcher):
+class Recorder(Watcher):  # type: ignore[no-untyped-call]
     """Notes what a replay must repeat."""
 
     def __init__(self, session: Session, graph: EmulatedGraph) -> None:
@@ -303,7 +306,8 @@ def mixed_devices(session: Session, operation: str) -> EmulationError:
     return EmulationError(
         session.operation or operation,
         author_site(),
-        "torch would refuse with 'Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!'",
+        "torch would refuse with 'Expected all tensors to be on the same device, but found at least two devices, cuda:0"
+        " and cpu!'",
         "move the host tensor to the device first (before the capture)",
     )
 

@@ -1,9 +1,9 @@
 """What CUDA refuses while a graph is being captured: one row per rule.
 
 `measured` names what a row rests on: the calibration snippets that show it (stored with device and torch version under
-`calibrate/`), or "read" for rows taken from torch's CUDA sources without a measurement. `syncs` says that the host waits for the
-device, which `torch.cuda.set_sync_debug_mode` reports outside of captures too. `invalidates` says that the capture is lost even
-if the program catches the error.
+`calibrate/`), or "read" for rows taken from torch's CUDA sources without a measurement. `syncs` says that the host
+waits for the device, which `torch.cuda.set_sync_debug_mode` reports outside of captures too. `invalidates` says that
+the capture is lost even if the program catches the error.
 """
 
 from __future__ import annotations
@@ -15,43 +15,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation.tags import is_device, is_pinned
+from attn_testkit.emulation import conditions
+from attn_testkit.emulation.conditions import Call
 
 _NOT_PERMITTED = "CUDA would stop the capture with 'operation not permitted when stream is capturing'"
-_UNPINNED = "torch would refuse with 'Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned'"
+_UNPINNED = (
+    "torch would refuse with 'Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor"
+    " is pinned'"
+)
 _KEEP_ON_DEVICE = (
     "keep the value on the device, or compute it on the host before the capture and copy it into a buffer in place"
 )
 _FIXED_SHAPE = (
     "use a form whose result shape does not depend on data (mask and torch.where, output_size=, nonzero_static)"
 )
-_COPY_BEFORE = "build it before the capture and copy_ into a persistent buffer before every replay; or use a device op (fill_, full, arange)"
+_COPY_BEFORE = (
+    "build it before the capture and copy_ into a persistent buffer before every replay; or use a device op (fill_,"
+    " full, arange)"
+)
 _NON_BLOCKING = "pass non_blocking=True, or do the copy before the capture"
 
 
 @dataclass(frozen=True)
-class Call:
-    """One operation as the dispatcher sees it."""
-
-    name: str
-    overload: str
-    values: dict[str, Any]
-
-    def __getitem__(self, argument: str) -> Any:
-        return self.values.get(argument)
-
-    def on_device(self, argument: str) -> bool:
-        value = self.values.get(argument)
-        return isinstance(value, Tensor) and is_device(value)
-
-    def on_host(self, argument: str) -> bool:
-        value = self.values.get(argument)
-        return isinstance(value, Tensor) and not is_device(value)
-
-
-@dataclass(frozen=True)
 class Rule:
-    """`ops` at the dispatcher that CUDA refuses in a capture when `applies`; no ops: the function rules ask for it by name."""
+    """`ops` at the dispatcher that CUDA refuses in a capture when `applies`; no ops: the function rules ask for it by
+    name."""
 
     why: str
     cuda: str
@@ -61,84 +49,6 @@ class Rule:
     applies: Callable[[Call], bool] = lambda call: True
     syncs: bool = True
     invalidates: bool = True
-
-
-# ---- conditions
-
-
-def _not_the_same_memory(call: Call) -> bool:
-    a, b = call["self"], call["other"]
-    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
-    return not (same and a.size() == b.size() and a.stride() == b.stride())
-
-
-def _is_mask(index: object) -> bool:
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-def _indices(call: Call) -> list[Tensor]:
-    return [index for index in call["indices"] if isinstance(index, Tensor)]
-
-
-def _is_plain_masked_fill(call: Call) -> bool:
-    """x[mask] = host scalar: CUDA turns it into masked_fill_, which needs no nonzero()."""
-    value, indices = call["values"], _indices(call)
-    if value is None or value.numel() != 1 or is_device(value):
-        return False
-    return len(indices) == 1 and _is_mask(indices[0])
-
-
-def _indexes_by_device_mask(call: Call) -> bool:
-    return any(_is_mask(i) and is_device(i) for i in _indices(call)) and not _is_plain_masked_fill(call)
-
-
-def _indexes_by_host_tensor(call: Call) -> bool:
-    return any(not _is_mask(i) and not is_device(i) for i in _indices(call))
-
-
-def _assigns_host_scalar_by_index(call: Call) -> bool:
-    value = call["values"]
-    return value.dim() == 0 and not is_device(value) and not _is_plain_masked_fill(call)
-
-
-def _selects_host_scalar(call: Call) -> bool:
-    return any(call.on_host(name) and call[name].dim() == 0 for name in ("self", "other"))
-
-
-def _histogram_range_open(call: Call) -> bool:
-    return bool((call["min"] or 0) == (call["max"] or 0))
-
-
-def _repeats_decide_the_size(call: Call) -> bool:
-    return isinstance(call["repeats"], Tensor) and call["output_size"] is None
-
-
-def _isin_sorts(call: Call) -> bool:
-    elements, tests = call["elements"], call["test_elements"]
-    both = isinstance(elements, Tensor) and isinstance(tests, Tensor)
-    return both and not call["assume_unique"] and bool(tests.numel() >= 10.0 * elements.numel() ** 0.145)
-
-
-def _any_device(*arguments: str) -> Callable[[Call], bool]:
-    return lambda call: any(call.on_device(name) for name in arguments)
-
-
-def _host_to_device(pinned: bool) -> Callable[[Call], bool]:
-    return lambda call: (
-        call.on_device("self")
-        and call.on_host("src")
-        and is_pinned(call["src"]) == pinned
-        and not (pinned and call["non_blocking"])
-    )
-
-
-def _device_to_host(pinned: bool) -> Callable[[Call], bool]:
-    return lambda call: (
-        call.on_host("self")
-        and call.on_device("src")
-        and is_pinned(call["self"]) == pinned
-        and not (pinned and call["non_blocking"])
-    )
 
 
 # ---- rows that the function rules use by name
@@ -253,7 +163,7 @@ RULES: tuple[Rule, ...] = (
             "coalesce",
             "sparse_mask",
         ),
-    ),  # fmt: skip
+    ),
     Rule(
         _SIZE_FROM_DATA,
         _NOT_PERMITTED,
@@ -268,7 +178,7 @@ RULES: tuple[Rule, ...] = (
         "use torch.where, masked_fill, or index with a precomputed index tensor of fixed size",
         ("x[mask]", "x[mask]=cuda0d", "x[mask]=cuda1d"),
         ops=("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
-        applies=_indexes_by_device_mask,
+        applies=conditions.indexes_by_device_mask,
     ),
     Rule(
         "the index lives on the host and is copied to the device",
@@ -276,7 +186,7 @@ RULES: tuple[Rule, ...] = (
         "keep index tensors on the device; replace x[[0, 2]] by a persistent device index",
         ("x[host_idx]", "x[list]", "x[np idx]"),
         ops=("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
-        applies=_indexes_by_host_tensor,
+        applies=conditions.indexes_by_host_tensor,
         invalidates=False,
     ),
     Rule(
@@ -285,7 +195,7 @@ RULES: tuple[Rule, ...] = (
         "use fill_, masked_fill_, index_fill_ or scatter_ with a Python number",
         ("x[idx]=0.",),
         ops=("index_put", "index_put_", "_index_put_impl_"),
-        applies=_assigns_host_scalar_by_index,
+        applies=conditions.assigns_host_scalar_by_index,
         invalidates=False,
     ),
     Rule(
@@ -294,7 +204,7 @@ RULES: tuple[Rule, ...] = (
         "pass output_size=",
         ("repeat_interleave",),
         ops=("repeat_interleave",),
-        applies=_repeats_decide_the_size,
+        applies=conditions.repeats_decide_the_size,
     ),
     Rule(
         "the number of classes is read from the device",
@@ -310,7 +220,7 @@ RULES: tuple[Rule, ...] = (
         _KEEP_ON_DEVICE,
         ("equal", "allclose"),
         ops=("equal",),
-        applies=_not_the_same_memory,
+        applies=conditions.not_the_same_memory,
     ),
     Rule(
         "the host reads the outcome of a comparison", _NOT_PERMITTED, _KEEP_ON_DEVICE, ("allclose",), ops=("allclose",)
@@ -321,7 +231,7 @@ RULES: tuple[Rule, ...] = (
         "pass min= and max=",
         ("histc auto",),
         ops=("histc",),
-        applies=_histogram_range_open,
+        applies=conditions.histogram_range_open,
     ),
     Rule(
         "the value tensor is read with .item()",
@@ -329,7 +239,7 @@ RULES: tuple[Rule, ...] = (
         "use torch.where(mask, value, x), or a Python number",
         ("masked_fill_(m,cuda0d)",),
         ops=("masked_fill", "masked_fill_", "index_fill", "index_fill_"),
-        applies=_any_device("value"),
+        applies=conditions.any_device("value"),
     ),
     Rule(
         "a host scalar tensor is copied to the device",
@@ -337,7 +247,7 @@ RULES: tuple[Rule, ...] = (
         "pass a Python number, or keep the scalar on the device",
         ("where(m,x,host0d)",),
         ops=("where",),
-        applies=_selects_host_scalar,
+        applies=conditions.selects_host_scalar,
         invalidates=False,
     ),
     Rule(
@@ -346,7 +256,7 @@ RULES: tuple[Rule, ...] = (
         "use bounds known on the host and scale on the device",
         ("linspace(dev)",),
         ops=("linspace", "logspace", "arange", "randint_like"),
-        applies=_any_device("start", "end", "high"),
+        applies=conditions.any_device("start", "end", "high"),
     ),
     Rule(
         "split positions must be on the host",
@@ -354,7 +264,7 @@ RULES: tuple[Rule, ...] = (
         "pass a list of Python numbers",
         ("tensor_split(host t)",),
         ops=("tensor_split",),
-        applies=_any_device("tensor_indices_or_sections"),
+        applies=conditions.any_device("tensor_indices_or_sections"),
     ),
     Rule(
         "sorted membership tests need unique(), whose size the host must read",
@@ -362,7 +272,7 @@ RULES: tuple[Rule, ...] = (
         "compare by broadcasting: (x[:, None] == tests).any(-1)",
         ("isin large",),
         ops=("isin",),
-        applies=_isin_sorts,
+        applies=conditions.isin_sorts,
     ),
     Rule(
         "the sorter's range is checked on the host",
@@ -370,7 +280,7 @@ RULES: tuple[Rule, ...] = (
         "gather the sorted sequence first and pass no sorter",
         ("searchsorted sorter",),
         ops=("searchsorted",),
-        applies=_any_device("sorter"),
+        applies=conditions.any_device("sorter"),
     ),
     Rule(
         "the standard deviations are checked on the host",
@@ -378,7 +288,7 @@ RULES: tuple[Rule, ...] = (
         "use torch.randn(...) * std + mean",
         ("normal(std tensor)",),
         ops=("normal",),
-        applies=_any_device("std"),
+        applies=conditions.any_device("std"),
     ),
     Rule(
         "the solver's error codes are read by the host",
@@ -398,14 +308,14 @@ RULES: tuple[Rule, ...] = (
             "linalg_lstsq",
             "linalg_matrix_exp",
         ),
-    ),  # fmt: skip
+    ),
     Rule(
         "the lengths are read by the host",
         _NOT_PERMITTED,
         "pass the lengths as host values",
         ("ctc_loss",),
         ops=("_ctc_loss", "ctc_loss", "segment_reduce"),
-        applies=_any_device("input_lengths", "target_lengths", "lengths", "offsets"),
+        applies=conditions.any_device("input_lengths", "target_lengths", "lengths", "offsets"),
     ),
     Rule(
         "a copy from unpinned host memory",
@@ -413,7 +323,7 @@ RULES: tuple[Rule, ...] = (
         _COPY_BEFORE,
         ("x[1]=1.", "dev.copy_(host)", "dev.copy_(host0d)", "x[2:]=host1d"),
         ops=("copy_",),
-        applies=_host_to_device(pinned=False),
+        applies=conditions.host_to_device(pinned=False),
         invalidates=False,
     ),
     Rule(
@@ -422,7 +332,7 @@ RULES: tuple[Rule, ...] = (
         _NON_BLOCKING,
         ("pinned.to(dev)",),
         ops=("copy_",),
-        applies=_host_to_device(pinned=True),
+        applies=conditions.host_to_device(pinned=True),
     ),
     Rule(
         "a copy to unpinned host memory",
@@ -430,7 +340,7 @@ RULES: tuple[Rule, ...] = (
         _KEEP_ON_DEVICE,
         ("host.copy_(dev)", ".cpu()"),
         ops=("copy_",),
-        applies=_device_to_host(pinned=False),
+        applies=conditions.device_to_host(pinned=False),
         invalidates=False,
     ),
     Rule(
@@ -439,7 +349,7 @@ RULES: tuple[Rule, ...] = (
         _NON_BLOCKING,
         ("pinned.copy_(dev)",),
         ops=("copy_",),
-        applies=_device_to_host(pinned=True),
+        applies=conditions.device_to_host(pinned=True),
     ),
 )
 
@@ -456,7 +366,8 @@ def refusal(call: Call) -> Rule | None:
     return None
 
 
-# Functions whose CPU kernels check values on the host where the CUDA kernels do not (measured: "quantile", "one_hot(n)").
+# Functions whose CPU kernels check values on the host where the CUDA kernels do not (measured: "quantile",
+# "one_hot(n)").
 CHECKED_ON_CPU_ONLY: frozenset[Any] = frozenset(
     {torch.quantile, torch.nanquantile, Tensor.quantile, Tensor.nanquantile}
 )

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import sys
-from types import CodeType
 from typing import NamedTuple
 
 import torch
@@ -32,8 +31,7 @@ UNKNOWN = Site("<unknown>", 0, "?")
 
 
 @functools.cache
-def _is_machinery(code: CodeType) -> bool:
-    name = code.co_filename
+def _is_machinery(name: str) -> bool:
     return (
         name.startswith((_TORCH, "<frozen"))
         or os.path.dirname(name) == _HERE
@@ -47,7 +45,7 @@ def author_site() -> Site:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not _is_machinery(code):
+        if not _is_machinery(code.co_filename):
             return Site(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
     return UNKNOWN

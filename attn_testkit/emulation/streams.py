@@ -1,5 +1,5 @@
-"""Streams and events. Everything runs in order on a CPU, so all they do is keep account: which streams belong to a capture, and
-whether the stream that started it has waited for all their work."""
+"""Streams and events. Everything runs in order on a CPU, so all they do is keep account: which streams belong to a
+capture, and whether the stream that started it has waited for all their work."""
 
 from __future__ import annotations
 

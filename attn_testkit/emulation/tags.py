@@ -1,8 +1,8 @@
 """Which tensors are "cuda" and which host tensors are pinned.
 
-A device tensor is a plain CPU tensor whose storage is listed here. The list is by storage, not by tensor, so views, temporaries made
-in C++ and `param.data = ...` need no care. An entry holds the storage weakly: the memory can go, its identity is not given
-to another storage while the entry stands.
+A device tensor is a plain CPU tensor whose storage is listed here. The list is by storage, not by tensor, so views,
+temporaries made in C++ and `param.data = ...` need no care. An entry holds the storage weakly: the memory can go, its
+identity is not given to another storage while the entry stands.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation.private import StorageWeakRef, disable_functions
+from attn_testkit.emulation.private import StorageWeakRef, disable_functions, is_gone, storage_from_weak, weak_reference
 from attn_testkit.emulation.sites import UNKNOWN, Site, author_site
 
-_FIRST_PURGE = 4096
+_FIRST_PURGE = 128
 
 
 class Registry:
@@ -31,24 +31,23 @@ class Registry:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.entries:
-            self.entries[key] = (StorageWeakRef(storage), author_site(), storage.nbytes())
+            self.entries[key] = (weak_reference(storage), author_site(), storage.nbytes())
             if len(self.entries) > self._purge_at:
                 self.purge()
 
     def purge(self) -> None:
         """Forget storages that are gone."""
         for key, (weak, _, _) in list(self.entries.items()):
-            if weak.expired():
+            if is_gone(weak):
                 self.entries.pop(key, None)
         self._purge_at = max(_FIRST_PURGE, 2 * len(self.entries))
 
     def live(self) -> Iterator[tuple[Site, int, int]]:
         """(allocating line, address, bytes) of every storage that still exists."""
-        for key, (weak, site, _) in list(self.entries.items()):
-            if not weak.expired():
-                storage = torch.UntypedStorage._new_with_weak_ptr(key)
-                if storage is not None:
-                    yield site, storage.data_ptr(), storage.nbytes()
+        for weak, site, _ in list(self.entries.values()):
+            storage = storage_from_weak(weak)
+            if storage is not None:
+                yield site, storage.data_ptr(), storage.nbytes()
 
     def live_bytes(self) -> int:
         """Bytes in storages that still exist."""
@@ -62,9 +61,10 @@ _pinned = PINNED.entries
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of the memory behind `tensor`; 0 for layouts that have no single storage. Call it with function modes off."""
+    """Identity of the memory behind `tensor`; 0 for layouts that have no single storage. Call it with function modes
+    off."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0
 

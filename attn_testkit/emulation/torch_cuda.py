@@ -1,4 +1,5 @@
-"""Stand-ins for the names in `torch.cuda`, as one table, put in place when a context is entered and taken back when it is left."""
+"""Stand-ins for the names in `torch.cuda`, as one table, put in place when a context is entered and taken back when it
+is left."""
 
 from __future__ import annotations
 

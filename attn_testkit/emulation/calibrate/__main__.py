@@ -12,6 +12,10 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attn_testkit.emulation.calibrate.jobs import Job
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -40,7 +44,7 @@ def _measure(out: Path, workers: int, only: str | None) -> int:
     return 0
 
 
-def _answers_here(only: str | None) -> dict[object, str]:
+def _answers_here(only: str | None) -> dict[Job, str]:
     from attn_testkit.emulation import emulated_cuda
     from attn_testkit.emulation.calibrate.jobs import all_jobs, run
 

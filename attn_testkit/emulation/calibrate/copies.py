@@ -1,5 +1,8 @@
 """Snippets: data crossing between host and device."""
 
+# mypy: disable-error-code="index,assignment,operator"
+# (ordinary CUDA programs, typed no more than such programs are)
+
 from __future__ import annotations
 
 import numpy as np
@@ -141,7 +144,7 @@ SNIPPETS: tuple[Snippet, ...] = named(
         "x[host_bool_mask]=0.": lambda e: _assign(e, e.h_mask, 0.0),
         "x[host_bool_mask]=dev": lambda e: _assign(e, e.h_mask, e.x[:3]),
         "x[list of bool]": lambda e: e.m[[True, False, True, True]],
-        "x[range]": lambda e: e.x[range(0, 4)],
+        "x[range]": lambda e: e.x[range(4)],
         "x[pinned idx]": lambda e: e.x[e.p_len.long().pin_memory()],
         "index_select(host idx)": lambda e: e.x.index_select(0, e.h_len),
         "gather(host idx)": lambda e: e.x.gather(0, e.h_len),

@@ -13,7 +13,8 @@ def _on_device(tensor: Tensor) -> Tensor:
 
 
 class Inputs:
-    """One set of inputs. Device tensors: lower-case names without prefix; host tensors begin with `h`, pinned ones with `p`."""
+    """One set of inputs. Device tensors: lower-case names without prefix; host tensors begin with `h`, pinned ones
+    with `p`."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

@@ -1,5 +1,8 @@
 """Snippets: Triton launches. Needs triton; on a machine without a GPU, TRITON_INTERPRET=1 before it is imported."""
 
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# (ordinary CUDA programs, typed no more than such programs are)
+
 from __future__ import annotations
 
 import torch
@@ -21,7 +24,7 @@ def scale_add(out, x, factor, n, BLOCK: tl.constexpr):
 def kv_indices(table, lens, out, stride, width, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     length = tl.load(lens + row)
-    for start in range(0, tl.cdiv(length, BLOCK)):
+    for start in range(tl.cdiv(length, BLOCK)):
         at = start * BLOCK + tl.arange(0, BLOCK)
         page = tl.load(table + row * stride + at // PAGE, mask=at < length, other=0)
         tl.store(out + row * width + at, page * PAGE + at % PAGE, mask=at < length)

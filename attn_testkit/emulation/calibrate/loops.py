@@ -1,8 +1,12 @@
-"""A small serving loop with a correct attention backend and ten broken ones. An ordinary CUDA program: it runs on a GPU as it is.
+"""A small serving loop with a correct attention backend and ten broken ones. An ordinary CUDA program: it runs on a
+GPU as it is.
 
-Two graphs (batch sizes 4 and 2) are captured into one pool and replayed with other batches each time, eager prefills between; every step is
-compared with an eager run of the correct backend on a twin runner.
+Two graphs (batch sizes 4 and 2) are captured into one pool and replayed with other batches each time, eager prefills
+between; every step is compared with an eager run of the correct backend on a twin runner.
 """
+
+# mypy: disable-error-code="no-any-return,no-untyped-call"
+# (ordinary CUDA programs, typed no more than such programs are)
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Snippets: the host looks at device values, waits, or decides something from them."""
 
+# mypy: disable-error-code="func-returns-value,call-overload,no-any-return,no-untyped-call"
+# (ordinary CUDA programs, typed no more than such programs are)
+
 from __future__ import annotations
 
 import copy
@@ -95,7 +98,7 @@ SNIPPETS: tuple[Snippet, ...] = named(
         "t in tensor": lambda e: _first(3 in e.len, e),
         "for row in t": lambda e: sum(row.sum() for row in e.m) + e.x,
         "sum(list of 0d)": lambda e: e.x + sum(e.len),
-        "zip(tolist)": lambda e: e.x + sum(a for a, _ in zip(e.len.tolist(), e.h_len.tolist())),
+        "zip(tolist)": lambda e: e.x + sum(a for a, _ in zip(e.len.tolist(), e.h_len.tolist(), strict=True)),
         "full(size, dev0d)": lambda e: torch.full((8,), e.i, device=DEVICE) + e.x,
         "full(size, dev0d.item)": lambda e: torch.full((8,), e.scalar.item(), device=DEVICE) + e.x,
         "linspace(dev)": lambda e: torch.linspace(e.scalar, e.scalar + 1, 4, device=DEVICE),

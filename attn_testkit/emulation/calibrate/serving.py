@@ -102,7 +102,7 @@ def _kv_indices_static(e: Inputs) -> Tensor:
 
 
 def _kv_indices_ragged(e: Inputs) -> Tensor:
-    return torch.cat([row[: int(n)] for row, n in zip(e.table, e.seq)])
+    return torch.cat([row[: int(n)] for row, n in zip(e.table, e.seq, strict=True)])
 
 
 def _row_to_request(e: Inputs) -> Tensor:

@@ -80,7 +80,8 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """`missed`: the GPU fails, the emulation does not. `false_alarms`: the other way round. `other`: both fail, differently."""
+    """`missed`: the GPU fails, the emulation does not. `false_alarms`: the other way round. `other`: both fail,
+    differently."""
 
     compared: int = 0
     gpu_fails: int = 0

@@ -1,0 +1,107 @@
+"""When a rule applies: conditions on one operation as the dispatcher sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_testkit.emulation.tags import is_device, is_pinned
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation as the dispatcher sees it."""
+
+    name: str
+    overload: str
+    values: dict[str, Any]
+
+    def __getitem__(self, argument: str) -> Any:
+        return self.values.get(argument)
+
+    def on_device(self, argument: str) -> bool:
+        value = self.values.get(argument)
+        return isinstance(value, Tensor) and is_device(value)
+
+    def on_host(self, argument: str) -> bool:
+        value = self.values.get(argument)
+        return isinstance(value, Tensor) and not is_device(value)
+
+
+def not_the_same_memory(call: Call) -> bool:
+    a, b = call["self"], call["other"]
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+    return not (same and a.size() == b.size() and a.stride() == b.stride())
+
+
+def _is_mask(index: object) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _indices(call: Call) -> list[Tensor]:
+    return [index for index in call["indices"] if isinstance(index, Tensor)]
+
+
+def _is_plain_masked_fill(call: Call) -> bool:
+    """x[mask] = host scalar: CUDA turns it into masked_fill_, which needs no nonzero()."""
+    value, indices = call["values"], _indices(call)
+    if value is None or value.numel() != 1 or is_device(value):
+        return False
+    return len(indices) == 1 and _is_mask(indices[0])
+
+
+def indexes_by_device_mask(call: Call) -> bool:
+    return any(_is_mask(i) and is_device(i) for i in _indices(call)) and not _is_plain_masked_fill(call)
+
+
+def indexes_by_host_tensor(call: Call) -> bool:
+    return any(not _is_mask(i) and not is_device(i) for i in _indices(call))
+
+
+def assigns_host_scalar_by_index(call: Call) -> bool:
+    value = call["values"]
+    return value.dim() == 0 and not is_device(value) and not _is_plain_masked_fill(call)
+
+
+def selects_host_scalar(call: Call) -> bool:
+    return any(call.on_host(name) and call[name].dim() == 0 for name in ("self", "other"))
+
+
+def histogram_range_open(call: Call) -> bool:
+    return bool((call["min"] or 0) == (call["max"] or 0))
+
+
+def repeats_decide_the_size(call: Call) -> bool:
+    return isinstance(call["repeats"], Tensor) and call["output_size"] is None
+
+
+def isin_sorts(call: Call) -> bool:
+    elements, tests = call["elements"], call["test_elements"]
+    both = isinstance(elements, Tensor) and isinstance(tests, Tensor)
+    return both and not call["assume_unique"] and bool(tests.numel() >= 10.0 * elements.numel() ** 0.145)
+
+
+def any_device(*arguments: str) -> Callable[[Call], bool]:
+    return lambda call: any(call.on_device(name) for name in arguments)
+
+
+def host_to_device(pinned: bool) -> Callable[[Call], bool]:
+    return lambda call: (
+        call.on_device("self")
+        and call.on_host("src")
+        and is_pinned(call["src"]) == pinned
+        and not (pinned and call["non_blocking"])
+    )
+
+
+def device_to_host(pinned: bool) -> Callable[[Call], bool]:
+    return lambda call: (
+        call.on_host("self")
+        and call.on_device("src")
+        and is_pinned(call["self"]) == pinned
+        and not (pinned and call["non_blocking"])
+    )
