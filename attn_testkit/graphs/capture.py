@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,10 +42,24 @@ def capture(run_once: Callable[[], T], pool: Any, warmups: int = 2) -> tuple[Cap
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # torch.cuda.graph collects garbage on entry, which takes 85 ms when nothing was frozen; ours has been.
-    with torch.cuda.graph(graph, pool=pool):
-        outputs = run_once()
+    # Not torch.cuda.graph(...): it collects garbage and empties the allocator's cache on entry, which costs ten times
+    # the capture itself.
+    with torch.cuda.stream(side):
+        graph.capture_begin(pool=pool)
+        try:
+            outputs = run_once()
+        except BaseException:
+            _abandon(graph)
+            raise
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(side)
     return Captured(graph, outputs), warm
+
+
+def _abandon(graph: Any) -> None:
+    """End a capture that went wrong. It raises once more, about what is already known."""
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
 
 
 def settle() -> None:
