@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .isolation import KIT_ERROR, bare_result, kit_error
+from .isolation import KIT_ERROR, bare_result, run_guarded
 from .known import KnownFailure, Ledger, load_known
 from .registry import UsageError
 from .results import EXECUTIONS, MODES, CaseResult, RunHeader, Status, exit_code
@@ -103,10 +103,7 @@ def run_here(plan: RunPlan) -> Iterator[CaseResult]:
         if lost:
             yield bare_result(item, Status.NOT_RUN_HERE, lost)
             continue
-        try:
-            result = engine.run_item(item, plan)
-        except Exception as error:
-            result = kit_error(item, error)
+        result = run_guarded(engine, item, plan)
         if result.status is Status.CRASHED and not result.reason.startswith(KIT_ERROR):
             lost = f"not run: the device's context was lost in {item.case.id}"
         yield result

@@ -17,10 +17,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import TYPE_CHECKING, Any
 
-from .results import CaseResult, Status
+from .results import CaseResult, Finding, Status
 
 if TYPE_CHECKING:
     from .engine import RunPlan, WorkItem
@@ -58,7 +59,7 @@ def run_isolated(
     are replaced. ``gpus`` are ``CUDA_VISIBLE_DEVICES`` values that the workers take turns with; ``spare`` is a worker
     already starting. Closing the generator ends every worker.
     """
-    waiting = deque(range(len(plan.items)))
+    waiting = deque(_groups(plan))
     payload = pickle.dumps(plan)
     slots = max(1, min(jobs, len(waiting)))
     free_gpus = deque(gpus[index % len(gpus)] for index in range(slots)) if gpus else deque([""] * slots)
@@ -67,8 +68,8 @@ def run_isolated(
         workers.append(spare)
         free_gpus.popleft()
     try:
-        while waiting or any(worker.item is not None for worker in workers):
-            while len(workers) < slots and len(workers) < len(waiting) + sum(w.item is not None for w in workers):
+        while waiting or any(worker.busy for worker in workers):
+            while len(workers) < slots and len(workers) < len(waiting) + sum(w.busy for w in workers):
                 workers.append(Worker(engine, timeout_s, gpu=free_gpus.popleft(), jobs=slots))
             for worker in workers:
                 worker.take(payload, waiting)
@@ -78,6 +79,8 @@ def run_isolated(
                     yield result
                 if worker.ended:
                     workers.remove(worker)
+                    if worker.group:
+                        waiting.appendleft(worker.group)
                     free_gpus.append(worker.gpu)
                     worker.close()
     finally:
@@ -87,10 +90,35 @@ def run_isolated(
             spare.close()
 
 
+def _groups(plan: RunPlan) -> list[deque[int]]:
+    """Neighbours that share a case, eager and graph, go to the same worker: they share data and the oracle's answer."""
+    groups: list[deque[int]] = []
+    last = None
+    for index, item in enumerate(plan.items):
+        key = (item.backend, item.case.id)
+        if key != last:
+            groups.append(deque())
+        groups[-1].append(index)
+        last = key
+    return groups
+
+
 def _stirred(workers: Sequence[Worker]) -> list[Worker]:
     nearest = min((worker.deadline for worker in workers), default=0.0) - time.monotonic()
     wait([worker.connection for worker in workers], timeout=max(0.0, min(nearest, 0.5)))
     return list(workers)
+
+
+def run_guarded(engine: Any, item: WorkItem, plan: RunPlan) -> CaseResult:
+    """``engine.run_item``, with a result also when it raises."""
+    try:
+        result: CaseResult = engine.run_item(item, plan)
+        return result
+    except SystemExit as error:
+        finding = Finding("completes", f"the backend raised SystemExit({error.code!r})")
+        return replace(bare_result(item, Status.FAILED, "", plan.header.device), findings=(finding,))
+    except Exception as error:
+        return kit_error(item, error)
 
 
 def kit_error(item: WorkItem, error: BaseException) -> CaseResult:
@@ -112,6 +140,8 @@ class Worker:
     def __init__(self, engine: str = ENGINE, timeout_s: float = 300.0, *, gpu: str = "", jobs: int = 1) -> None:
         self.gpu = gpu
         self.item: int | None = None
+        self.group: deque[int] = deque()
+        """What it will run next."""
         self.ended = False
         self._timeout_s = timeout_s
         self._ready = False
@@ -132,15 +162,21 @@ class Worker:
         )
         theirs.close()
 
-    def take(self, payload: bytes, waiting: deque[int]) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether it has work."""
+        return self.item is not None or bool(self.group)
+
+    def take(self, payload: bytes, waiting: deque[deque[int]]) -> None:
         """Hand over the plan, then the next item if the worker is free."""
         with contextlib.suppress(BrokenPipeError):  # it died: collect() will notice
             if not self._planned:
                 self._planned = True
                 self.connection.send_bytes(payload)
-            if self._ready and self.item is None and waiting:
+            if self._ready and self.item is None and (self.group or waiting):
                 self._mark = self._words.seek(0, os.SEEK_END)
-                self.item = waiting.popleft()
+                self.group = self.group or waiting.popleft()
+                self.item = self.group.popleft()
                 self.deadline = time.monotonic() + self._timeout_s
                 self.connection.send(self.item)
 
@@ -176,9 +212,7 @@ class Worker:
         if kind == "no plan":
             raise WorkerStartError(f"a worker could not read the plan: {value}")
         assert self.item is not None
-        item, self.item, self.deadline = plan.items[self.item], None, float("inf")
-        if kind == "kit error":
-            return bare_result(item, Status.CRASHED, KIT_ERROR + value)
+        self.item, self.deadline = None, float("inf")
         result: CaseResult = value
         # A lost device context outlives the case-run; the next one needs a fresh process.
         self.ended = result.status is Status.CRASHED
@@ -269,12 +303,9 @@ def _serve() -> None:
             os._exit(0)
         # Shortly before the parent gives up, say where it hangs.
         faulthandler.dump_traceback_later(max(timeout_s - 0.5, timeout_s * 0.7), exit=False)
-        try:
-            connection.send(("result", engine.run_item(plan.items[index], plan)))
-        except Exception as error:
-            connection.send(("kit error", f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"))
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        result = run_guarded(engine, plan.items[index], plan)
+        faulthandler.cancel_dump_traceback_later()
+        connection.send(("result", result))
 
 
 def _die_with_parent() -> None:

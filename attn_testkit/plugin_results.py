@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
-from .isolation import KIT_ERROR, bare_result, kit_error
+from .isolation import KIT_ERROR, bare_result, run_guarded
 from .plugin_session import Session
 from .reports.record import plain
 from .reports.tally import seconds_of
@@ -58,10 +58,7 @@ class Run:
             return bare_result(item, Status.NOT_RUN_HERE, self._session.lost)
         prepared = self._session.prepared
         assert prepared is not None
-        try:
-            return prepared.ledger.judge(engine.run_item(item, prepared.plan))
-        except Exception as error:
-            return kit_error(item, error)
+        return prepared.ledger.judge(run_guarded(engine, item, prepared.plan))
 
     def _lose_context(self, result: CaseResult) -> None:
         self._session.lost = f"not run: the device's context was lost in {result.case}"

@@ -13,7 +13,7 @@ from .doors import Prepared, Request, final_code, prepare
 from .registry import UsageError
 from .reports.record import Record, result_from_plain
 from .reports.tally import text_table, verdict
-from .results import RAN, CaseResult, RunHeader
+from .results import BAD, RAN, CaseResult, RunHeader, format_failure
 
 if TYPE_CHECKING:
     from .engine import WorkItem
@@ -112,6 +112,9 @@ class Session:
             terminal.line(line)
         for hint in dict.fromkeys(hint for result in self.results for hint in result.hints):
             terminal.line(f"hint: {hint}")
+        for result in self.prepared.given if self.prepared else ():
+            if result.status in BAD:
+                terminal.line(format_failure(result, self.header))
         for item in self._missing()[:5]:
             terminal.line(f"did not run: {item}")
         if self.prepared:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output has gone (`| head`); python would complain once more while closing stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 1
     except Exception:
         traceback.print_exc()
         click.echo("attn-testkit: the kit itself failed. This is a bug of the kit, not of the backend.", err=True)

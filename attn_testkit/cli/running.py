@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -116,14 +117,11 @@ def _gpus_to_share(request: Request, jobs: int) -> tuple[str, ...]:
 def _follow(prepared: Prepared, source: Iterator[CaseResult], values: dict[str, Any], limit: int | None) -> int:
     header = prepared.plan.header
     record = Record(values["json_file"], header) if values["json_file"] else None
-    results = list(prepared.given)
-    for result in results if record else ():
-        assert record is not None
-        record.add(result)
+    results: list[CaseResult] = []
     interrupted = False
     try:
         with _closing(source), Watch(len(prepared.plan.items), header, verbose=values["verbose"]) as watch:
-            for raw in source:
+            for raw in itertools.chain(prepared.given, source):
                 result = prepared.ledger.judge(raw)
                 results.append(result)
                 if record:

@@ -66,15 +66,16 @@ class Watch:
             self._bar.stop()
 
     def see(self, result: CaseResult) -> None:
-        """One more result."""
-        self._done += 1
+        """One more result, or a row that was known without running."""
+        ran = bool(result.case) and result.status is not Status.QUARANTINED
+        self._done += ran
         if result.status in BAD:
             self._bad += 1
             self._tell(result)
         now = time.monotonic()
         if self._bar:
             trouble = f", {self._bad} bad" if self._bad else ""
-            self._bar.update(self._task, advance=1, description=f"{result.mode} {result.execution}{trouble}")
+            self._bar.update(self._task, advance=int(ran), description=f"{result.mode} {result.execution}{trouble}")
         elif now - self._last > LOG_SECONDS:
             self._last = now
             trouble = f", {self._bad} did not pass" if self._bad else ""

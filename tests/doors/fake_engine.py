@@ -160,6 +160,10 @@ def _bug(item: WorkItem) -> CaseResult:
     raise ZeroDivisionError("a bug of the kit")
 
 
+def _quit(item: WorkItem) -> CaseResult:
+    sys.exit(0)
+
+
 def _pid(item: WorkItem) -> CaseResult:
     return result(item, hints=(f"pid {os.getpid()}",))
 
@@ -183,6 +187,7 @@ ENDINGS = {
     "hang": _hang,
     "lost": _lost,
     "bug": _bug,
+    "quit": _quit,
     "pid": _pid,
     "gpu": _gpu,
     "noisy": _noisy,

@@ -37,7 +37,8 @@ def empty(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, fake) -> p
 
 def session(empty: pytest.Pytester, *args: str) -> pytest.RunResult:
     # The controller runs in this process, which saves half the time; workers are processes in any case.
-    return empty.runpytest_inprocess(*SUITE, "-Wignore::pytest.PytestAssertRewriteWarning", *args)
+    quick = ("-Wignore::pytest.PytestAssertRewriteWarning", "-pno:hypothesispytest")
+    return empty.runpytest_inprocess(*SUITE, *quick, *args)
 
 
 def report_of(empty: pytest.Pytester):
