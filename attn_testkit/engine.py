@@ -207,7 +207,7 @@ def _explained(
             diagnosed = True
             schedule, observed = steps[0]
             bench = Bench(backend_class, environment)
-            with environment.active(), gradients_off(item.case):
+            with gradients_off(item.case):
                 finding = explain_numeric(
                     bench, finding, schedule, observed, [seen for _, seen in outcome.passed_steps]
                 )

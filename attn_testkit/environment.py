@@ -14,7 +14,7 @@ import torch
 from packaging.requirements import Requirement
 
 from .contract import Capabilities
-from .emulation import LIMITS, emulated_cuda
+from .emulation import LIMITS, Policy, emulated_cuda
 from .registry import UsageError, did_you_mean
 
 __all__ = ["Environment", "missing_here", "resolve"]
@@ -61,10 +61,10 @@ class Environment:
         return LIMITS if self.emulated else ()
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Inside, ordinary CUDA programs run."""
+    def active(self, fill: int = 0xFF) -> Iterator[None]:
+        """Inside, ordinary CUDA programs run. ``fill``: byte of uninitialised memory, where it can be chosen."""
         if self.emulated:
-            with emulated_cuda():
+            with emulated_cuda(Policy(fill=fill)):
                 yield
         else:
             with torch.cuda.device(self.index):

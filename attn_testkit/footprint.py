@@ -1,4 +1,4 @@
-"""Asking a backend which keys it used: with Q = K = 0 every attended key weighs the same, and one-hot values name them."""
+"""Asking a backend which keys it used: with Q = K = 0 all keys weigh the same, and one-hot values name them."""
 
 from __future__ import annotations
 

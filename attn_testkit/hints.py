@@ -53,9 +53,9 @@ def _uneven_offsets(e: Evidence) -> str:
         return ""
     counts = ", ".join(str(r.new) for r in e.step.requests)
     return (
-        f"accepted counts are {counts} of {e.schedule.case.width}: rows are packed, and query offsets must be the running "
-        "sum of the counts. A uniform stride of the capture, or packed offsets given to a kernel that was captured with a "
-        "uniform stride, is right only when every request accepts all"
+        f"accepted counts are {counts} of {e.schedule.case.width}: rows are packed, so query offsets are their running sum. "
+        "A uniform stride, or packed offsets given to a kernel captured with a uniform stride, is right only when every "
+        "request accepts all"
     )
 
 
@@ -66,8 +66,8 @@ def _length_threshold(e: Evidence) -> str:
     if not e.in_graph or not right or not wrong or max(right) >= min(wrong):
         return ""
     return (
-        f"requests of up to {max(right)} keys are right, of {min(wrong)} and more are wrong: a maximum length, a grid or a "
-        "number of splits of the capture-time batch is still in force"
+        f"requests of up to {max(right)} keys are right, of {min(wrong)} and more are wrong: a maximum length, a grid "
+        "or a number of splits of the capture-time batch is still in force"
     )
 
 
@@ -94,16 +94,19 @@ def _key_range(e: Evidence) -> str:
     missing, extra = sorted(print_.wanted - print_.used), sorted(print_.used - print_.wanted)
     last = max(print_.wanted, default=-1)
     if print_.doubled:
-        return "keys are counted more than once: new keys both from the pool and from the k, v arguments, or two splits overlap"
+        return "keys are counted more than once: new keys from the pool and from k, v as well, or splits that overlap"
     if missing and not extra:
         if missing[-1] == last and missing == list(range(missing[0], last + 1)):
-            return f"the last {_keys(len(missing))} missing: seq_lens of this mode, or an end that is off by {len(missing)}"
+            count = len(missing)
+            return f"the last {_keys(count)} missing: seq_lens of this mode, or an end that is off by {count}"
         if missing[0] == min(print_.wanted):
             return f"the first {_keys(len(missing))} missing: the start of a window, or an offset into the table"
         return "keys in the middle are missing: a page or a split is skipped"
     if extra and not missing:
         if e.step.requests[print_.request].tree is not None and extra[0] >= e.step.requests[print_.request].prefix:
-            return "draft nodes that are no ancestors are visible: the tree mask is not applied, stale, or read at another offset"
+            return (
+                "draft nodes that are no ancestors are visible: the tree mask is ignored, stale, or at another offset"
+            )
         if extra[0] > last:
             return "later tokens are visible: causality, or seq_lens of this mode counted twice"
         return "keys before the window are visible"
@@ -134,7 +137,7 @@ def _right_keys(e: Evidence) -> str:
 
 def _later_requests(e: Evidence) -> str:
     if e.step.bs > 1 and e.wrong == list(range(1, e.step.bs)):
-        return "request 0 is right and all others are wrong: it lies at offset 0 under any stride; look at row and table strides"
+        return "request 0 is right and all others are wrong: it lies at offset 0 under any stride; look at the strides"
     return ""
 
 

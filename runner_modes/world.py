@@ -72,7 +72,7 @@ class World:
         device: torch.device,
         unowned: float = math.nan,
     ) -> None:
-        """``unowned``: what slots of nobody hold; NaN in every test, a number only to find out where a NaN came from."""
+        """``unowned``: what slots of nobody hold: NaN, or a number to find out where a NaN came from."""
         self.device, self.unowned = device, unowned
         self.case: Case = schedules[0].case
         layers = tuple(

@@ -6,7 +6,7 @@ hold only what is claimed, so that a claim is a promise to be tried and nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -223,7 +223,7 @@ def _once(factors: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[values[(row + shift) % len(values)] for shift, values in enumerate(factors)] for row in range(longest)]
 
 
-def companions(case: Case, modes: frozenset[ForwardMode], max_q_rows: int) -> list[Case]:
+def companions(case: Case, modes: Set[ForwardMode], max_q_rows: int) -> list[Case]:
     """Cases of the other modes that can share a backend instance with ``case``, same shapes and number of requests."""
     width = case.width if case.width > 1 else min(4, max_q_rows)
     bs = case.bs

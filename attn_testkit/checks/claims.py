@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ __all__ = ["outside_claims", "refuses_undeclared"]
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def _first_unclaimed(candidates: tuple[int, ...], claimed: frozenset[int]) -> int | None:
+def _first_unclaimed(candidates: tuple[int, ...], claimed: Set[int]) -> int | None:
     return next((value for value in candidates if value not in claimed), None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, fields
 
 from .modes import Execution, ForwardMode
@@ -37,23 +37,23 @@ class Capabilities:
     (``ValueError``).
     """
 
-    eager: frozenset[ForwardMode]
+    eager: Set[ForwardMode]
     """Which modes run eagerly?"""
-    graph: frozenset[ForwardMode] = frozenset()
+    graph: Set[ForwardMode] = frozenset()
     """Which modes run under CUDA-graph capture and replay?"""
-    families: frozenset[str] = frozenset({"mha"})
+    families: Set[str] = frozenset({"mha"})
     """Which head layouts? ``mha`` (Hq = Hk), ``gqa``, ``mqa`` (Hk = 1), ``mla`` (latent, absorbed)."""
-    dtypes: frozenset[str] = frozenset({"fp16", "bf16"})
+    dtypes: Set[str] = frozenset({"fp16", "bf16"})
     """Which dtypes of q, k, v and output?"""
-    kv_dtypes: frozenset[str] = frozenset({"same"})
+    kv_dtypes: Set[str] = frozenset({"same"})
     """Which dtypes of the KV pool? ``same`` as the model, ``fp8_e4m3`` with per-tensor scales."""
-    head_dims: frozenset[int] = frozenset({64, 128})
+    head_dims: Set[int] = frozenset({64, 128})
     """Which widths of a q/k/v row (for MLA: the latent width; the rope part is ``mla_rope_dims``)?"""
-    mla_rope_dims: frozenset[int] = frozenset({64})
+    mla_rope_dims: Set[int] = frozenset({64})
     """MLA: which rope widths?"""
-    page_sizes: frozenset[int] = frozenset({16})
+    page_sizes: Set[int] = frozenset({16})
     """Which page sizes of the KV pool, in slots?"""
-    gqa_ratios: frozenset[int] = frozenset({1, 2, 4, 8})
+    gqa_ratios: Set[int] = frozenset({1, 2, 4, 8})
     """Which numbers of query heads for one KV head (``gqa`` and ``mqa``; for ``mla`` the number of heads)?"""
     max_q_rows: int = 1
     """How many query rows may one request have (N of verify, N of v2, S+1 of v1)?"""
@@ -61,7 +61,7 @@ class Capabilities:
     """How wide may a draft tree branch? 0: no target-verify, 1: chains only, K: trees with up to K children a node."""
     max_context_len: int = 1 << 20
     """How long may prefix plus new tokens be?"""
-    sliding_window: frozenset[ForwardMode] = frozenset()
+    sliding_window: Set[ForwardMode] = frozenset()
     """In which modes is ``sliding_window_size`` honoured?"""
     window_in_trees: bool = False
     """With branching trees, is the window counted by position (tree depth), not by row?"""

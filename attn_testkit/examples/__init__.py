@@ -1,0 +1,7 @@
+"""Small backends to read and to run: one that is right, two that hold real bugs."""
+
+from .minimal import MinimalBackend
+from .off_by_one import OffByOneBackend
+from .packed_stride import PackedStrideBackend
+
+__all__ = ["MinimalBackend", "OffByOneBackend", "PackedStrideBackend"]

@@ -33,7 +33,7 @@ def capture(run_once: Callable[[], T], pool: Any, warmups: int = 2) -> tuple[Cap
 
     ``pool`` is shared by all graphs of a server, so that one graph's dead outputs are another's scratch memory.
     """
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(warmups):

@@ -53,7 +53,7 @@ def churn() -> Canaries:
     gc.collect()
     blocks: list[torch.Tensor] = []
     left = _MOST_BYTES
-    for segment in torch.cuda.memory_snapshot():
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
         # Private pools (of captured graphs) are not ours to take from.
         if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
             continue

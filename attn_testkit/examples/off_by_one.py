@@ -1,0 +1,30 @@
+"""A backend that forgets the last page when it is only partly filled: ``len // page`` where ``ceil`` was meant.
+
+Run it::
+
+    attn-testkit run --backend attn_testkit.examples:OffByOneBackend --device cpu
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..contract import KernelPlan
+from .minimal import MinimalBackend
+
+__all__ = ["OffByOneBackend"]
+
+
+class OffByOneBackend(MinimalBackend):
+    """With 512 keys and gaussian values the missing ones hide under a tolerance of 3e-2."""
+
+    capabilities = MinimalBackend.capabilities.with_changes(
+        eager={"decode"}, graph={"decode"}, page_sizes={16}, max_q_rows=1, max_topk=0
+    )
+
+    def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the parent, cut after the last full page."""
+        request, visible = super().visible(q, plan)
+        full_pages = plan.kv_lens.clamp(min=plan.page_size) // plan.page_size
+        slot = torch.arange(visible.shape[1], device=q.device)
+        return request, visible & (slot < (full_pages * plan.page_size)[request, None])

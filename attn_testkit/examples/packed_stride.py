@@ -1,0 +1,45 @@
+"""A backend whose graph was captured with one query stride and is replayed with another (sglang #21987).
+
+Draft-extend v1 packs the accepted tokens of each request without gaps. Here the captured kernel lays its rows out in
+steps of S + 1, as at capture, when every request had that many; replay then hands it packed offsets. The two agree only
+when every request accepts everything, which is what a test that replays its capture batch tries.
+
+Run it::
+
+    attn-testkit run --backend attn_testkit.examples:PackedStrideBackend --mode draft-extend --device cpu
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..contract import ForwardBatch, KernelPlan
+from .minimal import MinimalBackend
+
+__all__ = ["PackedStrideBackend"]
+
+
+class PackedStrideBackend(MinimalBackend):
+    """Right in eager, and right in a graph as long as nobody rejects a token."""
+
+    capabilities = MinimalBackend.capabilities.with_changes(eager={"draft-extend"}, graph={"draft-extend"}, max_topk=0)
+    _captured = False
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Remember that what follows is captured: the kernel bakes its layout in."""
+        self._captured = in_capture
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Eager."""
+        self._captured = False
+        self.init_forward_metadata_in_graph(batch)
+
+    def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Under capture rows are assigned to requests by a fixed stride, while lengths come from packed offsets."""
+        if not self._captured:
+            return super().visible(q, plan)
+        row = torch.arange(len(q), device=q.device)
+        request, offset = row // plan.max_q_len, row % plan.max_q_len
+        prefix = plan.kv_lens - plan.cu_seqlens_q.diff()
+        slot = torch.arange(plan.page_table.shape[1] * plan.page_size, device=q.device)
+        return request, slot <= (prefix[request] + offset)[:, None]
