@@ -1,7 +1,7 @@
 """A paged decode kernel to measure the Triton interpreter with."""
 
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
-# (ordinary CUDA programs, typed no more than such programs are)
+# mypy: disable-error-code="untyped-decorator,no-untyped-def" (ordinary CUDA programs, typed no more than such programs
+# are)
 
 from __future__ import annotations
 

@@ -59,6 +59,10 @@ def indexes_by_device_mask(call: Call) -> bool:
 
 
 def indexes_by_host_tensor(call: Call) -> bool:
+    """Host index tensors are copied blockingly; so is a host mask that becomes masked_fill_. Other host masks turn
+    into indices on the host, which travel through pinned memory."""
+    if call["values"] is not None and _is_plain_masked_fill(call):
+        return not is_device(_indices(call)[0])
     return any(not _is_mask(i) and not is_device(i) for i in _indices(call))
 
 
@@ -90,18 +94,44 @@ def any_device(*arguments: str) -> Callable[[Call], bool]:
 
 
 def host_to_device(pinned: bool) -> Callable[[Call], bool]:
+    """A copy to the device from pinned memory (that CUDA can read directly), or from any other host memory."""
     return lambda call: (
         call.on_device("self")
         and call.on_host("src")
-        and is_pinned(call["src"]) == pinned
+        and (is_pinned(call["src"]) and _read_in_place(call["self"], call["src"])) == pinned
         and not (pinned and call["non_blocking"])
     )
 
 
 def device_to_host(pinned: bool) -> Callable[[Call], bool]:
+    """A copy from the device to pinned memory (that CUDA can write directly), or to any other host memory."""
     return lambda call: (
         call.on_host("self")
         and call.on_device("src")
-        and is_pinned(call["self"]) == pinned
+        and (is_pinned(call["self"]) and _written_in_place(call["self"], call["src"])) == pinned
         and not (pinned and call["non_blocking"])
     )
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    dense = torch.ops.aten.is_non_overlapping_and_dense
+    return a.dtype == b.dtype and a.size() == b.size() and a.stride() == b.stride() and bool(dense(a))
+
+
+def _read_in_place(target: Tensor, source: Tensor) -> bool:
+    """Otherwise torch makes a contiguous copy on the host first, in unpinned memory."""
+    return (source.is_contiguous() and source.size() == target.size()) or _same_layout(target, source)
+
+
+def _written_in_place(target: Tensor, source: Tensor) -> bool:
+    return target.is_contiguous() or _same_layout(target, source)
+
+
+def reduces_at_once(call: Call) -> bool:
+    """segment_reduce checks its lengths on the host unless told not to."""
+    return not call["unsafe"] and any_device("lengths", "offsets")(call)
+
+
+def multiplies_integers(call: Call) -> bool:
+    first = call["self"]
+    return isinstance(first, Tensor) and not (first.is_floating_point() or first.is_complex())

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from attn_testkit.emulation import private, rules
 from attn_testkit.emulation.memory import fill_storage
-from attn_testkit.emulation.recorder import adopt, copy_across
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import is_device, is_pinned, tag_device, tag_pinned
+from attn_testkit.emulation.transfers import adopt, copy_across
 
 Handler = Callable[[Session, Any, tuple[Any, ...], dict[str, Any]], Any]
 _CPU = torch.device("cpu")
@@ -192,6 +192,18 @@ def _make(
     return tag_pinned(result) if pinned else result
 
 
+def _index(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x[[0, 2]] makes a tensor of the list, and copies it to the device."""
+    if session.strict and is_device(args[0]):
+        index = args[1]
+        for item in index if isinstance(index, tuple) else (index,):
+            if isinstance(item, (list, tuple, range)) or (
+                type(item).__module__ == "numpy" and getattr(item, "ndim", 0)
+            ):
+                session.refuse(rules.TO_DEVICE, "an index made from Python data")
+    return NotImplemented
+
+
 # ---- memory that nobody has written
 
 
@@ -201,6 +213,14 @@ def _empty(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     if is_device(result) and session.capture is None:
         fill_storage(result.untyped_storage(), session.policy.fill)
     return result
+
+
+def _tensor_split(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's CPU code reads the positions without an operation that could be seen."""
+    positions = args[1] if len(args) > 1 else kwargs.get("tensor_indices_or_sections")
+    if isinstance(positions, Tensor) and is_device(positions):
+        session.refuse(rules.SPLIT_BY_DEVICE, "tensor_split()")
+    return NotImplemented
 
 
 # ---- CPU kernels that differ from the CUDA ones
@@ -255,12 +275,16 @@ HANDLERS: dict[Any, Handler] = {
     torch.as_tensor: _from_data,
     torch.asarray: _from_data,
     Tensor.new_tensor: _new_tensor,
+    Tensor.__getitem__: _index,
+    Tensor.__setitem__: _index,
     torch.empty: _empty,
     torch.empty_like: _empty,
     torch.empty_strided: _empty,
     torch.empty_permuted: _empty,
     Tensor.new_empty: _empty,
     Tensor.new_empty_strided: _empty,
+    torch.tensor_split: _tensor_split,
+    Tensor.tensor_split: _tensor_split,
     F.one_hot: _one_hot,
     Tensor.__deepcopy__: _deepcopy,
 }

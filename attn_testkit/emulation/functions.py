@@ -15,11 +15,12 @@ from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.generators import EmulatedGenerator
 from attn_testkit.emulation.private import TorchFunctionMode
 from attn_testkit.emulation.program import map_tensors
-from attn_testkit.emulation.recorder import Watcher, adopt, mixed_devices
+from attn_testkit.emulation.recorder import Watcher
 from attn_testkit.emulation.rules import CHECKED_ON_CPU_ONLY
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import DEVICE, storage_key, tag_device, tag_pinned
+from attn_testkit.emulation.transfers import adopt, mixed_devices
 
 _CPU = torch.device("cpu")
 _device = DEVICE.entries
@@ -41,18 +42,22 @@ _PLAIN = frozenset(
      Tensor.__iter__, Tensor.__hash__, Tensor.__rsub__, Tensor.__rdiv__, Tensor.__rpow__}
 )  # fmt: skip
 
-_HOST, _DEVICE = 1, 2
+# Refused on CUDA outside captures too.
+_LOOKED_INTO = frozenset({torch.histogram, Tensor.histogram, torch.histogramdd})
+
+_HOST, _HOST_SCALAR, _DEVICE = 1, 2, 4
+_BOTH = _HOST | _DEVICE
 
 
 def _places(values: Any) -> int:
-    """Bits: some tensor is on the device; some tensor with dimensions is on the host."""
+    """Bits: some tensor is on the device; some tensor with dimensions, or without any, is on the host."""
     found = 0
     for value in values:
         if isinstance(value, Tensor):
             if storage_key(value) in _device:
                 found |= _DEVICE
-            elif value.dim() > 0:
-                found |= _HOST
+            else:
+                found |= _HOST if value.dim() > 0 else _HOST_SCALAR
         elif isinstance(value, (list, tuple)):
             found |= _places(value)
     return found
@@ -108,16 +113,16 @@ class DeviceFunctions(TorchFunctionMode):
                     with private.disable_modes():  # like a device tensor, but on the host: no device work
                         result = func(*args, **kwargs)
                     return tag_pinned(result) if pinned else result
-                if named_device and found == _HOST:
+                if named_device and on_device and 0 < found < _DEVICE:
                     args = map_tensors(args, self._twin_on_device)
-                found &= ~_HOST
+                found &= _DEVICE
         elif not found and _by_default_on_device(func):
             on_device, kwargs = True, {"device": _CPU}
-        if found == _DEVICE | _HOST and func not in _MIXES and not isinstance(func, FunctionType):
+        if found & _BOTH == _BOTH and func not in _MIXES and not isinstance(func, FunctionType):
             raise mixed_devices(session, _spell(func, getattr(func, "__name__", "")))
         outer, session.creating = session.creating, on_device
         try:
-            result = self._call(func, args, kwargs)
+            result = self._call(func, args, kwargs, found)
         finally:
             session.creating = outer
         return _tag_result(result) if on_device else result
@@ -128,7 +133,7 @@ class DeviceFunctions(TorchFunctionMode):
             twin = torch.empty_like(tensor)
         return adopt(self.session, twin)
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: int) -> Any:
         session = self.session
         if session.capture is not None:
             if func in CHECKED_ON_CPU_ONLY:
@@ -138,7 +143,8 @@ class DeviceFunctions(TorchFunctionMode):
                 finally:
                     session.lenient = outer
             return func(*args, **kwargs)
-        if session.sync_mode or (type(func) in _MAY_NAME_DEVICES and func not in _PLAIN):
+        mixed = found > _DEVICE
+        if session.sync_mode or mixed or func in _LOOKED_INTO or (type(func) in _NAMES_DEVICES and func not in _PLAIN):
             with self._watcher:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -165,7 +171,7 @@ class DeviceFunctions(TorchFunctionMode):
 
 
 _METHOD = type(Tensor.add)
-_MAY_NAME_DEVICES = frozenset({FunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket})
+_NAMES_DEVICES = frozenset({FunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket})
 
 
 def wants_cuda(device: Any) -> bool:

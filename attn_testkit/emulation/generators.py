@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from attn_testkit.emulation import rules, session
+
 _RealGenerator = torch.Generator
 _CUDA = torch.device("cuda", 0)
 
@@ -34,4 +36,9 @@ class GeneratorFactory(metaclass=_MakesGenerators):
 
     def __new__(cls, device: Any = "cpu") -> Any:
         on_device = isinstance(device, int) or torch.device(device).type == "cuda"
-        return EmulatedGenerator() if on_device else _RealGenerator(device)
+        if not on_device:
+            return _RealGenerator(device)
+        current = session.current()
+        if current is not None and current.capture is not None:
+            current.refuse(rules.NEW_GENERATOR, "torch.Generator(device='cuda')")
+        return EmulatedGenerator()

@@ -107,6 +107,7 @@ class EmulatedGraph:
         assert self._origin is not None
         self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         current.capture = self._recorder = None
+        self.retire_dropped_blocks()
         error = check_joined(self._origin, self._joined)
         for stream in [self._origin, *(stream for stream, _ in self._joined)]:
             stream.capture, stream.seen = None, {}

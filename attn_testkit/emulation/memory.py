@@ -100,8 +100,9 @@ class Block:
     def replace_by_filled_buffer(self, byte: int) -> None:
         """The memory is gone: everything recorded on it uses a private buffer of `byte` from now on."""
         buffer = torch.full((max(self.nbytes, 1),), byte, dtype=torch.uint8).untyped_storage()
-        for alias in self.aliases:
-            alias.set_(buffer, alias.storage_offset(), alias.size(), alias.stride())
+        with torch.inference_mode():  # some aliases were made in it
+            for alias in self.aliases:
+                alias.set_(buffer, alias.storage_offset(), alias.size(), alias.stride())
         self.weak, self.owner = weak_reference(buffer), buffer
         self.address, self.nbytes = buffer.data_ptr(), buffer.nbytes()
 

@@ -76,7 +76,6 @@ def can_decompose(op: torch._ops.OpOverload) -> bool:
 
 def has_composite_kernel(op: torch._ops.OpOverload) -> bool:
     """Whether the same C++ code, made of other operations, serves CPU and CUDA (explicitly composite)."""
-    name = op.name()
     return _has_kernel(op, "CompositeExplicitAutograd") and not _has_kernel(op, "CPU")
 
 

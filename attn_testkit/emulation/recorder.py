@@ -3,8 +3,6 @@ repeat."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,92 +10,30 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from attn_testkit.emulation import private, rules
-from attn_testkit.emulation.conditions import Call
-from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.memory import fill_storage
 from attn_testkit.emulation.private import TorchDispatchMode
 from attn_testkit.emulation.program import AllocationNode, OpNode, map_tensors, tensors_in
+from attn_testkit.emulation.schema import (
+    ALLOCATES,
+    CHANGES_GEOMETRY,
+    CROSSES,
+    HOST_ENTRY,
+    INDEXES,
+    Facts,
+    among,
+    call_of,
+    facts_of,
+    written_by,
+)
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import is_device, is_pinned, tag_device, tag_pinned
+from attn_testkit.emulation.transfers import copy_across, mixed_devices
 
 if TYPE_CHECKING:
     from attn_testkit.emulation.graph import EmulatedGraph
 
 _CPU = torch.device("cpu")
-_ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"})
-_CHANGES_GEOMETRY = frozenset({"resize_", "set_", "resize_as_", "_resize_output_"})
-_HOST_ENTRY = frozenset({"lift", "lift_fresh"})  # Python data becoming a tensor: the copy to the device comes after it
-_INDEXES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
-_TAKES_HOST_SCALAR = _INDEXES | frozenset(
-    {
-        "copy_",
-        "fill_",
-        "fill",
-        "masked_fill",
-        "masked_fill_",
-        "index_fill",
-        "index_fill_",
-        "where",
-        "_local_scalar_dense",
-    }
-)
-# Composites that gain nothing from being opened: no value is read inside, and one node replays faster than several.
-_KEEP_WHOLE = frozenset(
-    {"copy_", "clone", "stack", "sum", "mean", "zeros_like", "ones_like", "full_like", "repeat", "constant_pad_nd",
-     "sort", "index_put", "index_put_", "masked_fill", "masked_scatter", "embedding", "median", "kthvalue", "norm",
-     "logsumexp", "new_zeros", "new_ones", "new_full", "_pin_memory", "rand_like", "randn_like", "_safe_softmax",
-     "nan_to_num"}
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What the schema says about an operation, looked up once."""
-
-    name: str
-    overload: str
-    arguments: tuple[tuple[str, Any], ...]
-    written: tuple[tuple[int, str], ...]
-    implicit: bool
-    explicit: bool
-    foreign: bool
-    pointwise: bool
-
-
-@functools.cache
-def _facts(op: OpOverload) -> _Facts:
-    schema = op._schema
-    name = schema.name.split("::")[1]
-    aliases = any(a.alias_info is not None for a in schema.arguments)
-    pointwise = torch.Tag.pointwise in op.tags
-    foreign = op.namespace not in ("aten", "prims", "prim")
-    explicit = (
-        not foreign
-        and not aliases
-        and not pointwise
-        and name not in _KEEP_WHOLE | _ALLOCATES
-        and private.has_composite_kernel(op)
-    )
-    return _Facts(
-        name,
-        schema.overload_name or "default",
-        tuple((a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments),
-        tuple(
-            (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-        ),
-        private.can_decompose(op),
-        explicit,
-        foreign,
-        pointwise,
-    )
-
-
-def _call(facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    values = dict(facts.arguments)
-    values.update((name, value) for (name, _), value in zip(facts.arguments, args, strict=False))
-    values.update(kwargs)
-    return Call(facts.name, facts.overload, values)
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -110,20 +46,19 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
-        facts = _facts(func)
+        facts = facts_of(func)
         tensors: list[Tensor] = []
         tensors_in(args, tensors)
         tensors_in(tuple(kwargs.values()), tensors)
         device = any(map(is_device, tensors)) if tensors else self.session.creating
         target = kwargs.get("device")
-        if (
-            target is not None and torch.device(target).type == "cuda"
-        ):  # "cpu" says nothing: device memory is CPU memory here
+        # "cpu" says nothing: device memory is CPU memory here
+        if target is not None and torch.device(target).type == "cuda":
             kwargs = {**kwargs, "device": _CPU}
             if facts.name == "_to_copy" and not device:
                 return self._copy_to_device(args[0], kwargs)
             device = True
-        if facts.name in _HOST_ENTRY or not device:
+        if facts.name in HOST_ENTRY or not device:
             return self._host(func, args, kwargs)
         self._check(facts, func, args, kwargs)
         return self._device(func, facts, tensors, args, kwargs)
@@ -133,10 +68,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **({**kwargs, "pin_memory": False} if pinned else kwargs))
         return tag_pinned(result) if pinned else result
 
-    def _check(self, facts: _Facts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.session.strict or facts.name not in rules.BY_OPERATION:
+    def _check(self, facts: Facts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if facts.name not in rules.BY_OPERATION:
             return
-        call = _call(facts, args, kwargs)
+        call = call_of(facts, args, kwargs)
         if self.session.lenient and facts.name in ("_local_scalar_dense", "item", "is_nonzero"):
             return
         if self.session.capture is None and facts.name == "copy_" and call["non_blocking"]:
@@ -145,6 +80,25 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if rule is not None:
             self.session.refuse(rule, str(func))
 
+    def _refuse_mixed(
+        self, func: OpOverload, facts: Facts, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise where torch would refuse device and host memory in one operation."""
+        if facts.name in CROSSES or all(map(is_device, tensors)):
+            return
+        allowed: list[Tensor] = []
+        if facts.name in INDEXES:
+            tensors_in(args[1], allowed)
+        elif facts.takes_host_scalars:
+            written = written_by(facts, args, kwargs)
+            allowed = [t for t in tensors if t.dim() == 0 and not among(t, written)]
+        elif facts.implicit or facts.foreign:
+            return  # what is inside is judged
+        for tensor in tensors:
+            host_scalar_value = facts.name in INDEXES and tensor.dim() == 0
+            if not (is_device(tensor) or host_scalar_value or among(tensor, allowed)):
+                raise mixed_devices(self.session, str(func))
+
     def _copy_to_device(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
         with self:
             return copy_across(
@@ -152,11 +106,12 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _device(
-        self, func: OpOverload, facts: _Facts, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: OpOverload, facts: Facts, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if facts.foreign:
             with self.session.function_mode, self:
                 return private.run_kernel(func, args, kwargs)
+        self._refuse_mixed(func, facts, tensors, args, kwargs)
         known = {t.untyped_storage()._cdata for t in tensors}
         result = func(*args, **kwargs)
         outputs: list[Tensor] = []
@@ -164,7 +119,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for output in outputs:
             if output.untyped_storage()._cdata not in known:
                 tag_device(output)
-                if facts.name in _ALLOCATES:
+                if self.session.capture is not None and self.session.stream.cuda_stream:
+                    self.session.refuse(rules.OUTSIDE_ALLOCATION, str(func))
+                if facts.name in ALLOCATES:
                     fill_storage(output.untyped_storage(), self.session.policy.fill)
         return result
 
@@ -175,16 +132,15 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
     def __init__(self, session: Session, graph: EmulatedGraph) -> None:
         super().__init__(session)
         self.graph = graph
-        self._without_nodes: set[OpOverload] = set()
 
-    def _check(self, facts: _Facts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check(self, facts: Facts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._check(facts, func, args, kwargs)
         generator = kwargs.get("generator")
         if generator is not None and not self.graph.knows_generator(generator):
             self.session.refuse(rules.UNREGISTERED_GENERATOR, str(func))
 
     def _device(
-        self, func: OpOverload, facts: _Facts, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: OpOverload, facts: Facts, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self.session.stream.capturing:
             # Work on a stream that never joined the capture runs at once on CUDA, and is not part of the graph.
@@ -197,10 +153,9 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         if facts.explicit and tensors:
             with self:
                 return private.run_kernel(func, args, kwargs)
-        written: list[Tensor] = []
-        for position, name in facts.written:
-            tensors_in(args[position] if position < len(args) else kwargs.get(name), written)
-        if facts.name not in _CHANGES_GEOMETRY:
+        self._refuse_mixed(func, facts, tensors, args, kwargs)
+        written = written_by(facts, args, kwargs)
+        if facts.name not in CHANGES_GEOMETRY:
             for tensor in written:
                 self.graph.about_to_write(tensor)
         if facts.foreign:
@@ -210,7 +165,7 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         return result
 
     def _foreign(
-        self, func: OpOverload, facts: _Facts, tensors: list[Tensor], written: list[Tensor], args: Any, kwargs: Any
+        self, func: OpOverload, facts: Facts, tensors: list[Tensor], written: list[Tensor], args: Any, kwargs: Any
     ) -> Any:
         """A custom operation: its kernel may be Python made of torch operations; look inside."""
         before = len(self.graph.nodes)
@@ -223,15 +178,15 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
     def _note(
         self,
         func: OpOverload,
-        facts: _Facts,
+        facts: Facts,
         tensors: list[Tensor],
         written: list[Tensor],
         args: Any,
         kwargs: Any,
         result: Any,
     ) -> None:
-        self._follow_resized(func, [args[0]] if facts.name in _CHANGES_GEOMETRY else written)
-        if facts.name in _CHANGES_GEOMETRY:
+        self._follow_resized(func, [args[0]] if facts.name in CHANGES_GEOMETRY else written)
+        if facts.name in CHANGES_GEOMETRY:
             return
         known = {t.untyped_storage()._cdata for t in tensors}
         outputs: list[Tensor] = []
@@ -249,7 +204,7 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
             if not is_device(tensor):  # the host must not see what the device would write only at replay
                 self.graph.block(tensor).restore()
         self.session.stream.note_work()
-        if facts.name in _ALLOCATES:
+        if facts.name in ALLOCATES:
             self._note_allocations(func, fresh)
         else:
             self._note_operation(func, facts, args, kwargs, fresh)
@@ -261,14 +216,14 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
             self.graph.nodes.append(AllocationNode(str(func), author_site(), [block]))
 
     def _note_operation(
-        self, func: OpOverload, facts: _Facts, args: Any, kwargs: Any, fresh: list[tuple[int, Tensor]]
+        self, func: OpOverload, facts: Facts, args: Any, kwargs: Any, fresh: list[tuple[int, Tensor]]
     ) -> None:
         node = OpNode(str(func), author_site(), op=func)
 
         def freeze(tensor: Tensor) -> Tensor:
-            if is_device(tensor) or is_pinned(tensor):
+            if is_device(tensor) or (facts.name in CROSSES and is_pinned(tensor)):
                 return self._alias(tensor, node)
-            return self._host_argument(tensor, facts, func)
+            return tensor.detach().clone()  # CUDA takes a host value now
 
         with torch.inference_mode():
             node.args = tuple(map_tensors(value, freeze) for value in args)
@@ -281,13 +236,6 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         node.blocks.append(block)
         return block.alias(tensor)
 
-    def _host_argument(self, tensor: Tensor, facts: _Facts, func: OpOverload) -> Tensor:
-        scalar = tensor.dim() == 0 and (facts.pointwise or facts.name in _TAKES_HOST_SCALAR)
-        mask = facts.name in _INDEXES and tensor.dtype in (torch.bool, torch.uint8)
-        if scalar or mask:
-            return tensor.detach().clone()  # CUDA takes the value now: frozen
-        raise mixed_devices(self.session, str(func))
-
     def _follow_resized(self, func: OpOverload, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -299,39 +247,3 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
                 self.session.refuse(rules.MOVED_MEMORY, str(func))
             self.graph.nodes = [node for node in self.graph.nodes if block not in node.blocks]
             block.follow(storage)
-
-
-def mixed_devices(session: Session, operation: str) -> EmulationError:
-    """The error for an operation on device and host memory together."""
-    return EmulationError(
-        session.operation or operation,
-        author_site(),
-        "torch would refuse with 'Expected all tensors to be on the same device, but found at least two devices, cuda:0"
-        " and cpu!'",
-        "move the host tensor to the device first (before the capture)",
-    )
-
-
-def copy_across(session: Session, source: Tensor, dtype: torch.dtype, to_device: bool, non_blocking: bool) -> Tensor:
-    """A copy between host and device into new memory, under the rules for such copies."""
-    outer, session.creating = session.creating, False
-    try:
-        with private.disable_modes():
-            result = torch.empty_like(source, dtype=dtype, requires_grad=False)
-        if to_device:
-            adopt(session, result)
-        elif non_blocking:  # CUDA allocates pinned memory for it
-            fill_storage(result.untyped_storage(), session.policy.fill)
-            tag_pinned(result)
-        result.copy_(source, non_blocking=non_blocking)
-        return result
-    finally:
-        session.creating = outer
-
-
-def adopt(session: Session, tensor: Tensor) -> Tensor:
-    """Make new host memory device memory; inside a capture it belongs to the graph's pool."""
-    tag_device(tensor)
-    if session.capture is not None and session.stream.capturing:
-        session.capture.block(tensor, in_pool=True)
-    return tensor

@@ -49,6 +49,7 @@ class Rule:
     applies: Callable[[Call], bool] = lambda call: True
     syncs: bool = True
     invalidates: bool = True
+    eager: bool = False  # refused outside captures too
 
 
 # ---- rows that the function rules use by name
@@ -111,11 +112,35 @@ OUTSIDE_WORK = Rule(
     ("stream not forked",),
     syncs=False,
 )
+OUTSIDE_ALLOCATION = Rule(
+    "an allocation for a stream outside the capture",
+    "cudaMalloc for a stream outside the capture would stop it ('operation failed due to a previous error')",
+    "let the side stream wait for the capturing stream first: side.wait_stream(torch.cuda.current_stream())",
+    ("side stream: not forked, unused", "default stream work"),
+    syncs=False,
+)
+NEW_GENERATOR = Rule(
+    "making a generator inside a capture",
+    "torch would refuse with 'Cannot construct a new CUDAGeneratorImpl during CUDA graph capture'",
+    "make the generator before the capture and register it with the graph",
+    ("host rand on dev gen",),
+    syncs=False,
+    invalidates=False,
+)
+SPLIT_BY_DEVICE = Rule(
+    "split positions must be on the host",
+    "torch would refuse with 'tensor_split expected tensor_indices_or_sections to be on cpu'",
+    "pass a list of Python numbers",
+    ("tensor_split(dev t)", "tensor_split(host t)"),
+    syncs=False,
+    invalidates=False,
+    eager=True,
+)
 RESEED = Rule(
     "setting a generator's state inside a capture",
-    "torch would refuse: a CUDA generator cannot be re-seeded or read during a capture",
+    "torch would refuse: set_current_seed can be called during capture only with the seed it has",
     "seed before the capture",
-    ("manual_seed in capture",),
+    ("manual_seed", "get_rng_state"),
     syncs=False,
     invalidates=False,
 )
@@ -259,14 +284,6 @@ RULES: tuple[Rule, ...] = (
         applies=conditions.any_device("start", "end", "high"),
     ),
     Rule(
-        "split positions must be on the host",
-        "torch would refuse: tensor_split wants its indices on the CPU, and reads them",
-        "pass a list of Python numbers",
-        ("tensor_split(host t)",),
-        ops=("tensor_split",),
-        applies=conditions.any_device("tensor_indices_or_sections"),
-    ),
-    Rule(
         "sorted membership tests need unique(), whose size the host must read",
         _NOT_PERMITTED,
         "compare by broadcasting: (x[:, None] == tests).any(-1)",
@@ -313,9 +330,43 @@ RULES: tuple[Rule, ...] = (
         "the lengths are read by the host",
         _NOT_PERMITTED,
         "pass the lengths as host values",
-        ("ctc_loss",),
-        ops=("_ctc_loss", "ctc_loss", "segment_reduce"),
-        applies=conditions.any_device("input_lengths", "target_lengths", "lengths", "offsets"),
+        ("read",),
+        ops=("_ctc_loss", "ctc_loss"),
+        applies=conditions.any_device("input_lengths", "target_lengths"),
+    ),
+    Rule(
+        "the segment lengths are checked by the host",
+        _NOT_PERMITTED,
+        "pass unsafe=True",
+        ("segment_reduce", "segment_reduce unsafe"),
+        ops=("segment_reduce",),
+        applies=conditions.reduces_at_once,
+    ),
+    Rule(
+        "there is no CUDA kernel",
+        "torch would refuse with 'Could not run ... with arguments from the CUDA backend'",
+        "use torch.histc, or searchsorted and scatter_add_",
+        ("histogram",),
+        ops=(
+            "histogram",
+            "_histogramdd_bin_edges",
+            "_histogramdd_from_bin_cts",
+            "_histogramdd_from_bin_tensors",
+        ),
+        syncs=False,
+        invalidates=False,
+        eager=True,
+    ),
+    Rule(
+        "CUDA multiplies no integer matrices",
+        "torch would refuse with '... not implemented for Long'",
+        "multiply in floating point",
+        ("integer matmul",),
+        ops=("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "vdot"),
+        applies=conditions.multiplies_integers,
+        syncs=False,
+        invalidates=False,
+        eager=True,
     ),
     Rule(
         "a copy from unpinned host memory",

@@ -6,7 +6,7 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from attn_testkit.emulation.errors import CaptureError, HostSyncError
+from attn_testkit.emulation.errors import CaptureError, EmulationError, HostSyncError
 from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.sites import author_site
 
@@ -40,6 +40,8 @@ class Session:
             if rule.invalidates:
                 self.capture.failed = True
             raise CaptureError(what, author_site(), rule.cuda, rule.cure)
+        if rule.eager:
+            raise EmulationError(what, author_site(), rule.cuda, rule.cure)
         if rule.syncs and self.sync_mode:
             reason = f"the host waits for the device ({rule.why}), which sync debug mode reports"
             if self.sync_mode == SYNC_ERROR:

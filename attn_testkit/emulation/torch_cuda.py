@@ -105,9 +105,6 @@ def _seed_all(seed: int) -> None:
 
 
 def _rng_state(device: Any = None) -> torch.Tensor:
-    current = session.require()
-    if current.capture is not None:
-        current.refuse(rules.RESEED, "torch.cuda.get_rng_state()")
     return torch.default_generator.get_state()
 
 
@@ -247,6 +244,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "reset_max_memory_allocated": reset_peak_memory_stats,
 }
 
+_NVTX = dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _nothing)
+
 # Modules of torch.cuda that keep a name of their own for something in the table.
 _MODULES: tuple[ModuleType, ...] = (
     torch.cuda, torch.cuda.graphs, torch.cuda.streams, torch.cuda.memory, torch.cuda.random,
@@ -274,6 +273,9 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
             if hasattr(module, name):
                 yield module, name, _guarded(stand_in, getattr(module, name))
     yield torch.cuda, "default_generators", (_DEFAULT_GENERATOR,)
+    for name, stand_in in _NVTX.items():
+        if hasattr(torch.cuda.nvtx, name):
+            yield torch.cuda.nvtx, name, stand_in
 
 
 def start_stream() -> Stream:

@@ -1,0 +1,101 @@
+"""What an operation's schema says about it, looked up once: what it writes, whether it is made of others, what it
+accepts."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from attn_testkit.emulation import private
+from attn_testkit.emulation.conditions import Call
+from attn_testkit.emulation.program import tensors_in
+
+ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"})
+CHANGES_GEOMETRY = frozenset({"resize_", "set_", "resize_as_", "_resize_output_"})
+HOST_ENTRY = frozenset({"lift", "lift_fresh"})  # Python data becoming a tensor: the copy to the device comes after it
+INDEXES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+CROSSES = frozenset({"copy_", "_to_copy", "set_", "resize_as_", "is_same_size", "_has_compatible_shallow_copy_type"})
+# A host tensor without dimensions counts as a number for operations that torch runs element by element, but for those
+# that check devices (device_check in native_functions.yaml; measured: "clamp(min=host0d)", "maximum(dev, host0d)",
+# "lerp(host0d)").
+_CHECKS_DEVICES = frozenset(
+    {"clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "gcd", "gcd_", "lcm", "lcm_", "logaddexp",
+     "logaddexp2", "igamma", "igamma_", "igammac", "igammac_", "nextafter", "nextafter_", "equal"}
+)  # fmt: skip
+_ALSO_TAKES_HOST_SCALARS = frozenset(
+    {"fill_", "fill", "masked_fill", "masked_fill_", "index_fill", "index_fill_", "eq_", "ne_", "ge_", "le_", "gt_",
+     "lt_", "__and__", "__iand__", "__or__", "__ior__", "floor_divide", "floor_divide_", "copysign_", "dist",
+     "mse_loss", "smooth_l1_loss", "_local_scalar_dense"}
+)  # fmt: skip
+# Composites that gain nothing from being opened: no value is read inside, and one node replays faster than several.
+_KEEP_WHOLE = frozenset(
+    {"copy_", "clone", "stack", "sum", "mean", "zeros_like", "ones_like", "full_like", "repeat", "constant_pad_nd",
+     "sort", "index_put", "index_put_", "masked_fill", "masked_scatter", "embedding", "median", "kthvalue", "norm",
+     "logsumexp", "new_zeros", "new_ones", "new_full", "_pin_memory", "rand_like", "randn_like", "_safe_softmax",
+     "nan_to_num"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the schema says about an operation, looked up once."""
+
+    name: str
+    overload: str
+    arguments: tuple[tuple[str, Any], ...]
+    written: tuple[tuple[int, str], ...]
+    implicit: bool
+    explicit: bool
+    foreign: bool
+    takes_host_scalars: bool
+
+
+@functools.cache
+def facts_of(op: OpOverload) -> Facts:
+    schema = op._schema
+    name = schema.name.split("::")[1]
+    aliases = any(a.alias_info is not None for a in schema.arguments)
+    pointwise = torch.Tag.pointwise in op.tags
+    foreign = op.namespace not in ("aten", "prims", "prim")
+    explicit = (
+        not foreign
+        and not aliases
+        and not pointwise
+        and name not in _KEEP_WHOLE | ALLOCATES
+        and private.has_composite_kernel(op)
+    )
+    return Facts(
+        name,
+        schema.overload_name or "default",
+        tuple((a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments),
+        tuple(
+            (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        ),
+        private.can_decompose(op),
+        explicit,
+        foreign,
+        (pointwise and name not in _CHECKS_DEVICES) or name in _ALSO_TAKES_HOST_SCALARS,
+    )
+
+
+def written_by(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for position, name in facts.written:
+        tensors_in(args[position] if position < len(args) else kwargs.get(name), found)
+    return found
+
+
+def among(tensor: Tensor, others: list[Tensor]) -> bool:
+    return any(tensor is other for other in others)
+
+
+def call_of(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    values = dict(facts.arguments)
+    values.update((name, value) for (name, _), value in zip(facts.arguments, args, strict=False))
+    values.update(kwargs)
+    return Call(facts.name, facts.overload, values)

@@ -1,0 +1,51 @@
+"""Moving data between host and device, and what is said when the two meet where they must not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_testkit.emulation import private, rules
+from attn_testkit.emulation.errors import EmulationError
+from attn_testkit.emulation.memory import fill_storage
+from attn_testkit.emulation.session import Session
+from attn_testkit.emulation.sites import author_site
+from attn_testkit.emulation.tags import tag_device, tag_pinned
+
+
+def mixed_devices(session: Session, operation: str) -> EmulationError:
+    """The error for an operation on device and host memory together."""
+    return EmulationError(
+        session.operation or operation,
+        author_site(),
+        "torch would refuse with 'Expected all tensors to be on the same device, but found at least two devices, cuda:0"
+        " and cpu!'",
+        "move the host tensor to the device first (before the capture)",
+    )
+
+
+def copy_across(session: Session, source: Tensor, dtype: torch.dtype, to_device: bool, non_blocking: bool) -> Tensor:
+    """A copy between host and device into new memory, under the rules for such copies."""
+    if session.capture is None and not non_blocking:
+        session.refuse(rules.TO_DEVICE if to_device else rules.TO_HOST)
+    outer, session.creating = session.creating, False
+    try:
+        with private.disable_modes():
+            result = torch.empty_like(source, dtype=dtype, requires_grad=False)
+        if to_device:
+            adopt(session, result)
+        elif non_blocking:  # CUDA allocates pinned memory for it
+            fill_storage(result.untyped_storage(), session.policy.fill)
+            tag_pinned(result)
+        result.copy_(source, non_blocking=non_blocking)
+        return result
+    finally:
+        session.creating = outer
+
+
+def adopt(session: Session, tensor: Tensor) -> Tensor:
+    """Make new host memory device memory; inside a capture it belongs to the graph's pool."""
+    tag_device(tensor)
+    if session.capture is not None and session.stream.capturing:
+        session.capture.block(tensor, in_pool=True)
+    return tensor

@@ -1,0 +1,464 @@
+"""What a capture records and what a replay does."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attn_testkit.emulation import CaptureError, DanglingMemoryError, Policy, emulated_cuda
+
+pytestmark = pytest.mark.usefixtures("cuda")
+
+
+def ones(n: int = 4) -> torch.Tensor:
+    return torch.ones(n, device="cuda")
+
+
+def test_kernels_do_not_run_during_capture(capture):
+    x = torch.zeros(4, device="cuda")
+    graph, y = capture(lambda: x.add_(1) * 2)
+    assert x.tolist() == [0] * 4
+    assert y.isnan().all()
+    graph.replay()
+    graph.replay()
+    assert x.tolist() == [2] * 4
+    assert y.tolist() == [4] * 4
+
+
+def test_a_replay_reads_new_values_at_the_old_addresses(capture):
+    x = ones()
+    graph, y = capture(lambda: x + 1)
+    address = y.data_ptr()
+    x.fill_(7)
+    graph.replay()
+    assert y.tolist() == [8] * 4
+    assert y.data_ptr() == address
+
+
+def test_views_alias_the_memory_that_a_replay_writes(capture):
+    x = torch.arange(12.0, device="cuda")
+    graph, (columns, _) = capture(lambda: (x.view(3, 4).t()[1:3], x[2:4].mul_(10)))
+    graph.replay()
+    assert x[2:4].tolist() == [20, 30]
+    assert columns[1, 0] == 20
+
+
+def test_a_host_value_is_frozen_at_capture(capture):
+    factor, host = [3], torch.tensor(2.0)
+    x = ones(2)
+    graph, (y, z) = capture(lambda: (x * factor[0], x * host))
+    factor[0] = 9
+    host.fill_(9)
+    graph.replay()
+    assert (y.tolist(), z.tolist()) == ([3, 3], [2, 2])
+
+
+def test_the_python_of_a_captured_region_runs_once(capture):
+    calls = []
+    x = ones()
+    graph, _ = capture(lambda: (calls.append(1), x.add_(1)))
+    graph.replay()
+    graph.replay()
+    assert len(calls) == 1
+
+
+def test_factories_run_again_on_every_replay(capture):
+    def run():
+        zeros = torch.zeros(4, device="cuda")
+        steps = torch.arange(4, device="cuda")
+        return zeros.add_(1), steps.mul_(2)
+
+    graph, (zeros, steps) = capture(run)
+    graph.replay()
+    graph.replay()
+    assert zeros.tolist() == [1] * 4
+    assert steps.tolist() == [0, 2, 4, 6]
+
+
+def test_out_variants_write_the_memory_they_were_given(capture):
+    out = torch.zeros(2, 2, device="cuda")
+    a = torch.eye(2).cuda()
+    graph, _ = capture(lambda: torch.mm(a, a * 2, out=out))
+    a.mul_(3)
+    graph.replay()
+    assert out.tolist() == [[18, 0], [0, 18]]
+
+
+def test_random_numbers_are_new_on_every_replay(capture):
+    graph, y = capture(lambda: torch.rand(8, device="cuda"))
+    graph.replay()
+    first = y.clone()
+    graph.replay()
+    assert not torch.equal(first, y)
+
+
+def test_a_registered_generator_may_be_used_and_another_may_not(capture):
+    generator = torch.Generator(device="cuda")
+    with pytest.raises(CaptureError, match="register_generator_state"):
+        capture(lambda: torch.rand(4, device="cuda", generator=generator))
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        y = torch.rand(4, device="cuda", generator=generator)
+    graph.replay()
+    assert not y.isnan().any()
+
+
+def test_a_custom_operation_written_in_python_is_recorded_from_inside(capture):
+    with torch.library._scoped_library("emulation_tests", "FRAGMENT") as library:
+        library.define("double_into(Tensor x, Tensor(a!) out) -> ()")
+        calls = []
+
+        def double_into(x, out):
+            calls.append(1)
+            out.copy_(x * 2)
+
+        library.impl("double_into", double_into, "CPU")
+        x, out = ones(), torch.zeros(4, device="cuda")
+        graph, _ = capture(lambda: torch.ops.emulation_tests.double_into(x, out))
+        x.fill_(5)
+        graph.replay()
+        assert out.tolist() == [10] * 4
+        assert len(calls) == 1
+
+
+def test_a_host_read_inside_a_custom_operation_is_seen(capture):
+    with torch.library._scoped_library("emulation_tests", "FRAGMENT") as library:
+        library.define("scaled(Tensor x) -> Tensor")
+        library.impl("scaled", lambda x: x * max(x.tolist()), "CPU")
+        x = ones()
+        with pytest.raises(CaptureError, match="tolist"):
+            capture(lambda: torch.ops.emulation_tests.scaled(x))
+
+
+# ---- memory that is gone
+
+
+def test_freed_memory_is_an_error_that_names_both_lines(capture):
+    inputs = [ones()]
+    graph, _ = capture(lambda: inputs[0] * 2)
+    graph.replay()
+    inputs.clear()
+    with pytest.raises(DanglingMemoryError, match="16 bytes that were freed") as caught:
+        graph.replay()
+    assert "test_graphs.py" in str(caught.value)
+    assert caught.value.site.filename.endswith("test_graphs.py")
+    assert "allocated at" in caught.value.cuda
+
+
+def test_freed_memory_is_an_error_even_when_the_address_is_used_again(capture):
+    inputs = [ones(1000)]
+    graph, _ = capture(lambda: inputs[0] * 2)
+    inputs.clear()
+    others = [ones(1000) for _ in range(8)]
+    with pytest.raises(DanglingMemoryError):
+        graph.replay()
+    assert all(other.tolist() == [1] * 1000 for other in others)
+
+
+def test_under_the_poison_policy_freed_memory_reads_as_fill():
+    with emulated_cuda(Policy(dangling="poison")):
+        inputs = [ones()]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = inputs[0] * 2
+        inputs.clear()
+        graph.replay()
+        graph.replay()
+        assert y.isnan().all()
+
+
+def test_a_view_keeps_its_base_alive(capture):
+    base = ones(8)
+    views = [base[2:4]]
+    graph, y = capture(lambda: views[0] * 2)
+    views.clear()
+    graph.replay()
+    assert y.tolist() == [2, 2]
+
+
+def test_resized_input_is_an_error(capture):
+    x = ones()
+    graph, _ = capture(lambda: x * 2)
+    x.resize_(100_000)
+    with pytest.raises(DanglingMemoryError, match="moved"):
+        graph.replay()
+
+
+def test_resized_output_is_an_error_and_not_a_write_to_freed_memory(capture):
+    x = ones()
+    graph, y = capture(lambda: x * 2)
+    graph.replay()
+    y.resize_(100_000)
+    with pytest.raises(DanglingMemoryError, match="moved"):
+        graph.replay()
+
+
+def test_a_graph_does_not_keep_its_inputs_alive(capture):
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    x = ones()
+    weak = StorageWeakRef(x.untyped_storage())
+    graph, _ = capture(lambda: x * 2)
+    graph.replay()
+    del x
+    gc.collect()
+    assert weak.expired()
+
+
+def test_a_dead_pinned_source_is_an_error(capture):
+    x = ones()
+    graph, _ = capture(lambda: x.copy_(torch.zeros(4).pin_memory(), non_blocking=True))
+    with pytest.raises(DanglingMemoryError):
+        graph.replay()
+
+
+# ---- the pool
+
+
+def test_a_graph_keeps_its_pool_alive_when_outputs_die(capture):
+    x, out = ones(), torch.zeros(4, device="cuda")
+    graph, y = capture(lambda: out.copy_(x * 2 + 1))
+    del y
+    gc.collect()
+    graph.replay()
+    assert out.tolist() == [3] * 4
+
+
+def test_an_output_outlives_its_graph(capture):
+    x = ones()
+    graph, y = capture(lambda: x * 2)
+    graph.replay()
+    graph.reset()
+    del graph
+    gc.collect()
+    assert y.tolist() == [2] * 4
+
+
+def test_use_of_a_dropped_temporary_reads_fill_on_every_replay(capture):
+    """Somebody kept a bare pointer to a temporary of the captured forward."""
+    x = ones()
+    graph, y = capture(lambda: x * 2 + 1)
+    dropped = [block for block in graph.blocks.values() if block.dead]
+    assert len(dropped) == 1
+    graph.replay()
+    alias = torch.empty(0).set_(dropped[0].raw, 0, (4,), (1,))
+    assert alias.isnan().all()
+    assert y.tolist() == [3] * 4
+
+
+def test_poison_of_temporaries_can_be_turned_off():
+    with emulated_cuda(Policy(poison_temporaries=False)):
+        x = ones()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x * 2 + 1
+        dropped = next(block for block in graph.blocks.values() if block.dead)
+        graph.replay()
+        alias = torch.empty(0).set_(dropped.raw, 0, (4,), (1,))
+        assert alias.tolist() == [2] * 4
+        assert y.tolist() == [3] * 4
+
+
+def test_a_later_graph_of_the_pool_clobbers_dropped_outputs_only(capture):
+    x = ones()
+    seen_dropped, seen_kept = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+    first, outputs = capture(lambda: [x * 2, x * 4])
+    readers = [
+        capture(lambda: seen_dropped.copy_(outputs[0]))[0],
+        capture(lambda: seen_kept.copy_(outputs[1]))[0],
+    ]
+    del outputs[0]
+    second, _ = capture(lambda: x * 3, pool=first.pool())
+    first.replay()
+    second.replay()
+    for reader in readers:
+        reader.replay()
+    assert seen_dropped.isnan().all()
+    assert seen_kept.tolist() == [4] * 4
+
+
+def test_memory_of_a_reset_graph_may_not_be_used_by_another(capture):
+    x = ones()
+    first, outputs = capture(lambda: [x * 2])
+    second, _ = capture(lambda: outputs[0] + 1)
+    outputs.clear()
+    first.replay()
+    second.replay()
+    first.reset()
+    with pytest.raises(DanglingMemoryError):
+        second.replay()
+
+
+# ---- memory that nobody has written
+
+
+@pytest.mark.parametrize(("fill", "reads"), [(0xFF, None), (0x00, 0.0), (None, "anything")])
+def test_empty_memory_holds_the_fill_byte_in_eager_code_and_at_replay(fill, reads):
+    with emulated_cuda(Policy(fill=fill)):
+        eager = [
+            torch.empty(4, device="cuda"),
+            ones().new_empty(4),
+            torch.empty_like(ones()),
+            torch.empty_strided((2, 2), (2, 1), device="cuda").flatten(),
+        ]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = torch.empty(4, device="cuda")
+        graph.replay()
+        for tensor in [*eager, recorded]:
+            if fill == 0xFF:
+                assert tensor.isnan().all()
+            elif fill == 0:
+                assert tensor.tolist() == [0] * 4
+
+
+def test_two_fills_tell_uninitialised_memory_from_wrong_results():
+    def partly_written(fill: int) -> torch.Tensor:
+        with emulated_cuda(Policy(fill=fill)):
+            out = torch.empty(4, device="cuda")
+            out[:2] = 1.0
+            return out.cpu()
+
+    a, b = partly_written(0x00), partly_written(0x3C)
+    assert (a != b).tolist() == [False, False, True, True]
+
+
+def test_host_memory_is_left_alone():
+    assert not torch.zeros(4).isnan().any()
+    host = torch.empty(4)
+    assert host.device.type == "cpu"
+
+
+# ---- rollback and failed captures
+
+
+def test_a_failed_capture_restores_outside_memory(capture):
+    x = ones()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(CaptureError), torch.cuda.graph(graph):
+        x.add_(1)
+        x.sum().item()
+    assert x.tolist() == [1] * 4
+    assert not torch.cuda.is_current_stream_capturing()
+    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+        graph.replay()
+    again, y = capture(lambda: x + 1)
+    again.replay()
+    assert y.tolist() == [2] * 4
+
+
+def test_a_capture_that_raises_a_python_error_restores_outside_memory(capture):
+    x = ones()
+    with pytest.raises(ZeroDivisionError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.add_(1)
+        _ = 1 / 0
+    assert x.tolist() == [1] * 4
+    assert capture(lambda: x + 1)[0] is not None
+
+
+def test_a_caught_error_still_loses_the_capture(capture):
+    x = ones()
+
+    def run():
+        try:
+            x.sum().item()
+        except CaptureError:
+            return x + 1
+
+    with pytest.raises(CaptureError, match="previous error during capture"):
+        capture(run)
+
+
+def test_rollback_can_be_turned_off():
+    with emulated_cuda(Policy(rollback=False)):
+        x = ones()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            x.add_(1)
+        assert x.tolist() == [2] * 4
+
+
+def test_rollback_leaves_memory_that_died_during_the_capture_alone():
+    inputs = [ones(4096)]
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        inputs[0].add_(1)
+        inputs.clear()
+    fresh = torch.zeros(4096, device="cuda")
+    assert fresh.sum() == 0
+
+
+def test_growing_used_memory_inside_a_capture_is_refused(capture):
+    x = ones()
+
+    def run():
+        y = x + 1
+        x.resize_(4096)
+        return y
+
+    with pytest.raises(CaptureError, match="resiz"):
+        capture(run)
+
+
+def test_a_fresh_tensor_may_be_resized_inside_a_capture(capture):
+    x = ones()
+
+    def run():
+        out = torch.empty(0, device="cuda")
+        torch.add(x, 1, out=out)
+        return out
+
+    graph, y = capture(run)
+    x.fill_(4)
+    graph.replay()
+    assert y.tolist() == [5] * 4
+
+
+def test_a_graph_is_captured_once_until_it_is_reset(capture):
+    x = ones()
+    graph, _ = capture(lambda: x * 2)
+    with pytest.raises(RuntimeError, match="already owns a captured graph"), torch.cuda.graph(graph):
+        x.mul_(3)
+    graph.reset()
+    with torch.cuda.graph(graph):
+        y = x * 5
+    graph.replay()
+    assert y.tolist() == [5] * 4
+
+
+def test_graphs_do_not_nest(capture):
+    x = ones()
+    inner, _ = capture(lambda: x * 2)
+    with pytest.raises(CaptureError):
+        capture(inner.replay)
+    with pytest.raises(CaptureError):
+        capture(lambda: capture(lambda: x * 2))
+    assert capture(lambda: x * 2)[0] is not None
+
+
+def test_capture_wants_a_stream_of_its_own():
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        torch.cuda.CUDAGraph().capture_begin()
+
+
+def test_capture_begin_and_end_work_without_the_context_manager():
+    x = ones()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        y = F.silu(x)
+        graph.capture_end()
+    graph.replay()
+    assert torch.equal(y, F.silu(x))
+
+
+def test_a_graph_holds_for_replays_after_the_context_is_left():
+    with emulated_cuda():
+        x = ones()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x + 1
+    graph.replay()
+    assert y.tolist() == [2] * 4
