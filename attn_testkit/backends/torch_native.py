@@ -2,6 +2,8 @@
 
 Read it as the smallest complete backend. It has no persistent metadata but a mask buffer: everything is rebuilt on the
 device at the head of each step from the batch's own tensors, with shapes that never depend on lengths.
+
+Shapes: T query rows, B requests (padding included), W most rows a request, C = ``max_context_len``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ __all__ = ["TorchNativeBackend"]
 
 
 class TorchNativeBackend(AttentionBackend):
-    """One query row at a time against all slots of its request, masked."""
+    """All rows of a request against all slots of its row of the request table, masked."""
 
     capabilities = Capabilities(
         eager=frozenset(ForwardMode),
@@ -49,7 +51,7 @@ class TorchNativeBackend(AttentionBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._key_index = torch.arange(context.max_context_len, device=context.device)
+        self._key = torch.arange(context.max_context_len, device=context.device)
         self._mask: VerifyMask | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -65,57 +67,65 @@ class TorchNativeBackend(AttentionBackend):
         return self._mask
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Slots, positions and visibility of every row: [T, max_context_len] each."""
-        context, bs, mode = self.context, batch.batch_size, batch.forward_mode
-        rows = torch.arange(batch.input_ids.shape[0], device=context.device)
-        spec, seq_lens = batch.spec_info, batch.seq_lens[:bs]
-        width = batch.input_ids.shape[0] // bs
-        if mode is ForwardMode.DRAFT_EXTEND:
-            # Ragged and packed: a row belongs to the request whose range of the running sum it falls in. Rows past the
-            # last request are padding; they are lent to it and see whatever they see.
-            assert isinstance(spec, DraftExtendInput)
-            ends = spec.num_accept_tokens[:bs].cumsum(0)
-            request = torch.searchsorted(ends, rows, right=True).clamp(max=bs - 1)
-        else:
-            request = rows // width
-        key = self._key_index
-        if mode.is_target_verify():
-            assert isinstance(spec, VerifyInput)
-            prefix = seq_lens[request]
-            visible = key < prefix[:, None]
-            visible |= self._draft_block(spec, batch, request, rows % width, width, prefix)
-            # Positions of draft keys, for windows: node c of the tree is key prefix + c but stands at its depth.
-            node = (key - prefix[:, None]).clamp(0, width - 1) + request[:, None] * width
-            key_position = torch.where(key < prefix[:, None], key, batch.positions[node])
-        else:
-            visible = key <= batch.positions[:, None]
-            key_position = key.expand(rows.shape[0], -1)
-        self._distance = batch.positions[:, None] - key_position
-        self._visible = visible
-        self._slots = context.req_to_token[batch.req_pool_indices[:bs].long()][request].long()
+        """Where the rows of each request are, where its keys are, and which row sees which key."""
+        width, counts = self._rows_of_requests(batch)
+        starts = counts.cumsum(0) - counts
+        offset = torch.arange(width, device=starts.device)
+        tokens = batch.input_ids.shape[0]
+        # Rows are packed request by request; attention wants [B, W]. Places past a request's count are computed on a
+        # neighbour's row and dropped. Rows past the last request are padding and get somebody's result.
+        self._row = (starts[:, None] + offset).clamp(max=tokens - 1)
+        row = torch.arange(tokens, device=starts.device)
+        request = torch.searchsorted(starts, row, right=True) - 1
+        self._place = request * width + (row - starts[request]).clamp(max=width - 1)
+        self._slots = self._key_slots(batch)
+        self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
 
-    def _draft_block(
-        self,
-        spec: VerifyInput,
-        batch: ForwardBatch,
-        request: torch.Tensor,
-        node: torch.Tensor,
-        n: int,
-        prefix: torch.Tensor,
-    ) -> torch.Tensor:
-        """[T, max_context_len]: draft keys that each node may see."""
-        column = self._key_index - prefix[:, None]
-        inside = (column >= 0) & (column < n)
-        column = column.clamp(0, n - 1)
-        if spec.custom_mask is None:
-            return inside & (column <= node[:, None])
+    def _rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
+        """W and [B] int64: query rows of each request."""
+        bs, spec = batch.batch_size, batch.spec_info
+        if batch.forward_mode is ForwardMode.DRAFT_EXTEND:
+            assert isinstance(spec, DraftExtendInput)
+            return self.context.speculative_num_steps + 1, spec.num_accept_tokens[:bs].long()
+        width = batch.input_ids.shape[0] // bs
+        return width, torch.full((bs,), width, device=batch.seq_lens.device)
+
+    def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
+        """[B, C] int64: KV slot of each key."""
+        return self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()].long()
+
+    def _kv_lens(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        """[B] int64: keys of each request, this step's own included."""
+        seq_lens = batch.seq_lens[: batch.batch_size]
+        return seq_lens + counts if batch.forward_mode.is_target_verify() else seq_lens
+
+    def _visibility(
+        self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[B, W] position of each row, [B, 1 or W, C] position of each key, [B, W, C] whether the row may see it."""
+        kv_lens = self._kv_lens(batch, counts)
+        prefix = kv_lens - counts
+        position, key = prefix[:, None] + offset, self._key[None, None]
+        spec = batch.spec_info
+        if not isinstance(spec, VerifyInput) or spec.custom_mask is None:
+            return position, key, (key <= position[..., None]) & (key < kv_lens[:, None, None])
+        # Node c of the tree is key prefix + c, but stands at its depth: windows count positions.
+        node = self._key - prefix[:, None]
+        inside, node = (node >= 0) & (node < len(offset)), node.clamp(0, len(offset) - 1)
+        position = batch.positions[: len(prefix) * len(offset)].view(len(prefix), -1)
+        visible = (key < prefix[:, None, None]) | (inside[:, None] & self._tree(spec, prefix, offset, node))
+        return position, torch.where(inside, position.gather(1, node), self._key)[:, None], visible
+
+    def _tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
+        """[B, N, C]: whether tree node ``offset[j]`` of a request may see its node ``node[b, c]``."""
+        assert spec.custom_mask is not None
+        n, index = len(offset), torch.arange(len(prefix), device=prefix.device)[:, None]
         if spec.tree_mask_mode is TreeMaskMode.QLEN_ONLY:
-            start, stride = (request * n + node) * n, 0
+            line = (index * n + offset) * n
         else:
-            lens = batch.seq_lens[: batch.batch_size]
-            start = ((lens.cumsum(0) - lens) * n)[request] + request * n * n + node * (prefix + n)
-            stride = 1
-        return inside & spec.custom_mask.bool()[start[:, None] + prefix[:, None] * stride + column]
+            prefix = prefix[:, None]
+            line = (prefix.cumsum(0) - prefix) * n + index * n * n + offset * (prefix + n) + prefix
+        return spec.custom_mask.bool()[line[..., None] + node[:, None]]
 
     def forward(
         self,
@@ -126,36 +136,41 @@ class TorchNativeBackend(AttentionBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Gather, mask, softmax, sum."""
-        pool = self.context.kv_pool
+        """Store, gather, mask, softmax, sum."""
         if save_kv_cache:
-            pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
-        visible = self._visible
-        if layer.sliding_window_size >= 0:
-            visible = visible & (self._distance <= layer.sliding_window_size)
-        rows = q.shape[0]
-        keys, values = (
-            self._gather(pool.get_key_buffer(layer.layer_id)),
-            self._gather(pool.get_value_buffer(layer.layer_id)),
-        )
-        grouped = q.reshape(rows, layer.tp_k_head_num, layer.q_per_kv, layer.head_dim).float()
-        logits = torch.einsum("thgd,tshd->thgs", grouped, keys.float()) * (layer.scaling * layer.k_scale)
-        if layer.logit_cap:
-            logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
-        hidden = ~visible[:, None, None]
-        logits = logits.masked_fill(hidden, -torch.inf)
-        if layer.sinks is not None:
-            sinks = layer.sinks.view(1, layer.tp_k_head_num, layer.q_per_kv, 1).expand(rows, -1, -1, 1)
-            logits = torch.cat([logits, sinks], -1)
-        # A row that sees nothing is padding. It gets zeros, not the NaN of a softmax over nothing.
-        p = torch.softmax(logits, -1)[..., : hidden.shape[-1]].masked_fill(hidden, 0.0)
+            self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+        keys, values = (self._gather(buffer) for buffer in self.context.kv_pool.get_kv_buffer(layer.layer_id))
+        rows = q.reshape(-1, layer.tp_k_head_num, layer.q_per_kv, layer.head_dim)[self._row].float()
+        logits = self._logits(rows, keys, layer)
+        seen = self._in_window(layer)
+        p = self._weights(logits, seen, layer)
         # Slots that no row may see hold anything, NaN included, and 0 * NaN is NaN.
-        values = values.float().masked_fill(~visible[:, :, None, None], 0.0)
-        out = torch.einsum("thgs,tshd->thgd", p, values) * layer.v_scale
-        return out.reshape(rows, layer.tp_q_head_num, layer.v_head_dim).to(q.dtype)
+        values = values.masked_fill(~seen.any(1)[:, :, None, None], 0.0)
+        out = torch.einsum("bhgws,bshd->bwhgd", p, values) * layer.v_scale
+        return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[self._place].to(q.dtype)
 
     def _gather(self, buffer: torch.Tensor) -> torch.Tensor:
-        """[T, max_context_len, Hk, D] in a dtype that arithmetic knows."""
+        """[B, C, Hk, D] float32, not yet multiplied by an FP8 pool's scale."""
         if buffer.dtype.itemsize > 1:
-            return buffer[self._slots]
-        return buffer.view(torch.uint8)[self._slots].view(buffer.dtype).to(torch.float32)
+            return buffer[self._slots].float()
+        return buffer.view(torch.uint8)[self._slots].view(buffer.dtype).float()
+
+    def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """[B, Hk, G, W, C]: scaled, capped, not yet masked."""
+        logits = torch.einsum("bwhgd,bshd->bhgws", rows, keys) * (layer.scaling * layer.k_scale)
+        return layer.logit_cap * torch.tanh(logits / layer.logit_cap) if layer.logit_cap else logits
+
+    def _in_window(self, layer: AttentionLayer) -> torch.Tensor:
+        """[B, W, C]: visible, and no more than the layer's window back."""
+        if layer.sliding_window_size < 0:
+            return self._visible
+        return self._visible & (self._position[..., None] - self._key_position <= layer.sliding_window_size)
+
+    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """[B, Hk, G, W, C]: softmax over what is seen. A row that sees nothing is padding, and gets zeros, not NaN."""
+        hidden = ~seen[:, None, None]
+        logits = logits.masked_fill(hidden, -torch.inf)
+        if layer.sinks is not None:
+            sinks = layer.sinks.view(1, layer.tp_k_head_num, layer.q_per_kv, 1, 1)
+            logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
+        return torch.softmax(logits, -1)[..., : hidden.shape[-1]].masked_fill(hidden, 0.0)
