@@ -53,15 +53,15 @@ def _uneven_offsets(e: Evidence) -> str:
         return ""
     counts = ", ".join(str(r.new) for r in e.step.requests)
     return (
-        f"accepted counts are {counts} of {e.schedule.case.width}: rows are packed, so query offsets are their running sum. "
-        "A uniform stride, or packed offsets given to a kernel captured with a uniform stride, is right only when every "
-        "request accepts all"
+        f"accepted counts are {counts} of {e.schedule.case.width}: rows are packed, so query offsets are their running "
+        "sum. A uniform stride, or packed offsets for a kernel captured with a uniform stride, is right only when all "
+        "requests accept all"
     )
 
 
 def _length_threshold(e: Evidence) -> str:
     right = [n for i, n in enumerate(e.lens) if i not in e.wrong]
-    right += [r.prefix + r.new for o in e.passed for r in o.step.requests]
+    right += [r.prefix + r.new for o in e.passed if o.replay for r in o.step.requests]
     wrong = [e.lens[i] for i in e.wrong]
     if not e.in_graph or not right or not wrong or max(right) >= min(wrong):
         return ""

@@ -192,6 +192,8 @@ def _probe(v: torch.Tensor, pattern: str) -> torch.Tensor:
     request, start = (int(word) for word in pattern.split(".")[1:])
     v = torch.zeros_like(v)
     count = min(v.shape[-1], v.shape[2] - start)
+    if request >= v.shape[1] or count <= 0:
+        return v
     at = torch.arange(count)
     v[:, request, start + at, :, at] = 1.0
     return v

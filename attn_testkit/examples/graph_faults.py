@@ -1,0 +1,129 @@
+"""Five backends that are right in eager and wrong, or not capturable, under a CUDA graph.
+
+Each holds one of the mistakes that servers lost days to. ``attn-testkit run --backend
+attn_testkit.examples.graph_faults:ReallocatedMetadata --device cpu`` shows what the kit says of it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..contract import BackendContext, Capabilities, ForwardBatch, KernelPlan
+from .minimal import MinimalBackend
+from .packed_stride import PackedStrideBackend
+
+__all__ = ["GRAPH_FAULTS", "BakedMaxLength", "FreedWorkspace", "HostRead", "PackedStrideBackend", "ReallocatedMetadata"]
+
+_DECODE = MinimalBackend.capabilities.with_changes(eager={"decode"}, graph={"decode"}, max_q_rows=1, max_topk=0)
+
+
+class _Planned(MinimalBackend):
+    """Healthy: page table and lengths live in buffers that are filled outside the graph."""
+
+    capabilities: Capabilities = _DECODE
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """The buffers of all graphs."""
+        context = self.context
+        self.lens = torch.zeros(max_bs, dtype=torch.int32, device=context.device)
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Fill them in place."""
+        self.lens[: batch.batch_size].copy_(batch.seq_lens[: batch.batch_size])
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Eager needs no buffer."""
+        self.eager_lens = batch.seq_lens.to(torch.int32)
+        super().init_forward_metadata_in_graph(batch)
+        self._use(self.eager_lens)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """What the captured kernel reads."""
+        super().init_forward_metadata_in_graph(batch)
+        self._use(self.lens[: batch.batch_size])
+
+    def _use(self, lens: torch.Tensor) -> None:
+        page_table, _, offsets, width, mask = self._metadata
+        self._metadata = (page_table, lens, offsets, width, mask)
+
+
+class ReallocatedMetadata(_Planned):
+    """New tensors at each replay instead of filled ones; the graph goes on reading the old address (vLLM #35175)."""
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """The mistake: assignment where copy_ was meant."""
+        self.lens = batch.seq_lens.to(torch.int32, copy=True)
+
+
+class BakedMaxLength(_Planned):
+    """The longest length of the batch, as a Python number, decides how many slots the captured kernel looks at.
+
+    At capture every length is the fill value, so that number is one page (TensorRT-LLM #17273, vLLM #41834).
+    """
+
+    capabilities = _DECODE.with_changes(needs_cpu_seq_lens=True)
+    max_len = 0
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Right at every step, and useless after capture."""
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        assert batch.seq_lens_cpu is not None
+        self.max_len = int(batch.seq_lens_cpu[: batch.batch_size].max())
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """As above."""
+        assert batch.seq_lens_cpu is not None
+        self.max_len = int(batch.seq_lens_cpu.max())
+        super().init_forward_metadata(batch)
+
+    def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Only whole pages up to the longest request."""
+        request, visible = super().visible(q, plan)
+        slots = -(-self.max_len // plan.page_size) * plan.page_size
+        visible[:, slots:] = False
+        return request, visible
+
+
+class HostRead(_Planned):
+    """Reads a length on the host inside the captured region."""
+
+    def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """``.item()`` waits for the device, which a capture forbids."""
+        request, visible = super().visible(q, plan)
+        longest = int(plan.kv_lens.max().item())
+        visible[:, longest:] = False
+        return request, visible
+
+
+class FreedWorkspace(_Planned):
+    """A workspace that an eager batch replaces by a larger one, and that captured graphs still write to (vLLM #46067)."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.workspace = torch.zeros(0, device=context.device)
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Grow on demand, bucket by bucket."""
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        self._grow(batch.batch_size)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """An eager batch is given a little more."""
+        super().init_forward_metadata(batch)
+        self._grow(batch.batch_size + 1)
+
+    def _grow(self, rows: int) -> None:
+        layer = self.context.layers[0]
+        need = rows * layer.tp_q_head_num * layer.v_head_dim
+        if self.workspace.numel() < need:
+            self.workspace = torch.zeros(need, device=self.context.device)
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        """The result takes its way through the workspace."""
+        out = super().run(q, kv, plan)
+        scratch = self.workspace[: out.numel()].view(out.shape)
+        scratch.copy_(out)
+        return scratch.to(out.dtype)
+
+
+GRAPH_FAULTS = (PackedStrideBackend, ReallocatedMetadata, BakedMaxLength, HostRead, FreedWorkspace)
