@@ -1,7 +1,6 @@
 """A paged decode kernel to measure the Triton interpreter with."""
 
-# mypy: disable-error-code="untyped-decorator,no-untyped-def" (ordinary CUDA programs, typed no more than such programs
-# are)
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
 from __future__ import annotations
 
@@ -14,9 +13,10 @@ _BATCH, _HEADS, _HEAD_DIM, _PAGE, _PAGES = 4, 4, 64, 16, 4
 
 
 @triton.jit
-def paged_decode(q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lens_ptr, scale, stride_q, stride_page, stride_slot,
-stride_table,
-                 HEAD_DIM: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+def paged_decode(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lens_ptr, scale, stride_q, stride_page, stride_slot, stride_table,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     channel, slot = tl.arange(0, HEAD_DIM), tl.arange(0, PAGE)
     length = tl.load(lens_ptr + row)

@@ -45,7 +45,7 @@ class Rule:
     cuda: str
     cure: str
     measured: tuple[str, ...]
-    ops: tuple[str, ...] = ()
+    ops: str = ""
     applies: Callable[[Call], bool] = lambda call: True
     syncs: bool = True
     invalidates: bool = True
@@ -164,7 +164,7 @@ RULES: tuple[Rule, ...] = (
             "max(iter)",
             "torch.arange(t)",
         ),
-        ops=("_local_scalar_dense", "item", "is_nonzero"),
+        ops="_local_scalar_dense item is_nonzero",
     ),
     Rule(
         _SIZE_FROM_DATA,
@@ -172,21 +172,8 @@ RULES: tuple[Rule, ...] = (
         _FIXED_SHAPE,
         ("nonzero", "where(1)", "masked_select", "unique", "bincount"),
         ops=(
-            "nonzero",
-            "nonzero_numpy",
-            "argwhere",
-            "masked_select",
-            "_unique",
-            "_unique2",
-            "unique_dim",
-            "unique_consecutive",
-            "unique_dim_consecutive",
-            "bincount",
-            "_to_sparse",
-            "to_sparse",
-            "_coalesce",
-            "coalesce",
-            "sparse_mask",
+            "nonzero nonzero_numpy argwhere masked_select _unique _unique2 unique_dim unique_consecutive "
+            "unique_dim_consecutive bincount _to_sparse to_sparse _coalesce coalesce sparse_mask"
         ),
     ),
     Rule(
@@ -194,7 +181,7 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         _FIXED_SHAPE,
         ("where(1)",),
-        ops=("where",),
+        ops="where",
         applies=lambda call: call.overload == "default",
     ),
     Rule(
@@ -202,7 +189,7 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         "use torch.where, masked_fill, or index with a precomputed index tensor of fixed size",
         ("x[mask]", "x[mask]=cuda0d", "x[mask]=cuda1d"),
-        ops=("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
+        ops="index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put",
         applies=conditions.indexes_by_device_mask,
     ),
     Rule(
@@ -210,7 +197,7 @@ RULES: tuple[Rule, ...] = (
         _UNPINNED,
         "keep index tensors on the device; replace x[[0, 2]] by a persistent device index",
         ("x[host_idx]", "x[list]", "x[np idx]"),
-        ops=("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
+        ops="index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put",
         applies=conditions.indexes_by_host_tensor,
         invalidates=False,
     ),
@@ -219,7 +206,7 @@ RULES: tuple[Rule, ...] = (
         _UNPINNED,
         "use fill_, masked_fill_, index_fill_ or scatter_ with a Python number",
         ("x[idx]=0.",),
-        ops=("index_put", "index_put_", "_index_put_impl_"),
+        ops="index_put index_put_ _index_put_impl_",
         applies=conditions.assigns_host_scalar_by_index,
         invalidates=False,
     ),
@@ -228,7 +215,7 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         "pass output_size=",
         ("repeat_interleave",),
-        ops=("repeat_interleave",),
+        ops="repeat_interleave",
         applies=conditions.repeats_decide_the_size,
     ),
     Rule(
@@ -236,7 +223,7 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         "pass num_classes=",
         ("one_hot",),
-        ops=("one_hot",),
+        ops="one_hot",
         applies=lambda call: call["num_classes"] in (None, -1),
     ),
     Rule(
@@ -244,18 +231,16 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         _KEEP_ON_DEVICE,
         ("equal", "allclose"),
-        ops=("equal",),
+        ops="equal",
         applies=conditions.not_the_same_memory,
     ),
-    Rule(
-        "the host reads the outcome of a comparison", _NOT_PERMITTED, _KEEP_ON_DEVICE, ("allclose",), ops=("allclose",)
-    ),
+    Rule("the host reads the outcome of a comparison", _NOT_PERMITTED, _KEEP_ON_DEVICE, ("allclose",), ops="allclose"),
     Rule(
         "the range of the histogram is read from the device",
         _UNPINNED,
         "pass min= and max=",
         ("histc auto",),
-        ops=("histc",),
+        ops="histc",
         applies=conditions.histogram_range_open,
     ),
     Rule(
@@ -263,7 +248,7 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         "use torch.where(mask, value, x), or a Python number",
         ("masked_fill_(m,cuda0d)",),
-        ops=("masked_fill", "masked_fill_", "index_fill", "index_fill_"),
+        ops="masked_fill masked_fill_ index_fill index_fill_",
         applies=conditions.any_device("value"),
     ),
     Rule(
@@ -271,7 +256,7 @@ RULES: tuple[Rule, ...] = (
         _UNPINNED,
         "pass a Python number, or keep the scalar on the device",
         ("where(m,x,host0d)",),
-        ops=("where",),
+        ops="where",
         applies=conditions.selects_host_scalar,
         invalidates=False,
     ),
@@ -280,7 +265,7 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         "use bounds known on the host and scale on the device",
         ("linspace(dev)",),
-        ops=("linspace", "logspace", "arange", "randint_like"),
+        ops="linspace logspace arange randint_like",
         applies=conditions.any_device("start", "end", "high"),
     ),
     Rule(
@@ -288,7 +273,7 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         "compare by broadcasting: (x[:, None] == tests).any(-1)",
         ("isin large",),
-        ops=("isin",),
+        ops="isin",
         applies=conditions.isin_sorts,
     ),
     Rule(
@@ -296,7 +281,7 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         "gather the sorted sequence first and pass no sorter",
         ("searchsorted sorter",),
-        ops=("searchsorted",),
+        ops="searchsorted",
         applies=conditions.any_device("sorter"),
     ),
     Rule(
@@ -304,7 +289,7 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         "use torch.randn(...) * std + mean",
         ("normal(std tensor)",),
-        ops=("normal",),
+        ops="normal",
         applies=conditions.any_device("std"),
     ),
     Rule(
@@ -313,17 +298,8 @@ RULES: tuple[Rule, ...] = (
         "use the _ex form with check_errors=False where there is one",
         ("linalg.inv", "linalg.solve", "linalg.cholesky"),
         ops=(
-            "_linalg_check_errors",
-            "linalg_inv",
-            "_linalg_eigh",
-            "linalg_eigh",
-            "_linalg_svd",
-            "linalg_svd",
-            "linalg_eig",
-            "linalg_eigvals",
-            "_linalg_eigvals",
-            "linalg_lstsq",
-            "linalg_matrix_exp",
+            "_linalg_check_errors linalg_inv _linalg_eigh linalg_eigh _linalg_svd linalg_svd linalg_eig "
+            "linalg_eigvals _linalg_eigvals linalg_lstsq linalg_matrix_exp"
         ),
     ),
     Rule(
@@ -331,7 +307,7 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         "pass the lengths as host values",
         ("read",),
-        ops=("_ctc_loss", "ctc_loss"),
+        ops="_ctc_loss ctc_loss",
         applies=conditions.any_device("input_lengths", "target_lengths"),
     ),
     Rule(
@@ -339,7 +315,7 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         "pass unsafe=True",
         ("segment_reduce", "segment_reduce unsafe"),
-        ops=("segment_reduce",),
+        ops="segment_reduce",
         applies=conditions.reduces_at_once,
     ),
     Rule(
@@ -347,12 +323,7 @@ RULES: tuple[Rule, ...] = (
         "torch would refuse with 'Could not run ... with arguments from the CUDA backend'",
         "use torch.histc, or searchsorted and scatter_add_",
         ("histogram",),
-        ops=(
-            "histogram",
-            "_histogramdd_bin_edges",
-            "_histogramdd_from_bin_cts",
-            "_histogramdd_from_bin_tensors",
-        ),
+        ops="histogram _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors",
         syncs=False,
         invalidates=False,
         eager=True,
@@ -362,7 +333,7 @@ RULES: tuple[Rule, ...] = (
         "torch would refuse with '... not implemented for Long'",
         "multiply in floating point",
         ("integer matmul",),
-        ops=("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "vdot"),
+        ops="mm bmm addmm baddbmm addmv mv dot vdot",
         applies=conditions.multiplies_integers,
         syncs=False,
         invalidates=False,
@@ -373,7 +344,7 @@ RULES: tuple[Rule, ...] = (
         _UNPINNED,
         _COPY_BEFORE,
         ("x[1]=1.", "dev.copy_(host)", "dev.copy_(host0d)", "x[2:]=host1d"),
-        ops=("copy_",),
+        ops="copy_",
         applies=conditions.host_to_device(pinned=False),
         invalidates=False,
     ),
@@ -382,7 +353,7 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         _NON_BLOCKING,
         ("pinned.to(dev)",),
-        ops=("copy_",),
+        ops="copy_",
         applies=conditions.host_to_device(pinned=True),
     ),
     Rule(
@@ -390,7 +361,7 @@ RULES: tuple[Rule, ...] = (
         _UNPINNED,
         _KEEP_ON_DEVICE,
         ("host.copy_(dev)", ".cpu()"),
-        ops=("copy_",),
+        ops="copy_",
         applies=conditions.device_to_host(pinned=False),
         invalidates=False,
     ),
@@ -399,13 +370,14 @@ RULES: tuple[Rule, ...] = (
         _NOT_PERMITTED,
         _NON_BLOCKING,
         ("pinned.copy_(dev)",),
-        ops=("copy_",),
+        ops="copy_",
         applies=conditions.device_to_host(pinned=True),
     ),
 )
 
+_OPERATIONS = {name for rule in RULES for name in rule.ops.split()}
 BY_OPERATION: dict[str, tuple[Rule, ...]] = {
-    name: tuple(rule for rule in RULES if name in rule.ops) for name in {name for rule in RULES for name in rule.ops}
+    name: tuple(rule for rule in RULES if name in rule.ops.split()) for name in _OPERATIONS
 }
 
 

@@ -1,7 +1,6 @@
 """Snippets: side streams, events, and Triton launches inside a capture."""
 
 # mypy: disable-error-code="no-untyped-call"
-# (ordinary CUDA programs, typed no more than such programs are)
 
 from __future__ import annotations
 

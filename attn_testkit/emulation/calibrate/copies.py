@@ -1,7 +1,6 @@
 """Snippets: data crossing between host and device."""
 
 # mypy: disable-error-code="index,assignment,operator"
-# (ordinary CUDA programs, typed no more than such programs are)
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 line."""
 
 # mypy: disable-error-code="arg-type,func-returns-value"
-# (ordinary CUDA programs, typed no more than such programs are)
 
 from __future__ import annotations
 

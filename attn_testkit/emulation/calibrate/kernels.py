@@ -1,7 +1,6 @@
 """Snippets: Triton launches. Needs triton; on a machine without a GPU, TRITON_INTERPRET=1 before it is imported."""
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-# (ordinary CUDA programs, typed no more than such programs are)
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ between; every step is compared with an eager run of the correct backend on a tw
 """
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"
-# (ordinary CUDA programs, typed no more than such programs are)
 
 from __future__ import annotations
 

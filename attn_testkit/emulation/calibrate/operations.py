@@ -1,7 +1,6 @@
 """Snippets: plain device work, views, in-place writes, random numbers."""
 
 # mypy: disable-error-code="index,assignment,call-overload,no-untyped-call,func-returns-value"
-# (ordinary CUDA programs, typed no more than such programs are)
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Snippets: the host looks at device values, waits, or decides something from them."""
 
 # mypy: disable-error-code="func-returns-value,call-overload,no-any-return,no-untyped-call"
-# (ordinary CUDA programs, typed no more than such programs are)
 
 from __future__ import annotations
 

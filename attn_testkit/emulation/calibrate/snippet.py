@@ -1,7 +1,6 @@
 """What a snippet is, and how it is judged: capture it, change its inputs in place, replay, compare with eager."""
 
 # mypy: disable-error-code="no-untyped-call"
-# (ordinary CUDA programs, typed no more than such programs are)
 
 from __future__ import annotations
 
