@@ -38,11 +38,11 @@ def context_lost(error: BaseException) -> bool:
 
 def from_exception(error: BaseException, phase: str, label: str, *, needs_cpu_lengths: bool) -> Finding:
     """The finding for what was raised in ``phase``."""
-    kind, told = type(error).__name__, _first_line(error)
-    where = _site(error)
+    kind, told = type(error).__name__, str(getattr(error, "operation", "")) or _first_line(error)
     promise, headline, hint = _classify(error, kind, told, phase, needs_cpu_lengths)
-    cure = getattr(error, "cure", "")
-    return Finding(promise, headline, where=where, hint=hint or (f"cure: {cure}" if cure else ""), step=label)
+    # Errors of the emulation know what CUDA would have done and how such code is usually mended.
+    lines = [str(getattr(error, "cuda", "")), str(getattr(error, "cure", "")) or hint]
+    return Finding(promise, headline, where=_site(error), hint="\n".join(line for line in lines if line), step=label)
 
 
 def _classify(error: BaseException, kind: str, told: str, phase: str, needs_cpu_lengths: bool) -> tuple[str, str, str]:
@@ -57,7 +57,7 @@ def _classify(error: BaseException, kind: str, told: str, phase: str, needs_cpu_
             "allocate it once, in the constructor or init_cuda_graph_state, and fill it in place",
         )
     if phase == "capture":
-        return "captures-cleanly", f"cannot be captured: {told}", _capture_hint(error)
+        return "captures-cleanly", f"cannot be captured: {told}", _CAPTURE_HINT
     if phase == "plan for replay" and (kind == "HostSyncError" or _SYNC.search(told)):
         return (
             "no-host-lengths",
@@ -78,11 +78,7 @@ def _classify(error: BaseException, kind: str, told: str, phase: str, needs_cpu_
     return "completes", raised, hint
 
 
-def _capture_hint(error: BaseException) -> str:
-    cure = getattr(error, "cure", "")
-    return (
-        f"cure: {cure}" if cure else "no .item(), .cpu(), .tolist(), host copies or data-dependent shapes in a capture"
-    )
+_CAPTURE_HINT = "no .item(), .cpu(), .tolist(), host copies or data-dependent shapes in a capture"
 
 
 def _first_line(error: BaseException) -> str:
@@ -93,9 +89,8 @@ def _first_line(error: BaseException) -> str:
 def _site(error: BaseException) -> str:
     """The innermost line that is not torch's or the kit's drive: the author's."""
     site = getattr(error, "site", None)
-    operation = getattr(error, "operation", "")
-    if site is not None and operation:
-        return f"{operation} at {site}"
+    if site is not None:
+        return str(site)
     chain = error
     while chain.__context__ is not None and not chain.__suppress_context__:
         chain = chain.__context__
