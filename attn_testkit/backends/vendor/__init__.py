@@ -1,0 +1,27 @@
+"""One door to the vendors' packages: the real entry point where it can run, a torch stand-in of it elsewhere."""
+
+from .provider import (
+    EntryPoint,
+    Provided,
+    VendorMismatch,
+    VendorMissing,
+    device_is_real,
+    emulated,
+    forced,
+    provide,
+    real,
+    swapped,
+)
+
+__all__ = [
+    "EntryPoint",
+    "Provided",
+    "VendorMismatch",
+    "VendorMissing",
+    "device_is_real",
+    "emulated",
+    "forced",
+    "provide",
+    "real",
+    "swapped",
+]

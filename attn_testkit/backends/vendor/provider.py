@@ -1,0 +1,192 @@
+"""Entry points of vendor packages, real or emulated.
+
+An adapter names an entry point and a device. It gets the package's own function or class where the package imports, the
+device is a real CUDA device and its SM is in range. Elsewhere it gets a stand-in of the same entry point that computes
+in torch. Every call of a stand-in is first bound to the *installed* package's signature, so that an adapter cannot rot
+unseen where no GPU is: an argument that was renamed or dropped raises ``TypeError`` here as it would there.
+
+The better a stand-in, the more of the package's own Python runs in it. Where the package separates Python from compiled
+code, replace the compiled module only (``swapped``): then state, checks and exceptions are the package's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+
+__all__ = [
+    "EntryPoint",
+    "Provided",
+    "VendorMismatch",
+    "VendorMissing",
+    "device_is_real",
+    "emulated",
+    "forced",
+    "provide",
+    "real",
+    "swapped",
+]
+
+
+class VendorMissing(ImportError):
+    """The package is not installed, or does not import here. Names the extra to install."""
+
+
+class VendorMismatch(RuntimeError):
+    """The installed package no longer has what a stand-in replaces: the tested range of versions is too wide."""
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    """A public function or class of a vendor package, and where its kernels run."""
+
+    path: str
+    """``flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper``."""
+    sm: tuple[tuple[int, int], ...]
+    """Ranges of compute capability with a kernel, ends inclusive, as ``((90, 90), (100, 103))``."""
+    emulation: str
+    """``module:attribute`` of the stand-in, imported when it is first needed. A function takes the real one's
+    parameters, defaults filled in. A class has the real one's methods. A ``make_...`` function takes the real thing and
+    returns the stand-in (for stand-ins that derive from the real class)."""
+    extra: str
+    """Extra of this project that installs the package."""
+
+    def runs_on(self, sm: int) -> bool:
+        """Whether a device of this compute capability has a kernel."""
+        return any(low <= sm <= high for low, high in self.sm)
+
+
+@dataclass(frozen=True)
+class Provided:
+    """What an adapter calls."""
+
+    call: Any
+    emulated: bool
+    why: str = ""
+    """Why it is not the real one; empty when it is."""
+
+
+def device_is_real(device: torch.device) -> bool:
+    """A GPU is behind this device. An emulated one says so in its name, which is all that is asked here."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return "emulated" not in torch.cuda.get_device_name(device).lower()
+
+
+_forced: list[Literal["real", "emulated"]] = []
+
+
+@contextmanager
+def forced(kind: Literal["real", "emulated"]) -> Iterator[None]:
+    """Inside, ``provide`` gives this kind wherever it can; for comparing the two on one device."""
+    _forced.append(kind)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def provide(entry: EntryPoint, device: torch.device) -> Provided:
+    """The real entry point, or its stand-in and the reason. Raises ``VendorMissing`` when there is no package at all."""
+    original = real(entry)
+    why = _why_not_real(entry, device)
+    if _forced and _forced[-1] == "emulated":
+        why = why or "a stand-in was asked for"
+    if not why:
+        return Provided(original, emulated=False)
+    if _forced and _forced[-1] == "real":
+        raise VendorMissing(f"{entry.path} was asked for, and {why}")
+    return Provided(emulated(entry), emulated=True, why=why)
+
+
+def _why_not_real(entry: EntryPoint, device: torch.device) -> str:
+    if not device_is_real(device):
+        return "no CUDA device is here"
+    major, minor = torch.cuda.get_device_capability(device)
+    if not entry.runs_on(10 * major + minor):
+        ranges = ", ".join(f"SM{low}" if low == high else f"SM{low}-{high}" for low, high in entry.sm)
+        return f"its kernels need {ranges} and this device is SM{major}{minor}"
+    return ""
+
+
+@functools.cache
+def real(entry: EntryPoint) -> Any:
+    """The package's own function or class, whether or not it can run here."""
+    try:
+        return _attribute(entry.path)
+    except ImportError as error:
+        raise VendorMissing(
+            f"{entry.path.partition(':')[0]} does not import ({error}); pip install 'attn-testkit[{entry.extra}]'"
+        ) from error
+    except AttributeError as error:
+        raise VendorMismatch(f"the installed package has no {entry.path}: {error}") from error
+
+
+@functools.cache
+def emulated(entry: EntryPoint) -> Any:
+    """The stand-in, its calls bound to the real signature."""
+    original, stand_in = real(entry), _attribute(entry.emulation)
+    if entry.emulation.partition(":")[2].startswith("make_"):
+        return stand_in(original)
+    if inspect.isclass(stand_in):
+        return _bound_class(original, stand_in)
+    return _bound_function(original, stand_in)
+
+
+def _attribute(path: str) -> Any:
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _bound_function(original: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return stand_in(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def _bound_class(original: type, stand_in: type) -> type:
+    names = [n for n in vars(stand_in) if callable(getattr(stand_in, n)) and (n == "__init__" or not n.startswith("_"))]
+    missing = [n for n in names if not hasattr(original, n)]
+    if missing:
+        raise VendorMismatch(f"{original.__qualname__} has no {', '.join(missing)}")
+    methods = {name: _bound_function(getattr(original, name), getattr(stand_in, name)) for name in names}
+    return type(f"Emulated{original.__name__}", (stand_in,), methods)
+
+
+@contextmanager
+def swapped(stand_ins: Mapping[str, Any]) -> Iterator[None]:
+    """Put stand-ins in place of ``module:name`` of a package for the length of a call.
+
+    Raises ``VendorMismatch`` when one of the names is not there: then the package changed, and nothing is emulated.
+    """
+    patches = []
+    for path, stand_in in stand_ins.items():
+        module, _, name = path.partition(":")
+        owner = importlib.import_module(module)
+        if not hasattr(owner, name):
+            raise VendorMismatch(f"the installed package has no {path}, which the stand-in replaces")
+        patches.append(mock.patch.object(owner, name, stand_in))
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in reversed(patches):
+            patch.stop()
