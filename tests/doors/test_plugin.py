@@ -318,3 +318,15 @@ def test_loading_the_doors_does_not_load_torch(module):
     """The plugin loads in every pytest run of every user; --help must not take seconds."""
     code = f"import sys, attn_testkit.{module}; sys.exit('torch' in sys.modules or 'jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_real_suite_runs_from_an_empty_directory(pytester):
+    """No conftest, no checkout, strict and with warnings as errors, as an author would put it into CI."""
+    pytester.makeini("[pytest]\nstrict = true\nfilterwarnings = error\nattn_backends = torch_native\n")
+    args = ("--attn-device=cpu", "--attn-mode=decode", "--attn-execution=eager", "--attn-report=out.json")
+    found = pytester.runpytest_subprocess(*SUITE, *args, timeout=120)
+    assert found.ret == 0
+    report = read_report(pytester.path / "out.json")
+    assert report.exit_code == 0
+    found.assert_outcomes(passed=report.header.planned)
+    assert report.header.planned > 4

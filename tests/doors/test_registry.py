@@ -1,0 +1,126 @@
+"""Naming a backend: what is found, and what is said about everything else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from attn_testkit.registry import BackendNotFound, known_backends, load_backend, origin_of
+
+MODULE = """
+from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode
+
+class Good(AttentionBackend):
+    capabilities = Capabilities(eager={ForwardMode.DECODE})
+    def forward(self, q, k, v, layer, batch, save_kv_cache=True): return q
+    class Inner:
+        pass
+
+class NoForward(AttentionBackend):
+    capabilities = Capabilities(eager={ForwardMode.DECODE})
+
+class NoClaims(AttentionBackend):
+    def forward(self, q, k, v, layer, batch, save_kv_cache=True): return q
+
+class DictClaims(NoClaims):
+    capabilities = {"eager": ["decode"]}
+
+class Other: pass
+
+def factory(): pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A directory with a few modules, where the author stands."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "authored.py").write_text(MODULE)
+    (tmp_path / "broken_dependency.py").write_text("import no_such_library\n")
+    (tmp_path / "broken_code.py").write_text("\n\nraise RuntimeError('libcudart.so.12: cannot open shared object')\n")
+    (tmp_path / "ends.py").write_text("import sys; sys.exit('no GPU')\n")
+    yield
+    for name in ("authored", "broken_dependency", "broken_code", "ends"):
+        sys.modules.pop(name, None)
+
+
+def test_a_class_in_the_current_directory_is_found():
+    """A console script alone does not look where the author stands."""
+    assert load_backend("authored:Good").__name__ == "Good"
+    assert origin_of("authored:Good").label == "(authored.py)"
+
+
+def test_a_registered_name_is_found_with_its_distribution():
+    assert load_backend("torch_native").__name__ == "TorchNativeBackend"
+    assert str(origin_of("torch_native")) == "attn-testkit 0.1.0"
+    assert origin_of("attn_testkit.backends.torch_native:TorchNativeBackend").label == "0.1.0"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("tritno", "unknown backend 'tritno'; did you mean 'triton'?"),
+        ("torch-native", "unknown backend 'torch-native'; did you mean 'torch_native'?"),
+        ("zzz", "unknown backend 'zzz' (known: "),
+        ("authored.Good", "a class is named module:Class, did you mean 'authored:Good'?"),
+        ("authored:", "backend 'authored:' is incomplete; write module:Class"),
+        (":Good", "backend ':Good' is incomplete; write module:Class"),
+        ("authored:Godo", "backend 'authored:Godo': authored has no 'Godo'; did you mean 'Good'?"),
+        ("authred:Good", "backend 'authred:Good': there is no module 'authred'; did you mean 'authored'?"),
+        ("attn_testkit.backnds:X", "there is no module 'attn_testkit.backnds'; did you mean 'attn_testkit.backends'?"),
+        ("authored:factory", "backend 'authored:factory' is a function, not a class derived from AttentionBackend"),
+        ("authored:Other", "backend 'authored:Other' does not derive from AttentionBackend or KernelBackend"),
+        ("authored:NoForward", "backend 'authored:NoForward' does not implement forward"),
+        ("authored:NoClaims", "sets no capabilities; write capabilities = Capabilities(eager={...}, ...)"),
+        ("authored:DictClaims", "sets capabilities to a dict; write capabilities = Capabilities("),
+        ("broken_dependency:X", "failed: ModuleNotFoundError: No module named 'no_such_library' (at "),
+        ("broken_code:X", "RuntimeError: libcudart.so.12: cannot open shared object (at "),
+        ("broken_code:X", "broken_code.py:3)"),
+        ("ends:X", "importing ends failed: SystemExit: no GPU"),
+    ],
+)  # fmt: skip
+def test_anything_else_is_one_clear_line(spec, message):
+    with pytest.raises(BackendNotFound, match=re.escape(message)) as caught:
+        load_backend(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_registered_backend_loads_and_says_what_it_claims():
+    backends = known_backends()
+    assert {"torch_native", "triton"} <= {b.name for b in backends}
+    assert [b.failure for b in backends] == [""] * len(backends)
+    assert all("decode eager+graph" in b.capabilities for b in backends if b.name in ("torch_native", "triton"))
+
+
+def test_one_broken_backend_does_not_hide_the_others(monkeypatch):
+    import importlib.metadata as metadata
+
+    import attn_testkit.registry as registry
+
+    points = {
+        "bad": metadata.EntryPoint("bad", "broken_code:X", registry.GROUP),
+        "good": metadata.EntryPoint("good", "authored:Good", registry.GROUP),
+    }
+    monkeypatch.setattr(registry, "_entry_points", lambda: points)
+    bad, good = known_backends()
+    assert "libcudart" in bad.failure
+    assert good.capabilities.startswith("decode eager; mha; bf16/fp16")
+
+
+def test_a_wrong_name_is_answered_without_loading_torch():
+    code = textwrap.dedent(
+        """
+        import sys
+        from attn_testkit.registry import BackendNotFound, load_backend, origin_of
+        origin_of("triton")
+        try: load_backend("tritno")
+        except BackendNotFound: pass
+        sys.exit("torch" in sys.modules)
+        """
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

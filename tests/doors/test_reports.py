@@ -1,0 +1,268 @@
+"""Reports: readable at every moment, true to the results, and honest about what was emulated."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import fake_engine
+import jsonschema
+import pytest
+
+from attn_testkit.registry import UsageError
+from attn_testkit.reports.compare import compare_reports, comparison_text
+from attn_testkit.reports.record import Record, Report, plain, read_report, schema
+from attn_testkit.reports.render import html_page, markdown_summary
+from attn_testkit.reports.tally import rows, text_table, verdict
+from attn_testkit.results import CaseResult, Status, exit_code, format_failure
+
+
+def run_of(words: str, **header) -> Report:
+    plan = fake_engine.plan_run(backends=[f"fake:{words}"])
+    results = (*plan.given, *(fake_engine.run_item(item, plan) for item in plan.items))
+    head = replace(plan.header, **header)
+    return Report(head, results, finished=True, exit_code=exit_code(head.planned, results))
+
+
+def written(tmp_path, report: Report, name: str = "out.json"):
+    record = Record(tmp_path / name, report.header)
+    for result in report.results:
+        record.add(result)
+    record.finish(report.exit_code or 0, problems=report.problems)
+    return tmp_path / name
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path):
+    report = replace(run_of("ok,wrong,inf,lost"), problems=("an entry expired",))
+    assert read_report(written(tmp_path, report)) == report
+
+
+def test_the_file_is_whole_after_every_result(tmp_path):
+    """A run that is killed leaves what it had; a truncated file would lose the night."""
+    report = run_of("ok,wrong")
+    record = Record(tmp_path / "out.json", report.header)
+    for count, result in enumerate(report.results):
+        data = json.loads((tmp_path / "out.json").read_text())
+        jsonschema.validate(data, schema())
+        assert len(data["results"]) == count
+        assert data["finished"] is False
+        assert data["exit_code"] is None
+        record.add(result)
+    record.close()
+    assert read_report(tmp_path / "out.json").finished is False
+
+
+def test_an_ending_shorter_than_the_last_leaves_no_debris(tmp_path):
+    record = Record(tmp_path / "out.json", run_of("ok").header)
+    record.finish(1, problems=["x" * 500])
+    assert read_report(tmp_path / "out.json").problems == ("x" * 500,)
+    record = Record(tmp_path / "out.json", run_of("ok").header)
+    record.finish(0)
+    assert read_report(tmp_path / "out.json").problems == ()
+
+
+def test_the_schema_refuses_what_it_does_not_know(tmp_path):
+    data = json.loads(written(tmp_path, run_of("ok")).read_text())
+    jsonschema.Draft202012Validator.check_schema(schema())
+    data["results"][-1]["status"] = "skipped"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, schema())
+    known = set(schema()["$defs"]["status"]["enum"])
+    assert known == {status.value for status in Status}
+
+
+def test_only_plain_values_leave_the_process():
+    """execnet refuses subclasses of float and str, and pytest then exits 0 without the test."""
+
+    class Float(float):
+        pass
+
+    found = plain({Status.PASSED: (Float(1.5), Status.FAILED, True, None, float("nan"), object)})
+    assert found == {"passed": [1.5, "failed", True, None, "nan", str(object)]}
+    assert {type(value) for value in found["passed"]} == {float, str, bool, type(None)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "is not JSON"),
+        ("[]", "is no attn-testkit report"),
+        ('{"format": "attn-testkit-report/9"}', "has format 'attn-testkit-report/9'; this kit reads attn-testkit-rep"),
+        ('{"format": "attn-testkit-report/1", "header": {}}', "is damaged"),
+    ],
+)
+def test_a_file_that_is_no_record_is_one_line(tmp_path, text, message):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_report(tmp_path / "x.json")
+
+
+class Page(HTMLParser):
+    """Checks that tags close, and keeps the visible text."""
+
+    void = ("meta", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.outside: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.void:
+            self.open.append(tag)
+        self.outside += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def test_the_page_needs_nothing_else_and_tells_failures_before_tables():
+    page = Page(html_page(run_of("ok,wrong")))
+    assert page.outside == []
+    text = page.text
+    assert (
+        text.index("request 3 differs from the oracle") < text.index("By mode and execution") < text.index("Promises")
+    )
+    assert "attn-testkit repro --backend fake:ok,wrong --execution graph --device cpu decode-wrong-k1" in text
+    assert "✗ 1/2" in text
+    assert "✓ 2" in text
+
+
+def test_what_was_emulated_is_labelled_on_page_and_summary():
+    report = run_of("ok")
+    emulated = replace(report.results[-1], kernels="emulated")
+    report = replace(report, results=(*report.results[:-1], emulated))
+    text = Page(html_page(report)).text
+    assert "Emulated: device, graph, kernels. Results that carry this tag are no proof about hardware." in text
+    assert "emulated: device, graph, kernels" in text
+    assert "timing is not emulated" in text
+    summary = markdown_summary(report)
+    assert "**Emulated: device, graph, kernels.** No proof about hardware." in summary
+    real = replace(
+        report, results=tuple(replace(r, device="cuda", graph="cuda", kernels="real") for r in report.results)
+    )
+    assert "mulated" not in Page(
+        html_page(replace(real, header=replace(real.header, device="cuda", limits=())))
+    ).text.replace("(emulated CUDA)", "")
+
+
+def test_text_from_a_backend_cannot_become_markup():
+    report = run_of("ok,wrong")
+    evil = replace(report.results[-1], reason="<script>alert(1)</script>", status=Status.CRASHED, findings=())
+    assert "<script>" not in html_page(replace(report, results=(*report.results, evil)))
+    note = CaseResult("a|b", "decode", "graph", "", Status.UNSUPPORTED, reason="x|y")
+    assert "a\\|b" in markdown_summary(replace(report, results=(note,)))
+
+
+def test_a_run_that_was_cut_off_never_looks_finished():
+    report = replace(run_of("ok"), finished=False, exit_code=None)
+    page = html_page(report)
+    assert "UNFINISHED: the run was cut off" in page
+    assert "<title>✗" in page
+    assert markdown_summary(report).startswith("### ❌ UNFINISHED")
+
+
+def test_a_page_of_many_failures_stays_small():
+    report = run_of(",".join(["wrong"] * 200))
+    page = html_page(report)
+    assert "And 600 more: the record has them all." in page
+    assert len(page) < 1_500_000
+
+
+def test_the_comparison_names_what_got_worse():
+    old, new = run_of("ok,wrong,ok"), run_of("ok,wrong,ok")
+    assert compare_reports(old, new).exit_code == 0
+    broken = {r.case: r for r in run_of("wrong").results}
+    worse = tuple(
+        replace(r, status=Status.FAILED, findings=broken["decode-wrong-k0"].findings) if r.case == "decode-ok-k0" else r
+        for r in new.results
+    )
+    found = compare_reports(old, replace(new, results=worse))
+    assert [change.case for change in found.newly_failing] == ["decode-ok-k0"] * 2
+    assert found.exit_code == 1
+    text = comparison_text(found)
+    assert "request 3 differs from the oracle" in text
+    assert text.splitlines()[-1].startswith("WORSE: 2 newly failing, 0 vanished")
+    assert len(compare_reports(replace(old, results=worse), new).newly_passing) == 2
+
+
+def test_coverage_that_shrinks_by_itself_is_worse():
+    old = run_of("ok,ok")
+    new = replace(old, results=old.results[:-1])
+    assert len(compare_reports(old, new).vanished) == 1
+    skipped = replace(old.results[-1], status=Status.NOT_RUN_HERE)
+    found = compare_reports(old, replace(old, results=(*old.results[:-1], skipped)))
+    assert len(found.vanished) == 1
+    assert found.exit_code == 1
+
+
+def test_a_margin_that_shrank_is_told_and_is_no_failure():
+    old = run_of("ok")
+    grown = tuple(replace(r, margin=0.7) if r.margin else r for r in old.results)
+    found = compare_reports(old, replace(old, results=grown))
+    assert len(found.shrunk_margins) == 4
+    assert found.exit_code == 0
+    assert "0.400 -> 0.700" in comparison_text(found)
+    on_hardware = tuple(replace(r, device="cuda") for r in grown)
+    assert not compare_reports(old, replace(old, results=on_hardware)).shrunk_margins
+
+
+def test_the_comparison_says_when_the_runs_are_not_alike():
+    old = run_of("ok")
+    new = run_of("ok", device_name="NVIDIA H200 sm90", versions={"python": "3.11", "torch": "2.14.0"})
+    assert compare_reports(old, new).remarks == (
+        "device differs: CPU (emulated CUDA) -> NVIDIA H200 sm90",
+        "torch 2.13.0 -> 2.14.0",
+    )
+
+
+def test_the_verdict_always_has_its_denominator():
+    report = run_of("ok,ok")
+    assert verdict(report.header, report.results).startswith("CONFORMANT: 8 of 8 claimed case-runs passed; emulated")
+    assert verdict(report.header, report.results[:-1]) == "INCOMPLETE: 7 of 8 claimed case-runs ran"
+    assert verdict(report.header, ()) == "INCOMPLETE: 0 of 8 claimed case-runs ran"
+    assert verdict(replace(report.header, planned=0), report.results[:2]).startswith("NOTHING RAN")
+    assert verdict(report.header, report.results, problems=["x expired"]).startswith("NOT ACCEPTED")
+
+
+def test_green_requires_that_something_ran_and_nothing_is_missing():
+    passed, quarantined = (CaseResult("b", "decode", "eager", "c", s) for s in (Status.PASSED, Status.QUARANTINED))
+    skipped = replace(passed, status=Status.NOT_RUN_HERE)
+    assert exit_code(1, [passed]) == 0
+    assert exit_code(2, [passed]) == 1
+    assert exit_code(2, [passed, skipped]) == 1
+    assert exit_code(2, [passed, quarantined]) == 0
+    assert exit_code(1, [quarantined]) == 1
+    assert exit_code(0, []) == 5
+    assert exit_code(1, [passed], interrupted=True) == 2
+
+
+def test_the_table_has_the_modes_in_a_servers_order():
+    found = rows(run_of("ok").results)
+    assert [(row.mode, row.execution) for row in found][:3] == [
+        ("decode", "eager"),
+        ("decode", "graph"),
+        ("target-verify", "eager"),
+    ]
+    assert found[-1].note == "not run here: needs sm100"
+    assert all(line == line.rstrip() for line in text_table(run_of("ok").results))
+
+
+def test_a_crash_is_told_with_its_command_too():
+    report = run_of("lost")
+    crash = next(r for r in report.results if r.status is Status.CRASHED and r.execution == "graph")
+    lines = format_failure(crash, report.header).splitlines()
+    assert lines[0] == "decode-lost-k0: crashed: CUDA error: an illegal memory access was encountered"
+    assert lines[-1].endswith("repro --backend fake:lost --execution graph --device cpu decode-lost-k0")
