@@ -8,6 +8,7 @@ import importlib.metadata
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from .cases.case import Case, parse_case
 from .cases.catalogue import TIERS, generate
@@ -46,6 +47,12 @@ class RunPlan:
     given: tuple[CaseResult, ...]
     """Rows that are known without running: unsupported, not run here."""
     device: str = "auto"
+
+
+@lru_cache(maxsize=256)
+def _loaded(spec: str) -> type[AttentionBackend]:
+    """Looking a short name up reads the metadata of every installed distribution, which takes 30 ms."""
+    return load_backend(spec)
 
 
 def _choose(words: Sequence[str], enum: type[ForwardMode] | type[Execution], what: str) -> list[str]:
@@ -111,7 +118,7 @@ def plan_run(
     items: list[WorkItem] = []
     given: list[CaseResult] = []
     for spec in backends:
-        claims = _claims_of(spec, load_backend(spec))
+        claims = _claims_of(spec, _loaded(spec))
         absent = missing_here(claims, environment)
         for mode in chosen_modes:
             for execution in chosen_executions:
@@ -184,7 +191,7 @@ def run(plan: RunPlan) -> Iterator[CaseResult]:
 def run_item(item: WorkItem, plan: RunPlan) -> CaseResult:
     """Run one case. Whatever the backend does, this returns."""
     environment = resolve(plan.device)
-    backend_class = load_backend(item.backend)
+    backend_class = _loaded(item.backend)
     outcome = run_case(backend_class, item.case, item.execution, environment)
     if outcome.lost:
         return _result(item, outcome, plan, Status.CRASHED, outcome.lost)

@@ -65,8 +65,7 @@ def _abandon(graph: Any) -> None:
 def settle() -> None:
     """Set what is alive aside from the garbage collector: with torch and Triton loaded each collection costs 85 ms,
     and every capture begins with one."""
-    if not gc.get_freeze_count():
-        # Otherwise native modules complain about leaks when the interpreter ends.
-        atexit.register(gc.unfreeze)
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)  # otherwise native modules complain about leaks when the interpreter ends
     gc.collect()
     gc.freeze()
