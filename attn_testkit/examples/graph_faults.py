@@ -96,7 +96,7 @@ class HostRead(_Planned):
 
 
 class FreedWorkspace(_Planned):
-    """A workspace that an eager batch replaces by a larger one; captured graphs still write to the old (vLLM #46067)."""
+    """A workspace that an eager batch replaces by a larger one; captured graphs use the old (vLLM #46067)."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
