@@ -69,7 +69,7 @@ class TorchNativeBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Where the rows of each request are, where its keys are, and which row sees which key."""
         width, counts = self._rows_of_requests(batch)
-        starts = counts.cumsum(0) - counts
+        starts = self._row_starts(counts)
         offset = torch.arange(width, device=starts.device)
         tokens = batch.input_ids.shape[0]
         # Rows are packed request by request; attention wants [B, W]. Places past a request's count are computed on a
@@ -89,6 +89,10 @@ class TorchNativeBackend(AttentionBackend):
             return self.context.speculative_num_steps + 1, spec.num_accept_tokens[:bs].long()
         width = batch.input_ids.shape[0] // bs
         return width, torch.full((bs,), width, device=batch.seq_lens.device)
+
+    def _row_starts(self, counts: torch.Tensor) -> torch.Tensor:
+        """[B] int64: first query row of each request."""
+        return counts.cumsum(0) - counts
 
     def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         """[B, C] int64: KV slot of each key."""
@@ -139,21 +143,22 @@ class TorchNativeBackend(AttentionBackend):
         """Store, gather, mask, softmax, sum."""
         if save_kv_cache:
             self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
-        keys, values = (self._gather(buffer) for buffer in self.context.kv_pool.get_kv_buffer(layer.layer_id))
-        rows = q.reshape(-1, layer.tp_k_head_num, layer.q_per_kv, layer.head_dim)[self._row].float()
-        logits = self._logits(rows, keys, layer)
         seen = self._in_window(layer)
-        p = self._weights(logits, seen, layer)
-        # Slots that no row may see hold anything, NaN included, and 0 * NaN is NaN.
-        values = values.masked_fill(~seen.any(1)[:, :, None, None], 0.0)
-        out = torch.einsum("bhgws,bshd->bwhgd", p, values) * layer.v_scale
+        logits = self._logits(self._queries(q, layer), self._keys(layer), layer)
+        out = self._sum(self._weights(logits, seen, layer), self._values(layer), seen) * layer.v_scale
         return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[self._place].to(q.dtype)
 
-    def _gather(self, buffer: torch.Tensor) -> torch.Tensor:
+    def _queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """[B, W, Hk, G, D] float32: G query heads in a row share a KV head."""
+        return q.reshape(-1, layer.tp_k_head_num, layer.q_per_kv, layer.head_dim)[self._row].float()
+
+    def _keys(self, layer: AttentionLayer) -> torch.Tensor:
         """[B, C, Hk, D] float32, not yet multiplied by an FP8 pool's scale."""
-        if buffer.dtype.itemsize > 1:
-            return buffer[self._slots].float()
-        return buffer.view(torch.uint8)[self._slots].view(buffer.dtype).float()
+        return _gather(self.context.kv_pool.get_key_buffer(layer.layer_id), self._slots)
+
+    def _values(self, layer: AttentionLayer) -> torch.Tensor:
+        """[B, C, Hk, Dv] float32, likewise."""
+        return _gather(self.context.kv_pool.get_value_buffer(layer.layer_id), self._slots)
 
     def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         """[B, Hk, G, W, C]: scaled, capped, not yet masked."""
@@ -174,3 +179,15 @@ class TorchNativeBackend(AttentionBackend):
             sinks = layer.sinks.view(1, layer.tp_k_head_num, layer.q_per_kv, 1, 1)
             logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
         return torch.softmax(logits, -1)[..., : hidden.shape[-1]].masked_fill(hidden, 0.0)
+
+    def _sum(self, p: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """[B, W, Hk, G, Dv]. Slots that no row may see hold anything, NaN included, and 0 * NaN is NaN."""
+        values = values.masked_fill(~seen.any(1)[:, :, None, None], 0.0)
+        return torch.einsum("bhgws,bshd->bwhgd", p, values)
+
+
+def _gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """``buffer[slots]`` in float32; indexing is not implemented for FP8 everywhere, so its bytes are gathered."""
+    if buffer.dtype.itemsize > 1:
+        return buffer[slots].float()
+    return buffer.view(torch.uint8)[slots].view(buffer.dtype).float()
