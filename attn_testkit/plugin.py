@@ -68,6 +68,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """With workers, refuse a wrong request before they start: a worker could only break over it."""
     config = session.config
     distributed = getattr(config.option, "tx", None) and not _is_worker(config)
+    if config.option.attn_timeout and not distributed and not _is_worker(config):
+        raise pytest.UsageError("--attn-timeout gives up a worker process: it needs -n 1 or more")
     named = config.option.attn_backend or any("attn_testkit.suite" in arg for arg in config.args)
     if distributed and named:
         _refuse(config.stash[SESSION])
@@ -119,7 +121,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture
 def attn_run(request: pytest.FixtureRequest) -> Run:
     """Runs one case-run, keeps its result for the reports, and fails the test if a promise is broken."""
-    return Run(request.config.stash[SESSION], request.node, _workerinput(request.config).get("attn_spool", ""))
+    config = request.config
+    spool = _workerinput(config).get("attn_spool", "")
+    return Run(config.stash[SESSION], request.node, spool, config.option.attn_timeout)
 
 
 @pytest.hookimpl(wrapper=True)

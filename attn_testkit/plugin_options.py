@@ -59,6 +59,10 @@ def add(parser: pytest.Parser) -> None:
         "--attn-min-cases", type=int, metavar="N", dest="attn_min_cases",
         help="Fail when fewer case-runs than N ran. ini: attn_min_cases.",
     )  # fmt: skip
+    group.addoption(
+        "--attn-timeout", type=float, default=0.0, metavar="S", dest="attn_timeout",
+        help="Seconds that one case-run may take; it is then given up and reported as timed out. Needs -n.",
+    )  # fmt: skip
     parser.addini("attn_backends", "Backends to judge.", type="linelist")
     parser.addini("attn_tier", "smoke, core or full.", default="smoke")
     parser.addini("attn_known_failures", "TOML of tolerated failures, relative to the ini file.", default="")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
-from .isolation import KIT_ERROR, bare_result, run_guarded
+from .isolation import FRAMES, KIT_ERROR, bare_result, run_guarded
 from .plugin_session import Session
 from .reports.record import plain
 from .reports.tally import seconds_of
 from .results import BAD, CaseResult, Status, format_failure
 
 if TYPE_CHECKING:
-    from .engine import WorkItem
+    from .engine import RunPlan, WorkItem
 
 __all__ = ["CaseFailed", "Run", "complete"]
 
@@ -32,8 +35,8 @@ class CaseFailed(AssertionError):
 class Run:
     """Runs one case-run inside a test."""
 
-    def __init__(self, session: Session, node: pytest.Item, spool: str) -> None:
-        self._session, self._node, self._spool = session, node, spool
+    def __init__(self, session: Session, node: pytest.Item, spool: str, timeout_s: float = 0.0) -> None:
+        self._session, self._node, self._spool, self._timeout_s = session, node, spool, timeout_s
 
     def __call__(self, item: WorkItem) -> None:
         """Run it, keep the result, and pass, fail, xfail or skip the test accordingly."""
@@ -58,14 +61,31 @@ class Run:
             return bare_result(item, Status.NOT_RUN_HERE, self._session.lost)
         prepared = self._session.prepared
         assert prepared is not None
-        return prepared.ledger.judge(run_guarded(engine, item, prepared.plan))
+        if not self._spool or not self._timeout_s:
+            return prepared.ledger.judge(run_guarded(engine, item, prepared.plan))
+        watchdog = threading.Timer(self._timeout_s, self._give_up, [item, prepared.plan, threading.get_ident()])
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            return prepared.ledger.judge(run_guarded(engine, item, prepared.plan))
+        finally:
+            watchdog.cancel()
+
+    def _give_up(self, item: WorkItem, plan: RunPlan, thread: int) -> None:
+        frames = traceback.format_stack(sys._current_frames()[thread])[-FRAMES:]
+        words = "".join(reversed(frames)).rstrip()
+        reason = f"no result after {self._timeout_s:g} s\n{words}"
+        self._leave_word(bare_result(item, Status.TIMED_OUT, reason, plan.header.device))
 
     def _lose_context(self, result: CaseResult) -> None:
         self._session.lost = f"not run: the device's context was lost in {result.case}"
         if self._spool:
-            # A lost context stays lost for the life of the process. Leave word and go: xdist starts a fresh worker.
-            Path(self._spool).write_text(json.dumps(plain(asdict(result))), "utf-8")
-            os._exit(1)
+            self._leave_word(result)
+
+    def _leave_word(self, result: CaseResult) -> None:
+        # Neither a lost context nor a hung kernel can be mended in this process: xdist starts a fresh worker.
+        Path(self._spool).write_text(json.dumps(plain(asdict(result))), "utf-8")
+        os._exit(1)
 
 
 def complete(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:

@@ -1,0 +1,1 @@
+"""Records of runs, and what is made of them: pages, summaries, comparisons."""

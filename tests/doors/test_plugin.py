@@ -150,6 +150,7 @@ def test_nothing_selected_is_five(empty, workers):
         (("--attn-backend=fake:ok", "--attn-tier=smok"), "unknown tier 'smok'; did you mean 'smoke'?"),
         (("--attn-backend=fake:ok", "--attn-mode=target_verify"), "did you mean 'target-verify'?"),
         (("--attn-backend=fake:ok", "--attn-device=cud"), "did you mean 'cuda'?"),
+        (("--attn-backend=fake:ok", "--attn-timeout=1"), "--attn-timeout gives up a worker process: it needs -n 1"),
         (("--attn-backend=fake:ok", "--attn-case=nope-*"), "no case matches 'nope-*'"),
         (("--attn-backend=fake:ok", "--attn-known-failures=nope.toml"), "nope.toml: No such file"),
         (("--attn-backend=fake:ok", "--attn-report=/proc/nope/x.json"), "cannot write /proc/nope/x.json"),
@@ -217,6 +218,18 @@ def test_a_lost_device_context_costs_one_case_run_under_xdist(empty):
     assert {r.reason for r in results if r.status is Status.CRASHED} == {
         "CUDA error: an illegal memory access was encountered"
     }
+
+
+def test_a_hang_is_timed_out_under_xdist(empty):
+    """A night on a GPU must not end at the first kernel that never returns."""
+    args = ("--attn-backend=fake:ok,hang,ok", "--attn-mode=decode", "--attn-execution=eager", "--attn-timeout=1")
+    found = session(empty, *args, "-n1", "--attn-report=out.json")
+    assert found.ret == 1
+    results = [r for r in report_of(empty).results if r.case]
+    assert sorted(r.status.value for r in results) == ["passed", "passed", "timed out"]
+    (reason,) = (r.reason for r in results if r.status is Status.TIMED_OUT)
+    assert reason.startswith("no result after 1 s")
+    assert "in _hang" in reason.splitlines()[1]
 
 
 def test_after_a_lost_context_the_rest_of_the_process_is_accounted_for(empty):

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Judges every backend that this machine can run, with real graphs where it has a GPU.
+#
+#   ci/nightly.sh OUT [PREVIOUS.json]
+#
+# Writes OUT/report.json, junit.xml, report.html, summary.md and, with a previous report, compare.txt. Fails when a
+# backend is not conformant, or when something newly fails or vanished since PREVIOUS.
+#
+#   ATTN_TIER=full         smoke, core or full
+#   ATTN_BACKENDS="a b"    instead of every registered backend
+#   ATTN_DEVICE=auto       auto, cuda, cpu
+#   ATTN_WORKERS=auto      a worker for each GPU, or for each core without one
+#   ATTN_TIMEOUT=600       seconds that one case-run may take
+#   ATTN_KNOWN=FILE        known failures
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+out="$(realpath -m "${1:?usage: ci/nightly.sh OUT [PREVIOUS.json]}")"
+previous="${2:-}"
+mkdir -p "$out"
+
+mapfile -t backends < <(
+  if [[ -n "${ATTN_BACKENDS:-}" ]]; then
+    tr -s ' ,' '\n' <<< "$ATTN_BACKENDS"
+  else
+    "$python" -m attn_testkit list --json |
+      "$python" -c 'import json, sys; print("\n".join(b["name"] for b in json.load(sys.stdin) if not b["failure"]))'
+  fi
+)
+[[ ${#backends[@]} -gt 0 && -n "${backends[0]}" ]] || { echo "ci/nightly.sh: no backend can be loaded" >&2; exit 5; }
+
+options=(--attn-tier="${ATTN_TIER:-full}" --attn-device="${ATTN_DEVICE:-auto}" --attn-timeout="${ATTN_TIMEOUT:-600}")
+options+=("${backends[@]/#/--attn-backend=}")
+[[ -z "${ATTN_KNOWN:-}" ]] || options+=(--attn-known-failures="$(realpath "$ATTN_KNOWN")")
+
+status=0
+# From the output directory, so that nothing of the checkout's own configuration or conftest is in play.
+(cd "$out" && "$python" -m pytest --pyargs attn_testkit.suite -q -n "${ATTN_WORKERS:-auto}" --max-worker-restart=1000 \
+  --attn-report=report.json --junitxml=junit.xml "${options[@]}") || status=$?
+
+if [[ -f "$out/report.json" ]]; then
+  "$python" -m attn_testkit report "$out/report.json" --html "$out/report.html" --markdown > "$out/summary.md"
+  [[ -z "${GITHUB_STEP_SUMMARY:-}" ]] || cat "$out/summary.md" >> "$GITHUB_STEP_SUMMARY"
+  if [[ -n "$previous" && -f "$previous" ]]; then
+    "$python" -m attn_testkit compare "$previous" "$out/report.json" | tee "$out/compare.txt" ||
+      { worse=$?; [[ $status -ne 0 ]] || status=$worse; }
+  fi
+fi
+exit "$status"

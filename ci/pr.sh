@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Sets everything up and runs what a pull request must pass, on a CPU. Further arguments go to pytest.
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+cd "$root"
+
+echo "== style"
+"$python" -m ruff check .
+"$python" -m ruff format --check --quiet .
+
+echo "== wheel: complete, and typed as it ships"
+built="$(mktemp -d)"
+trap 'rm -rf "$built"' EXIT
+"$python" -m pip --quiet --disable-pip-version-check wheel --no-deps --no-build-isolation --wheel-dir "$built" .
+"$python" -m zipfile -e "$built"/*.whl "$built/unpacked"
+diff \
+  <(find attn_testkit runner_modes -type f ! -name '*.pyc' | sed 's|^runner_modes/|attn_testkit/runner_modes/|' | sort) \
+  <(cd "$built/unpacked" && find attn_testkit -type f | sort) ||
+  { echo "ci/pr.sh: the wheel lacks the files marked <; see [tool.setuptools] in pyproject.toml" >&2; exit 1; }
+(cd "$built/unpacked" && "$python" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$root/.mypy_cache" -p attn_testkit)
+
+echo "== tests"
+# Two workers on two cores: more threads inside each only get in each other's way.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+"$python" -m pytest -n "${ATTN_WORKERS:-2}" -q "$@"

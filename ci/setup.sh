@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Makes this checkout ready to run: .venv with pinned versions. Quick when it already is.
+#
+#   PYTHON=python3.12     the interpreter that .venv is made with
+#   ATTN_PYTHON=python3   no .venv: use this interpreter and the packages it has (an image with its own torch)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [[ -n "${ATTN_PYTHON:-}" ]]; then
+  "$ATTN_PYTHON" -c 'import importlib.metadata as m; m.version("attn-testkit"); import attn_testkit.runner_modes' 2>/dev/null ||
+    "$ATTN_PYTHON" -m pip install --quiet --no-deps --no-build-isolation -e .
+  exit 0
+fi
+
+python="${PYTHON:-python3}"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+  { echo "ci/setup.sh: $("$python" --version) is too old, attn-testkit needs 3.10; set PYTHON" >&2; exit 4; }
+
+# The directory belongs to it: an environment that was copied or moved runs somebody else's code.
+wanted="$(pwd) $("$python" --version) $(cat ci/constraints.txt pyproject.toml | sha256sum)"
+[[ -f .venv/ready && "$(cat .venv/ready)" == "$wanted" ]] && exit 0
+
+echo "ci/setup.sh: installing into .venv" >&2
+if [[ ! -x .venv/bin/python ]] || ! head -n 1 .venv/ready 2>/dev/null | grep -qF "$(pwd) $("$python" --version) "; then
+  "$python" -m venv --clear .venv
+fi
+pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check install -c ci/constraints.txt)
+"${pip[@]}" setuptools
+"${pip[@]}" --no-build-isolation -e '.[dev]'
+echo "$wanted" > .venv/ready
