@@ -17,6 +17,7 @@ from attn_testkit.emulation import generators, private, session, torch_cuda, tri
 from attn_testkit.emulation.functions import DeviceFunctions
 from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.session import Session
+from attn_testkit.emulation.streams import Stream, default_stream
 from attn_testkit.emulation.tags import looks_device
 
 _CUDA = torch.device("cuda", 0)
@@ -43,7 +44,7 @@ def emulated_cuda(policy: Policy | None = None) -> Iterator[None]:
         return
     _check_torch()
     _install()
-    current = Session(policy or Policy(), torch_cuda.start_stream())
+    current = Session(policy or Policy(), default_stream(), Stream())
     current.function_mode = DeviceFunctions(current)
     session.install(current)
     try:

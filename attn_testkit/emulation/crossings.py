@@ -198,7 +198,7 @@ def _index(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
         index = args[1]
         for item in index if isinstance(index, tuple) else (index,):
             if isinstance(item, (list, tuple, range)) or (
-                type(item).__module__ == "numpy" and getattr(item, "ndim", 0)
+                type(item).__module__ == "numpy" and getattr(item, "ndim", False)
             ):
                 session.refuse(rules.TO_DEVICE, "an index made from Python data")
     return NotImplemented

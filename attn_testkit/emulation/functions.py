@@ -23,6 +23,7 @@ from attn_testkit.emulation.tags import DEVICE, storage_key, tag_device, tag_pin
 from attn_testkit.emulation.transfers import adopt, mixed_devices
 
 _CPU = torch.device("cpu")
+_CUDA = torch.device("cuda", 0)
 _device = DEVICE.entries
 _NO_KEYWORDS: dict[str, Any] = {}
 
@@ -103,6 +104,8 @@ class DeviceFunctions(TorchFunctionMode):
         session = self.session
         found = _places(args)
         on_device = found >= _DEVICE
+        if not found and kwargs.get("device") is None and _by_default_on_device(func):
+            kwargs = {**kwargs, "device": _CUDA}
         if kwargs:
             found |= _places(kwargs.values())
             on_device = found >= _DEVICE
@@ -116,8 +119,6 @@ class DeviceFunctions(TorchFunctionMode):
                 if named_device and on_device and 0 < found < _DEVICE:
                     args = map_tensors(args, self._twin_on_device)
                 found &= _DEVICE
-        elif not found and _by_default_on_device(func):
-            on_device, kwargs = True, {"device": _CPU}
         if found & _BOTH == _BOTH and func not in _MIXES and not isinstance(func, FunctionType):
             raise mixed_devices(session, _spell(func, getattr(func, "__name__", "")))
         outer, session.creating = session.creating, on_device

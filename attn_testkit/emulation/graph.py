@@ -245,8 +245,6 @@ def _dangling(block: Block, trouble: str, users: list[Node]) -> DanglingMemoryEr
 class graph:
     """Stands in for `torch.cuda.graph(g, pool=..., stream=...)`."""
 
-    default_capture_stream: Stream | None = None
-
     def __init__(
         self,
         cuda_graph: EmulatedGraph,
@@ -255,11 +253,9 @@ class graph:
         capture_error_mode: str = "global",
         **_: Any,
     ) -> None:
-        if stream is None and type(self).default_capture_stream is None:
-            type(self).default_capture_stream = Stream()
         self.cuda_graph = cuda_graph
         self.pool = pool
-        self.capture_stream = stream or type(self).default_capture_stream
+        self.capture_stream = stream or session.require().capture_stream
         self.capture_error_mode = capture_error_mode
         self.stream_ctx = StreamContext(self.capture_stream)
 

@@ -21,11 +21,23 @@ SYNC_DEFAULT, SYNC_WARN, SYNC_ERROR = 0, 1, 2
 class Session:
     """The emulation of one thread, from its outermost `emulated_cuda()` to the end of it."""
 
-    __slots__ = ("capture", "creating", "function_mode", "lenient", "operation", "policy", "stream", "sync_mode")
+    __slots__ = (
+        "capture",
+        "capture_stream",
+        "creating",
+        "default_stream",
+        "function_mode",
+        "lenient",
+        "operation",
+        "policy",
+        "stream",
+        "sync_mode",
+    )
 
-    def __init__(self, policy: Policy, stream: Stream) -> None:
+    def __init__(self, policy: Policy, default_stream: Stream, capture_stream: Stream) -> None:
         self.policy = policy
-        self.stream = stream
+        self.stream = self.default_stream = default_stream
+        self.capture_stream = capture_stream  # where torch.cuda.graph captures when it is told no stream
         self.capture: EmulatedGraph | None = None
         self.creating = False  # operations without tensor arguments make device memory now
         self.lenient = False  # the CPU kernel validates values on the host where the CUDA one does not

@@ -3,8 +3,6 @@ is left."""
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -16,14 +14,13 @@ from attn_testkit.emulation.generators import EmulatedGenerator
 from attn_testkit.emulation.graph import EmulatedGraph, graph
 from attn_testkit.emulation.memory import new_handle
 from attn_testkit.emulation.session import SYNC_DEFAULT, SYNC_ERROR, SYNC_WARN
-from attn_testkit.emulation.streams import Event, ExternalStream, Stream, StreamContext, default_stream
+from attn_testkit.emulation.streams import Event, ExternalStream, Stream, StreamContext
 from attn_testkit.emulation.tags import DEVICE
 
 _TOTAL_MEMORY = 1 << 34
 _CAPABILITY = (9, 0)
 _NAME = "emulated cuda:0"
 _SYNC_MODES = {"default": SYNC_DEFAULT, "warn": SYNC_WARN, "error": SYNC_ERROR}
-_DEFAULT_STREAM = default_stream()
 _DEFAULT_GENERATOR = EmulatedGenerator()
 
 
@@ -216,7 +213,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "get_sync_debug_mode": get_sync_debug_mode,
     "is_current_stream_capturing": is_current_stream_capturing,
     "current_stream": current_stream,
-    "default_stream": _constant(_DEFAULT_STREAM),
+    "default_stream": lambda device=None: session.require().default_stream,
     "set_stream": set_stream,
     "stream": StreamContext,
     "graph_pool_handle": new_handle,
@@ -276,15 +273,3 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     for name, stand_in in _NVTX.items():
         if hasattr(torch.cuda.nvtx, name):
             yield torch.cuda.nvtx, name, stand_in
-
-
-def start_stream() -> Stream:
-    """The stream a session begins on."""
-    return _DEFAULT_STREAM
-
-
-def warn_if_real_device() -> None:
-    """Say so when there is a GPU: results under emulation say nothing about it."""
-    with contextlib.suppress(Exception):
-        if torch.cuda.is_available():
-            warnings.warn("emulated_cuda() on a machine with a GPU: device='cuda' will not use it", stacklevel=4)
