@@ -95,7 +95,7 @@ def forced(kind: Literal["real", "emulated"]) -> Iterator[None]:
 
 
 def provide(entry: EntryPoint, device: torch.device) -> Provided:
-    """The real entry point, or its stand-in and the reason. Raises ``VendorMissing`` when there is no package at all."""
+    """The real entry point, or its stand-in and the reason. Raises ``VendorMissing`` when there is no package."""
     original = real(entry)
     why = _why_not_real(entry, device)
     if _forced and _forced[-1] == "emulated":

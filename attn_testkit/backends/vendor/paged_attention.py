@@ -1,0 +1,146 @@
+"""Attention over paged keys in torch, of fixed shapes and device work only, so that it may be captured.
+
+What the stand-ins of vendor kernels compute with: float32 accumulation, probabilities rounded to the dtype of the
+kernel's second product. Shapes depend on the capacity of the buffers alone, never on lengths: those are read on the
+device, at every replay, as kernels do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Keys", "Rows", "attend", "causal", "gather", "keys_of_pages", "mask_bits", "rows_of_requests", "windowed"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Query rows of a packed batch. R rows, some past the last request."""
+
+    request: torch.Tensor
+    """[R] int64, clamped into the batch."""
+    offset: torch.Tensor
+    """[R] int64: row inside its request."""
+    valid: torch.Tensor
+    """[R] bool."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Key slots of all requests, one after another. S slots, some of them past a request's length."""
+
+    request: torch.Tensor
+    """[S] int64, clamped into the batch."""
+    offset: torch.Tensor
+    """[S] int64: position of the key inside its request."""
+    valid: torch.Tensor
+    """[S] bool."""
+    slot: torch.Tensor
+    """[S] int64: where it lies in the pages, flat; 0 where it is not valid."""
+
+
+def rows_of_requests(indptr: torch.Tensor, count: int) -> Rows:
+    """``indptr`` [bs + 1] int32 on the device, ``count`` rows of q."""
+    bounds = indptr.long()
+    row = torch.arange(count, device=indptr.device)
+    request = (torch.searchsorted(bounds, row, right=True) - 1).clamp(0, bounds.shape[0] - 2)
+    return Rows(request, row - bounds[request], row < bounds[-1])
+
+
+def keys_of_pages(indptr: torch.Tensor, pages: torch.Tensor, lens: torch.Tensor, page_size: int) -> Keys:
+    """``indptr`` [bs + 1] int32 in pages, ``pages`` [capacity] int32 page ids, ``lens`` [bs] int: keys of a request."""
+    bounds = indptr.long() * page_size
+    at = torch.arange(pages.shape[0] * page_size, device=pages.device)
+    request = (torch.searchsorted(bounds, at, right=True) - 1).clamp(0, bounds.shape[0] - 2)
+    offset = at - bounds[request]
+    valid = (at < bounds[-1]) & (offset < lens.long()[request])
+    # What lies past a request in the table is anybody's page id, or none.
+    slot = pages.long()[at // page_size] * page_size + at % page_size
+    return Keys(request, offset, valid, torch.where(valid, slot, 0))
+
+
+def gather(cache: torch.Tensor, keys: Keys, heads_first: bool = False) -> torch.Tensor:
+    """[pages, P, Hk, D] (or [pages, Hk, P, D]) in any dtype -> [S, Hk, D] float32, zero where no key is valid.
+
+    As kernels do, whose loads past a length leave zeros in shared memory: a NaN there meets nothing.
+    """
+    if heads_first:
+        cache = cache.transpose(1, 2)
+    page = cache.shape[1]
+    small = cache.dtype.itemsize == 1
+    # index_select is not implemented for FP8 everywhere; the bytes are what is loaded.
+    source = cache.view(torch.uint8) if small else cache
+    taken = source[keys.slot // page, keys.slot % page]
+    rows = (taken.view(cache.dtype) if small else taken).float()
+    return rows.masked_fill(~keys.valid[:, None, None], 0.0)
+
+
+def causal(rows: Rows, keys: Keys, q_lens: torch.Tensor, kv_lens: torch.Tensor) -> torch.Tensor:
+    """[R, S] bool: aligned to the end, row j of n sees the first kv_len - n + j + 1 keys."""
+    last = kv_lens.long()[rows.request] - q_lens.long()[rows.request] + rows.offset
+    return keys.offset[None] <= last[:, None]
+
+
+def windowed(
+    rows: Rows, keys: Keys, q_lens: torch.Tensor, kv_lens: torch.Tensor, window_left: int
+) -> torch.Tensor | None:
+    """[R, S] bool: the last ``window_left`` + 1 keys up to the row's own place, by row and not by tree depth."""
+    if window_left < 0:
+        return None
+    last = kv_lens.long()[rows.request] - q_lens.long()[rows.request] + rows.offset
+    return keys.offset[None] + window_left >= last[:, None]
+
+
+def mask_bits(
+    packed: torch.Tensor, starts: torch.Tensor, rows: Rows, keys: Keys, kv_lens: torch.Tensor
+) -> torch.Tensor:
+    """[R, S] bool from packed bits: ``packed`` uint8 bytes, little-endian; ``starts`` [bs + 1] int32 in bytes.
+
+    Bit of (row, key) is ``row * kv_len + key`` after its request's first byte: rows are not aligned to bytes.
+    """
+    bit = rows.offset[:, None] * kv_lens.long()[rows.request][:, None] + keys.offset[None]
+    byte = (starts.long()[rows.request][:, None] + bit // 8).clamp(0, packed.shape[0] - 1)
+    return (packed[byte].long() >> (bit % 8)) & 1 != 0
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    *,
+    soft_cap: float = 0.0,
+    round_to: torch.dtype | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``q`` [R, Hq, Dqk], ``keys`` [S, Hk, Dqk], ``values`` [S, Hk, Dv] float32, ``visible`` [R, S].
+
+    Returns float32 outputs [R, Hq, Dv] and the log2 of each softmax's sum [R, Hq]; rows that see nothing get 0 and
+    -inf. ``round_to``: dtype of the probabilities in the second product. ``sinks`` [Hq] float32: one more logit a head.
+    """
+    rows, q_heads, _ = q.shape
+    kv_heads = keys.shape[1]
+    grouped = q.float().view(rows, kv_heads, q_heads // kv_heads, -1).permute(1, 0, 2, 3).flatten(1, 2)
+    logits = grouped @ keys.permute(1, 2, 0) * scale
+    if soft_cap > 0:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    logits = logits.view(kv_heads, rows, q_heads // kv_heads, -1)
+    hidden = ~visible[None, :, None, :]
+    logits = logits.masked_fill(hidden, -torch.inf)
+    top = logits.amax(-1, keepdim=True)
+    extra = None if sinks is None else sinks.float().view(kv_heads, 1, -1, 1)
+    if extra is not None:
+        top = torch.maximum(top, extra)
+    top = torch.where(top.isinf(), 0.0, top)
+    p = torch.exp(logits - top)
+    total = p.sum(-1, keepdim=True)
+    if extra is not None:
+        total = total + torch.exp(extra - top)
+    if round_to is not None:
+        p = p.to(round_to).float()
+    out = p.flatten(1, 2) @ values.permute(1, 0, 2)
+    out = out.view(kv_heads, rows, q_heads // kv_heads, -1) / torch.where(total == 0, 1.0, total)
+    lse = (top + total.log()) * 1.4426950408889634
+    return out.permute(1, 0, 2, 3).flatten(1, 2), lse.squeeze(-1).permute(1, 0, 2).flatten(1, 2)
