@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Iterator
@@ -290,6 +291,7 @@ def drive_graphs(
     for drive in drives:
         drive.capture()
     with clock.phase("setup"):
+        gc.collect()
         canaries = churn()
     seen: list[tuple[Schedule, Observation]] = []
     for index in range(max(len(s.steps) for s in schedules)):
@@ -304,6 +306,9 @@ def drive_graphs(
             if index in eager_twins:
                 label = f"eager run after {observed.label}"
                 twin = run_eager(world, drive.schedule, step, clock, pattern=pattern, label=label)
+                with clock.phase("setup"):
+                    # The eager step may have freed what a graph still uses.
+                    canaries.blocks += churn().blocks
                 seen.append((drive.schedule, twin))
                 observed = replace(observed, eager_twin=twin)
             seen.append((drive.schedule, observed))

@@ -14,7 +14,7 @@ from .world import Loaded, World
 __all__ = ["Snapshot", "observe", "shape_complaints", "snapshot"]
 
 Snapshot = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Name -> (the tensor itself, a host copy from before the step)."""
+"""Name -> (the tensor itself, a copy from before the step)."""
 
 _BATCH_TENSORS = ("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "positions", "seq_lens_cpu")
 _SPEC_TENSORS = ("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor")
@@ -34,12 +34,8 @@ def snapshot(world: World, loaded: Loaded, batch: ForwardBatch) -> Snapshot:
         if tensor is None or (tensor.data_ptr(), tensor.numel()) in seen:
             continue
         seen.add((tensor.data_ptr(), tensor.numel()))
-        held[name] = (tensor, tensor.cpu().clone())
+        held[name] = (tensor, tensor.clone())
     return held
-
-
-def _changed(held: Snapshot) -> list[str]:
-    return [name for name, (tensor, before) in held.items() if not _same_bits(tensor.cpu(), before)]
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -67,20 +63,22 @@ def shape_complaints(world: World, trace: Trace, rows: int) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _modified_activations(trace: Trace, loaded: Loaded) -> list[str]:
-    tokens, data = loaded.step.tokens, loaded.data
-    names = []
-    if not _same_bits(trace.packed[:tokens].cpu(), loaded.packed):
+def _modified_activations(packed: torch.Tensor, dense: list[torch.Tensor], loaded: Loaded) -> list[str]:
+    data, names = loaded.data, []
+    if not _same_bits(packed, loaded.packed):
         names.append("the packed q, k, v")
     wanted = [x for layer in range(data.q.shape[0]) for x in (data.q[layer], data.k[layer], data.v[layer])]
-    for i, (dense, want) in enumerate(zip(trace.dense, wanted, strict=False)):
-        if not _same_bits(dense[:tokens].cpu(), want):
+    for i, (given, want) in enumerate(zip(dense, wanted, strict=False)):
+        if not _same_bits(given, want):
             names.append(f"{'qkv'[i % 3]} of layer {i // 3}")
     return names
 
 
-def _host(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.cpu().clone()
+def _to_host(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Copies of all of them, waiting for the device once."""
+    copies = [None if t is None else t.to("cpu", non_blocking=True) for t in tensors]
+    torch.cuda.synchronize()
+    return copies
 
 
 def observe(
@@ -96,20 +94,31 @@ def observe(
     damaged: tuple[str, ...] = (),
 ) -> Observation:
     """Copy everything to the host."""
-    tokens = loaded.step.tokens
+    tokens, slots = loaded.step.tokens, loaded.pool_after.shape[2]
     outputs = driver.outputs(trace, loaded)
+    fields = [outputs.next_token_logits, outputs.hidden_states, outputs.topk_p, outputs.topk_index]
+    pool = world.context.kv_pool.storage
+    groups: list[list[torch.Tensor | None]] = [
+        [pool if slots == pool.shape[2] else pool[:, :, :slots]],
+        [out[:tokens] for out in trace.attention],
+        [trace.packed[:tokens], *(dense[:tokens] for dense in trace.dense)],
+        [tensor for pair in held.values() for tensor in pair],
+        list(fields),
+    ]
+    flat = iter(_to_host([tensor for group in groups for tensor in group]))
+    copies = [[next(flat) for _ in group] for group in groups]
+    (after,), attention, activations, inputs, returned = copies
+    given = [t for t in activations if t is not None]
+    pairs = zip(held, inputs[::2], inputs[1::2], strict=True)
+    changed = [n for n, now, then in pairs if now is not None and then is not None and not _same_bits(now, then)]
+    assert after is not None
     return Observation(
         step=loaded.step,
         label=label,
-        attention=tuple(out[:tokens].cpu().clone() for out in trace.attention),
-        outputs=Outputs(
-            _host(outputs.next_token_logits),
-            _host(outputs.hidden_states),
-            _host(outputs.topk_p),
-            _host(outputs.topk_index),
-        ),
-        pool=world.context.kv_pool.storage.cpu()[:, :, : loaded.pool_after.shape[2]].clone(),
-        modified=tuple(_changed(held) + _modified_activations(trace, loaded)),
+        attention=tuple(out for out in attention if out is not None),
+        outputs=Outputs(*returned),
+        pool=after,
+        modified=tuple(changed + _modified_activations(given[0], given[1:], loaded)),
         damaged=damaged,
         replay=replay,
         padded=padded,

@@ -11,7 +11,7 @@ from ..results import Finding
 __all__ = ["context_lost", "from_exception"]
 
 _LOST = re.compile(
-    r"device-side assert|illegal memory access|unspecified launch failure|misaligned address|an illegal instruction"
+    r"device-side assert triggered|illegal memory access|unspecified launch failure|misaligned address|an illegal instruction"
     r"|hardware stack error|CUDA_ERROR_(ILLEGAL|ASSERT|LAUNCH)",
     re.IGNORECASE,
 )
@@ -33,7 +33,8 @@ _PHASE_WORDS = {
 
 def context_lost(error: BaseException) -> bool:
     """Whether the device is unusable for the rest of the process."""
-    return bool(_LOST.search(str(error)))
+    # The first line: every CUDA error of torch goes on to speak of device-side assertions.
+    return bool(_LOST.search(_first_line(error)))
 
 
 def from_exception(error: BaseException, phase: str, label: str, *, needs_cpu_lengths: bool) -> Finding:

@@ -8,7 +8,6 @@ returns NaN or faults; a replay that writes one is caught by the canary, even wh
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +49,6 @@ class Canaries:
 
 def churn() -> Canaries:
     """Take every free block of the default pool, poison it, hold it."""
-    gc.collect()
     blocks: list[torch.Tensor] = []
     left = _MOST_BYTES
     for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
