@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 from attn_testkit.emulation import generators, private, session, torch_cuda, triton_launch
@@ -36,11 +37,8 @@ def emulated_cuda(policy: Policy | None = None) -> Iterator[None]:
     """
     outer = session.current()
     if outer is not None:
-        previous, outer.policy = outer.policy, policy or outer.policy
-        try:
+        with _nested(outer, policy):
             yield
-        finally:
-            outer.policy = previous
         return
     _check_torch()
     _install()
@@ -55,6 +53,18 @@ def emulated_cuda(policy: Policy | None = None) -> Iterator[None]:
             current.capture.abandon_capture()
         session.install(None)
         _uninstall()
+
+
+@contextlib.contextmanager
+def _nested(current: Session, policy: Policy | None) -> Iterator[None]:
+    before = current.policy, current.stream, current.sync_mode, current.capture
+    current.policy = policy or current.policy
+    try:
+        yield
+    finally:
+        if current.capture is not None and current.capture is not before[3]:
+            current.capture.abandon_capture()
+        current.policy, current.stream, current.sync_mode, _ = before
 
 
 _checked = False
@@ -122,6 +132,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         *triton_launch.replacements(),
         (torch, "Generator", generators.GeneratorFactory),
         (torch, "compile", _compile_eagerly(torch.compile)),
+        (torch, "from_dlpack", _share_by_dlpack(torch.from_dlpack)),
+        (torch.utils.dlpack, "from_dlpack", _share_by_dlpack(torch.utils.dlpack.from_dlpack)),
     ]
 
 
@@ -147,3 +159,14 @@ def _compile_eagerly(original: Any) -> Any:
         return result
 
     return compile
+
+
+def _share_by_dlpack(original: Any) -> Any:
+    """Through DLPack the memory would lose its tag."""
+
+    def from_dlpack(source: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(source, Tensor) and looks_device(source):
+            return source.detach()
+        return original(source, *args, **kwargs)
+
+    return from_dlpack

@@ -24,6 +24,10 @@ class CaptureError(EmulationError):
     """CUDA would have refused this while a graph is being captured."""
 
 
+class HostPointerError(EmulationError, ValueError):
+    """A kernel was given the address of host memory; Triton raises ValueError."""
+
+
 class HostSyncError(EmulationError):
     """`torch.cuda.set_sync_debug_mode("error")` is on and the host would have waited for the device."""
 

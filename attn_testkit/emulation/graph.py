@@ -178,7 +178,7 @@ class EmulatedGraph:
     # ---- what the recorder needs
 
     def knows_generator(self, generator: torch.Generator) -> bool:
-        return any(same_generator(known, generator) for known in self._generators)
+        return any(same_generator(known, generator) for known in (*self._generators, *torch.cuda.default_generators))
 
     def join(self, stream: Stream) -> None:
         """`stream` waits for captured work: what it does next belongs to the capture."""

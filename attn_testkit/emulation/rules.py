@@ -95,21 +95,21 @@ MOVED_MEMORY = Rule(
     "resizing memory that the graph already uses",
     "the recorded kernels would keep the old address, which is freed",
     "allocate the largest size once, in the constructor, and use views of it",
-    ("resize in capture",),
+    ("read",),
     syncs=False,
 )
 NESTED_REPLAY = Rule(
     "replaying or capturing a graph inside a capture",
     _NOT_PERMITTED,
     "replay graphs outside of captures",
-    ("replay in capture",),
+    ("replay_inside_a_capture",),
     syncs=False,
 )
 OUTSIDE_WORK = Rule(
     "the capture depends on work of a stream that does not belong to it",
     "CUDA would refuse with 'dependency created on uncaptured work in another stream'",
     "let the side stream wait for the capturing stream first: side.wait_stream(torch.cuda.current_stream())",
-    ("stream not forked",),
+    ("side stream: not forked, joined", "stream: wait for an idle one"),
     syncs=False,
 )
 OUTSIDE_ALLOCATION = Rule(

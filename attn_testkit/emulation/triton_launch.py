@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_testkit.emulation import session
-from attn_testkit.emulation.errors import EmulationError
+from attn_testkit.emulation.errors import HostPointerError
 from attn_testkit.emulation.private import disable_functions, disable_modes
 from attn_testkit.emulation.program import CallNode
 from attn_testkit.emulation.sites import author_site
@@ -186,7 +186,7 @@ def _pointers(values: Any) -> list[Tensor]:
 def _refuse_host_pointers(executor: Any, pointers: list[Tensor]) -> None:
     for pointer in pointers:
         if not (is_device(pointer) or is_pinned(pointer)):  # pinned memory is mapped into the device
-            raise EmulationError(
+            raise HostPointerError(
                 f"launch of triton kernel {executor.fn.__name__}",
                 author_site(),
                 "Triton would refuse with 'Pointer argument cannot be accessed from Triton (cpu tensor?)'",

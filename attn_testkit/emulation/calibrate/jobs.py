@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from attn_testkit.emulation.calibrate import concurrency, copies, operations, reads, serving
+from attn_testkit.emulation.calibrate import concurrency, copies, idioms, operations, reads, serving
 from attn_testkit.emulation.calibrate.facts import FACTS
 from attn_testkit.emulation.calibrate.loops import LOOPS
 from attn_testkit.emulation.calibrate.snippet import Snippet, judge, judge_sync
 
 SNIPPETS: dict[str, Snippet] = {
-    snippet.name: snippet for theme in (reads, copies, operations, serving, concurrency) for snippet in theme.SNIPPETS
+    snippet.name: snippet
+    for theme in (reads, copies, operations, serving, concurrency, idioms)
+    for snippet in theme.SNIPPETS
 }
 _GRAD_MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 

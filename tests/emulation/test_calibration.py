@@ -1,0 +1,144 @@
+"""The emulation against what a real GPU answered."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from attn_testkit.emulation import emulated_cuda, rules
+from attn_testkit.emulation.calibrate import __main__ as command
+from attn_testkit.emulation.calibrate import jobs, store, workers
+from attn_testkit.emulation.calibrate.jobs import Job
+
+MOST_FALSE_ALARMS = 2
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[Job, str]:
+    """Everything, judged here."""
+    verdicts = {}
+    for job in jobs.all_jobs():
+        with emulated_cuda():
+            verdicts[job] = jobs.run(job)
+    return verdicts
+
+
+@pytest.fixture(params=store.stored(), ids=lambda path: path.stem)
+def gpu(request) -> store.Verdicts:
+    return store.load(request.param)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_no_failure_of_the_gpu_is_missed_and_few_alarms_are_false(answers, gpu, mode):
+    result = store.compare(gpu, answers, (mode,))
+    assert result.compared > 450
+    assert result.gpu_fails > 150
+    assert not result.missed, "\n".join(map(str, result.missed))
+    assert len(result.false_alarms) <= MOST_FALSE_ALARMS, "\n".join(map(str, result.false_alarms))
+
+
+def test_host_syncs_in_eager_code_agree(answers, gpu):
+    result = store.compare(gpu, answers, ("sync",))
+    assert result.compared > 450
+    assert not result.missed, "\n".join(map(str, result.missed))
+    assert len(result.false_alarms) <= MOST_FALSE_ALARMS, "\n".join(map(str, result.false_alarms))
+
+
+def test_serving_loops_agree_step_by_step(answers, gpu):
+    for job, answer in answers.items():
+        if job.kind != "loops":
+            continue
+        truth = gpu.answers[job]
+        if "Dangling" in answer:  # reported at the first step, where the GPU damages something later
+            assert truth != "pass"
+        elif truth.startswith("capture error"):
+            assert answer.startswith("capture error")
+        else:
+            assert answer == truth, job.name
+
+
+def test_facts_about_graphs_agree(answers, gpu):
+    stricter = {"input_resized_after_capture": ("stale", "error")}
+    for job, answer in answers.items():
+        if job.kind == "facts":
+            assert stricter.get(job.name, (answer, answer)) == (gpu.answers[job], answer), job.name
+
+
+def test_every_measured_rule_names_a_snippet():
+    named = {name for rule in _all_rules() for name in rule.measured}
+    elsewhere = {"read"} | {job.name for job in jobs.all_jobs() if job.kind == "facts"}
+    assert named - set(jobs.SNIPPETS) - elsewhere == set()
+
+
+def test_every_rule_says_what_happens_and_what_to_do():
+    for rule in _all_rules():
+        assert rule.why
+        assert rule.cuda
+        assert rule.cure
+        assert rule.measured
+
+
+def _all_rules() -> list[rules.Rule]:
+    return [*rules.RULES, *(value for value in vars(rules).values() if isinstance(value, rules.Rule))]
+
+
+# ---- the command
+
+
+def test_a_verdict_file_is_read_back_as_it_was_written(tmp_path):
+    path = tmp_path / "verdicts.json"
+    answers = {Job("no_grad", "a"): "ok", Job("sync", "a"): "syncs", Job("loops", "L"): "pass"}
+    store.save(path, answers)
+    loaded = store.load(path)
+    assert loaded.answers == answers
+    assert loaded.torch == torch.__version__
+    assert set(json.loads(path.read_text())["verdicts"]) == {"no_grad", "sync", "loops"}
+
+
+def test_a_comparison_sorts_differences():
+    gpu = store.Verdicts(
+        "2.11",
+        "H200",
+        "3.6",
+        {Job("no_grad", name): verdict for name, verdict in zip("abcd", ("ok", "stale", "ok", "stale"))},
+    )
+    here = {
+        Job("no_grad", name): verdict for name, verdict in zip("abcde", ("ok", "ok", "stale", "capture error: x", "ok"))
+    }
+    result = store.compare(gpu, here, ("no_grad",))
+    assert [d.job.name for d in result.missed] == ["b"]
+    assert [d.job.name for d in result.false_alarms] == ["c"]
+    assert [d.job.name for d in result.other] == ["d"]
+    assert [job.name for job in result.unmeasured] == ["e"]
+
+
+def test_the_command_compares_and_says_so(capsys):
+    assert command.main(["--only", "kv write"]) == 0
+    out = capsys.readouterr().out
+    assert "NVIDIA H200" in out
+    assert "0 missed" in out
+
+
+def test_the_command_fails_when_something_is_missed(tmp_path, capsys):
+    path = tmp_path / "verdicts.json"
+    store.save(path, {Job("no_grad", "kv write: index_put"): "stale"})
+    assert command.main(["--only", "kv write: index_put", "--verdicts", str(path)]) == 1
+    assert "missed" in capsys.readouterr().out
+
+
+def test_measuring_replaces_workers_that_die(monkeypatch):
+    def run(job: Job) -> str:
+        if job.name == "dies":
+            import os
+
+            os._exit(3)
+        return "ok" if job.name == "fine" else "capture error: sticky"
+
+    monkeypatch.setattr(workers, "run", run)
+    names = ["fine", "dies", "fine", "bad", "dies", "fine", "last"]
+    wanted = [Job(str(number), name) for number, name in enumerate(names)]
+    verdicts = workers.run_isolated(wanted, 2)
+    assert {job.name for job, verdict in verdicts.items() if verdict == "died"} == {"dies"}
+    assert len(verdicts) == len(wanted)
