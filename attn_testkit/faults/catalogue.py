@@ -1,0 +1,184 @@
+"""The list of faults, twins and what was left out: who registers, and where to look things up."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+from ..checks.promises import PROMISES
+from ..contract import AttentionBackend, Execution, ForwardMode
+
+__all__ = ["CLASSES", "Fault", "LeftOut", "Twin", "all_faults", "all_left_out", "all_twins", "fault", "twin"]
+
+CLASSES = {
+    "A": "graph capture and replay metadata",
+    "B": "padding rows, inactive rows",
+    "C": "KV writes and ownership",
+    "D": "KV extent, page tables, slots",
+    "E": "masks",
+    "F": "windows",
+    "G": "numerics, scales, heads",
+    "H": "empty KV, split-KV combine, NaN",
+    "I": "addressing, strides, dtypes",
+    "J": "workspaces, lifetime, aliasing",
+    "K": "host lengths and synchronisation",
+    "L": "wrappers, claims, contracts",
+    "M": "speculative bookkeeping",
+    "N": "determinism and batch invariance",
+}
+"""Letter -> kind of bug. A module of this package whose name begins with a letter and ``_`` holds that class."""
+
+B = TypeVar("B", bound=type[AttentionBackend])
+_MODULE = re.compile(r"[a-z]_\w+")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One real bug, re-created as a small broken backend."""
+
+    slug: str
+    bug_class: str
+    """Key of ``CLASSES``."""
+    source: str
+    """Project and number; ``general`` where the mechanism is common knowledge."""
+    modes: tuple[ForwardMode, ...]
+    executions: tuple[Execution, ...]
+    mechanism: str
+    """What the code does wrong, in a sentence."""
+    promises: tuple[str, ...]
+    """Promises that must catch it; the first is the one expected."""
+    backend: type[AttentionBackend]
+    hint: str = ""
+    """Regular expression that a failure text which points at the cause matches; empty: none is asked for."""
+    modelled: str = ""
+    """How it is scaled down from the real bug, if it is."""
+
+    @property
+    def spec(self) -> str:
+        """``module:Class``, as ``attn-testkit run --backend`` takes it."""
+        return f"{self.backend.__module__}:{self.backend.__qualname__}"
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A known bug that is not re-created."""
+
+    slug: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A healthy backend that differs from the others in a way in which good backends may: it must pass."""
+
+    name: str
+    why: str
+    """Which liberty it takes, and who takes it in production."""
+    backend: type[AttentionBackend]
+
+    @property
+    def spec(self) -> str:
+        """``module:Class``."""
+        return f"{self.backend.__module__}:{self.backend.__qualname__}"
+
+
+_FAULTS: dict[str, Fault] = {}
+_TWINS: dict[str, Twin] = {}
+
+
+def fault(
+    *,
+    slug: str,
+    bug_class: str,
+    source: str,
+    modes: Iterable[ForwardMode | str],
+    mechanism: str,
+    promises: Iterable[str],
+    executions: Iterable[Execution | str] = tuple(Execution),
+    hint: str = "",
+    modelled: str = "",
+) -> Callable[[B], B]:
+    """Register the decorated backend class as a fault. Raises ``ValueError`` for an entry that cannot be audited."""
+
+    def register(backend: B) -> B:
+        entry = Fault(
+            slug=slug,
+            bug_class=bug_class,
+            source=source,
+            modes=tuple(ForwardMode(m) for m in modes),
+            executions=tuple(Execution(e) for e in executions),
+            mechanism=mechanism,
+            promises=tuple(promises),
+            backend=backend,
+            hint=hint,
+            modelled=modelled,
+        )
+        wrong = _wrong(entry)
+        if wrong:
+            raise ValueError(f"fault {slug!r}: {wrong}")
+        _FAULTS[slug] = entry
+        return backend
+
+    return register
+
+
+def _wrong(entry: Fault) -> str:
+    known = _FAULTS.get(entry.slug)
+    unknown = [p for p in entry.promises if p not in PROMISES]
+    offered = {(m, e) for m in entry.modes for e in entry.executions if entry.backend.capabilities.offers(m, e)}
+    re.compile(entry.hint)
+    problems = {
+        "the slug is taken": known is not None and known.spec != entry.spec,
+        "slugs are lower-case words joined by hyphens": not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry.slug),
+        f"class {entry.bug_class!r} is not one of {', '.join(CLASSES)}": entry.bug_class not in CLASSES,
+        "source and mechanism must be told": not entry.source or not entry.mechanism,
+        f"unknown promises {unknown}": bool(unknown),
+        "at least one promise must catch it": not entry.promises,
+        "its backend offers none of its modes and executions": not offered,
+        "its backend must be reachable as module:Class": "." in entry.backend.__qualname__,
+    }
+    return next((text for text, bad in problems.items() if bad), "")
+
+
+def twin(*, name: str, why: str) -> Callable[[B], B]:
+    """Register the decorated backend class as a healthy twin."""
+
+    def register(backend: B) -> B:
+        if name in _TWINS and _TWINS[name].spec != f"{backend.__module__}:{backend.__qualname__}":
+            raise ValueError(f"twin {name!r}: the name is taken")
+        _TWINS[name] = Twin(name, why, backend)
+        return backend
+
+    return register
+
+
+def _import_all() -> None:
+    package = importlib.import_module(__package__)
+    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
+        if _MODULE.fullmatch(module.name):
+            importlib.import_module(f"{__package__}.{module.name}")
+
+
+@lru_cache(maxsize=1)
+def all_faults() -> tuple[Fault, ...]:
+    """Every fault, by class and then in the order in which they are written down."""
+    _import_all()
+    return tuple(sorted(_FAULTS.values(), key=lambda entry: entry.bug_class))
+
+
+@lru_cache(maxsize=1)
+def all_twins() -> tuple[Twin, ...]:
+    """Every healthy twin."""
+    importlib.import_module(f"{__package__}.twins")
+    return tuple(_TWINS.values())
+
+
+def all_left_out() -> tuple[LeftOut, ...]:
+    """Every known bug that has no fault here, with the reason."""
+    found: tuple[LeftOut, ...] = importlib.import_module(f"{__package__}.left_out").LEFT_OUT
+    return found
