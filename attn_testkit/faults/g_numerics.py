@@ -1,0 +1,478 @@
+"""Class G: scales, soft cap, sinks, head mapping, sentinels, rounding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from ..backends.torch_native import TorchNativeBackend
+from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from .catalogue import fault
+
+_ALL = tuple(ForwardMode)
+_DECODE = (ForwardMode.DECODE,)
+
+
+@fault(
+    slug="scale-missing-from-cache-key",
+    bug_class="G",
+    source="flashinfer #4014",
+    modes=_ALL,
+    mechanism="a compiled kernel has the softmax scale baked in, and the process-wide cache looks at shapes alone",
+    promises=("matches-oracle",),
+    hint="scale",
+)
+class ScaleMissingFromCacheKey(TorchNativeBackend):
+    _compiled: ClassVar[dict[tuple[int, ...], float]] = {}
+
+    def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        scaling = self._compiled.setdefault((layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim), layer.scaling)
+        return super()._logits(rows, keys, replace(layer, scaling=scaling))
+
+
+@fault(
+    slug="scale-hardcoded-or-ignored",
+    bug_class="G",
+    source="flashinfer #1072; TensorRT-LLM #12089",
+    modes=_ALL,
+    mechanism="the kernel uses 1 / sqrt(head_dim) whatever the layer's scale is",
+    promises=("matches-oracle",),
+    hint="scale",
+)
+class ScaleHardcoded(TorchNativeBackend):
+    def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super()._logits(rows, keys, replace(layer, scaling=layer.head_dim**-0.5))
+
+
+@fault(
+    slug="scale-applied-twice",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="q is scaled before the kernel, and the kernel scales again",
+    promises=("matches-oracle",),
+    hint="scale",
+)
+class ScaleAppliedTwice(TorchNativeBackend):
+    def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super()._logits(rows * layer.scaling, keys, layer)
+
+
+@fault(
+    slug="mla-scale-from-latent-dim",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="for MLA the scale is 1 / sqrt(latent + rope), the width of the absorbed row, not the model's",
+    promises=("matches-oracle",),
+    hint="scale",
+)
+class MlaScaleFromLatentDim(TorchNativeBackend):
+    def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        scaling = layer.head_dim**-0.5 if layer.is_mla else layer.scaling
+        return super()._logits(rows, keys, replace(layer, scaling=scaling))
+
+
+@fault(
+    slug="softcap-after-mask",
+    bug_class="G",
+    source="flashinfer #350",
+    modes=_ALL,
+    mechanism="the soft cap comes after the mask and turns -inf into -cap, so masked keys keep weight",
+    promises=("matches-oracle", "reads-own-kv"),
+    hint="soft cap",
+)
+class SoftCapAfterMask(TorchNativeBackend):
+    def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super()._logits(rows, keys, replace(layer, logit_cap=0.0))
+
+    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+        if layer.logit_cap:
+            seen, logits = torch.ones_like(seen), layer.logit_cap * torch.tanh(logits / layer.logit_cap)
+        return super()._weights(logits, seen, layer)
+
+
+@fault(
+    slug="softcap-passed-at-run-not-plan",
+    bug_class="G",
+    source="sglang #33915, #34093",
+    modes=_ALL,
+    mechanism="the cap is plan-time state, and is passed to the deprecated run call, which accepts and ignores it",
+    promises=("matches-oracle",),
+    hint="soft cap",
+)
+class SoftCapIgnored(TorchNativeBackend):
+    def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super()._logits(rows, keys, replace(layer, logit_cap=0.0))
+
+
+@fault(
+    slug="softcap-before-scale",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="q.k is capped first and scaled afterwards",
+    promises=("matches-oracle",),
+    hint="soft cap",
+)
+class SoftCapBeforeScale(TorchNativeBackend):
+    def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        raw = super()._logits(rows, keys, replace(layer, scaling=1.0)) if layer.logit_cap else None
+        return super()._logits(rows, keys, layer) if raw is None else raw * layer.scaling
+
+
+@fault(
+    slug="softcap-of-first-layer",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="the cap is planned once with the first layer's, which has none",
+    promises=("matches-oracle",),
+    hint="only layer 1",
+)
+class SoftCapOfFirstLayer(TorchNativeBackend):
+    def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super()._logits(rows, keys, replace(layer, logit_cap=self.context.layers[0].logit_cap))
+
+
+@fault(
+    slug="sink-swallowed-by-kwargs",
+    bug_class="G",
+    source="vLLM #52156",
+    modes=_ALL,
+    mechanism="the adapter takes the sinks in **kwargs and drops them",
+    promises=("matches-oracle",),
+    hint="sinks",
+)
+class SinkSwallowed(TorchNativeBackend):
+    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super()._weights(logits, seen, replace(layer, sinks=None))
+
+
+@fault(
+    slug="sinks-of-first-layer",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="sinks are read once, from the first layer, and used for all",
+    promises=("matches-oracle",),
+    hint="only layer 1",
+)
+class SinksOfFirstLayer(TorchNativeBackend):
+    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super()._weights(logits, seen, replace(layer, sinks=self.context.layers[0].sinks))
+
+
+@fault(
+    slug="sink-scaled-like-a-logit",
+    bug_class="G",
+    source="rocm-libraries #12229",
+    modes=_ALL,
+    mechanism="the sink joins before the scale and is multiplied by it",
+    promises=("matches-oracle",),
+    hint="sinks",
+)
+class SinkScaled(TorchNativeBackend):
+    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        sinks = layer.sinks * layer.scaling if layer.sinks is not None else None
+        return super()._weights(logits, seen, replace(layer, sinks=sinks))
+
+
+@fault(
+    slug="sink-per-kv-head",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="all query heads of a group use the sink of the group's first head",
+    promises=("matches-oracle",),
+    hint="sinks",
+)
+class SinkPerKvHead(TorchNativeBackend):
+    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        group = layer.q_per_kv
+        sinks = layer.sinks[::group].repeat_interleave(group) if layer.sinks is not None else None
+        return super()._weights(logits, seen, replace(layer, sinks=sinks))
+
+
+@fault(
+    slug="sink-in-base-two",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="logits are multiplied by log2(e) for exp2, and the sink is not",
+    promises=("matches-oracle",),
+    hint="sinks",
+)
+class SinkInBaseTwo(TorchNativeBackend):
+    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        sinks = layer.sinks * math.log(2) if layer.sinks is not None else None
+        return super()._weights(logits, seen, replace(layer, sinks=sinks))
+
+
+@fault(
+    slug="v-scale-lost-in-positional-args",
+    bug_class="G",
+    source="flashinfer #1023, #1254, #1416, #4979",
+    modes=_ALL,
+    mechanism="scales are passed by position into *args, and the V scale is dropped",
+    promises=("matches-oracle",),
+    hint="FP8 scales",
+)
+class VScaleLost(TorchNativeBackend):
+    def _values(self, layer: AttentionLayer) -> torch.Tensor:
+        return super()._values(layer) / layer.v_scale
+
+
+@fault(
+    slug="k-scale-lost",
+    bug_class="G",
+    source="flashinfer #1023",
+    modes=_ALL,
+    mechanism="the K scale of an FP8 pool never reaches the kernel",
+    promises=("matches-oracle",),
+    hint="FP8 scales",
+)
+class KScaleLost(TorchNativeBackend):
+    def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super()._logits(rows, keys, replace(layer, k_scale=1.0))
+
+
+@fault(
+    slug="kv-scale-host-copy-never-set",
+    bug_class="G",
+    source="sglang #20705",
+    modes=_ALL,
+    mechanism="the float that the backend reads keeps its default of 1.0 when scales are loaded, for writing and for reading",
+    promises=("writes-own-kv", "matches-oracle"),
+    hint="scale",
+)
+class ScaleHostCopyNeverSet(TorchNativeBackend):
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        return super().forward(q, k, v, replace(layer, k_scale=1.0, v_scale=1.0), batch, save_kv_cache)
+
+
+@fault(
+    slug="k-scale-used-for-v",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="one scale, K's, is applied to both",
+    promises=("matches-oracle",),
+    hint="FP8 scales",
+)
+class KScaleUsedForV(TorchNativeBackend):
+    def _values(self, layer: AttentionLayer) -> torch.Tensor:
+        return super()._values(layer) * (layer.k_scale / layer.v_scale)
+
+
+@fault(
+    slug="mla-rope-slice-of-folded-k",
+    bug_class="G",
+    source="sglang #38666",
+    modes=_DECODE,
+    mechanism="k already holds the rope part, and it is split off again and stored behind the row, on the next slot",
+    promises=("writes-own-kv", "matches-oracle"),
+    hint="slot",
+)
+class MlaRopeStoredBehindTheRow(TorchNativeBackend):
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        out = super().forward(q, k, v, layer, batch, save_kv_cache)
+        rope, pool = layer.head_dim - layer.kv_lora_rank, self.context.kv_pool
+        if layer.is_mla and pool.dtype.itemsize > 1:
+            memory = pool.get_key_buffer(layer.layer_id).view(-1)
+            at = (batch.out_cache_loc[:, None] + 1) * layer.head_dim + torch.arange(rope, device=q.device)
+            memory[at.clamp(max=memory.numel() - 1)] = k[:, 0, -rope:].to(pool.dtype)
+        return out
+
+
+@fault(
+    slug="v-dims-taken-from-k",
+    bug_class="G",
+    source="flash-attention e3b2400a, 6d199aa2, 9e07d6d3",
+    modes=_ALL,
+    mechanism="the output epilogue walks rows of K's width, where MLA's V and output are narrower",
+    promises=("matches-oracle", "output-written"),
+    hint="values",
+)
+class VDimsTakenFromK(TorchNativeBackend):
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        out = super().forward(q, k, v, layer, batch, save_kv_cache)
+        wide = torch.nn.functional.pad(out, (0, layer.head_dim - layer.v_head_dim))
+        return wide.reshape(-1)[: out.numel()].view_as(out)
+
+
+@fault(
+    slug="finite-mask-sentinel",
+    bug_class="G",
+    source="flashinfer #4401, #4267, #4450",
+    modes=_ALL,
+    mechanism="masked logits are -5e4, and a valid logit below that never becomes the maximum",
+    promises=("matches-oracle",),
+    hint="logits",
+)
+class FiniteMaskSentinel(TorchNativeBackend):
+    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        masked = logits.masked_fill(~seen[:, None, None], -5e4)
+        return super()._weights(masked, torch.ones_like(seen), layer).masked_fill(~seen[:, None, None], 0.0)
+
+
+@fault(
+    slug="fp8-p-saturation",
+    bug_class="G",
+    source="flash-attention #2717",
+    modes=_ALL,
+    mechanism="the running maximum may be 2^4 too small and P is scaled by 2^8: it reaches 4096 and saturates at 448",
+    promises=("matches-oracle",),
+    hint="peaked",
+    modelled="P keeps its precision; only the saturation is there, and without sinks",
+)
+class Fp8PSaturation(TorchNativeBackend):
+    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        p = super()._weights(logits, seen, layer)
+        top = p.amax(-1, keepdim=True).clamp(min=1e-30)
+        return (p / top * 4096).clamp(max=448) / 4096 * top
+
+
+@fault(
+    slug="logits-in-bf16",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="QK^T is kept in bfloat16 between the product and the softmax",
+    promises=("matches-oracle",),
+    hint="weights",
+)
+class LogitsInBf16(TorchNativeBackend):
+    def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super()._logits(rows, keys, layer).bfloat16().float()
+
+
+@fault(
+    slug="p-in-fp8-unclaimed",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="with an FP8 pool the probabilities are rounded to FP8 as well, which nobody declared",
+    promises=("matches-oracle",),
+    hint="FP8",
+)
+class PInFp8(TorchNativeBackend):
+    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        p = super()._weights(logits, seen, layer)
+        return p.to(torch.float8_e4m3fn).float() if self.context.kv_pool.dtype.itemsize == 1 else p
+
+
+@fault(
+    slug="no-maximum-subtracted",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="exp of the bare logit: right for small logits, 0 / 0 or inf for large ones",
+    promises=("finite", "matches-oracle"),
+    hint="nan",
+)
+class NoMaximumSubtracted(TorchNativeBackend):
+    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        e = logits.masked_fill(~seen[:, None, None], -torch.inf).exp()
+        total = e.sum(-1, keepdim=True)
+        if layer.sinks is not None:
+            total = total + layer.sinks.view(1, layer.tp_k_head_num, layer.q_per_kv, 1, 1).exp()
+        return e / total
+
+
+@fault(
+    slug="heads-mapped-round-robin",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="query head h uses KV head h % Hk, where heads of a group are neighbours: h // G",
+    promises=("matches-oracle",),
+    hint="head mapping",
+)
+class HeadsMappedRoundRobin(TorchNativeBackend):
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        order = torch.arange(layer.tp_q_head_num, device=q.device).view(layer.q_per_kv, -1).T.reshape(-1)
+        out = super().forward(q[:, order], k, v, layer, batch, save_kv_cache)
+        return out[:, order.argsort()]
+
+
+@fault(
+    slug="heads-mapped-by-power-of-two",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="the group size is rounded up to a power of two, so groups of 3, 5, 6 or 7 straddle KV heads",
+    promises=("matches-oracle",),
+    hint="head mapping",
+)
+class HeadsMappedByPowerOfTwo(TorchNativeBackend):
+    def _queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        group = layer.q_per_kv
+        padded = 1 << (group - 1).bit_length()
+        at = torch.arange(layer.tp_k_head_num, device=q.device)[:, None] * padded + torch.arange(group, device=q.device)
+        return super()._queries(q[:, at.clamp(max=layer.tp_q_head_num - 1).reshape(-1)], layer)
+
+
+@fault(
+    slug="kv-of-layer-zero",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="the KV buffer of the first layer is captured in the plan and read by every layer",
+    promises=("matches-oracle",),
+    hint="only layer 1",
+)
+class KvOfLayerZero(TorchNativeBackend):
+    def _values(self, layer: AttentionLayer) -> torch.Tensor:
+        return super()._values(self.context.layers[0])
+
+
+@fault(
+    slug="last-kv-head-repeated",
+    bug_class="G",
+    source="general",
+    modes=_ALL,
+    mechanism="the KV head is found by a shift for group sizes that are powers of two and clamped for all others",
+    promises=("matches-oracle",),
+    hint="head mapping",
+)
+class LastKvHeadRepeated(TorchNativeBackend):
+    def _keys(self, layer: AttentionLayer) -> torch.Tensor:
+        keys = super()._keys(layer)
+        return keys[:, :, -1:].expand_as(keys) if layer.q_per_kv & (layer.q_per_kv - 1) else keys
