@@ -1,14 +1,15 @@
 """Stand-ins of FlashInfer's paged wrappers: the package's own classes over compiled modules that compute in torch.
 
 Everything a wrapper remembers, refuses or copies is done by the installed package's Python: a mask buffer selects the
-custom mode for ever, a plan is frozen into a graph, ``window_left`` of a run must be the planned one. What is replaced is
-the compiled module below it: its ``plan`` leaves the schedule in the int workspace, and its ``run`` reads that and the
-index buffers on the device, so a plan that was not redone before a replay is as stale as it is on a GPU.
+custom mode for ever, a plan is frozen into a graph, ``window_left`` of a run must be the planned one. What is replaced
+is the compiled module below it: its ``plan`` leaves the schedule in the int workspace, and its ``run`` reads that and
+the index buffers on the device, so a plan that was not redone before a replay is as stale as it is on a GPU.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +61,7 @@ def _leave(int_workspace: torch.Tensor, *parts: torch.Tensor) -> list[int]:
 
 def _found(int_workspace: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]:
     whole = int_workspace.view(torch.int32)
-    return [whole[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [whole[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 # ---- decode without tensor cores
@@ -147,7 +148,8 @@ def _attend_pages(
     # The schedule holds tiles of the planned lengths, and a longer batch has no tile for the rest.
     planned_rows = rows.valid & (rows.offset < planned_q[rows.request])
     planned_keys = keys.valid & (keys.offset < planned_kv[keys.request])
-    visible = (rows.request[:, None] == keys.request[None]) & planned_rows[:, None] & planned_keys[None]
+    loaded = (rows.request[:, None] == keys.request[None]) & planned_rows[:, None] & planned_keys[None]
+    visible = loaded
     window = paged.windowed(rows, keys, q_lens, kv_lens, window_left)
     if window is not None:
         visible = visible & window
@@ -157,7 +159,7 @@ def _attend_pages(
         visible = visible & paged.causal(rows, keys, q_lens, kv_lens)
     result, sums = paged.attend(
         q, paged.gather(k_cache, keys, heads_first), paged.gather(v_cache, keys, heads_first), visible, sm_scale,
-        soft_cap=soft_cap, round_to=round_to,
+        soft_cap=soft_cap, round_to=round_to, loaded=loaded,
     )  # fmt: skip
     # Rows without a tile are not written.
     out.copy_(torch.where(planned_rows[:, None, None], result.to(out.dtype), out))
@@ -190,14 +192,15 @@ def _mla_run(
     qo_indptr, kv_indptr, kv_lens = _found(int_workspace, plan_info)
     rows = paged.rows_of_requests(qo_indptr, q_nope.shape[0])
     keys = paged.keys_of_pages(kv_indptr, kv_indices, kv_lens, page_size)
-    visible = (rows.request[:, None] == keys.request[None]) & rows.valid[:, None] & keys.valid[None]
+    visible = loaded = (rows.request[:, None] == keys.request[None]) & rows.valid[:, None] & keys.valid[None]
     if mask_mode == _CAUSAL:
         visible = visible & paged.causal(rows, keys, qo_indptr[1:] - qo_indptr[:-1], kv_lens)
     latent = paged.gather(ckv_cache.unsqueeze(2), keys) * ckv_scale
     rope = paged.gather(kpe_cache.unsqueeze(2), keys) * kpe_scale
     result, sums = paged.attend(
-        torch.cat([q_nope, q_pe], -1), torch.cat([latent, rope], -1), latent, visible, sm_scale, round_to=q_nope.dtype
-    )
+        torch.cat([q_nope, q_pe], -1), torch.cat([latent, rope], -1), latent, visible, sm_scale,
+        round_to=q_nope.dtype, loaded=loaded,
+    )  # fmt: skip
     out.copy_(torch.where(rows.valid[:, None, None], result.to(out.dtype), out))
     if lse is not None:
         lse.copy_(sums * 0.6931471805599453 if base_e else sums)

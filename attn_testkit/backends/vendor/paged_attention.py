@@ -114,11 +114,14 @@ def attend(
     soft_cap: float = 0.0,
     round_to: torch.dtype | None = None,
     sinks: torch.Tensor | None = None,
+    loaded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``q`` [R, Hq, Dqk], ``keys`` [S, Hk, Dqk], ``values`` [S, Hk, Dv] float32, ``visible`` [R, S].
 
     Returns float32 outputs [R, Hq, Dv] and the log2 of each softmax's sum [R, Hq]; rows that see nothing get 0 and
     -inf. ``round_to``: dtype of the probabilities in the second product. ``sinks`` [Hq] float32: one more logit a head.
+    ``loaded`` [R, S]: the keys that the kernel multiplies with, visible or not (default: ``visible``). A value of them
+    that is NaN or infinite spoils its row, as 0 * NaN does in the kernel; one of another request never does.
     """
     rows, q_heads, _ = q.shape
     kv_heads = keys.shape[1]
@@ -140,7 +143,11 @@ def attend(
         total = total + torch.exp(extra - top)
     if round_to is not None:
         p = p.to(round_to).float()
-    out = p.flatten(1, 2) @ values.permute(1, 0, 2)
+    # All requests share one product here, and a value of another request must not meet this row's zeros.
+    usable = values.isfinite()
+    out = p.flatten(1, 2) @ torch.where(usable, values, 0.0).permute(1, 0, 2)
     out = out.view(kv_heads, rows, q_heads // kv_heads, -1) / torch.where(total == 0, 1.0, total)
+    spoilt = (visible if loaded is None else loaded).float() @ (~usable.all(-1)).float()
+    out = out.masked_fill((spoilt > 0).t()[:, :, None, None], torch.nan)
     lse = (top + total.log()) * 1.4426950408889634
     return out.permute(1, 0, 2, 3).flatten(1, 2), lse.squeeze(-1).permute(1, 0, 2).flatten(1, 2)

@@ -1,0 +1,150 @@
+"""FlashInfer's MLA wrapper (fa2, fa3): absorbed latent attention for decode and chains of drafts.
+
+The kernel knows no mask: verify takes chains only, as rows that are causal over the last keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from attn_testkit.contract import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    Capabilities,
+    ForwardBatch,
+    ForwardMode,
+    Requires,
+)
+
+from .flashinfer_plan import PagePlan, make_page_plan, pages_per_request, workspace
+from .vendor import EntryPoint, provide
+from .vendor.flashinfer_wrappers import BATCH_MLA_FA2, BATCH_MLA_FA3
+
+__all__ = ["FlashInferMLABackend", "FlashInferMLAFA3Backend", "FlashInferMLAFP8Backend"]
+
+_PACKAGES = ("flashinfer-python>=0.7.2,<0.8",)
+
+
+class FlashInferMLABackend(AttentionBackend):
+    """MLA through ``BatchMLAPagedAttentionWrapper``, backend fa2."""
+
+    capabilities = Capabilities(
+        eager=frozenset(ForwardMode),
+        graph=frozenset(ForwardMode),
+        families=frozenset({"mla"}),
+        dtypes=frozenset({"fp16", "bf16"}),
+        head_dims=frozenset({128, 512}),
+        mla_rope_dims=frozenset({64}),
+        page_sizes=frozenset({1, 16, 32, 64}),
+        # Heads and query rows share a tile of 64: the planner refuses tiles that end inside a row.
+        gqa_ratios=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
+        max_q_rows=16,
+        max_topk=1,
+        deterministic=True,
+        needs_cpu_seq_lens=True,
+        requires=Requires(sm=(80, 129), packages=_PACKAGES),
+    )
+    entry_point: ClassVar[EntryPoint] = BATCH_MLA_FA2
+    kernel_family: ClassVar[str] = "fa2"
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._provided = provide(self.entry_point, context.device)
+        self.kernels = "emulated" if self._provided.emulated else "real"
+        self._float_workspace = workspace(context.device, self._provided.emulated)
+        # A scale belongs to a plan, not to a run: layers that differ in it need wrappers of their own.
+        self._scales = list(dict.fromkeys(layer.scaling for layer in context.layers))
+        self._eager: dict[float, Any] = {}
+        self._graphs: dict[tuple[ForwardMode, int], dict[float, Any]] = {}
+        self._current: dict[float, Any] = {}
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Plan the instance's eager wrappers."""
+        if not self._eager:
+            self._eager = {scale: self._wrapper() for scale in self._scales}
+        self._current = self._eager
+        self._plan_all(make_page_plan(self.context, batch), batch.forward_mode)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Buffers that every bucket's wrappers share; each plan fills them for the replay that follows."""
+        pages = pages_per_request(self.context)
+
+        def zeros(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=self.context.device)
+
+        self._qo_indptr, self._kv_indptr = zeros(max_bs + 1), zeros(max_bs + 1)
+        self._kv_lens, self._kv_indices = zeros(max_bs), zeros(max_bs * pages)
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Build the bucket's wrappers at its capture; plan them at the capture and before every replay."""
+        bs, bucket = batch.batch_size, (batch.forward_mode, batch.batch_size)
+        if in_capture:
+            buffers = {
+                "qo_indptr": self._qo_indptr[: bs + 1],
+                "kv_indptr": self._kv_indptr[: bs + 1],
+                "kv_indices": self._kv_indices,
+                "kv_len_arr": self._kv_lens[:bs],
+            }
+            self._graphs[bucket] = {scale: self._wrapper(use_cuda_graph=True, **buffers) for scale in self._scales}
+        self._current = self._graphs[bucket]
+        self._plan_all(make_page_plan(self.context, batch), batch.forward_mode)
+
+    def _wrapper(self, **graph: Any) -> Any:
+        return self._provided.call(self._float_workspace, backend=self.kernel_family, **graph)
+
+    def _plan_all(self, plan: PagePlan, mode: ForwardMode) -> None:
+        for scale, wrapper in self._current.items():
+            self._plan(wrapper, scale, plan, causal=not mode.is_decode())
+
+    def _plan(self, wrapper: Any, scale: float, plan: PagePlan, causal: bool) -> None:
+        from flashinfer.mla import MLAPlanMetadata
+
+        layer, context = self.context.layers[0], self.context
+        wrapper.plan(
+            metadata=MLAPlanMetadata.csr(plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_lens),
+            num_heads=layer.tp_q_head_num,
+            head_dim_ckv=layer.kv_lora_rank,
+            head_dim_kpe=layer.head_dim - layer.kv_lora_rank,
+            page_size=context.page_size,
+            causal=causal,
+            sm_scale=scale,
+            q_data_type=context.dtype,
+            kv_data_type=context.kv_pool.dtype,
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Store the new latent rows and run the wrapper that was planned with this layer's scale."""
+        pool, page_size = self.context.kv_pool, self.context.page_size
+        if save_kv_cache:
+            pool.set_kv_buffer(layer, batch.out_cache_loc, k)
+        latent = pool.get_key_buffer(layer.layer_id).view(-1, page_size, layer.head_dim)
+        scales = {"ckv_scale": layer.k_scale, "kpe_scale": layer.k_scale} if pool.dtype.itemsize == 1 else {}
+        out: torch.Tensor = self._current[layer.scaling].run(query=q, kv_cache=latent, **scales)
+        return out
+
+
+class FlashInferMLAFA3Backend(FlashInferMLABackend):
+    """The same through Hopper's kernel, backend fa3."""
+
+    capabilities = FlashInferMLABackend.capabilities.with_changes(requires=Requires(sm=(90, 90), packages=_PACKAGES))
+    entry_point = BATCH_MLA_FA3
+    kernel_family = "fa3"
+
+
+class FlashInferMLAFP8Backend(FlashInferMLAFA3Backend):
+    """e4m3 latent rows under bf16 queries, which only SM90 has, at the latent width of 512 alone."""
+
+    capabilities = FlashInferMLAFA3Backend.capabilities.with_changes(
+        dtypes={"bf16"}, kv_dtypes={"fp8_e4m3"}, head_dims={512}
+    )

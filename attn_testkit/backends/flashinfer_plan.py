@@ -1,0 +1,107 @@
+"""What FlashInfer's wrappers are planned with, from a batch: query offsets, page lists, lengths, tree mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attn_testkit.contract import BackendContext, DraftExtendInput, ForwardBatch, ForwardMode, VerifyInput
+
+__all__ = ["PagePlan", "exclusive_sum", "make_page_plan", "pages_per_request", "workspace"]
+
+_WORKSPACE_BYTES = 128 << 20
+_workspaces: dict[tuple[torch.device, bool], torch.Tensor] = {}
+
+
+def workspace(device: torch.device, emulated: bool) -> torch.Tensor:
+    """The float workspace, one for all wrappers of the process, as servers have it. Scratch: a run leaves no state."""
+    key = (device, emulated)
+    if key not in _workspaces:
+        size = _WORKSPACE_BYTES >> 7 if emulated else _WORKSPACE_BYTES
+        _workspaces[key] = torch.empty(size, dtype=torch.uint8, device=device)
+    return _workspaces[key]
+
+
+@dataclass(frozen=True)
+class PagePlan:
+    """One batch for a CSR kernel. All int32; host tensors unless said otherwise."""
+
+    qo_indptr: torch.Tensor
+    """[bs + 1]: first query row of each request."""
+    kv_lens: torch.Tensor
+    """[bs]: keys of each request, the new ones included; never fewer than its query rows."""
+    kv_indptr: torch.Tensor
+    """[bs + 1], in pages."""
+    last_page_len: torch.Tensor
+    """[bs], 1 .. page size."""
+    kv_indices: torch.Tensor
+    """[kv_indptr[-1]] page ids, on the device."""
+    custom_mask: torch.Tensor | None
+    """Flat bool on the device, a [q_len, kv_len] block a request; None: causal, aligned to the end."""
+
+
+def exclusive_sum(counts: torch.Tensor) -> torch.Tensor:
+    """[n] -> [n + 1] int32, beginning with 0."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def pages_per_request(context: BackendContext) -> int:
+    """Most pages of one request, drafts included."""
+    rows = max(context.num_draft_tokens, context.speculative_num_steps + 1)
+    return -(-(context.max_context_len + rows) // context.page_size)
+
+
+def make_page_plan(context: BackendContext, batch: ForwardBatch) -> PagePlan:
+    """Plan an eager batch, the dummy batch of a capture or the view of a replay. Host work and copies."""
+    bs, mode = batch.batch_size, batch.forward_mode
+    assert batch.seq_lens_cpu is not None
+    seq_lens = batch.seq_lens_cpu[:bs].to(torch.int32)
+    q_lens = _query_rows(batch, bs)
+    kv_lens = seq_lens + q_lens if mode.is_target_verify() else seq_lens
+    # A padded request of a draft-extend graph has the fill value of 1 key and a full row count. Its rows would see
+    # nothing, which these kernels do not promise to survive; it may as well read the dummy page.
+    kv_lens = torch.maximum(kv_lens, q_lens)
+    pages = -(-kv_lens // context.page_size)
+    mask = _tree_mask(batch, q_lens, kv_lens) if mode.is_target_verify() else None
+    return PagePlan(
+        qo_indptr=exclusive_sum(q_lens),
+        kv_lens=kv_lens,
+        kv_indptr=exclusive_sum(pages),
+        last_page_len=kv_lens - (pages - 1) * context.page_size,
+        kv_indices=_page_ids(context, batch, pages),
+        custom_mask=mask,
+    )
+
+
+def _query_rows(batch: ForwardBatch, bs: int) -> torch.Tensor:
+    spec, mode = batch.spec_info, batch.forward_mode
+    if mode.is_decode():
+        return torch.ones(bs, dtype=torch.int32)
+    if isinstance(spec, VerifyInput):
+        return torch.full((bs,), spec.draft_token_num, dtype=torch.int32)
+    assert isinstance(spec, DraftExtendInput)
+    counts = spec.num_accept_tokens_cpu if mode is ForwardMode.DRAFT_EXTEND else spec.extend_seq_lens_cpu
+    assert counts is not None
+    return torch.tensor(counts[:bs], dtype=torch.int32)
+
+
+def _page_ids(context: BackendContext, batch: ForwardBatch, pages: torch.Tensor) -> torch.Tensor:
+    bs, page_size = batch.batch_size, context.page_size
+    request = torch.repeat_interleave(torch.arange(bs), pages.long())
+    place = torch.arange(request.shape[0]) - exclusive_sum(pages)[request]
+    request, place = torch.stack([request, place * page_size]).to(context.device)
+    rows = batch.req_pool_indices[:bs].long()[request]
+    slots = context.req_to_token[rows, place.clamp(max=context.req_to_token.shape[1] - 1)]
+    return (slots // page_size).to(torch.int32)
+
+
+def _tree_mask(batch: ForwardBatch, q_lens: torch.Tensor, kv_lens: torch.Tensor) -> torch.Tensor | None:
+    spec = batch.spec_info
+    assert isinstance(spec, VerifyInput)
+    if spec.custom_mask is None:
+        return None
+    # The mask ends with the last live request. Padded ones follow, and see everything.
+    cells = int((q_lens * kv_lens).sum())
+    mask = spec.custom_mask.view(torch.bool)[:cells]
+    return torch.nn.functional.pad(mask, (0, cells - mask.shape[0]), value=True)
