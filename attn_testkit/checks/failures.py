@@ -11,7 +11,8 @@ from ..results import Finding
 __all__ = ["context_lost", "from_exception"]
 
 _LOST = re.compile(
-    r"device-side assert triggered|illegal memory access|unspecified launch failure|misaligned address|an illegal instruction"
+    r"device-side assert triggered|illegal memory access|unspecified launch failure|misaligned address"
+    r"|an illegal instruction"
     r"|hardware stack error|CUDA_ERROR_(ILLEGAL|ASSERT|LAUNCH)",
     re.IGNORECASE,
 )

@@ -1,0 +1,117 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import Case, Heads, parse_case
+from attn_testkit.cases.catalogue import TIERS, companions, generate
+from attn_testkit.cases.trees import Tree, chain
+from attn_testkit.contract import Capabilities, ForwardMode
+
+CLAIMS = TorchNativeBackend.capabilities
+
+
+@pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
+@pytest.mark.parametrize("tier", ["smoke", "core"])
+def test_an_id_alone_rebuilds_the_case(tier: str, mode: ForwardMode) -> None:
+    for case in generate(CLAIMS, mode, tier, seed=3):
+        assert parse_case(case.id) == case
+
+
+@given(
+    prefixes=st.lists(st.integers(0, 5000), min_size=1, max_size=6),
+    parents=st.lists(st.integers(0, 3), min_size=1, max_size=9),
+    page=st.sampled_from([1, 16, 128]),
+    slack=st.integers(0, 3),
+    window=st.integers(-1, 9),
+    seed=st.integers(0, 99),
+)
+def test_any_case_survives_the_way_through_its_id(
+    prefixes: list[int], parents: list[int], page: int, slack: int, window: int, seed: int
+) -> None:
+    tree = Tree(tuple(min(p, i) for i, p in enumerate(parents)))
+    case = Case(
+        ForwardMode.TARGET_VERIFY,
+        Heads("gqa", 6, 2),
+        64,
+        "bf16",
+        page,
+        tuple(prefixes),
+        width=len(tree),
+        tree=tree,
+        window=window,
+        bucket=len(prefixes) + slack,
+        seed=seed,
+    )
+    assert parse_case(case.id) == case
+
+
+def test_ids_never_change() -> None:
+    """The digest of the id is the seed: a new spelling would give every stored failure other data."""
+    case = Case(ForwardMode.DECODE, Heads("gqa", 8, 2), 64, "bf16", 16, (0, 15, 15, 17), bucket=6, padding="nan")
+    assert case.id == "decode-gqa4x2-d64-bf16-p16-k0.15x2.17-shuffled-gauss-b6nan"
+    assert case.digest == 2086447407294812014
+    assert replace(case, seed=2).id == case.id + "-s2"
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ("decod-mha2-d64", "did you mean decode"),
+        ("decode-mha2-d64-bf16-p16-k5-shufled-gauss-b1prod", "did you mean 'shuffled'"),
+        ("decode-mha2-b1prod", "does not say: head_dim, dtype"),
+        ("decode-mha2-d64-bf16-p16-k5.9-shuffled-gauss-b1prod", "bucket 1 is smaller than the batch of 2"),
+        ("decode-mha2-d64-bf16-p16-k5.5-shuffled-gauss-b2prod", "write decode-mha2-d64-bf16-p16-k5x2-"),
+        ("draft-extend-mha2-d64-bf16-p16-k5-n4a9-shuffled-gauss-b1prod", "accepted counts"),
+        ("target-verify-mha2-d64-bf16-p16-k5-shuffled-gauss-b1prod", "a tree goes with target-verify"),
+    ],
+)
+def test_an_unreadable_id_says_what_it_could_not_read(bad: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse_case(bad)
+
+
+@pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
+def test_core_meets_every_pair_of_claimed_values(mode: ForwardMode) -> None:
+    cases = generate(CLAIMS, mode, "core")
+    pages, layouts = {c.page_size for c in cases}, {"contiguous", "shuffled", "interleaved", "reversed"}
+    assert len(pages) == 5
+    assert pages >= {1, 16, 128}
+    assert {(c.page_size, c.layout) for c in cases} >= {(p, x) for p in pages for x in layouts}
+    assert {(c.data, c.dtype) for c in cases} >= {(d, t) for d in ("gauss", "footprint") for t in ("fp16", "bf16")}
+    assert {c.padding for c in cases if c.bucket > c.bs} == {"prod", "nan", "stale", "small"}
+
+
+def test_nothing_unclaimed_is_tried() -> None:
+    claims = Capabilities(
+        eager={"target-verify"},
+        families={"gqa"},
+        gqa_ratios={5},
+        head_dims={96},
+        page_sizes={8},
+        max_q_rows=5,
+        max_topk=1,
+    )
+    for tier in TIERS:
+        for case in generate(claims, ForwardMode.TARGET_VERIFY, tier):
+            assert (case.head_dim, case.page_size, case.heads) == (96, 8, Heads("gqa", 10, 2))
+            assert case.width <= 5
+            assert case.topk == 1
+            assert (case.window, case.logit_cap, case.sinks, case.kv_dtype) == (-1, 0.0, False, "same")
+
+
+def test_generation_is_the_same_every_time() -> None:
+    generate.cache_clear()
+    first = [c.id for c in generate(CLAIMS, ForwardMode.DECODE, "core")]
+    generate.cache_clear()
+    assert [c.id for c in generate(CLAIMS, ForwardMode.DECODE, "core")] == first
+
+
+def test_companions_share_shapes_and_differ_in_mode() -> None:
+    case = Case(ForwardMode.DECODE, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, mixed=True)
+    others = companions(case, frozenset(ForwardMode), 8)
+    assert {o.mode for o in others} == set(ForwardMode) - {ForwardMode.DECODE}
+    assert all((o.heads, o.page_size, o.dtype) == (case.heads, 16, "bf16") for o in others)
+    assert next(o for o in others if o.mode is ForwardMode.TARGET_VERIFY).tree == chain(4)

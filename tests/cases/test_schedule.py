@@ -1,0 +1,126 @@
+import numpy as np
+import pytest
+import torch
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import Case, Heads, parse_case
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.data import make_step_data, pool_images
+from attn_testkit.cases.schedule import make_schedule, only
+from attn_testkit.contract import ForwardMode
+
+CASES = [case for mode in ForwardMode for case in generate(TorchNativeBackend.capabilities, mode, "smoke")]
+DECODE = "decode-gqa4x2-d64-bf16-p16-k15.16.17-{layout}-gauss-b4prod"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_no_two_live_requests_share_a_slot_and_page_0_is_nobodys(case: Case) -> None:
+    schedule = make_schedule(case)
+    for step in schedule.steps:
+        slots = np.concatenate([r.slots for r in step.requests])
+        assert len(np.unique(slots)) == len(slots)
+        assert slots.min() >= case.page_size
+        assert slots.max() < (schedule.num_pages + 1) * case.page_size
+        for request in step.requests:
+            assert len(request.slots) == request.prefix + request.new
+            whole = request.slots[: len(request.slots) // case.page_size * case.page_size].reshape(-1, case.page_size)
+            assert (np.diff(whole, axis=1) == 1).all(), "slots inside a page are consecutive"
+            assert (whole[:, 0] % case.page_size == 0).all(), "pages are aligned"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_a_schedule_has_six_replays_that_differ_in_every_field(case: Case) -> None:
+    steps = make_schedule(case).steps
+    assert len(steps) >= 6
+    assert len({step.bucket for step in steps}) == 2
+    assert case.padding == "small" or any(step.bs < step.bucket for step in steps)
+    assert any(step.bs == step.bucket for step in steps)
+    first, again = steps[0], steps[4]
+    assert sorted(r.prefix for r in first.requests)[: case.bs] == sorted(r.prefix for r in again.requests)[: case.bs]
+    assert not np.array_equal(first.req_to_token, again.req_to_token)
+    tables = [step.req_to_token.tobytes() for step in steps]
+    assert len(set(tables)) == len(tables)
+
+
+def test_layouts_are_what_they_say() -> None:
+    slots = {}
+    for layout in ("contiguous", "shuffled", "interleaved", "reversed"):
+        steps = make_schedule(parse_case(DECODE.format(layout=layout))).steps
+        slots[layout] = [r.slots // 16 for r in steps[1].requests]
+    assert all((np.diff(pages) >= 0).all() for pages in slots["contiguous"])
+    assert any((np.diff(pages) < 0).any() for pages in slots["reversed"])
+    pages = slots["interleaved"]
+    spans = [
+        set(range(int(mine.min()), int(mine.max()) + 1))
+        & {int(x) for other in pages if other is not mine for x in other}
+        for mine in pages
+    ]
+    assert any(spans), "pages of different requests alternate"
+
+
+def test_the_table_beyond_a_request_holds_slots_of_others() -> None:
+    step = make_schedule(parse_case(DECODE.format(layout="shuffled"))).steps[0]
+    for request in step.requests:
+        tail = step.req_to_token[request.pool_row, len(request.slots) :]
+        assert len(tail) > 0
+        assert (tail > 0).all()
+    assert (step.req_to_token[0] == 0).all()
+
+
+def test_draft_extend_v1_is_ragged_and_v2_is_not() -> None:
+    v1 = make_schedule(parse_case("draft-extend-mha2-d64-bf16-p16-k5.9-n4a1.3-shuffled-gauss-b2prod"))
+    v2 = make_schedule(parse_case("draft-extend-v2-mha2-d64-bf16-p16-k5.9-n4a1.3-shuffled-gauss-b2prod"))
+    assert [r.new for r in v1.steps[0].requests] == [1, 3]
+    assert [r.new for r in v2.steps[0].requests] == [4, 4]
+    assert [r.accepted for r in v2.steps[0].requests] == [1, 3]
+    assert any(len({r.new for r in step.requests}) > 1 for step in v1.steps[2:])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_the_pool_holds_nan_wherever_no_request_lives(case: Case) -> None:
+    schedule = make_schedule(case)
+    step = schedule.steps[0]
+    data = make_step_data(schedule, step)
+    before, after = pool_images(schedule, step, data, False)
+    owned = torch.zeros(before.shape[2], dtype=torch.bool)
+    new = torch.zeros_like(owned)
+    for request in step.requests:
+        owned[torch.from_numpy(request.slots[: request.prefix])] = True
+        new[torch.from_numpy(request.slots[request.prefix :])] = True
+    assert before[:, :, ~owned].float().isnan().all()
+    assert not before[:, :, owned].float().isnan().any()
+    assert not after[:, :, owned | new].float().isnan().any()
+    old = ~new[:, None, None]
+    assert torch.equal((after.float().nan_to_num(7) * old), (before.float().nan_to_num(7) * old))
+
+
+def test_finite_tails_hold_numbers_in_the_last_page_alone() -> None:
+    schedule = make_schedule(parse_case(DECODE.format(layout="shuffled")))
+    step = schedule.steps[0]
+    before, _ = pool_images(schedule, step, make_step_data(schedule, step), True)
+    last = step.requests[0].slots[-1]
+    assert len(step.requests[0].slots) == 16, "this request fills its page; its neighbour does not"
+    tail = int(step.requests[1].slots[-1]) + 1
+    assert before[0, 0, tail].isfinite().all()
+    assert before[0, 0, :16].isnan().all()
+    assert last // 16 != tail // 16
+
+
+def test_a_request_alone_has_the_numbers_it_has_in_the_batch() -> None:
+    schedule = make_schedule(parse_case("draft-extend-mha2-d64-bf16-p16-k5.9-n4a1.3-shuffled-gauss-b2prod"))
+    step = schedule.steps[0]
+    whole, alone = make_step_data(schedule, step), make_step_data(schedule, only(step, 1))
+    assert torch.equal(whole.q[:, 1:4], alone.q)
+    assert torch.equal(whole.keys[:, 1:, :12], alone.keys)
+    assert torch.equal(whole.out_cache_loc[1:4], alone.out_cache_loc)
+
+
+def test_footprint_values_name_one_key_a_channel() -> None:
+    schedule = make_schedule(
+        Case(ForwardMode.DECODE, Heads("mha", 2, 2), 64, "fp16", 16, (4096,), data="footprint", bucket=1)
+    )
+    data = make_step_data(schedule, schedule.steps[0])
+    values = data.values[0, 0]
+    assert values.sum(0).eq(1).all(), "every channel carries exactly one key"
+    assert values[-1].sum() == 2, "the last key is watched in both heads"
+    assert values[0].sum() == 2, "and the first"
