@@ -18,7 +18,8 @@ _CHAINED = (ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTE
     bug_class="D",
     source="sglang #26512, reverted by #26628",
     modes=(ForwardMode.DRAFT_EXTEND_V2,),
-    mechanism="seq_lens is taken for prefix + new where the backend was given the prefix: the step's own keys are skipped",
+    mechanism="seq_lens is taken for prefix + new where the backend was given the prefix: the step's own keys are "
+    "skipped",
     promises=("matches-oracle",),
     hint="keys are missing",
 )
@@ -51,7 +52,8 @@ class NonMonotonicSlots(TorchNativeBackend):
     bug_class="D",
     source="sglang KNOWN_FAILURES.md C.1",
     modes=_EXTENDS,
-    mechanism="slots of the new tokens are counted up from the first one, which is right inside one page or in contiguous memory",
+    mechanism="slots of the new tokens are counted up from the first one, which is right inside one page or in "
+    "contiguous memory",
     promises=("reads-own-kv", "matches-oracle"),
     hint="keys of others",
 )
@@ -105,7 +107,8 @@ class PaddedTokenGroupStride(TorchNativeBackend):
     bug_class="D",
     source="rtp-llm b3af7072d",
     modes=_ALL,
-    mechanism="last_page_len is kept as (len - 1) % page in one array and as that plus one in another; the wrong one is used",
+    mechanism="last_page_len is kept as (len - 1) % page in one array and as that plus one in another; the wrong one "
+    "is used",
     promises=("matches-oracle",),
     hint="the last key is missing",
 )
@@ -123,7 +126,8 @@ class LastPageLenTwoConventions(TorchNativeBackend):
     bug_class="D",
     source="aiter #4825",
     modes=_ALL,
-    mechanism="the block table is indexed with the token position and the cache with the id found there: right for pages of 1",
+    mechanism="the block table is indexed with the token position and the cache with the id found there: right for "
+    "pages of 1",
     promises=("reads-own-kv", "matches-oracle"),
     hint="page",
 )
@@ -139,7 +143,8 @@ class BlockTableIndexedByToken(TorchNativeBackend):
     bug_class="D",
     source="flashinfer #3022",
     modes=_ALL,
-    mechanism="head dim 256 needs two V loads for a tile of 64 keys, and the second still uses the page ids of the first",
+    mechanism="head dim 256 needs two V loads for a tile of 64 keys, and the second still uses the page ids of the "
+    "first",
     promises=("matches-oracle",),
     hint="right keys with wrong weights or values",
 )
@@ -157,7 +162,8 @@ class VTilePageNotAdvanced(TorchNativeBackend):
     bug_class="D",
     source="rtp-llm 668448b61",
     modes=_ALL,
-    mechanism="the stride between rows of the page table is taken as the longest length instead of the table's own width",
+    mechanism="the stride between rows of the page table is taken as the longest length instead of the table's own "
+    "width",
     promises=("reads-own-kv", "matches-oracle"),
     hint="request 0 is right and all others are wrong",
 )
@@ -176,7 +182,8 @@ class TableRowWidthFromMaxLen(TorchNativeBackend):
     source="sglang KNOWN_FAILURES.md C.4",
     modes=_ALL,
     executions=("graph",),
-    mechanism="the index tensor is sized for the live tokens while q is padded to the bucket, and the kernel wants them equal",
+    mechanism="the index tensor is sized for the live tokens while q is padded to the bucket, and the kernel wants "
+    "them equal",
     promises=("completes",),
     hint="leading dimensions",
     modelled="the kernel's assertion is raised while the replay is planned",
@@ -330,7 +337,8 @@ class DecodeMissesItsOwnKey(TorchNativeBackend):
     bug_class="D",
     source="sglang MUTATION_FIXES.md M15",
     modes=(ForwardMode.TARGET_VERIFY,),
-    mechanism="the page table of verify covers the prefix alone: draft keys on a page of their own are looked up in a stale tail",
+    mechanism="the page table of verify covers the prefix alone: draft keys on a page of their own are looked up in "
+    "a stale tail",
     promises=("reads-own-kv", "matches-oracle"),
     hint="not its own",
 )

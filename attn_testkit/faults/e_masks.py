@@ -79,7 +79,8 @@ class WindowByFlatQueryIndex(TorchNativeBackend):
     mechanism="a row of the packed mask is taken for one 32-bit word, and nodes from 32 on for invisible",
     promises=("matches-oracle", "finite"),
     hint="draft",
-    modelled="upstream later requests drift because widths differ; here all trees of a batch have one size and need two words",
+    modelled="upstream later requests drift because widths differ; here all trees of a batch have one size and need "
+    "two words",
 )
 class PackedMaskOneWord(TorchNativeBackend):
     def _tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
@@ -217,7 +218,8 @@ class TreeMaskOfRequestZero(TorchNativeBackend):
     bug_class="E",
     source="general",
     modes=_VERIFY,
-    mechanism="visibility is rebuilt from positions: a node sees all nodes that stand above it, not its ancestors alone",
+    mechanism="visibility is rebuilt from positions: a node sees all nodes that stand above it, not its ancestors "
+    "alone",
     promises=("matches-oracle",),
     hint="no ancestors are visible",
 )

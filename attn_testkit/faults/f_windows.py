@@ -66,7 +66,8 @@ class WindowRightSideOpen(TorchNativeBackend):
     bug_class="F",
     source="sglang #31501",
     modes=_ALL,
-    mechanism="the module was planned without a window, so the run-time value trims whole tiles of 16 keys and no single key",
+    mechanism="the module was planned without a window, so the run-time value trims whole tiles of 16 keys and no "
+    "single key",
     promises=("matches-oracle",),
     hint="keys before the window are visible",
 )
@@ -115,7 +116,8 @@ class WindowTokenTableWithPages(TorchNativeBackend):
     bug_class="F",
     source="aiter #2170",
     modes=(ForwardMode.DECODE,),
-    mechanism="a window beyond the longest context counts as none when the kernel is chosen, and as one when the module is",
+    mechanism="a window beyond the longest context counts as none when the kernel is chosen, and as one when the "
+    "module is",
     promises=("completes",),
     hint="module",
 )

@@ -246,7 +246,8 @@ class KScaleLost(TorchNativeBackend):
     bug_class="G",
     source="sglang #20705",
     modes=_ALL,
-    mechanism="the float that the backend reads keeps its default of 1.0 when scales are loaded, for writing and for reading",
+    mechanism="the float that the backend reads keeps its default of 1.0 when scales are loaded, for writing and for "
+    "reading",
     promises=("writes-own-kv", "matches-oracle"),
     hint="scale",
 )

@@ -42,7 +42,8 @@ class PageTimesStrideOverflows(TorchNativeBackend):
     bug_class="I",
     source="sglang comment in aiter_backend",
     modes=(ForwardMode.DRAFT_EXTEND,),
-    mechanism="the kernel takes its address width from the dtype of the lengths, which draft-extend gives in a narrow one",
+    mechanism="the kernel takes its address width from the dtype of the lengths, which draft-extend gives in a "
+    "narrow one",
     promises=("reads-own-kv", "matches-oracle"),
     hint="page",
     modelled="14 bits instead of 32",
@@ -153,7 +154,8 @@ class OutputStrideFromV(TorchNativeBackend):
     bug_class="I",
     source="vLLM #32417",
     modes=(ForwardMode.DECODE,),
-    mechanism="one row of packed q keeps the packed stride, .contiguous() does nothing, and the kernel's descriptor refuses it",
+    mechanism="one row of packed q keeps the packed stride, .contiguous() does nothing, and the kernel's descriptor "
+    "refuses it",
     promises=("completes",),
     hint="stride",
 )
