@@ -4,9 +4,9 @@ Nothing here runs while things are right. Each question is one controlled run on
 
 * does the NaN go away when slots of nobody hold zeros?           then it was read from there: ``reads-own-kv``
 * is the same step right in eager?                                then it is the graph's
+* is it right when memory born in a capture is left alone?        ``captures-cleanly``
 * is it right when no row is padding?                             ``padding-inert``
 * is it right when it is the only replay of the only bucket?      ``buckets-independent``
-* is it right when memory born in a capture is left alone?        ``captures-cleanly``
 * did planning the replay replace tensors that the graph reads?   ``addresses-stable``, else ``replay-follows-batch``
 """
 
@@ -164,25 +164,29 @@ def _headline(finding: Finding, promise: str) -> str:
 
 def _blame_graph(bench: Bench, schedule: Schedule, step: Step) -> tuple[str, str]:
     """Which graph promise a replay broke whose eager run is right."""
-    alone = bench.graph(_alone(schedule, step, step.bucket))
-    if alone is not None and is_right(schedule, _last(alone[0])):
-        return "buckets-independent", "as the only replay of the only bucket it is right"
-    if alone is not None and alone[1].moved:
-        names = ", ".join(f"self.{path}" for path in alone[1].moved[:3])
-        return "addresses-stable", f"init_forward_metadata_out_graph replaced {names} at a replay; fill it in place"
-    calm = bench.graph(_alone(schedule, step, step.bucket), poison_born=False)
-    if calm is not None and calm[1].born and is_right(schedule, _last(calm[0])):
+    calm = bench.graph(schedule, poison_born=False)
+    if calm is not None and calm[1].born and is_right(schedule, _of(calm[0], step)):
         path, where, _ = calm[1].born[0]
         return (
             "captures-cleanly",
             f"self.{path} was allocated while {where} was captured, and is read before it is written: allocate it in "
             "the constructor or in init_cuda_graph_state",
         )
+    alone = bench.graph(_alone(schedule, step, step.bucket))
+    if alone is not None and is_right(schedule, _last(alone[0])):
+        return "buckets-independent", "as the only replay of the only bucket it is right"
+    if alone is not None and alone[1].moved:
+        names = ", ".join(f"self.{path}" for path in alone[1].moved[:3])
+        return "addresses-stable", f"init_forward_metadata_out_graph replaced {names} at a replay; fill it in place"
     if step.bucket > step.bs:
         exact = bench.graph(_alone(schedule, step, step.bs))
         if exact is not None and is_right(schedule, _last(exact[0])):
             return "padding-inert", f"in a bucket of exactly {step.bs} it is right"
     return "replay-follows-batch", "in eager it is right: something of the capture-time batch is still in force"
+
+
+def _of(seen: list[Observation], step: Step) -> Observation | None:
+    return next((observed for observed in seen if observed.step is step), None)
 
 
 def _last(seen: list[Observation]) -> Observation | None:
