@@ -17,75 +17,16 @@ from dataclasses import replace
 from .cases.schedule import Schedule, Step
 from .checks.numeric import finite, matches_oracle, output_written
 from .checks.observation import Observation
-from .contract import AttentionBackend, ForwardMode
-from .environment import Environment
+from .contract import ForwardMode
 from .footprint import attended
 from .hints import Evidence, hints
 from .oracle.expect import expect
+from .rerun import OTHER_FILL, Bench
 from .results import Finding
-from .runner_modes.drive import Clock, GraphDrive, drive_graphs, run_eager
-from .runner_modes.world import World
 
-__all__ = ["Bench", "explain_numeric"]
-
-_POISON, _OTHER_FILL = 0xFF, 0x3C
-"""Bytes of uninitialised memory: NaN, and a small number."""
+__all__ = ["explain_numeric"]
 
 NUMERIC = ("output-written", "finite", "matches-oracle")
-
-
-class Bench:
-    """Re-runs of one backend on fresh instances. A run that raises counts as wrong."""
-
-    def __init__(self, backend_class: type[AttentionBackend], environment: Environment) -> None:
-        self.backend_class, self.environment = backend_class, environment
-
-    def eager(
-        self,
-        schedule: Schedule,
-        step: Step,
-        *,
-        unowned: float | None = None,
-        pattern: str | None = None,
-        fill: int = _POISON,
-    ) -> Observation | None:
-        """One eager step."""
-        try:
-            with self.environment.active(fill):
-                world = self._world(schedule, unowned)
-                return run_eager(world, schedule, step, Clock(), pattern=pattern)
-        except Exception:
-            return None
-
-    def graph(
-        self,
-        schedule: Schedule,
-        *,
-        unowned: float | None = None,
-        pattern: str | None = None,
-        poison_born: bool = True,
-        fill: int = _POISON,
-    ) -> tuple[list[Observation], GraphDrive] | None:
-        """A whole graph drive; replays only."""
-        try:
-            with self.environment.active(fill):
-                world = self._world(schedule, unowned)
-                seen, drives = drive_graphs(
-                    world,
-                    [schedule],
-                    Clock(),
-                    eager_twins=frozenset(),
-                    pattern=pattern,
-                    poison_born=poison_born,
-                    watch=True,
-                )
-                return [observed for _, observed in seen], drives[0]
-        except Exception:
-            return None
-
-    def _world(self, schedule: Schedule, unowned: float | None) -> World:
-        extra = {} if unowned is None else {"unowned": unowned}
-        return World(self.backend_class, [schedule], self.environment.device, **extra)
 
 
 def is_right(schedule: Schedule, observed: Observation | None) -> bool:
@@ -132,10 +73,10 @@ def explain_numeric(
 def _written_or_computed(bench: Bench, finding: Finding, schedule: Schedule, observed: Observation) -> Finding:
     """Some CPU conversions give a NaN with all bits set, which is the poison. Another fill tells the two apart."""
     if observed.replay:
-        answer = bench.graph(schedule, fill=_OTHER_FILL)
+        answer = bench.graph(schedule, fill=OTHER_FILL)
         again = next((o for o in answer[0] if o.step is observed.step), None) if answer else None
     else:
-        again = bench.eager(schedule, observed.step, fill=_OTHER_FILL)
+        again = bench.eager(schedule, observed.step, fill=OTHER_FILL)
     if again is None:
         return finding
     expected = expect(schedule, observed.step)

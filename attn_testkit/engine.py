@@ -13,11 +13,12 @@ from functools import lru_cache
 from .cases.case import Case, parse_case
 from .cases.catalogue import TIERS, generate
 from .contract import AttentionBackend, Capabilities, Execution, ForwardMode
-from .diagnose import NUMERIC, Bench, explain_numeric
+from .diagnose import NUMERIC, explain_numeric
 from .environment import Environment, missing_here, resolve, versions
 from .execute import Outcome, gradients_off, run_case
 from .graphs.capture import settle
 from .registry import UsageError, did_you_mean, load_backend, origin_of
+from .rerun import Bench
 from .results import CaseResult, Finding, RunHeader, Status
 
 __all__ = ["RunPlan", "UsageError", "WorkItem", "check_backend", "plan_run", "run", "run_item"]

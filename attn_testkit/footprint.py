@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .cases.schedule import Schedule
 from .checks.numeric import stacked, wrong_requests
 from .checks.observation import Observation
 from .oracle.attention import windowed
 from .oracle.expect import expect
-
-if TYPE_CHECKING:
-    from .diagnose import Bench
+from .rerun import Bench
 
 __all__ = ["Footprint", "attended", "ranges"]
 
