@@ -1,0 +1,187 @@
+"""Whether each stand-in of a vendor kernel agrees with the kernel: both on the same inputs, on one GPU.
+
+    python -m attn_testkit.backends.vendor.warmup --backend flashinfer
+    python ci/vendor_agreement.py --backend flashinfer --tier core
+
+For every case of a tier the real kernel and its stand-in run the same steps, eager and under graphs with every replay
+of the schedule. What they return may differ by the computed limit of the oracle and no more. A table tells, for each
+entry point, how much of the limit was taken: by the difference, and by each of the two against the oracle.
+
+Without a GPU there is no kernel: ``--device cpu`` compares the stand-in with itself, which only tries this script out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+import torch
+from attn_testkit.runner_modes.drive import Clock, DriveError, drive_graphs, run_eager
+from attn_testkit.runner_modes.world import World
+
+from attn_testkit.backends.vendor import VendorMissing, forced
+from attn_testkit.cases.case import Case
+from attn_testkit.cases.schedule import Schedule, make_schedule
+from attn_testkit.checks.numeric import margin, stacked
+from attn_testkit.checks.observation import Observation
+from attn_testkit.contract import AttentionBackend, Execution, ForwardMode
+from attn_testkit.engine import WorkItem, plan_run
+from attn_testkit.environment import Environment, resolve
+from attn_testkit.execute import gradients_off
+from attn_testkit.oracle.expect import expect
+from attn_testkit.registry import load_backend
+
+
+def _flashinfer(case: Case) -> str:
+    if case.mode is ForwardMode.DECODE:
+        tensor_cores = case.heads.q_heads // case.heads.kv_heads >= 4 or case.kv_dtype != "same"
+        return "BatchDecodeWithPagedKVCacheWrapper" + (", tensor cores" if tensor_cores else "")
+    masked = ", custom mask" if case.mode is ForwardMode.TARGET_VERIFY else ", causal"
+    return "BatchPrefillWithPagedKVCacheWrapper" + masked
+
+
+def _mla(kernel: str) -> Callable[[Case], str]:
+    def name(case: Case) -> str:
+        return f"BatchMLAPagedAttentionWrapper, {kernel}, {'one row' if case.mode.is_decode() else 'causal'}"
+
+    return name
+
+
+ENTRY_POINTS: dict[str, Callable[[Case], str]] = {
+    "flashinfer": _flashinfer,
+    "flashinfer_mla": _mla("fa2"),
+    "flashinfer_mla_fa3": _mla("fa3"),
+    "flashinfer_mla_fp8": _mla("fa3, e4m3 keys"),
+}
+"""Backend -> which entry point a case of it runs. A backend without an entry is told by mode."""
+
+
+@dataclass
+class Tally:
+    """What is known of one entry point. Parts of the limit; above 1 is too much."""
+
+    cases: int = 0
+    steps: int = 0
+    difference: float = 0.0
+    real: float = 0.0
+    stand_in: float = 0.0
+    worst: str = ""
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, case: str, found: list[tuple[float, float, float]]) -> None:
+        """Count one case; ``found``: (difference, real, stand-in) of every step."""
+        self.cases += 1
+        self.steps += len(found)
+        for difference, real, stand_in in found:
+            if difference > self.difference:
+                self.difference, self.worst = difference, case
+            self.real, self.stand_in = max(self.real, real), max(self.stand_in, stand_in)
+        if max(step[0] for step in found) > 1:
+            self.failures.append(case)
+
+
+_Seen = list[tuple[Schedule, Observation]]
+
+
+def _steps(backend: type[AttentionBackend], item: WorkItem, environment: Environment, kind: Any) -> _Seen:
+    """Drive one case on the real kernel or on its stand-in."""
+    schedule = make_schedule(item.case)
+    with environment.active(), gradients_off(item.case), forced(kind) if kind else nullcontext():
+        world = World(backend, [schedule], environment.device)
+        if item.execution is Execution.GRAPH:
+            return drive_graphs(world, [schedule], Clock())[0]
+        return [(schedule, run_eager(world, schedule, schedule.steps[0], Clock()))]
+
+
+def _compared(first: _Seen, second: _Seen) -> Iterator[tuple[float, float, float]]:
+    for (schedule, real), (_, stand_in) in zip(first, second, strict=True):
+        expected = expect(schedule, real.step)
+        apart = (stacked(real, expected).double() - stacked(stand_in, expected).double()).abs()
+        part = (apart / expected.attention_limit).nan_to_num(torch.inf, torch.inf)
+        yield float(part.max()), margin(real, expected), margin(stand_in, expected)
+
+
+def _compare(item: WorkItem, environment: Environment) -> list[tuple[float, float, float]]:
+    backend = load_backend(item.backend)
+    kind = None if environment.emulated else "real"
+    real = _steps(backend, item, environment, kind)
+    return list(_compared(real, _steps(backend, item, environment, "emulated")))
+
+
+def _cause(error: BaseException) -> BaseException:
+    return error.__cause__ if isinstance(error, DriveError) and error.__cause__ is not None else error
+
+
+def _report(tallies: dict[str, Tally]) -> None:
+    click.echo(
+        f"\n{'entry point':<62} {'cases':>5} {'steps':>5} {'apart':>6} {'kernel':>6} {'stand-in':>8}  worst case"
+    )
+    for name, tally in tallies.items():
+        click.echo(
+            f"{name:<62} {tally.cases:>5} {tally.steps:>5} {tally.difference:>6.3f} {tally.real:>6.3f} "
+            f"{tally.stand_in:>8.3f}  {tally.worst}"
+        )
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, help=__doc__)
+@click.option("--backend", "-b", "backends", multiple=True, metavar="SPEC", help="Default: every vendor backend.")
+@click.option("--tier", default="core", show_default=True)
+@click.option("--device", default="auto", show_default=True, metavar="auto|cuda|cpu")
+@click.option("--mode", "modes", multiple=True)
+@click.option("--execution", "executions", multiple=True)
+@click.option("--case", "cases", multiple=True, metavar="GLOB")
+@click.pass_context
+def main(
+    context: click.Context,
+    backends: tuple[str, ...],
+    tier: str,
+    device: str,
+    modes: tuple[str, ...],
+    executions: tuple[str, ...],
+    cases: tuple[str, ...],
+) -> None:
+    backends = backends or tuple(ENTRY_POINTS)
+    environment = resolve(device)
+    plan = plan_run(backends=backends, tier=tier, device=device, modes=modes, executions=executions, cases=cases)
+    click.echo(f"{plan.header.device_name}, {dict(plan.header.versions)}, {len(plan.items)} case-runs")
+    for row in plan.given:
+        click.echo(f"{row.backend} {row.mode} {row.execution}: {row.status}: {row.reason}")
+    tallies: dict[str, Tally] = {}
+    absent: dict[str, str] = {}
+    broken, start = 0, time.perf_counter()
+    for count, item in enumerate(plan.items, 1):
+        if item.backend in absent:
+            continue
+        name = f"{item.backend}: {ENTRY_POINTS.get(item.backend, lambda case: str(case.mode))(item.case)}"
+        try:
+            found = _compare(item, environment)
+        except Exception as error:
+            cause = _cause(error)
+            if isinstance(cause, VendorMissing):
+                absent[item.backend] = str(cause)
+                click.echo(f"{item.backend}: {cause}")
+                continue
+            broken += 1
+            click.echo(f"{item.backend} {item.execution} {item.case.id}: {type(cause).__name__}: {cause}")
+            continue
+        tally = tallies.setdefault(name, Tally())
+        tally.add(f"{item.execution} {item.case.id}", found)
+        if count % 25 == 0:
+            click.echo(f"[{count}/{len(plan.items)}, {time.perf_counter() - start:.0f} s]")
+    _report(tallies)
+    failures = [(name, case) for name, tally in tallies.items() for case in tally.failures]
+    for name, case in failures:
+        click.echo(f"apart by more than the limit: {name}: {case}")
+    what = (
+        "the stand-in with itself: nothing is shown about a kernel" if environment.emulated else "kernel and stand-in"
+    )
+    click.echo(f"\ncompared {what}: {len(failures)} apart, {broken} broken, {time.perf_counter() - start:.0f} s")
+    context.exit(1 if failures or broken else 0 if tallies else 5)
+
+
+if __name__ == "__main__":
+    main()
