@@ -120,8 +120,8 @@ def plan_run(
     given: list[CaseResult] = []
     for spec in backends:
         claims = _claims_of(spec, _loaded(spec))
-        absent = missing_here(claims, environment)
         for mode in chosen_modes:
+            absent = missing_here(claims, environment, mode)
             for execution in chosen_executions:
                 if not claims.offers(mode, execution):
                     given.append(_row(spec, mode, execution, Status.UNSUPPORTED, "not claimed"))

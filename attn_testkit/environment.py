@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from packaging.requirements import Requirement
 
-from .contract import Capabilities
+from .contract import Capabilities, ForwardMode, Requires
 from .emulation import LIMITS, Policy, emulated_cuda
 from .registry import UsageError, did_you_mean
 
@@ -92,9 +92,29 @@ def resolve(name: str) -> Environment:
     return Environment(emulated=False, index=index)
 
 
-def missing_here(capabilities: Capabilities, environment: Environment) -> str:
-    """Why the backend cannot run here, or nothing. An emulated kernel needs the package, not the hardware."""
-    needs = capabilities.requires
+def missing_here(capabilities: Capabilities, environment: Environment, mode: ForwardMode | None = None) -> str:
+    """Why the backend (in ``mode``) cannot run here, or nothing.
+
+    Without a device kernels are emulated, which needs the package and not the hardware. On a real device nothing is: a
+    mode without kernels for it is not run, and the report says so.
+    """
+    of_mode = capabilities.mode_requires.get(mode) if mode is not None else None
+    for needs in (capabilities.requires, of_mode or Requires()):
+        missing = _package_missing(needs) or _device_missing(needs, environment)
+        if missing:
+            return missing
+    return ""
+
+
+def _device_missing(needs: Requires, environment: Environment) -> str:
+    sm, ranges = environment.sm, needs.sm_ranges
+    if sm is None or ranges is None or needs.runs_on(sm):
+        return ""
+    wanted = ", ".join(f"SM{low}" if low == high else f"SM{low}-SM{high}" for low, high in ranges)
+    return f"needs {wanted}, this device is SM{sm}" + (f" ({needs.why})" if needs.why else "")
+
+
+def _package_missing(needs: Requires) -> str:
     for text in needs.packages:
         requirement = Requirement(text)
         try:

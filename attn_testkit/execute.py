@@ -20,7 +20,7 @@ from .checks.observation import Observation
 from .checks.outputs import mode_outputs
 from .checks.sameness import batch_invariant, repeatable
 from .contract import AttentionBackend, Execution, Unsupported
-from .environment import Environment
+from .environment import Environment, missing_here
 from .oracle.expect import expect
 from .results import Finding
 from .runner_modes.drive import Clock, DriveError, GraphDrive, drive_graphs, run_eager
@@ -168,7 +168,8 @@ def _run_graph(backend_class: type[AttentionBackend], case: Case, environment: E
     }
     cases = [case]
     if case.mixed:
-        cases += companions(case, claims.graph, claims.max_q_rows)
+        runnable = {mode for mode in claims.graph if not missing_here(claims, environment, mode)}
+        cases += companions(case, runnable, claims.max_q_rows)
     schedules = [make_schedule(c) for c in cases]
     world = build_world(backend_class, schedules, environment, outcome)
     seen, drives = drive_graphs(world, schedules, outcome.clock)

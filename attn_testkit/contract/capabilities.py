@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
 
 from .modes import Execution, ForwardMode
 
-__all__ = ["DTYPES", "FAMILIES", "KV_DTYPES", "Capabilities", "Requires", "Unsupported"]
+__all__ = ["DTYPES", "FAMILIES", "KV_DTYPES", "MATMUL_DTYPES", "Capabilities", "Requires", "Unsupported"]
 
 FAMILIES = ("mha", "gqa", "mqa", "mla")
 DTYPES = ("fp16", "bf16", "fp32")
 KV_DTYPES = ("same", "fp8_e4m3")
+MATMUL_DTYPES = ("model", "fp8_e4m3")
 
 
 class Unsupported(Exception):
@@ -23,10 +24,23 @@ class Unsupported(Exception):
 class Requires:
     """What must be there for the backend's real kernels to run; where it is not, the report says "not run here"."""
 
-    sm: tuple[int, int] | None = None
-    """Lowest and highest compute capability, inclusive, as 90 for SM90. None: any device."""
+    sm: tuple[int, int] | tuple[tuple[int, int], ...] | None = None
+    """Lowest and highest compute capability, inclusive, as 90 for SM90; or several such ranges. None: any device."""
     packages: tuple[str, ...] = ()
     """Requirement strings such as ``"flashinfer-python>=0.7.2,<0.8"``."""
+    why: str = ""
+    """What the package says about other devices, for the report."""
+
+    @property
+    def sm_ranges(self) -> tuple[tuple[int, int], ...] | None:
+        """``sm`` as ranges; None: any device."""
+        if self.sm is None or isinstance(self.sm[0], tuple):
+            return self.sm
+        return (self.sm,)
+
+    def runs_on(self, sm: int) -> bool:
+        """Whether the real kernels run on this compute capability (90 for SM90)."""
+        return self.sm_ranges is None or any(low <= sm <= high for low, high in self.sm_ranges)
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,9 @@ class Capabilities:
     """Which dtypes of q, k, v and output?"""
     kv_dtypes: Set[str] = frozenset({"same"})
     """Which dtypes of the KV pool? ``same`` as the model, ``fp8_e4m3`` with per-tensor scales."""
+    matmul_dtype: str = "model"
+    """With an FP8 pool: to what are queries and probabilities rounded before the two products? ``model``: the model's
+    dtype; ``fp8_e4m3``: FP8 kernels round both to FP8, with scale 1 for queries. The limits follow from it."""
     head_dims: Set[int] = frozenset({64, 128})
     """Which widths of a q/k/v row (for MLA: the latent width; the rope part is ``mla_rope_dims``)?"""
     mla_rope_dims: Set[int] = frozenset({64})
@@ -79,8 +96,11 @@ class Capabilities:
     """Is a request promised to give the same bits whatever else is in the batch?"""
     requires: Requires = field(default_factory=Requires)
     """Hardware and packages that the real kernels need."""
+    mode_requires: Mapping[ForwardMode, Requires] = field(default_factory=dict, hash=False)
+    """What a mode needs beyond that, where one mode's kernels exist for fewer devices than the others'."""
 
     def __post_init__(self) -> None:
+        _spelled("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
         for name in ("eager", "graph", "sliding_window"):
             object.__setattr__(self, name, _modes(name, getattr(self, name)))
         for name, known in (("families", FAMILIES), ("dtypes", DTYPES), ("kv_dtypes", KV_DTYPES)):

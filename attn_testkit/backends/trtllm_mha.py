@@ -1,0 +1,292 @@
+"""FlashInfer's ``trtllm_*`` kernels for MHA, GQA and MQA: XQA on SM90 and SM120, trtllm-gen on SM100.
+
+The decode kernel serves decode, target-verify and draft-extend v2, which have a few query rows a request, and as many
+for each. Draft-extend v1 has ragged rows and takes the context kernel, which exists for SM100 alone.
+
+All metadata are made on the device, inside the graph: a replay needs nothing from the host, no lengths either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from attn_testkit.contract import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    Capabilities,
+    DraftExtendInput,
+    ForwardBatch,
+    ForwardMode,
+    Requires,
+    TreeMaskMode,
+    VerifyMask,
+)
+
+from .vendor import device_is_real, provide
+from .vendor.trtllm_emulation import CONTEXT, DECODE_GEN, DECODE_XQA, SEMAPHORE_BYTES
+
+__all__ = ["TRTLLMMHABackend", "XQABackend"]
+
+_SCRATCH_BYTES = 128 << 20
+_SCRATCH_BYTES_EMULATED = 4 << 20
+_MOST_MULTIPROCESSORS = 256
+_FP8_MAX = 448.0
+_PACKAGES = ("flashinfer-python>=0.7.2,<0.8",)
+
+
+@dataclass
+class _Metadata:
+    """What the kernels of one step read; all on the device."""
+
+    page_table: torch.Tensor
+    """[bs, pages of the longest context] int32. Only entries that a length reaches are written."""
+    cache_seqlens: torch.Tensor
+    """[bs] int32: keys, this step's included."""
+    width: int
+    """Query rows a request: of each in the decode kernel, at most in the context kernel."""
+    cu_seqlens_q: torch.Tensor
+    """[bs + 1] int32: where query rows begin; the decode kernel counts in steps of ``width`` and does not read it."""
+    cu_seqlens_k: torch.Tensor
+    """[bs + 1] int32."""
+
+
+class TRTLLMMHABackend(AttentionBackend):
+    """Paged attention through ``trtllm_batch_decode_with_kv_cache`` and ``trtllm_batch_context_with_kv_cache``."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        eager=frozenset(ForwardMode),
+        graph=frozenset(ForwardMode),
+        families=frozenset({"mha", "gqa", "mqa"}),
+        dtypes=frozenset({"fp16", "bf16"}),
+        kv_dtypes=frozenset({"same", "fp8_e4m3"}),
+        matmul_dtype="fp8_e4m3",
+        head_dims=frozenset({64, 128, 256}),
+        page_sizes=frozenset({16, 32, 64}),  # 128 has conditions on trtllm-gen: ratio above 1, powers of two
+        gqa_ratios=frozenset({1, 2, 4, 8}),
+        max_q_rows=32,
+        max_topk=1,  # the mask of XQA is for chains, and trtllm-gen has none
+        sliding_window=frozenset(ForwardMode),
+        sinks=True,
+        needs_cpu_seq_lens=False,
+        requires=Requires(sm=((90, 90), (100, 103), (120, 121)), packages=_PACKAGES),
+        mode_requires={
+            ForwardMode.DRAFT_EXTEND: Requires(
+                sm=(100, 103), why="trtllm_batch_context_with_kv_cache has trtllm-gen kernels, built for SM100 alone"
+            )
+        },
+    )
+
+    emulated_sm: ClassVar[int] = 100
+    """Which kernels are stood in for where there is no GPU."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        device = context.device
+        self._uses_xqa = self._sm(device) // 10 != 10
+        decode = provide(DECODE_XQA if self._uses_xqa else DECODE_GEN, device)
+        self._decode = decode.call
+        self._context_kernel = None
+        if ForwardMode.DRAFT_EXTEND in context.modes:
+            self._context_kernel = provide(CONTEXT, device).call
+        self.kernels = "emulated" if decode.emulated else "real"
+        self._make_workspace()
+        n = context.num_draft_tokens
+        self._causal_mask = _packed_causal_mask(context.max_bs, n, device) if self._uses_xqa and n > 1 else None
+        self._pages = -(-context.max_context_len // context.page_size)
+        self._page_starts = torch.arange(self._pages, device=device) * context.page_size
+        self._metadata: _Metadata | None = None
+        self._static: _Metadata | None = None
+        self._verify_mask: VerifyMask | None = None
+
+    def _sm(self, device: torch.device) -> int:
+        if not device_is_real(device):
+            return self.emulated_sm
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+
+    def _make_workspace(self) -> None:
+        """Zeroed once: XQA keeps semaphores in front and trtllm-gen counters, and both leave them zero."""
+        context = self.context
+        scratch = _SCRATCH_BYTES if device_is_real(context.device) else _SCRATCH_BYTES_EMULATED
+        self._workspace = torch.zeros(SEMAPHORE_BYTES + scratch, dtype=torch.uint8, device=context.device)
+        blocks = max(context.max_bs * context.layers[0].tp_q_head_num, _MOST_MULTIPROCESSORS)
+        self._counters = torch.zeros(-(-blocks // 8) * 32, dtype=torch.uint8, device=context.device)
+
+    # Metadata
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """The buffers of all graphs. The table is not cleared: nothing may depend on its tails."""
+        self._static = self._new_metadata(max_bs)
+        if ForwardMode.TARGET_VERIFY in self.context.modes:
+            n = self.context.num_draft_tokens
+            buffer = torch.zeros(max_bs * n * n, dtype=torch.bool, device=self.context.device)
+            self._verify_mask = VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, max_bs, is_read=False)
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """Scratch for the draft stage, so that it needs no host lengths to size a mask that nobody reads."""
+        return self._verify_mask
+
+    def _new_metadata(self, bs: int) -> _Metadata:
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(*shape, dtype=torch.int32, device=self.context.device)
+
+        return _Metadata(empty(bs, self._pages), empty(bs), 1, empty(bs + 1), empty(bs + 1))
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Eager: buffers of this step's own, which leave those of the graphs alone."""
+        self._metadata = self._new_metadata(batch.batch_size)
+        self._metadata.width = self._width(batch)
+        self.init_forward_metadata_in_graph(batch)
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Choose the views of this bucket at capture. A replay needs nothing: the graph makes its own metadata."""
+        if not in_capture:
+            return
+        whole, bs = self._static, batch.batch_size
+        assert whole is not None, "init_cuda_graph_state comes before any capture"
+        self._metadata = _Metadata(
+            whole.page_table[:bs],
+            whole.cache_seqlens[:bs],
+            self._width(batch),
+            whole.cu_seqlens_q[: bs + 1],
+            whole.cu_seqlens_k[: bs + 1],
+        )
+
+    def _width(self, batch: ForwardBatch) -> int:
+        mode, context = batch.forward_mode, self.context
+        if mode.is_decode():
+            return 1
+        if mode.is_draft_extend():
+            return context.speculative_num_steps + 1
+        # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367).
+        width = batch.spec_info.num_tokens_per_req if batch.spec_info is not None else 0
+        return width if width > 0 else context.num_draft_tokens
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """Fill the buffers from the batch's device tensors."""
+        metadata, bs, mode = self._metadata, batch.batch_size, batch.forward_mode
+        assert metadata is not None
+        lens = batch.seq_lens[:bs]
+        if mode.is_target_verify():
+            lens = lens + metadata.width  # here, and only here, they count the prefix alone
+        metadata.cache_seqlens.copy_(lens)
+        _running_sum(lens, metadata.cu_seqlens_k)
+        if mode.is_draft_extend():
+            assert isinstance(batch.spec_info, DraftExtendInput)
+            _running_sum(batch.spec_info.num_accept_tokens[:bs], metadata.cu_seqlens_q)
+        else:
+            metadata.cu_seqlens_q.copy_(torch.arange(bs + 1, device=lens.device) * metadata.width)
+        self._fill_page_table(metadata.page_table, batch.req_pool_indices[:bs], lens)
+
+    def _fill_page_table(self, table: torch.Tensor, requests: torch.Tensor, lens: torch.Tensor) -> None:
+        """Live pages alone; kernels bound their reads by the lengths."""
+        slots = self.context.req_to_token[requests.long()[:, None], self._page_starts]
+        pages = (slots // self.context.page_size).to(torch.int32)
+        table.copy_(torch.where(self._page_starts < lens[:, None], pages, table))
+
+    # Forward
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Store the new rows and call the kernel of the mode."""
+        pool, metadata = self.context.kv_pool, self._metadata
+        assert metadata is not None, "a step is planned before its forward"
+        if save_kv_cache:
+            pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+        fp8 = pool.dtype.itemsize == 1
+        key, value = (_pages(buffer, self.context.page_size) for buffer in pool.get_kv_buffer(layer.layer_id))
+        common = {
+            "query": self._query(q, layer, fp8),
+            "kv_cache": (key, value),
+            "workspace_buffer": self._workspace,
+            "block_tables": metadata.page_table,
+            "seq_lens": metadata.cache_seqlens,
+            "bmm1_scale": layer.scaling * layer.k_scale,
+            "bmm2_scale": layer.v_scale if fp8 else 1.0,
+            "window_left": layer.sliding_window_size,
+            "sinks": layer.sinks,
+            "out_dtype": q.dtype,
+            "kv_layout": "HND",
+        }
+        if batch.forward_mode.is_draft_extend():
+            return self._extend(common, metadata, layer)
+        return self._step(common, metadata, layer)
+
+    def _query(self, q: torch.Tensor, layer: AttentionLayer, fp8: bool) -> torch.Tensor:
+        """[T, Hq, D], contiguous: XQA reads past strides. trtllm-gen wants FP8 queries for FP8 keys."""
+        q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        if fp8 and not self._uses_xqa:
+            return q.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+        return q.contiguous()
+
+    def _step(self, common: dict[str, object], metadata: _Metadata, layer: AttentionLayer) -> torch.Tensor:
+        width, bs = metadata.width, metadata.cache_seqlens.shape[0]
+        mask = self._causal_mask[:bs] if self._causal_mask is not None and width > 1 else None
+        out: torch.Tensor = self._decode(
+            **common,
+            max_seq_len=self.context.max_context_len,
+            q_len_per_req=width,
+            mask=mask,
+            # Without one the package allocates fresh zeros at every call.
+            multi_ctas_kv_counter_buffer=None if self._uses_xqa else self._counters,
+        )
+        return out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+
+    def _extend(self, common: dict[str, object], metadata: _Metadata, layer: AttentionLayer) -> torch.Tensor:
+        assert self._context_kernel is not None
+        out: torch.Tensor = self._context_kernel(
+            **common,
+            max_q_len=metadata.width,
+            max_kv_len=self.context.max_context_len,
+            batch_size=metadata.cache_seqlens.shape[0],
+            cum_seq_lens_q=metadata.cu_seqlens_q,
+            cum_seq_lens_kv=metadata.cu_seqlens_k,
+            multi_ctas_kv_counter_buffer=self._counters,
+        )
+        return out
+
+
+class XQABackend(TRTLLMMHABackend):
+    """The same, held to what XQA does, so that its path is also walked where there is no SM90."""
+
+    capabilities: ClassVar[Capabilities] = TRTLLMMHABackend.capabilities.with_changes(
+        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_EXTEND},
+        graph=frozenset(ForwardMode) - {ForwardMode.DRAFT_EXTEND},
+        sliding_window=frozenset(ForwardMode) - {ForwardMode.DRAFT_EXTEND},
+        requires=Requires(sm=((90, 90), (120, 121)), packages=_PACKAGES),
+        mode_requires={},
+    )
+    emulated_sm = 90
+
+
+def _running_sum(counts: torch.Tensor, into: torch.Tensor) -> None:
+    """``into`` [bs + 1] int32: 0, then the running sum of ``counts`` [bs]."""
+    into[:1].zero_()
+    into[1:].copy_(counts.cumsum(0))
+
+
+def _pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[slots, Hk, D] -> [pages, Hk, P, D] without a copy."""
+    return buffer.view(-1, page_size, *buffer.shape[1:]).transpose(1, 2)
+
+
+def _packed_causal_mask(max_bs: int, n: int, device: torch.device) -> torch.Tensor:
+    """[max_bs + 1, N, 2 * ceil(N / 32)] uint16: bit c of row t is set if node t sees node c of a chain."""
+    words = 2 * -(-n // 32)
+    row = torch.arange(n)[:, None, None]
+    bit = (torch.arange(words)[:, None] * 16 + torch.arange(16)) <= row
+    packed = (bit.long() << torch.arange(16)).sum(-1)
+    signed = torch.where(packed >= 1 << 15, packed - (1 << 16), packed).to(torch.int16)
+    return signed.view(torch.uint16).expand(max_bs + 1, n, words).contiguous().to(device)
