@@ -59,7 +59,9 @@ def explain_numeric(
         if calm is not None and not finite(calm, expect(schedule, step)):
             promise, why = "reads-own-kv", "with zeros instead of NaN in slots of nobody the result is finite"
     footprint = attended(bench, schedule, observed, in_graph=in_graph)
-    evidence = Evidence(schedule, observed, expect(schedule, step), footprint, passed, in_graph)
+    evidence = Evidence(
+        schedule, observed, expect(schedule, step), footprint, passed, in_graph, promise == "reads-own-kv"
+    )
     told = [text for text in (why, *hints(evidence)) if text]
     return replace(
         finding,

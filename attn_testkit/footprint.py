@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .cases.data import make_layers
+from .cases.places import PLACES, place_pattern
 from .cases.schedule import Schedule
-from .checks.numeric import stacked, wrong_requests
+from .checks.numeric import stacked
 from .checks.observation import Observation
 from .oracle.attention import windowed
-from .oracle.expect import expect
+from .oracle.expect import Expected, expect
 from .rerun import Bench
 
 __all__ = ["Footprint", "attended", "ranges"]
 
 _MAX_PASSES = 6
+
+
+_SMALL = 0.02
+"""Weights below this are rounding."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +36,35 @@ class Footprint:
     """Keys that counted more than once."""
     looked_at: frozenset[int]
     """Keys that were asked for; long requests are asked at both ends."""
-    foreign: float
-    """Part of the weight that went to keys that are not this request's (0 when unknown)."""
+    elsewhere: Mapping[str, float]
+    """Name in ``PLACES`` -> part of the weight that went there, where it is not nothing."""
+    total: float | None
+    """Sum of all weights; 1 when all is well. None when unknown: sinks take weight, or not all keys were asked for."""
+
+    @property
+    def right(self) -> bool:
+        """Every key that should be used was, once, and nothing else."""
+        return self.used == self.wanted and not self.doubled and not self.elsewhere
+
+    @property
+    def normalised(self) -> bool:
+        """The weights sum to 1, as far as is known."""
+        return self.total is None or abs(self.total - 1) < _SMALL
 
     @property
     def text(self) -> str:
         """One line for a report."""
         name = f"request {self.request}" + (f" row {self.row}" if self.row else "")
-        if self.used == self.wanted and not self.doubled and self.foreign < 0.02:
-            return f"{name} used the right keys, {ranges(sorted(self.used))}"
-        text = f"{name} used keys {ranges(sorted(self.used))}, should be {ranges(sorted(self.wanted))}"
+        if self.used == self.wanted and not self.doubled:
+            text = f"{name} used the right keys, {ranges(sorted(self.used))}"
+        else:
+            text = f"{name} used keys {ranges(sorted(self.used))}, should be {ranges(sorted(self.wanted))}"
         if self.doubled:
             text += f"; keys {ranges(sorted(self.doubled))} counted more than once"
-        if self.foreign >= 0.02:
-            text += f"; {100 * self.foreign:.0f}% of its weight went to keys that are not its own"
+        for place, weight in self.elsewhere.items():
+            text += f"; {100 * weight:.0f}% of its weight went to {PLACES[place]}"
+        if not self.normalised:
+            text += f"; its weights sum to {self.total:.3g}"
         return text
 
 
@@ -62,55 +83,83 @@ def ranges(keys: Sequence[int]) -> str:
 def attended(bench: Bench, schedule: Schedule, observed: Observation, *, in_graph: bool) -> Footprint | None:
     """Which keys the first wrong row used. None when the backend will not say (it raises, or gives NaN)."""
     expected = expect(schedule, observed.step)
-    wrong = wrong_requests(observed, expected)
-    if not wrong:
+    place = _place_to_ask(observed, expected)
+    if place is None:
         return None
-    request = wrong[0]
-    out = stacked(observed, expected)
-    bad = ~((out.double() - expected.attention).abs() <= expected.attention_limit)
-    rows = (bad.permute(1, 0, 2, 3).flatten(1).any(-1) & (expected.data.row_request == request)).nonzero().flatten()
-    if not len(rows):
-        return None
-    flat = int(rows[0])
-    row, layer = int(expected.data.row_offset[flat]), int(bad[:, flat].flatten(1).any(-1).nonzero()[0])
+    layer, flat, head = place
+    request, row = int(expected.data.row_request[flat]), int(expected.data.row_offset[flat])
     dim = schedule.case.head_dim
     plan = observed.step.requests[request]
     length = plan.prefix + plan.new
     starts = list(range(0, length, dim))
     if len(starts) > _MAX_PASSES:
         starts = starts[: _MAX_PASSES // 2] + starts[-_MAX_PASSES // 2 :]
+
+    def weights_of(pattern: str) -> list[float] | None:
+        answer = _ask(bench, schedule, observed, pattern, in_graph=in_graph)
+        values = None if answer is None else stacked(answer, expected)[layer, flat, head]
+        return None if values is None or not values.isfinite().all() else values.tolist()
+
     weights: dict[int, float] = {}
     for start in starts:
-        answer = _ask(bench, schedule, observed, f"probe.{request}.{start}", in_graph=in_graph)
-        if answer is None:
+        values = weights_of(f"probe.{request}.{start}")
+        if values is None:
             return None
-        values = stacked(answer, expected)[layer, flat, 0]
-        if not values.isfinite().all():
-            return None
-        for channel in range(min(dim, length - start)):
-            weights[start + channel] = float(values[channel])
+        weights.update(zip(range(start, length), values, strict=False))
     window = schedule.case.window if layer == 0 else -1
     visible = windowed(expected.data.visible, expected.data, window)[request, row]
-    return _read(request, row, weights, frozenset(int(k) for k in visible.nonzero().flatten()), schedule.case.sinks)
+    wanted = frozenset(int(k) for k in visible.nonzero().flatten())
+    known = len(weights) == length and not schedule.case.sinks
+    elsewhere: dict[str, float] = {}
+    if not known or abs(sum(weights.values()) - 1) >= _SMALL:
+        # A slot that no request owns holds its value as it is, and an FP8 pool's reader multiplies it.
+        scale = make_layers(schedule.case)[layer].v_scale
+        for name in PLACES:
+            values = weights_of(place_pattern(request, name))
+            weight = 0.0 if values is None else values[0] / (1.0 if name == "others" else scale)
+            if weight >= _SMALL:
+                elsewhere[name] = weight
+    total = sum(weights.values()) + sum(elsewhere.values()) if known else None
+    return _read(request, row, weights, wanted, elsewhere, total)
 
 
-def _read(request: int, row: int, weights: dict[int, float], wanted: frozenset[int], sinks: bool) -> Footprint:
+def _place_to_ask(observed: Observation, expected: Expected) -> tuple[int, int, int] | None:
+    """Layer, flat row and head of a wrong value: NaN before others, a request of several keys before others."""
+    out = stacked(observed, expected)
+    bad = ~out.isfinite()
+    if not bad.any():
+        bad = ~((out.double() - expected.attention).abs() <= expected.attention_limit)
+    rows = bad.permute(1, 0, 2, 3).flatten(1).any(-1).nonzero().flatten().tolist()
+    if not rows:
+        return None
+    flat = next((r for r in rows if expected.data.visible[expected.data.row_request[r]].any(0).sum() > 2), rows[0])
+    layer, head = bad[:, flat].any(-1).nonzero()[0].tolist()
+    return layer, flat, head
+
+
+def _read(
+    request: int,
+    row: int,
+    weights: dict[int, float],
+    wanted: frozenset[int],
+    elsewhere: dict[str, float],
+    total: float | None,
+) -> Footprint:
     looked_at = frozenset(weights)
     top = max(weights.values(), default=0.0)
-    used = frozenset(k for k, w in weights.items() if w > top / 4)
+    used = frozenset(k for k, w in weights.items() if w > max(top / 4, 1e-6))
     typical = sorted(weights[k] for k in used)[len(used) // 2] if used else 0.0
     doubled = frozenset(k for k in used if weights[k] > 1.5 * typical)
-    everything = looked_at >= wanted
-    foreign = max(0.0, 1.0 - sum(weights.values())) if everything and not sinks else 0.0
-    return Footprint(request, row, used, wanted & looked_at, doubled, looked_at, foreign)
+    return Footprint(request, row, used, wanted & looked_at, doubled, looked_at, elsewhere, total)
 
 
 def _ask(
     bench: Bench, schedule: Schedule, observed: Observation, pattern: str, *, in_graph: bool
 ) -> Observation | None:
+    # Zeros instead of NaN in slots of nobody: whoever reads them still answers, and the missing weight tells.
     if not in_graph:
-        return bench.eager(schedule, observed.step, pattern=pattern)
-    answer = bench.graph(schedule, pattern=pattern)
+        return bench.eager(schedule, observed.step, pattern=pattern, unowned=0.0)
+    answer = bench.graph(schedule, pattern=pattern, unowned=0.0)
     if answer is None:
         return None
     return next((seen for seen in answer[0] if seen.step is observed.step), None)

@@ -98,7 +98,9 @@ class World:
     def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> Loaded:
         """Put a step's numbers, KV pool and request table in place. Everything else in the pool is NaN."""
         data = make_step_data(schedule, step, pattern)
-        before, after = pool_images(schedule, step, data, self.capabilities.finite_page_tails, self.unowned)
+        marked = pattern if pattern and pattern.startswith("place.") else ""
+        tails = self.capabilities.finite_page_tails
+        before, after = pool_images(schedule, step, data, tails, self.unowned, marked)
         pool = self.context.kv_pool.storage
         packed = self.model.pack(data.q, data.k, data.v)
         self.model.table[: step.tokens].copy_(packed)
@@ -106,7 +108,7 @@ class World:
         slots = before.shape[2]
         raw = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
         if slots < pool.shape[2]:
-            raw[:, :, slots:] = 0x7F if pool.dtype.itemsize == 1 else torch.nan
+            raw[:, :, slots:] = (0x7F if math.isnan(self.unowned) else 0) if raw.dtype == torch.uint8 else self.unowned
         raw[:, :, :slots].copy_(before.view(raw.dtype))
         rows, ctx = step.req_to_token.shape
         self.context.req_to_token[:rows, :ctx].copy_(torch.from_numpy(step.req_to_token))

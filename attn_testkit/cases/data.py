@@ -27,7 +27,8 @@ import torch
 
 from ..contract import AttentionLayer, ForwardMode
 from .case import Case
-from .schedule import Request, Schedule, Step
+from .places import marked_slots, tail_slots, values_of_place
+from .schedule import Schedule, Step
 
 __all__ = ["DTYPES", "StepData", "make_layers", "make_step_data", "normals", "pool_images"]
 
@@ -243,10 +244,12 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     longest, widest = max(lens), max(r.new for r in step.requests)
     shape = (NUM_LAYERS, step.bs, longest, hk)
     probe = pattern.startswith("probe.")
-    maker = _mean if probe else _MAKERS[pattern]
+    maker = _MAKERS.get(pattern, _mean)
     q, k, v = maker((NUM_LAYERS, step.tokens, hq, dqk), (*shape, dqk), (*shape, dv), rng)
     if probe:
         v = _probe(v, pattern)
+    elif pattern.startswith("place."):
+        v = values_of_place(v, pattern)
     if pattern == "footprint":
         _mark_keys(v, lens, rng)
     if is_mla:
@@ -314,13 +317,13 @@ def _one_request(data: StepData, whole: Step, index: int) -> StepData:
 
 @lru_cache(maxsize=32)
 def pool_images(
-    schedule: Schedule, step: Step, data: StepData, finite_tails: bool, unowned: float = math.nan
+    schedule: Schedule, step: Step, data: StepData, finite_tails: bool, unowned: float = math.nan, marked: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The KV pool before and after a step, [L, 2 or 1, slots, Hk, Dqk] in the pool's dtype.
 
     Every slot that no live request owns holds NaN, page 0 included. With ``finite_tails`` the unused slots of a live
     request's last page hold large finite numbers instead, for backends that say they need that. ``unowned`` other than
-    NaN is for telling whether a NaN in an output came from there.
+    NaN is for telling whether a NaN in an output came from there; ``marked`` is a pattern of ``cases/places.py``.
     """
     stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
     dtype, heads, dim = data.stored_keys.dtype, *data.stored_keys.shape[-2:]
@@ -332,10 +335,13 @@ def pool_images(
     else:
         before = torch.full(shape, unowned, dtype=dtype)
     rows = [_bytes_if_fp8(s) for s in stored]
-    if finite_tails:
-        tails = np.concatenate([_tail_slots(r, page) for r in step.requests])
+    if finite_tails and math.isnan(unowned):
+        tails = np.concatenate([tail_slots(r, page) for r in step.requests])
         filler = torch.tensor(0x70, dtype=torch.uint8) if dtype.itemsize == 1 else torch.tensor(100.0, dtype=dtype)
         before[:, :, torch.from_numpy(tails)] = filler
+    if marked:
+        one = _bytes_if_fp8(torch.ones((), dtype=dtype))
+        before[:, -1, marked_slots(step, marked, page, slots), :, : schedule.case.head_dim] = one
     for b, request in enumerate(step.requests):
         owned = torch.from_numpy(request.slots[: request.prefix])
         for part, source in enumerate(rows):
@@ -350,12 +356,6 @@ def pool_images(
 
 def _bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
-def _tail_slots(request: Request, page: int) -> npt.NDArray[np.int64]:
-    used = len(request.slots)
-    last = int(request.slots[-1])
-    return np.arange(last + 1, last + 1 + (-used) % page)
 
 
 def footprint_variant(case: Case) -> Case:

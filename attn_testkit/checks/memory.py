@@ -23,15 +23,15 @@ def writes_own_kv(observed: Observation, pool_after: torch.Tensor, case: Case) -
         return []
     differs = (got != want).flatten(3).any(-1)
     owner = _owners(observed, pool_after.shape[2])[page:]
-    layer, part, slot = (int(i) for i in differs.nonzero()[0])
     wrong = differs.any(0).any(0)
     told = {
         "new": "a slot of this step's tokens does not hold their K and V",
         "old": "a slot of an earlier token was overwritten",
         "nobody": "a slot that no live request owns was written",
     }
-    kinds = {kind: int((wrong & (owner == code)).sum()) for code, kind in ((1, "new"), (2, "old"), (0, "nobody"))}
+    kinds = {kind: int((wrong & (owner == code)).sum()) for kind, code in _OWNER.items()}
     first = next(kind for kind in ("nobody", "old", "new") if kinds[kind])
+    layer, part, slot = (int(i) for i in (differs & (owner == _OWNER[first])).nonzero()[0])
     counts = ", ".join(f"{n} {_KIND[kind]}" for kind, n in kinds.items() if n)
     name = "latent" if pool_after.shape[1] == 1 else "KV"[part]
     return [
@@ -41,12 +41,34 @@ def writes_own_kv(observed: Observation, pool_after: torch.Tensor, case: Case) -
             where=f"layer {layer}, {name}, slot {slot + page} (page {slot // page + 1}, offset {slot % page}): "
             f"{_owner_text(observed, slot + page)}",
             spread=f"slots that are wrong: {counts}",
+            hint=_held_instead(observed, got, want, owner, (layer, part, slot)),
             step=observed.label,
         )
     ]
 
 
+_OWNER = {"new": 1, "old": 2, "nobody": 0}
 _KIND = {"new": "of this step's tokens", "old": "of earlier tokens", "nobody": "of nobody"}
+
+
+def _held_instead(
+    observed: Observation, got: torch.Tensor, want: torch.Tensor, owner: torch.Tensor, at: tuple[int, int, int]
+) -> str:
+    """Whose row a wrong slot holds instead. ``got``, ``want`` [L, parts, slots after page 0, ...]."""
+    layer, part, slot = at
+    row, page = got[layer, part, slot], observed.pool.shape[2] - got.shape[2]
+    new = (owner == _OWNER["new"]).nonzero().flatten()
+    same = (want[:, :, new] == row).flatten(3).all(-1).nonzero().tolist()
+    if same:
+        places = {(a, b): int(new[c]) for a, b, c in same}
+        if (layer, part) in places:
+            whose = _owner_text(observed, places[layer, part] + page)
+            return f"it holds the row of the {whose}: row order, a stride, or a wrong slot"
+        other = "the other layer's row" if (layer, 1 - part) not in places else "K where V belongs, or V where K does"
+        return f"it holds {other}"
+    if owner[slot] == _OWNER["new"] and bool((row == got[layer, part][owner == _OWNER["nobody"]][:1]).all()):
+        return "it was not written, or written with the NaN of a padded row"
+    return ""
 
 
 def _owners(observed: Observation, slots: int) -> torch.Tensor:

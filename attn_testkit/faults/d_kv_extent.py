@@ -246,6 +246,10 @@ class FoldedHeadsReadNextTokenKv(TorchNativeBackend):
     hint="not its own",
 )
 class LengthRoundedUpToPage(TorchNativeBackend):
+    def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
+        page = self.context.page_size
+        return super()._key_slots(batch)[:, self._key // page * page] + self._key % page
+
     def _visibility(
         self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,27 @@
+"""Places in the KV pool: together with a request's own slots they are all there is, and no slot is in two."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.places import PLACES, marked_slots, place_pattern
+from attn_testkit.cases.schedule import make_schedule
+
+CASES = [
+    "decode-gqa3x2-d32-fp16-p4-k3.9.6-shuffled-gauss-b4prod",
+    "draft-extend-gqa3x2-d32-fp16-p1-k3.9-n4a1.3-reversed-gauss-b3stale",
+    "target-verify-mha2-d32-bf16-p16-k0.17-t0.0.1-interleaved-gauss-b2prod",
+]
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_places_and_own_slots_divide_the_pool(case_id: str) -> None:
+    schedule = make_schedule(parse_case(case_id))
+    page, slots = schedule.case.page_size, (schedule.num_pages + 1) * schedule.case.page_size
+    for step in schedule.steps:
+        for index in range(step.bs):
+            found = [s for name in PLACES for s in marked_slots(step, place_pattern(index, name), page, slots).tolist()]
+            # The live keys of others are marked by their values, not by slots of nobody.
+            found += [int(s) for request in step.requests for s in request.slots]
+            assert sorted(found) == list(range(slots))
