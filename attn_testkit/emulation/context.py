@@ -132,7 +132,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         *triton_launch.replacements(),
         (torch, "Generator", generators.GeneratorFactory),
         (torch, "compile", _compile_eagerly(torch.compile)),
-        (torch, "from_dlpack", _share_by_dlpack(torch.from_dlpack)),
+        (torch, "from_dlpack", _share_by_dlpack(torch.utils.dlpack.from_dlpack)),
         (torch.utils.dlpack, "from_dlpack", _share_by_dlpack(torch.utils.dlpack.from_dlpack)),
     ]
 

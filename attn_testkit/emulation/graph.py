@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_testkit.emulation import rules, session
 from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError
-from attn_testkit.emulation.memory import Block, PoolHandle, new_handle, pool_for
+from attn_testkit.emulation.memory import Block, Pool, PoolHandle, new_handle, pool_for
 from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.private import disable_functions, disable_modes, same_generator
 from attn_testkit.emulation.program import CallNode, DropNode, Node, Step, compile_program
@@ -39,7 +39,7 @@ class EmulatedGraph:
         self.captured = False
         self.replays = 0
         self.policy = Policy()
-        self.handle: PoolHandle | None = None
+        self._pool: Pool | None = None
         self._live: list[Block] = []
         self._checked: list[Block] = []
         self._program: list[Step] = []
@@ -73,8 +73,8 @@ class EmulatedGraph:
         gc.collect()
         self._clear()
         self.policy = current.policy
-        self.handle = tuple(pool) if pool is not None else new_handle()  # type: ignore[assignment]
-        self._clobbers = pool_for(self.pool()).reusable()
+        self._pool = pool_for(tuple(pool) if pool is not None else new_handle())  # type: ignore[arg-type]
+        self._clobbers = self._pool.reusable()
         self._origin = current.stream
         self._origin.capture, self._origin.seen = self, {}
         current.capture = self
@@ -89,7 +89,8 @@ class EmulatedGraph:
         if error is not None:
             self._discard()
             raise error
-        pool_for(self.pool()).graphs.add(self)
+        assert self._pool is not None
+        self._pool.graphs.add(self)
         self.captured = True
         self._checked = [block for block in self.blocks.values() if not block.in_pool] + self._live
         self._has_calls = any(isinstance(node, CallNode) for node in self.nodes)
@@ -127,9 +128,9 @@ class EmulatedGraph:
         return error
 
     def _discard(self) -> None:
-        failed_pool = self.handle
+        pool = self._pool
         self._clear()
-        self.handle = failed_pool
+        self._pool = pool
 
     def instantiate(self) -> None:
         self._require_captured("instantiate")
@@ -154,9 +155,9 @@ class EmulatedGraph:
         self._clear()
 
     def pool(self) -> PoolHandle:
-        if self.handle is None:
+        if self._pool is None:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
-        return self.handle
+        return self._pool.handle
 
     def register_generator_state(self, generator: torch.Generator) -> None:
         self._generators.append(generator)

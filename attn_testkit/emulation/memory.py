@@ -128,7 +128,7 @@ class Pool:
 
 
 _numbers = itertools.count(1)
-_pools: dict[PoolHandle, Pool] = {}
+_pools: weakref.WeakValueDictionary[PoolHandle, Pool] = weakref.WeakValueDictionary()
 
 
 def new_handle() -> PoolHandle:
@@ -137,5 +137,8 @@ def new_handle() -> PoolHandle:
 
 
 def pool_for(handle: PoolHandle) -> Pool:
-    """The pool behind a handle."""
-    return _pools.setdefault(handle, Pool(handle))
+    """The pool behind a handle; it lasts as long as a graph that uses it."""
+    pool = _pools.get(handle)
+    if pool is None:
+        pool = _pools[handle] = Pool(handle)
+    return pool

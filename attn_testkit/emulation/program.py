@@ -49,7 +49,7 @@ class OpNode(Node):
         ):
             target = self.fresh[0][1]
             into = _out_variant(self.op)
-            if into is not None:
+            if into is not None and target.dim():  # some out= forms disagree about results without dimensions
                 kept = {key: value for key, value in self.kwargs.items() if key in into.arguments}
                 return functools.partial(into.op, *self.args, **kept, **{into.out: target})
             return functools.partial(_run_and_copy, target, self.op, self.args, self.kwargs)
