@@ -72,7 +72,7 @@ def run_isolated(
     try:
         while waiting or any(worker.busy for worker in workers):
             while len(workers) < slots and len(workers) < len(waiting) + sum(w.busy for w in workers):
-                workers.append(Worker(engine, timeout_s, gpu=free_gpus.popleft(), jobs=slots))
+                workers.append(Worker(engine, timeout_s, gpu=free_gpus.popleft()))
             for worker in workers:
                 worker.take(payload, waiting)
             for worker in _stirred(workers):
@@ -143,7 +143,7 @@ def bare_result(item: WorkItem, status: Status, reason: str, device: str = "") -
 class Worker:
     """One child process, seen from the parent. Starts importing at once; takes one case-run at a time."""
 
-    def __init__(self, engine: str = ENGINE, timeout_s: float = 300.0, *, gpu: str = "", jobs: int = 1) -> None:
+    def __init__(self, engine: str = ENGINE, timeout_s: float = 300.0, *, gpu: str = "") -> None:
         self.gpu = gpu
         self.item: int | None = None
         self.group: deque[int] = deque()
@@ -163,7 +163,7 @@ class Worker:
             stdout=self._words,
             stderr=self._words,
             pass_fds=[theirs.fileno()],
-            env=_environment(gpu, jobs),
+            env=_environment(gpu),
             start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends the workers
         )
         theirs.close()
@@ -277,12 +277,12 @@ def _ending(code: int) -> str:
     return f"was killed by {name}"
 
 
-def _environment(gpu: str, jobs: int) -> dict[str, str]:
+def _environment(gpu: str) -> dict[str, str]:
     environment = dict(os.environ)
     if gpu:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
-    if jobs > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+    # The tensors are tiny, and waiting OpenMP threads spin: two workers on two busy cores then take 20 times as long.
+    environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
 
 

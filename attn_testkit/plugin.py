@@ -40,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.stash[SESSION] = state
     if _is_worker(config):
+        if state.request.backends:
+            # Tiny tensors, several processes, and OpenMP threads that spin while they wait: see isolation.py.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
         return
     config.pluginmanager.register(state, "attn_testkit_session")
     if config.pluginmanager.hasplugin("xdist"):

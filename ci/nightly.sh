@@ -32,7 +32,9 @@ options+=("${backends[@]/#/--attn-backend=}")
 [[ -z "${ATTN_KNOWN:-}" ]] || options+=(--attn-known-failures="$(realpath "$ATTN_KNOWN")")
 
 status=0
-# From the output directory, so that nothing of the checkout's own configuration or conftest is in play.
+# From the output directory, so that nothing of the checkout's own configuration or conftest is in play. A backend in the
+# caller's directory is found all the same.
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 (cd "$out" && "$python" -m pytest --pyargs attn_testkit.suite -q -n "${ATTN_WORKERS:-auto}" --max-worker-restart=1000 \
   --attn-report=report.json --junitxml=junit.xml "${options[@]}") || status=$?
 

@@ -57,6 +57,8 @@ for _command in (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    # Before torch is there to read it; see isolation.py for why.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         code = commands.main(args=argv and list(argv), prog_name="attn-testkit", standalone_mode=False)
         sys.stdout.flush()

@@ -98,7 +98,7 @@ def _run(request: Request, values: dict[str, Any]) -> int:
 
 
 def _spare(values: dict[str, Any], gpus: tuple[str, ...]) -> Worker:
-    return Worker(_engine(), values["timeout"], gpu=gpus[0] if gpus else "", jobs=values["jobs"])
+    return Worker(_engine(), values["timeout"], gpu=gpus[0] if gpus else "")
 
 
 def _engine() -> str:

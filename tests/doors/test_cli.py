@@ -25,6 +25,7 @@ HERE = Path(__file__).parent
 def call(fake, capfd, tmp_path, monkeypatch):
     """Call the command line in this process, in an empty directory: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def _call(*argv: str) -> tuple[int, str, str]:
         code = main(list(argv))
