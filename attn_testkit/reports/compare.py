@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..results import BAD, CaseResult, Status, format_failure
@@ -17,6 +17,9 @@ SHRUNK = 1.5
 WORTH_A_LOOK = 0.25
 """... once it takes this part of the limit."""
 SHOWN = 20
+"""Changes of a kind that the text lists ..."""
+TOLD = 5
+"""... and tells in full."""
 
 Key = tuple[str, str, str, str]
 
@@ -67,9 +70,13 @@ def compare_reports(old: Report, new: Report) -> Comparison:
     before, after = _by_key(old), _by_key(new)
     both = [key for key in after if key in before]
     pairs = [(before[key], after[key]) for key in both]
+
+    def failing(was: CaseResult | None, now: CaseResult) -> Change:
+        return replace(_change(was, now), text=format_failure(now, new.header, first_only=True))
+
     return Comparison(
-        newly_failing=tuple(_change(b, a) for b, a in pairs if _bad(a) and not _bad(b))
-        + tuple(_change(None, after[key]) for key in after if key not in before and _bad(after[key])),
+        newly_failing=tuple(failing(b, a) for b, a in pairs if _bad(a) and not _bad(b))
+        + tuple(failing(None, after[key]) for key in after if key not in before and _bad(after[key])),
         newly_passing=tuple(_change(b, a) for b, a in pairs if _bad(b) and a.status is Status.PASSED),
         vanished=tuple(_change(b, a) for b, a in pairs if _ran(b) and not _ran(a))
         + tuple(_change(before[key], None) for key in before if key not in after and _ran(before[key])),
@@ -96,9 +103,10 @@ def comparison_text(found: Comparison) -> str:
         if not changes:
             continue
         lines.append(f"{title}: {len(changes)}")
-        for change in changes[:SHOWN]:
+        for index, change in enumerate(changes[:SHOWN]):
             lines.append(f"  {change}")
-            lines += [f"    {line}" for line in change.text.splitlines()]
+            if index < TOLD:
+                lines += [f"    {line}" for line in change.text.splitlines()]
         if len(changes) > SHOWN:
             lines.append(f"  and {len(changes) - SHOWN} more")
     counts = ", ".join(f"{len(changes)} {title.partition(' (')[0]}" for title, changes in sections)
@@ -133,10 +141,9 @@ def _margin_shrank(old: CaseResult, new: CaseResult) -> bool:
 def _change(old: CaseResult | None, new: CaseResult | None, was: str = "", now: str = "") -> Change:
     known = new or old
     assert known is not None
-    text = format_failure(new, first_only=True) if new and _bad(new) and not (old and _bad(old)) else ""
     was = was or (old.status.value if old else "absent")
     now = now or (new.status.value if new else "absent")
-    return Change(known.backend, known.mode, known.execution, known.case, was, now, text)
+    return Change(known.backend, known.mode, known.execution, known.case, was, now)
 
 
 def _remarks(old: Report, new: Report) -> list[str]:
