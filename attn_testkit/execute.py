@@ -19,7 +19,7 @@ from .checks.numeric import finite, graph_matches_eager, margin, matches_oracle,
 from .checks.observation import Observation
 from .checks.outputs import mode_outputs
 from .checks.sameness import batch_invariant, repeatable
-from .contract import AttentionBackend, Execution, Unsupported
+from .contract import AttentionBackend, Capabilities, Execution, Unsupported
 from .environment import Environment, missing_here
 from .oracle.expect import expect
 from .results import Finding
@@ -135,9 +135,16 @@ def build_world(
 _Seen = list[tuple[Schedule, Observation]]
 
 
+def _schedule(case: Case, claims: Capabilities) -> Schedule:
+    """One object for all backends with the same limits, so that they share the oracle's answers."""
+    if case.kv_dtype == "same" or claims.matmul_dtype == "model":
+        return make_schedule(case)
+    return make_schedule(case, claims.matmul_dtype)
+
+
 def _run_eager(backend_class: type[AttentionBackend], case: Case, environment: Environment, outcome: Outcome) -> _Seen:
-    schedule = make_schedule(case)
     claims = backend_class.capabilities
+    schedule = _schedule(case, claims)
     world = build_world(backend_class, [schedule], environment, outcome)
     step = schedule.steps[0]
     observed = run_eager(world, schedule, step, outcome.clock)
@@ -170,7 +177,7 @@ def _run_graph(backend_class: type[AttentionBackend], case: Case, environment: E
     if case.mixed:
         runnable = {mode for mode in claims.graph if not missing_here(claims, environment, mode)}
         cases += companions(case, runnable, claims.max_q_rows)
-    schedules = [make_schedule(c) for c in cases]
+    schedules = [_schedule(c, claims) for c in cases]
     world = build_world(backend_class, schedules, environment, outcome)
     seen, drives = drive_graphs(world, schedules, outcome.clock)
     for drive in drives:

@@ -170,6 +170,12 @@ _MAKERS: dict[str, _Maker] = {
 }
 
 
+def _held_by_fp8(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries that FP8 holds exactly: kernels with an FP8 pool may or may not round theirs, some by the shape."""
+    shift = 2.0 ** max(0, math.ceil(math.log2(max(float(q.abs().max()), 1.0) / 256)))
+    return (q / shift).to(torch.float8_e4m3fn).float(), k * shift
+
+
 def marked_keys(length: int, dim: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """Which key each channel carries in ``footprint`` data: [min(length, dim)] key indices."""
     if length <= dim:
@@ -259,6 +265,8 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
             q = torch.cat([torch.zeros_like(q[..., :dv]), q[..., dv:]], -1)
         elif pattern == "negative":
             k = torch.cat([torch.ones_like(v) * (torch.arange(dv) % 2), k[..., dv:]], -1)
+    if kv_dtype.itemsize == 1:
+        q, k = _held_by_fp8(q, k)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     layers = make_layers(case)
     stored_k = _store(k, [layer.k_scale for layer in layers], kv_dtype)

@@ -86,6 +86,8 @@ class Schedule:
     """Rows of ``req_to_token`` after row 0."""
     spec_steps: int
     """S of the draft trees (S + 1 = width in v1)."""
+    matmul_dtype: str = "model"
+    """What the backend says it multiplies in (``Capabilities.matmul_dtype``): limits follow from it, data do not."""
 
     @property
     def max_bs(self) -> int:
@@ -209,7 +211,7 @@ def _build_step(case: Case, index: int, plan: _Plan, sizes: tuple[int, int, int,
 
 
 @lru_cache(maxsize=256)
-def make_schedule(case: Case) -> Schedule:
+def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
     """Lay out all steps of a case. The same case always gives the same schedule."""
     rng = np.random.default_rng(case.digest)
     buckets, plans = _plans(case, rng)
@@ -222,4 +224,4 @@ def make_schedule(case: Case) -> Schedule:
     rows = buckets[0] + 3
     depth = case.tree.depth if case.tree else width - 1
     steps = tuple(_build_step(case, i, plan, (num_pages, rows, ctx, depth)) for i, plan in enumerate(plans))
-    return Schedule(case, buckets, steps, ctx, num_pages, rows, depth)
+    return Schedule(case, buckets, steps, ctx, num_pages, rows, depth, matmul_dtype)

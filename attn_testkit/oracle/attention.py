@@ -24,6 +24,9 @@ class Attention:
     """[L, T, Hq, 1]: how far float32 arithmetic may move a logit, at most."""
     keys: torch.Tensor
     """[T] int64: keys each row may see, without windows."""
+    flat: torch.Tensor | None = None
+    """Sum of |v_j| over the visible keys, times the weight of a logit as large as the row's largest: what the absolute
+    error of small probabilities scales with. None unless asked for."""
 
 
 def windowed(visible: torch.Tensor, data: StepData, window: int) -> torch.Tensor:
@@ -33,10 +36,13 @@ def windowed(visible: torch.Tensor, data: StepData, window: int) -> torch.Tensor
     return visible & (data.key_positions[:, None, :] >= data.query_positions[:, :, None] - window)
 
 
-def attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tensor | None = None) -> Attention:
+def attend(
+    data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tensor | None = None, *, flat: bool = False
+) -> Attention:
     """Attention of all layers of a step on the keys and values as the pool holds them.
 
-    ``visible`` [B, Tmax, S] replaces the case's own visibility (to ask what a dropped key would do).
+    ``visible`` [B, Tmax, S] replaces the case's own visibility (to ask what a dropped key would do). ``flat``: compute
+    ``Attention.flat`` too.
     """
     visible = data.visible if visible is None else visible
     num_layers, _, num_q_heads, dim = data.q.shape
@@ -74,11 +80,16 @@ def attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tens
         """[L, B, Hk, G * Tmax, X] -> [L, T, Hq, X]."""
         return padded.view(grouped).permute(0, 1, 4, 2, 3, 5).flatten(3, 4)[:, b, t]
 
+    everything: torch.Tensor | None = None
+    if flat:
+        even = seen[:, :, None, None].expand(grouped[:5] + seen.shape[-1:]) / total
+        everything = packed(even.flatten(3, 4) @ values.abs())
     return Attention(
         out=packed(p @ values),
         mass=packed(p @ values.abs()),
         logit_noise=packed(noise.flatten(3, 4)),
         keys=visible.sum(-1)[b, t],
+        flat=everything,
     )
 
 

@@ -43,8 +43,9 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
     """Compute it. Cached, because eager, graph and every backend are judged by the same numbers."""
     case = schedule.case
     data = make_step_data(schedule, step, pattern)
-    attention = attend(data, make_layers(case))
-    limit = attention_limit(attention, case.dtype)
+    matmul_dtype = schedule.matmul_dtype
+    attention = attend(data, make_layers(case), flat=matmul_dtype != "model")
+    limit = attention_limit(attention, case.dtype, matmul_dtype)
     hidden, hidden_limit = _hidden(data, attention, limit)
     if case.mode is ForwardMode.DRAFT_EXTEND:
         last = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1)
@@ -54,7 +55,7 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
         data=data,
         attention=attention.out,
         attention_limit=limit,
-        row_limit=row_limit(attention, case.dtype),
+        row_limit=row_limit(attention, case.dtype, matmul_dtype),
         hidden=hidden,
         hidden_limit=hidden_limit,
         logits=hidden @ head,

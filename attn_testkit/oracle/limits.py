@@ -8,6 +8,12 @@ at most u times the weight that the channel carries, so the limit of one output 
 The factor 2 leaves room for partial results that are rounded before they are combined. Measured on an H200 over kv 1
 to 4096, gaussian, peaked, shifted and tiny values, bf16 and fp16, errors take this part of the limit: FlashInfer decode
 0.05 to 0.52, XQA 0.05 to 0.78, torch with rounded probabilities 0.05 to 0.41.
+
+A backend that says that it multiplies in FP8 (``Capabilities.matmul_dtype``) rounds its probabilities to FP8 before the
+second product, and nothing else of coarser roundoff: the queries of a case with an FP8 pool are numbers that FP8 holds.
+FP8 has few small numbers: below 2^-6 its error no longer shrinks with the number. Kernels round p relative to the
+row's largest, or larger (flash kernels times 256 or 448), so that error is at most 2^-10 of the largest p, whatever
+p_j is.
 """
 
 from __future__ import annotations
@@ -18,7 +24,9 @@ from .attention import Attention
 
 __all__ = ["UNIT_ROUNDOFF", "attention_limit", "linear_limit", "row_limit"]
 
-UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
+UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24, "fp8_e4m3": 2.0**-4}
+_FP8_ABSOLUTE = 2.0**-10
+"""Half the spacing of the subnormal e4m3 numbers."""
 _SMALLEST = {"bf16": 2.0**-133, "fp16": 2.0**-24, "fp32": 2.0**-149}
 """Smallest positive number of the dtype: an output below it rounds to it or to zero."""
 _FLOAT32 = 2.0**-24
@@ -32,21 +40,29 @@ def _unit(dtype: str, attention: Attention) -> torch.Tensor:
     return ones * UNIT_ROUNDOFF[dtype] * (attention.keys.double().view(-1, 1, 1) + 16)
 
 
-def attention_limit(attention: Attention, dtype: str) -> torch.Tensor:
-    """[L, T, Hq, Dv] float64: the largest allowed |out - ref| of each element."""
+def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model") -> torch.Tensor:
+    """[L, T, Hq, Dv] float64: the largest allowed |out - ref| of each element.
+
+    ``dtype``: of the output. ``matmul_dtype``: of the probabilities in the second product, ``model`` for the same; for
+    FP8 ``attention`` needs its ``flat``.
+    """
     # A logit that float32 arithmetic moved by d moves p by a factor exp(d): at most 2 d in sum with the denominator.
     # Eight roundings cover a tiled dot product, the scale and the soft cap.
     exponent = (2 * 8 * _FLOAT32 * attention.logit_noise).clamp(max=1.0)
     spread = attention.mass + attention.out.abs()
-    return 2 * _unit(dtype, attention) * spread + exponent * spread + 4 * _SMALLEST[dtype]
+    limit = 2 * _unit(dtype, attention) * spread + exponent * spread + 4 * _SMALLEST[dtype]
+    if matmul_dtype == "fp8_e4m3":
+        assert attention.flat is not None
+        limit = limit + 2 * (UNIT_ROUNDOFF["fp8_e4m3"] * attention.mass + _FP8_ABSOLUTE * attention.flat)
+    return limit
 
 
-def row_limit(attention: Attention, dtype: str) -> torch.Tensor:
+def row_limit(attention: Attention, dtype: str, matmul_dtype: str = "model") -> torch.Tensor:
     """[L, T, Hq] float64: the largest allowed norm of (out - ref) over one row of one head.
 
     Rounding errors of different channels are not aligned, so a whole row keeps half of what its elements may do each.
     """
-    limit = attention_limit(attention, dtype)
+    limit = attention_limit(attention, dtype, matmul_dtype)
     return (limit * limit).sum(-1).sqrt() / 2 + 2 * _SMALLEST[dtype]
 
 

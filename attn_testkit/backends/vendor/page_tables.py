@@ -1,4 +1,4 @@
-"""Attention over a padded page table in torch: one row of pages a request, as kernels of the TensorRT-LLM family read it.
+"""Attention over a padded page table in torch, one row of pages a request: how TensorRT-LLM-like kernels read it.
 
 Fixed shapes and device work only, so that it may be captured: shapes depend on the widths of the buffers alone, and
 lengths are read on the device at every replay, as kernels do. Keys are gathered once a request, not once a row.

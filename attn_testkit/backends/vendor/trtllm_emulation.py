@@ -1,4 +1,4 @@
-"""Stand-ins of FlashInfer's ``trtllm_*`` entry points: the package's Python over compiled modules that compute in torch.
+"""Stand-ins of FlashInfer's ``trtllm_*`` entry points: the package's Python over modules that compute in torch.
 
 Arguments are dispatched, refused, defaulted and reshaped by the installed package. What is replaced is the compiled
 module below: XQA (SM90, SM120) and trtllm-gen (SM100). Both are given raw pointers by the package, so a wrong dtype is
