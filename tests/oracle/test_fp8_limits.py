@@ -43,7 +43,7 @@ def test_probabilities_rounded_to_fp8_stay_within_the_limit(length: int, data: s
 @pytest.mark.parametrize("length", [17, 512])
 def test_the_limit_is_near_what_one_rounded_probability_does(length: int) -> None:
     error, exact = fp8_error(decode(length, "footprint"))
-    assert float((error / attention_limit(exact, "bf16", "fp8_e4m3")).max()) > 0.4
+    assert float((error / attention_limit(exact, "bf16", "fp8_e4m3")).max()) > 0.25
 
 
 @pytest.mark.parametrize("data", ["gauss", "peaked", "shifted", "footprint"])
