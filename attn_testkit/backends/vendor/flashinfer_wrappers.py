@@ -82,6 +82,7 @@ def _decode_plan(
 
 
 def _decode_run(
+    has_window: bool, has_cap: bool,
     float_workspace: torch.Tensor, int_workspace: torch.Tensor, plan_info: list[int], q: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, last_page: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor | None, layout: int, window_left: int, enable_pdl: bool,
@@ -95,7 +96,8 @@ def _decode_run(
     qo_indptr = torch.arange(q.shape[0] + 1, device=q.device)
     _attend_pages(
         q, k_cache, v_cache, qo_indptr, indptr, indices, last_page, out, lse, layout == 1, planned_q=one,
-        planned_kv=planned, window_left=window_left, soft_cap=soft_cap, sm_scale=sm_scale, round_to=None,
+        planned_kv=planned, window_left=window_left if has_window else -1,
+        soft_cap=soft_cap if has_cap else 0.0, sm_scale=sm_scale, round_to=None,
     )  # fmt: skip
 
 
@@ -117,6 +119,7 @@ def _prefill_plan(
 
 
 def _prefill_run(
+    has_window: bool, has_cap: bool,
     float_workspace: torch.Tensor, int_workspace: torch.Tensor, plan_info: list[int], q: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor, qo_indptr: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor,
     last_page: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, mask_mode: int, layout: int,
@@ -128,7 +131,8 @@ def _prefill_run(
     planned_q, planned_kv = _found(int_workspace, plan_info)
     _attend_pages(
         q, k_cache, v_cache, qo_indptr, indptr, indices, last_page, out, lse, layout == 1, planned_q=planned_q,
-        planned_kv=planned_kv, window_left=window_left, soft_cap=soft_cap, sm_scale=sm_scale, round_to=q.dtype,
+        planned_kv=planned_kv, window_left=window_left if has_window else -1,
+        soft_cap=soft_cap if has_cap else 0.0, sm_scale=sm_scale, round_to=q.dtype,
         causal=mask_mode == _CAUSAL, mask=(custom_mask, mask_indptr) if mask_mode == _CUSTOM else None,
     )  # fmt: skip
 
@@ -209,16 +213,22 @@ def _mla_run(
 # ---- the modules in place
 
 
-@functools.cache
-def _decode_module(*args: Any) -> Any:
-    return SimpleNamespace(plan=_decode_plan, run=_decode_run)
+# A module is compiled for one answer to "is there a window" and "is there a soft cap", given at the plan. What a run
+# says of something that was compiled out is ignored (sglang #31501, #33915).
 
 
 @functools.cache
-def _prefill_module(backend: str, *args: Any) -> Any:
+def _decode_module(*compiled_for: Any) -> Any:
+    window, cap = compiled_for[-2:]
+    return SimpleNamespace(plan=_decode_plan, run=functools.partial(_decode_run, bool(window), bool(cap)))
+
+
+@functools.cache
+def _prefill_module(backend: str, *compiled_for: Any) -> Any:
     if backend != "fa2":
         raise NotImplementedError(f"the stand-in of the paged wrappers knows backend fa2, not {backend}")
-    return SimpleNamespace(plan=_prefill_plan, paged_run=_prefill_run)
+    window, cap, _ = compiled_for[-3:]
+    return SimpleNamespace(plan=_prefill_plan, paged_run=functools.partial(_prefill_run, bool(window), bool(cap)))
 
 
 @functools.cache

@@ -1,0 +1,83 @@
+"""The FlashInfer adapters on the stand-ins of their kernels: conformant, and their historic mistakes are caught."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("flashinfer", reason="the flashinfer extra is not installed")
+
+from attn_testkit.engine import check_backend
+from attn_testkit.results import CaseResult, Status
+
+DECODE = "decode-gqa2x2-d64-bf16-p16-k15.16.17-shuffled-gauss-cap1.5-b5prod"
+TENSOR_CORES = "decode-gqa4x2-d64-fp16-p16-k15.16.17-reversed-footprint-w11-b4nan"
+FULL_PAGE = "decode-mha2-d64-bf16-p16-k15.31-shuffled-footprint-b2prod"
+WINDOW = "decode-mha2-d64-bf16-p16-k40.3-shuffled-footprint-w4-b2prod"
+FP8 = "decode-gqa2x2-d64-bf16-p16-k15.16.17-shuffled-gauss-kvfp8e4m3-b4stale"
+TREE = "target-verify-gqa3x2-d64-fp16-p16-k3.37.9.17-t0.0.1.1.3-interleaved-footprint-b7stale"
+CHAIN = "target-verify-mha2-d64-bf16-p1-k7.20-chain4-contiguous-gauss-w4-b3prod"
+V1 = "draft-extend-gqa4x2-d64-bf16-p32-k31.32.33-n4a1.3.2-shuffled-footprint-b4nan"
+V1_WINDOW = "draft-extend-mqa4-d64-bf16-p16-k31.5-n4a1.3-shuffled-footprint-w4-b3prod"
+V2 = "draft-extend-v2-mha2-d64-fp16-p16-k1.2.5-n4a1.3.2-reversed-shifted-cap1.5-b6stale"
+HEALTHY = (DECODE, TENSOR_CORES, FULL_PAGE, WINDOW, FP8, TREE, CHAIN, V1, V1_WINDOW, V2)
+
+MLA_DECODE = "decode-mla16-d512r64-bf16-p32-k31.32.5-shuffled-gauss-b5stale"
+MLA_CHAIN = "target-verify-mla16-d128r64-fp16-p16-k3.20-chain4-reversed-footprint-b3nan"
+MLA_V1 = "draft-extend-mla2-d128r64-bf16-p1-k15.16.17-n4a1.3.2-interleaved-gauss-b4prod"
+MLA_V2 = "draft-extend-v2-mla16-d128r64-bf16-p16-k1.2-n3a1.3-shuffled-gauss-b4prod"
+MLA_HEALTHY = (MLA_DECODE, MLA_CHAIN, MLA_V1, MLA_V2)
+MLA_FP8 = "target-verify-mla16-d512r64-bf16-p64-k15.70-chain3-shuffled-gauss-kvfp8e4m3-b3prod"
+
+
+def check(backend: str, execution: str, *cases: str) -> list[CaseResult]:
+    rows = check_backend(backend, device="cpu", executions=[execution], cases=cases)
+    return [row for row in rows if row.case]
+
+
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+@pytest.mark.parametrize(
+    ("backend", "cases"),
+    [
+        ("flashinfer", HEALTHY),
+        ("flashinfer_mla", MLA_HEALTHY),
+        ("flashinfer_mla_fa3", MLA_HEALTHY),
+        ("flashinfer_mla_fp8", (MLA_FP8,)),
+    ],
+)
+def test_every_kind_of_case_passes_and_says_that_its_kernels_are_emulated(
+    backend: str, cases: tuple[str, ...], execution: str
+) -> None:
+    rows = check(backend, execution, *cases)
+    assert {row.case: [f.headline for f in row.findings] for row in rows} == {case: [] for case in cases}
+    assert {(row.status, row.kernels) for row in rows} == {(Status.PASSED, "emulated")}
+
+
+FAULTS = [
+    ("MaskLeftOver", "graph", V1, "is right in eager"),
+    ("SoftCapForgottenInPlan", "eager", DECODE, "differs from the oracle"),
+    ("SoftCapGivenToForward", "eager", DECODE, "look at scale, soft cap"),
+    ("WindowGivenToRun", "eager", V1_WINDOW, "window_left == self._window_left"),
+    ("WindowOfW", "eager", WINDOW, "differs from the oracle"),
+    ("PlansAtCaptureOnly", "graph", DECODE, "is right in eager"),
+    ("FillsBuffersWithoutPlanning", "graph", TENSOR_CORES, "of 17 and more are wrong"),
+    ("NewWrapperAtReplay", "graph", DECODE, "the graph uses memory that is gone"),
+    ("OneKindForAllLayers", "eager", DECODE, "differs from the oracle"),
+    ("LastPageByRemainder", "eager", FULL_PAGE, "differs from the oracle"),
+    ("DraftsNotCounted", "eager", CHAIN, "differs from the oracle"),
+    ("ScalesOfFp8Forgotten", "eager", FP8, "differs from the oracle"),
+    ("LengthsOfThePrefix", "eager", MLA_V1, "CSR metadata page counts in kv_indptr must equal"),
+    ("LengthsOfThePrefix", "eager", MLA_V2, "differs from the oracle"),
+    ("VerifyNotCausal", "eager", MLA_CHAIN, "differs from the oracle"),
+    ("ScaleOfTheWidth", "eager", MLA_DECODE, "differs from the oracle"),
+    ("MLAPlansAtCaptureOnly", "graph", MLA_DECODE, "is right in eager"),
+    ("UniformStrideInV1", "graph", MLA_V1, "query offsets are their running sum"),
+    ("RopeScaleForgotten", "eager", MLA_FP8, "differs from the oracle"),
+]
+
+
+@pytest.mark.parametrize(("fault", "execution", "case", "told"), FAULTS)
+def test_a_historic_mistake_is_caught(fault: str, execution: str, case: str, told: str) -> None:
+    (row,) = check(f"faulty_flashinfer:{fault}", execution, case)
+    assert row.status is Status.FAILED
+    texts = [f"{f.check} | {f.headline} | {f.where} | {f.hint}" for f in row.findings]
+    assert any(told in text for text in texts), texts

@@ -1,0 +1,158 @@
+"""The vendor seam: the real thing where it runs, a stand-in bound to the real signature elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from attn_testkit.backends.vendor import (
+    EntryPoint,
+    VendorMismatch,
+    VendorMissing,
+    device_is_real,
+    emulated,
+    forced,
+    provide,
+    swapped,
+)
+from attn_testkit.emulation import emulated_cuda
+
+CUDA = torch.device("cuda", 0)
+
+
+class RealWrapper:
+    def __init__(self, workspace: int, layout: str = "NHD") -> None: ...
+
+    def plan(self, indptr: int, *, scale: float = 1.0) -> str:
+        return "real"
+
+
+class StandInWrapper:
+    def __init__(self, workspace: int, layout: str = "NHD") -> None:
+        self.layout = layout
+
+    def plan(self, indptr: int, *, scale: float = 1.0) -> str:
+        return f"emulated {indptr} {scale} {self.layout}"
+
+
+class WrapperOfAnotherVersion:
+    def begin_forward(self) -> None: ...
+
+
+def real_decode(query: int, table: int, scale: float = 0.5) -> str:
+    return "real"
+
+
+def decode_in_torch(query: int, table: int, scale: float = 0.5) -> str:
+    return f"emulated {query} {table} {scale}"
+
+
+def make_derived(original: type) -> type:
+    return type("Derived", (original,), {"plan": lambda self, indptr: f"derived {indptr}"})
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A vendor's package, and stand-ins of it."""
+    module = ModuleType("a_vendor")
+    module.__dict__.update(Wrapper=RealWrapper, decode=real_decode)
+    monkeypatch.setitem(sys.modules, "a_vendor", module)
+    monkeypatch.setitem(sys.modules, "a_vendor_stand_ins", sys.modules[__name__])
+    return module
+
+
+def entry(path: str, stand_in: str, sm: tuple[tuple[int, int], ...] = ((90, 90),)) -> EntryPoint:
+    return EntryPoint(f"a_vendor:{path}", sm, f"a_vendor_stand_ins:{stand_in}", "vendor")
+
+
+DECODE = entry("decode", "decode_in_torch")
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+def test_an_emulated_device_is_not_real() -> None:
+    assert not device_is_real(torch.device("cpu"))
+    with emulated_cuda():
+        assert torch.cuda.is_available()
+        assert not device_is_real(CUDA)
+
+
+def test_a_device_in_range_gets_the_real_function(package: ModuleType, h200: None) -> None:
+    provided = provide(DECODE, CUDA)
+    assert (provided.call, provided.emulated, provided.why) == (real_decode, False, "")
+
+
+def test_a_device_out_of_range_gets_the_stand_in_and_the_reason(package: ModuleType, h200: None) -> None:
+    provided = provide(entry("decode", "decode_in_torch", ((100, 103), (107, 107))), CUDA)
+    assert provided.emulated
+    assert provided.why == "its kernels need SM100-103, SM107 and this device is SM90"
+
+
+def test_a_call_is_bound_to_the_real_signature_and_gets_its_defaults(package: ModuleType) -> None:
+    call = emulated(DECODE)
+    assert call(1, table=2) == "emulated 1 2 0.5"
+    with pytest.raises(TypeError, match="block_tables"):
+        call(1, 2, block_tables=2)
+
+
+def test_a_stand_in_that_takes_more_than_the_real_function_does_not_hide_it(package: ModuleType) -> None:
+    package.__dict__["decode"] = lambda query, table: "real"
+    call = emulated(entry("decode", "decode_in_torch", ((80, 90),)))
+    with pytest.raises(TypeError, match="scale"):
+        call(1, 2, scale=1.0)
+
+
+def test_constructor_and_methods_are_bound_too(package: ModuleType) -> None:
+    wrapper = emulated(entry("Wrapper", "StandInWrapper"))(8, layout="HND")
+    assert wrapper.plan(3, scale=2.0) == "emulated 3 2.0 HND"
+    with pytest.raises(TypeError, match="window_left"):
+        wrapper.plan(3, window_left=1)
+    with pytest.raises(TypeError, match="backend"):
+        emulated(entry("Wrapper", "StandInWrapper"))(8, backend="fa2")
+
+
+def test_a_stand_in_may_derive_from_the_real_class(package: ModuleType) -> None:
+    assert emulated(entry("Wrapper", "make_derived"))(8).plan(3) == "derived 3"
+
+
+def test_a_method_that_the_package_lost_is_told(package: ModuleType) -> None:
+    with pytest.raises(VendorMismatch, match="RealWrapper has no begin_forward"):
+        emulated(entry("Wrapper", "WrapperOfAnotherVersion"))
+
+
+def test_an_entry_point_that_the_package_lost_is_told(package: ModuleType) -> None:
+    with pytest.raises(VendorMismatch, match="has no a_vendor:prefill"):
+        provide(entry("prefill", "decode_in_torch"), torch.device("cpu"))
+
+
+def test_a_missing_package_names_the_extra() -> None:
+    missing = EntryPoint("no_such_vendor:decode", ((90, 90),), "nowhere:decode", "flashinfer")
+    with pytest.raises(VendorMissing, match=r"pip install 'attn-testkit\[flashinfer\]'"):
+        provide(missing, CUDA)
+
+
+def test_either_kind_can_be_asked_for(package: ModuleType, h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with forced("emulated"):
+        assert provide(DECODE, CUDA).emulated
+        with forced("real"):
+            assert not provide(DECODE, CUDA).emulated
+    assert not provide(DECODE, CUDA).emulated
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with forced("real"), pytest.raises(VendorMissing, match="no CUDA device is here"):
+        provide(DECODE, CUDA)
+
+
+def test_swapped_names_come_back_and_lost_ones_are_told(package: ModuleType) -> None:
+    with swapped({"a_vendor:decode": decode_in_torch}):
+        assert package.decode is decode_in_torch
+    assert package.decode is real_decode
+    with pytest.raises(VendorMismatch, match="a_vendor:get_module"), swapped({"a_vendor:get_module": None}):
+        pass
