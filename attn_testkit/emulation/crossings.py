@@ -14,7 +14,7 @@ from attn_testkit.emulation import private, rules
 from attn_testkit.emulation.memory import fill_storage
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.tags import is_device, is_pinned, tag_device, tag_pinned
+from attn_testkit.emulation.tags import is_device, is_pinned, tag_device, tag_pinned, wants_cuda
 from attn_testkit.emulation.transfers import adopt, copy_across
 
 Handler = Callable[[Session, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -23,11 +23,7 @@ _CUDA = torch.device("cuda", 0)
 
 
 def _wants_cuda(device: Any) -> bool | None:
-    if device is None:
-        return None
-    if isinstance(device, int):
-        return True
-    return bool(torch.device(device).type == "cuda")
+    return None if device is None else wants_cuda(device)
 
 
 def _run_on_device(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +174,7 @@ def _make(
     pinned = bool(kwargs.get("pin_memory"))
     plain = {**kwargs, "pin_memory": False} if pinned else dict(kwargs)
     plain["device"] = _CPU
-    if _holds_device(data):
+    if session.strict and _holds_device(data):
         session.refuse(rules.HOST_READ, "a tensor made from a list of device tensors")
     if target:
         session.refuse(rules.TO_DEVICE)

@@ -19,7 +19,7 @@ from attn_testkit.emulation.recorder import Watcher
 from attn_testkit.emulation.rules import CHECKED_ON_CPU_ONLY
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.tags import DEVICE, storage_key, tag_device, tag_pinned
+from attn_testkit.emulation.tags import DEVICE, storage_key, tag_device, tag_pinned, wants_cuda
 from attn_testkit.emulation.transfers import adopt, mixed_devices
 
 _CPU = torch.device("cpu")
@@ -173,13 +173,6 @@ class DeviceFunctions(TorchFunctionMode):
 
 _METHOD = type(Tensor.add)
 _NAMES_DEVICES = frozenset({FunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket})
-
-
-def wants_cuda(device: Any) -> bool:
-    """Whether a `device=` argument names the device."""
-    if isinstance(device, int):
-        return True
-    return bool(torch.device(device).type == "cuda")
 
 
 def _by_default_on_device(func: Any) -> bool:

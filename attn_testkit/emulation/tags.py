@@ -8,6 +8,7 @@ identity is not given to another storage while the entry stands.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,14 @@ DEVICE = Registry()
 PINNED = Registry()
 _device = DEVICE.entries
 _pinned = PINNED.entries
+
+
+def wants_cuda(device: Any) -> bool:
+    """Whether a `device=` argument names the device. There is one."""
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type == "cuda" and device.index:
+        raise RuntimeError(f"CUDA error: invalid device ordinal ({device}: the emulation has one device, cuda:0)")
+    return bool(device.type == "cuda")
 
 
 def storage_key(tensor: Tensor) -> int:

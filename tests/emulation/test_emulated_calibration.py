@@ -99,15 +99,11 @@ def test_a_verdict_file_is_read_back_as_it_was_written(tmp_path):
 
 
 def test_a_comparison_sorts_differences():
-    gpu = store.Verdicts(
-        "2.11",
-        "H200",
-        "3.6",
-        {Job("no_grad", name): verdict for name, verdict in zip("abcd", ("ok", "stale", "ok", "stale"))},
-    )
-    here = {
-        Job("no_grad", name): verdict for name, verdict in zip("abcde", ("ok", "ok", "stale", "capture error: x", "ok"))
-    }
+    def answers(**verdicts: str) -> dict[Job, str]:
+        return {Job("no_grad", name): verdict for name, verdict in verdicts.items()}
+
+    gpu = store.Verdicts("2.11", "H200", "3.6", answers(a="ok", b="stale", c="ok", d="stale"))
+    here = answers(a="ok", b="ok", c="stale", d="capture error: x", e="ok")
     result = store.compare(gpu, here, ("no_grad",))
     assert [d.job.name for d in result.missed] == ["b"]
     assert [d.job.name for d in result.false_alarms] == ["c"]

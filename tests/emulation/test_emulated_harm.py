@@ -68,9 +68,9 @@ def _die_in_capture(x, capture):
 
 
 def _reset_and_use(x, capture):
-    graph, y = capture(lambda: x + 1)
-    reader, _ = capture(lambda: y * 2)
-    del y
+    graph, outputs = capture(lambda: [x + 1])
+    reader, _ = capture(lambda: outputs[0] * 2)
+    outputs.clear()
     graph.reset()
     reader.replay()
 
@@ -129,7 +129,12 @@ def test_after_a_wrong_program_memory_is_intact_and_the_next_capture_works(progr
 
 
 def test_an_error_in_one_context_leaves_none_in_the_next():
-    with pytest.raises(RuntimeError, match="boom"), emulated_cuda():
-        torch.cuda.set_sync_debug_mode("error")
-        raise RuntimeError("boom")
+
+    def fail() -> None:
+        with emulated_cuda():
+            torch.cuda.set_sync_debug_mode("error")
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
     assert torch.ones(1, device="cuda").item() == 1

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import emulation_programs as programs
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attn_testkit.emulation import Policy, emulated_cuda
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import programs
 
 PROGRAMS, CHUNKS, REPLAYS = 600, 10, 2
 

@@ -74,11 +74,14 @@ def test_everything_is_restored_after_an_exception():
 
 def test_everything_is_restored_after_an_exception_inside_a_capture():
     before = _world()
-    with pytest.raises(ZeroDivisionError), emulated_cuda():
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+
+    def fail_in_a_capture() -> None:
+        with emulated_cuda(), torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda.CUDAGraph().capture_begin()
-            _ = 1 / 0
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_a_capture()
     assert not _changed(before)
     with emulated_cuda():
         assert not torch.cuda.is_current_stream_capturing()

@@ -16,7 +16,7 @@ Matrices = list[Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on the matrices `a` and `b` (numbers modulo how many there are), with a small number `n` to vary it."""
+    """One operation on the matrices `a` and `b` (modulo how many there are), with a small number `n` to vary it."""
 
     operation: str
     a: int

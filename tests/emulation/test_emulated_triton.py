@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from attn_testkit.emulation import DanglingMemoryError, EmulationError, emulated_cuda
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton was set up without its interpreter (TRITON_INTERPRET=1)", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import kernels
+kernels = importlib.import_module("emulation_kernels")
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
