@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata as metadata
 import os
+import shlex
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
         known=plugin_options.known_file(config),
         report=plugin_options.report_file(config),
         min_cases=plugin_options.min_cases(config),
+        command=shlex.join(["pytest", *map(str, config.invocation_params.args)]),
     )
     config.stash[SESSION] = state
     if _is_worker(config):

@@ -34,6 +34,7 @@ class Session:
     known: Path | None = None
     report: Path | None = None
     min_cases: int = 0
+    command: str = ""
     refusal: str = ""
     """Why the request cannot be planned."""
     lost: str = ""
@@ -71,7 +72,7 @@ class Session:
                 self.due[nodeid] = item
         deselected = len(prepared.plan.items) - len(self.due)
         header = prepared.plan.header
-        self.header = replace(header, planned=header.planned - deselected)
+        self.header = replace(header, planned=header.planned - deselected, command=self.command)
         self.problems = prepared.problems()
         if self.report:
             try:

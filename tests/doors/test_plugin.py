@@ -61,6 +61,7 @@ def test_a_conformant_backend_is_green_with_its_denominator(empty, workers):
     report = report_of(empty)
     assert report.finished
     assert report.exit_code == 0
+    assert report.header.command.startswith("pytest --pyargs attn_testkit.suite")
     assert len([r for r in report.results if r.case]) == 8
 
 
