@@ -27,6 +27,6 @@ fi
 pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check install -c ci/constraints.txt)
 "${pip[@]}" setuptools torch
 # torch's CUDA builds bring the one triton that they work with; its CPU builds bring none.
-.venv/bin/python -c 'import importlib.metadata as m; m.version("triton")' 2>/dev/null || "${pip[@]}" triton==3.9.0
+.venv/bin/python -c 'import importlib.metadata as m; m.version("triton")' 2>/dev/null || "${pip[@]}" 'triton<=3.9.0'
 "${pip[@]}" --no-build-isolation -e '.[dev]'
 echo "$wanted" > .venv/ready
