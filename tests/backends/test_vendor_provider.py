@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import ModuleType
 
@@ -156,3 +157,29 @@ def test_swapped_names_come_back_and_lost_ones_are_told(package: ModuleType) -> 
     assert package.decode is real_decode
     with pytest.raises(VendorMismatch, match="a_vendor:get_module"), swapped({"a_vendor:get_module": None}):
         pass
+
+
+_WITHOUT_THE_PACKAGE = """
+import sys
+sys.modules["flashinfer"] = None
+from attn_testkit.backends.flashinfer import FlashInferBackend
+from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
+from attn_testkit.backends.vendor import VendorMissing, provide
+from attn_testkit.backends.vendor.flashinfer_wrappers import BATCH_DECODE
+from attn_testkit.emulation import emulated_cuda
+import torch
+assert FlashInferBackend.capabilities.requires.packages and FlashInferMLABackend.capabilities.graph
+with emulated_cuda():
+    try:
+        provide(BATCH_DECODE, torch.device("cuda", 0))
+    except VendorMissing as error:
+        print(error)
+"""
+
+
+def test_an_adapter_tells_its_claims_without_the_package() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _WITHOUT_THE_PACKAGE], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'attn-testkit[flashinfer]'" in done.stdout

@@ -125,7 +125,7 @@ def attend(
     """
     rows, q_heads, _ = q.shape
     kv_heads = keys.shape[1]
-    grouped = q.float().view(rows, kv_heads, q_heads // kv_heads, -1).permute(1, 0, 2, 3).flatten(1, 2)
+    grouped = q.float().reshape(rows, kv_heads, q_heads // kv_heads, -1).permute(1, 0, 2, 3).flatten(1, 2)
     logits = grouped @ keys.permute(1, 2, 0) * scale
     if soft_cap > 0:
         logits = soft_cap * torch.tanh(logits / soft_cap)
