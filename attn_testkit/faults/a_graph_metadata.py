@@ -1,0 +1,446 @@
+"""Class A: metadata of capture and replay. Right in eager; under a graph something of the capture stays in force."""
+
+from __future__ import annotations
+
+import torch
+
+from ..contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch, ForwardMode
+from .catalogue import fault
+from .parent import CountingBackend, Metadata, PlannedBackend
+
+_ALL = tuple(ForwardMode)
+_DECODE = (ForwardMode.DECODE,)
+_VERIFY = (ForwardMode.TARGET_VERIFY,)
+_V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
+_GRAPH = ("graph",)
+
+
+class _FixedStride(PlannedBackend):
+    """Captured kernels find rows by a fixed stride."""
+
+    def stride(self, meta: Metadata) -> int:
+        """Rows between two requests."""
+        return meta.max_q_len
+
+    def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
+        if not self.in_graph:
+            return super().row_of(meta, tokens)
+        first = self.index[: len(meta.kv_lens), None] * self.stride(meta)
+        return (first + self.index[: meta.max_q_len]).clamp(0, tokens - 1)
+
+    def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
+        if not self.in_graph:
+            return super().scatter(out, meta, tokens)
+        row, stride = self.index[:tokens], self.stride(meta)
+        place = (row // stride).clamp(max=len(out) - 1) * meta.max_q_len + (row % stride).clamp(max=meta.max_q_len - 1)
+        return out.flatten(0, 1)[place]
+
+
+@fault(
+    slug="qlens-packed-vs-uniform-stride",
+    bug_class="A",
+    source="sglang #21987, #19807",
+    modes=_V1,
+    executions=_GRAPH,
+    mechanism="replay packs query offsets by accepted counts; the captured kernel keeps the fixed stride of capture",
+    promises=("replay-follows-batch",),
+    hint="rows are packed",
+)
+class QlensPackedVsUniformStride(_FixedStride):
+    pass
+
+
+@fault(
+    slug="draft-extend-qlens-seeded-once",
+    bug_class="A",
+    source="sglang #26019 (review)",
+    modes=_V1,
+    executions=_GRAPH,
+    mechanism="query offsets are written once per bucket, at capture, and not refreshed from the accepted counts",
+    promises=("replay-follows-batch",),
+    hint="rows are packed",
+)
+class DraftExtendQlensSeededOnce(PlannedBackend):
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name != "cu_seqlens_q" or self.capturing:
+            super().copy_in(name, target, source)
+
+
+@fault(
+    slug="qo-stride-steps-plus-one",
+    bug_class="A",
+    source="sglang #27545",
+    modes=_V2,
+    executions=_GRAPH,
+    mechanism="the query stride is num_steps + 1 while the runner lays out num_draft_tokens rows a request",
+    promises=("replay-follows-batch",),
+    hint="request 0 is right and all others are wrong|in eager it is right",
+)
+class QoStrideStepsPlusOne(_FixedStride):
+    def stride(self, meta: Metadata) -> int:
+        return self.context.speculative_num_steps + 1 if meta.max_q_len > 1 else 1
+
+
+@fault(
+    slug="capture-spec-width-left-at-minus-one",
+    bug_class="A",
+    source="sglang #31367",
+    modes=_V2,
+    executions=_GRAPH,
+    mechanism="the captured rebuild of query offsets takes its stride from spec_info, which is not yet set at capture",
+    promises=("replay-follows-batch",),
+    hint="in eager it is right",
+)
+class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        assert self.metadata is not None
+        assert isinstance(batch.spec_info, DraftExtendInput)
+        offsets = self.index[: batch.batch_size + 1] * batch.spec_info.num_tokens_per_req
+        self.metadata.cu_seqlens_q.copy_(offsets)
+
+
+@fault(
+    slug="capture-zero-lens-nan",
+    bug_class="A",
+    source="sglang #26521",
+    modes=_DECODE,
+    executions=_GRAPH,
+    mechanism="capture binds a zeroed length buffer and never copies seq_lens in: the warm-up divides 0 by 0",
+    promises=("finite",),
+    hint="capture metadata do not hold seq_lens",
+)
+class CaptureZeroLensNan(PlannedBackend):
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name != "kv_lens" or not self.capturing:
+            super().copy_in(name, target, source)
+
+    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        empty = (lse == -torch.inf).all(1)[..., None]
+        return super().combine(acc, lse, layer).masked_fill(empty, torch.nan)
+
+
+@fault(
+    slug="fresh-tensor-instead-of-copy",
+    bug_class="A",
+    source="sglang #26019 (review)",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="replay assigns new tensors to the metadata object instead of copying into the captured buffers",
+    promises=("addresses-stable", "replay-follows-batch"),
+    hint="fill it in place|allocate it once|captured",
+)
+class FreshTensorInsteadOfCopy(PlannedBackend):
+    def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
+        if self.capturing:
+            super().fill(views, plan, batch)
+        self.metadata = self.graphs[self.key(batch)] = views if self.capturing else plan
+
+
+@fault(
+    slug="fp8-sched-meta-fresh-tensors",
+    bug_class="A",
+    source="vLLM #35175, #33638",
+    modes=_DECODE,
+    executions=_GRAPH,
+    mechanism="with an FP8 pool the split plan is put on the metadata as a new tensor; its graph buffer is dead",
+    promises=("addresses-stable", "replay-follows-batch"),
+    hint="fill it in place|allocate it once",
+)
+class Fp8SchedMetaFreshTensors(PlannedBackend):
+    def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
+        super().fill(views, plan, batch)
+        if self.context.kv_pool.dtype.itemsize == 1:
+            views.chunk = plan.chunk
+
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name != "chunk" or self.capturing or self.context.kv_pool.dtype.itemsize > 1:
+            super().copy_in(name, target, source)
+
+
+@fault(
+    slug="plan-kernel-not-recorded",
+    bug_class="A",
+    source="vLLM #42444",
+    modes=_DECODE,
+    executions=_GRAPH,
+    mechanism="the first forward makes the schedule; that is a warm-up, so the planning kernel is not in the graph",
+    promises=("replay-follows-batch",),
+    hint="in eager it is right",
+)
+class PlanKernelNotRecorded(PlannedBackend):
+    def in_split(self, meta: Metadata) -> torch.Tensor:
+        if not hasattr(meta, "schedule"):
+            meta.chunk = self.plan_splits(meta.kv_lens)
+            meta.schedule = True  # type: ignore[attr-defined]
+        return super().in_split(meta)
+
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name != "chunk":
+            super().copy_in(name, target, source)
+
+
+@fault(
+    slug="plan-not-refreshed-before-replay",
+    bug_class="A",
+    source="rtp-llm #378, #1084",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="replay updates the page table in place but not the plan: chunk sizes stay those of capture",
+    promises=("replay-follows-batch",),
+    hint="keys are right, of|keys are missing",
+)
+class PlanNotRefreshedBeforeReplay(PlannedBackend):
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name != "chunk" or self.capturing:
+            super().copy_in(name, target, source)
+
+
+@fault(
+    slug="replay-page-count-mismatch-hang",
+    bug_class="A",
+    source="TensorRT-LLM #15556",
+    modes=_DECODE,
+    executions=_GRAPH,
+    mechanism="the captured kernel waits for as many page tiles as there were at capture, and replay has another count",
+    promises=("replay-follows-batch", "output-written"),
+    hint="in eager it is right",
+    modelled="a request whose tiles never all come keeps its unfinished partial result, where the kernel hung",
+)
+class ReplayPageCountMismatch(CountingBackend):
+    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        if self.in_graph:
+            assert self.metadata is not None
+            tiles = (self.metadata.kv_lens - 1) // self.context.page_size
+            self.counters_of(len(acc)).add_(tiles)
+        return super().combine(acc, lse, layer)
+
+
+@fault(
+    slug="split-count-grows-past-capture",
+    bug_class="A",
+    source="vLLM #20301, #25490",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="accumulators are sized for the number of splits at capture, and replay chooses more splits",
+    promises=("replay-follows-batch",),
+    hint="keys are right, of|keys are missing",
+    modelled="splits past the accumulators are dropped, where the kernel wrote behind them",
+)
+class SplitCountGrowsPastCapture(PlannedBackend):
+    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        sized = 1 if self.in_graph else self.max_splits
+        return super().combine(acc[:, :sized], lse[:, :sized], layer)
+
+
+@fault(
+    slug="row-stride-from-live-batch-max",
+    bug_class="A",
+    source="vLLM #41834 (comment)",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="rows of a flat page list are laid out by the longest live request; the captured kernel has full width",
+    promises=("replay-follows-batch",),
+    hint="request 0 is right and all others are wrong|in eager it is right",
+)
+class RowStrideFromLiveBatchMax(PlannedBackend):
+    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        pages = (lens.amax() + self.context.page_size - 1) // self.context.page_size
+        self.row_width = torch.exp2(pages.clamp(1, self.pages).float().log2().ceil()).long().clamp(max=self.pages)
+        return super().plan_splits(lens)
+
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name != "page_table":
+            return super().copy_in(name, target, source)
+        column, row = self.index[: self.pages], self.index[: len(source), None]
+        at = torch.where(column < self.row_width, row * self.row_width + column, source.numel())
+        flat = torch.cat([target.flatten(), target.new_zeros(1)])
+        flat.scatter_(0, at.flatten(), source.flatten())
+        target.copy_(flat[:-1].view_as(target))
+        return None
+
+
+@fault(
+    slug="branch-missing-in-graph-path",
+    bug_class="A",
+    source="sglang #26019 (review)",
+    modes=_V2,
+    executions=_GRAPH,
+    mechanism="when capture and replay were merged one mode's branch was not ported: it falls through without metadata",
+    promises=("completes",),
+    hint="planned",
+    modelled="draft-extend v2 stands for the plain extend",
+)
+class BranchMissingInGraphPath(PlannedBackend):
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        self.metadata = None
+        if batch.forward_mode is not ForwardMode.DRAFT_EXTEND_V2:
+            super().init_forward_metadata_out_graph(batch, in_capture)
+
+
+@fault(
+    slug="capture-zeroes-query-start-loc",
+    bug_class="A",
+    source="vLLM #53821",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="a shared builder zeroes the query offsets for capture, to spare an old kernel; nobody restores them",
+    promises=("replay-follows-batch",),
+    hint="in eager it is right",
+)
+class CaptureZeroesQueryStartLoc(PlannedBackend):
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name != "cu_seqlens_q":
+            super().copy_in(name, target, source)
+
+
+@fault(
+    slug="host-cumsum-inside-captured-forward",
+    bug_class="A",
+    source="TensorRT-LLM #17273 (review)",
+    modes=_V1,
+    executions=_GRAPH,
+    mechanism="the captured forward sums query lengths on the host into pinned memory; a replay re-runs the copy alone",
+    promises=("replay-follows-batch",),
+    hint="rows are packed|in eager it is right",
+)
+class HostCumsumInsideCapturedForward(PlannedBackend):
+    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.pinned = torch.zeros(context.max_bs + 1, dtype=torch.int32, pin_memory=True)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        assert self.metadata is not None
+        assert isinstance(batch.spec_info, DraftExtendInput)
+        counts = batch.spec_info.num_accept_tokens_cpu
+        assert counts is not None
+        self.pinned[1 : len(counts) + 1] = torch.tensor(counts).cumsum(0)
+        self.metadata.cu_seqlens_q.copy_(self.pinned[: len(counts) + 1], non_blocking=True)
+
+
+@fault(
+    slug="graph-key-missing-query-len",
+    bug_class="A",
+    source="lmdeploy #4661; vLLM #48261",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="metadata of graphs are kept by batch size alone: another mode of that size is captured with its views",
+    promises=("completes", "buckets-independent"),
+    modelled="the key is the backend's, where upstream it was the runner's",
+)
+class GraphKeyMissingQueryLen(PlannedBackend):
+    def views(self, batch: ForwardBatch) -> Metadata:
+        known = [meta for (_, bs), meta in self.graphs.items() if bs == batch.batch_size]
+        return known[0] if known else super().views(batch)
+
+
+@fault(
+    slug="replay-bucket-recomputed",
+    bug_class="A",
+    source="lmdeploy #3372, #4005",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="replay fills as many rows as the next power of two of the live batch, not as many as the bucket has",
+    promises=("writes-own-kv", "padding-inert"),
+)
+class ReplayBucketRecomputed(PlannedBackend):
+    def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
+        live = -(-batch.out_cache_loc.shape[0] // views.max_q_len)
+        self.filled = min(batch.batch_size, 1 << (live - 1).bit_length())
+        self.filled_rows = self.filled * views.max_q_len
+        super().fill(views, plan, batch)
+
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        count = self.filled_rows if name == "slots" else self.filled + (name == "cu_seqlens_q")
+        super().copy_in(name, target[:count], source[:count])
+
+
+@fault(
+    slug="frozen-kv-step-offset-baked",
+    bug_class="A",
+    source="sglang 0.5.23 (frozen_kv_mtp_cuda_graph_runner)",
+    modes=_DECODE,
+    executions=_GRAPH,
+    mechanism="the recorded rebuild adds a draft step to the lengths, so every replay reads one slot never written",
+    promises=("replay-follows-batch", "reads-own-kv"),
+    hint="in eager it is right",
+)
+class FrozenKvStepOffsetBaked(PlannedBackend):
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        assert self.metadata is not None
+        self.metadata.kv_lens += 1
+
+
+@fault(
+    slug="grid-covers-the-capture-lengths",
+    bug_class="A",
+    source="flashinfer #639, #641",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="the launch grid follows the longest request, as a Python number: a graph covers the capture's lengths",
+    promises=("replay-follows-batch",),
+    hint="keys are right, of|keys are missing",
+    modelled="the grid runs over keys, where upstream it ran over query rows",
+)
+class GridCoversTheCaptureLengths(PlannedBackend):
+    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+
+    def plan(self, batch: ForwardBatch) -> Metadata:
+        assert batch.seq_lens_cpu is not None
+        self.longest = int(batch.seq_lens_cpu[: batch.batch_size].max()) + self.width
+        return super().plan(batch)
+
+    def in_split(self, meta: Metadata) -> torch.Tensor:
+        keys = super().in_split(meta)
+        return keys & (self.index[: keys.shape[-1]] < -(-self.longest // self.tile) * self.tile)
+
+
+@fault(
+    slug="swa-draft-extend-has-no-window-buffers",
+    bug_class="A",
+    source="sglang #29858, #22679",
+    modes=_V1 + _V2,
+    executions=_GRAPH,
+    mechanism="three of four graph paths build the windowed layer's indices; draft-extend leaves them at None",
+    promises=("replay-follows-batch", "matches-oracle"),
+    hint="before the window|in eager it is right",
+    modelled="with one pool for all layers the missing indices show as a missing window",
+)
+class SwaDraftExtendHasNoWindowBuffers(PlannedBackend):
+    def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return torch.zeros_like(position) if self.in_graph else super().window_start(position, layer)
+
+
+@fault(
+    slug="tree-mask-of-the-capture",
+    bug_class="A",
+    source="general",
+    modes=_VERIFY,
+    executions=_GRAPH,
+    mechanism="lengths and pages are refreshed at replay, and the mask buffer is not",
+    promises=("replay-follows-batch",),
+    hint="tree mask|in eager it is right",
+)
+class TreeMaskOfTheCapture(PlannedBackend):
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name != "mask" or self.capturing:
+            super().copy_in(name, target, source)
+
+
+@fault(
+    slug="page-table-refreshed-for-the-first-pages-only",
+    bug_class="A",
+    source="general",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="a replay copies as many page-table columns as the capture batch used",
+    promises=("replay-follows-batch",),
+    hint="in eager it is right",
+)
+class PageTableRefreshedForTheFirstPagesOnly(PlannedBackend):
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name == "page_table" and not self.capturing:
+            target[:, :1].copy_(source[:, :1])
+        else:
+            super().copy_in(name, target, source)

@@ -1,0 +1,258 @@
+"""Class C: writing K and V. To the wrong slot, to nobody's, too much, or not what the model computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..backends.torch_native import TorchNativeBackend
+from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from .catalogue import fault
+from .parent import Metadata, PlannedBackend
+
+_ALL = tuple(ForwardMode)
+_DECODE = (ForwardMode.DECODE,)
+_VERIFY = (ForwardMode.TARGET_VERIFY,)
+_V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
+_EXTENDS = _VERIFY + _V1 + _V2
+_GRAPH = ("graph",)
+
+
+@fault(
+    slug="pad-slot-minus-one-hits-last-slot",
+    bug_class="C",
+    source="vLLM #43810, #43869",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="padding slots of -1 go into plain indexing, which counts them from the end of the pool",
+    promises=("writes-own-kv",),
+    hint="slot",
+)
+class PadSlotMinusOneHitsLastSlot(PlannedBackend):
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        super().copy_in(name, target, source)
+        if name == "slots":
+            target[len(source) :] = -1
+
+
+@fault(
+    slug="padding-sink-slot-gets-nan",
+    bug_class="C",
+    source="sglang #32477, #35351, #36003, #36207",
+    modes=_ALL,
+    mechanism="page-table padding points at page 0, whose values are multiplied by a weight of 0 instead of masked",
+    promises=("reads-own-kv", "finite"),
+    hint="not its own|zeros instead of NaN|in eager it is right",
+)
+class PaddingSinkSlotGetsNan(PlannedBackend):
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        self.pages_used = -(-super().plan_lengths(batch, counts) // self.context.page_size)
+        return super().plan_lengths(batch, counts)
+
+    def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
+        return super().plan_pages(batch) * (self.index[: self.pages] < self.pages_used[:, None])
+
+    def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
+        sink = self.key_slots(meta) < self.context.page_size
+        return torch.where(sink[:, :, None, None], values, super().mask_values(values, seen, meta))
+
+
+@fault(
+    slug="padding-writes-through-stale-rows",
+    bug_class="C",
+    source="vLLM #56734",
+    modes=_DECODE,
+    executions=_GRAPH,
+    mechanism="slots of padded rows are looked up through request rows of an earlier batch, whose blocks live on",
+    promises=("writes-own-kv",),
+    hint="slot",
+    modelled="padded rows of a decode stand for the dummy draft steps of an idle rank",
+)
+class PaddingWritesThroughStaleRows(PlannedBackend):
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self.rows = torch.zeros(max_bs, dtype=torch.int64, device=self.context.device)
+
+    def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
+        super().fill(views, plan, batch)
+        live, bs = batch.out_cache_loc.shape[0], batch.batch_size
+        self.rows[:live].copy_(batch.req_pool_indices[:live])
+        views.slots[live:bs] = self.context.req_to_token[self.rows[live:bs], 0].long()
+
+
+@fault(
+    slug="verify-append-uses-capture-host-slots",
+    bug_class="C",
+    source="TensorRT-LLM #17110",
+    modes=_VERIFY,
+    executions=_GRAPH,
+    mechanism="write positions of drafts were computed by a host loop and frozen at capture: replays scatter to those",
+    promises=("writes-own-kv", "replay-follows-batch"),
+    hint="K and V|in eager it is right",
+)
+class VerifyAppendUsesCaptureHostSlots(PlannedBackend):
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name != "slots" or self.capturing:
+            super().copy_in(name, target, source)
+
+
+@fault(
+    slug="swa-write-locs-synthesised-zero",
+    bug_class="C",
+    source="sglang #27091 (review)",
+    modes=_V1 + _V2,
+    mechanism="the windowed layer's write locations are derived from zeros: everything goes to the dummy slot",
+    promises=("reads-own-kv", "writes-own-kv"),
+    hint="K and V|not its own|slots",
+)
+class SwaWriteLocsSynthesisedZero(PlannedBackend):
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        if layer.sliding_window_size >= 0:
+            meta = replace(meta, slots=torch.zeros_like(meta.slots))
+        super().write_kv(layer, k, v, meta)
+
+
+@fault(
+    slug="alignment-rows-materialised-into-draft-kv",
+    bug_class="C",
+    source="sglang 0.5.23 (dflash_worker_v2)",
+    modes=_V1,
+    executions=_GRAPH,
+    mechanism="rows behind the live ones are stored too, with the live locations taken round again",
+    promises=("writes-own-kv",),
+    hint="K and V|slot",
+    modelled="rejected rows of a graph stand for rows from rounding to the parallel size",
+)
+class AlignmentRowsMaterialised(PlannedBackend):
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name == "slots":
+            source = source[self.index[: len(target)] % max(1, len(source))]
+        super().copy_in(name, target, source)
+
+
+@fault(
+    slug="scatter-dest-includes-source-row",
+    bug_class="C",
+    source="aiter #5034",
+    modes=_EXTENDS,
+    mechanism="rows are stored two a block, and the destination of the second adds its place in the block once more",
+    promises=("writes-own-kv", "reads-own-kv"),
+    hint="K and V|slot|not its own",
+)
+class ScatterDestIncludesSourceRow(PlannedBackend):
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        moved = meta.slots + self.index[: len(meta.slots)] % 2
+        super().write_kv(layer, k, v, replace(meta, slots=moved.clamp(max=self.context.kv_pool.num_slots - 1)))
+
+
+@fault(
+    slug="block-zeroing-spills-into-neighbour",
+    bug_class="C",
+    source="vLLM #43990, #51718",
+    modes=_ALL,
+    mechanism="a fresh page is zeroed from an offset into it, for a whole page: the next page loses its first rows",
+    promises=("writes-own-kv",),
+    hint="slot",
+)
+class BlockZeroingSpillsIntoNeighbour(PlannedBackend):
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        page, pool = self.context.page_size, self.context.kv_pool
+        fresh = (meta.slots % page == 0)[:, None]
+        block = meta.slots[:, None] + 1 + self.index[:page]
+        block = torch.where(fresh & (block < pool.num_slots), block, 0).flatten()
+        pool.get_key_buffer(layer.layer_id).view(torch.uint8)[block] = 0
+        super().write_kv(layer, k, v, meta)
+
+
+@fault(
+    slug="int8-scale-writes-overlap-kv",
+    bug_class="C",
+    source="lmdeploy #4764",
+    modes=_ALL,
+    mechanism="the offset of the quantisation scales lacks the base of their region: they are written over keys",
+    promises=("writes-own-kv", "matches-oracle"),
+    hint="K and V|wrong weights",
+    modelled="an FP8 pool, and one byte a row",
+)
+class Int8ScaleWritesOverlapKv(PlannedBackend):
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        super().write_kv(layer, k, v, meta)
+        if self.context.kv_pool.dtype.itemsize == 1:
+            self.context.kv_pool.get_key_buffer(layer.layer_id).view(torch.uint8)[meta.slots, 0, 0] = 0x38
+
+
+@fault(
+    slug="warmup-leaves-nan-in-kv",
+    bug_class="C",
+    source="rtp-llm afa6eb101",
+    modes=_ALL,
+    mechanism="masked lanes are multiplied by a weight of 0, which is right only in a pool that was cleared at start",
+    promises=("reads-own-kv", "finite"),
+    hint="not its own|zeros instead of NaN",
+)
+class WarmupLeavesNanInKv(PlannedBackend):
+    def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
+        return values
+
+
+@fault(
+    slug="v-stored-before-rounding-of-k",
+    bug_class="C",
+    source="general",
+    modes=_ALL,
+    mechanism="an FP8 value row is stored with the key's scale",
+    promises=("matches-oracle", "writes-own-kv"),
+    hint="FP8 scales|K and V",
+)
+class VStoredWithScaleOfK(PlannedBackend):
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        super().write_kv(replace(layer, v_scale=layer.k_scale), k, v, meta)
+
+
+@fault(
+    slug="new-keys-attended-but-not-stored",
+    bug_class="C",
+    source="vllm-plugin-FL #353",
+    modes=_V1 + _V2,
+    mechanism="the last new row of a step is attended from registers, and its store is left to somebody else",
+    promises=("writes-own-kv", "reads-own-kv"),
+    hint="K and V|slots",
+    modelled="the row is stored, attended and taken back, so that only the memory shows it",
+)
+class NewKeysAttendedButNotStored(TorchNativeBackend):
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        out = super().forward(q, k, v, layer, batch, save_kv_cache)
+        last = batch.out_cache_loc[-1:]
+        self.context.kv_pool.get_value_buffer(layer.layer_id).view(torch.uint8)[last] = 0
+        return out
+
+
+@fault(
+    slug="stores-the-first-head-everywhere",
+    bug_class="C",
+    source="general",
+    modes=_DECODE,
+    executions=_GRAPH,
+    mechanism="the store of a captured decode is launched for the KV heads of another layer, and leaves one out",
+    promises=("writes-own-kv", "replay-follows-batch"),
+    hint="K and V|in eager it is right",
+)
+class StoresOneHeadTooFew(PlannedBackend):
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        pool, last = self.context.kv_pool, layer.tp_k_head_num - 1
+        if not self.in_graph or last == 0:
+            return super().write_kv(layer, k, v, meta)
+        key = pool.get_key_buffer(layer.layer_id).view(torch.uint8)
+        before = key[meta.slots, last]
+        super().write_kv(layer, k, v, meta)
+        key[meta.slots, last] = before
+        return None

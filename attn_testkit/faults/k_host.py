@@ -1,0 +1,179 @@
+"""Class K: the host side. Lengths that the host does not have, waits for, or takes from another step."""
+
+from __future__ import annotations
+
+import torch
+
+from ..backends.torch_native import TorchNativeBackend
+from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from .catalogue import fault
+from .parent import Metadata, PlannedBackend
+
+_ALL = tuple(ForwardMode)
+_DECODE = (ForwardMode.DECODE,)
+_VERIFY = (ForwardMode.TARGET_VERIFY,)
+_V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
+_GRAPH = ("graph",)
+_NEEDS_HOST = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+
+
+@fault(
+    slug="stale-cpu-mirror-sizes-page-table",
+    bug_class="K",
+    source="sglang 0.5.23 (decode and draft-extend runners)",
+    modes=_VERIFY + _V1 + _V2,
+    executions=_GRAPH,
+    mechanism="the host lengths of an older batch say how many page-table columns to refresh; the rest stay stale",
+    promises=("replay-follows-batch", "buckets-independent"),
+    hint="in eager it is right|alone",
+    modelled="the backend keeps the older lengths itself, where the runner's pinned buffer did",
+)
+class StaleCpuMirrorSizesPageTable(PlannedBackend):
+    capabilities = _NEEDS_HOST
+    older_pages = 1
+
+    def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
+        super().fill(views, plan, batch)
+        assert batch.seq_lens_cpu is not None
+        longest = int(batch.seq_lens_cpu[: batch.batch_size].max()) + views.max_q_len
+        self.older_pages = -(-longest // self.context.page_size)
+
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name == "page_table" and not self.capturing:
+            target, source = target[:, : self.older_pages], source[:, : self.older_pages]
+        super().copy_in(name, target, source)
+
+
+@fault(
+    slug="plan-blocks-on-d2h",
+    bug_class="K",
+    source="sglang #27689, #26128, #28854",
+    modes=_VERIFY + _V1 + _V2,
+    executions=_GRAPH,
+    mechanism="the plan copies query offsets and lengths to the host, and waits for them, at every replay",
+    promises=("no-host-lengths",),
+    hint="waits for the device",
+)
+class PlanBlocksOnD2H(PlannedBackend):
+    def plan(self, batch: ForwardBatch) -> Metadata:
+        plan = super().plan(batch)
+        self.offsets_on_host = plan.cu_seqlens_q.to("cpu")
+        self.lens_on_host = plan.kv_lens.to("cpu")
+        return plan
+
+
+@fault(
+    slug="length-resync-reintroduced",
+    bug_class="K",
+    source="sglang #28765 (review)",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="lengths are fetched with tolist() at every step although the device could keep them",
+    promises=("no-host-lengths",),
+    hint="waits for the device",
+)
+class LengthResyncReintroduced(PlannedBackend):
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        self.longest = max(batch.seq_lens[: batch.batch_size].tolist())
+        return super().plan_lengths(batch, counts)
+
+
+@fault(
+    slug="plan-uploads-a-host-list",
+    bug_class="K",
+    source="sglang #26824",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="a Python list is made into a device tensor at every replay, from memory that is not pinned",
+    promises=("no-host-lengths",),
+    hint="waits for the device",
+)
+class PlanUploadsAHostList(PlannedBackend):
+    def plan_counts(self, batch: ForwardBatch) -> torch.Tensor:
+        counts = super().plan_counts(batch)
+        self.bounds = torch.tensor(list(range(batch.batch_size + 1)), device=self.context.device)
+        return counts
+
+
+@fault(
+    slug="reads-mirrors-it-does-not-ask-for",
+    bug_class="K",
+    source="sglang #26824; vLLM #40654 (review)",
+    modes=_ALL,
+    mechanism="needs_cpu_seq_lens is False, and the plan reads seq_lens_cpu all the same",
+    promises=("no-host-lengths",),
+    hint="needs_cpu_seq_lens is False",
+)
+class ReadsMirrorsItDoesNotAskFor(PlannedBackend):
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        self.longest = int(batch.seq_lens_cpu.max())  # type: ignore[union-attr]
+        return super().plan_lengths(batch, counts)
+
+
+@fault(
+    slug="item-in-the-captured-forward",
+    bug_class="K",
+    source="sglang #25489",
+    modes=_ALL,
+    executions=_GRAPH,
+    mechanism="the forward reads the longest length on the host, to slice the keys",
+    promises=("captures-cleanly",),
+    hint="cannot be captured",
+)
+class ItemInTheCapturedForward(PlannedBackend):
+    def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
+        self.longest = int(meta.kv_lens.max().item())
+        return super().visible(meta, layer, position)
+
+
+@fault(
+    slug="data-dependent-shape-in-capture",
+    bug_class="K",
+    source="general",
+    modes=_VERIFY,
+    executions=_GRAPH,
+    mechanism="rows are compacted with nonzero() inside the captured forward",
+    promises=("captures-cleanly",),
+    hint="cannot be captured",
+)
+class DataDependentShapeInCapture(TorchNativeBackend):
+    def _in_window(self, layer: AttentionLayer) -> torch.Tensor:
+        seen = super()._in_window(layer)
+        self._pairs = seen.nonzero()
+        return seen
+
+
+@fault(
+    slug="cpu-lengths-advanced-in-place",
+    bug_class="K",
+    source="general",
+    modes=_VERIFY,
+    executions=("eager",),
+    mechanism="the plan adds the draft rows to the caller's host lengths",
+    promises=("inputs-unchanged",),
+    hint="work on a copy",
+)
+class CpuLengthsAdvancedInPlace(PlannedBackend):
+    capabilities = _NEEDS_HOST
+
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        assert batch.seq_lens_cpu is not None
+        self.longest = int(batch.seq_lens_cpu.add_(self.width).max())
+        return super().plan_lengths(batch, counts)
+
+
+@fault(
+    slug="extend-fields-read-at-replay",
+    bug_class="K",
+    source="sglang #26019 (review)",
+    modes=_V1,
+    executions=_GRAPH,
+    mechanism="draft-extend takes its row counts from extend_seq_lens, which a replay view does not have",
+    promises=("completes",),
+    hint="view without extend_",
+)
+class ExtendFieldsReadAtReplay(PlannedBackend):
+    def plan_counts(self, batch: ForwardBatch) -> torch.Tensor:
+        if self.in_graph and not self.capturing:
+            assert batch.extend_seq_lens is not None
+        return super().plan_counts(batch)
