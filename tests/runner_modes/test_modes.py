@@ -1,0 +1,234 @@
+"""What a backend is given in each mode, eager and at a replay, and what the mode returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attn_testkit.runner_modes.drive import Clock, drive_graphs, run_eager
+from attn_testkit.runner_modes.world import World
+
+from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.cases.catalogue import companions
+from attn_testkit.cases.schedule import Schedule, make_schedule
+from attn_testkit.checks.observation import Observation
+from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, LegacyGraphHooks, VerifyInput
+from attn_testkit.emulation import emulated_cuda
+from attn_testkit.examples import MinimalBackend
+from attn_testkit.oracle.expect import expect
+
+DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
+VERIFY = "target-verify-gqa2x2-d64-bf16-p16-k3.15.40-chain3-shuffled-gauss-b4prod"
+V1 = "draft-extend-gqa2x2-d64-bf16-p16-k3.15.40-n4a1.3.2-shuffled-gauss-b4prod"
+V2 = "draft-extend-v2-gqa2x2-d64-bf16-p16-k3.15.40-n4a1.3.2-shuffled-gauss-b4prod"
+
+
+class Spy(MinimalBackend):
+    """Healthy; remembers what it was given."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.eager: list[ForwardBatch] = []
+        self.captured: list[tuple[int, ForwardBatch]] = []
+        self.views: list[Any] = []
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self.eager.append(batch)
+        super().init_forward_metadata_in_graph(batch)
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        if in_capture:
+            self.captured.append((batch.batch_size, batch))
+        else:
+            self.views.append(batch)
+
+
+class NeedySpy(Spy):
+    capabilities = Spy.capabilities.with_changes(needs_cpu_seq_lens=True)
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    with torch.no_grad(), emulated_cuda():
+        yield
+
+
+def eager(case_id: str, backend: type[Spy] = Spy) -> tuple[Spy, Schedule, Observation]:
+    schedule = make_schedule(parse_case(case_id))
+    world = World(backend, [schedule], torch.device("cuda"))
+    observed = run_eager(world, schedule, schedule.steps[0], Clock())
+    assert isinstance(world.backend, Spy)
+    return world.backend, schedule, observed
+
+
+def graph(case_id: str, backend: type[Spy] = Spy) -> tuple[Spy, Schedule, list[Observation]]:
+    schedule = make_schedule(parse_case(case_id))
+    world = World(backend, [schedule], torch.device("cuda"))
+    seen, _ = drive_graphs(world, [schedule], Clock(), eager_twins=frozenset())
+    assert isinstance(world.backend, Spy)
+    return world.backend, schedule, [observed for _, observed in seen]
+
+
+@pytest.mark.parametrize(
+    ("case_id", "lens", "tokens", "positions"),
+    [
+        (DECODE, [4, 16, 41], 3, [3, 15, 40]),
+        (VERIFY, [3, 15, 40], 9, [3, 4, 5, 15, 16, 17, 40, 41, 42]),
+        (V1, [4, 18, 42], 6, [3, 15, 16, 17, 40, 41]),
+        (V2, [7, 19, 44], 12, [3, 4, 5, 6, 15, 16, 17, 18, 40, 41, 42, 43]),
+    ],
+)
+def test_lengths_follow_each_modes_convention(case_id: str, lens: list[int], tokens: int, positions: list[int]) -> None:
+    spy, schedule, _ = eager(case_id)
+    (batch,) = spy.eager
+    assert batch.seq_lens.tolist() == lens
+    assert batch.seq_lens.dtype == batch.req_pool_indices.dtype == batch.out_cache_loc.dtype == torch.int64
+    assert batch.input_ids.shape[0] == tokens
+    assert batch.positions.tolist() == positions
+    assert 0 not in batch.req_pool_indices.tolist()
+    assert (batch.out_cache_loc >= schedule.case.page_size).all(), "page 0 is reserved"
+
+
+def test_a_verify_batch_has_no_extend_fields_and_a_draft_extend_has() -> None:
+    verify, v1, v2 = (eager(c)[0].eager[0] for c in (VERIFY, V1, V2))
+    assert verify.extend_seq_lens is None
+    assert v1.extend_seq_lens is not None
+    assert v1.extend_seq_lens.tolist() == [1, 3, 2]
+    assert v2.extend_seq_lens is not None
+    assert v2.extend_seq_lens.tolist() == [4, 4, 4]
+    assert isinstance(v2.spec_info, DraftExtendInput)
+    assert v2.spec_info.select_index is not None
+    assert v2.spec_info.select_index.tolist() == [0, 6, 9]
+
+
+@pytest.mark.parametrize("case_id", [DECODE, VERIFY, V1, V2])
+def test_host_lengths_are_there_only_for_those_who_need_them(case_id: str) -> None:
+    for backend, there in ((Spy, False), (NeedySpy, True)):
+        spy, _, _ = graph(case_id, backend)
+        for view in spy.views:
+            assert (view.seq_lens_cpu is not None) == there
+            assert (view.seq_lens_sum is not None) == there
+            if isinstance(view.spec_info, DraftExtendInput) and case_id == V1:
+                assert (view.spec_info.num_accept_tokens_cpu is not None) == there
+
+
+@pytest.mark.parametrize("case_id", [VERIFY, V1, V2])
+def test_at_capture_the_spec_width_is_not_known(case_id: str) -> None:
+    spy, schedule, _ = graph(case_id)
+    assert [bs for bs, _ in spy.captured] == list(schedule.buckets), "largest first"
+    for bs, batch in spy.captured:
+        assert batch.seq_lens.shape[0] == bs
+        assert isinstance(batch.spec_info, (VerifyInput, DraftExtendInput))
+        assert batch.spec_info.num_tokens_per_req in (0, -1)
+
+
+def test_a_replay_gets_a_view_with_fewer_attributes() -> None:
+    decode, drafts = graph(DECODE)[0].views[0], graph(V2)[0].views[0]
+    assert not hasattr(decode, "extend_seq_lens")
+    assert not hasattr(drafts, "positions")
+    assert not hasattr(drafts, "num_padding")
+    assert decode.num_padding == 1
+    assert decode.out_cache_loc.shape[0] == 3, "live tokens only"
+    assert drafts.seq_lens.shape[0] == 4, "unsliced"
+
+
+def test_padding_rows_follow_production() -> None:
+    spy, schedule, _ = graph(V2)
+    view, step = spy.views[-1], schedule.steps[-1]
+    assert step.bs < view.batch_size
+    assert view.seq_lens[step.bs : view.batch_size].tolist() == [1] * (view.batch_size - step.bs)
+    assert view.req_pool_indices[step.bs : view.batch_size].tolist() == [0] * (view.batch_size - step.bs)
+    assert view.spec_info.num_accept_tokens[step.bs :].tolist() == [4] * (view.batch_size - step.bs)
+
+
+@pytest.mark.parametrize(
+    ("case_id", "fields", "rows"),
+    [(DECODE, 2, 3), (VERIFY, 2, 9), (V1, 4, 3), (V2, 2, 12)],
+)
+def test_each_mode_returns_exactly_its_fields_for_exactly_its_rows(case_id: str, fields: int, rows: int) -> None:
+    for observed in (eager(case_id)[2], graph(case_id)[2][0]):
+        outputs = observed.outputs
+        given = [outputs.next_token_logits, outputs.hidden_states, outputs.topk_p, outputs.topk_index]
+        assert sum(x is not None for x in given) == fields
+        assert all(x.shape[0] == rows for x in given if x is not None)
+
+
+def test_top_1_is_the_argmax_with_probability_1() -> None:
+    ones = [c for seed in range(1, 9) if (c := parse_case(V1).with_seed(seed)).digest % 2]
+    _, _, observed = eager(ones[0].id)
+    assert observed.outputs.topk_p is not None
+    assert observed.outputs.topk_index is not None
+    assert observed.outputs.next_token_logits is not None
+    assert observed.outputs.topk_p.tolist() == [[1.0]] * 3
+    assert torch.equal(observed.outputs.topk_index[:, 0], observed.outputs.next_token_logits.argmax(-1))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("case_id", [DECODE, VERIFY, V1, V2])
+def test_replays_are_right_under_both_ways_of_turning_gradients_off(case_id: str, mode: Any) -> None:
+    with mode():
+        _, schedule, seen = graph(case_id)
+    assert len(seen) == len(schedule.steps) >= 6
+    for observed in seen:
+        expected = expect(schedule, observed.step)
+        out = torch.stack([o.reshape(expected.attention.shape[1:]) for o in observed.attention]).double()
+        assert ((out - expected.attention).abs() <= expected.attention_limit).all()
+
+
+def test_all_modes_share_one_instance_and_replay_interleaved() -> None:
+    case = parse_case(V2)
+    schedules = [make_schedule(c) for c in [case, *companions(case, MinimalBackend.capabilities.graph, 8)]]
+    world = World(Spy, schedules, torch.device("cuda"))
+    seen, _ = drive_graphs(world, schedules, Clock(), eager_twins=frozenset({1}))
+    order = [schedule.case.mode for schedule, observed in seen if observed.replay][:8]
+    assert order == [s.case.mode for s in schedules] * 2
+    assert {s.case.mode for s in schedules} == set(ForwardMode)
+
+
+class Legacy(LegacyGraphHooks, MinimalBackend):
+    """The older pair of hooks, as servers called it."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.calls: list[tuple[str, int, int]] = []
+
+    def init_forward_metadata_capture_cuda_graph(
+        self, bs: int, num_tokens: int, req_pool_indices: Any, seq_lens: Any, encoder_lens: Any, mode: Any, spec: Any
+    ) -> None:
+        self.calls.append(("capture", bs, len(seq_lens)))
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: Any,
+        seq_lens: Any,
+        seq_lens_sum: Any,
+        encoder_lens: Any,
+        mode: Any,
+        spec: Any,
+        seq_lens_cpu: Any,
+    ) -> None:
+        self.calls.append(("replay", bs, len(seq_lens)))
+
+
+def test_the_older_hooks_are_called_as_they_were() -> None:
+    schedule = make_schedule(parse_case(V2))
+    world = World(Legacy, [schedule], torch.device("cuda"))
+    drive_graphs(world, [schedule], Clock(), eager_twins=frozenset())
+    assert isinstance(world.backend, Legacy)
+    kinds = [kind for kind, _, _ in world.backend.calls]
+    assert kinds == ["capture"] * 2 + ["replay"] * len(schedule.steps)
+    assert all(rows == 4 for kind, _, rows in world.backend.calls if kind == "replay"), "longer than bs: slice"
+
+
+def test_stale_activations_and_nan_rows_reach_the_padding() -> None:
+    case: Case = parse_case(DECODE.replace("b4prod", "b4nan"))
+    schedule = make_schedule(case)
+    world = World(Spy, [schedule], torch.device("cuda"))
+    _, (drive,) = drive_graphs(world, [schedule], Clock(), eager_twins=frozenset())
+    last = schedule.steps[-1]
+    trace = drive.buckets[last.bucket].captured.outputs
+    assert trace.packed[last.bs :].isnan().all()
+    assert not trace.packed[: last.bs].isnan().any()
