@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .cases.schedule import Schedule, Step
-from .checks.numeric import finite, matches_oracle, output_written
+from .checks.numeric import finite, left_alone, matches_oracle, output_written, stacked
 from .checks.observation import Observation
 from .contract import ForwardMode
 from .footprint import attended
@@ -46,17 +46,17 @@ def explain_numeric(
     bench: Bench, finding: Finding, schedule: Schedule, observed: Observation, passed: list[Observation]
 ) -> Finding:
     """The same finding, under the promise that really broke, with the keys that were used and a hint."""
-    step = observed.step
-    if finding.check == "output-written" and bench.environment.emulated:
-        finding = _written_or_computed(bench, finding, schedule, observed)
-    promise, why = finding.check, ""
+    step, why = observed.step, ""
+    if finding.check != "matches-oracle":
+        finding, why = _with_other_fill(bench, finding, schedule, observed)
+    promise = finding.check
     eager = bench.eager(schedule, step)
     in_graph = observed.replay and is_right(schedule, eager)
     if in_graph:
         promise, why = _blame_graph(bench, schedule, step)
-    elif finding.check == "finite":
+    elif finding.check == "finite" and not why:
         calm = bench.eager(schedule, step, unowned=0.0)
-        if calm is not None and not finite(calm, expect(schedule, step)):
+        if calm is not None and _all_finite(calm, schedule):
             promise, why = "reads-own-kv", "with zeros instead of NaN in slots of nobody the result is finite"
     footprint = attended(bench, schedule, observed, in_graph=in_graph)
     evidence = Evidence(
@@ -72,24 +72,36 @@ def explain_numeric(
     )
 
 
-def _written_or_computed(bench: Bench, finding: Finding, schedule: Schedule, observed: Observation) -> Finding:
-    """Some CPU conversions give a NaN with all bits set, which is the poison. Another fill tells the two apart."""
+def _all_finite(observed: Observation, schedule: Schedule) -> bool:
+    return bool(stacked(observed, expect(schedule, observed.step)).isfinite().all())
+
+
+def _with_other_fill(bench: Bench, finding: Finding, schedule: Schedule, observed: Observation) -> tuple[Finding, str]:
+    """Not written, computed as NaN, or made from memory that nobody wrote? Another fill of fresh memory tells.
+
+    Some CPU conversions give a NaN with all bits set, which is the poison.
+    """
     if observed.replay:
         answer = bench.graph(schedule, fill=OTHER_FILL)
         again = next((o for o in answer[0] if o.step is observed.step), None) if answer else None
     else:
         again = bench.eager(schedule, observed.step, fill=OTHER_FILL)
     if again is None:
-        return finding
+        return finding, ""
     expected = expect(schedule, observed.step)
-    found = [*output_written(again, expected), *finite(again, expected)]
-    if not found:
-        return finding
-    return replace(
+    if finding.check == "output-written" and left_alone(observed, again, expected, OTHER_FILL):
+        return finding, ""
+    computed = replace(
         finding,
         check="finite",
         headline=finding.headline.replace("output that was never written", "nan in its output"),
         where=finding.where.replace(" still holds the poison", " is nan"),
+    )
+    if not _all_finite(again, schedule):
+        return computed, ""
+    return computed, (
+        "with numbers instead of NaN in fresh memory it is finite: it reads memory that nobody wrote, such as a "
+        "workspace or the partial results of splits that are empty"
     )
 
 

@@ -44,6 +44,8 @@ class Outcome:
     """Why the device context is gone; empty when it is not."""
     failed_steps: dict[str, list[tuple[Schedule, Observation]]] = field(default_factory=dict)
     """Promise -> steps that broke it, for diagnosis."""
+    warm_up: list[Finding] = field(default_factory=list)
+    """What is wrong with the warm-ups before captures."""
     passed_steps: list[tuple[Schedule, Observation]] = field(default_factory=list)
 
 
@@ -57,16 +59,18 @@ def gradients_off(case: Case) -> Iterator[None]:
 def judge(observed: Observation, schedule: Schedule, finite_tails: bool) -> list[Finding]:
     """All promises about one step. What follows from wrong attention outputs is not told twice."""
     expected = expect(schedule, observed.step)
-    found = [
+    after = pool_images(schedule, observed.step, expected.data, finite_tails)[1]
+    # Wrong writes make wrong numbers, and never the other way round.
+    found = writes_own_kv(observed, after, schedule.case)
+    numeric = [
         *output_written(observed, expected),
         *finite(observed, expected),
         *matches_oracle(observed, expected),
     ]
-    if not found:
+    found += numeric
+    if not numeric:
         found += graph_matches_eager(observed, expected)
         found += mode_outputs(observed, expected, schedule.case)
-    after = pool_images(schedule, observed.step, expected.data, finite_tails)[1]
-    found += writes_own_kv(observed, after, schedule.case)
     found += inputs_unchanged(observed)
     found += addresses_stable(observed)
     return found
@@ -95,6 +99,8 @@ def run_case(
     with outcome.clock.phase("oracle and checks"):
         for schedule, observed in seen:
             _judge_into(outcome, schedule, observed, claims.finite_page_tails)
+    # What is wrong at a replay as well is told there, with a place.
+    outcome.findings += [] if outcome.failed_steps else outcome.warm_up
     return outcome
 
 
@@ -180,8 +186,7 @@ def _run_graph(backend_class: type[AttentionBackend], case: Case, environment: E
     schedules = [_schedule(c, claims) for c in cases]
     world = build_world(backend_class, schedules, environment, outcome)
     seen, drives = drive_graphs(world, schedules, outcome.clock)
-    for drive in drives:
-        outcome.findings += _warm_up_finite(drive)
+    outcome.warm_up = [finding for drive in drives for finding in _warm_up_finite(drive)]
     return seen
 
 

@@ -169,8 +169,8 @@ def _key_range(e: Evidence) -> str:
 
 def _missing(e: Evidence, print_: Footprint, missing: list[int], last: int) -> str:
     count, prefix = len(missing), e.step.requests[print_.request].prefix
-    tree = e.step.requests[print_.request].tree is not None
-    if tree and missing[0] >= prefix and e.step.requests[print_.request].new > 1:
+    tree = e.step.requests[print_.request].tree
+    if tree is not None and tree.topk > 1 and missing[0] >= prefix and e.step.requests[print_.request].new > 1:
         return "draft nodes that should be visible are not: the tree mask is stale, at another offset, or cut off"
     if missing[-1] == last and missing == list(range(missing[0], last + 1)):
         return f"the last {_keys(count)} missing: seq_lens of this mode, or an end that is off by {count}"

@@ -11,8 +11,8 @@ from .runner_modes.world import World
 
 __all__ = ["OTHER_FILL", "POISON", "Bench"]
 
-POISON, OTHER_FILL = 0xFF, 0x3C
-"""Bytes of uninitialised memory: NaN, and a small number."""
+POISON, OTHER_FILL = 0xFF, 0xBC
+"""Bytes of uninitialised memory: NaN, and a small number whose bits change when it is rounded to another dtype."""
 
 
 class Bench:
@@ -33,7 +33,7 @@ class Bench:
         """One eager step."""
         try:
             with self.environment.active(fill):
-                world = self._world(schedule, unowned)
+                world = self._world(schedule, unowned, fill)
                 return run_eager(world, schedule, step, Clock(), pattern=pattern)
         except Exception:
             return None
@@ -50,7 +50,7 @@ class Bench:
         """A whole graph drive; replays only."""
         try:
             with self.environment.active(fill):
-                world = self._world(schedule, unowned)
+                world = self._world(schedule, unowned, fill)
                 seen, drives = drive_graphs(
                     world,
                     [schedule],
@@ -64,6 +64,6 @@ class Bench:
         except Exception:
             return None
 
-    def _world(self, schedule: Schedule, unowned: float | None) -> World:
+    def _world(self, schedule: Schedule, unowned: float | None, fill: int) -> World:
         extra = {} if unowned is None else {"unowned": unowned}
-        return World(self.backend_class, [schedule], self.environment.device, **extra)
+        return World(self.backend_class, [schedule], self.environment.device, fill=fill, **extra)

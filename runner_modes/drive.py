@@ -120,7 +120,7 @@ def _poison_heap(world: World, tokens: int) -> None:
         for dtype in (world.context.dtype, torch.float32)
     ]
     for block in blocks:
-        fill_with_poison(block)
+        fill_with_poison(block, world.fill)
 
 
 @dataclass
@@ -266,7 +266,7 @@ class GraphDrive:
     def _poison_outputs(self, trace: Trace) -> None:
         for tensor in (*trace.raw, *trace.attention, trace.hidden, trace.logits, trace.topk_p, trace.topk_index):
             if tensor is not None:
-                fill_with_poison(tensor)
+                fill_with_poison(tensor, self.world.fill)
 
 
 def drive_graphs(

@@ -71,9 +71,13 @@ class World:
         schedules: Sequence[Schedule],
         device: torch.device,
         unowned: float = math.nan,
+        fill: int = 0xFF,
     ) -> None:
-        """``unowned``: what slots of nobody hold: NaN, or a number to find out where a NaN came from."""
-        self.device, self.unowned = device, unowned
+        """``unowned``: what slots of nobody hold: NaN, or a number to find out where a NaN came from.
+
+        ``fill``: the byte that outputs hold before they are written.
+        """
+        self.device, self.unowned, self.fill = device, unowned, fill
         self.case: Case = schedules[0].case
         layers = tuple(
             replace(layer, sinks=layer.sinks.to(device)) if layer.sinks is not None else layer

@@ -9,7 +9,7 @@ from ..results import Finding
 from .describe import number, requests_wrong, spread_text, times
 from .observation import Observation
 
-__all__ = ["finite", "graph_matches_eager", "margin", "matches_oracle", "output_written", "stacked"]
+__all__ = ["finite", "graph_matches_eager", "left_alone", "margin", "matches_oracle", "output_written", "stacked"]
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,6 +44,13 @@ def output_written(observed: Observation, expected: Expected) -> list[Finding]:
     ]
 
 
+def left_alone(first: Observation, second: Observation, expected: Expected, fill: int) -> bool:
+    """Whether an element holds the poison in one run and, where that is the byte ``fill``, that in another."""
+    poisoned, again = _unwritten(stacked(first, expected)), stacked(second, expected)
+    bits = again.view(torch.uint8).reshape(*again.shape, -1)
+    return bool((poisoned & (bits == fill).all(-1)).any())
+
+
 def finite(observed: Observation, expected: Expected) -> list[Finding]:
     """No NaN or Inf in a real row."""
     out = stacked(observed, expected)
@@ -60,7 +67,7 @@ def finite(observed: Observation, expected: Expected) -> list[Finding]:
             f"request {request} has {number(float(out[layer, row, head, dim]))} in its output",
             where=f"out[layer {layer}, {_row(expected, row)}, head {head}, dim {dim}], "
             f"want {number(float(expected.attention[layer, row, head, dim]))}",
-            spread=spread_text(bad.any(0), expected.data.row_request, observed.step),
+            spread=spread_text(bad.any(0), expected.data.row_request, observed.step) + _layers_text(bad),
             step=observed.label,
         )
     ]

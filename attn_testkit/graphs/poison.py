@@ -21,14 +21,18 @@ _WATCHED_BYTES = 8 << 20
 """Canaries up to this size are compared after every replay; larger ones only poison reads."""
 
 
-def fill_with_poison(tensor: torch.Tensor) -> None:
-    """0xFF in every byte of the tensor's elements: NaN, or -1. Works for strided views."""
+def fill_with_poison(tensor: torch.Tensor, byte: int = 0xFF) -> None:
+    """0xFF in every byte of the tensor's elements: NaN, or -1. Works for strided views.
+
+    Another ``byte`` is for telling whether something was left alone or computed.
+    """
     if tensor.dtype == torch.bool:
         tensor.fill_(True)
     else:
         # Through integers, so that the very bits are known: a computed NaN has others, and a row that still holds
         # these was never written.
-        tensor.view(_INTEGERS[tensor.dtype.itemsize]).fill_(-1)
+        size = tensor.dtype.itemsize
+        tensor.view(_INTEGERS[size]).fill_(int.from_bytes(bytes([byte] * size), "little", signed=True))
 
 
 @dataclass
