@@ -19,7 +19,7 @@ from attn_testkit.contract import (
     Requires,
 )
 
-from .flashinfer_plan import PagePlan, make_page_plan, pages_per_request, workspace
+from .flashinfer_plan import PagePlan, filled_up, make_page_plan, pages_per_request, workspace
 from .vendor import EntryPoint, provide
 from .vendor.flashinfer_wrappers import BATCH_MLA_FA2, BATCH_MLA_FA3
 
@@ -75,22 +75,39 @@ class FlashInferMLABackend(AttentionBackend):
         def zeros(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=self.context.device)
 
-        self._qo_indptr, self._kv_indptr = zeros(max_bs + 1), zeros(max_bs + 1)
-        self._kv_lens, self._kv_indices = zeros(max_bs), zeros(max_bs * pages)
+        # One request more than the batch: see _graph_plan.
+        self._qo_indptr, self._kv_indptr = zeros(max_bs + 2), zeros(max_bs + 2)
+        self._kv_lens, self._kv_indices = zeros(max_bs + 1), zeros((max_bs + 1) * pages)
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         """Build the bucket's wrappers at its capture; plan them at the capture and before every replay."""
-        bs, bucket = batch.batch_size, (batch.forward_mode, batch.batch_size)
+        bucket, plan = (batch.forward_mode, batch.batch_size), self._graph_plan(batch)
         if in_capture:
+            requests = plan.kv_lens.shape[0]
             buffers = {
-                "qo_indptr": self._qo_indptr[: bs + 1],
-                "kv_indptr": self._kv_indptr[: bs + 1],
+                "qo_indptr": self._qo_indptr[: requests + 1],
+                "kv_indptr": self._kv_indptr[: requests + 1],
                 "kv_indices": self._kv_indices,
-                "kv_len_arr": self._kv_lens[:bs],
+                "kv_len_arr": self._kv_lens[:requests],
             }
             self._graphs[bucket] = {scale: self._wrapper(use_cuda_graph=True, **buffers) for scale in self._scales}
         self._current = self._graphs[bucket]
-        self._plan_all(make_page_plan(self.context, batch), batch.forward_mode)
+        self._plan_all(plan, batch.forward_mode)
+
+    def _graph_plan(self, batch: ForwardBatch) -> PagePlan:
+        """The plan of a batch, with as many query rows as the graph has.
+
+        The planner gives a request's rows to clusters of two blocks where (rows * heads) / requests is above 64, else
+        of one, and the grid that goes with it is frozen into the graph. v1 captures S + 1 rows a request and replays
+        fewer: a plan for the other cluster size leaves half of the splits without a block, and nothing says so
+        (flashinfer 0.7.2, found by this kit on an H200). A last request that takes the rows left over keeps the
+        quotient what it was.
+        """
+        plan = make_page_plan(self.context, batch)
+        if batch.forward_mode is not ForwardMode.DRAFT_EXTEND:
+            return plan
+        rows = batch.batch_size * (self.context.speculative_num_steps + 1)
+        return filled_up(plan, rows, self.context.page_size)
 
     def _wrapper(self, **graph: Any) -> Any:
         return self._provided.call(self._float_workspace, backend=self.kernel_family, **graph)

@@ -8,7 +8,7 @@ import torch
 
 from attn_testkit.contract import BackendContext, DraftExtendInput, ForwardBatch, ForwardMode, VerifyInput
 
-__all__ = ["PagePlan", "exclusive_sum", "make_page_plan", "pages_per_request", "workspace"]
+__all__ = ["PagePlan", "exclusive_sum", "filled_up", "make_page_plan", "pages_per_request", "workspace"]
 
 _WORKSPACE_BYTES = 128 << 20
 _workspaces: dict[tuple[torch.device, bool], torch.Tensor] = {}
@@ -71,6 +71,22 @@ def make_page_plan(context: BackendContext, batch: ForwardBatch) -> PagePlan:
         last_page_len=kv_lens - (pages - 1) * context.page_size,
         kv_indices=_page_ids(context, batch, pages),
         custom_mask=mask,
+    )
+
+
+def filled_up(plan: PagePlan, rows: int, page_size: int) -> PagePlan:
+    """One more request, which takes the query rows between the packed end and ``rows`` and reads page 0."""
+    rest = torch.tensor([rows]) - plan.qo_indptr[-1:]
+    kv_lens = rest.clamp(min=1)
+    pages = -(-kv_lens // page_size)
+    ends = torch.tensor([rows]), plan.kv_indptr[-1:] + pages
+    return PagePlan(
+        qo_indptr=torch.cat([plan.qo_indptr, ends[0]]).to(torch.int32),
+        kv_lens=torch.cat([plan.kv_lens, kv_lens]).to(torch.int32),
+        kv_indptr=torch.cat([plan.kv_indptr, ends[1]]).to(torch.int32),
+        last_page_len=torch.cat([plan.last_page_len, kv_lens - (pages - 1) * page_size]).to(torch.int32),
+        kv_indices=torch.nn.functional.pad(plan.kv_indices, (0, int(pages))),
+        custom_mask=plan.custom_mask,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from attn_testkit.backends.flashinfer import FlashInferBackend, LayerKind
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend, FlashInferMLAFP8Backend
-from attn_testkit.backends.flashinfer_plan import PagePlan, exclusive_sum
+from attn_testkit.backends.flashinfer_plan import PagePlan, exclusive_sum, make_page_plan
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 
 # ---- paged wrappers
@@ -194,6 +194,13 @@ class MLAPlansAtCaptureOnly(FlashInferMLABackend):
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         if in_capture:
             super().init_forward_metadata_out_graph(batch, in_capture)
+
+
+class OtherClusterSizeAtReplay(FlashInferMLABackend):
+    """Plans a v1 replay for the accepted rows alone, which may ask for another grid than the captured one."""
+
+    def _graph_plan(self, batch: ForwardBatch) -> PagePlan:
+        return make_page_plan(self.context, batch)
 
 
 class UniformStrideInV1(FlashInferMLABackend):

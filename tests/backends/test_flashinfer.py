@@ -25,7 +25,8 @@ MLA_DECODE = "decode-mla16-d512r64-bf16-p32-k31.32.5-shuffled-gauss-b5stale"
 MLA_CHAIN = "target-verify-mla16-d128r64-fp16-p16-k3.20-chain4-reversed-footprint-b3nan"
 MLA_V1 = "draft-extend-mla2-d128r64-bf16-p1-k15.16.17-n4a1.3.2-interleaved-gauss-b4prod"
 MLA_V2 = "draft-extend-v2-mla16-d128r64-bf16-p16-k1.2-n3a1.3-shuffled-gauss-b4prod"
-MLA_HEALTHY = (MLA_DECODE, MLA_CHAIN, MLA_V1, MLA_V2)
+MLA_CLUSTERS = "draft-extend-mla16-d512r64-bf16-p64-k63.64.65-n6a1x3-contiguous-mean-b4prod"
+MLA_HEALTHY = (MLA_CLUSTERS, MLA_DECODE, MLA_CHAIN, MLA_V1, MLA_V2)
 MLA_FP8 = "target-verify-mla16-d512r64-bf16-p64-k15.70-chain3-shuffled-gauss-kvfp8e4m3-b3prod"
 
 
@@ -70,6 +71,7 @@ FAULTS = [
     ("VerifyNotCausal", "eager", MLA_CHAIN, "differs from the oracle"),
     ("ScaleOfTheWidth", "eager", MLA_DECODE, "differs from the oracle"),
     ("MLAPlansAtCaptureOnly", "graph", MLA_DECODE, "is right in eager"),
+    ("OtherClusterSizeAtReplay", "graph", MLA_CLUSTERS, "is right in eager"),
     ("UniformStrideInV1", "graph", MLA_V1, "query offsets are their running sum"),
     ("RopeScaleForgotten", "eager", MLA_FP8, "differs from the oracle"),
 ]

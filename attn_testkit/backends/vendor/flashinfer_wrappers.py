@@ -180,7 +180,9 @@ def _mla_plan(
 ) -> list[int]:  # fmt: skip
     _int32("qo_indptr, kv_indptr, kv_len", qo_indptr, kv_indptr, kv_len)
     _grown("qo_indptr", qo_indptr)
-    return _leave(int_workspace, qo_indptr, kv_indptr, kv_len)
+    # Two blocks share the rows of a request where there are many: the grid has another shape then.
+    cluster = 2 if int(qo_indptr[-1]) * num_heads // kv_len.shape[0] > 64 else 1
+    return [cluster, *_leave(int_workspace, qo_indptr, kv_indptr, kv_len, torch.tensor([cluster]))]
 
 
 def _mla_run(
@@ -193,7 +195,7 @@ def _mla_run(
     if ckv_scale_arr is not None:
         raise NotImplementedError("the stand-in of MLA knows no per-block scales")
     # The kernel reads lengths and offsets from the plan, not from the caller's buffers.
-    qo_indptr, kv_indptr, kv_lens = _found(int_workspace, plan_info)
+    qo_indptr, kv_indptr, kv_lens, cluster = _found(int_workspace, plan_info[1:])
     rows = paged.rows_of_requests(qo_indptr, q_nope.shape[0])
     keys = paged.keys_of_pages(kv_indptr, kv_indices, kv_lens, page_size)
     visible = loaded = (rows.request[:, None] == keys.request[None]) & rows.valid[:, None] & keys.valid[None]
@@ -205,6 +207,8 @@ def _mla_run(
         torch.cat([q_nope, q_pe], -1), torch.cat([latent, rope], -1), latent, visible, sm_scale,
         round_to=q_nope.dtype, loaded=loaded,
     )  # fmt: skip
+    # A launch of another cluster size than the plan's leaves work without a block. NaN where that is left to chance.
+    result = torch.where(cluster == plan_info[0], result, torch.nan)
     out.copy_(torch.where(rows.valid[:, None, None], result.to(out.dtype), out))
     if lse is not None:
         lse.copy_(sums * 0.6931471805599453 if base_e else sums)
