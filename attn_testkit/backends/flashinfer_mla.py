@@ -59,6 +59,8 @@ class FlashInferMLABackend(AttentionBackend):
         self._scales = list(dict.fromkeys(layer.scaling for layer in context.layers))
         self._eager: dict[float, Any] = {}
         self._graphs: dict[tuple[ForwardMode, int], dict[float, Any]] = {}
+        self._rows: dict[tuple[ForwardMode, int], int] = {}
+        """Query rows of each captured graph."""
         self._current: dict[float, Any] = {}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -81,7 +83,10 @@ class FlashInferMLABackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         """Build the bucket's wrappers at its capture; plan them at the capture and before every replay."""
-        bucket, plan = (batch.forward_mode, batch.batch_size), self._graph_plan(batch)
+        bucket = batch.forward_mode, batch.batch_size
+        if in_capture:
+            self._rows[bucket] = batch.input_ids.shape[0]
+        plan = self._graph_plan(batch)
         if in_capture:
             requests = plan.kv_lens.shape[0]
             buffers = {
@@ -106,8 +111,7 @@ class FlashInferMLABackend(AttentionBackend):
         plan = make_page_plan(self.context, batch)
         if batch.forward_mode is not ForwardMode.DRAFT_EXTEND:
             return plan
-        rows = batch.batch_size * (self.context.speculative_num_steps + 1)
-        return filled_up(plan, rows, self.context.page_size)
+        return filled_up(plan, self._rows[batch.forward_mode, batch.batch_size], self.context.page_size)
 
     def _wrapper(self, **graph: Any) -> Any:
         return self._provided.call(self._float_workspace, backend=self.kernel_family, **graph)
