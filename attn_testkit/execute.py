@@ -26,7 +26,7 @@ from .results import Finding
 from .runner_modes.drive import Clock, DriveError, GraphDrive, drive_graphs, run_eager
 from .runner_modes.world import World
 
-__all__ = ["Outcome", "gradients_off", "judge", "run_case"]
+__all__ = ["Outcome", "gradients_off", "judge", "run_case", "schedule_for"]
 
 _NUMERIC = ("output-written", "finite", "matches-oracle")
 
@@ -141,7 +141,7 @@ def build_world(
 _Seen = list[tuple[Schedule, Observation]]
 
 
-def _schedule(case: Case, claims: Capabilities) -> Schedule:
+def schedule_for(case: Case, claims: Capabilities) -> Schedule:
     """One object for all backends with the same limits, so that they share the oracle's answers."""
     if case.kv_dtype == "same" or claims.matmul_dtype == "model":
         return make_schedule(case)
@@ -150,7 +150,7 @@ def _schedule(case: Case, claims: Capabilities) -> Schedule:
 
 def _run_eager(backend_class: type[AttentionBackend], case: Case, environment: Environment, outcome: Outcome) -> _Seen:
     claims = backend_class.capabilities
-    schedule = _schedule(case, claims)
+    schedule = schedule_for(case, claims)
     world = build_world(backend_class, [schedule], environment, outcome)
     step = schedule.steps[0]
     observed = run_eager(world, schedule, step, outcome.clock)
@@ -182,8 +182,9 @@ def _run_graph(backend_class: type[AttentionBackend], case: Case, environment: E
     cases = [case]
     if case.mixed:
         runnable = {mode for mode in claims.graph if not missing_here(claims, environment, mode)}
-        cases += companions(case, runnable, claims.max_q_rows)
-    schedules = [_schedule(c, claims) for c in cases]
+        max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
+        cases += companions(case, runnable, claims.max_q_rows, max_topk)
+    schedules = [schedule_for(c, claims) for c in cases]
     world = build_world(backend_class, schedules, environment, outcome)
     seen, drives = drive_graphs(world, schedules, outcome.clock)
     outcome.warm_up = [finding for drive in drives for finding in _warm_up_finite(drive)]

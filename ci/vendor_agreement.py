@@ -25,13 +25,13 @@ from attn_testkit.runner_modes.world import World
 
 from attn_testkit.backends.vendor import VendorMissing, forced
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.schedule import Schedule, make_schedule
+from attn_testkit.cases.schedule import Schedule
 from attn_testkit.checks.numeric import margin, stacked
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, Execution, ForwardMode
 from attn_testkit.engine import WorkItem, plan_run
 from attn_testkit.environment import Environment, resolve
-from attn_testkit.execute import gradients_off
+from attn_testkit.execute import gradients_off, schedule_for
 from attn_testkit.oracle.expect import expect
 from attn_testkit.registry import load_backend
 
@@ -51,11 +51,20 @@ def _mla(kernel: str) -> Callable[[Case], str]:
     return name
 
 
+def _trtllm_mha(case: Case) -> str:
+    if case.mode is ForwardMode.DRAFT_EXTEND:
+        return "trtllm_batch_context_with_kv_cache"
+    rows = "one row" if case.width == 1 else "packed causal mask"
+    keys = ", e4m3 keys" if case.kv_dtype != "same" else ""
+    return f"trtllm_batch_decode_with_kv_cache, {rows}{keys}"
+
+
 ENTRY_POINTS: dict[str, Callable[[Case], str]] = {
     "flashinfer": _flashinfer,
     "flashinfer_mla": _mla("fa2"),
     "flashinfer_mla_fa3": _mla("fa3"),
     "flashinfer_mla_fp8": _mla("fa3, e4m3 keys"),
+    "trtllm_mha": _trtllm_mha,
 }
 """Backend -> which entry point a case of it runs. A backend without an entry is told by mode."""
 
@@ -89,7 +98,7 @@ _Seen = list[tuple[Schedule, Observation]]
 
 def _steps(backend: type[AttentionBackend], item: WorkItem, environment: Environment, kind: Any) -> _Seen:
     """Drive one case on the real kernel or on its stand-in."""
-    schedule = make_schedule(item.case)
+    schedule = schedule_for(item.case, backend.capabilities)
     with environment.active(), gradients_off(item.case), forced(kind) if kind else nullcontext():
         world = World(backend, [schedule], environment.device)
         if item.execution is Execution.GRAPH:

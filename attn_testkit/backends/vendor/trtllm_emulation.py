@@ -219,7 +219,7 @@ def _gen_attend(
     result = paged.through_scratch(result * bmm2, workspace)
     if dirty is not None:
         result = _unless(dirty, result)
-    paged.pack_rows(result, queries, out)
+    paged.pack_rows(result, queries, out.view(-1, *out.shape[-2:]))
 
 
 # ---- the package over them
