@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from ..registry import UsageError, unknown
-from . import looks, reading, running
+from . import auditing, looks, reading, running
 
 __all__ = ["main"]
 
@@ -51,6 +51,7 @@ for _command in (
     reading.report,
     reading.compare,
     looks.known,
+    auditing.audit,
 ):
     commands.add_command(_command)
 

@@ -1,0 +1,180 @@
+"""What an audit looks like: on a terminal, as a page, and as the documentation of the promises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from .audit import Audit, FaultVerdict
+from .checks.promises import PROMISES
+from .faults import all_faults, all_left_out, all_twins
+from .faults.catalogue import CLASSES, Fault
+
+__all__ = ["audit_page", "audit_text", "promises_page"]
+
+
+def audit_text(audit: Audit, *, verbose: bool = False) -> str:
+    """Survivors and false alarms first, then the kill matrix, then each promise's part."""
+    lines: list[str] = []
+    for verdict in audit.survivors:
+        why = verdict.not_run and f"not run: {verdict.not_run}"
+        lines.append(f"SURVIVED  {verdict.slug}  {why or f'{verdict.case_runs} case-runs, {verdict.seconds:.1f} s'}")
+    for twin in audit.alarms:
+        lines.append(f"FALSE ALARM  {twin.name} {twin.mode} {twin.execution}: {twin.alarms} of {twin.case_runs}")
+        lines += [f"  {line}" for line in twin.texts[0].splitlines()]
+    unexpected = [verdict for verdict in audit.faults if verdict.caught and not verdict.as_expected]
+    for verdict in unexpected:
+        lines.append(
+            f"OTHERWISE  {verdict.slug}: caught by {', '.join(verdict.caught_by)}, not by {', '.join(verdict.expected)}"
+        )
+    lines += ["", *_matrix(audit), "", *_promise_table(audit), ""]
+    if verbose:
+        lines += [line for verdict in audit.faults if verdict.text for line in (verdict.text, "")]
+    lines.append(verdict_line(audit))
+    return "\n".join(lines).lstrip("\n")
+
+
+def verdict_line(audit: Audit) -> str:
+    """The whole audit in a line."""
+    caught = sum(verdict.caught for verdict in audit.faults)
+    case_runs = sum(v.case_runs for v in audit.faults) + sum(v.case_runs for v in audit.twins)
+    alarms = sum(verdict.alarms for verdict in audit.twins)
+    idle = audit.idle_promises
+    parts = [
+        f"{caught} of {len(audit.faults)} faults caught",
+        f"{alarms} false alarms in {len({verdict.name for verdict in audit.twins})} twins",
+        *([f"promises that are first for no fault: {', '.join(idle)}"] if idle else []),
+        f"{case_runs} case-runs in {audit.seconds:.0f} s",
+        f"tier {audit.settings.tier}, seed {audit.settings.seed}",
+        audit.device,
+    ]
+    return ("GOOD: " if audit.exit_code == 0 else "NOT GOOD: ") + "; ".join(parts)
+
+
+def _columns(audit: Audit) -> list[str]:
+    used = {promise for verdict in audit.faults for promise in verdict.caught_by}
+    return [promise for promise in (*PROMISES, "crashed", "timed out") if promise in PROMISES or promise in used]
+
+
+def _matrix(audit: Audit) -> list[str]:
+    if not audit.faults:
+        return []
+    columns, wide = _columns(audit), max(len(verdict.slug) for verdict in audit.faults)
+    numbers = " ".join(f"{i:>2}" for i in range(1, len(columns) + 1))
+    lines = [f"  {'':<{wide}}  {numbers}  runs   s  first caught by"]
+    for verdict in audit.faults:
+        cells = " ".join(f"{_cell(verdict, promise):>2}" for promise in columns)
+        place = f"{verdict.case} ({verdict.execution})" if verdict.case else verdict.first or "SURVIVED"
+        cost = f"{verdict.case_runs:>4} {verdict.seconds:>3.0f}"
+        lines.append(f"{verdict.bug_class} {verdict.slug:<{wide}}  {cells}  {cost}  {place}")
+    return lines
+
+
+def _cell(verdict: FaultVerdict, promise: str) -> str:
+    if promise == verdict.first:
+        return "#"
+    return "+" if promise in verdict.caught_by else "·"
+
+
+def _promise_table(audit: Audit) -> list[str]:
+    first = audit.first_catches
+    lines = ["   #  promise                first    of those only it"]
+    for number, promise in enumerate(_columns(audit), start=1):
+        alone = sum(verdict.caught_by == (promise,) for verdict in audit.faults)
+        lines.append(f"  {number:>2}  {promise:<22} {first.get(promise, 0):>5}  {alone:>5}")
+    return lines
+
+
+def _template(name: str, *, autoescape: bool) -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("attn_testkit.reports", "."),
+        autoescape=autoescape,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
+
+
+def audit_page(audit: Audit) -> str:
+    """A page that needs nothing else."""
+    faults = {fault.slug: fault for fault in all_faults()}
+    groups = [
+        (letter, words, [(verdict, faults[verdict.slug]) for verdict in audit.faults if verdict.bug_class == letter])
+        for letter, words in CLASSES.items()
+    ]
+    twins: dict[str, list[Any]] = {}
+    for verdict in audit.twins:
+        twins.setdefault(verdict.name, []).append(verdict)
+    return _template("audit.html.j2", autoescape=True).render(
+        audit=audit,
+        columns=_columns(audit),
+        first=audit.first_catches,
+        alone={p: sum(v.caught_by == (p,) for v in audit.faults) for p in _columns(audit)},
+        groups=[group for group in groups if group[2]],
+        twins=twins,
+        whys={twin.name: twin.why for twin in all_twins()},
+        promises=PROMISES,
+        line=verdict_line(audit),
+    )
+
+
+def promises_page() -> str:
+    """``docs/promises.md``: each promise, what breaks it, the faults that prove it, how to read its failure."""
+    faults = all_faults()
+    return _template("promises.md.j2", autoescape=False).render(
+        promises=[(promise, _proofs(faults, promise.id)) for promise in PROMISES.values()],
+        reading=_READING,
+        classes=CLASSES,
+        faults=faults,
+        twins=all_twins(),
+        left_out=all_left_out(),
+    )
+
+
+def _proofs(faults: Sequence[Fault], promise: str) -> list[Fault]:
+    return [fault for fault in faults if fault.promises[0] == promise]
+
+
+def docs_path() -> Path:
+    """``docs/promises.md`` of a checkout."""
+    return Path(__file__).resolve().parent.parent / "docs" / "promises.md"
+
+
+_READING = {
+    "completes": "The first line holds the exception; `where` is the last line of it that is yours.",
+    "output-contract": "Compare the shape, dtype or device that is told with `Hq * Dv` values a row, in q's dtype.",
+    "matches-oracle": "`attended` says which keys a wrong row used and which it should have used. The right keys with "
+    "a wrong result leave scale, soft cap, sinks and the mapping of heads.",
+    "mode-outputs": "The attention of every layer is right. Look at what runs after it: pruning to the accepted row, "
+    "the batch's own tensors, buffers that a later layer shares.",
+    "graph-matches-eager": "Both are within the limit and differ. Look for what depends on being captured: a split "
+    "count, a kernel choice, a rounding.",
+    "finite": "A NaN that is computed, not read: an empty sum, or memory that nobody wrote. The hint says which.",
+    "output-written": "The place told still holds what was there before the call: a grid that is too small, or an "
+    "early exit.",
+    "reads-own-kv": "With zeros in slots of nobody the result is finite. `attended` says where the foreign weight came "
+    "from; if the keys are right, something is multiplied by 0 instead of masked.",
+    "writes-own-kv": "`where` names the slot, its page, and whose it is. A slot of nobody: padding. An earlier token: "
+    "an offset. This step's: frozen slots, or the wrong numbers.",
+    "inputs-unchanged": "`where` lists the tensors that no longer hold what they held.",
+    "captures-cleanly": "`where` is the line that a capture cannot record, and the hint what to write instead.",
+    "replay-follows-batch": "Eager is right, and so is the plan: something of the capture is still in force. "
+    "`attended` says which keys were used; a length in the hint is usually the capture's.",
+    "addresses-stable": "The hint names the attribute that a replay replaced, or the block that was freed. Allocate it "
+    "once, and fill it in place.",
+    "padding-inert": "In a bucket of exactly that size it is right. Look for sums, maxima and tails over the padded "
+    "batch.",
+    "buckets-independent": "As the only replay of the only bucket it is right. Look for what two graphs, two modes or "
+    "an eager step share.",
+    "no-host-lengths": "`where` is the line that waits for the device, or reads a host length that is not given.",
+    "refuses-undeclared": "The constructor took what the claims exclude. Call `super().__init__`, or widen the claim "
+    "and have it tested.",
+    "claims-honest": "A claim that no case can satisfy together with the others, or that does not hold.",
+    "repeatable": "The same step twice on one instance: look for counters left dirty, atomics, memory not cleared.",
+    "batch-invariant": "A request alone and in company: look for sizes and splits that are taken from the batch.",
+}
+"""Promise -> how to read its failure."""

@@ -1,0 +1,118 @@
+"""``audit``: whether the kit catches what it claims to catch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..doors import TIERS
+from .options import Spelled, device_option
+from .running import write_text
+
+if TYPE_CHECKING:
+    from ..audit import Settings
+
+__all__ = ["audit"]
+
+LOG_SECONDS = 15.0
+
+
+@click.command(
+    short_help="Judge the kit by its catalogue of broken backends.",
+    epilog="""\b
+Examples:
+  attn-testkit audit --device cpu --html audit.html
+  attn-testkit audit --fault 'qlens-*' --verbose
+  attn-testkit audit --docs docs/promises.md
+\b
+Exit code 1 when a fault survives, a healthy twin fails, or a promise is first for no fault.""",
+)
+@click.option("--tier", type=Spelled("tier", TIERS), default="core", show_default=True, help="How many cases.")
+@click.option("--fault", "faults", multiple=True, metavar="GLOB", help="Only faults and twins so named; repeatable.")
+@device_option
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Other random data.")
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes; default: one for each CPU, at most 8.")
+@click.option("--timeout", type=float, default=240.0, show_default=True, metavar="S", help="Seconds for one fault.")
+@click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write everything.")
+@click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write the kill matrix as a page.")
+@click.option("--verbose", "-v", is_flag=True, help="Also the failure of every fault.")
+@click.option("--docs", type=click.Path(), metavar="FILE", help="Write the page of promises, and run nothing.")
+def audit(
+    faults: tuple[str, ...],
+    tier: str,
+    device: str,
+    seed: int,
+    jobs: int | None,
+    timeout: float,
+    json_file: str | None,
+    html_file: str | None,
+    verbose: bool,
+    docs: str | None,
+) -> int:
+    """Run every broken backend until a case catches it, and every healthy twin to the end."""
+    from ..audit import Settings
+    from ..audit import audit as run_audit
+    from ..audit_show import audit_page, audit_text, promises_page
+    from ..environment import resolve
+
+    if docs:
+        write_text(docs, promises_page())
+        return 0
+    emulated = resolve(device).emulated
+    jobs = jobs or (min(8, os.cpu_count() or 1) if emulated else min(4, os.cpu_count() or 1))
+    settings = Settings(tier=tier, device=device, seed=seed, faults=faults, jobs=jobs, timeout_s=timeout)
+    with _Progress(settings) as progress:
+        found = run_audit(settings, progress.see)
+    click.echo(audit_text(found, verbose=verbose))
+    if json_file:
+        write_text(json_file, json.dumps(found.as_plain(), indent=1))
+    if html_file:
+        write_text(html_file, audit_page(found))
+    return found.exit_code
+
+
+class _Progress:
+    """A bar on a terminal, a line now and then in a log."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+        self._last = self._started = time.monotonic()
+        self._bad = 0
+        click.echo(
+            f"attn-testkit audit: tier {settings.tier}, seed {settings.seed}, {settings.jobs} processes", err=True
+        )
+
+    def __enter__(self) -> _Progress:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def see(self, verdict: Any, done: int, total: int) -> None:
+        """One more verdict."""
+        bad = not verdict.caught if hasattr(verdict, "caught") else bool(verdict.alarms)
+        self._bad += bad
+        name = getattr(verdict, "slug", getattr(verdict, "name", ""))
+        if bad:
+            word = "survived" if hasattr(verdict, "caught") else "false alarm"
+            click.echo(f"  {name}: {word}", err=True)
+        if self._bar:
+            if self._task is None:
+                self._task = self._bar.add_task("", total=total)
+            self._bar.update(self._task, completed=done, description=f"{name[:40]:<40}")
+        elif time.monotonic() - self._last > LOG_SECONDS:
+            self._last = time.monotonic()
+            click.echo(f"  {done} of {total}, {self._bad} bad, {self._last - self._started:.0f} s", err=True)
