@@ -64,9 +64,11 @@ class TRTLLMMHABackend(AttentionBackend):
         dtypes=frozenset({"fp16", "bf16"}),
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),
         matmul_dtype="fp8_e4m3",
-        head_dims=frozenset({64, 128, 256}),
-        page_sizes=frozenset({16, 32, 64}),  # 128 has conditions on trtllm-gen: ratio above 1, powers of two
-        gqa_ratios=frozenset({1, 2, 4, 8}),
+        # XQA is compiled for each combination of dtypes, width, page size, ratio, window and number of query rows, so
+        # these are the ones that are tried, not all that there are. 128-slot pages have conditions on trtllm-gen.
+        head_dims=frozenset({64, 128}),
+        page_sizes=frozenset({16, 64}),
+        gqa_ratios=frozenset({1, 4, 8}),
         max_q_rows=32,
         max_topk=1,  # the mask of XQA is for chains, and trtllm-gen has none
         sliding_window=frozenset(ForwardMode),

@@ -24,7 +24,7 @@ import torch
 
 from attn_testkit.contract import Capabilities
 
-__all__ = ["FAMILIES", "Family", "families_of", "main"]
+__all__ = ["FAMILIES", "Family", "compile_all", "families_of", "main"]
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
@@ -113,6 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for family in families:
             print(family.maker.partition(":")[2], *family.arguments)
         return 0
+    return compile_all(families)
+
+
+def compile_all(families: Sequence[Family]) -> int:
+    """Build them, tell progress, return 1 if anything did not compile."""
     cores = os.cpu_count() or 2
     # A family has about ten files of very different sizes: two of each of many families keep all cores busy.
     os.environ.setdefault("MAX_JOBS", "2")

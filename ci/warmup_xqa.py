@@ -1,0 +1,61 @@
+"""Compile the XQA kernels that the cases of a tier need, in parallel and before anything is timed.
+
+    python ci/warmup_xqa.py --tier core
+    python ci/warmup_xqa.py --tier core --mode decode --list
+
+XQA is compiled for each combination of dtypes, page size, head dim, ratio, window and number of query rows: far more
+than a tier meets, so the list is made from its cases. Each layer of a case counts: only the first has a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import click
+
+from attn_testkit.backends.trtllm_mha import XQABackend
+from attn_testkit.backends.vendor.warmup import Family, compile_all
+from attn_testkit.cases.case import Case
+from attn_testkit.cases.catalogue import TIERS, companions, generate
+from attn_testkit.cases.data import DTYPES
+from attn_testkit.contract import ForwardMode
+
+
+def _needed(case: Case) -> Iterator[Family]:
+    dtype = DTYPES[case.dtype]
+    kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
+    ratio = case.heads.q_heads // case.heads.kv_heads
+    for window in {case.window >= 0, False}:
+        arguments = (dtype, kv_dtype, case.page_size, case.head_dim, ratio, window, dtype, case.width)
+        yield Family("flashinfer.jit.xqa:gen_xqa_module", arguments)
+
+
+def families(tier: str, modes: Sequence[ForwardMode]) -> list[Family]:
+    """What the cases of a tier need, each once, in the order of the modes."""
+    claims = XQABackend.capabilities
+    found: dict[Family, None] = {}
+    for mode in modes:
+        for case in generate(claims, mode, tier):
+            for each in [case, *(companions(case, claims.graph, claims.max_q_rows) if case.mixed else [])]:
+                found.update(dict.fromkeys(_needed(each)))
+    return list(found)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__)
+@click.option("--tier", type=click.Choice(list(TIERS)), default="core", show_default=True)
+@click.option("--mode", "modes", multiple=True, help="Default: every mode that XQA serves.")
+@click.option("--list", "only_list", is_flag=True, help="Print what would be compiled, and stop.")
+@click.pass_context
+def main(context: click.Context, tier: str, modes: tuple[str, ...], only_list: bool) -> None:
+    chosen = [ForwardMode(m) for m in modes] or sorted(XQABackend.capabilities.eager)
+    wanted = families(tier, chosen)
+    if only_list:
+        for family in wanted:
+            click.echo(" ".join(str(argument) for argument in family.arguments))
+        click.echo(f"{len(wanted)} kernels")
+        return
+    context.exit(compile_all(wanted))
+
+
+if __name__ == "__main__":
+    main()
