@@ -21,7 +21,7 @@ _CHAINED = (ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTE
     mechanism="seq_lens is taken for prefix + new where the backend was given the prefix: the step's own keys are "
     "skipped",
     promises=("matches-oracle",),
-    hint="keys are missing",
+    hint="keys? (is|are) missing",
 )
 class DraftExtendV2PrefixOnly(TorchNativeBackend):
     def _kv_lens(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ class DraftExtendV2PrefixOnly(TorchNativeBackend):
     modes=_EXTENDS,
     mechanism="the step's keys are read in ascending slot order, as if out_cache_loc always increased inside a request",
     promises=("matches-oracle",),
-    hint="right keys with wrong weights",
+    hint="slots need not increase",
 )
 class NonMonotonicSlots(TorchNativeBackend):
     def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
@@ -55,7 +55,7 @@ class NonMonotonicSlots(TorchNativeBackend):
     mechanism="slots of the new tokens are counted up from the first one, which is right inside one page or in "
     "contiguous memory",
     promises=("reads-own-kv", "matches-oracle"),
-    hint="keys of others",
+    hint="stand in for others|of nobody|other requests",
 )
 class NewSlotsAssumedConsecutive(TorchNativeBackend):
     def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
@@ -146,7 +146,7 @@ class BlockTableIndexedByToken(TorchNativeBackend):
     mechanism="head dim 256 needs two V loads for a tile of 64 keys, and the second still uses the page ids of the "
     "first",
     promises=("matches-oracle",),
-    hint="right keys with wrong weights or values",
+    hint="a page or tile is looked up twice",
 )
 class VTilePageNotAdvanced(TorchNativeBackend):
     def _values(self, layer: AttentionLayer) -> torch.Tensor:
@@ -165,7 +165,7 @@ class VTilePageNotAdvanced(TorchNativeBackend):
     mechanism="the stride between rows of the page table is taken as the longest length instead of the table's own "
     "width",
     promises=("reads-own-kv", "matches-oracle"),
-    hint="request 0 is right and all others are wrong",
+    hint="the table's stride|request 0 is right",
 )
 class TableRowWidthFromMaxLen(TorchNativeBackend):
     def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
@@ -216,7 +216,7 @@ class KvLenDoubleCounted(TorchNativeBackend):
     modes=(ForwardMode.DECODE,),
     mechanism="32 heads run as two virtual requests of 16, and the second one's KV is looked up by its virtual index",
     promises=("reads-own-kv", "matches-oracle"),
-    hint="other",
+    hint="head 1|head 2|of its own keys",
     modelled="folds any even number of heads in two",
 )
 class FoldedHeadsReadNextTokenKv(TorchNativeBackend):
@@ -315,7 +315,7 @@ class PageSizeBakedIn(TorchNativeBackend):
     modes=_ALL,
     mechanism="row i of the request table is read for request i, instead of row req_pool_indices[i]",
     promises=("reads-own-kv", "matches-oracle"),
-    hint="stale page table",
+    hint="the request row",
 )
 class BatchIndexInsteadOfPoolRow(TorchNativeBackend):
     def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
@@ -329,7 +329,7 @@ class BatchIndexInsteadOfPoolRow(TorchNativeBackend):
     modes=(ForwardMode.DECODE,),
     mechanism="seq_lens is taken for the prefix, and the token of this step is not among its own keys",
     promises=("matches-oracle",),
-    hint="the last key is missing",
+    hint="the last key is missing|shifted by -1",
 )
 class DecodeMissesItsOwnKey(TorchNativeBackend):
     def _kv_lens(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ class WindowTakenFromGroup(TorchNativeBackend):
     modes=_ALL,
     mechanism="windowed layers get a table of token slots and read it as a table of pages",
     promises=("reads-own-kv", "matches-oracle"),
-    hint="only layer 0",
+    hint="layer 0",
     modelled="a sliding window stands in for chunked-local attention",
 )
 class WindowTokenTableWithPages(TorchNativeBackend):
@@ -222,7 +222,7 @@ class WindowWrittenBack(TorchNativeBackend):
     modes=(ForwardMode.DECODE,),
     mechanism="pages before the window are left out of the table, and keys are still counted from the first page",
     promises=("reads-own-kv", "matches-oracle"),
-    hint="only layer 0",
+    hint="layer 0",
 )
 class WindowTableStartsLate(TorchNativeBackend):
     def __init__(self, context: BackendContext) -> None:

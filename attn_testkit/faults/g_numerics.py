@@ -83,7 +83,7 @@ class MlaScaleFromLatentDim(TorchNativeBackend):
     modes=_ALL,
     mechanism="the soft cap comes after the mask and turns -inf into -cap, so masked keys keep weight",
     promises=("matches-oracle", "reads-own-kv"),
-    hint="soft cap",
+    hint="soft cap comes before the mask",
 )
 class SoftCapAfterMask(TorchNativeBackend):
     def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -337,7 +337,7 @@ class VDimsTakenFromK(TorchNativeBackend):
     modes=_ALL,
     mechanism="masked logits are -5e4, and a valid logit below that never becomes the maximum",
     promises=("matches-oracle",),
-    hint="logits",
+    hint="stands for minus infinity",
 )
 class FiniteMaskSentinel(TorchNativeBackend):
     def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

@@ -108,7 +108,7 @@ class QueryStrideIgnored(TorchNativeBackend):
     modes=_ALL,
     mechanism="k is a view of packed q, k, v, and its rows are stored as if they were contiguous",
     promises=("writes-own-kv", "matches-oracle"),
-    hint="contiguous",
+    hint="stride",
 )
 class AppendStrideIgnored(TorchNativeBackend):
     def forward(
@@ -129,8 +129,8 @@ class AppendStrideIgnored(TorchNativeBackend):
     source="flashinfer #1865",
     modes=_ALL,
     mechanism="the output is written with the head count of V, so heads land in other rows",
-    promises=("matches-oracle", "output-written"),
-    hint="head mapping",
+    promises=("output-written", "matches-oracle"),
+    hint="never written",
 )
 class OutputStrideFromV(TorchNativeBackend):
     def forward(
@@ -174,7 +174,7 @@ class DegenerateStride(TorchNativeBackend):
     modes=_ALL,
     mechanism="one template dtype for two index tensors: int64 cache locations are read as int32",
     promises=("writes-own-kv", "matches-oracle"),
-    hint="slot",
+    hint="was not written|wrong slot",
 )
 class LocationsReadAsInt32(TorchNativeBackend):
     def forward(
