@@ -54,13 +54,22 @@ def explain_numeric(
     in_graph = observed.replay and is_right(schedule, eager)
     if in_graph:
         promise, why = _blame_graph(bench, schedule, step)
+    elif observed.label and is_right(schedule, eager):
+        promise, why = "buckets-independent", "on a fresh instance, without graphs, the same eager step is right"
     elif finding.check == "finite" and not why:
         calm = bench.eager(schedule, step, unowned=0.0)
         if calm is not None and _all_finite(calm, schedule):
             promise, why = "reads-own-kv", "with zeros instead of NaN in slots of nobody the result is finite"
-    footprint = attended(bench, schedule, observed, in_graph=in_graph)
+    by_itself = promise == "buckets-independent"
+    footprint = None if by_itself else attended(bench, schedule, observed, in_graph=in_graph)
     evidence = Evidence(
-        schedule, observed, expect(schedule, step), footprint, passed, in_graph, promise == "reads-own-kv"
+        schedule,
+        observed,
+        expect(schedule, step),
+        footprint,
+        passed,
+        in_graph=in_graph and not by_itself,
+        reads_foreign=promise == "reads-own-kv",
     )
     told = [text for text in (why, *hints(evidence)) if text]
     return replace(
@@ -119,6 +128,9 @@ def _headline(finding: Finding, promise: str) -> str:
 
 def _blame_graph(bench: Bench, schedule: Schedule, step: Step) -> tuple[str, str]:
     """Which graph promise a replay broke whose eager run is right."""
+    lone = bench.graph(schedule)
+    if lone is not None and is_right(schedule, _of(lone[0], step)):
+        return "buckets-independent", "it is right when no other mode and no eager step uses the instance"
     calm = bench.graph(schedule, poison_born=False)
     if calm is not None and calm[1].born and is_right(schedule, _of(calm[0], step)):
         path, where, _ = calm[1].born[0]

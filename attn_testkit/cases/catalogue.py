@@ -177,7 +177,10 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
     """Cases that no covering array is sure to meet."""
     plain = replace(base, window=-1, logit_cap=0.0, sinks=False, kv_dtype=sorted(claims.kv_dtypes, reverse=True)[0])
     if mode in claims.graph and len(claims.graph) > 1:
-        yield replace(plain, mixed=True, bucket=len(plain.prefixes) + 1, padding="prod")
+        # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
+        tree = _branching(4) if plain.tree and claims.max_topk > 1 and claims.max_q_rows >= 4 else plain.tree
+        width = len(tree) if tree else plain.width
+        yield replace(plain, mixed=True, tree=tree, width=width, bucket=len(plain.prefixes) + 1, padding="prod")
     if tier == "smoke":
         return
     # One wrong key of thousands shows with one-hot values alone; see oracle/limits.py.
@@ -223,7 +226,12 @@ def _once(factors: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[values[(row + shift) % len(values)] for shift, values in enumerate(factors)] for row in range(longest)]
 
 
-def companions(case: Case, modes: Set[ForwardMode], max_q_rows: int) -> list[Case]:
+def _branching(width: int) -> Tree:
+    """``width`` nodes, two children each: nothing that takes it for a chain gets it right."""
+    return Tree(tuple((node - 1) // 2 for node in range(1, width)))
+
+
+def companions(case: Case, modes: Set[ForwardMode], max_q_rows: int, max_topk: int = 1) -> list[Case]:
     """Cases of the other modes that can share a backend instance with ``case``, same shapes and number of requests."""
     width = case.width if case.width > 1 else min(4, max_q_rows)
     bs = case.bs
@@ -233,7 +241,7 @@ def companions(case: Case, modes: Set[ForwardMode], max_q_rows: int) -> list[Cas
         if mode is ForwardMode.DECODE:
             changes["width"] = 1
         elif mode is ForwardMode.TARGET_VERIFY:
-            changes["tree"] = chain(width)
+            changes["tree"] = _branching(width) if max_topk > 1 else chain(width)
         else:
             changes["new"] = _accepted("uneven", width, bs)
         others.append(replace(case, **changes))

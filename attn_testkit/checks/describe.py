@@ -17,7 +17,9 @@ def number(value: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio to the limit: ``56x``, ``1.3x``."""
+    """A ratio to the limit: ``56x``, ``1.3x``; how many millions does not matter."""
+    if ratio >= 1e6:
+        return "over a million times"
     return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
 
 

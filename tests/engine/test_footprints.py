@@ -50,3 +50,11 @@ def test_wrong_writes_are_told_before_the_numbers_that_follow_from_them() -> Non
         HERE + "i_addressing:LocationsReadAsInt32", device="cpu", executions=["eager"], cases=[DECODE]
     )
     assert result.findings[0].check == "writes-own-kv"
+
+
+def test_what_another_mode_left_behind_is_told_as_such() -> None:
+    case = "target-verify-gqa2x2-d64-fp16-p1-k13-t0.0.1-interleaved-footprint-b2prod-mixed"
+    spec = HERE + "l_contracts:LeftoverFallbackFlag"
+    (result,) = check_backend(spec, device="cpu", executions=["graph"], cases=[case])
+    assert [f.check for f in result.findings] == ["buckets-independent"]
+    assert "no other mode" in result.findings[0].hint
