@@ -98,6 +98,7 @@ def host_to_device(pinned: bool) -> Callable[[Call], bool]:
     return lambda call: (
         call.on_device("self")
         and call.on_host("src")
+        and call["src"].numel() > 0
         and (is_pinned(call["src"]) and _read_in_place(call["self"], call["src"])) == pinned
         and not (pinned and call["non_blocking"])
     )
@@ -108,6 +109,7 @@ def device_to_host(pinned: bool) -> Callable[[Call], bool]:
     return lambda call: (
         call.on_host("self")
         and call.on_device("src")
+        and call["src"].numel() > 0
         and (is_pinned(call["self"]) and _written_in_place(call["self"], call["src"])) == pinned
         and not (pinned and call["non_blocking"])
     )

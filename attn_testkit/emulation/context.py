@@ -132,6 +132,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         *triton_launch.replacements(),
         (torch, "Generator", generators.GeneratorFactory),
         (torch, "compile", _compile_eagerly(torch.compile)),
+        (torch.nested, "nested_tensor", _watched(torch.nested.nested_tensor)),
         (torch, "from_dlpack", _share_by_dlpack(torch.utils.dlpack.from_dlpack)),
         (torch.utils.dlpack, "from_dlpack", _share_by_dlpack(torch.utils.dlpack.from_dlpack)),
     ]
@@ -159,6 +160,16 @@ def _compile_eagerly(original: Any) -> Any:
         return result
 
     return compile
+
+
+def _watched(original: Any) -> Any:
+    """A function of torch that function modes do not see."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        current = session.current()
+        return original(*args, **kwargs) if current is None else current.function_mode.watch(original, args, kwargs)
+
+    return call
 
 
 def _share_by_dlpack(original: Any) -> Any:

@@ -140,6 +140,10 @@ def _holds_device(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_holds_device, value))
 
 
+def _holds_nothing(data: Any) -> bool:
+    return isinstance(data, (list, tuple)) and not data
+
+
 def _from_data(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
     target = _wants_cuda(kwargs.get("device"))
@@ -176,7 +180,7 @@ def _make(
     plain["device"] = _CPU
     if session.strict and _holds_device(data):
         session.refuse(rules.HOST_READ, "a tensor made from a list of device tensors")
-    if target:
+    if target and not _holds_nothing(data):
         session.refuse(rules.TO_DEVICE)
     outer, session.creating = session.creating, False
     try:

@@ -128,6 +128,13 @@ class DeviceFunctions(TorchFunctionMode):
             session.creating = outer
         return _tag_result(result) if on_device else result
 
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `func` with every operation below it looked at; a capture looks at them anyway."""
+        if self.session.capture is not None:
+            return func(*args, **kwargs)
+        with self._watcher:
+            return func(*args, **kwargs)
+
     def _twin_on_device(self, tensor: Tensor) -> Tensor:
         """For torch.zeros_like(host_tensor, device="cuda"): only the shape is wanted."""
         with private.disable_modes():

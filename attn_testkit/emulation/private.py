@@ -76,7 +76,8 @@ def can_decompose(op: torch._ops.OpOverload) -> bool:
 
 def has_composite_kernel(op: torch._ops.OpOverload) -> bool:
     """Whether the same C++ code, made of other operations, serves CPU and CUDA (explicitly composite)."""
-    return _has_kernel(op, "CompositeExplicitAutograd") and not _has_kernel(op, "CPU")
+    composite = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+    return any(_has_kernel(op, key) for key in composite) and not _has_kernel(op, "CPU")
 
 
 def run_kernel(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

@@ -99,6 +99,18 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not (is_device(tensor) or host_scalar_value or among(tensor, allowed)):
                 raise mixed_devices(self.session, str(func))
 
+    def _open(
+        self, func: OpOverload, facts: Facts, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a composite operation so that those inside it are seen; NotImplemented for any other."""
+        if facts.implicit:
+            with self:
+                return func.decompose(*args, **kwargs)
+        if facts.explicit and tensors:
+            with self:
+                return private.run_kernel(func, args, kwargs)
+        return NotImplemented
+
     def _copy_to_device(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
         with self:
             return copy_across(
@@ -111,6 +123,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if facts.foreign:
             with self.session.function_mode, self:
                 return private.run_kernel(func, args, kwargs)
+        if self.session.strict:
+            result = self._open(func, facts, tensors, args, kwargs)
+            if result is not NotImplemented:
+                return result
         self._refuse_mixed(func, facts, tensors, args, kwargs)
         known = {t.untyped_storage()._cdata for t in tensors}
         result = func(*args, **kwargs)
@@ -145,14 +161,9 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         if not self.session.stream.capturing:
             # Work on a stream that never joined the capture runs at once on CUDA, and is not part of the graph.
             return super()._device(func, facts, tensors, args, kwargs)
-        if facts.implicit:
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        if facts.explicit and tensors:
-            with self:
-                return private.run_kernel(func, args, kwargs)
+        result = self._open(func, facts, tensors, args, kwargs)
+        if result is not NotImplemented:
+            return result
         self._refuse_mixed(func, facts, tensors, args, kwargs)
         written = written_by(facts, args, kwargs)
         if facts.name not in CHANGES_GEOMETRY:

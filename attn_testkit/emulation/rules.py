@@ -127,6 +127,13 @@ NEW_GENERATOR = Rule(
     syncs=False,
     invalidates=False,
 )
+LEGACY_STREAM = Rule(
+    "the default stream waits for captured work",
+    "CUDA would stop the capture: the default stream cannot be part of one",
+    "fork to a stream of your own, torch.cuda.Stream()",
+    ("default stream: joins",),
+    syncs=False,
+)
 SPLIT_BY_DEVICE = Rule(
     "split positions must be on the host",
     "torch would refuse with 'tensor_split expected tensor_indices_or_sections to be on cpu'",
@@ -140,7 +147,7 @@ RESEED = Rule(
     "setting a generator's state inside a capture",
     "torch would refuse: set_current_seed can be called during capture only with the seed it has",
     "seed before the capture",
-    ("manual_seed", "get_rng_state"),
+    ("manual_seed", "get_rng_state", "set_rng_state"),
     syncs=False,
     invalidates=False,
 )
@@ -167,13 +174,28 @@ RULES: tuple[Rule, ...] = (
         ops="_local_scalar_dense item is_nonzero",
     ),
     Rule(
+        "a nested tensor copies its sizes from the host",
+        _UNPINNED,
+        "keep ragged data packed, with offsets in a persistent buffer",
+        ("nested_tensor",),
+        ops="_nested_tensor_from_tensor_list",
+    ),
+    Rule(
+        _SIZE_FROM_DATA,
+        _NOT_PERMITTED,
+        _FIXED_SHAPE,
+        ("unique(dim)",),
+        ops="unique_dim unique_dim_consecutive",
+        syncs=False,  # it waits, but not through what sync debug mode watches
+    ),
+    Rule(
         _SIZE_FROM_DATA,
         _NOT_PERMITTED,
         _FIXED_SHAPE,
         ("nonzero", "where(1)", "masked_select", "unique", "bincount"),
         ops=(
-            "nonzero nonzero_numpy argwhere masked_select _unique _unique2 unique_dim unique_consecutive "
-            "unique_dim_consecutive bincount _to_sparse to_sparse _coalesce coalesce sparse_mask"
+            "nonzero nonzero_numpy argwhere masked_select _unique _unique2 unique_consecutive "
+            "bincount _to_sparse to_sparse _coalesce coalesce sparse_mask"
         ),
     ),
     Rule(

@@ -125,6 +125,8 @@ class Event:
         if self.stream is None or self.stream is waiting:
             return
         if self.capture is not None and self.capture is current.capture:
+            if waiting.cuda_stream == DEFAULT_STREAM_HANDLE:
+                current.refuse(rules.LEGACY_STREAM, "wait of the default stream")
             self.capture.join(waiting)
             _merge(waiting.seen, self.seen)
         elif waiting.capturing and not self.external:

@@ -26,7 +26,7 @@ def mixed_devices(session: Session, operation: str) -> EmulationError:
 
 def copy_across(session: Session, source: Tensor, dtype: torch.dtype, to_device: bool, non_blocking: bool) -> Tensor:
     """A copy between host and device into new memory, under the rules for such copies."""
-    if session.capture is None and not non_blocking:
+    if session.capture is None and not non_blocking and source.numel():
         session.refuse(rules.TO_DEVICE if to_device else rules.TO_HOST)
     outer, session.creating = session.creating, False
     try:
