@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,10 @@ __all__ = ["EXECUTIONS", "MODES", "CaseResult", "Finding", "RunHeader", "Status"
 # The spellings of contract/modes.py, which comes with torch: reports and --help must not wait for it. A test compares.
 MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2")
 EXECUTIONS = ("eager", "graph")
+
+
+WIDTH = 120
+"""Columns of a failure's prose."""
 
 
 class Status(str, Enum):
@@ -147,7 +152,7 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
             ("attended", finding.attended),
             ("hint", finding.hint),
         ]
-        lines += [f"  {name:<8} {line}" for name, text in rows if text for line in text.splitlines()]
+        lines += [line for name, text in rows if text for line in _row(name, text)]
     if not result.findings:
         first, *rest = result.reason.splitlines() or [""]
         lines.append(f"{result.case}: {result.status}: {first}" if first else f"{result.case}: {result.status}")
@@ -162,6 +167,18 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
     lines.append(f"  backend  {' · '.join(parts)}")
     lines.append(f"  repro    {repro_command(result, header)}")
     return "\n".join(lines)
+
+
+def _row(name: str, text: str) -> list[str]:
+    # Values are left whole, to be searched for and copied; prose is made to fit a line.
+    lines = text.splitlines()
+    if name == "hint":
+        return [
+            f"  {name if not index else '':<8} {part}"
+            for line in lines
+            for index, part in enumerate(textwrap.wrap(line, WIDTH - 11, break_long_words=False))
+        ]
+    return [f"  {name:<8} {line}" for line in lines]
 
 
 def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:

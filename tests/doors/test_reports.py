@@ -266,3 +266,13 @@ def test_a_crash_is_told_with_its_command_too():
     lines = format_failure(crash, report.header).splitlines()
     assert lines[0] == "decode-lost-k0: crashed: CUDA error: an illegal memory access was encountered"
     assert lines[-1].endswith("repro --backend fake:lost --execution graph --device cpu decode-lost-k0")
+
+
+def test_a_long_hint_fits_the_line_and_values_stay_whole():
+    finding = replace(fake_engine.finding(), hint="look here " * 40 + "\nand there", where="x" * 300)
+    result = replace(run_of("wrong").results[-1], findings=(finding,))
+    lines = format_failure(result).splitlines()
+    hints = lines[next(i for i, line in enumerate(lines) if line.startswith("  hint")) :]
+    assert all(len(line) <= 120 for line in hints if "repro" not in line)
+    assert [line[:11] for line in hints[:5]] == ["  hint     ", " " * 11, " " * 11, " " * 11, "  hint     "]
+    assert "x" * 300 in format_failure(result)
