@@ -33,7 +33,7 @@ from .vendor import device_is_real, provide
 from .vendor.provider import EntryPoint
 from .vendor.trtllm_emulation import DECODE_MLA
 
-__all__ = ["TRTLLMMLABackend"]
+__all__ = ["Metadata", "TRTLLMMLABackend"]
 
 _WORKSPACE_BYTES = 150 << 20
 _WORKSPACE_BYTES_EMULATED = 4 << 20
@@ -44,7 +44,7 @@ _QK_NOPE_HEAD_DIM = 128
 
 
 @dataclass
-class _Metadata:
+class Metadata:
     """What the kernel of one step reads, and where ragged rows go; all on the device."""
 
     block_tables: torch.Tensor
@@ -96,8 +96,8 @@ class TRTLLMMLABackend(AttentionBackend):
         self._blocks = -(-pages // (128 // context.page_size)) * (128 // context.page_size)
         starts = torch.arange(self._blocks, device=context.device) * context.page_size
         self._page_starts = starts.clamp(max=context.req_to_token.shape[1] - 1)
-        self._metadata: _Metadata | None = None
-        self._static: _Metadata | None = None
+        self._metadata: Metadata | None = None
+        self._static: Metadata | None = None
         self._verify_mask: VerifyMask | None = None
 
     def _make_workspace(self) -> None:
@@ -123,11 +123,11 @@ class TRTLLMMLABackend(AttentionBackend):
         """Scratch for the draft stage, so that it needs no host lengths to size a mask that nobody reads."""
         return self._verify_mask
 
-    def _new_metadata(self, bs: int, width: int) -> _Metadata:
+    def _new_metadata(self, bs: int, width: int) -> Metadata:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(*shape, dtype=torch.int32, device=self.context.device)
 
-        return _Metadata(empty(bs, self._blocks), empty(bs), empty(bs), empty(bs), width)
+        return Metadata(empty(bs, self._blocks), empty(bs), empty(bs), empty(bs), width)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Eager: buffers of this step's own, which leave those of the graphs alone."""
@@ -140,7 +140,7 @@ class TRTLLMMLABackend(AttentionBackend):
             return
         whole, bs = self._static, batch.batch_size
         assert whole is not None, "init_cuda_graph_state comes before any capture"
-        self._metadata = _Metadata(
+        self._metadata = Metadata(
             whole.block_tables[:bs], whole.seq_lens[:bs], whole.ends[:bs], whole.counts[:bs], self._width(batch)
         )
 
@@ -198,9 +198,7 @@ class TRTLLMMLABackend(AttentionBackend):
         out = out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)
         return self._unpad(out, q.shape[0], metadata) if ragged else out
 
-    def _attend(
-        self, q: torch.Tensor, latent: torch.Tensor, metadata: _Metadata, layer: AttentionLayer
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, latent: torch.Tensor, metadata: Metadata, layer: AttentionLayer) -> torch.Tensor:
         """``q`` [bs, width, H, 576], ``latent`` [pages, 1, P, 576], in the pool's dtype -> [bs, width, H, 512]."""
         out: torch.Tensor = self._kernel(
             query=q,
@@ -219,12 +217,12 @@ class TRTLLMMLABackend(AttentionBackend):
         )
         return out
 
-    def _pad(self, q: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
+    def _pad(self, q: torch.Tensor, metadata: Metadata) -> torch.Tensor:
         """Packed rows [T, H, D] -> [bs, width, H, D], each request's at the end; the rest is what happens to be there."""
         place = torch.arange(metadata.width, device=q.device) - metadata.width
         return q[(metadata.ends[:, None] + place).clamp(0, q.shape[0] - 1)]
 
-    def _unpad(self, out: torch.Tensor, rows: int, metadata: _Metadata) -> torch.Tensor:
+    def _unpad(self, out: torch.Tensor, rows: int, metadata: Metadata) -> torch.Tensor:
         """[bs * width, H, D] -> packed rows; those behind the last request hold anything."""
         row = torch.arange(rows, device=out.device, dtype=torch.int32)
         request = torch.searchsorted(metadata.ends, row, right=True).clamp(max=metadata.ends.shape[0] - 1)
