@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import jinja2
 
+from ..checks import PROMISES
 from ..results import BAD, RAN, CaseResult, Finding, RunHeader, Status, format_failure, repro_command
 from .record import Report
 from .tally import emulated_parts, rows, seconds_of, verdict
@@ -144,8 +145,9 @@ def _matrices(runs: Sequence[CaseResult]) -> list[Matrix]:
     found = []
     for backend in dict.fromkeys(result.backend for result in runs):
         own = [result for result in runs if result.backend == backend and result.status in RAN]
-        judged = (check for result in own for check in (*result.checks, *_broken(result)))
-        checks = tuple(dict.fromkeys(judged))
+        judged = {check for result in own for check in (*result.checks, *_broken(result))}
+        # In the order in which `explain` lists them; an id of another version of the kit comes last.
+        checks = (*(check for check in PROMISES if check in judged), *sorted(judged - PROMISES.keys()))
         keys = dict.fromkeys((result.mode, result.execution) for result in own)
         found.append(Matrix(backend, checks, tuple(_matrix_row(own, checks, *key) for key in keys)))
     return [matrix for matrix in found if matrix.checks]

@@ -321,13 +321,13 @@ def test_an_author_in_an_empty_directory_sees_his_backend_judged(tmp_path):
     )
     args = ["--mode", "decode", "--execution", "eager", "--device", "cpu", "-x", "--json", "out.json"]
     command = [str(Path(sys.executable).with_name("attn-testkit")), "run", "--backend", "mine:TooSmall", *args]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1, done.stderr
     assert "differs from the oracle" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("  repro ")]
     assert read_report(tmp_path / "out.json").header.backends == {"mine:TooSmall": "(mine.py)"}
     command = [*line.split()[1:]]
     command[0] = str(Path(sys.executable).with_name("attn-testkit"))
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert again.returncode == 1
     assert done.stdout.splitlines()[0] in again.stdout

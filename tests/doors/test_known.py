@@ -80,6 +80,7 @@ def test_a_complete_entry_is_read(tmp_path):
         ({"until": "2027-01-31T00:00:00"}, "until must be a date"),
         ({"case": '"x"'}, "unknown key 'case'; did you mean 'cases'?"),
         ({"check": "3"}, "check must be a promise id or a list of them"),
+        ({"check": '"matchs-oracle"'}, "no promise 'matchs-oracle'; did you mean 'matches-oracle'?"),
         ({"cases": "3"}, "cases must be text"),
         ({"execution": '"graphs"'}, "execution = 'graphs'; did you mean 'graph'?"),
         ({"when": '"on hopper"'}, "when: 'on hopper' is none of smNN, cuda, emulated, PACKAGE<version"),

@@ -338,7 +338,7 @@ def test_the_real_suite_runs_from_an_empty_directory(pytester):
     """No conftest, no checkout, strict and with warnings as errors, as an author would put it into CI."""
     pytester.makeini("[pytest]\nstrict = true\nfilterwarnings = error\nattn_backends = torch_native\n")
     args = ("--attn-device=cpu", "--attn-mode=decode", "--attn-execution=eager", "--attn-report=out.json")
-    found = pytester.runpytest_subprocess(*SUITE, *args, timeout=120)
+    found = pytester.runpytest_subprocess(*SUITE, *args, timeout=300)
     assert found.ret == 0
     report = read_report(pytester.path / "out.json")
     assert report.exit_code == 0
