@@ -54,10 +54,17 @@ def _parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool | Non
     return target, dtype, bool(non_blocking), bool(kwargs.get("copy", flags[1] if len(flags) > 1 else False))
 
 
+def _names_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    named = [value for value in (*args[1:2], kwargs.get("device")) if isinstance(value, (str, torch.device))]
+    return any(torch.device(value).type == "meta" for value in named)
+
+
 def _to(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     source = is_device(tensor)
     target, dtype, non_blocking, must_copy = _parse_to(args, kwargs)
+    if tensor.is_meta or _names_meta(args, kwargs):
+        return NotImplemented
     if target is None or target == source:
         if target is None and not source:
             return NotImplemented
@@ -106,6 +113,10 @@ def _is_pinned(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 # ---- looking at device memory
+
+
+def _get_device(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return 0 if is_device(args[0]) else NotImplemented
 
 
 def _numpy(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -266,6 +277,7 @@ HANDLERS: dict[Any, Handler] = {
     Tensor.type_as: _type_as,
     Tensor.pin_memory: _pin,
     Tensor.is_pinned: _is_pinned,
+    torch.get_device: _get_device,
     Tensor.numpy: _numpy,
     Tensor.__array__: _numpy,
     Tensor.tolist: _tolist,

@@ -162,7 +162,8 @@ class DeviceFunctions(TorchFunctionMode):
         kwargs = dict(kwargs)
         if kwargs.get("device") is not None:
             on_device = wants_cuda(kwargs["device"])
-            kwargs["device"] = _CPU
+            if on_device:
+                kwargs["device"] = _CPU
         generator = kwargs.get("generator")
         if generator is not None and on_device != isinstance(generator, EmulatedGenerator):
             wanted, got = ("cuda", "cpu") if on_device else ("cpu", "cuda")

@@ -96,7 +96,7 @@ def looks_device(tensor: Tensor) -> bool:
 
 def tag_device(tensor: Tensor) -> Tensor:
     """Make the memory of `tensor` device memory."""
-    if storage_key(tensor) not in _device and tensor.layout is torch.strided:
+    if storage_key(tensor) not in _device and tensor.layout is torch.strided and not tensor.is_meta:
         DEVICE.add(tensor)
     return tensor
 

@@ -238,6 +238,16 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "reset_max_memory_allocated": reset_peak_memory_stats,
 }
 
+ACCELERATOR: dict[str, Callable[..., Any]] = {
+    "is_available": _constant(True),
+    "device_count": _constant(1),
+    "current_accelerator": _constant(torch.device("cuda")),
+    "current_device_index": _constant(0),
+    "current_stream": current_stream,
+    "set_stream": set_stream,
+    "synchronize": synchronize,
+}
+
 _NVTX = dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _nothing)
 
 # Modules of torch.cuda that keep a name of their own for something in the table.
@@ -267,6 +277,9 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
             if hasattr(module, name):
                 yield module, name, _guarded(stand_in, getattr(module, name))
     yield torch.cuda, "default_generators", (_DEFAULT_GENERATOR,)
+    for name, stand_in in ACCELERATOR.items():
+        if hasattr(torch.accelerator, name):
+            yield torch.accelerator, name, _guarded(stand_in, getattr(torch.accelerator, name))
     for name, stand_in in _NVTX.items():
         if hasattr(torch.cuda.nvtx, name):
             yield torch.cuda.nvtx, name, stand_in

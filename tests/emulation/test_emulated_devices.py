@@ -83,6 +83,20 @@ def test_host_memory_says_so(make):
     assert tensor.get_device() == -1
 
 
+def test_meta_tensors_stay_meta():
+    assert torch.empty(3, device="meta").device.type == "meta"
+    assert torch.zeros(3).to("meta").device.type == "meta"
+    assert ones().to("meta").device.type == "meta"
+    module = torch.nn.Linear(2, 2, device="meta").to_empty(device="cuda")
+    assert module.weight.is_cuda
+    assert module.weight.isnan().all()
+
+
+def test_there_is_one_device():
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.zeros(1, device="cuda:1")
+
+
 def test_pinned_memory_says_so():
     assert torch.zeros(3, pin_memory=True).is_pinned()
     assert torch.zeros(3).pin_memory().is_pinned()
