@@ -218,7 +218,7 @@ class TRTLLMMLABackend(AttentionBackend):
         return out
 
     def _pad(self, q: torch.Tensor, metadata: Metadata) -> torch.Tensor:
-        """Packed rows [T, H, D] -> [bs, width, H, D], each request's at the end; the rest is what happens to be there."""
+        """Packed rows [T, H, D] -> [bs, width, H, D], each request's at the end, other requests' before them."""
         place = torch.arange(metadata.width, device=q.device) - metadata.width
         return q[(metadata.ends[:, None] + place).clamp(0, q.shape[0] - 1)]
 

@@ -49,21 +49,20 @@ def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model
     # A logit that float32 arithmetic moved by d moves p by a factor exp(d): at most 2 d in sum with the denominator.
     # Eight roundings cover a tiled dot product, the scale and the soft cap.
     exponent = (2 * 8 * _FLOAT32 * attention.logit_noise).clamp(max=1.0)
-    spread = attention.mass + attention.out.abs()
-    limit = 2 * _unit(dtype, attention) * spread + exponent * spread + 4 * _SMALLEST[dtype]
+    limit = attention.out.abs().add_(attention.mass)
+    limit.mul_(2 * _unit(dtype, attention) + exponent).add_(4 * _SMALLEST[dtype])
     if matmul_dtype == "fp8_e4m3":
         assert attention.flat is not None
-        limit = limit + 2 * (UNIT_ROUNDOFF["fp8_e4m3"] * attention.mass + _FP8_ABSOLUTE * attention.flat)
+        limit.add_(attention.mass, alpha=2 * UNIT_ROUNDOFF["fp8_e4m3"]).add_(attention.flat, alpha=2 * _FP8_ABSOLUTE)
     return limit
 
 
-def row_limit(attention: Attention, dtype: str, matmul_dtype: str = "model") -> torch.Tensor:
-    """[L, T, Hq] float64: the largest allowed norm of (out - ref) over one row of one head.
+def row_limit(limit: torch.Tensor, dtype: str) -> torch.Tensor:
+    """[L, T, Hq] float64: the largest allowed norm of (out - ref) over one row of one head. ``limit``: of its elements.
 
     Rounding errors of different channels are not aligned, so a whole row keeps half of what its elements may do each.
     """
-    limit = attention_limit(attention, dtype, matmul_dtype)
-    return (limit * limit).sum(-1).sqrt() / 2 + 2 * _SMALLEST[dtype]
+    return limit.norm(dim=-1) / 2 + 2 * _SMALLEST[dtype]
 
 
 def linear_limit(limit: torch.Tensor, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

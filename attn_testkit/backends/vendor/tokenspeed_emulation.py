@@ -47,7 +47,8 @@ def _compiled(
 
 def _half_kernel(*args: Any) -> None:
     """16-bit kernels have no argument for causal bounds."""
-    _fp8_kernel(*args[:10], args[9], *args[10:])
+    given = [*args[:10], args[9], *args[10:]]
+    _fp8_kernel(*given)
 
 
 def _fp8_kernel(
