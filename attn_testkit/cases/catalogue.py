@@ -69,8 +69,8 @@ def _heads(claims: Capabilities) -> list[Heads]:
     if "mqa" in claims.families and ratios:
         heads.append(Heads("mqa", min(ratios, key=lambda r: abs(r - 4)), 1))
     if "mla" in claims.families:
-        wanted = [r for r in sorted(claims.gqa_ratios) if r in (2, 16, 128)] or sorted(claims.gqa_ratios)[:1]
-        heads += [Heads("mla", r, 1) for r in wanted[:2]]
+        wanted = [r for r in sorted(claims.gqa_ratios) if r in (2, 16)] or sorted(claims.gqa_ratios)[:1]
+        heads += [Heads("mla", r, 1) for r in wanted]
     return heads
 
 
@@ -176,13 +176,18 @@ def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> C
 def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
     """Cases that no covering array is sure to meet."""
     plain = replace(base, window=-1, logit_cap=0.0, sinks=False, kv_dtype=sorted(claims.kv_dtypes, reverse=True)[0])
-    if mode in claims.graph and len(claims.graph) > 1:
+    # In smoke once, not once a mode: it costs as much as all other graph cases of a mode together.
+    alone = tier == "smoke" and mode is not min(claims.graph, default=mode)
+    if mode in claims.graph and len(claims.graph) > 1 and not alone:
         # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
         tree = _branching(4) if plain.tree and claims.max_topk > 1 and claims.max_q_rows >= 4 else plain.tree
         width = len(tree) if tree else plain.width
         yield replace(plain, mixed=True, tree=tree, width=width, bucket=len(plain.prefixes) + 1, padding="prod")
     if tier == "smoke":
         return
+    if plain.heads.family == "mla" and max(claims.gqa_ratios) > 16:
+        # As many heads as there are: a few cases, because what is compared grows with them.
+        yield replace(plain, heads=Heads("mla", max(claims.gqa_ratios), 1), data="gauss")
     # One wrong key of thousands shows with one-hot values alone; see oracle/limits.py.
     for dtype in sorted(claims.dtypes):
         new = (plain.width,) if plain.new else ()
