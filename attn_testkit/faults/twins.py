@@ -1,1 +1,320 @@
-"""Healthy backends that differ from one another in the ways in which good backends legitimately do."""
+"""Healthy backends that differ from one another in the ways in which good backends legitimately do.
+
+The kit must find no fault with any of them; where it does, the kit is wrong. Most claim only the modes in which their
+liberty can be seen.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from ..contract import (
+    AttentionLayer,
+    BackendContext,
+    ForwardBatch,
+    ForwardMode,
+    LegacyGraphHooks,
+    TreeMaskMode,
+    VerifyMask,
+)
+from .catalogue import twin
+from .parent import CountingBackend, Metadata, PlannedBackend
+
+_WHOLE = PlannedBackend.capabilities
+_LEAN = _WHOLE.with_changes(families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}, logit_cap=False, sinks=False)
+
+
+def _in(*modes: str, **changes: Any) -> Any:
+    """Lean claims for some modes, eager and graph."""
+    trees = {} if "target-verify" in modes else {"max_topk": 0}
+    return _LEAN.with_changes(eager=modes, graph=modes, sliding_window=modes, **trees, **changes)
+
+
+@twin(
+    name="plan-outside-the-graph", why="the parent of the faults: plan, split KV, workspace; table tails as they come"
+)
+class PlanOutsideTheGraph(PlannedBackend):
+    pass
+
+
+@twin(name="fill-value-zero", why="padded requests have no key at all; FlashInfer wants them so (sglang #1094)")
+class FillValueZero(PlannedBackend):
+    capabilities = _in("decode", "target-verify")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 0
+
+
+@twin(name="plan-inside-the-graph", why="the plan is recorded, and rebuilt on the device by every replay")
+class PlanInsideTheGraph(PlannedBackend):
+    capabilities = _in("decode", "draft-extend")
+
+    def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
+        """Nothing outside."""
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        assert self.metadata is not None
+        super().fill(self.metadata, self.plan(batch), batch)
+
+
+@twin(name="page-tails-zero", why="table entries past a request's pages are 0 (trtllm)")
+class PageTailsZero(PlannedBackend):
+    capabilities = _in("decode", "target-verify")
+    tail = 0
+
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        lens = super().plan_lengths(batch, counts)
+        self.used = -(-lens // self.context.page_size)
+        return lens
+
+    def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
+        past = self.index[: self.pages] >= self.used[:, None]
+        return super().plan_pages(batch).masked_fill(past, self.tail)
+
+
+@twin(name="page-tails-minus-one", why="table entries past a request's pages are -1 (FlashMLA), and never looked up")
+class PageTailsMinusOne(PageTailsZero):
+    capabilities = _in("decode")
+    tail = -1
+
+    def key_slots(self, meta: Metadata) -> torch.Tensor:
+        return super().key_slots(meta).clamp(min=0)
+
+
+@twin(name="page-tails-of-earlier-batches", why="only the pages in use are refreshed; the rest keep what they held")
+class PageTailsOfEarlierBatches(PageTailsZero):
+    capabilities = _in("draft-extend-v2")
+
+    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        if name != "page_table":
+            return super().copy_in(name, target, source)
+        target.copy_(torch.where(self.index[: self.pages] < self.used[:, None], source, target))
+        return None
+
+
+@twin(name="indices-int64", why="lengths, offsets and page ids of 64 bits")
+class IndicesInt64(PlannedBackend):
+    capabilities = _in("draft-extend")
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        for name in ("page_table", "kv_lens", "cu_seqlens_q", "chunk"):
+            setattr(self.buffers, name, getattr(self.buffers, name).long())
+
+
+@twin(name="counters-zero-at-first-use", why="the workspace has counters that must be zero once, and are left zero")
+class CountersZeroAtFirstUse(CountingBackend):
+    capabilities = _in("decode", "draft-extend-v2")
+
+
+@twin(name="workspace-at-first-use", why="the workspace is made by the first forward, which no capture is")
+class WorkspaceAtFirstUse(PlannedBackend):
+    capabilities = _in("decode")
+
+    def new_workspace(self, numbers: int) -> torch.Tensor:
+        self.numbers = numbers
+        return torch.empty(0, device=self.context.device)
+
+    def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.workspace.numel():
+            self.workspace = super().new_workspace(self.numbers)
+        return super().partial_views(bs, width, layer)
+
+
+@twin(name="cpu-lengths-needed", why="the plan is made from host lengths and uploaded from pinned memory (FlashInfer)")
+class CpuLengthsNeeded(PlannedBackend):
+    capabilities = _in("target-verify", "draft-extend", needs_cpu_seq_lens=True)
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        # Two, taken in turns: the copy of the step before may still be under way.
+        self.pinned = [torch.zeros(context.max_bs, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        assert batch.seq_lens_cpu is not None
+        bs = batch.batch_size
+        self.pinned.reverse()
+        drafts = self.context.num_draft_tokens if batch.forward_mode.is_target_verify() else 0
+        self.pinned[0][:bs].copy_(batch.seq_lens_cpu[:bs] + drafts)
+        return self.pinned[0][:bs].to(self.context.device, non_blocking=True)
+
+
+@twin(
+    name="kernel-by-batch-size", why="small batches are split over the keys, large ones are not; no bits are promised"
+)
+class KernelByBatchSize(PlannedBackend):
+    capabilities = _in("decode")
+
+    def in_split(self, meta: Metadata) -> torch.Tensor:
+        splits = super().in_split(meta)
+        if len(meta.kv_lens) <= 2:
+            return splits
+        return torch.stack([splits.any(1), *[torch.zeros_like(splits[:, 0])] * (self.max_splits - 1)], 1)
+
+
+@twin(name="strided-v1-behind-a-scatter", why="packed rows are spread to a uniform stride, and gathered again (trtllm)")
+class StridedV1BehindAScatter(PlannedBackend):
+    capabilities = _in("draft-extend")
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        bs, width = len(meta.kv_lens), meta.max_q_len
+        strided = q[super().row_of(meta, len(q)).flatten()]
+        uniform = Metadata(
+            meta.page_table, meta.kv_lens, self.index[: bs + 1] * width, meta.chunk, meta.slots, None, width
+        )
+        self.counts = meta.cu_seqlens_q.diff()
+        out = super().attend(strided, layer, uniform)
+        return self.scatter(out.view(bs, width, *out.shape[1:]), meta, len(q))
+
+    def row_positions(self, meta: Metadata) -> torch.Tensor:
+        return (meta.kv_lens - self.counts).long()[:, None] + self.index[: meta.max_q_len]
+
+
+@twin(name="splits-in-any-order", why="splits are summed as they finish: other bits each time, and none are promised")
+class SplitsInAnyOrder(PlannedBackend):
+    capabilities = _in("decode", deterministic=False)
+    turn = 0
+
+    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        self.turn += 1
+        return super().combine(acc.roll(self.turn, 1), lse.roll(self.turn, 1), layer)
+
+
+@twin(
+    name="finite-page-tails",
+    why="unused slots of the last page meet a weight of 0, and it says that they must be finite",
+)
+class FinitePageTails(PlannedBackend):
+    capabilities = _in("decode", "target-verify", finite_page_tails=True)
+
+    def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
+        page = self.context.page_size
+        end = -(-meta.kv_lens // page) * page
+        past = self.index[: values.shape[1]] >= end[:, None]
+        return values.masked_fill(past[:, :, None, None], 0.0)
+
+
+@twin(name="one-output-buffer", why="every layer returns the same buffer, which the next layer overwrites")
+class OneOutputBuffer(PlannedBackend):
+    capabilities = _in("draft-extend", "draft-extend-v2")
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        first = context.layers[0]
+        self.out = torch.empty(
+            context.max_num_tokens, first.tp_q_head_num, first.v_head_dim, dtype=context.dtype, device=context.device
+        )
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        return self.out[: len(q)].copy_(super().attend(q, layer, meta))
+
+
+@twin(name="flat-output", why="the output is [T, Hq * Dv]")
+class FlatOutput(PlannedBackend):
+    capabilities = _in("decode")
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        return super().attend(q, layer, meta).flatten(1)
+
+
+@twin(name="metadata-objects-rebuilt", why="a new metadata object for each step, around the same buffers")
+class MetadataObjectsRebuilt(PlannedBackend):
+    capabilities = _in("target-verify")
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        self.graphs[self.key(batch)] = self.views(batch)
+        super().init_forward_metadata_out_graph(batch, in_capture)
+
+
+@twin(name="full-mask-buffer", why="it lends the draft stage a FULL_MASK buffer of its own, filled in place")
+class FullMaskBuffer(PlannedBackend):
+    capabilities = _in("target-verify")
+    lent: VerifyMask | None = None
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        n = self.context.num_draft_tokens
+        cells = max_bs * n * (self.context.max_context_len + n)
+        buffer = torch.zeros(cells, dtype=torch.bool, device=self.context.device)
+        self.lent = VerifyMask(buffer, TreeMaskMode.FULL_MASK, max_bs)
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        return self.lent
+
+
+@twin(name="older-graph-hooks", why="the pair of hooks of servers up to mid-2026; K and V go where the batch says")
+class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
+    capabilities = _in("decode", "draft-extend")
+
+    def init_forward_metadata_capture_cuda_graph(self, *given: Any) -> None:
+        bs, _, rows, lens, _, mode, spec = given
+        self.prepare(bs, rows, lens, mode, spec, True)
+
+    def init_forward_metadata_replay_cuda_graph(self, *given: Any) -> None:
+        bs, rows, lens, _, _, mode, spec, _ = given
+        self.prepare(bs, rows, lens, mode, spec, False)
+
+    def prepare(
+        self, bs: int, rows: torch.Tensor, lens: torch.Tensor, mode: ForwardMode, spec: Any, capture: bool
+    ) -> None:
+        """As the newer hook, from the older one's arguments."""
+        batch = SimpleNamespace(
+            batch_size=bs,
+            req_pool_indices=rows,
+            seq_lens=lens,
+            forward_mode=mode,
+            spec_info=spec,
+            out_cache_loc=rows[:0],
+        )
+        PlannedBackend.init_forward_metadata_out_graph(self, cast(ForwardBatch, batch), capture)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+        return super().forward(q, k, v, layer, batch, save_kv_cache=False)
+
+
+@twin(name="nan-in-padded-rows", why="rows of padded requests hold NaN: nobody may look at them")
+class NanInPaddedRows(PlannedBackend):
+    capabilities = _in("decode", "draft-extend")
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        # A batch of padding alone is a capture's, and servers want its warm-up finite.
+        live = meta.slots >= self.context.page_size
+        padded = ~live & live.any()
+        return super().attend(q, layer, meta).masked_fill(padded[:, None, None], torch.nan)
+
+
+@twin(name="forked-stream", why="the store runs on a stream of its own, which forks and joins inside the capture")
+class ForkedStream(PlannedBackend):
+    capabilities = _in("draft-extend-v2")
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.side = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
+
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            super().write_kv(layer, k, v, meta)
+        torch.cuda.current_stream().wait_stream(self.side)
+
+
+@twin(name="waits-in-eager-only", why="an eager plan reads the longest length back; replays never wait")
+class WaitsInEagerOnly(PlannedBackend):
+    capabilities = _in("decode")
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self.longest = int(batch.seq_lens.max())
+        super().init_forward_metadata(batch)
