@@ -175,16 +175,19 @@ class Worker:
 
     def take(self, payload: bytes, waiting: deque[deque[int]]) -> None:
         """Hand over the plan, then the next item if the worker is free."""
-        with contextlib.suppress(BrokenPipeError):  # it died: collect() will notice
+        try:
             if not self._planned:
                 self._planned = True
                 self.connection.send_bytes(payload)
             if self._ready and self.item is None and (self.group or waiting):
                 self._mark = self._words.seek(0, os.SEEK_END)
                 self.group = self.group or waiting.popleft()
+                self.connection.send(self.group[0])
                 self.item = self.group.popleft()
                 self.deadline = time.monotonic() + self._timeout_s
-                self.connection.send(self.item)
+        except BrokenPipeError:
+            # It died between two case-runs, and the next one is not to blame: collect() will notice and give it back.
+            pass
 
     def collect(self, plan: RunPlan) -> CaseResult | None:
         """What has happened since the last look: a result, a death, a missed deadline, or nothing."""
@@ -222,7 +225,8 @@ class Worker:
         result: CaseResult = value
         # A lost device context outlives the case-run; the next one needs a fresh process.
         self.ended = result.status is Status.CRASHED
-        return result
+        # A device-side assertion says what failed on stderr, and only there.
+        return replace(result, reason=result.reason + self._last_words()) if self.ended else result
 
     def _died(self, plan: RunPlan) -> CaseResult | None:
         self.ended = True

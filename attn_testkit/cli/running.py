@@ -117,6 +117,9 @@ def _gpus_to_share(request: Request, jobs: int) -> tuple[str, ...]:
 def _follow(prepared: Prepared, source: Iterator[CaseResult], values: dict[str, Any], limit: int | None) -> int:
     header = prepared.plan.header
     record = Record(values["json_file"], header) if values["json_file"] else None
+    if values["html_file"]:
+        # Now, not after hours, is the time to learn that it cannot be written.
+        write_text(values["html_file"], "<!doctype html><title>running</title>The run has not ended yet.")
     results: list[CaseResult] = []
     interrupted = False
     try:

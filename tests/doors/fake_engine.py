@@ -9,6 +9,7 @@ import fnmatch
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -156,6 +157,17 @@ def _lost(item: WorkItem) -> CaseResult:
     return result(item, Status.CRASHED, reason="CUDA error: an illegal memory access was encountered", margin=None)
 
 
+def _asserts(item: WorkItem) -> CaseResult:
+    print("kernel.cu:12: Assertion `slot < size` failed.", file=sys.stderr, flush=True)
+    return result(item, Status.CRASHED, reason="CUDA error: device-side assert triggered", margin=None)
+
+
+def _latecrash(item: WorkItem) -> CaseResult:
+    """Passes, and its process dies right after the result has gone out."""
+    threading.Timer(0.05, os._exit, [9]).start()
+    return result(item)
+
+
 def _bug(item: WorkItem) -> CaseResult:
     raise ZeroDivisionError("a bug of the kit")
 
@@ -186,6 +198,8 @@ ENDINGS = {
     "exit": _exit,
     "hang": _hang,
     "lost": _lost,
+    "asserts": _asserts,
+    "latecrash": _latecrash,
     "bug": _bug,
     "quit": _quit,
     "pid": _pid,

@@ -177,6 +177,7 @@ def test_data_goes_to_stdout_and_nothing_else_does(call):
         (["run", "-b", "fake:ok", "--jobs", "2", "--in-process"], "--in-process runs in one process"),
         (["run", "-b", "fake:ok", "-x", "--max-failures", "2"], "-x is --max-failures 1"),
         (["run", "-b", "fake:ok", "--json", "/proc/nope/x.json"], "cannot write /proc/nope/x.json"),
+        (["run", "-b", "fake:ok", "--html", "/proc/nope/x.html"], "cannot write /proc/nope/x.html"),
         (["run", "-b", "fake:ok", "--known-failures", "none.toml"], "cannot read none.toml: No such file"),
         (["repro", "-b", "fake:ok"], "Missing argument 'CASE'"),
         (["repro", "-b", "fake:ok", "decode-okk-k0"], "no case matches 'decode-okk-k0'"),

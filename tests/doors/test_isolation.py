@@ -55,6 +55,23 @@ def test_a_lost_device_context_costs_the_process_not_the_next_case():
     assert found[0].hints != found[2].hints
 
 
+def test_what_the_device_said_on_stderr_is_kept():
+    """A device-side assertion names its line only there."""
+    by_word, _ = results_of("asserts,ok")
+    assert by_word["asserts"].reason.splitlines() == [
+        "CUDA error: device-side assert triggered",
+        "  kernel.cu:12: Assertion `slot < size` failed.",
+    ]
+
+
+def test_a_worker_that_dies_between_case_runs_is_not_blamed_on_the_next():
+    plan = fake_engine.plan_run(backends=["fake:latecrash,ok"], modes=["decode"], executions=["eager"])
+    source = run_isolated(plan, timeout_s=20, engine="fake_engine")
+    assert next(source).status is Status.PASSED
+    time.sleep(0.5)
+    assert [r.status for r in source] == [Status.PASSED]
+
+
 def test_a_healthy_worker_serves_many_case_runs():
     """Importing torch once per case-run would make isolation unusable."""
     _, found = results_of("pid,pid,pid,pid")
