@@ -97,6 +97,7 @@ def _install() -> None:
         if not _froze:
             # Once a process: a capture collects garbage, and what exists already need not be searched each time.
             # (Asking gc how much is frozen takes 28 ms, so an own flag.)
+            gc.collect()
             gc.freeze()
             atexit.register(gc.unfreeze)
             _froze = True

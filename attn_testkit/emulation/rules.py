@@ -8,8 +8,6 @@ the capture is lost even if the program catches the error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,69 +15,44 @@ from torch import Tensor
 
 from attn_testkit.emulation import conditions
 from attn_testkit.emulation.conditions import Call
-
-_NOT_PERMITTED = "CUDA would stop the capture with 'operation not permitted when stream is capturing'"
-_UNPINNED = (
-    "torch would refuse with 'Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor"
-    " is pinned'"
+from attn_testkit.emulation.rule import (
+    COPY_BEFORE,
+    FIXED_SHAPE,
+    KEEP_ON_DEVICE,
+    NON_BLOCKING,
+    NOT_PERMITTED,
+    UNPINNED,
+    Rule,
 )
-_KEEP_ON_DEVICE = (
-    "keep the value on the device, or compute it on the host before the capture and copy it into a buffer in place"
-)
-_FIXED_SHAPE = (
-    "use a form whose result shape does not depend on data (mask and torch.where, output_size=, nonzero_static)"
-)
-_COPY_BEFORE = (
-    "build it before the capture and copy_ into a persistent buffer before every replay; or use a device op (fill_,"
-    " full, arange)"
-)
-_NON_BLOCKING = "pass non_blocking=True, or do the copy before the capture"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """`ops` at the dispatcher that CUDA refuses in a capture when `applies`; no ops: the function rules ask for it by
-    name."""
-
-    why: str
-    cuda: str
-    cure: str
-    measured: tuple[str, ...]
-    ops: str = ""
-    applies: Callable[[Call], bool] = lambda call: True
-    syncs: bool = True
-    invalidates: bool = True
-    eager: bool = False  # refused outside captures too
-
 
 # ---- rows that the function rules use by name
 
 TO_HOST = Rule(
     "a copy to unpinned host memory",
-    _UNPINNED,
-    _KEEP_ON_DEVICE,
+    UNPINNED,
+    KEEP_ON_DEVICE,
     (".cpu()", ".to(cpu)", "host.copy_(dev)", ".tolist()"),
     invalidates=False,
 )
 TO_DEVICE = Rule(
     "a copy from unpinned host memory",
-    _UNPINNED,
-    _COPY_BEFORE,
+    UNPINNED,
+    COPY_BEFORE,
     ("host.to(dev)", "host.to(dev,nb)", "tensor(list,dev)", "new_tensor"),
     invalidates=False,
 )
-BLOCKING_COPY = Rule("a blocking copy", _NOT_PERMITTED, _NON_BLOCKING, ("pinned.to(dev)", "pinned.copy_(dev)"))
-HOST_READ = Rule("the host reads device memory", _NOT_PERMITTED, _KEEP_ON_DEVICE, (".item()", "print"))
+BLOCKING_COPY = Rule("a blocking copy", NOT_PERMITTED, NON_BLOCKING, ("pinned.to(dev)", "pinned.copy_(dev)"))
+HOST_READ = Rule("the host reads device memory", NOT_PERMITTED, KEEP_ON_DEVICE, (".item()", "print"))
 HOST_WAIT = Rule(
     "the host waits for the device",
-    _NOT_PERMITTED,
+    NOT_PERMITTED,
     "synchronise before the capture or after the replay",
     ("cuda.synchronize", "event.sync"),
     syncs=False,
 )
 STREAM_WAIT = Rule(
     "the host waits for a stream",
-    _NOT_PERMITTED,
+    NOT_PERMITTED,
     "synchronise before the capture or after the replay",
     ("stream.sync",),
 )
@@ -100,7 +73,7 @@ MOVED_MEMORY = Rule(
 )
 NESTED_REPLAY = Rule(
     "replaying or capturing a graph inside a capture",
-    _NOT_PERMITTED,
+    NOT_PERMITTED,
     "replay graphs outside of captures",
     ("replay_inside_a_capture",),
     syncs=False,
@@ -159,8 +132,8 @@ _SIZE_FROM_DATA = "the result's size depends on device data, which the host must
 RULES: tuple[Rule, ...] = (
     Rule(
         "the host reads device memory",
-        _NOT_PERMITTED,
-        _KEEP_ON_DEVICE,
+        NOT_PERMITTED,
+        KEEP_ON_DEVICE,
         (
             ".item()",
             "bool(t)",
@@ -175,23 +148,23 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "a nested tensor copies its sizes from the host",
-        _UNPINNED,
+        UNPINNED,
         "keep ragged data packed, with offsets in a persistent buffer",
         ("nested_tensor",),
         ops="_nested_tensor_from_tensor_list",
     ),
     Rule(
         _SIZE_FROM_DATA,
-        _NOT_PERMITTED,
-        _FIXED_SHAPE,
+        NOT_PERMITTED,
+        FIXED_SHAPE,
         ("unique(dim)",),
         ops="unique_dim unique_dim_consecutive",
         syncs=False,  # it waits, but not through what sync debug mode watches
     ),
     Rule(
         _SIZE_FROM_DATA,
-        _NOT_PERMITTED,
-        _FIXED_SHAPE,
+        NOT_PERMITTED,
+        FIXED_SHAPE,
         ("nonzero", "where(1)", "masked_select", "unique", "bincount"),
         ops=(
             "nonzero nonzero_numpy argwhere masked_select _unique _unique2 unique_consecutive "
@@ -200,15 +173,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         _SIZE_FROM_DATA,
-        _NOT_PERMITTED,
-        _FIXED_SHAPE,
+        NOT_PERMITTED,
+        FIXED_SHAPE,
         ("where(1)",),
         ops="where",
         applies=lambda call: call.overload == "default",
     ),
     Rule(
         "indexing by a mask needs nonzero(), whose size the host must read",
-        _NOT_PERMITTED,
+        NOT_PERMITTED,
         "use torch.where, masked_fill, or index with a precomputed index tensor of fixed size",
         ("x[mask]", "x[mask]=cuda0d", "x[mask]=cuda1d"),
         ops="index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put",
@@ -216,7 +189,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the index lives on the host and is copied to the device",
-        _UNPINNED,
+        UNPINNED,
         "keep index tensors on the device; replace x[[0, 2]] by a persistent device index",
         ("x[host_idx]", "x[list]", "x[np idx]"),
         ops="index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put",
@@ -225,7 +198,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the assigned scalar is copied from the host",
-        _UNPINNED,
+        UNPINNED,
         "use fill_, masked_fill_, index_fill_ or scatter_ with a Python number",
         ("x[idx]=0.",),
         ops="index_put index_put_ _index_put_impl_",
@@ -234,7 +207,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the output size of repeat_interleave is read from the device",
-        _NOT_PERMITTED,
+        NOT_PERMITTED,
         "pass output_size=",
         ("repeat_interleave",),
         ops="repeat_interleave",
@@ -242,7 +215,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the number of classes is read from the device",
-        _NOT_PERMITTED,
+        NOT_PERMITTED,
         "pass num_classes=",
         ("one_hot",),
         ops="one_hot",
@@ -250,16 +223,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the host reads the outcome of a comparison",
-        _NOT_PERMITTED,
-        _KEEP_ON_DEVICE,
+        NOT_PERMITTED,
+        KEEP_ON_DEVICE,
         ("equal", "allclose"),
         ops="equal",
         applies=conditions.not_the_same_memory,
     ),
-    Rule("the host reads the outcome of a comparison", _NOT_PERMITTED, _KEEP_ON_DEVICE, ("allclose",), ops="allclose"),
+    Rule("the host reads the outcome of a comparison", NOT_PERMITTED, KEEP_ON_DEVICE, ("allclose",), ops="allclose"),
     Rule(
         "the range of the histogram is read from the device",
-        _UNPINNED,
+        UNPINNED,
         "pass min= and max=",
         ("histc auto",),
         ops="histc",
@@ -267,7 +240,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the value tensor is read with .item()",
-        _NOT_PERMITTED,
+        NOT_PERMITTED,
         "use torch.where(mask, value, x), or a Python number",
         ("masked_fill_(m,cuda0d)",),
         ops="masked_fill masked_fill_ index_fill index_fill_",
@@ -275,7 +248,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "a host scalar tensor is copied to the device",
-        _UNPINNED,
+        UNPINNED,
         "pass a Python number, or keep the scalar on the device",
         ("where(m,x,host0d)",),
         ops="where",
@@ -284,7 +257,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the bounds of the range are read from the device",
-        _NOT_PERMITTED,
+        NOT_PERMITTED,
         "use bounds known on the host and scale on the device",
         ("linspace(dev)",),
         ops="linspace logspace arange randint_like",
@@ -292,7 +265,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sorted membership tests need unique(), whose size the host must read",
-        _NOT_PERMITTED,
+        NOT_PERMITTED,
         "compare by broadcasting: (x[:, None] == tests).any(-1)",
         ("isin large",),
         ops="isin",
@@ -300,7 +273,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the sorter's range is checked on the host",
-        _NOT_PERMITTED,
+        NOT_PERMITTED,
         "gather the sorted sequence first and pass no sorter",
         ("searchsorted sorter",),
         ops="searchsorted",
@@ -308,7 +281,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the standard deviations are checked on the host",
-        _NOT_PERMITTED,
+        NOT_PERMITTED,
         "use torch.randn(...) * std + mean",
         ("normal(std tensor)",),
         ops="normal",
@@ -316,7 +289,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the solver's error codes are read by the host",
-        _NOT_PERMITTED,
+        NOT_PERMITTED,
         "use the _ex form with check_errors=False where there is one",
         ("linalg.inv", "linalg.solve", "linalg.cholesky"),
         ops=(
@@ -326,7 +299,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the lengths are read by the host",
-        _NOT_PERMITTED,
+        NOT_PERMITTED,
         "pass the lengths as host values",
         ("read",),
         ops="_ctc_loss ctc_loss",
@@ -334,7 +307,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the segment lengths are checked by the host",
-        _NOT_PERMITTED,
+        NOT_PERMITTED,
         "pass unsafe=True",
         ("segment_reduce", "segment_reduce unsafe"),
         ops="segment_reduce",
@@ -363,8 +336,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "a copy from unpinned host memory",
-        _UNPINNED,
-        _COPY_BEFORE,
+        UNPINNED,
+        COPY_BEFORE,
         ("x[1]=1.", "dev.copy_(host)", "dev.copy_(host0d)", "x[2:]=host1d"),
         ops="copy_",
         applies=conditions.host_to_device(pinned=False),
@@ -372,16 +345,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "a blocking copy from the host",
-        _NOT_PERMITTED,
-        _NON_BLOCKING,
+        NOT_PERMITTED,
+        NON_BLOCKING,
         ("pinned.to(dev)",),
         ops="copy_",
         applies=conditions.host_to_device(pinned=True),
     ),
     Rule(
         "a copy to unpinned host memory",
-        _UNPINNED,
-        _KEEP_ON_DEVICE,
+        UNPINNED,
+        KEEP_ON_DEVICE,
         ("host.copy_(dev)", ".cpu()"),
         ops="copy_",
         applies=conditions.device_to_host(pinned=False),
@@ -389,8 +362,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "a blocking copy to the host",
-        _NOT_PERMITTED,
-        _NON_BLOCKING,
+        NOT_PERMITTED,
+        NON_BLOCKING,
         ("pinned.copy_(dev)",),
         ops="copy_",
         applies=conditions.device_to_host(pinned=True),

@@ -12,7 +12,7 @@ from attn_testkit.emulation.sites import author_site
 
 if TYPE_CHECKING:
     from attn_testkit.emulation.graph import EmulatedGraph
-    from attn_testkit.emulation.rules import Rule
+    from attn_testkit.emulation.rule import Rule
     from attn_testkit.emulation.streams import Stream
 
 SYNC_DEFAULT, SYNC_WARN, SYNC_ERROR = 0, 1, 2

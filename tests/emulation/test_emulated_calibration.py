@@ -12,6 +12,7 @@ from attn_testkit.emulation import emulated_cuda, rules
 from attn_testkit.emulation.calibrate import __main__ as command
 from attn_testkit.emulation.calibrate import jobs, store, workers
 from attn_testkit.emulation.calibrate.jobs import Job
+from attn_testkit.emulation.rule import Rule
 
 MOST_FALSE_ALARMS = 2
 
@@ -83,8 +84,8 @@ def test_every_rule_says_what_happens_and_what_to_do():
         assert rule.measured
 
 
-def _all_rules() -> list[rules.Rule]:
-    return [*rules.RULES, *(value for value in vars(rules).values() if isinstance(value, rules.Rule))]
+def _all_rules() -> list[Rule]:
+    return [*rules.RULES, *(value for value in vars(rules).values() if isinstance(value, Rule))]
 
 
 # ---- the command
