@@ -66,6 +66,14 @@ class Trace:
     topk_index: torch.Tensor | None = None
 
 
+def _heads(rows: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
+    """[T, heads * dim] -> [T, heads, dim] with the stride between rows kept, as a server's ``split`` leaves it.
+
+    ``view`` would tidy the stride of a lone row, and ``contiguous`` never does: kernels have refused it (vLLM #32417).
+    """
+    return rows.as_strided((rows.shape[0], heads, dim), (rows.stride(0), dim, 1))
+
+
 class Model:
     """The tables and weights on the device, and the forward pass."""
 
@@ -114,12 +122,12 @@ class Model:
         return trace
 
     def _split(self, row: torch.Tensor, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, q_end, k_end = row.shape[0], self.q_size, self.q_size + self.k_size
-        q = row[:, :q_end].view(rows, layer.tp_q_head_num, layer.head_dim)
-        k = row[:, q_end:k_end].view(rows, layer.tp_k_head_num, layer.head_dim)
+        first, second = self.q_size, self.q_size + self.k_size
+        q = _heads(row[:, :first], layer.tp_q_head_num, layer.head_dim)
+        k = _heads(row[:, first:second], layer.tp_k_head_num, layer.head_dim)
         if not self.v_size:
             return q, k, k[..., : layer.kv_lora_rank]
-        return q, k, row[:, k_end:].view(rows, layer.tp_v_head_num, layer.v_head_dim)
+        return q, k, _heads(row[:, second:], layer.tp_v_head_num, layer.v_head_dim)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] float32."""
