@@ -72,7 +72,7 @@ class WindowByFlatQueryIndex(TorchNativeBackend):
 
 
 @fault(
-    slug="packed-mask-one-word",
+    slug="packed-mask-row-width-per-request",
     bug_class="E",
     source="TensorRT-LLM #13426",
     modes=_VERIFY,

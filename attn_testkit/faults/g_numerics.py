@@ -214,7 +214,7 @@ class SinkInBaseTwo(TorchNativeBackend):
 
 
 @fault(
-    slug="v-scale-lost-in-positional-args",
+    slug="kv-scale-lost-in-positional-args",
     bug_class="G",
     source="flashinfer #1023, #1254, #1416, #4979",
     modes=_ALL,
@@ -337,7 +337,7 @@ class VDimsTakenFromK(TorchNativeBackend):
     modes=_ALL,
     mechanism="masked logits are -5e4, and a valid logit below that never becomes the maximum",
     promises=("matches-oracle",),
-    hint="stands for minus infinity",
+    hint="minus infinity",
 )
 class FiniteMaskSentinel(TorchNativeBackend):
     def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -352,7 +352,7 @@ class FiniteMaskSentinel(TorchNativeBackend):
     modes=_ALL,
     mechanism="the running maximum may be 2^4 too small and P is scaled by 2^8: it reaches 4096 and saturates at 448",
     promises=("matches-oracle",),
-    hint="peaked",
+    hint="saturation",
     modelled="P keeps its precision; only the saturation is there, and without sinks",
 )
 class Fp8PSaturation(TorchNativeBackend):
