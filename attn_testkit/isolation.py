@@ -185,7 +185,7 @@ class Worker:
                 self.connection.send(self.group[0])
                 self.item = self.group.popleft()
                 self.deadline = time.monotonic() + self._timeout_s
-        except BrokenPipeError:
+        except ConnectionError:
             # It died between two case-runs, and the next one is not to blame: collect() will notice and give it back.
             pass
 
