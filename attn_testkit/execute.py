@@ -56,8 +56,9 @@ def gradients_off(case: Case) -> Iterator[None]:
         yield
 
 
-def judge(observed: Observation, schedule: Schedule, finite_tails: bool) -> list[Finding]:
+def judge(observed: Observation, schedule: Schedule, claims: Capabilities) -> list[Finding]:
     """All promises about one step. What follows from wrong attention outputs is not told twice."""
+    finite_tails, same_bits = claims.finite_page_tails, claims.deterministic and claims.batch_invariant
     expected = expect(schedule, observed.step)
     after = pool_images(schedule, observed.step, expected.data, finite_tails)[1]
     # Wrong writes make wrong numbers, and never the other way round.
@@ -69,7 +70,7 @@ def judge(observed: Observation, schedule: Schedule, finite_tails: bool) -> list
     ]
     found += numeric
     if not numeric:
-        found += graph_matches_eager(observed, expected)
+        found += graph_matches_eager(observed, expected, same_bits)
         found += mode_outputs(observed, expected, schedule.case)
     found += inputs_unchanged(observed)
     found += addresses_stable(observed)
@@ -98,7 +99,7 @@ def run_case(
         return outcome
     with outcome.clock.phase("oracle and checks"):
         for schedule, observed in seen:
-            _judge_into(outcome, schedule, observed, claims.finite_page_tails)
+            _judge_into(outcome, schedule, observed, claims)
     # What is wrong at a replay as well is told there, with a place.
     outcome.findings += [] if outcome.failed_steps else outcome.warm_up
     return outcome
@@ -110,8 +111,8 @@ def _record_exception(outcome: Outcome, error: BaseException, phase: str, label:
     outcome.findings.append(from_exception(error, phase, label, needs_cpu_lengths=needs_cpu))
 
 
-def _judge_into(outcome: Outcome, schedule: Schedule, observed: Observation, finite_tails: bool) -> None:
-    found = judge(observed, schedule, finite_tails)
+def _judge_into(outcome: Outcome, schedule: Schedule, observed: Observation, claims: Capabilities) -> None:
+    found = judge(observed, schedule, claims)
     expected = expect(schedule, observed.step)
     outcome.margin = max(outcome.margin or 0.0, min(margin(observed, expected), 1e9))
     if found:

@@ -444,3 +444,23 @@ class PageTableRefreshedForTheFirstPagesOnly(PlannedBackend):
             target[:, :1].copy_(source[:, :1])
         else:
             super().copy_in(name, target, source)
+
+
+@fault(
+    slug="kv-splits-not-refreshed",
+    bug_class="A",
+    source="sglang #26019 (review), MUTATION_FIXES.md M23",
+    modes=_DECODE,
+    executions=_GRAPH,
+    mechanism="replay keeps the number of splits of the capture, : right numbers, and other bits than eager",
+    promises=("graph-matches-eager",),
+    hint="split count",
+)
+class KvSplitsNotRefreshed(PlannedBackend):
+    capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)
+
+    def in_split(self, meta: Metadata) -> torch.Tensor:
+        splits = super().in_split(meta)
+        if not self.in_graph:
+            return splits
+        return splits.any(1, keepdim=True) & (self.index[: self.max_splits, None] == 0)
