@@ -103,7 +103,7 @@ class VerifyAppendUsesCaptureHostSlots(PlannedBackend):
     source="sglang #27091 (review)",
     modes=_V1 + _V2,
     mechanism="the windowed layer's write locations are derived from zeros: everything goes to the dummy slot",
-    promises=("reads-own-kv", "writes-own-kv"),
+    promises=("writes-own-kv", "reads-own-kv"),
     hint="K and V|not its own|slots",
 )
 class SwaWriteLocsSynthesisedZero(PlannedBackend):
@@ -161,7 +161,7 @@ class BlockZeroingSpillsIntoNeighbour(PlannedBackend):
         fresh = (meta.slots % page == 0)[:, None]
         block = meta.slots[:, None] + 1 + self.index[:page]
         block = torch.where(fresh & (block < pool.num_slots), block, 0).flatten()
-        pool.get_key_buffer(layer.layer_id).view(torch.uint8)[block] = 0
+        pool.get_key_buffer(layer.layer_id).view(torch.uint8).index_fill_(0, block, 0)
         super().write_kv(layer, k, v, meta)
 
 
@@ -197,12 +197,12 @@ class WarmupLeavesNanInKv(PlannedBackend):
 
 
 @fault(
-    slug="v-stored-before-rounding-of-k",
+    slug="v-stored-with-the-scale-of-k",
     bug_class="C",
     source="general",
     modes=_ALL,
     mechanism="an FP8 value row is stored with the key's scale",
-    promises=("matches-oracle", "writes-own-kv"),
+    promises=("writes-own-kv", "matches-oracle"),
     hint="FP8 scales|K and V",
 )
 class VStoredWithScaleOfK(PlannedBackend):
@@ -237,12 +237,12 @@ class NewKeysAttendedButNotStored(TorchNativeBackend):
 
 
 @fault(
-    slug="stores-the-first-head-everywhere",
+    slug="captured-store-leaves-a-head-out",
     bug_class="C",
     source="general",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="the store of a captured decode is launched for the KV heads of another layer, and leaves one out",
+    mechanism="the captured store is launched for one KV head too few",
     promises=("writes-own-kv", "replay-follows-batch"),
     hint="K and V|in eager it is right",
 )

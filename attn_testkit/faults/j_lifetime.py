@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backends.torch_native import TorchNativeBackend
-from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch, ForwardMode
 from .catalogue import fault
 from .parent import CountingBackend, Metadata, PlannedBackend
 
@@ -21,7 +21,7 @@ _GRAPH = ("graph",)
     modes=_ALL,
     executions=("eager",),
     mechanism="counters that must be zero at first use lie in memory that nobody cleared",
-    promises=("matches-oracle", "finite", "repeatable"),
+    promises=("repeatable", "matches-oracle", "finite"),
     modelled="a count that never comes out leaves a partial result, where the kernel hung",
 )
 class CounterRegionNotZero(CountingBackend):
@@ -238,4 +238,29 @@ class LengthsAdvancedInPlace(PlannedBackend):
         out = super().forward(q, k, v, layer, batch, save_kv_cache)
         if layer.layer_id == len(self.context.layers) - 1:
             batch.seq_lens.add_(1)
+        return out
+
+
+@fault(
+    slug="accept-counts-advanced-in-place",
+    bug_class="J",
+    source="general; sglang #25002",
+    modes=(ForwardMode.DRAFT_EXTEND,),
+    mechanism="the last layer turns accepted counts into row indices where they lie; the caller then prunes with them",
+    promises=("mode-outputs", "inputs-unchanged"),
+    hint="hidden_states|work on a copy",
+)
+class AcceptCountsAdvancedInPlace(PlannedBackend):
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        out = super().forward(q, k, v, layer, batch, save_kv_cache)
+        if layer.layer_id == len(self.context.layers) - 1 and isinstance(batch.spec_info, DraftExtendInput):
+            batch.spec_info.num_accept_tokens.sub_(1)
         return out

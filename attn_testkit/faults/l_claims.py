@@ -1,0 +1,20 @@
+"""Class L, claims: what a class says of itself, and nobody could hold it to."""
+
+from __future__ import annotations
+
+from ..contract import ForwardMode
+from .catalogue import fault
+from .parent import PlannedBackend
+
+
+@fault(
+    slug="claim-that-no-case-can-meet",
+    bug_class="L",
+    source="general",
+    modes=(ForwardMode.TARGET_VERIFY,),
+    mechanism="verify is claimed with the max_context_len of a unit test's class: nothing was ever run",
+    promises=("claims-honest",),
+    hint="no case can satisfy",
+)
+class ClaimThatNoCaseCanMeet(PlannedBackend):
+    capabilities = PlannedBackend.capabilities.with_changes(max_context_len=4)
