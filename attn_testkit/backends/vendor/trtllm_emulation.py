@@ -129,7 +129,10 @@ def _draft_mask(mask: torch.Tensor, queries: paged.Queries, keys: paged.Keys, wi
     """[bs, n, S]: the prefix is always visible, of the draft block what the row's bits say, both inside the window."""
     bs, n = queries.rows.shape[:2]
     row_bytes = 4 * ((n + 31) // 32)
-    bits = mask.contiguous().view(-1).view(torch.uint8)[: bs * n * row_bytes].view(bs, n, row_bytes)
+    held = mask.contiguous().view(-1).view(torch.uint8)
+    if held.numel() < bs * n * row_bytes:
+        raise RuntimeError(f"XQA reads {bs * n * row_bytes} bytes of mask, and behind the {held.numel()} that it has")
+    bits = held[: bs * n * row_bytes].view(bs, n, row_bytes)
     at = torch.arange(keys.rows.shape[1], device=mask.device)
     node = (at - (keys.lens - n)[:, None]).clamp(0, n - 1)
     byte = bits.gather(2, (node // 8)[:, None].expand(bs, n, -1))
@@ -289,5 +292,10 @@ def make_gen_mla(original: Callable[..., Any]) -> Callable[..., Any]:
     asked = ("get_compute_capability", "get_device_sm_count", "device_support_pdl")
     return _over(
         original,
-        {**_on(100, "flashinfer.mla._core", *asked), "flashinfer.mla._core:get_trtllm_gen_fmha_module": _gen_module},
+        {
+            **_on(100, "flashinfer.mla._core", *asked),
+            "flashinfer.mla._core:get_trtllm_gen_fmha_module": _gen_module,
+            # Every call asks whether CuTe DSL would do as well, and imports its compiler to know.
+            "flashinfer.mla._core:_cute_dsl_incompatibility_reason": lambda *args, **kwargs: "not stood in for",
+        },
     )

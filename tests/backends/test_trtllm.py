@@ -1,0 +1,108 @@
+"""The adapters of TensorRT-LLM kernels on stand-ins: conformant, and their historic mistakes are caught."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+pytest.importorskip("flashinfer", reason="the flashinfer extra is not installed")
+
+from attn_testkit.engine import check_backend
+from attn_testkit.results import CaseResult, Status
+
+XQA = "attn_testkit.backends.trtllm_mha:XQABackend"
+needs_tokenspeed = pytest.mark.skipif(
+    importlib.util.find_spec("tokenspeed_mla") is None or importlib.util.find_spec("cutlass") is None,
+    reason="the tokenspeed extra is not installed",
+)
+
+DECODE = "decode-gqa4x2-d64-bf16-p16-k15.16.17-shuffled-gauss-b5prod"
+WINDOW = "decode-mha2-d64-fp16-p16-k40.3-reversed-footprint-w4-sink-b2prod"
+FP8 = "decode-gqa8x2-d128-bf16-p64-k15.70-interleaved-gauss-kvfp8e4m3-b4stale"
+VERIFY = "target-verify-gqa4x2-d64-bf16-p16-k15.33-chain4-shuffled-footprint-b4nan"
+VERIFY_WINDOW = "target-verify-mqa4-d64-fp16-p16-k7.20-chain5-contiguous-gauss-w4-sink-b3prod"
+V1 = "draft-extend-gqa4x2-d64-bf16-p16-k31.32.33-n4a1.3.2-shuffled-footprint-b4nan"
+V2 = "draft-extend-v2-mha2-d64-fp16-p16-k1.2.5-n4a1.3.2-reversed-shifted-b6stale"
+V2_FP8 = "draft-extend-v2-gqa4x2-d128-fp16-p16-k20.3-n3a1.3-shuffled-footprint-kvfp8e4m3-w4-b3prod"
+FOR_XQA = (DECODE, WINDOW, FP8, VERIFY, VERIFY_WINDOW, V2, V2_FP8)
+HEALTHY = (*FOR_XQA, V1)
+
+MLA_DECODE = "decode-mla16-d512r64-bf16-p32-k31.32.5-shuffled-gauss-b5stale"
+MLA_FP8 = "decode-mla16-d512r64-bf16-p64-k63.9-reversed-footprint-kvfp8e4m3-b3prod"
+MLA_VERIFY = "target-verify-mla16-d512r64-bf16-p32-k30.5-chain4-shuffled-gauss-b3nan"
+MLA_V1 = "draft-extend-mla16-d512r64-bf16-p32-k30.3.9-n4a1.3.2-interleaved-gauss-b4prod"
+MLA_V1_EVEN = "draft-extend-mla16-d512r64-bf16-p32-k5.9-n4a1.3-shuffled-gauss-b2prod"
+MLA_V2 = "draft-extend-v2-mla16-d512r64-bf16-p64-k1.2-n3a1.3-shuffled-gauss-kvfp8e4m3-b4prod"
+MLA_HEALTHY = (MLA_DECODE, MLA_FP8, MLA_VERIFY, MLA_V1, MLA_V1_EVEN, MLA_V2)
+
+TS_DECODE = MLA_FP8
+TS_VERIFY = "target-verify-mla16-d512r64-bf16-p64-k15.70-chain3-shuffled-gauss-kvfp8e4m3-b3prod"
+TS_V1 = "draft-extend-mla16-d512r64-bf16-p32-k30.3-n4a1.3-reversed-gauss-kvfp8e4m3-b3nan"
+TS_MIXED = "decode-mla16-d512r64-bf16-p64-k300-shuffled-gauss-kvfp8e4m3-b2prod-mixed"
+TS_HEALTHY = (TS_DECODE, TS_VERIFY, TS_V1, MLA_V2)
+
+
+def check(backend: str, execution: str, *cases: str) -> list[CaseResult]:
+    rows = check_backend(backend, device="cpu", executions=[execution], cases=cases)
+    return [row for row in rows if row.case]
+
+
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+@pytest.mark.parametrize(
+    ("backend", "cases"),
+    [
+        ("attn_testkit.backends.trtllm_mha:TRTLLMMHABackend", HEALTHY),
+        (XQA, FOR_XQA),
+        ("attn_testkit.backends.trtllm_mla:TRTLLMMLABackend", MLA_HEALTHY),
+        pytest.param("attn_testkit.backends.tokenspeed_mla:TokenspeedMLABackend", TS_HEALTHY, marks=needs_tokenspeed),
+    ],
+)
+def test_every_kind_of_case_passes_and_says_that_its_kernels_are_emulated(
+    backend: str, cases: tuple[str, ...], execution: str
+) -> None:
+    rows = check(backend, execution, *cases)
+    assert {row.case: [f.headline for f in row.findings] for row in rows} == {case: [] for case in cases}
+    assert {(row.status, row.kernels) for row in rows} == {(Status.PASSED, "emulated")}
+
+
+FAULTS = [
+    ("LengthsOfThePrefix", "eager", V2, "request 0 has nan in its output"),
+    ("DraftsNotCounted", "eager", VERIFY, "the last 4 keys are missing"),
+    ("OffsetsOfTheCapture", "graph", V1, "is right in eager"),
+    ("StrideOfMinusOne", "graph", VERIFY, "by zero"),
+    ("LongestOfTheCapture", "graph", DECODE, "is right in eager"),
+    ("ReadsHostLengths", "eager", DECODE, "no-host-lengths"),
+    ("WaitsForLengths", "graph", DECODE, "preparing a replay waits for the device"),
+    ("ValueScaleForgotten", "eager", FP8, "look at FP8 scales"),
+    ("WindowOfW", "eager", WINDOW, "the first key is missing"),
+    ("MaskNotPassed", "eager", VERIFY, "Mask is required for speculative decoding"),
+    ("MaskRowsAreBytes", "eager", VERIFY, "XQA reads 32 bytes of mask"),
+    ("WorkspaceNotZeroed", "eager", DECODE, "has nan in its output"),
+    ("TableWiderThanItsRows", "eager", DECODE, "request 1 has nan in its output"),
+    ("StridedQueries", "eager", DECODE, "differs from the oracle"),
+    ("PackedRowsAtReplay", "graph", MLA_V1, "is right in eager"),
+    ("ViewIfDivisible", "eager", MLA_V1_EVEN, "the last key is missing"),
+    ("RowsInFront", "eager", MLA_V1, "it read a slot that is not its own"),
+    ("MLADraftsNotCounted", "eager", MLA_VERIFY, "the last 4 keys are missing"),
+    ("TableOfThePrefix", "eager", MLA_VERIFY, "has nan in its output"),
+    ("MetadataOfTheCapture", "graph", MLA_DECODE, "is right in eager"),
+    ("CountersBornInCapture", "graph", MLA_DECODE, "it lives on memory that was born in a capture"),
+    ("LatentScaleForgotten", "eager", MLA_FP8, "look at scale, FP8 scales"),
+]
+TOKENSPEED_FAULTS = [
+    ("WorkspaceBornInForward", "graph", TS_MIXED, "the graph uses memory that is gone"),
+    ("OutputScaleForgotten", "eager", TS_DECODE, "look at FP8 scales"),
+    ("QueriesNotRounded", "eager", TS_DECODE, "must match query dtype"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "execution", "case", "told"),
+    [*FAULTS, *(pytest.param(*fault, marks=needs_tokenspeed) for fault in TOKENSPEED_FAULTS)],
+)
+def test_a_historic_mistake_is_caught(fault: str, execution: str, case: str, told: str) -> None:
+    (row,) = check(f"faulty_trtllm:{fault}", execution, case)
+    assert row.status is Status.FAILED
+    texts = [f"{f.check} | {f.headline} | {f.where} | {f.hint}" for f in row.findings]
+    assert any(told in text for text in texts), texts
