@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import importlib
 import os
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation import session
+from attn_testkit.emulation import session, triton_speed
 from attn_testkit.emulation.errors import HostPointerError
 from attn_testkit.emulation.private import disable_functions, disable_modes
 from attn_testkit.emulation.program import CallNode
@@ -44,59 +42,8 @@ def replacements() -> list[tuple[Any, str, Any]]:
     module = interpreter()
     if module is None:
         return []
-    launcher, function = module.GridExecutor, module.InterpretedFunction
-    entries = [(launcher, "__call__", _launch_of(module, launcher, launcher.__call__))]
-    if _patches_can_be_shared(module):
-        entries += [
-            (function, "__call__", _nested_call_of(module, function.__call__)),
-            (module, "_get_np_dtype", _remembering(module._get_np_dtype)),
-        ]
-    return entries
-
-
-# ---- speed: the stock interpreter patches triton.language again for every nested call of a launch (tl.sum, tl.cdiv,
-# ...), and builds a table of dtypes for every operation
-
-
-def _patch_language(module: Any) -> Any:
-    """Patch every module that a kernel can reach, as the stock interpreter would piecemeal; the answer can
-    restore()."""
-    language = module.tl
-    return module._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
-
-
-@functools.cache
-def _patches_can_be_shared(module: Any) -> bool:
-    """Self-test of the interpreter's private parts: without them launches work, at the stock interpreter's speed."""
-    try:
-        _patch_language(module).restore()
-        return bool(module._get_np_dtype(module.tl.float32).itemsize == 4)
-    except (AttributeError, TypeError):
-        return False
-
-
-def _nested_call_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-    def nested_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if session.current() is None:
-            return stock(self, *args, **kwargs)
-        try:
-            return self.rewrite()(*args, **kwargs)
-        except Exception as failure:
-            raise module.InterpreterError(repr(failure)) from failure
-
-    return nested_call
-
-
-def _remembering(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    known: dict[str, Any] = {}
-
-    def numpy_dtype(dtype: Any) -> Any:
-        name = dtype.scalar.name
-        if name not in known:
-            known[name] = stock(dtype)
-        return known[name]
-
-    return numpy_dtype
+    launcher = module.GridExecutor
+    return [(launcher, "__call__", _launch_of(module, launcher, launcher.__call__)), *triton_speed.replacements(module)]
 
 
 # ---- launches
@@ -105,8 +52,8 @@ def _remembering(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _launch_of(module: Any, launcher: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     def run(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with contextlib.ExitStack() as stack:
-            if session.is_active() and _patches_can_be_shared(module):
-                stack.callback(_patch_language(module).restore)
+            if session.is_active() and triton_speed.patches_can_be_shared(module):
+                stack.callback(triton_speed.patch_language(module).restore)
             stack.enter_context(torch.inference_mode())
             stack.enter_context(disable_modes())
             stack.enter_context(disable_functions())

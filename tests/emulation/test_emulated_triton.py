@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from attn_testkit.emulation import DanglingMemoryError, EmulationError, emulated_cuda
+from attn_testkit.emulation import DanglingMemoryError, EmulationError
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -16,7 +16,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 kernels = importlib.import_module("emulation_kernels")
 
-pytestmark = pytest.mark.usefixtures("cuda")
+pytestmark = [
+    pytest.mark.usefixtures("cuda"),
+    # Triton before 3.9, with a NumPy that warns of it
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
 
 
 def zeros(n: int = 8) -> torch.Tensor:
@@ -107,17 +111,6 @@ def test_the_language_is_restored_after_a_launch():
     kernels.sum_first[(1,)](torch.ones(8).cuda(), torch.tensor([3], dtype=torch.int32).cuda(), zeros(1), N=8)
     after = {name: value for owner in (tl, tl.core, tl.tensor) for name, value in vars(owner).items()}
     assert [name for name in before if before[name] is not after[name]] == []
-
-
-def test_launches_outside_the_context_are_triton_s_own():
-    with emulated_cuda():
-        pass
-    x = torch.zeros(8)
-    import triton.runtime.interpreter as interpreter
-
-    with torch._C.DisableTorchFunction():
-        assert x.device.type == "cpu"
-    assert interpreter.GridExecutor.__call__.__module__ != "triton.runtime.interpreter"
 
 
 def test_a_launch_gives_the_same_result_as_outside():
