@@ -142,7 +142,7 @@ def _blame_graph(bench: Bench, schedule: Schedule, step: Step) -> tuple[str, str
     alone = bench.graph(_alone(schedule, step, step.bucket))
     if alone is not None and is_right(schedule, _last(alone[0])):
         return "buckets-independent", "as the only replay of the only bucket it is right"
-    if alone is not None and alone[1].moved:
+    if alone is not None and alone[1].moved and _reads_replaced(bench, schedule, step):
         names = ", ".join(f"self.{path}" for path in alone[1].moved[:3])
         return "addresses-stable", f"init_forward_metadata_out_graph replaced {names} at a replay; fill it in place"
     if step.bucket > step.bs:
@@ -150,6 +150,12 @@ def _blame_graph(bench: Bench, schedule: Schedule, step: Step) -> tuple[str, str
         if exact is not None and is_right(schedule, _last(exact[0])):
             return "padding-inert", f"in a bucket of exactly {step.bs} it is right"
     return "replay-follows-batch", "in eager it is right: something of the capture-time batch is still in force"
+
+
+def _reads_replaced(bench: Bench, schedule: Schedule, step: Step) -> bool:
+    """Whether it is right once the replaced tensors hold what their successors do: a plan may replace its own."""
+    healed = bench.graph(_alone(schedule, step, step.bucket), heal=True)
+    return healed is None or is_right(schedule, _last(healed[0]))
 
 
 def _of(seen: list[Observation], step: Step) -> Observation | None:

@@ -45,6 +45,7 @@ class Bench:
         unowned: float | None = None,
         pattern: str | None = None,
         poison_born: bool = True,
+        heal: bool = False,
         fill: int = POISON,
     ) -> tuple[list[Observation], GraphDrive] | None:
         """A whole graph drive; replays only."""
@@ -59,6 +60,7 @@ class Bench:
                     pattern=pattern,
                     poison_born=poison_born,
                     watch=True,
+                    heal=heal,
                 )
                 return [observed for _, observed in seen], drives[0]
         except Exception:

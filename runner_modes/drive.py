@@ -145,6 +145,8 @@ class GraphDrive:
         """(attribute path, bucket, tensor): what first appeared in the backend while a graph was being captured."""
         self.moved: tuple[str, ...] = ()
         """Attributes whose tensors the last ``init_forward_metadata_out_graph`` at a replay replaced."""
+        self.healed: list[torch.Tensor] = []
+        """With ``heal``: the tensors that were replaced, kept alive and given the numbers of their successors."""
 
     def capture(self) -> None:
         """Capture every bucket, largest first. The graph state must have been initialised."""
@@ -193,9 +195,19 @@ class GraphDrive:
                 fill_with_poison(tensor)
 
     def replay(
-        self, step: Step, canaries: Canaries | None, *, pattern: str | None = None, watch: bool = False
+        self,
+        step: Step,
+        canaries: Canaries | None,
+        *,
+        pattern: str | None = None,
+        watch: bool = False,
+        heal: bool = False,
     ) -> Observation:
-        """One replay of the schedule, as a server would do it. ``watch``: note which tensors the plan replaces."""
+        """One replay of the schedule, as a server would do it.
+
+        ``watch``: note which tensors the plan replaces. ``heal``: give the replaced ones their successors' numbers, to
+        find out whether the graph reads them.
+        """
         world, mode = self.world, self.schedule.case.mode
         label = self._label(step)
         with self.clock.phase("setup"):
@@ -206,6 +218,7 @@ class GraphDrive:
             bucket = self.buckets[step.bucket]
             held = snapshot(world, loaded, bucket.batch)
             blocks = self._blocks() if watch else {}
+            old = tensors_held_by(world.backend, (world.context,)) if heal else {}
             torch.cuda.synchronize()
         with self.clock.phase("replay"):
             with (
@@ -216,6 +229,8 @@ class GraphDrive:
             if blocks:
                 now = self._blocks()
                 self.moved = tuple(path for path, block in blocks.items() if now.get(path, block) != block)
+            if old:
+                self._heal(old)
             self._poison_outputs(bucket.captured.outputs)
             # What a server allocates for one step (a fresh mask, say) is gone before the kernels that read the graph's
             # own memory end; keep nothing of it alive here.
@@ -263,6 +278,13 @@ class GraphDrive:
         static.seq_lens_cpu[:live].copy_(lens)
         self.driver.fill(self.world, static, loaded, step.bucket)
 
+    def _heal(self, old: dict[str, torch.Tensor]) -> None:
+        new = tensors_held_by(self.world.backend, (self.world.context,))
+        for path in self.moved:
+            if new[path].shape == old[path].shape:
+                old[path].copy_(new[path])
+            self.healed.append(old[path])
+
     def _poison_outputs(self, trace: Trace) -> None:
         for tensor in (*trace.raw, *trace.attention, trace.hidden, trace.logits, trace.topk_p, trace.topk_index):
             if tensor is not None:
@@ -278,6 +300,7 @@ def drive_graphs(
     pattern: str | None = None,
     poison_born: bool = True,
     watch: bool = False,
+    heal: bool = False,
 ) -> tuple[list[tuple[Schedule, Observation]], list[GraphDrive]]:
     """Capture all buckets of all schedules on one instance, then replay them interleaved, eager steps between.
 
@@ -302,7 +325,7 @@ def drive_graphs(
             if poison_born:
                 for other in drives:
                     other.poison_born()
-            observed = drive.replay(step, canaries, pattern=pattern, watch=watch)
+            observed = drive.replay(step, canaries, pattern=pattern, watch=watch, heal=heal)
             if index in eager_twins:
                 label = f"eager run after {observed.label}"
                 twin = run_eager(world, drive.schedule, step, clock, pattern=pattern, label=label)
