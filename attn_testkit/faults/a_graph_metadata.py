@@ -260,7 +260,7 @@ class RowStrideFromLiveBatchMax(PlannedBackend):
 
 
 @fault(
-    slug="branch-missing-in-graph-path",
+    slug="extend-branch-missing-in-graph-path",
     bug_class="A",
     source="sglang #26019 (review)",
     modes=_V2,
@@ -342,7 +342,7 @@ class GraphKeyMissingQueryLen(PlannedBackend):
     modes=_ALL,
     executions=_GRAPH,
     mechanism="replay fills as many rows as the next power of two of the live batch, not as many as the bucket has",
-    promises=("writes-own-kv", "padding-inert"),
+    promises=("replay-follows-batch", "writes-own-kv", "padding-inert"),
 )
 class ReplayBucketRecomputed(PlannedBackend):
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:

@@ -107,7 +107,7 @@ class _LiveRowsOnly(PlannedBackend):
 
 
 @fault(
-    slug="metadata-for-live-rows-only",
+    slug="metadata-built-before-graph-padding",
     bug_class="B",
     source="vLLM #28579, #25265; xLLM #1939",
     modes=_UNIFORM,
@@ -121,7 +121,7 @@ class MetadataForLiveRowsOnly(_LiveRowsOnly):
 
 
 @fault(
-    slug="slots-tail-stale",
+    slug="prefill-slot-tail-stale",
     bug_class="B",
     source="sglang 0.5.23 (prefill_cuda_graph_runner)",
     modes=_ALL,
@@ -193,7 +193,7 @@ class PadRowNanSpreadsViaBatchScale(PlannedBackend):
 
 
 @fault(
-    slug="all-zero-lens-scheduler",
+    slug="all-zero-lens-scheduler-oob",
     bug_class="B",
     source="vLLM #51970",
     modes=_DECODE,

@@ -59,7 +59,7 @@ class PaddingSinkSlotGetsNan(PlannedBackend):
 
 
 @fault(
-    slug="padding-writes-through-stale-rows",
+    slug="dummy-draft-steps-write-stale-blocks",
     bug_class="C",
     source="vLLM #56734",
     modes=_DECODE,

@@ -18,7 +18,7 @@ _NEEDS_HOST = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
 
 @fault(
-    slug="stale-cpu-mirror-sizes-page-table",
+    slug="stale-cpu-mirror-defeats-none-guard",
     bug_class="K",
     source="sglang 0.5.23 (decode and draft-extend runners)",
     modes=_VERIFY + _V1 + _V2,

@@ -1,0 +1,116 @@
+"""The audit: what makes it fail, and what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from attn_testkit.audit import Audit, FaultVerdict, Settings, Task, TwinVerdict, audit, kill_order, run_task
+from attn_testkit.audit_show import audit_page, audit_text
+from attn_testkit.checks.promises import PROMISES
+from attn_testkit.cli import main
+from attn_testkit.contract import Execution, ForwardMode
+from attn_testkit.engine import plan_run
+from attn_testkit.examples.off_by_one import OffByOneBackend
+from attn_testkit.faults import all_faults, all_twins, catalogue
+from attn_testkit.faults.catalogue import Fault, Twin
+from attn_testkit.faults.parent import PlannedBackend
+from attn_testkit.registry import UsageError
+
+
+@pytest.fixture
+def planted() -> Iterator[None]:
+    """A fault that is none and a twin that is broken, in a catalogue of their own."""
+    kept = all_faults(), all_twins()
+    healthy = Fault(
+        "healthy", "A", "nobody", (ForwardMode.DECODE,), (Execution.EAGER,), "none", ("matches-oracle",), PlannedBackend
+    )
+    catalogue._FAULTS["healthy"] = healthy
+    catalogue._TWINS["broken"] = Twin("broken", "it is not", OffByOneBackend)
+    all_faults.cache_clear()
+    all_twins.cache_clear()
+    yield
+    del catalogue._FAULTS["healthy"], catalogue._TWINS["broken"]
+    all_faults.cache_clear()
+    all_twins.cache_clear()
+    assert (all_faults(), all_twins()) == kept
+
+
+def verdicts(**missing: str) -> Audit:
+    """An audit in which every promise is first for a fault, but for those named."""
+    found = Audit(Settings())
+    for promise in PROMISES:
+        caught = () if promise in missing.values() else (promise,)
+        found.faults.append(FaultVerdict(f"breaks-{promise}", "A", "general", (promise,), caught, text=promise))
+    return found
+
+
+def test_everything_caught_and_no_alarm_is_good() -> None:
+    assert verdicts().exit_code == 0
+    assert audit_text(verdicts()).splitlines()[-1].startswith("GOOD: ")
+
+
+def test_a_survivor_an_alarm_and_an_idle_promise_each_fail_the_audit() -> None:
+    survived = verdicts(promise="finite")
+    assert survived.exit_code == 1
+    assert audit_text(survived).startswith("SURVIVED  breaks-finite")
+    alarmed = verdicts()
+    alarmed.twins.append(TwinVerdict("twin", "decode", "graph", 10, 1, ("a text",)))
+    assert alarmed.exit_code == 1
+    assert audit_text(alarmed).startswith("FALSE ALARM  twin decode graph: 1 of 10")
+    idle = verdicts()
+    idle.faults[0] = FaultVerdict("both", "A", "general", ("finite",), ("finite", "completes"))
+    assert idle.idle_promises == ["completes"]
+    assert idle.exit_code == 1
+    assert Audit(Settings()).exit_code == 5
+
+
+def test_a_healthy_fault_survives_and_a_broken_twin_alarms(planted: None) -> None:
+    survived = audit(Settings(tier="smoke", device="cpu", faults=("healthy",), jobs=1))
+    assert [verdict.slug for verdict in survived.survivors] == ["healthy"]
+    assert survived.faults[0].case_runs > 3
+    assert survived.exit_code == 1
+    twin = run_task(Task("twin", "broken", "decode", "eager"), Settings(device="cpu"))
+    assert isinstance(twin, TwinVerdict)
+    assert twin.alarms
+    assert "differs from the oracle" in twin.texts[0]
+
+
+def test_faults_and_twins_run_in_processes_and_the_record_and_the_page_tell_them(tmp_path: Path) -> None:
+    files = [str(tmp_path / "audit.json"), str(tmp_path / "audit.html")]
+    chosen = ["--fault", "draft-extend-qlens-seeded-once", "--fault", "query-scaled-in-place"]
+    code = main(["audit", "--device", "cpu", "--jobs", "2", "--json", files[0], "--html", files[1], *chosen])
+    assert code == 0
+    record = json.loads(Path(files[0]).read_text())
+    assert [fault["slug"] for fault in record["faults"]] == ["draft-extend-qlens-seeded-once", "query-scaled-in-place"]
+    assert record["faults"][0]["caught_by"] == ["replay-follows-batch"]
+    assert "accepted counts are" in record["faults"][0]["text"]
+    page = Path(files[1]).read_text()
+    assert "rows are packed" in page
+    assert "http" not in page.replace("http-equiv", ""), "a page needs nothing else"
+
+
+def test_a_wrong_name_is_answered_with_the_right_one() -> None:
+    with pytest.raises(UsageError, match="qlens-packed-vs-uniform-stride"):
+        audit(Settings(faults=("qlens-packed-vs-uniform-strid",), device="cpu"))
+
+
+def test_eager_cases_come_before_dear_graph_cases_and_every_mode_gets_its_turn() -> None:
+    plan = plan_run(backends=["attn_testkit.faults.parent:PlannedBackend"], device="cpu")
+    order = kill_order(plan.items)
+    assert sorted(map(id, order)) == sorted(map(id, plan.items))
+    first = order[:12]
+    assert {item.mode for item in first} == set(ForwardMode)
+    assert sum(item.execution is Execution.GRAPH for item in first) <= 4
+
+
+def test_the_page_of_an_audit_shows_survivors_first() -> None:
+    found = Audit(Settings())
+    entry = all_faults()[0]
+    found.faults.append(FaultVerdict(entry.slug, entry.bug_class, entry.source, entry.promises, case_runs=7))
+    page = audit_page(found)
+    assert page.index("Survivors") < page.index("Kill matrix")
+    assert "7 case-runs saw nothing" in page

@@ -1,0 +1,50 @@
+"""Faults of graphs, padding, writes, lifetimes and the host: the promise that is told, and a text that names the cause."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attn_testkit.audit import FaultVerdict, Settings, Task, run_task
+from attn_testkit.faults import all_faults
+
+SAMPLE = (
+    "qlens-packed-vs-uniform-stride",
+    "capture-zero-lens-nan",
+    "fresh-tensor-instead-of-copy",
+    "plan-not-refreshed-before-replay",
+    "row-stride-from-live-batch-max",
+    "kv-splits-not-refreshed",
+    "host-cumsum-inside-captured-forward",
+    "pad-fill-underflows-uniform-width",
+    "pad-indptr-tail-runs-backwards",
+    "pad-row-nan-spreads-via-batch-scale",
+    "pad-slot-minus-one-hits-last-slot",
+    "warmup-leaves-nan-in-kv",
+    "verify-append-uses-capture-host-slots",
+    "semaphore-not-reset-when-metadata-reused",
+    "workspace-replaced-at-each-capture",
+    "buffer-born-inside-capture",
+    "accept-counts-advanced-in-place",
+    "plan-blocks-on-d2h",
+    "item-in-the-captured-forward",
+    "claim-that-no-case-can-meet",
+)
+
+
+@pytest.mark.parametrize("slug", SAMPLE)
+def test_a_fault_is_caught_as_expected_and_its_text_points_at_the_cause(slug: str) -> None:
+    fault = next(fault for fault in all_faults() if fault.slug == slug)
+    verdict = run_task(Task("fault", slug), Settings(device="cpu"))
+    assert isinstance(verdict, FaultVerdict)
+    assert verdict.as_expected, f"caught by {verdict.caught_by}\n{verdict.text}"
+    assert re.search(fault.hint, verdict.text), verdict.text
+
+
+def test_a_plan_that_replaces_a_tensor_of_its_own_is_not_taken_for_a_stale_address() -> None:
+    # Both keep a fresh tensor on self at every replay, and the graph reads neither.
+    for slug in ("row-stride-from-live-batch-max", "pad-indptr-tail-runs-backwards"):
+        verdict = run_task(Task("fault", slug), Settings(device="cpu"))
+        assert isinstance(verdict, FaultVerdict)
+        assert "addresses-stable" not in verdict.caught_by, verdict.text
