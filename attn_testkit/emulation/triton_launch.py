@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import os
 import sys
@@ -42,6 +43,11 @@ def replacements() -> list[tuple[Any, str, Any]]:
     module = interpreter()
     if module is None:
         return []
+    return _replacements_in(module)
+
+
+@functools.cache
+def _replacements_in(module: Any) -> list[tuple[Any, str, Any]]:
     launcher = module.GridExecutor
     return [(launcher, "__call__", _launch_of(module, launcher, launcher.__call__)), *triton_speed.replacements(module)]
 

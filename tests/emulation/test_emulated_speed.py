@@ -75,7 +75,6 @@ def test_the_interpreter_is_itself_again_afterwards():
         ("interpreter_builder", "options"),
         ("", "_get_np_dtype"),
         ("", "_patch_lang"),
-        ("tl.core", "_unwrap_if_constexpr"),
     ],
     ids=lambda name: name or "interpreter",
 )
