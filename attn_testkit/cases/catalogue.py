@@ -48,7 +48,7 @@ class _Prefixes:
             "one": (unit + 5,),
             "same": (7, 7),
             "wide": (1, 2, 5, 9, 14, 2, 30),
-            "long": (300, 12),
+            "long": (300, 70, 12),
         }[self.name]
 
 
@@ -84,7 +84,7 @@ def _some(values: Sequence[int], count: int) -> list[int]:
 
 
 def _windows(claims: Capabilities, mode: ForwardMode) -> list[int]:
-    return [-1, 0, 4, 11, 4000] if mode in claims.sliding_window else [-1]
+    return [-1, 0, 4, 11, 40, 4000] if mode in claims.sliding_window else [-1]
 
 
 def _spec_dimension(claims: Capabilities, mode: ForwardMode) -> dict[str, list[Any]]:

@@ -88,7 +88,7 @@ class PageIdInEightBits(TorchNativeBackend):
 
 
 @fault(
-    slug="query-stride-ignored",
+    slug="query-or-output-stride-ignored",
     bug_class="I",
     source="vLLM #21133; flashinfer #1865; flash-attention #2670",
     modes=_ALL,

@@ -14,9 +14,22 @@ _ALL = tuple(ForwardMode)
 
 
 class _Invariant(PlannedBackend):
-    """Healthy: how keys are split depends on the request's own length alone, so its bits do not depend on others."""
+    """Healthy: how keys are split depends on the request's own length alone, so its bits do not depend on others.
+
+    Requests are computed one by one: a batched matrix product chooses its way of summing by the size of the batch.
+    """
 
     capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)
+
+    def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        one_by_one = zip(rows.split(1), keys.split(1), strict=True)
+        return torch.cat([super(_Invariant, self).logits(q, k, layer) for q, k in one_by_one])
+
+    def partials(
+        self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        for one in zip(*(x.split(1) for x in (logits, seen, values, acc, lse)), strict=True):
+            super().partials(*one)
 
 
 @fault(
