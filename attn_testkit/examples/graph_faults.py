@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..contract import BackendContext, Capabilities, ForwardBatch, KernelPlan
+from ..contract import BackendContext, ForwardBatch, KernelPlan
 from .minimal import MinimalBackend
 from .packed_stride import PackedStrideBackend
 
@@ -20,7 +20,7 @@ _DECODE = MinimalBackend.capabilities.with_changes(eager={"decode"}, graph={"dec
 class _Planned(MinimalBackend):
     """Healthy: page table and lengths live in buffers that are filled outside the graph."""
 
-    capabilities: Capabilities = _DECODE
+    capabilities = _DECODE
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """The buffers of all graphs."""

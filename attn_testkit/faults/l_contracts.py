@@ -268,7 +268,7 @@ class OutShapeCheckLacksRows(PlannedBackend):
 )
 class SqueezeInsteadOfFlatten(PlannedBackend):
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
-        return super().attend(q, layer, meta).unflatten(0, (len(meta.kv_lens), -1)).squeeze(1)
+        return _by_request(super().attend(q, layer, meta), len(meta.kv_lens)).squeeze(1)
 
 
 @fault(
@@ -410,3 +410,8 @@ class KvOfTheOtherLayer(PlannedBackend):
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         for other in self.context.layers[: layer.layer_id + 1]:
             super().write_kv(other, k, v, meta)
+
+
+def _by_request(out: torch.Tensor, requests: int) -> torch.Tensor:
+    """[T, Hq, Dv] -> [requests, T / requests, Hq, Dv]."""
+    return out.reshape(requests, -1, *out.shape[1:])

@@ -13,6 +13,11 @@ from .parent import Metadata, PlannedBackend
 _ALL = tuple(ForwardMode)
 
 
+def _singly(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Views of one row each, which keep their first dimension."""
+    return [rows[i : i + 1] for i in range(len(rows))]
+
+
 class _Invariant(PlannedBackend):
     """Healthy: how keys are split depends on the request's own length alone, so its bits do not depend on others.
 
@@ -22,13 +27,13 @@ class _Invariant(PlannedBackend):
     capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)
 
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        one_by_one = zip(rows.split(1), keys.split(1), strict=True)
+        one_by_one = zip(_singly(rows), _singly(keys), strict=True)
         return torch.cat([super(_Invariant, self).logits(q, k, layer) for q, k in one_by_one])
 
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        for one in zip(*(x.split(1) for x in (logits, seen, values, acc, lse)), strict=True):
+        for one in zip(*(_singly(x) for x in (logits, seen, values, acc, lse)), strict=True):
             super().partials(*one)
 
 

@@ -62,7 +62,8 @@ def row_limit(limit: torch.Tensor, dtype: str) -> torch.Tensor:
 
     Rounding errors of different channels are not aligned, so a whole row keeps half of what its elements may do each.
     """
-    return limit.norm(dim=-1) / 2 + 2 * _SMALLEST[dtype]
+    norm: torch.Tensor = torch.linalg.vector_norm(limit, dim=-1)
+    return norm / 2 + 2 * _SMALLEST[dtype]
 
 
 def linear_limit(limit: torch.Tensor, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
