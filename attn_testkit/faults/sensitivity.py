@@ -1,0 +1,184 @@
+"""How small an error the kit still sees: in one key, one row, one head; beside what a fixed tolerance sees.
+
+``python -m attn_testkit.faults.sensitivity docs`` writes ``sensitivity.md`` and ``sensitivity.svg`` there. The output
+that is judged is the oracle's own, rounded to the dtype, plus the error: the sensitivity of the checks, not a backend's.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import torch
+
+from ..cases.case import DATA, parse_case
+from ..cases.data import DTYPES, make_layers
+from ..cases.schedule import Schedule, make_schedule
+from ..checks.numeric import matches_oracle
+from ..checks.observation import Observation, Outputs
+from ..oracle.expect import Expected, expect
+
+__all__ = ["KINDS", "LENGTHS", "Point", "markdown", "measure", "svg"]
+
+LENGTHS = (64, 512, 4096)
+KINDS = ("key", "row", "head")
+_WORDS = {
+    "key": "the weight of the last key",
+    "row": "one query row, all heads",
+    "head": "one query head, all rows",
+}
+TOLERANCE = 3e-2
+"""The absolute and relative tolerance that servers' attention tests use with bfloat16."""
+_DTYPES = ("fp32", "fp16", "bf16")
+_ROWS = 4
+_FINEST, _STEP = 2.0**-30, 2.0**0.25
+_LONG = 1000
+"""Cases of more keys than this run with one-hot values alone: see ``cases/catalogue.py``."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement."""
+
+    kind: str
+    dtype: str
+    length: int
+    kit: float | None
+    """Smallest relative error that is caught, searched in steps of 2^(1/4); None: not even 1 (a key left out)."""
+    pattern: str
+    """The data pattern that catches it first."""
+    fixed: float | None
+    """The same for a fixed tolerance and normal data."""
+
+
+def _schedule(dtype: str, length: int, data: str) -> Schedule:
+    return make_schedule(
+        parse_case(f"draft-extend-v2-gqa2x2-d128-{dtype}-p16-k{length - _ROWS}-n{_ROWS}a{_ROWS}-shuffled-{data}-b1prod")
+    )
+
+
+def _error(kind: str, schedule: Schedule, expected: Expected) -> torch.Tensor:
+    """[T, Hq, Dv] float64: what an error of relative size 1 takes away from layer 0."""
+    out = expected.attention[0]
+    error = torch.zeros_like(out)
+    if kind == "row":
+        error[_ROWS - 1] = out[_ROWS - 1]
+    elif kind == "head":
+        error[:, 1] = out[:, 1]
+    else:
+        layer, data = make_layers(schedule.case)[0], expected.data
+        keys = data.keys[0, 0].repeat_interleave(layer.q_per_kv, 1)
+        logits = torch.einsum("hd,shd->hs", data.q[0, _ROWS - 1].double(), keys) * layer.scaling
+        values = data.values[0, 0, -1].repeat_interleave(layer.q_per_kv, 0)
+        error[_ROWS - 1] = torch.softmax(logits, -1)[:, -1:] * values
+    return error
+
+
+def _smallest(caught: Callable[[float], bool]) -> float | None:
+    """The smallest error that is caught, on a logarithmic grid; every larger one up to 1 is caught as well."""
+    if not caught(1.0):
+        return None
+    low, high = 0, round(math.log(1 / _FINEST, _STEP))
+    while low < high:  # sizes are 1 / _STEP^n: find the largest n that is caught
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if caught(_STEP**-middle) else (low, middle - 1)
+    return float(_STEP**-low)
+
+
+def _kit(kind: str, schedule: Schedule, size: float) -> bool:
+    step = schedule.steps[0]
+    expected = expect(schedule, step)
+    wrong = expected.attention.clone()
+    wrong[0] -= size * _error(kind, schedule, expected)
+    outs = tuple(wrong.to(DTYPES[schedule.case.dtype]))
+    return bool(matches_oracle(Observation(step, "", outs, Outputs(None, None), outs[0]), expected))
+
+
+def _fixed(kind: str, schedule: Schedule, size: float) -> bool:
+    expected = expect(schedule, schedule.steps[0])
+    dtype, out = DTYPES[schedule.case.dtype], expected.attention[0]
+    wrong = (out - size * _error(kind, schedule, expected)).to(dtype).double()
+    return not torch.allclose(wrong, out.to(dtype).double(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def point(kind: str, dtype: str, length: int) -> Point:
+    """Measure one."""
+    patterns = DATA if length < _LONG else ("footprint",)
+    found: list[tuple[float, str]] = []
+    for pattern in patterns:
+        schedule = _schedule(dtype, length, pattern)
+        size = _smallest(lambda e, s=schedule: _kit(kind, s, e))  # type: ignore[misc]
+        found += [(size, pattern)] if size is not None else []
+    plain = _schedule(dtype, length, "gauss")
+    best = min(found, default=(None, ""))
+    return Point(kind, dtype, length, best[0], best[1], _smallest(lambda e: _fixed(kind, plain, e)))
+
+
+def measure() -> Iterator[Point]:
+    """All of them."""
+    for kind in KINDS:
+        for dtype in _DTYPES:
+            for length in LENGTHS:
+                yield point(kind, dtype, length)
+
+
+def _template(name: str) -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("attn_testkit.reports", "."),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["size"] = lambda value: "not caught" if value is None else f"{value:.2g}"
+    return environment.get_template(name)
+
+
+def markdown(points: list[Point]) -> str:
+    """The page."""
+    return _template("sensitivity.md.j2").render(points=points, words=_WORDS, tolerance=TOLERANCE)
+
+
+def svg(points: list[Point]) -> str:
+    """One panel for each kind; keys to the right, the smallest error that is caught upwards, both logarithmic."""
+    panels = []
+    for index, kind in enumerate(KINDS):
+        left = 70 + index * 300
+        lines = []
+        for dtype in _DTYPES:
+            mine = [p for p in points if (p.kind, p.dtype) == (kind, dtype)]
+            for who, sizes in (("kit", [p.kit for p in mine]), ("fixed", [p.fixed for p in mine])):
+                at = [(left + _x(p.length), _y(size)) for p, size in zip(mine, sizes, strict=True)]
+                lines.append({"dtype": dtype, "who": who, "at": at, "missed": [size is None for size in sizes]})
+        panels.append({"left": left, "title": _WORDS[kind], "lines": lines})
+    ticks = [(_y(10.0**-n), f"1e-{n}" if n else "1") for n in range(0, 8, 1)]
+    xticks = [(_x(length), str(length)) for length in LENGTHS]
+    return _template("sensitivity.svg.j2").render(panels=panels, ticks=ticks, xticks=xticks, missed_y=_y(None))
+
+
+def _x(length: int) -> float:
+    return round(20 + 210 * math.log(length / LENGTHS[0]) / math.log(LENGTHS[-1] / LENGTHS[0]), 1)
+
+
+def _y(size: float | None) -> float:
+    """Seven decades; above 1 stands what is not caught at all."""
+    return 40.0 if size is None else round(300 + 240 * max(-7.0, math.log10(size)) / 7 - 240 + 10, 1)
+
+
+def main(argv: list[str]) -> int:
+    """Write both files into the folder that is given, or print the table."""
+    points = list(measure())
+    if not argv:
+        print(markdown(points))
+        return 0
+    folder = Path(argv[0])
+    (folder / "sensitivity.md").write_text(markdown(points))
+    (folder / "sensitivity.svg").write_text(svg(points))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
