@@ -67,3 +67,12 @@ def test_emulated_results_say_so() -> None:
     assert graph.graph == "emulated"
     assert plan.header.device_name == "CPU (emulated CUDA)"
     assert plan.header.limits
+
+
+def test_graph_support_that_works_and_is_not_claimed_is_a_hint() -> None:
+    for name, expected in (("EagerOnly", True), ("EagerOnlyAndRightly", False)):
+        plan = plan_run(backends=[f"unclaimed_graphs:{name}"], device="cpu", cases=[CASE], modes=["decode"])
+        (eager,) = (r for r in run(plan) if r.case)
+        assert eager.status is Status.PASSED
+        assert bool(eager.hints) == expected
+        assert plan.header.planned == 1

@@ -1,0 +1,14 @@
+import torch
+
+from attn_testkit.contract import KernelPlan
+from attn_testkit.examples import MinimalBackend
+
+
+class EagerOnly(MinimalBackend):
+    capabilities = MinimalBackend.capabilities.with_changes(eager={"decode"}, graph=(), max_topk=0)
+
+
+class EagerOnlyAndRightly(EagerOnly):
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.kv_lens.max().item() > 0
+        return super().run(q, kv, plan)
