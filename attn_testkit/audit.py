@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import multiprocessing
 import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -370,6 +371,7 @@ def _serve(connection: Any, settings: Settings) -> None:
     import torch
 
     torch.set_num_threads(1)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     all_faults(), all_twins()
     settle()
     while True:
@@ -378,3 +380,10 @@ def _serve(connection: Any, settings: Settings) -> None:
         except EOFError:
             return
         connection.send(run_task(task, settings))
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

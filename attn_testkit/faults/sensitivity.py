@@ -1,7 +1,7 @@
 """How small an error the kit still sees: in one key, one row, one head; beside what a fixed tolerance sees.
 
 ``python -m attn_testkit.faults.sensitivity docs`` writes ``sensitivity.md`` and ``sensitivity.svg`` there. The output
-that is judged is the oracle's own, rounded to the dtype, plus the error: the sensitivity of the checks, not a backend's.
+that is judged is the oracle's own with the error, rounded to the dtype: what the checks see, whatever the kernel.
 """
 
 from __future__ import annotations

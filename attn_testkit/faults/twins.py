@@ -50,7 +50,7 @@ class FillValueZero(PlannedBackend):
 
 @twin(name="plan-inside-the-graph", why="the plan is recorded, and rebuilt on the device by every replay")
 class PlanInsideTheGraph(PlannedBackend):
-    capabilities = _in("decode", "draft-extend")
+    capabilities = _in("draft-extend")
 
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         """Nothing outside."""
@@ -62,7 +62,7 @@ class PlanInsideTheGraph(PlannedBackend):
 
 @twin(name="page-tails-zero", why="table entries past a request's pages are 0 (trtllm)")
 class PageTailsZero(PlannedBackend):
-    capabilities = _in("decode", "target-verify")
+    capabilities = _in("target-verify")
     tail = 0
 
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ class IndicesInt64(PlannedBackend):
 
 @twin(name="counters-zero-at-first-use", why="the workspace has counters that must be zero once, and are left zero")
 class CountersZeroAtFirstUse(CountingBackend):
-    capabilities = _in("decode", "draft-extend-v2")
+    capabilities = _in("draft-extend-v2")
 
 
 @twin(name="workspace-at-first-use", why="the workspace is made by the first forward, which no capture is")
@@ -188,7 +188,7 @@ class SplitsInAnyOrder(PlannedBackend):
     why="unused slots of the last page meet a weight of 0, and it says that they must be finite",
 )
 class FinitePageTails(PlannedBackend):
-    capabilities = _in("decode", "target-verify", finite_page_tails=True)
+    capabilities = _in("target-verify", finite_page_tails=True)
 
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         page = self.context.page_size
@@ -199,7 +199,7 @@ class FinitePageTails(PlannedBackend):
 
 @twin(name="one-output-buffer", why="every layer returns the same buffer, which the next layer overwrites")
 class OneOutputBuffer(PlannedBackend):
-    capabilities = _in("draft-extend", "draft-extend-v2")
+    capabilities = _in("draft-extend")
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -43,6 +43,6 @@ def test_the_plot_is_well_formed_and_has_every_series() -> None:
         Point(k, d, n, 0.01, "footprint", None) for k in KINDS for d in ("fp32", "fp16", "bf16") for n in (64, 512)
     ]
     root = ElementTree.fromstring(svg(points))
-    lines = [e for e in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    lines = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
     assert len(lines) == len(KINDS) * 3 * 2
     ElementTree.parse(DOCS / "sensitivity.svg")
