@@ -38,6 +38,7 @@ disable_functions = torch._C.DisableTorchFunction
 disable_modes = _disable_current_modes
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+_EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -76,8 +77,7 @@ def can_decompose(op: torch._ops.OpOverload) -> bool:
 
 def has_composite_kernel(op: torch._ops.OpOverload) -> bool:
     """Whether the same C++ code, made of other operations, serves CPU and CUDA (explicitly composite)."""
-    composite = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-    return any(_has_kernel(op, key) for key in composite) and not _has_kernel(op, "CPU")
+    return any(_has_kernel(op, key) for key in _EXPLICIT) and not _has_kernel(op, "CPU")
 
 
 def run_kernel(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -88,7 +88,7 @@ def run_kernel(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict
 
 @functools.cache
 def _only_for_cuda(op: torch._ops.OpOverload) -> bool:
-    elsewhere = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+    elsewhere = ("CPU", "CompositeImplicitAutograd", *_EXPLICIT)
     return _has_kernel(op, "CUDA") and not any(_has_kernel(op, key) for key in elsewhere)
 
 
