@@ -207,6 +207,6 @@ def _warm_up_finite(drive: GraphDrive) -> list[Finding]:
             "finite",
             "the warm-up before capture gives NaN or Inf",
             where=f"bucket {drive.schedule.buckets[-1]}, every seq_lens at the fill value {drive.fill}",
-            hint="capture metadata do not hold seq_lens (zero keys give 0 / 0)",
+            hint="capture metadata do not hold seq_lens (zero keys give 0 / 0), or rows of one key are never written",
         )
     ]

@@ -45,10 +45,13 @@ def output_written(observed: Observation, expected: Expected) -> list[Finding]:
 
 
 def left_alone(first: Observation, second: Observation, expected: Expected, fill: int) -> bool:
-    """Whether an element holds the poison in one run and, where that is the byte ``fill``, that in another."""
+    """Whether a row of a head holds the poison in one run and, where that is the byte ``fill``, that in another.
+
+    All of what was poison in the row must hold it: one number of a row has such bits by chance.
+    """
     poisoned, again = _unwritten(stacked(first, expected)), stacked(second, expected)
-    bits = again.view(torch.uint8).reshape(*again.shape, -1)
-    return bool((poisoned & (bits == fill).all(-1)).any())
+    filled = (again.view(torch.uint8).reshape(*again.shape, -1) == fill).all(-1)
+    return bool((poisoned.any(-1) & (filled | ~poisoned).all(-1)).any())
 
 
 def finite(observed: Observation, expected: Expected) -> list[Finding]:

@@ -83,7 +83,7 @@ class MlaScaleFromLatentDim(TorchNativeBackend):
     modes=_ALL,
     mechanism="the soft cap comes after the mask and turns -inf into -cap, so masked keys keep weight",
     promises=("matches-oracle", "reads-own-kv"),
-    hint="soft cap comes before the mask",
+    hint="soft cap",
 )
 class SoftCapAfterMask(TorchNativeBackend):
     def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

@@ -41,7 +41,7 @@ class CombineAllMinusInf(PlannedBackend):
     modes=_ALL,
     mechanism="every request gets all splits; those without keys write nothing, and the combine takes what the "
     "workspace held",
-    promises=("matches-oracle", "finite", "replay-follows-batch"),
+    promises=("finite", "repeatable", "matches-oracle", "replay-follows-batch"),
     hint="partial results of splits that are empty",
 )
 class EmptySplitsNotWritten(PlannedBackend):
@@ -60,7 +60,7 @@ class EmptySplitsNotWritten(PlannedBackend):
     source="lmdeploy #788; flash-attention a3a257c7",
     modes=_ALL,
     mechanism="the kernel returns early when there is no context before the step's tokens, and writes no output",
-    promises=("output-written",),
+    promises=("output-written", "finite"),
     hint="never written",
 )
 class EarlyExitWithoutWriting(PlannedBackend):
