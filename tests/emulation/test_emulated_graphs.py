@@ -125,6 +125,19 @@ def test_a_custom_operation_written_in_python_is_recorded_from_inside(capture):
         assert len(calls) == 1
 
 
+def test_a_custom_operation_registered_for_cuda_only_runs(capture):
+    with torch.library._scoped_library("emulation_tests", "FRAGMENT") as library:
+        library.define("plus_arange(Tensor x) -> Tensor")
+        library.impl("plus_arange", lambda x: x + torch.arange(4, device=x.device), "CUDA")
+        x = ones()
+        assert torch.ops.emulation_tests.plus_arange(x).tolist() == [1, 2, 3, 4]
+        graph, y = capture(lambda: torch.ops.emulation_tests.plus_arange(x))
+        x.fill_(2)
+        graph.replay()
+        assert y.tolist() == [2, 3, 4, 5]
+        assert y.is_cuda
+
+
 def test_a_host_read_inside_a_custom_operation_is_seen(capture):
     with torch.library._scoped_library("emulation_tests", "FRAGMENT") as library:
         library.define("scaled(Tensor x) -> Tensor")
