@@ -165,7 +165,7 @@ def _x(length: int) -> float:
 
 def _y(size: float | None) -> float:
     """Seven decades; above 1 stands what is not caught at all."""
-    return 40.0 if size is None else round(300 + 240 * max(-7.0, math.log10(size)) / 7 - 240 + 10, 1)
+    return 40.0 if size is None else round(70 - 240 * max(-7.0, math.log10(size)) / 7, 1)
 
 
 def main(argv: list[str]) -> int:

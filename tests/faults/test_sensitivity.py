@@ -45,4 +45,7 @@ def test_the_plot_is_well_formed_and_has_every_series() -> None:
     root = ElementTree.fromstring(svg(points))
     lines = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
     assert len(lines) == len(KINDS) * 3 * 2
+    heights = {line.get("class", "").split()[-1]: line.get("points", "").split()[0].split(",")[1] for line in lines}
+    assert float(heights["kit"]) > float(heights["fixed"]), "what is caught stands below what is never caught"
+    assert all(0 < float(y) < 320 for y in heights.values())
     ElementTree.parse(DOCS / "sensitivity.svg")
