@@ -1,0 +1,75 @@
+"""Faults of extents, masks, windows, numbers, splits, addresses, contracts, rows and bits: caught, and told truly.
+
+A sample, two or three of a class; ``attn-testkit audit`` runs them all.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attn_testkit.engine import check_backend, plan_run, run
+from attn_testkit.faults import all_faults
+from attn_testkit.faults.left_out_eager import LEFT_OUT_EAGER
+from attn_testkit.results import Status, format_failure
+
+SAMPLE = (
+    "draft-extend-v2-prefix-only",
+    "non-monotonic-slots",
+    "page-id-used-as-slot",
+    "table-row-width-from-max-len",
+    "length-rounded-up-to-page",
+    "window-by-flat-query-index",
+    "tree-mask-by-depth",
+    "causal-off-by-one",
+    "swa-decode-window-vs-window-plus-one",
+    "swa-window-taken-from-group",
+    "softcap-after-mask",
+    "kv-scale-lost-in-positional-args",
+    "sink-counted-per-split",
+    "heads-mapped-round-robin",
+    "uniform-splits-give-empty-splits",
+    "recycled-block-bytes-decode-to-nan",
+    "early-exit-without-writing",
+    "query-or-output-stride-ignored",
+    "index-dtype-template-shared",
+    "k-and-v-swapped-on-store",
+    "constructor-checks-nothing",
+    "scales-q-in-place",
+    "v1-rows-at-uniform-stride",
+    "siblings-share-a-slot",
+    "order-of-sums-varies",
+)
+FAULTS = {fault.slug: fault for fault in all_faults()}
+
+
+@pytest.mark.parametrize("slug", SAMPLE)
+def test_a_fault_is_caught_by_its_promise_and_the_text_points_at_it(slug: str) -> None:
+    fault = FAULTS[slug]
+    plan = plan_run(
+        backends=[fault.spec],
+        tier="core",
+        device="cpu",
+        modes=[mode.value for mode in fault.modes],
+        executions=[execution.value for execution in fault.executions],
+    )
+    caught = next((result for result in run(plan) if result.status is Status.FAILED), None)
+    assert caught is not None, f"{slug} survived"
+    text = " ".join(format_failure(caught, plan.header).split())
+    assert caught.findings[0].check in fault.promises, text
+    assert re.search(fault.hint, text), text
+
+
+@pytest.mark.parametrize(
+    "parent",
+    ["f_windows:_Windowed", "l_contracts:_Hybrid", "l_contracts:_Wrapper", "n_determinism:_Invariant"],
+)
+@pytest.mark.parametrize("mode", ["decode", "target-verify"])
+def test_what_faults_are_made_of_is_healthy(parent: str, mode: str) -> None:
+    results = check_backend(f"attn_testkit.faults.{parent}", device="cpu", modes=[mode], executions=["eager"])
+    assert [result.case for result in results if result.status is not Status.PASSED] == []
+
+
+def test_a_known_bug_is_a_fault_or_left_out_and_never_both() -> None:
+    assert not {entry.slug for entry in LEFT_OUT_EAGER} & set(FAULTS)
