@@ -281,8 +281,11 @@ class GraphDrive:
     def _heal(self, old: dict[str, torch.Tensor]) -> None:
         new = tensors_held_by(self.world.backend, (self.world.context,))
         for path in self.moved:
-            if new[path].shape == old[path].shape:
-                old[path].copy_(new[path])
+            # A plan for live rows has fewer of them.
+            if new[path].dim() == old[path].dim() and new[path].shape[1:] == old[path].shape[1:]:
+                rows = min(old[path].shape[:1] + new[path].shape[:1], default=None)
+                target, source = (old[path], new[path]) if rows is None else (old[path][:rows], new[path][:rows])
+                target.copy_(source)
             self.healed.append(old[path])
 
     def _poison_outputs(self, trace: Trace) -> None:
