@@ -140,14 +140,28 @@ def _filled_up(plan: _Plan, rng: np.random.Generator) -> _Plan:
     return _Plan(plan.label, plan.bucket, plan.prefixes + extra)
 
 
-def _accepted(case: Case, index: int, count: int, rng: np.random.Generator) -> tuple[int, ...]:
+def _accepted(case: Case, index: int, count: int, most: int, rng: np.random.Generator) -> tuple[int, ...]:
     if not case.new:
         return (1,) * count
     if index == 0:
         return (*case.new, *(1 for _ in range(count - case.bs)))
     if index == 1:
-        return (case.width,) * count  # every request accepts all: the only batch a uniform layout gets right
-    return tuple(int(n) for n in rng.integers(1, case.width + 1, count))
+        return (most,) * count  # every request accepts all: the only batch a uniform layout gets right
+    return tuple(int(n) for n in rng.integers(1, most + 1, count))
+
+
+def _depth(case: Case) -> int:
+    """S: the longest path of the draft tree.
+
+    Draft-extend v2 has a row for every node of the target's tree, and a branching tree has more nodes than S + 1: a
+    stride of S + 1 is right for chains alone (sglang #27545). Every second case has as shallow a tree as its accepted
+    counts allow.
+    """
+    if case.tree:
+        return case.tree.depth
+    if case.mode is ForwardMode.DRAFT_EXTEND_V2 and case.digest >> 3 & 1:
+        return min(case.width - 1, max(1, max(case.new) - 1))
+    return case.width - 1
 
 
 def _trees(case: Case, index: int, count: int, depth: int, rng: np.random.Generator) -> tuple[Tree | None, ...]:
@@ -188,7 +202,7 @@ def _build_step(case: Case, index: int, plan: _Plan, sizes: tuple[int, int, int,
     seed = (case.digest + 0x9E3779B97F4A7C15 * (index + 1)) % 2**63
     rng = np.random.default_rng(seed)
     count, page = len(plan.prefixes), case.page_size
-    accepted = _accepted(case, index, count, rng)
+    accepted = _accepted(case, index, count, depth + 1, rng)
     ragged = case.mode is ForwardMode.DRAFT_EXTEND
     news = accepted if ragged else (case.width,) * count
     trees = _trees(case, index, count, depth, rng)
@@ -222,6 +236,6 @@ def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
     most = max(sum(-(-(p + width) // page) for p in plan.prefixes) for plan in plans)
     num_pages = most + max(3, most // 4)
     rows = buckets[0] + 3
-    depth = case.tree.depth if case.tree else width - 1
+    depth = _depth(case)
     steps = tuple(_build_step(case, i, plan, (num_pages, rows, ctx, depth)) for i, plan in enumerate(plans))
     return Schedule(case, buckets, steps, ctx, num_pages, rows, depth, matmul_dtype)

@@ -19,17 +19,17 @@ class _FixedStride(PlannedBackend):
     """Captured kernels find rows by a fixed stride."""
 
     def stride(self, meta: Metadata) -> int:
-        """Rows between two requests."""
+        """Rows between two requests; 0: packed."""
         return meta.max_q_len
 
     def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
-        if not self.in_graph:
+        if not self.in_graph or not self.stride(meta):
             return super().row_of(meta, tokens)
         first = self.index[: len(meta.kv_lens), None] * self.stride(meta)
         return (first + self.index[: meta.max_q_len]).clamp(0, tokens - 1)
 
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
-        if not self.in_graph:
+        if not self.in_graph or not self.stride(meta):
             return super().scatter(out, meta, tokens)
         row, stride = self.index[:tokens], self.stride(meta)
         place = (row // stride).clamp(max=len(out) - 1) * meta.max_q_len + (row % stride).clamp(max=meta.max_q_len - 1)
@@ -74,11 +74,15 @@ class DraftExtendQlensSeededOnce(PlannedBackend):
     executions=_GRAPH,
     mechanism="the query stride is num_steps + 1 while the runner lays out num_draft_tokens rows a request",
     promises=("replay-follows-batch",),
-    hint="request 0 is right and all others are wrong|in eager it is right",
+    hint="in eager it is right",
 )
 class QoStrideStepsPlusOne(_FixedStride):
+    def views(self, batch: ForwardBatch) -> Metadata:
+        self.is_v2 = batch.forward_mode.is_draft_extend_v2()
+        return super().views(batch)
+
     def stride(self, meta: Metadata) -> int:
-        return self.context.speculative_num_steps + 1 if meta.max_q_len > 1 else 1
+        return self.context.speculative_num_steps + 1 if self.is_v2 else 0
 
 
 @fault(

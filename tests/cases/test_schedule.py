@@ -77,6 +77,15 @@ def test_draft_extend_v1_is_ragged_and_v2_is_not() -> None:
     assert any(len({r.new for r in step.requests}) > 1 for step in v1.steps[2:])
 
 
+def test_draft_extend_v2_has_more_rows_than_the_longest_path_in_some_cases_and_never_accepts_more() -> None:
+    cases = generate(TorchNativeBackend.capabilities, ForwardMode.DRAFT_EXTEND_V2, "core")
+    shallow = [make_schedule(case) for case in cases if make_schedule(case).spec_steps + 1 < case.width]
+    assert 5 < len(shallow) < len(cases) - 5
+    for schedule in shallow:
+        counts = [request.accepted for step in schedule.steps for request in step.requests]
+        assert max(counts) == schedule.spec_steps + 1
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
 def test_the_pool_holds_nan_wherever_no_request_lives(case: Case) -> None:
     schedule = make_schedule(case)
