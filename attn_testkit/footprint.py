@@ -128,7 +128,10 @@ def _place_to_ask(observed: Observation, expected: Expected) -> tuple[int, int, 
     out = stacked(observed, expected)
     bad = ~out.isfinite()
     if not bad.any():
-        bad = ~((out.double() - expected.attention).abs() <= expected.attention_limit)
+        error = out.double() - expected.attention
+        bad = ~(error.abs() <= expected.attention_limit)
+        if not bad.any():  # no element by itself, but a whole row
+            bad = (error.norm(dim=-1) > expected.row_limit)[..., None].expand_as(out)
     rows = bad.permute(1, 0, 2, 3).flatten(1).any(-1).nonzero().flatten().tolist()
     if not rows:
         return None

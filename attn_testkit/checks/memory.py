@@ -68,6 +68,8 @@ def _held_instead(
         return f"it holds {other}"
     if owner[slot] == _OWNER["new"] and bool((row == got[layer, part][owner == _OWNER["nobody"]][:1]).all()):
         return "it was not written, or written with the NaN of a padded row"
+    if owner[slot] == _OWNER["new"]:
+        return "no row of this step: k and v may be strided views of one tensor, and an FP8 pool holds K / k_scale"
     return ""
 
 

@@ -146,7 +146,7 @@ class BlockTableIndexedByToken(TorchNativeBackend):
     mechanism="head dim 256 needs two V loads for a tile of 64 keys, and the second still uses the page ids of the "
     "first",
     promises=("matches-oracle",),
-    hint="a page or tile is looked up twice",
+    hint="a page or tile is looked up twice|a page or a split is skipped",
 )
 class VTilePageNotAdvanced(TorchNativeBackend):
     def _values(self, layer: AttentionLayer) -> torch.Tensor:

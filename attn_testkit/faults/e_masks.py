@@ -172,7 +172,7 @@ class FullMaskOffsetOfEqualPrefixes(TorchNativeBackend):
     executions=("eager",),
     mechanism="rows of a FULL_MASK are taken to be as wide as the prefix, without the draft columns behind it",
     promises=("matches-oracle",),
-    hint="tree mask",
+    hint="mask",
 )
 class FullMaskRowWithoutDraftColumns(TorchNativeBackend):
     def _tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:

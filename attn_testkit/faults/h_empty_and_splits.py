@@ -79,7 +79,7 @@ class EarlyExitWithoutWriting(PlannedBackend):
     mechanism="in later chunks shorter requests have no keys, and the kernel leaves the previous chunk's result for "
     "the merge",
     promises=("matches-oracle",),
-    hint="sinks|combined",
+    hint="weights",
 )
 class EmptyChunkKeepsThePrevious(PlannedBackend):
     def partials(

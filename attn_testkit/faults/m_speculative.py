@@ -81,7 +81,7 @@ class V1LengthAtFullWidth(TorchNativeBackend):
     source="sglang #21987",
     modes=_V2,
     mechanism="v2 has N rows a request, accepted or not, and they are taken for packed accepted ones",
-    promises=("matches-oracle",),
+    promises=("matches-oracle", "padding-inert", "replay-follows-batch"),
     hint="request|row",
 )
 class V2RowsCountedByAccepted(TorchNativeBackend):
