@@ -252,8 +252,9 @@ class GraphDrive:
             )
 
     def _label(self, step: Step) -> str:
+        mode = f"{self.schedule.case.mode}, " if len(self.world.context.modes) > 1 else ""
         return (
-            f"replay {step.index + 1} of {len(self.schedule.steps)} ({step.label}), "
+            f"replay {step.index + 1} of {len(self.schedule.steps)} ({mode}{step.label}), "
             f"bucket {step.bucket}, {step.bs} live"
         )
 

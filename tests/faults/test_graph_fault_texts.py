@@ -48,3 +48,11 @@ def test_a_plan_that_replaces_a_tensor_of_its_own_is_not_taken_for_a_stale_addre
         verdict = run_task(Task("fault", slug), Settings(device="cpu"))
         assert isinstance(verdict, FaultVerdict)
         assert "addresses-stable" not in verdict.caught_by, verdict.text
+
+
+def test_where_modes_share_an_instance_the_step_says_whose_replay_is_wrong() -> None:
+    verdict = run_task(Task("fault", "two-kernels-share-one-workspace"), Settings(device="cpu"))
+    assert isinstance(verdict, FaultVerdict)
+    assert verdict.case.endswith("-mixed")
+    assert "buckets-independent" in verdict.caught_by
+    assert re.search(r"step +replay \d of 7 \((decode|target-verify|draft-extend|draft-extend-v2), ", verdict.text)
