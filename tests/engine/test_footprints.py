@@ -24,7 +24,7 @@ TOLD = [
     ("d_kv_extent:PageIdUsedAsSlot", DECODE, "reads-own-kv", "none of its own keys is used"),
     ("d_kv_extent:DecodeMissesItsOwnKey", DECODE, "matches-oracle", "the last key is missing"),
     ("d_kv_extent:NonMonotonicSlots", REVERSED, "matches-oracle", "mixed up with each other"),
-    ("g_numerics:SoftCapAfterMask", SOFT_CAP, "matches-oracle", "a soft cap comes before the mask"),
+    ("g_scales_and_sinks:SoftCapAfterMask", SOFT_CAP, "matches-oracle", "a soft cap comes before the mask"),
     ("h_empty_and_splits:EmptySplitsNotWritten", SHORT_FIRST, "finite", "memory that nobody wrote"),
     ("h_empty_and_splits:CombineWithoutMaximum", NEGATIVE, "finite", "near -6e4"),
     ("h_empty_and_splits:ZeroTimesNan", SHORT_FIRST, "reads-own-kv", "0 * NaN is NaN"),
@@ -54,7 +54,7 @@ def test_wrong_writes_are_told_before_the_numbers_that_follow_from_them() -> Non
 
 def test_what_another_mode_left_behind_is_told_as_such() -> None:
     case = "target-verify-gqa2x2-d64-fp16-p1-k13-t0.0.1-interleaved-footprint-b2prod-mixed"
-    spec = HERE + "l_contracts:LeftoverFallbackFlag"
+    spec = HERE + "l_wrappers:LeftoverFallbackFlag"
     (result,) = check_backend(spec, device="cpu", executions=["graph"], cases=[case])
     assert [f.check for f in result.findings] == ["buckets-independent"]
     assert "no other mode" in result.findings[0].hint

@@ -63,7 +63,7 @@ def test_a_fault_is_caught_by_its_promise_and_the_text_points_at_it(slug: str) -
 
 @pytest.mark.parametrize(
     "parent",
-    ["f_windows:_Windowed", "l_contracts:_Hybrid", "l_contracts:_Wrapper", "n_determinism:_Invariant"],
+    ["f_windows:_Windowed", "l_wrappers:_Hybrid", "l_wrappers:_Wrapper", "n_determinism:_Invariant"],
 )
 @pytest.mark.parametrize("mode", ["decode", "target-verify"])
 def test_what_faults_are_made_of_is_healthy(parent: str, mode: str) -> None:
