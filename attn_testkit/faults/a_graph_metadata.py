@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .catalogue import fault
 from .parent import CountingBackend, Metadata, PlannedBackend
 
@@ -13,94 +13,6 @@ _DECODE = (ForwardMode.DECODE,)
 _VERIFY = (ForwardMode.TARGET_VERIFY,)
 _V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
 _GRAPH = ("graph",)
-
-
-class _FixedStride(PlannedBackend):
-    """Captured kernels find rows by a fixed stride."""
-
-    def stride(self, meta: Metadata) -> int:
-        """Rows between two requests; 0: packed."""
-        return meta.max_q_len
-
-    def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
-        if not self.in_graph or not self.stride(meta):
-            return super().row_of(meta, tokens)
-        first = self.index[: len(meta.kv_lens), None] * self.stride(meta)
-        return (first + self.index[: meta.max_q_len]).clamp(0, tokens - 1)
-
-    def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
-        if not self.in_graph or not self.stride(meta):
-            return super().scatter(out, meta, tokens)
-        row, stride = self.index[:tokens], self.stride(meta)
-        place = (row // stride).clamp(max=len(out) - 1) * meta.max_q_len + (row % stride).clamp(max=meta.max_q_len - 1)
-        return out.flatten(0, 1)[place]
-
-
-@fault(
-    slug="qlens-packed-vs-uniform-stride",
-    bug_class="A",
-    source="sglang #21987, #19807",
-    modes=_V1,
-    executions=_GRAPH,
-    mechanism="replay packs query offsets by accepted counts; the captured kernel keeps the fixed stride of capture",
-    promises=("replay-follows-batch",),
-    hint="rows are packed",
-)
-class QlensPackedVsUniformStride(_FixedStride):
-    pass
-
-
-@fault(
-    slug="draft-extend-qlens-seeded-once",
-    bug_class="A",
-    source="sglang #26019 (review)",
-    modes=_V1,
-    executions=_GRAPH,
-    mechanism="query offsets are written once per bucket, at capture, and not refreshed from the accepted counts",
-    promises=("replay-follows-batch",),
-    hint="rows are packed",
-)
-class DraftExtendQlensSeededOnce(PlannedBackend):
-    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        if name != "cu_seqlens_q" or self.capturing:
-            super().copy_in(name, target, source)
-
-
-@fault(
-    slug="qo-stride-steps-plus-one",
-    bug_class="A",
-    source="sglang #27545",
-    modes=_V2,
-    executions=_GRAPH,
-    mechanism="the query stride is num_steps + 1 while the runner lays out num_draft_tokens rows a request",
-    promises=("replay-follows-batch",),
-    hint="in eager it is right",
-)
-class QoStrideStepsPlusOne(_FixedStride):
-    def views(self, batch: ForwardBatch) -> Metadata:
-        self.is_v2 = batch.forward_mode.is_draft_extend_v2()
-        return super().views(batch)
-
-    def stride(self, meta: Metadata) -> int:
-        return self.context.speculative_num_steps + 1 if self.is_v2 else 0
-
-
-@fault(
-    slug="capture-spec-width-left-at-minus-one",
-    bug_class="A",
-    source="sglang #31367",
-    modes=_V2,
-    executions=_GRAPH,
-    mechanism="the captured rebuild of query offsets takes its stride from spec_info, which is not yet set at capture",
-    promises=("replay-follows-batch",),
-    hint="in eager it is right",
-)
-class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        assert self.metadata is not None
-        assert isinstance(batch.spec_info, DraftExtendInput)
-        offsets = self.index[: batch.batch_size + 1] * batch.spec_info.num_tokens_per_req
-        self.metadata.cu_seqlens_q.copy_(offsets)
 
 
 @fault(
@@ -279,48 +191,6 @@ class BranchMissingInGraphPath(PlannedBackend):
         self.metadata = None
         if batch.forward_mode is not ForwardMode.DRAFT_EXTEND_V2:
             super().init_forward_metadata_out_graph(batch, in_capture)
-
-
-@fault(
-    slug="capture-zeroes-query-start-loc",
-    bug_class="A",
-    source="vLLM #53821",
-    modes=_ALL,
-    executions=_GRAPH,
-    mechanism="a shared builder zeroes the query offsets for capture, to spare an old kernel; nobody restores them",
-    promises=("replay-follows-batch",),
-    hint="in eager it is right",
-)
-class CaptureZeroesQueryStartLoc(PlannedBackend):
-    def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        if name != "cu_seqlens_q":
-            super().copy_in(name, target, source)
-
-
-@fault(
-    slug="host-cumsum-inside-captured-forward",
-    bug_class="A",
-    source="TensorRT-LLM #17273 (review)",
-    modes=_V1,
-    executions=_GRAPH,
-    mechanism="the captured forward sums query lengths on the host into pinned memory; a replay re-runs the copy alone",
-    promises=("replay-follows-batch",),
-    hint="rows are packed|in eager it is right",
-)
-class HostCumsumInsideCapturedForward(PlannedBackend):
-    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
-
-    def __init__(self, context: BackendContext) -> None:
-        super().__init__(context)
-        self.pinned = torch.zeros(context.max_bs + 1, dtype=torch.int32, pin_memory=True)
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        assert self.metadata is not None
-        assert isinstance(batch.spec_info, DraftExtendInput)
-        counts = batch.spec_info.num_accept_tokens_cpu
-        assert counts is not None
-        self.pinned[1 : len(counts) + 1] = torch.tensor(counts).cumsum(0)
-        self.metadata.cu_seqlens_q.copy_(self.pinned[: len(counts) + 1], non_blocking=True)
 
 
 @fault(
