@@ -58,7 +58,8 @@ def gradients_off(case: Case) -> Iterator[None]:
 
 def judge(observed: Observation, schedule: Schedule, claims: Capabilities) -> list[Finding]:
     """All promises about one step. What follows from wrong attention outputs is not told twice."""
-    finite_tails, same_bits = claims.finite_page_tails, claims.deterministic and claims.batch_invariant
+    finite_tails = schedule.case.kv_dtype in claims.finite_page_tails
+    same_bits = claims.deterministic and claims.batch_invariant
     expected = expect(schedule, observed.step)
     after = pool_images(schedule, observed.step, expected.data, finite_tails)[1]
     # Wrong writes make wrong numbers, and never the other way round.

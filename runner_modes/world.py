@@ -103,7 +103,7 @@ class World:
         """Put a step's numbers, KV pool and request table in place. Everything else in the pool is NaN."""
         data = make_step_data(schedule, step, pattern)
         marked = pattern if pattern and pattern.startswith("place.") else ""
-        tails = self.capabilities.finite_page_tails
+        tails = self.case.kv_dtype in self.capabilities.finite_page_tails
         before, after = pool_images(schedule, step, data, tails, self.unowned, marked)
         pool = self.context.kv_pool.storage
         packed = self.model.pack(data.q, data.k, data.v)

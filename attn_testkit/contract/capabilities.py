@@ -88,8 +88,8 @@ class Capabilities:
     """Are attention sinks honoured?"""
     needs_cpu_seq_lens: bool = True
     """Does planning read ``seq_lens_cpu`` / ``seq_lens_sum`` / ``*_cpu`` lists? If False they are None or trap."""
-    finite_page_tails: bool = False
-    """Must unused slots of a request's last page hold finite numbers? (If False they hold NaN in every test.)"""
+    finite_page_tails: Set[str] = frozenset()
+    """For which KV dtypes must unused slots of a request's last page hold finite numbers? (Otherwise they hold NaN.)"""
     deterministic: bool = False
     """Is the same batch promised to give the same bits each time?"""
     batch_invariant: bool = False
@@ -103,7 +103,8 @@ class Capabilities:
         _spelled("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
         for name in ("eager", "graph", "sliding_window"):
             object.__setattr__(self, name, _modes(name, getattr(self, name)))
-        for name, known in (("families", FAMILIES), ("dtypes", DTYPES), ("kv_dtypes", KV_DTYPES)):
+        kv_dtypes = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES))
+        for name, known in (("families", FAMILIES), ("dtypes", DTYPES), *kv_dtypes):
             object.__setattr__(
                 self, name, frozenset(_spelled(name, v, known) for v in _listed(name, getattr(self, name)))
             )

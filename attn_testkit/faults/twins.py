@@ -188,7 +188,7 @@ class SplitsInAnyOrder(PlannedBackend):
     why="unused slots of the last page meet a weight of 0, and it says that they must be finite",
 )
 class FinitePageTails(PlannedBackend):
-    capabilities = _in("target-verify", finite_page_tails=True)
+    capabilities = _in("target-verify", finite_page_tails={"same", "fp8_e4m3"})
 
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         page = self.context.page_size
