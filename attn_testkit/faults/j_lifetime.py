@@ -246,6 +246,7 @@ class LengthsAdvancedInPlace(PlannedBackend):
     bug_class="J",
     source="general; sglang #25002",
     modes=(ForwardMode.DRAFT_EXTEND,),
+    executions=_GRAPH,
     mechanism="the last layer turns accepted counts into row indices where they lie; the caller then prunes with them",
     promises=("mode-outputs", "inputs-unchanged"),
     hint="hidden_states|work on a copy",
