@@ -45,6 +45,8 @@ class Settings:
     seed: int = 0
     faults: tuple[str, ...] = ()
     """Globs on slugs and on names of twins; empty: all."""
+    classes: str = ""
+    """Letters of classes of bugs, and no twins; empty: all."""
     jobs: int = 2
     timeout_s: float = 240.0
     """For one task; twins get five times as long."""
@@ -144,7 +146,11 @@ class Audit:
     @property
     def idle_promises(self) -> list[str]:
         """Promises that are first for no fault. Not known when only some faults were tried."""
-        return [] if self.settings.faults else [p for p, count in self.first_catches.items() if not count]
+        return (
+            []
+            if self.settings.faults or self.settings.classes
+            else [p for p, count in self.first_catches.items() if not count]
+        )
 
     @property
     def exit_code(self) -> int:
@@ -175,14 +181,20 @@ def tasks_for(settings: Settings) -> list[Task]:
     def chosen(name: str) -> bool:
         return not settings.faults or any(fnmatch.fnmatchcase(name, glob) for glob in settings.faults)
 
-    tasks = [Task("fault", fault.slug) for fault in all_faults() if chosen(fault.slug)]
-    for twin in all_twins():
+    letters = settings.classes.upper()
+    tasks = [
+        Task("fault", fault.slug)
+        for fault in all_faults()
+        if chosen(fault.slug) and (not letters or fault.bug_class in letters)
+    ]
+    for twin in () if letters else all_twins():
         claims = twin.backend.capabilities
         for execution, modes in (("graph", claims.graph), ("eager", claims.eager)):
             tasks += [Task("twin", twin.name, mode.value, execution) for mode in sorted(modes) if chosen(twin.name)]
     if not tasks:
         names = [fault.slug for fault in all_faults()] + [twin.name for twin in all_twins()]
-        raise UsageError(f"no fault matches {', '.join(settings.faults)}{did_you_mean(settings.faults[0], names)}")
+        asked = settings.faults or (settings.classes,)
+        raise UsageError(f"no fault matches {', '.join(asked)}{did_you_mean(asked[0], names)}")
     # The longest first, so that no process is left alone with one at the end.
     return sorted(tasks, key=lambda task: (task.kind == "fault", task.execution == "eager"))
 
@@ -270,8 +282,9 @@ def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = 
     tasks = tasks_for(settings)
     started = time.perf_counter()
     result = Audit(settings, device=resolve(settings.device).name)
-    run = _in_processes if settings.jobs > 1 or len(tasks) > 1 else _here
-    for count, verdict in enumerate(run(tasks, settings), start=1):
+    here = settings.jobs == 1 and len(tasks) == 1
+    verdicts = [run_task(tasks[0], settings)] if here else _in_processes(tasks, settings)
+    for count, verdict in enumerate(verdicts, start=1):
         if isinstance(verdict, FaultVerdict):
             result.faults.append(verdict)
         else:
@@ -283,10 +296,6 @@ def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = 
     result.twins.sort(key=lambda verdict: (verdict.name, verdict.mode, verdict.execution))
     result.seconds = time.perf_counter() - started
     return result
-
-
-def _here(tasks: Sequence[Task], settings: Settings) -> Iterator[Verdict]:
-    yield from (run_task(task, settings) for task in tasks)
 
 
 class _Process:

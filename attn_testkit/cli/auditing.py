@@ -28,12 +28,14 @@ LOG_SECONDS = 15.0
 Examples:
   attn-testkit audit --device cpu --html audit.html
   attn-testkit audit --fault 'qlens-*' --verbose
+  attn-testkit audit --device cuda --class ABCJK
   attn-testkit audit --docs docs/promises.md
 \b
 Exit code 1 when a fault survives, a healthy twin fails, or a promise is first for no fault.""",
 )
 @click.option("--tier", type=Spelled("tier", TIERS), default="core", show_default=True, help="How many cases.")
 @click.option("--fault", "faults", multiple=True, metavar="GLOB", help="Only faults and twins so named; repeatable.")
+@click.option("--class", "classes", default="", metavar="LETTERS", help="Only faults of these classes, as ABCJK.")
 @device_option
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Other random data.")
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes; default: one for each CPU, at most 8.")
@@ -44,6 +46,7 @@ Exit code 1 when a fault survives, a healthy twin fails, or a promise is first f
 @click.option("--docs", type=click.Path(), metavar="FILE", help="Write the page of promises, and run nothing.")
 def audit(
     faults: tuple[str, ...],
+    classes: str,
     tier: str,
     device: str,
     seed: int,
@@ -65,7 +68,7 @@ def audit(
         return 0
     emulated = resolve(device).emulated
     jobs = jobs or (min(8, os.cpu_count() or 1) if emulated else min(4, os.cpu_count() or 1))
-    settings = Settings(tier=tier, device=device, seed=seed, faults=faults, jobs=jobs, timeout_s=timeout)
+    settings = Settings(tier, device, seed, faults, classes, jobs, timeout)
     with _Progress(settings) as progress:
         found = run_audit(settings, progress.see)
     click.echo(audit_text(found, verbose=verbose))

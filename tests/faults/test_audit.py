@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_testkit.audit import Audit, FaultVerdict, Settings, Task, TwinVerdict, audit, kill_order, run_task
+from attn_testkit.audit import Audit, FaultVerdict, Settings, Task, TwinVerdict, audit, kill_order, run_task, tasks_for
 from attn_testkit.audit_show import audit_page, audit_text
 from attn_testkit.checks.promises import PROMISES
 from attn_testkit.cli import main
@@ -114,3 +114,10 @@ def test_the_page_of_an_audit_shows_survivors_first() -> None:
     page = audit_page(found)
     assert page.index("Survivors") < page.index("Kill matrix")
     assert "7 case-runs saw nothing" in page
+
+
+def test_classes_choose_faults_without_twins() -> None:
+    tasks = tasks_for(Settings(classes="nk"))
+    kinds = {fault.slug: fault.bug_class for fault in all_faults()}
+    assert {kinds[task.name] for task in tasks} == {"N", "K"}
+    assert all(task.kind == "fault" for task in tasks)
