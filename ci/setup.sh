@@ -17,7 +17,7 @@ python="${PYTHON:-python3}"
   { echo "ci/setup.sh: $("$python" --version) is too old, attn-testkit needs 3.10; set PYTHON" >&2; exit 4; }
 
 # The directory belongs to it: an environment that was copied or moved runs somebody else's code.
-wanted="$(pwd) $("$python" --version) $(cat ci/constraints.txt pyproject.toml | sha256sum)"
+wanted="$(pwd) $("$python" --version) $(cat ci/constraints.txt ci/vendor.txt pyproject.toml | sha256sum)"
 [[ -f .venv/ready && "$(cat .venv/ready)" == "$wanted" ]] && exit 0
 
 echo "ci/setup.sh: installing into .venv" >&2
@@ -29,4 +29,5 @@ pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check install -c ci/c
 # torch's CUDA builds bring the one triton that they work with; its CPU builds bring none.
 .venv/bin/python -c 'import importlib.metadata as m; m.version("triton")' 2>/dev/null || "${pip[@]}" 'triton<=3.9.0'
 "${pip[@]}" --no-build-isolation -e '.[dev]'
+"${pip[@]}" --no-deps -r ci/vendor.txt
 echo "$wanted" > .venv/ready
