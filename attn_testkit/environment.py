@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from .contract import Capabilities, ForwardMode, Requires
 from .emulation import LIMITS, Policy, emulated_cuda
+from .graphs.poison import dirty_fresh_memory
 from .registry import UsageError, did_you_mean
 
 __all__ = ["Environment", "missing_here", "resolve"]
@@ -62,12 +63,13 @@ class Environment:
 
     @contextmanager
     def active(self, fill: int = 0xFF) -> Iterator[None]:
-        """Inside, ordinary CUDA programs run. ``fill``: byte of uninitialised memory, where it can be chosen."""
+        """Inside, ordinary CUDA programs run. ``fill``: byte of uninitialised memory, as far as it can be chosen."""
         if self.emulated:
             with emulated_cuda(Policy(fill=fill)):
                 yield
         else:
             with torch.cuda.device(self.index):
+                dirty_fresh_memory(fill)
                 yield
 
 

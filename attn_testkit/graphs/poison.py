@@ -8,11 +8,12 @@ returns NaN or faults; a replay that writes one is caught by the canary, even wh
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Canaries", "churn", "fill_with_poison"]
+__all__ = ["Canaries", "churn", "dirty_fresh_memory", "fill_with_poison"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_BYTES = 256 << 20
@@ -33,6 +34,22 @@ def fill_with_poison(tensor: torch.Tensor, byte: int = 0xFF) -> None:
         # these was never written.
         size = tensor.dtype.itemsize
         tensor.view(_INTEGERS[size]).fill_(int.from_bytes(bytes([byte] * size), "little", signed=True))
+
+
+_FRESH = (512 << 10,) * 8 + (9 << 20,) * 4 + (64 << 20,)
+"""Sizes that together fill new segments of the allocator's small and large pools."""
+
+
+def dirty_fresh_memory(byte: int = 0xFF) -> None:
+    """Make what an allocator hands out next hold ``byte``, as far as its free blocks go.
+
+    A young process is given zeroed pages, so a workspace or a counter that must be zero and is never cleared works
+    there and nowhere else (flashinfer #1444).
+    """
+    with contextlib.suppress(RuntimeError):  # no memory, or a lost context: what runs next will tell
+        blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in _FRESH]
+        for block in blocks:
+            block.fill_(byte)
 
 
 @dataclass
