@@ -68,6 +68,13 @@ class Canaries:
         return tuple(told)
 
 
+def _on_stream(address: int) -> contextlib.AbstractContextManager[object]:
+    """Allocate as the stream with this address would; 0 is the default stream."""
+    if not address:
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(address))  # type: ignore[no-untyped-call]
+
+
 def churn() -> Canaries:
     """Take every free block of the default pool, poison it, hold it."""
     blocks: list[torch.Tensor] = []
@@ -79,7 +86,10 @@ def churn() -> Canaries:
         for block in segment["blocks"]:
             if block["state"] == "inactive" and block["size"] <= left:
                 left -= block["size"]
-                blocks.append(torch.empty(block["size"], dtype=torch.uint8, device="cuda"))
+                # A free block is given to the stream that it was allocated on, and to no other: what a warm-up made and
+                # somebody freed lies with the warm-up's stream.
+                with _on_stream(segment.get("stream", 0)):
+                    blocks.append(torch.empty(block["size"], dtype=torch.uint8, device="cuda"))
     for taken in blocks:
         taken.fill_(0xFF)
     return Canaries(blocks)
