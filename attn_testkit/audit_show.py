@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -137,11 +136,6 @@ def promises_page() -> str:
 
 def _proofs(faults: Sequence[Fault], promise: str) -> list[Fault]:
     return [fault for fault in faults if fault.promises[0] == promise]
-
-
-def docs_path() -> Path:
-    """``docs/promises.md`` of a checkout."""
-    return Path(__file__).resolve().parent.parent / "docs" / "promises.md"
 
 
 _READING = {

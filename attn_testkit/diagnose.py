@@ -17,7 +17,6 @@ from dataclasses import replace
 from .cases.schedule import Schedule, Step
 from .checks.numeric import finite, left_alone, matches_oracle, output_written, stacked
 from .checks.observation import Observation
-from .contract import ForwardMode
 from .footprint import attended
 from .hints import Evidence, hints
 from .oracle.expect import expect
@@ -25,8 +24,6 @@ from .rerun import OTHER_FILL, Bench
 from .results import Finding
 
 __all__ = ["explain_numeric"]
-
-NUMERIC = ("output-written", "finite", "matches-oracle")
 
 
 def is_right(schedule: Schedule, observed: Observation | None) -> bool:
@@ -164,8 +161,3 @@ def _of(seen: list[Observation], step: Step) -> Observation | None:
 
 def _last(seen: list[Observation]) -> Observation | None:
     return seen[-1] if seen else None
-
-
-def is_ragged(schedule: Schedule) -> bool:
-    """Whether requests of one step may have different numbers of rows."""
-    return schedule.case.mode is ForwardMode.DRAFT_EXTEND

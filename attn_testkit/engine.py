@@ -12,8 +12,9 @@ from functools import lru_cache
 
 from .cases.case import Case, parse_case
 from .cases.catalogue import TIERS, generate
+from .checks.numeric import NUMERIC
 from .contract import AttentionBackend, Capabilities, Execution, ForwardMode
-from .diagnose import NUMERIC, explain_numeric
+from .diagnose import explain_numeric
 from .environment import Environment, missing_here, resolve, versions
 from .execute import Outcome, gradients_off, run_case
 from .graphs.capture import settle

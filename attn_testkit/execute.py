@@ -15,7 +15,7 @@ from .cases.schedule import Schedule, Step, make_schedule, only
 from .checks.claims import refuses_undeclared
 from .checks.failures import context_lost, from_exception
 from .checks.memory import addresses_stable, inputs_unchanged, writes_own_kv
-from .checks.numeric import finite, graph_matches_eager, margin, matches_oracle, output_written
+from .checks.numeric import NUMERIC, finite, graph_matches_eager, margin, matches_oracle, output_written
 from .checks.observation import Observation
 from .checks.outputs import mode_outputs
 from .checks.sameness import batch_invariant, repeatable
@@ -27,8 +27,6 @@ from .runner_modes.drive import Clock, DriveError, GraphDrive, drive_graphs, run
 from .runner_modes.world import World
 
 __all__ = ["Outcome", "gradients_off", "judge", "run_case", "schedule_for"]
-
-_NUMERIC = ("output-written", "finite", "matches-oracle")
 
 
 @dataclass
@@ -85,7 +83,7 @@ def run_case(
     outcome = Outcome()
     claims = backend_class.capabilities
     run = _run_graph if execution is Execution.GRAPH else _run_eager
-    outcome.checks |= {"completes", "output-contract", *_NUMERIC, "mode-outputs", "writes-own-kv", "inputs-unchanged"}
+    outcome.checks |= {"completes", "output-contract", *NUMERIC, "mode-outputs", "writes-own-kv", "inputs-unchanged"}
     outcome.checks |= {"reads-own-kv", "refuses-undeclared"}
     if not claims.needs_cpu_seq_lens:
         outcome.checks.add("no-host-lengths")

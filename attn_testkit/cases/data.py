@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -364,11 +364,6 @@ def pool_images(
 
 def _bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
-def footprint_variant(case: Case) -> Case:
-    """The same case with one-hot values, for telling which keys a row attended."""
-    return replace(case, data="footprint")
 
 
 def draft_topk(case: Case) -> int:

@@ -9,7 +9,19 @@ from ..results import Finding
 from .describe import number, requests_wrong, spread_text, times
 from .observation import Observation
 
-__all__ = ["finite", "graph_matches_eager", "left_alone", "margin", "matches_oracle", "output_written", "stacked"]
+__all__ = [
+    "NUMERIC",
+    "finite",
+    "graph_matches_eager",
+    "left_alone",
+    "margin",
+    "matches_oracle",
+    "output_written",
+    "stacked",
+]
+
+NUMERIC = ("output-written", "finite", "matches-oracle")
+"""Ids of the promises about attention outputs: what diagnosis explains, and what silences what follows from them."""
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
