@@ -60,7 +60,7 @@ def audit(
     """Run every broken backend until a case catches it, and every healthy twin to the end."""
     from ..audit import Settings
     from ..audit import audit as run_audit
-    from ..audit_show import audit_page, audit_text, promises_page
+    from ..audit.show import audit_page, audit_text, promises_page
     from ..environment import resolve
 
     if docs:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from attn_testkit.audit import Audit, FaultVerdict, Settings, Task, TwinVerdict, audit, kill_order, run_task, tasks_for
-from attn_testkit.audit_show import audit_page, audit_text
+from attn_testkit.audit import Audit, Settings, audit
+from attn_testkit.audit.processes import Child
+from attn_testkit.audit.show import audit_page, audit_text
+from attn_testkit.audit.tasks import kill_order, run_task, tasks_for
+from attn_testkit.audit.verdicts import FaultVerdict, Task, TwinVerdict
 from attn_testkit.checks.promises import PROMISES
 from attn_testkit.cli import main
-from attn_testkit.contract import Execution, ForwardMode
+from attn_testkit.contract import BackendContext, Execution, ForwardMode
 from attn_testkit.engine import plan_run
 from attn_testkit.examples.off_by_one import OffByOneBackend
 from attn_testkit.faults import all_faults, all_twins, catalogue
@@ -21,19 +25,28 @@ from attn_testkit.faults.parent import PlannedBackend
 from attn_testkit.registry import UsageError
 
 
+class AssertingBackend(PlannedBackend):
+    """Its constructor says what torch says once a kernel has failed on the device."""
+
+    def __init__(self, context: BackendContext) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
 @pytest.fixture
 def planted() -> Iterator[None]:
-    """A fault that is none and a twin that is broken, in a catalogue of their own."""
+    """Faults and twins that are none, in a catalogue of their own."""
     kept = all_faults(), all_twins()
-    healthy = Fault(
-        "healthy", "A", "nobody", (ForwardMode.DECODE,), (Execution.EAGER,), "none", ("matches-oracle",), PlannedBackend
-    )
-    catalogue._FAULTS["healthy"] = healthy
+    for slug, backend in (("healthy", PlannedBackend), ("asserting", AssertingBackend)):
+        catalogue._FAULTS[slug] = Fault(
+            slug, "A", "nobody", (ForwardMode.DECODE,), (Execution.EAGER,), "none", ("matches-oracle",), backend
+        )
     catalogue._TWINS["broken"] = Twin("broken", "it is not", OffByOneBackend)
+    catalogue._TWINS["asserting-twin"] = Twin("asserting-twin", "it is not", AssertingBackend)
     all_faults.cache_clear()
     all_twins.cache_clear()
     yield
-    del catalogue._FAULTS["healthy"], catalogue._TWINS["broken"]
+    del catalogue._FAULTS["healthy"], catalogue._FAULTS["asserting"]
+    del catalogue._TWINS["broken"], catalogue._TWINS["asserting-twin"]
     all_faults.cache_clear()
     all_twins.cache_clear()
     assert (all_faults(), all_twins()) == kept
@@ -77,6 +90,19 @@ def test_a_healthy_fault_survives_and_a_broken_twin_alarms(planted: None) -> Non
     assert isinstance(twin, TwinVerdict)
     assert twin.alarms
     assert "differs from the oracle" in twin.texts[0]
+
+
+def test_a_lost_device_context_ends_the_process_so_that_later_tasks_are_judged_for_themselves(planted: None) -> None:
+    fault = run_task(Task("fault", "asserting"), Settings(device="cpu"))
+    twin = run_task(Task("twin", "asserting-twin", "decode", "eager"), Settings(device="cpu"))
+    assert isinstance(twin, TwinVerdict)
+    assert twin.alarms == 1, "what comes after a lost context is not tried"
+    ordinary = run_task(Task("twin", "broken", "decode", "eager"), Settings(device="cpu", tier="smoke"))
+    for verdict, spent in ((fault, True), (twin, True), (ordinary, False)):
+        ours, theirs = multiprocessing.Pipe()
+        theirs.send(verdict)
+        child = Child(ours, multiprocessing.current_process(), Task("twin", "any"))
+        assert child.collect() == (verdict, spent)
 
 
 def test_faults_and_twins_run_in_processes_and_the_record_and_the_page_tell_them(tmp_path: Path) -> None:

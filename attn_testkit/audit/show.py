@@ -7,10 +7,10 @@ from typing import Any
 
 import jinja2
 
-from .audit import Audit, FaultVerdict
-from .checks.promises import PROMISES
-from .faults import all_faults, all_left_out, all_twins
-from .faults.catalogue import CLASSES, Fault
+from ..checks.promises import PROMISES
+from ..faults import all_faults, all_left_out, all_twins
+from ..faults.catalogue import CLASSES, Fault
+from .verdicts import Audit, FaultVerdict
 
 __all__ = ["audit_page", "audit_text", "promises_page"]
 

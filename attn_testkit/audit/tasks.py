@@ -1,0 +1,127 @@
+"""One task: a fault, tried until the first case that catches it, or one mode of a twin, tried to the end."""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import chain
+
+from ..engine import RunPlan, WorkItem, plan_run, run_item
+from ..faults import all_faults, all_twins
+from ..registry import UsageError, did_you_mean
+from ..results import BAD, CaseResult, Status, format_failure
+from .verdicts import FaultVerdict, Settings, Task, TwinVerdict, Verdict
+
+__all__ = ["kill_order", "run_task", "tasks_for"]
+
+_GRAPH_COST = 6
+"""A graph case-run takes about so many times as long as an eager one."""
+_MIXED_AT = 5
+"""Where in a mode's list the case that mixes modes is tried."""
+_MOST_TEXTS = 3
+
+
+def tasks_for(settings: Settings) -> list[Task]:
+    """Faults and twins that the globs name. Raises ``UsageError`` when they name nothing."""
+
+    def chosen(name: str) -> bool:
+        return not settings.faults or any(fnmatch.fnmatchcase(name, glob) for glob in settings.faults)
+
+    letters = settings.classes.upper()
+    tasks = [
+        Task("fault", fault.slug)
+        for fault in all_faults()
+        if chosen(fault.slug) and (not letters or fault.bug_class in letters)
+    ]
+    for twin in () if letters else all_twins():
+        claims = twin.backend.capabilities
+        for execution, modes in (("graph", claims.graph), ("eager", claims.eager)):
+            tasks += [Task("twin", twin.name, mode.value, execution) for mode in sorted(modes) if chosen(twin.name)]
+    if not tasks:
+        names = [fault.slug for fault in all_faults()] + [twin.name for twin in all_twins()]
+        asked = settings.faults or (settings.classes,)
+        raise UsageError(f"no fault matches {', '.join(asked)}{did_you_mean(asked[0], names)}")
+    # The longest first, so that no process is left alone with one at the end.
+    return sorted(tasks, key=lambda task: (task.kind == "fault", task.execution == "eager"))
+
+
+def kill_order(items: Sequence[WorkItem]) -> list[WorkItem]:
+    """Cheap first: modes and executions take turns, each as often as its cost allows. The order knows no fault."""
+    streams: dict[tuple[str, str], deque[WorkItem]] = {}
+    for item in items:
+        streams.setdefault((item.execution.value, item.mode.value), deque()).append(item)
+    for stream in streams.values():
+        mixed = [item for item in stream if item.case.mixed]
+        for item in mixed:
+            stream.remove(item)
+            stream.insert(_MIXED_AT, item)
+    spent = dict.fromkeys(streams, 0.0)
+    order: list[WorkItem] = []
+    while streams:
+        key = min(streams, key=lambda k: (spent[k], k))
+        order.append(streams[key].popleft())
+        spent[key] += _GRAPH_COST if key[0] == "graph" else 1
+        if not streams[key]:
+            del streams[key]
+    return order
+
+
+def run_task(task: Task, settings: Settings) -> Verdict:
+    """One task, in this process."""
+    return _run_fault(task, settings) if task.kind == "fault" else _run_twin(task, settings)
+
+
+def _plan(spec: str, settings: Settings, modes: Sequence[str], executions: Sequence[str]) -> RunPlan:
+    return plan_run(
+        backends=[spec],
+        modes=modes,
+        executions=executions,
+        tier=settings.tier,
+        device=settings.device,
+        seed=settings.seed,
+    )
+
+
+def _run_fault(task: Task, settings: Settings) -> FaultVerdict:
+    fault = next(fault for fault in all_faults() if fault.slug == task.name)
+    verdict = FaultVerdict(fault.slug, fault.bug_class, fault.source, fault.promises)
+    started = time.perf_counter()
+    plan = _plan(fault.spec, settings, [m.value for m in fault.modes], [e.value for e in fault.executions])
+    given = (row for row in plan.given if row.status in BAD)
+    count = 0
+    for count, result in enumerate(chain(given, (run_item(item, plan) for item in kill_order(plan.items))), start=1):
+        if result.status in BAD:
+            return _caught(verdict, result, plan, count, time.perf_counter() - started)
+    absent = next((row.reason for row in plan.given if row.status is Status.NOT_RUN_HERE), "")
+    return FaultVerdict(
+        **{**asdict(verdict), "case_runs": count, "seconds": time.perf_counter() - started,
+           "not_run": "" if count else absent or "none of its modes is claimed"}
+    )  # fmt: skip
+
+
+def _caught(verdict: FaultVerdict, result: CaseResult, plan: RunPlan, count: int, seconds: float) -> FaultVerdict:
+    promises = tuple(finding.check for finding in result.findings) or (str(result.status),)
+    return FaultVerdict(
+        **{**asdict(verdict), "caught_by": promises, "case": result.case, "mode": result.mode,
+           "execution": result.execution, "text": format_failure(result, plan.header), "case_runs": count,
+           "seconds": seconds, "lost": result.status is Status.CRASHED}
+    )  # fmt: skip
+
+
+def _run_twin(task: Task, settings: Settings) -> TwinVerdict:
+    twin = next(twin for twin in all_twins() if twin.name == task.name)
+    started = time.perf_counter()
+    plan = _plan(twin.spec, settings, [task.mode], [task.execution])
+    texts, count, alarms, lost = [], 0, 0, False
+    for result in (*plan.given, *(run_item(item, plan) for item in plan.items)):
+        count += bool(result.case)
+        if result.status is not Status.PASSED:
+            alarms += 1
+            texts.append(format_failure(result, plan.header))
+        if lost := result.status is Status.CRASHED:
+            break
+    seconds = time.perf_counter() - started
+    return TwinVerdict(task.name, task.mode, task.execution, count, alarms, tuple(texts[:_MOST_TEXTS]), seconds, lost)

@@ -1,0 +1,154 @@
+"""What an audit was asked for and what it found: plain values, and what makes them good or bad."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..checks.promises import PROMISES
+
+__all__ = ["Audit", "FaultVerdict", "Settings", "Task", "TwinVerdict", "Verdict"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for."""
+
+    tier: str = "core"
+    device: str = "auto"
+    seed: int = 0
+    faults: tuple[str, ...] = ()
+    """Globs on slugs and on names of twins; empty: all."""
+    classes: str = ""
+    """Letters of classes of bugs, and no twins; empty: all."""
+    jobs: int = 2
+    timeout_s: float = 240.0
+    """For one task; twins get five times as long."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A fault, or one mode and execution of a twin."""
+
+    kind: str
+    """``fault`` or ``twin``."""
+    name: str
+    mode: str = ""
+    execution: str = ""
+
+
+@dataclass(frozen=True)
+class FaultVerdict:
+    """What became of one fault."""
+
+    slug: str
+    bug_class: str
+    source: str
+    expected: tuple[str, ...]
+    caught_by: tuple[str, ...] = ()
+    """Promises of the first case that caught it, as reported; ``crashed`` and ``timed out`` among them."""
+    case: str = ""
+    mode: str = ""
+    execution: str = ""
+    text: str = ""
+    """The failure as a user would see it."""
+    case_runs: int = 0
+    """Case-runs until it was caught, that one included."""
+    seconds: float = 0.0
+    lost: bool = False
+    """Whether it took the device context along, and with it the process."""
+    not_run: str = ""
+    """Why nothing could be run here."""
+
+    @property
+    def caught(self) -> bool:
+        """Whether anything was reported."""
+        return bool(self.caught_by)
+
+    @property
+    def first(self) -> str:
+        """The promise that was reported first."""
+        return self.caught_by[0] if self.caught_by else ""
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether a promise that must catch it did."""
+        return bool(set(self.caught_by) & set(self.expected))
+
+
+@dataclass(frozen=True)
+class TwinVerdict:
+    """What became of one mode and execution of a twin."""
+
+    name: str
+    mode: str
+    execution: str
+    case_runs: int = 0
+    alarms: int = 0
+    texts: tuple[str, ...] = ()
+    seconds: float = 0.0
+    lost: bool = False
+    """Whether it took the device context along, and with it the process."""
+
+
+Verdict = FaultVerdict | TwinVerdict
+
+
+@dataclass
+class Audit:
+    """Everything that came out."""
+
+    settings: Settings
+    faults: list[FaultVerdict] = field(default_factory=list)
+    twins: list[TwinVerdict] = field(default_factory=list)
+    seconds: float = 0.0
+    device: str = ""
+
+    @property
+    def survivors(self) -> list[FaultVerdict]:
+        """Faults that nothing caught, or that could not be run."""
+        return [verdict for verdict in self.faults if not verdict.caught]
+
+    @property
+    def alarms(self) -> list[TwinVerdict]:
+        """Twins that were found fault with."""
+        return [verdict for verdict in self.twins if verdict.alarms]
+
+    @property
+    def first_catches(self) -> dict[str, int]:
+        """Promise -> faults of which it is reported first."""
+        counts = Counter(verdict.first for verdict in self.faults if verdict.caught)
+        return {promise: counts[promise] for promise in (*PROMISES, "crashed", "timed out") if promise in PROMISES
+                or counts[promise]}  # fmt: skip
+
+    @property
+    def idle_promises(self) -> list[str]:
+        """Promises that are first for no fault. Not known when only some faults were tried."""
+        return (
+            []
+            if self.settings.faults or self.settings.classes
+            else [p for p, count in self.first_catches.items() if not count]
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """1 on any survivor, false alarm or idle promise; 5 when nothing was tried."""
+        if not self.faults and not self.twins:
+            return 5
+        return 1 if self.survivors or self.alarms or self.idle_promises else 0
+
+    def as_plain(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "settings": asdict(self.settings),
+            "device": self.device,
+            "seconds": round(self.seconds, 1),
+            "exit_code": self.exit_code,
+            "first_catches": self.first_catches,
+            "idle_promises": self.idle_promises,
+            "survivors": [verdict.slug for verdict in self.survivors],
+            "false_alarms": sum(verdict.alarms for verdict in self.twins),
+            "faults": [asdict(verdict) for verdict in self.faults],
+            "twins": [asdict(verdict) for verdict in self.twins],
+        }
