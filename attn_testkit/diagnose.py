@@ -44,7 +44,8 @@ def explain_numeric(
 ) -> Finding:
     """The same finding, under the promise that really broke, with the keys that were used and a hint."""
     step, why = observed.step, ""
-    if finding.check != "matches-oracle":
+    # Where fresh memory always holds the poison, a wrong number is none that was left unwritten.
+    if finding.check != "matches-oracle" or not (observed.replay or bench.environment.poisons_fresh_memory):
         finding, why = _with_other_fill(bench, finding, schedule, observed)
     promise = finding.check
     eager = bench.eager(schedule, step)
@@ -87,15 +88,19 @@ def _with_other_fill(bench: Bench, finding: Finding, schedule: Schedule, observe
 
     Some CPU conversions give a NaN with all bits set, which is the poison.
     """
+    expected = expect(schedule, observed.step)
     if observed.replay:
         answer = bench.graph(schedule, fill=OTHER_FILL)
-        again = next((o for o in answer[0] if o.step is observed.step), None) if answer else None
+        again, first = _of(answer[0], observed.step) if answer else None, observed
     else:
         again = bench.eager(schedule, observed.step, fill=OTHER_FILL)
+        first = observed if bench.environment.poisons_fresh_memory else bench.eager(schedule, observed.step) or observed
     if again is None:
         return finding, ""
-    expected = expect(schedule, observed.step)
-    if finding.check == "output-written" and left_alone(observed, again, expected, OTHER_FILL):
+    unwritten = output_written(first, expected)
+    if unwritten and left_alone(first, again, expected, OTHER_FILL):
+        return replace(unwritten[0], step=finding.step), ""
+    if finding.check == "matches-oracle":
         return finding, ""
     computed = replace(
         finding,

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from .contract import Capabilities, ForwardMode, Requires
 from .emulation import LIMITS, Policy, emulated_cuda
-from .graphs.poison import dirty_fresh_memory
+from .graphs.poison import FreshMemory, dirty_fresh_memory
 from .registry import UsageError, did_you_mean
 
 __all__ = ["Environment", "missing_here", "resolve"]
@@ -61,16 +61,26 @@ class Environment:
         """What this environment cannot show."""
         return LIMITS if self.emulated else ()
 
+    @property
+    def poisons_fresh_memory(self) -> bool:
+        """Whether fresh memory holds ``fill`` in every run, and not only in controlled ones."""
+        return self.emulated
+
     @contextmanager
-    def active(self, fill: int = 0xFF) -> Iterator[None]:
-        """Inside, ordinary CUDA programs run. ``fill``: byte of uninitialised memory, as far as it can be chosen."""
+    def active(self, fill: int = 0xFF, *, controlled: bool = False) -> Iterator[None]:
+        """Inside, ordinary CUDA programs run.
+
+        ``fill``: byte of uninitialised memory. On a device only what the allocator has free is filled, unless the run
+        is ``controlled``, which is slower.
+        """
         if self.emulated:
             with emulated_cuda(Policy(fill=fill)):
                 yield
         else:
             with torch.cuda.device(self.index):
                 dirty_fresh_memory(fill)
-                yield
+                with FreshMemory(fill) if controlled else nullcontext():
+                    yield
 
 
 def resolve(name: str) -> Environment:

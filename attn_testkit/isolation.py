@@ -27,7 +27,7 @@ from .results import CaseResult, Finding, Status
 if TYPE_CHECKING:
     from .engine import RunPlan, WorkItem
 
-__all__ = ["KIT_ERROR", "Worker", "WorkerStartError", "bare_result", "kit_error", "run_isolated"]
+__all__ = ["KIT_ERROR", "Worker", "WorkerStartError", "bare_result", "ending", "kit_error", "run_isolated"]
 
 ENGINE = "attn_testkit.engine"
 KIT_ERROR = "the kit itself failed: "
@@ -236,9 +236,9 @@ class Worker:
             code = 0
         if self.item is None:
             if not self._ready:
-                raise WorkerStartError(f"a worker {_ending(code)} while starting{self._last_words()}")
+                raise WorkerStartError(f"a worker {ending(code)} while starting{self._last_words()}")
             return None
-        return self._lost(plan, Status.CRASHED, f"the process {_ending(code)}{self._last_words()}")
+        return self._lost(plan, Status.CRASHED, f"the process {ending(code)}{self._last_words()}")
 
     def _hung(self, plan: RunPlan) -> CaseResult | None:
         if self.item is None:
@@ -271,7 +271,8 @@ def _said(lines: list[str]) -> list[str]:
     return before[-(LAST_LINES - len(frames)) :] + frames
 
 
-def _ending(code: int) -> str:
+def ending(code: int) -> str:
+    """How a process came to its end, in words, from its exit code as ``subprocess`` gives it."""
     if code >= 0:
         return f"ended itself with exit code {code}"
     try:

@@ -32,7 +32,7 @@ class Bench:
     ) -> Observation | None:
         """One eager step."""
         try:
-            with self.environment.active(fill):
+            with self.environment.active(fill, controlled=True):
                 world = self._world(schedule, unowned, fill)
                 return run_eager(world, schedule, step, Clock(), pattern=pattern)
         except Exception:
@@ -50,7 +50,7 @@ class Bench:
     ) -> tuple[list[Observation], GraphDrive] | None:
         """A whole graph drive; replays only."""
         try:
-            with self.environment.active(fill):
+            with self.environment.active(fill, controlled=True):
                 world = self._world(schedule, unowned, fill)
                 seen, drives = drive_graphs(
                     world,

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..faults import all_faults, all_twins
 from ..graphs.capture import settle
+from ..isolation import ending
 from .tasks import run_task
 from .verdicts import FaultVerdict, Settings, Task, TwinVerdict, Verdict
 
@@ -53,13 +54,14 @@ class Child:
         try:
             verdict: Verdict | None = self.connection.recv() if self.connection.poll() else None
         except (EOFError, OSError):
-            return _lost(self.task, "crashed"), True
+            self.process.join(timeout=5)
+            return _lost(self.task, "crashed", ending(self.process.exitcode or 0)), True
         if verdict is not None:
             self.task, self.deadline = None, float("inf")
             # After a lost device context every later task of this process would fail for that alone.
             return verdict, verdict.lost
         if time.monotonic() > self.deadline:
-            return _lost(self.task, "timed out"), True
+            return _lost(self.task, "timed out", "gave no result in time"), True
         return None, False
 
     def close(self) -> None:
@@ -69,14 +71,14 @@ class Child:
         self.connection.close()
 
 
-def _lost(task: Task, how: str) -> Verdict:
+def _lost(task: Task, how: str, told: str) -> Verdict:
+    text = f"{task.name}: its process {told}"
     if task.kind == "twin":
-        return TwinVerdict(task.name, task.mode, task.execution, 1, 1, (f"{task.name}: its process {how}",))
+        return TwinVerdict(task.name, task.mode, task.execution, 1, 1, (text,), lost=True)
     fault = next(fault for fault in all_faults() if fault.slug == task.name)
     return FaultVerdict(
-        fault.slug, fault.bug_class, fault.source, fault.promises, (how,), text=f"{fault.slug}: its process {how}",
-        case_runs=1,
-    )  # fmt: skip
+        fault.slug, fault.bug_class, fault.source, fault.promises, (how,), text=text, case_runs=1, lost=True
+    )
 
 
 def run_in_processes(tasks: Sequence[Task], settings: Settings) -> Iterator[Verdict]:

@@ -9,11 +9,14 @@ returns NaN or faults; a replay that writes one is caught by the canary, even wh
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Canaries", "churn", "dirty_fresh_memory", "fill_with_poison"]
+__all__ = ["Canaries", "FreshMemory", "churn", "dirty_fresh_memory", "fill_with_poison"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_BYTES = 256 << 20
@@ -50,6 +53,31 @@ def dirty_fresh_memory(byte: int = 0xFF) -> None:
         blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in _FRESH]
         for block in blocks:
             block.fill_(byte)
+
+
+_UNINITIALISED = frozenset(
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+
+
+class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, every tensor that torch makes without numbers holds ``byte``, and not what was freed there last.
+
+    For questions after a failure: it costs some microseconds for every operator. Not in a capture, where it would
+    record kernels that the backend has not.
+    """
+
+    def __init__(self, byte: int = 0xFF) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.byte = byte
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _UNINITIALISED and not torch.cuda.is_current_stream_capturing():
+            fill_with_poison(made, self.byte)
+        return made
 
 
 @dataclass

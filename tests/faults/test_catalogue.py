@@ -6,8 +6,8 @@ import importlib
 from pathlib import Path
 
 import pytest
-from attn_testkit.audit_show import promises_page
 
+from attn_testkit.audit.show import promises_page
 from attn_testkit.checks.promises import PROMISES
 from attn_testkit.contract import ForwardMode
 from attn_testkit.faults import all_faults, all_left_out, all_twins

@@ -6,7 +6,9 @@ import re
 
 import pytest
 
-from attn_testkit.audit import FaultVerdict, Settings, Task, run_task
+from attn_testkit.audit import Settings
+from attn_testkit.audit.tasks import run_task
+from attn_testkit.audit.verdicts import FaultVerdict, Task
 from attn_testkit.faults import all_faults
 
 SAMPLE = (
