@@ -1,10 +1,14 @@
-"""Taking host copies of what a step left behind, and noticing inputs that changed."""
+"""Taking host copies of what a step left behind."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
+from itertools import islice
+
 import torch
 
-from attn_testkit.checks.observation import Observation, Outputs
+from attn_testkit.checks.observation import Left, Observation
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.model import Trace
 
@@ -29,19 +33,12 @@ def snapshot(world: World, loaded: Loaded, batch: ForwardBatch) -> Snapshot:
     named.append(("req_to_token", world.context.req_to_token))
     if world.backend.verify_mask is None:
         named.append(("batch.spec_info.custom_mask", getattr(spec, "custom_mask", None)))
-    seen: set[tuple[int, int]] = set()
+    seen: set[int] = set()
     for name, tensor in named:
-        if tensor is None or (tensor.data_ptr(), tensor.numel()) in seen:
-            continue
-        seen.add((tensor.data_ptr(), tensor.numel()))
-        held[name] = (tensor, tensor.clone())
+        if tensor is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
+            held[name] = (tensor, tensor.clone())
     return held
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def shape_complaints(world: World, trace: Trace, rows: int) -> tuple[str, ...]:
@@ -63,22 +60,23 @@ def shape_complaints(world: World, trace: Trace, rows: int) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _modified_activations(packed: torch.Tensor, dense: list[torch.Tensor], loaded: Loaded) -> list[str]:
-    data, names = loaded.data, []
-    if not _same_bits(packed, loaded.packed):
-        names.append("the packed q, k, v")
-    wanted = [x for layer in range(data.q.shape[0]) for x in (data.q[layer], data.k[layer], data.v[layer])]
-    for i, (given, want) in enumerate(zip(dense, wanted, strict=False)):
-        if not _same_bits(given, want):
-            names.append(f"{'qkv'[i % 3]} of layer {i // 3}")
-    return names
+def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """Copies of all of them in one transfer, and how to cut it apart."""
+    pieces = {i: tensor.clone() for i, tensor in enumerate(tensors) if tensor.device.type == "cpu"}
+    # Wide elements first, so that each piece stands at a multiple of its element's size.
+    order = sorted(set(range(len(tensors))) - set(pieces), key=lambda i: -tensors[i].dtype.itemsize)
+    layout = [(i, tensors[i].dtype, tensors[i].shape) for i in order]
+    flat = torch.cat([tensors[i].reshape(-1).view(torch.uint8) for i in order]).cpu()
 
+    def cut() -> list[torch.Tensor]:
+        start = 0
+        for i, dtype, shape in layout:
+            end = start + shape.numel() * dtype.itemsize
+            pieces[i] = flat[start:end].view(dtype).view(shape)
+            start = end
+        return [pieces[i] for i in range(len(pieces))]
 
-def _to_host(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Copies of all of them, waiting for the device once."""
-    copies = [None if t is None else t.to("cpu", non_blocking=True) for t in tensors]
-    torch.cuda.synchronize()
-    return copies
+    return cut
 
 
 def observe(
@@ -95,31 +93,29 @@ def observe(
 ) -> Observation:
     """Copy everything to the host."""
     tokens, slots = loaded.step.tokens, loaded.pool_after.shape[2]
-    outputs = driver.outputs(trace, loaded)
-    fields = [outputs.next_token_logits, outputs.hidden_states, outputs.topk_p, outputs.topk_index]
     pool = world.context.kv_pool.storage
-    groups: list[list[torch.Tensor | None]] = [
-        [pool if slots == pool.shape[2] else pool[:, :, :slots]],
-        [out[:tokens] for out in trace.attention],
-        [trace.packed[:tokens], *(dense[:tokens] for dense in trace.dense)],
-        [tensor for pair in held.values() for tensor in pair],
-        list(fields),
-    ]
-    flat = iter(_to_host([tensor for group in groups for tensor in group]))
-    copies = [[next(flat) for _ in group] for group in groups]
-    (after,), attention, activations, inputs, returned = copies
-    given = [t for t in activations if t is not None]
-    pairs = zip(held, inputs[::2], inputs[1::2], strict=True)
-    changed = [n for n, now, then in pairs if now is not None and then is not None and not _same_bits(now, then)]
-    assert after is not None
-    return Observation(
-        step=loaded.step,
-        label=label,
-        attention=tuple(out for out in attention if out is not None),
-        outputs=Outputs(*returned),
-        pool=after,
-        modified=tuple(changed + _modified_activations(given[0], given[1:], loaded)),
-        damaged=damaged,
-        replay=replay,
-        padded=padded,
-    )
+    pool = (pool if slots == pool.shape[2] else pool[:, :, :slots]).to("cpu", non_blocking=True)
+    outputs = driver.outputs(trace, loaded)
+    returned = {f.name: value for f in dataclasses.fields(outputs) if (value := getattr(outputs, f.name)) is not None}
+    activations = [trace.packed[:tokens], *(dense[:tokens] for dense in trace.dense)]
+    attention = [out[:tokens] for out in trace.attention]
+    now, before = [pair[0] for pair in held.values()], [pair[1] for pair in held.values()]
+    groups = (attention, activations, before, now, list(returned.values()))
+    cut = _to_host([tensor for group in groups for tensor in group])
+
+    def left() -> Left:
+        pieces = iter(cut())
+        outs, rows, were, are, values = (tuple(islice(pieces, len(group))) for group in groups)
+        lent = (*zip(held, were, are, strict=True), *_activations(loaded, rows))
+        return Left(outs, dataclasses.replace(outputs, **dict(zip(returned, values, strict=True))), pool, lent)
+
+    return Observation(loaded.step, label, left, damaged=damaged, replay=replay, padded=padded)
+
+
+def _activations(loaded: Loaded, rows: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """What the model's tables gave, against what it holds now: the packed rows, then q, k, v where they were copies."""
+    data = loaded.data
+    wanted = [x for layer in range(data.q.shape[0]) for x in (data.q[layer], data.k[layer], data.v[layer])]
+    pairs = enumerate(zip(wanted, rows[1:], strict=False))  # rows of its own only where q, k, v were copies
+    copies = [(f"{'qkv'[i % 3]} of layer {i // 3}", want, now) for i, (want, now) in pairs]
+    return [("the packed q, k, v", loaded.packed, rows[0]), *copies]

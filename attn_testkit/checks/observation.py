@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from ..cases.schedule import Step
 
-__all__ = ["Observation", "Outputs"]
+__all__ = ["Left", "Observation", "Outputs"]
 
 
 @dataclass(frozen=True)
@@ -22,21 +24,27 @@ class Outputs:
 
 
 @dataclass(frozen=True)
+class Left:
+    """Tensors on the host, as a step left them."""
+
+    attention: tuple[torch.Tensor, ...]
+    """Output of every layer for the live rows, as the backend returned it."""
+    outputs: Outputs
+    pool: torch.Tensor
+    """The KV pool after the step."""
+    lent: tuple[tuple[str, torch.Tensor, torch.Tensor], ...] = ()
+    """(name, what it held before, what it holds now) of everything that the backend was given to read."""
+
+
+@dataclass(frozen=True)
 class Observation:
     """Host copies taken right after a step."""
 
     step: Step
     label: str
     """Empty for a lone eager step, else ``replay 4 of 7 (long beside short), bucket 4, 3 live``."""
-    attention: tuple[torch.Tensor, ...]
-    """Output of every layer for the live rows, as the backend returned it."""
-    outputs: Outputs
-    pool: torch.Tensor
-    """The KV pool after the step."""
-    shapes: tuple[str, ...] = ()
-    """Complaints about shape, dtype or device of what the backend returned, one a layer at most."""
-    modified: tuple[str, ...] = ()
-    """Names of inputs that no longer hold what they held before the step."""
+    left: Callable[[], Left] = field(repr=False)
+    """Cuts the copies apart. Asked once, when somebody looks: in a drive every operation on a tensor has its price."""
     damaged: tuple[str, ...] = ()
     """Blocks that were freed after capture and that the replay wrote into."""
     replay: bool = False
@@ -44,3 +52,33 @@ class Observation:
     """Padded requests."""
     eager_twin: Observation | None = field(default=None, repr=False)
     """The backend's own eager run of the same step, where there was one."""
+
+    @cached_property
+    def _left(self) -> Left:
+        return self.left()
+
+    @property
+    def attention(self) -> tuple[torch.Tensor, ...]:
+        """Output of every layer for the live rows, as the backend returned it."""
+        return self._left.attention
+
+    @property
+    def outputs(self) -> Outputs:
+        """What the mode returns to its caller."""
+        return self._left.outputs
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """The KV pool after the step."""
+        return self._left.pool
+
+    @cached_property
+    def modified(self) -> tuple[str, ...]:
+        """Names of inputs that no longer hold what they held before the step."""
+        return tuple(name for name, before, now in self._left.lent if not _same_bits(before, now))
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

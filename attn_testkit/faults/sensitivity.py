@@ -19,7 +19,7 @@ from ..cases.case import DATA, parse_case
 from ..cases.data import DTYPES, make_layers
 from ..cases.schedule import Schedule, make_schedule
 from ..checks.numeric import matches_oracle
-from ..checks.observation import Observation, Outputs
+from ..checks.observation import Left, Observation, Outputs
 from ..oracle.expect import Expected, expect
 
 __all__ = ["KINDS", "LENGTHS", "Point", "markdown", "measure", "svg"]
@@ -95,7 +95,8 @@ def _kit(kind: str, schedule: Schedule, size: float) -> bool:
     wrong = expected.attention.clone()
     wrong[0] -= size * _error(kind, schedule, expected)
     outs = tuple(wrong.to(DTYPES[schedule.case.dtype]))
-    return bool(matches_oracle(Observation(step, "", outs, Outputs(None, None), outs[0]), expected))
+    observed = Observation(step, "", lambda: Left(outs, Outputs(None, None), outs[0]))
+    return bool(matches_oracle(observed, expected))
 
 
 def _fixed(kind: str, schedule: Schedule, size: float) -> bool:
