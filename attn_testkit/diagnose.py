@@ -7,6 +7,7 @@ Nothing here runs while things are right. Each question is one controlled run on
 * is it right when memory born in a capture is left alone?        ``captures-cleanly``
 * is it right when no row is padding?                             ``padding-inert``
 * is it right when it is the only replay of the only bucket?      ``buckets-independent``
+* is an eager step right on a fresh instance?                     ``steps-independent``
 * did planning the replay replace tensors that the graph reads?   ``addresses-stable``, else ``replay-follows-batch``
 """
 
@@ -52,13 +53,13 @@ def explain_numeric(
     in_graph = observed.replay and is_right(schedule, eager)
     if in_graph:
         promise, why = _blame_graph(bench, schedule, step)
-    elif observed.label and is_right(schedule, eager):
-        promise, why = "buckets-independent", "on a fresh instance, without graphs, the same eager step is right"
+    elif observed.among and is_right(schedule, eager):
+        promise, why = _AMONG[observed.among]
     elif finding.check == "finite" and not why:
         calm = bench.eager(schedule, step, unowned=0.0)
         if calm is not None and _all_finite(calm, schedule):
             promise, why = "reads-own-kv", "with zeros instead of NaN in slots of nobody the result is finite"
-    by_itself = promise == "buckets-independent"
+    by_itself = promise in ("buckets-independent", "steps-independent")
     footprint = None if by_itself else attended(bench, schedule, observed, in_graph=in_graph)
     evidence = Evidence(
         schedule,
@@ -77,6 +78,15 @@ def explain_numeric(
         attended=footprint.text if footprint else "",
         hint="\n".join(told[:3]),
     )
+
+
+_AMONG = {
+    "graphs": ("buckets-independent", "on a fresh instance, without graphs, the same eager step is right"),
+    "steps": (
+        "steps-independent",
+        "as the first step of a fresh instance it is right: something of an earlier step is kept",
+    ),
+}
 
 
 def _all_finite(observed: Observation, schedule: Schedule) -> bool:
@@ -122,6 +132,7 @@ def _headline(finding: Finding, promise: str) -> str:
         "replay-follows-batch": " at a replay, and is right in eager",
         "padding-inert": ", and is right without padded rows",
         "buckets-independent": " after other replays, and is right alone",
+        "steps-independent": " after another step, and is right on a fresh instance",
         "captures-cleanly": ": it lives on memory that was born in a capture",
         "addresses-stable": " at a replay, because planning replaced tensors that the graph reads",
     }.get(promise, "")
@@ -132,7 +143,10 @@ def _blame_graph(bench: Bench, schedule: Schedule, step: Step) -> tuple[str, str
     """Which graph promise a replay broke whose eager run is right."""
     lone = bench.graph(schedule)
     if lone is not None and is_right(schedule, _of(lone[0], step)):
-        return "buckets-independent", "it is right when no other mode and no eager step uses the instance"
+        return (
+            "buckets-independent",
+            "it is right when no other mode and no eager step uses the instance, and no other instance plans meanwhile",
+        )
     calm = bench.graph(schedule, poison_born=False)
     if calm is not None and calm[1].born and is_right(schedule, _of(calm[0], step)):
         path, where, _ = calm[1].born[0]

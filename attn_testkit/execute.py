@@ -150,13 +150,17 @@ def schedule_for(case: Case, claims: Capabilities) -> Schedule:
 
 def _run_eager(backend_class: type[AttentionBackend], case: Case, environment: Environment, outcome: Outcome) -> _Seen:
     claims = backend_class.capabilities
+    outcome.checks.add("steps-independent")
     schedule = schedule_for(case, claims)
     world = build_world(backend_class, [schedule], environment, outcome)
-    step = schedule.steps[0]
+    step, second = schedule.steps[0], schedule.second
     observed = run_eager(world, schedule, step, outcome.clock)
+    stored = ", save_kv_cache=False" if second.stored else ""
+    label = f"second eager step ({second.label}{stored})"
+    other = run_eager(world, schedule, second, outcome.clock, label=label, among="steps")
+    again = run_eager(world, schedule, step, outcome.clock, label="first eager step again", among="steps")
     if claims.deterministic:
         outcome.checks.add("repeatable")
-        again = run_eager(world, schedule, step, outcome.clock)
         outcome.findings += repeatable(observed, again)
     if claims.batch_invariant and step.bs > 1:
         outcome.checks.add("batch-invariant")
@@ -165,7 +169,7 @@ def _run_eager(backend_class: type[AttentionBackend], case: Case, environment: E
         outcome.findings += batch_invariant(observed, alone, index)
     with outcome.clock.phase("setup"):
         outcome.findings += refuses_undeclared(backend_class, schedule, world.context)
-    return [(schedule, observed)]
+    return [(schedule, observed), (schedule, other), (schedule, again)]
 
 
 def _request_to_isolate(case: Case, step: Step) -> int:
@@ -192,7 +196,8 @@ def _run_graph(backend_class: type[AttentionBackend], case: Case, environment: E
         cases += companions(case, runnable, claims.max_q_rows, max_topk)
     schedules = [schedule_for(c, claims) for c in cases]
     world = build_world(backend_class, schedules, environment, outcome)
-    seen, drives = drive_graphs(world, schedules, outcome.clock)
+    neighbour = build_world(backend_class, schedules[:1], environment, outcome) if case.mixed else None
+    seen, drives = drive_graphs(world, schedules, outcome.clock, neighbour=neighbour)
     outcome.warm_up = [finding for drive in drives for finding in _warm_up_finite(drive)]
     return seen
 

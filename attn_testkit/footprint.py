@@ -106,7 +106,7 @@ def attended(bench: Bench, schedule: Schedule, observed: Observation, *, in_grap
         if values is None:
             return None
         weights.update(zip(range(start, length), values, strict=False))
-    window = schedule.case.window if layer == 0 else -1
+    window = make_layers(schedule.case)[layer].sliding_window_size
     visible = windowed(expected.data.visible, expected.data, window)[request, row]
     wanted = frozenset(int(k) for k in visible.nonzero().flatten())
     known = len(weights) == length and not schedule.case.sinks

@@ -74,6 +74,18 @@ def _heads(rows: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
     return rows.as_strided((rows.shape[0], heads, dim), (rows.stride(0), dim, 1))
 
 
+def _stored(
+    backend: AttentionBackend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: AttentionLayer,
+    batch: ForwardBatch,
+) -> torch.Tensor:
+    # By name and only when it is False: servers leave the argument out elsewhere.
+    return backend.forward(q, k, v, layer, batch, save_kv_cache=False)
+
+
 class Model:
     """The tables and weights on the device, and the forward pass."""
 
@@ -103,7 +115,13 @@ class Model:
         parts = [x.flatten(2) for x in ((q, k, v) if self.v_size else (q, k))]
         return torch.cat(parts, -1).transpose(0, 1).contiguous()
 
-    def forward(self, backend: AttentionBackend, batch: ForwardBatch, look: Callable[[Trace], None]) -> Trace:
+    def forward(
+        self,
+        backend: AttentionBackend,
+        batch: ForwardBatch,
+        look: Callable[[Trace], None],
+        save_kv_cache: bool = True,
+    ) -> Trace:
         """All layers. Device work only, so it may be captured. ``look`` is called after each layer."""
         packed = self.table[batch.input_ids]
         hidden = self.hidden_table[batch.input_ids]
@@ -113,7 +131,7 @@ class Model:
             if self.contiguous:
                 q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
                 trace.dense += [q, k, v]
-            out = backend.forward(q, k, v, layer, batch)
+            out = backend.forward(q, k, v, layer, batch) if save_kv_cache else _stored(backend, q, k, v, layer, batch)
             trace.raw.append(out)
             look(trace)
             trace.attention.append(out.clone())

@@ -56,7 +56,7 @@ class Bench:
                     world,
                     [schedule],
                     Clock(),
-                    eager_twins=frozenset(),
+                    eager=False,
                     pattern=pattern,
                     poison_born=poison_born,
                     watch=True,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -77,9 +78,9 @@ class ShapeError(Exception):
     """An output has the wrong shape, dtype or device; the model cannot go on."""
 
 
-def _forward(world: World, driver: ModeDriver, batch: ForwardBatch, case: Case) -> Trace:
+def _forward(world: World, driver: ModeDriver, batch: ForwardBatch, case: Case, stored: bool = False) -> Trace:
     rows = batch.input_ids.shape[0]
-    trace = world.model.forward(world.backend, batch, lambda t: _check_shapes(world, t, rows))
+    trace = world.model.forward(world.backend, batch, lambda t: _check_shapes(world, t, rows), not stored)
     driver.finish(world, trace, batch, draft_topk(case))
     return trace
 
@@ -91,7 +92,14 @@ def _check_shapes(world: World, trace: Trace, rows: int) -> None:
 
 
 def run_eager(
-    world: World, schedule: Schedule, step: Step, clock: Clock, *, pattern: str | None = None, label: str = ""
+    world: World,
+    schedule: Schedule,
+    step: Step,
+    clock: Clock,
+    *,
+    pattern: str | None = None,
+    label: str = "",
+    among: Literal["", "steps", "graphs"] = "",
 ) -> Observation:
     """One eager step: plan, forward, read back. Memory that the output may be given is poisoned first."""
     case, driver = schedule.case, DRIVERS[schedule.case.mode]
@@ -106,10 +114,10 @@ def run_eager(
         with _blame("plan", label):
             world.backend.init_forward_metadata(batch)
         with _blame("forward", label):
-            trace = _forward(world, driver, batch, case)
+            trace = _forward(world, driver, batch, case, step.stored)
             torch.cuda.synchronize()
     with clock.phase("read back"), _blame("read back", label):
-        return observe(world, driver, loaded, trace, held, label=label)
+        return observe(world, driver, loaded, trace, held, label=label, among=among)
 
 
 def _poison_heap(world: World, tokens: int) -> None:
@@ -121,6 +129,10 @@ def _poison_heap(world: World, tokens: int) -> None:
     ]
     for block in blocks:
         fill_with_poison(block, world.fill)
+
+
+_CROWD_AFTER = 1
+"""The replay after which an eager batch larger than any graph is run."""
 
 
 @dataclass
@@ -151,7 +163,7 @@ class GraphDrive:
     def capture(self) -> None:
         """Capture every bucket, largest first. The graph state must have been initialised."""
         for bs in self.schedule.buckets:
-            label = f"bucket {bs}"
+            label = f"bucket {bs}{self._mode}"
             with self.clock.phase("capture"):
                 self._capture_bucket(bs, label)
 
@@ -194,6 +206,18 @@ class GraphDrive:
             if tensor is not None:
                 fill_with_poison(tensor)
 
+    def plan(self, step: Step) -> None:
+        """Prepare a replay that does not come: what an instance does while another one is between plan and replay."""
+        loaded = self.world.load(self.schedule, step)
+        self._fill(loaded)
+        with _blame("plan for replay", f"another instance, {self._label(step)}"):
+            self.world.backend.init_forward_metadata_out_graph(self._view(loaded))
+
+    def _view(self, loaded: Loaded) -> ForwardBatch:
+        world, static, bs, width = self.world, self.static, loaded.step.bucket, self.width
+        spec = self.driver.replay_spec(world, static, loaded, bs, width)
+        return replay_view(world, loaded, static, self.schedule.case.mode, bs, width, self.fill, spec)
+
     def replay(
         self,
         step: Step,
@@ -202,19 +226,18 @@ class GraphDrive:
         pattern: str | None = None,
         watch: bool = False,
         heal: bool = False,
+        between: Callable[[], None] | None = None,
     ) -> Observation:
         """One replay of the schedule, as a server would do it.
 
-        ``watch``: note which tensors the plan replaces. ``heal``: give the replaced ones their successors' numbers, to
-        find out whether the graph reads them.
+        ``between``: called after planning, before the graph runs. ``watch``: note which tensors the plan replaces.
+        ``heal``: give the replaced ones their successors' numbers, to find out whether the graph reads them.
         """
-        world, mode = self.world, self.schedule.case.mode
-        label = self._label(step)
+        world, label = self.world, self._label(step)
         with self.clock.phase("setup"):
             loaded = world.load(self.schedule, step, pattern)
             self._fill(loaded)
-            spec = self.driver.replay_spec(world, self.static, loaded, step.bucket, self.width)
-            view = replay_view(world, loaded, self.static, mode, step.bucket, self.width, self.fill, spec)
+            view = self._view(loaded)
             bucket = self.buckets[step.bucket]
             held = snapshot(world, loaded, bucket.batch)
             blocks = self._blocks() if watch else {}
@@ -234,7 +257,9 @@ class GraphDrive:
             self._poison_outputs(bucket.captured.outputs)
             # What a server allocates for one step (a fresh mask, say) is gone before the kernels that read the graph's
             # own memory end; keep nothing of it alive here.
-            del view, spec
+            del view
+            if between is not None:
+                between()
             with _blame("replay", label):
                 bucket.captured.replay()
                 torch.cuda.synchronize()
@@ -251,11 +276,15 @@ class GraphDrive:
                 damaged=canaries.damaged() if canaries else (),
             )
 
+    @property
+    def _mode(self) -> str:
+        """For labels, where several modes share an instance."""
+        return f" of {self.schedule.case.mode}" if len(self.world.context.modes) > 1 else ""
+
     def _label(self, step: Step) -> str:
-        mode = f"{self.schedule.case.mode}, " if len(self.world.context.modes) > 1 else ""
         return (
-            f"replay {step.index + 1} of {len(self.schedule.steps)} ({mode}{step.label}), "
-            f"bucket {step.bucket}, {step.bs} live"
+            f"replay {step.index + 1} of {len(self.schedule.steps)} ({step.label}), "
+            f"bucket {step.bucket}{self._mode}, {step.bs} live"
         )
 
     def _fill(self, loaded: Loaded) -> None:
@@ -295,48 +324,69 @@ class GraphDrive:
                 fill_with_poison(tensor, self.world.fill)
 
 
+def _captured(world: World, schedules: list[Schedule], pool: Any, clock: Clock) -> list[GraphDrive]:
+    world.prepare_capture()
+    with clock.phase("capture"), _blame("graph state"):
+        world.backend.init_cuda_graph_state(
+            max(schedule.max_bs for schedule in schedules), max(schedule.max_tokens for schedule in schedules)
+        )
+    drives = [GraphDrive(world, schedule, pool, clock) for schedule in schedules]
+    for drive in drives:
+        drive.capture()
+    return drives
+
+
 def drive_graphs(
     world: World,
     schedules: list[Schedule],
     clock: Clock,
     *,
-    eager_twins: frozenset[int] = frozenset({1, 4, 5}),
+    eager: bool = True,
     pattern: str | None = None,
     poison_born: bool = True,
     watch: bool = False,
     heal: bool = False,
+    neighbour: World | None = None,
 ) -> tuple[list[tuple[Schedule, Observation]], list[GraphDrive]]:
     """Capture all buckets of all schedules on one instance, then replay them interleaved, eager steps between.
 
-    ``eager_twins``: indices of steps that are also run eagerly on the same instance, right after their replay.
+    ``neighbour``: another instance with a pool of its own, as of a draft model beside its target, that captures graphs
+    of the first schedule and plans whenever this one is between planning and replaying.
+
+    ``eager``: some steps are also run eagerly on the same instance, right after their replay; and a batch that is
+    larger than any graph is run between replays, and in half of the cases before there are graphs, as servers do that
+    profile.
     """
-    world.prepare_capture()
-    with clock.phase("capture"), _blame("graph state"):
-        world.backend.init_cuda_graph_state(world.context.max_bs, world.context.max_num_tokens)
+    seen: list[tuple[Schedule, Observation]] = []
+    if eager and world.case.digest >> 13 & 1:
+        first = schedules[0]
+        seen.append((first, run_eager(world, first, first.crowd, clock, label="eager run before there are graphs")))
     pool = torch.cuda.graph_pool_handle()
-    drives = [GraphDrive(world, schedule, pool, clock) for schedule in schedules]
-    for drive in drives:
-        drive.capture()
+    drives = _captured(world, schedules, pool, clock)
+    other = _captured(neighbour, schedules[:1], pool, clock)[0] if neighbour else None
     with clock.phase("setup"):
         gc.collect()
         canaries = churn()
-    seen: list[tuple[Schedule, Observation]] = []
     for index in range(max(len(s.steps) for s in schedules)):
         for drive in drives:
             if index >= len(drive.schedule.steps):
                 continue
             step = drive.schedule.steps[index]
             if poison_born:
-                for other in drives:
-                    other.poison_born()
-            observed = drive.replay(step, canaries, pattern=pattern, watch=watch, heal=heal)
-            if index in eager_twins:
+                for each in drives:
+                    each.poison_born()
+            between = partial(other.plan, other.schedule.steps[index - 1]) if other and drive is drives[0] else None
+            observed = drive.replay(step, canaries, pattern=pattern, watch=watch, heal=heal, between=between)
+            # Large batches between replays: an eager step may need more room than any graph.
+            crowded = index == _CROWD_AFTER and drive is drives[0]
+            if eager and (step.eager_too or crowded):
                 label = f"eager run after {observed.label}"
-                twin = run_eager(world, drive.schedule, step, clock, pattern=pattern, label=label)
+                batch = drive.schedule.crowd if crowded else step
+                twin = run_eager(world, drive.schedule, batch, clock, pattern=pattern, label=label, among="graphs")
                 with clock.phase("setup"):
                     # The eager step may have freed what a graph still uses.
                     canaries.blocks += churn().blocks
                 seen.append((drive.schedule, twin))
-                observed = replace(observed, eager_twin=twin)
+                observed = replace(observed, eager_twin=None if crowded else twin)
             seen.append((drive.schedule, observed))
     return seen, drives

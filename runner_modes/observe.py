@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Literal
 
 import torch
 
@@ -90,6 +91,7 @@ def observe(
     replay: bool = False,
     padded: int = 0,
     damaged: tuple[str, ...] = (),
+    among: Literal["", "steps", "graphs"] = "",
 ) -> Observation:
     """Copy everything to the host."""
     tokens, slots = loaded.step.tokens, loaded.pool_after.shape[2]
@@ -109,7 +111,7 @@ def observe(
         lent = (*zip(held, were, are, strict=True), *_activations(loaded, rows))
         return Left(outs, dataclasses.replace(outputs, **dict(zip(returned, values, strict=True))), pool, lent)
 
-    return Observation(loaded.step, label, left, damaged=damaged, replay=replay, padded=padded)
+    return Observation(loaded.step, label, left, among, damaged=damaged, replay=replay, padded=padded)
 
 
 def _activations(loaded: Loaded, rows: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:

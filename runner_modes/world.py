@@ -53,8 +53,8 @@ def context_for(
         layers=layers,
         page_size=case.page_size,
         max_context_len=ctx,
-        max_bs=_largest(schedules, "max_bs"),
-        max_num_tokens=_largest(schedules, "max_tokens"),
+        max_bs=_largest(schedules, "most_requests"),
+        max_num_tokens=_largest(schedules, "most_tokens"),
         modes=frozenset(s.case.mode for s in schedules),
         num_draft_tokens=max([1] + [s.case.width for s in spec]),
         speculative_num_steps=max([0] + [s.spec_steps for s in spec]),
@@ -85,8 +85,7 @@ class World:
         )
         self.context = context_for(schedules, device, layers)
         self.capabilities = backend_class.capabilities
-        tokens = max([self.context.max_num_tokens] + [s.tokens for sched in schedules for s in sched.steps])
-        self.model = Model(self.case, layers, tokens, self.context.dtype, device)
+        self.model = Model(self.case, layers, self.context.max_num_tokens, self.context.dtype, device)
         # Rows that nobody asked for yet are finite: graphs are captured on token 0.
         self.model.table[:-1] = 0.5
         self.model.hidden_table[:-1] = 0.5
@@ -105,6 +104,9 @@ class World:
         marked = pattern if pattern and pattern.startswith("place.") else ""
         tails = self.case.kv_dtype in self.capabilities.finite_page_tails
         before, after = pool_images(schedule, step, data, tails, self.unowned, marked)
+        if step.stored:
+            before = after
+            data = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
         pool = self.context.kv_pool.storage
         packed = self.model.pack(data.q, data.k, data.v)
         self.model.table[: step.tokens].copy_(packed)

@@ -15,9 +15,10 @@ from .trees import Tree, chain
 
 __all__ = ["DATA", "LAYOUTS", "PADDINGS", "Case", "Heads", "parse_case"]
 
-LAYOUTS = ("contiguous", "shuffled", "interleaved", "reversed")
-"""How a request's tokens lie in the KV pool. ``reversed``: pages descend inside a request (non-monotonic slots)."""
-DATA = ("gauss", "shifted", "peaked", "negative", "mean", "footprint")
+LAYOUTS = ("contiguous", "shuffled", "interleaved", "reversed", "shared")
+"""How a request's tokens lie in the KV pool. ``reversed``: pages descend inside a request (non-monotonic slots).
+``shared``: requests have the whole pages that their prefixes have in common, as after a hit in a prefix cache."""
+DATA = ("gauss", "shifted", "peaked", "negative", "mean", "footprint", "cliff")
 """Data patterns; see ``cases/data.py``."""
 PADDINGS = ("prod", "nan", "stale", "small")
 """What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
@@ -58,9 +59,9 @@ class Case:
     rope_dim: int = 0
     kv_dtype: str = "same"
     window: int = -1
-    """W of the first layer; the other layer has none."""
+    """W of one layer; the other has none, or a wider one: see ``make_layers``."""
     logit_cap: float = 0.0
-    """Soft cap of the second layer."""
+    """Soft cap of one layer."""
     sinks: bool = False
     bucket: int = 1
     """Batch size of the graph that the case's own batch runs in."""

@@ -35,12 +35,12 @@ _BIG_TREE = Tree(tuple(max(0, (node - 1) // 3) for node in range(1, 40)))
 
 @dataclass(frozen=True)
 class _Prefixes:
-    """Prefix lengths as a function of the page size."""
+    """Prefix lengths as a function of the page size and of the rows of a request."""
 
     name: str
 
-    def lens(self, page: int) -> tuple[int, ...]:
-        unit = max(page, 8)
+    def lens(self, page: int, width: int) -> tuple[int, ...]:
+        unit, half = max(page, 8), width // 2
         return {
             "edges": (unit - 1, unit, unit + 1),
             "zero": (0, 1, unit),
@@ -49,11 +49,15 @@ class _Prefixes:
             "same": (7, 7),
             "wide": (1, 2, 5, 9, 14, 2, 30),
             "long": (300, 70, 12),
+            # The rows of a request lie on both sides of a multiple of the usual key tiles.
+            "tiles": (32 - half, 128 - half, 64 - half, 16 - half),
         }[self.name]
 
 
-_PREFIXES = ("edges", "zero", "ragged", "one", "same", "wide", "long")
+_PREFIXES = ("edges", "zero", "ragged", "one", "same", "wide", "long", "tiles")
 _ACCEPTED = ("uneven", "one", "all")
+_MOST_USUAL_ROWS = 6
+_MOST_USUAL_RATIO = 8
 
 
 def _heads(claims: Capabilities) -> list[Heads]:
@@ -63,8 +67,8 @@ def _heads(claims: Capabilities) -> list[Heads]:
         heads.append(Heads("mha", 2, 2))
     if "gqa" in claims.families and ratios:
         # The smallest, one that is no power of two, and one large enough to matter.
-        odd = [r for r in ratios if r & (r - 1) and r <= 8]
-        large = [r for r in ratios if r <= 8]
+        odd = [r for r in ratios if r & (r - 1) and r <= _MOST_USUAL_RATIO]
+        large = [r for r in ratios if r <= _MOST_USUAL_RATIO]
         heads += [Heads("gqa", 2 * r, 2) for r in dict.fromkeys([*ratios[:1], *odd[:1], *large[-1:]])]
     if "mqa" in claims.families and ratios:
         heads.append(Heads("mqa", min(ratios, key=lambda r: abs(r - 4)), 1))
@@ -84,7 +88,8 @@ def _some(values: Sequence[int], count: int) -> list[int]:
 
 
 def _windows(claims: Capabilities, mode: ForwardMode) -> list[int]:
-    return [-1, 0, 4, 11, 40, 4000] if mode in claims.sliding_window else [-1]
+    # 46: W + 1 keys end just below a multiple of 16, and W + the rows of a request lie beyond it.
+    return [-1, 0, 4, 11, 46, 4000] if mode in claims.sliding_window else [-1]
 
 
 def _spec_dimension(claims: Capabilities, mode: ForwardMode) -> dict[str, list[Any]]:
@@ -95,7 +100,7 @@ def _spec_dimension(claims: Capabilities, mode: ForwardMode) -> dict[str, list[A
         chains = [chain(min(n, rows)) for n in (2, 4, 7)]
         trees = [t for t in _TREES if len(t) <= rows and t.topk <= claims.max_topk]
         return {"tree": list(dict.fromkeys([*chains, *trees]))}
-    widths = sorted({min(n, rows) for n in (2, 4, 6)})
+    widths = sorted({min(n, rows) for n in (2, 4, _MOST_USUAL_ROWS)})
     return {"width": widths, "accepted": list(_ACCEPTED)}
 
 
@@ -141,9 +146,9 @@ def _accepted(pattern: str, width: int, bs: int) -> tuple[int, ...]:
 def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> Case:
     heads: Heads = row["heads"]
     mla = heads.family == "mla"
-    prefixes = _Prefixes(row["prefixes"]).lens(row["page_size"])
     tree: Tree | None = row.get("tree")
     width = len(tree) if tree else row.get("width", 1)
+    prefixes = _Prefixes(row["prefixes"]).lens(row["page_size"], width)
     new = _accepted(row["accepted"], width, len(prefixes)) if "accepted" in row else ()
     head_dim = row["head_dim"]
     if mla and "mla" in claims.families and claims.families != {"mla"}:
@@ -192,6 +197,9 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
     for dtype in sorted(claims.dtypes):
         new = (plain.width,) if plain.new else ()
         yield replace(plain, dtype=dtype, prefixes=(4096,), new=new, data="footprint", bucket=1, padding="prod")
+    yield _long_with_options(claims, mode, plain)
+    yield _many_requests(claims, plain)
+    yield from _wide_heads(claims, plain)
     if mode is ForwardMode.TARGET_VERIFY:
         two = (9, 40)
         for tree in (_BIG_TREE, chain(17)):
@@ -200,6 +208,48 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
     if mode is ForwardMode.DRAFT_EXTEND and claims.max_q_rows >= 4:
         # The sum divides by the batch size, so a view as [bs, sum / bs] succeeds and is wrong.
         yield replace(plain, prefixes=(5, 9), new=(1, 3), width=4, bucket=2)
+    if plain.new and claims.max_q_rows > _MOST_USUAL_ROWS:
+        # Rows times heads of a KV head are more than one tile of rows.
+        rows = min(claims.max_q_rows, 33)
+        heads = [h for h in _heads(claims) if (h.family == "mla") == (plain.heads.family == "mla")][-1]
+        yield replace(plain, heads=heads, prefixes=(9, 40), new=(rows, 3), width=rows, bucket=2)
+
+
+def _long_with_options(claims: Capabilities, mode: ForwardMode, plain: Case) -> Case:
+    """Everything that is claimed, at a length where kernels take another path (split keys), beside a short request."""
+    return replace(
+        plain,
+        prefixes=(1500, 70),
+        new=(plain.width, 1) if plain.new else (),
+        window=700 if mode in claims.sliding_window and (plain.topk < 2 or claims.window_in_trees) else -1,
+        logit_cap=1.5 if claims.logit_cap else 0.0,
+        sinks=claims.sinks,
+        kv_dtype=sorted(claims.kv_dtypes)[0],
+        data="gauss",
+        bucket=3,
+        padding="prod",
+    )
+
+
+def _many_requests(claims: Capabilities, plain: Case) -> Case:
+    """More requests than a warp has lanes; offsets and schedules are summed a warp at a time."""
+    return replace(
+        plain,
+        page_size=min(claims.page_sizes),
+        prefixes=(9,) * 12 + (3,) * 13 + (1,) * 11,
+        new=(1,) * 18 + (plain.width,) * 18 if plain.new else (),
+        data="gauss",
+        bucket=36,
+        padding="prod",
+    )
+
+
+def _wide_heads(claims: Capabilities, plain: Case) -> Iterator[Case]:
+    """Groups of more query heads than the array tries: the largest claimed, and one that is no power of two."""
+    wide = sorted(r for r in claims.gqa_ratios if r > _MOST_USUAL_RATIO) if "gqa" in claims.families else []
+    odd = [r for r in wide if r & (r - 1)]
+    for ratio in dict.fromkeys([*wide[-1:], *odd[-1:]]):
+        yield replace(plain, heads=Heads("gqa", 2 * ratio, 2), data="gauss")
 
 
 @lru_cache(maxsize=64)

@@ -10,6 +10,8 @@ Patterns
     ``negative``   every logit is about -6e4 and all are equal: a finite "minus infinity" shows itself (flashinfer
                    #4401 masked with -5e4), and so does a zero.
     ``mean``       Q = K = 0: the output is the exact mean of the visible values.
+    ``cliff``      logits climb by some hundred along the keys for some rows, and fall for others: a maximum that comes
+                   late, or a tile far below the one before it, must rescale what was summed.
     ``footprint``  V is one-hot: channel c carries one chosen key. A limit in proportion to the weight a channel carries
                    then shows one wrong key of thousands, and the output says which keys were attended.
 """
@@ -71,8 +73,13 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
     base = 1 / math.sqrt(row)
     fp8 = case.kv_dtype != "same"
     layers = []
+    windows, caps = _windows(case), [0.0, 0.0]
+    caps[case.digest >> 10 & 1] = case.logit_cap
     for index, (factor, k_scale, v_scale) in enumerate(((0.5, 0.25, 0.5), (1.5, 0.5, 2.0))):
         sinks = normals((case.heads.q_heads,), rng) * 1.5 + (1.0, -0.5)[index] if case.sinks else None
+        if sinks is not None:
+            # Some heads of a long request must feel their sink too.
+            sinks[::2] += math.log(1 + max(case.prefixes))
         layers.append(
             AttentionLayer(
                 layer_id=index,
@@ -81,8 +88,8 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
                 head_dim=row,
                 v_head_dim=case.head_dim,
                 scaling=base * factor,
-                sliding_window_size=case.window if index == 0 else -1,
-                logit_cap=case.logit_cap if index == 1 else 0.0,
+                sliding_window_size=windows[index],
+                logit_cap=caps[index],
                 k_scale=k_scale if fp8 else 1.0,
                 v_scale=(k_scale if is_mla else v_scale) if fp8 else 1.0,
                 sinks=sinks,
@@ -90,6 +97,12 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
             )
         )
     return tuple(layers)
+
+
+def _windows(case: Case) -> tuple[int, int]:
+    """Of each layer. Either may be the one with the case's window; sometimes the other has a wider one."""
+    other = 2 * case.window + 3 if case.window >= 0 and case.digest >> 12 & 3 == 0 else -1
+    return (other, case.window) if case.digest >> 11 & 1 else (case.window, other)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +173,17 @@ def _footprint(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Dr
     return normals(q, rng) * 0.5, normals(k, rng), torch.zeros(v)
 
 
+def _cliff(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    # One channel of the keys is a ramp from -1 to 1, and that of a query +-size: scaled by 0.5 and 1.5 / sqrt(D), the
+    # logits span 100 and 300. Rows and heads climb and fall by turns.
+    size = 100 * math.sqrt(q[-1])
+    queries, keys = normals(q, rng).clone(), normals(k, rng).clone()
+    keys[..., -1] = torch.linspace(-1, 1, k[2]).view(1, 1, -1, 1)
+    sign = 1 - 2 * ((torch.arange(q[1])[:, None] + torch.arange(q[2])) % 2)
+    queries[..., -1] = size * sign
+    return queries, keys, normals(v, rng)
+
+
 _MAKERS: dict[str, _Maker] = {
     "gauss": _gauss,
     "shifted": _shifted,
@@ -167,6 +191,7 @@ _MAKERS: dict[str, _Maker] = {
     "negative": _negative,
     "mean": _mean,
     "footprint": _footprint,
+    "cliff": _cliff,
 }
 
 
@@ -233,6 +258,18 @@ def _store(rows: torch.Tensor, scales: list[float], dtype: torch.dtype) -> torch
     return (rows.float() / scale).clamp(-limit, limit).to(dtype)
 
 
+def _shared_rows(rows: torch.Tensor, step: Step, asked: int | None) -> torch.Tensor:
+    """[L, B, S, ...] with the same numbers wherever requests share slots: those of ``asked``, if it is one of them."""
+    shared = [request.shared for request in step.requests]
+    most = int(np.argmax(shared))
+    rows, source = rows.clone(), rows[:, most].clone()
+    if asked is not None and asked < len(shared):
+        source[:, : shared[asked]] = rows[:, asked, : shared[asked]]
+    for index, count in enumerate(shared):
+        rows[:, index, :count] = source[:, :count]
+    return rows
+
+
 @lru_cache(maxsize=32)
 def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
     """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis)."""
@@ -265,6 +302,9 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
             q = torch.cat([torch.zeros_like(q[..., :dv]), q[..., dv:]], -1)
         elif pattern == "negative":
             k = torch.cat([torch.ones_like(v) * (torch.arange(dv) % 2), k[..., dv:]], -1)
+    if any(request.shared for request in step.requests):
+        asked = int(pattern.split(".")[1]) if probe or pattern.startswith("place.") else None
+        k, v = _shared_rows(k, step, asked), _shared_rows(v, step, asked)
     if kv_dtype.itemsize == 1:
         q, k = _held_by_fp8(q, k)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

@@ -1,13 +1,18 @@
 """From a case to the steps that are run: which requests, in which bucket, in which slots.
 
-Eager runs the first step alone. A graph drive captures the buckets, largest first, and then replays every step: larger
-batches, then smaller; exact and padded; the other bucket; the first batch again with other slots, pool rows and data.
-Capture sees none of these lengths (servers capture with the fill value), and no two steps agree in any field.
+Eager runs the first step, another one, and the first again, on one instance. A graph drive captures the buckets,
+largest first, and then replays every step: larger batches, then smaller; exact and padded; the other bucket; the first
+batch again with other slots, pool rows and data. Capture sees none of these lengths (servers capture with the fill
+value).
+
+Plans that are kept because a key looks the same fail on neighbours that agree in the key and in nothing else: a step
+whose lengths are those of the step before, with other requests, slots, trees and data, and one that has them in another
+order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -39,6 +44,8 @@ class Request:
     tree: Tree | None = None
     accepted: int = 1
     """Draft-extend: accepted tokens; the last of them is the row the draft model continues from."""
+    shared: int = 0
+    """First tokens of the prefix that lie in pages which other requests share, as a prefix cache has it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +61,10 @@ class Step:
     seed: int
     part_of: tuple[Step, int] | None = None
     """Another step, and the request of it that this step holds alone, with the same numbers in the same slots."""
+    eager_too: bool = False
+    """At a replay, an eager run of the same step follows."""
+    stored: bool = False
+    """The pool holds the new keys and values already, and ``save_kv_cache`` is False: k and v are NaN."""
 
     @property
     def bs(self) -> int:
@@ -79,6 +90,10 @@ class Schedule:
     buckets: tuple[int, ...]
     """Descending."""
     steps: tuple[Step, ...]
+    second: Step
+    """What an eager run does between the first step and the first step again."""
+    crowd: Step
+    """More requests than the largest graph holds; eager only."""
     max_context_len: int
     num_pages: int
     """Pages of the KV pool after page 0."""
@@ -99,15 +114,29 @@ class Schedule:
         """Rows of the largest graph."""
         return self.max_bs * self.case.width
 
+    @property
+    def most_requests(self) -> int:
+        """Of any batch, eager ones included."""
+        return max(self.max_bs, self.crowd.bs)
+
+    @property
+    def most_tokens(self) -> int:
+        """Rows of the largest batch."""
+        return self.most_requests * self.case.width
+
 
 @dataclass(frozen=True)
 class _Plan:
     label: str
     bucket: int
     prefixes: tuple[int, ...]
+    eager_too: bool = False
+    turned: int | None = None
+    """Lengths are those of the step before, turned by so many places."""
 
 
 def _plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], list[_Plan]]:
+    """The steps of a drive, and last the eager one with more requests than any graph."""
     own, big, page = case.prefixes, case.bucket, case.page_size
     small = big // 2 if big > 1 else 2
     buckets = tuple(sorted({big, small}, reverse=True))
@@ -126,18 +155,28 @@ def _plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], list[
         _Plan("longer, exact", big, others(big, lambda k: k + page + 3)),
         _Plan("one short request", big, others(1, lambda k: max(0, min(k, page) - 1))),
         _Plan("other bucket", small, others(small, lambda k: k // 2 + 1)),
-        _Plan("own batch, elsewhere", big, own[::-1]),
-        _Plan("long beside short", big, others(max(1, big - 1), lambda k: int(rng.integers(0, k + 2 * page + 2)))),
+        _Plan("own batch, elsewhere", big, own[::-1], eager_too=True),
+        _Plan(
+            "long beside short",
+            big,
+            others(max(1, big - 1), lambda k: int(rng.integers(0, k + 2 * page + 2))),
+            eager_too=True,
+        ),
         _Plan("other bucket, padded", small, others(max(1, small - 1), lambda k: k + 1)),
     ]
     if case.padding == "small":
         plans = [_filled_up(plan, rng) for plan in plans]
-    return buckets, plans
+    elsewhere = plans[4].prefixes
+    turned = [_Plan("same lengths, other requests", big, elsewhere, turned=0)]
+    if len(set(elsewhere)) > 1:
+        turned.append(_Plan("lengths in another order", big, elsewhere[1:] + elsewhere[:1], turned=1))
+    crowd = _Plan("more requests than any graph", big + 2, others(big + 2, lambda k: k // 3 + 2))
+    return buckets, [*plans[:5], *turned, *plans[5:], crowd]
 
 
 def _filled_up(plan: _Plan, rng: np.random.Generator) -> _Plan:
     extra = tuple(int(rng.integers(0, 3)) for _ in range(plan.bucket - len(plan.prefixes)))
-    return _Plan(plan.label, plan.bucket, plan.prefixes + extra)
+    return replace(plan, prefixes=plan.prefixes + extra)
 
 
 def _accepted(case: Case, index: int, count: int, most: int, rng: np.random.Generator) -> tuple[int, ...]:
@@ -172,16 +211,33 @@ def _trees(case: Case, index: int, count: int, depth: int, rng: np.random.Genera
     return tuple(random_tree(len(case.tree), case.topk, depth, rng) for _ in range(count))
 
 
-def _pages_for(layout: str, needs: list[int], num_pages: int, rng: np.random.Generator) -> list[Ints]:
+def _shared_pages(case: Case, prefixes: tuple[int, ...]) -> list[int]:
+    """How many pages of each request are common to it and another: whole pages of a prefix, from the first on."""
+    if case.layout != "shared" or len(prefixes) < 2:
+        return [0] * len(prefixes)
+    whole = [prefix // case.page_size for prefix in prefixes]
+    most = sorted(whole)[-2]
+    return [min(pages, most) for pages in whole]
+
+
+def _pages_for(
+    layout: str, needs: list[int], num_pages: int, rng: np.random.Generator, shared: Sequence[int]
+) -> list[Ints]:
     """Page ids (1-based: page 0 is reserved) of each request."""
+    if any(shared):
+        most = max(shared)
+        order = rng.permutation(num_pages) + 1
+        ends = np.cumsum([need - part for need, part in zip(needs, shared, strict=True)])
+        rests = np.split(order[most : most + ends[-1]], ends[:-1])
+        return [np.concatenate([order[:part], rest]) for part, rest in zip(shared, rests, strict=True)]
     total = sum(needs)
     ends = np.cumsum(needs)
-    if layout == "shuffled":
+    if layout in ("shuffled", "shared"):
         return [np.asarray(p) for p in np.split(rng.permutation(num_pages)[:total] + 1, ends[:-1])]
     first = int(rng.integers(1, num_pages - total + 2))
     if layout == "interleaved":
-        order = sorted((page, i) for i, need in enumerate(needs) for page in range(need))
-        owner = np.array([i for _, i in order], np.int64)
+        turns = sorted((page, i) for i, need in enumerate(needs) for page in range(need))
+        owner = np.array([i for _, i in turns], np.int64)
         return [np.flatnonzero(owner == i) + first for i in range(len(needs))]
     runs = [np.arange(first + end - need, first + end) for end, need in zip(ends, needs, strict=True)]
     return [run[::-1] for run in runs] if layout == "reversed" else runs
@@ -197,17 +253,24 @@ def _table(
     return table.astype(np.int32)
 
 
-def _build_step(case: Case, index: int, plan: _Plan, sizes: tuple[int, int, int, int]) -> Step:
+def _build_step(
+    case: Case, index: int, plan: _Plan, sizes: tuple[int, int, int, int], before: Step | None = None
+) -> Step:
     num_pages, rows, ctx, depth = sizes
     seed = (case.digest + 0x9E3779B97F4A7C15 * (index + 1)) % 2**63
     rng = np.random.default_rng(seed)
     count, page = len(plan.prefixes), case.page_size
     accepted = _accepted(case, index, count, depth + 1, rng)
     ragged = case.mode is ForwardMode.DRAFT_EXTEND
+    if ragged and plan.turned is not None and before is not None:
+        # Here a request's keys are its prefix and what was accepted.
+        counts = [request.accepted for request in before.requests]
+        accepted = tuple(counts[plan.turned :] + counts[: plan.turned])
     news = accepted if ragged else (case.width,) * count
     trees = _trees(case, index, count, depth, rng)
     lens = [p + n for p, n in zip(plan.prefixes, news, strict=True)]
-    pages = _pages_for(case.layout, [-(-n // page) for n in lens], num_pages, rng)
+    shared = _shared_pages(case, plan.prefixes)
+    pages = _pages_for(case.layout, [-(-n // page) for n in lens], num_pages, rng, shared)
     pool_rows = rng.permutation(rows)[:count] + 1
     requests = tuple(
         Request(
@@ -217,11 +280,12 @@ def _build_step(case: Case, index: int, plan: _Plan, sizes: tuple[int, int, int,
             (pages[i][:, None] * page + np.arange(page)).reshape(-1)[: prefix + new],
             trees[i],
             accepted[i],
+            shared[i] * page,
         )
         for i, (prefix, new) in enumerate(zip(plan.prefixes, news, strict=True))
     )
     table = _table(requests, rows, ctx, (num_pages + 1) * page, rng)
-    return Step(index, plan.label, plan.bucket, requests, table, seed)
+    return Step(index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too)
 
 
 @lru_cache(maxsize=256)
@@ -231,11 +295,17 @@ def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
     buckets, plans = _plans(case, rng)
     page, width = case.page_size, case.width
     longest = max(p for plan in plans for p in plan.prefixes) + width
-    # Wider than any request needs, and never a width that a kernel could mistake for the longest request's.
-    ctx = -(-(longest + page + 1) // page) * page
+    # Mostly wider than any request needs, and then never a width that a kernel could mistake for the longest request's.
+    # In every fourth case a request may fill the context to its last token, and the context need not be whole pages.
+    roomy = case.digest >> 5 & 3
+    ctx = -(-(longest + page + 1) // page) * page if roomy else longest
     most = max(sum(-(-(p + width) // page) for p in plan.prefixes) for plan in plans)
     num_pages = most + max(3, most // 4)
-    rows = buckets[0] + 3
+    rows = len(plans[-1].prefixes) + 3
     depth = _depth(case)
-    steps = tuple(_build_step(case, i, plan, (num_pages, rows, ctx, depth)) for i, plan in enumerate(plans))
-    return Schedule(case, buckets, steps, ctx, num_pages, rows, depth, matmul_dtype)
+    steps: list[Step] = []
+    for i, plan in enumerate(plans):
+        steps.append(_build_step(case, i, plan, (num_pages, rows, ctx, depth), steps[-1] if steps else None))
+    *replays, crowd = steps
+    second = replace(steps[1 + case.digest // 7 % (len(steps) - 1)], stored=case.digest >> 9 & 1 == 1)
+    return Schedule(case, buckets, tuple(replays), second, crowd, ctx, num_pages, rows, depth, matmul_dtype)

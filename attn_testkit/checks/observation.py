@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -45,6 +46,8 @@ class Observation:
     """Empty for a lone eager step, else ``replay 4 of 7 (long beside short), bucket 4, 3 live``."""
     left: Callable[[], Left] = field(repr=False)
     """Cuts the copies apart. Asked once, when somebody looks: in a drive every operation on a tensor has its price."""
+    among: Literal["", "steps", "graphs"] = ""
+    """What else ran on the instance before an eager run: nothing, other eager steps, or graphs."""
     damaged: tuple[str, ...] = ()
     """Blocks that were freed after capture and that the replay wrote into."""
     replay: bool = False

@@ -107,9 +107,17 @@ _TABLE = (
     ),
     Promise(
         "buckets-independent",
-        "Graphs of several buckets and modes on one instance, and eager steps between them, do not disturb each other.",
-        "One metadata object for all buckets, a workspace that the next capture replaces, a flag left by another mode.",
-        "lmdeploy #4661; vLLM #48261; sglang #33920",
+        "Graphs of several buckets and modes on one instance, eager steps between them, and another instance that "
+        "plans meanwhile, do not disturb each other.",
+        "One metadata object for all buckets, a workspace that the next capture replaces, a flag left by another mode, "
+        "a planner's workspace that all instances of a process share.",
+        "lmdeploy #4661; vLLM #48261; sglang #33920, #27193",
+    ),
+    Promise(
+        "steps-independent",
+        "An eager step gives the same whatever step ran on the instance before it.",
+        "A plan or a table that is kept while a key looks the same, a buffer sized by the first batch.",
+        "TensorRT-LLM #6163; vLLM #21525; LightLLM #1367",
     ),
     Promise(
         "no-host-lengths",

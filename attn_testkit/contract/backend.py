@@ -36,7 +36,7 @@ class BackendContext:
     page_size: int
     max_context_len: int
     max_bs: int
-    """Most requests in one batch, padding included."""
+    """Most requests in one batch, padding included; eager batches may be larger than the largest graph."""
     max_num_tokens: int
     """Most tokens in one batch, padding included."""
     modes: frozenset[ForwardMode]
@@ -143,7 +143,9 @@ class AttentionBackend(ABC):
 
         ``q`` [T, Hq, D], ``k`` [T, Hk, D], ``v`` [T, Hk, Dv], in the model's dtype, possibly strided views of one
         packed tensor; none may be modified. For MLA ``q`` is [T, H, kv_lora_rank + rope] (absorbed), ``k`` [T, 1, same]
-        the latent row to store, and ``v`` its first part. Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype.
+        the latent row to store, and ``v`` its first part. With ``save_kv_cache`` False the pool holds the new keys and
+        values already (a fused kernel stored them, or the layer shares another's): k and v are neither read nor stored.
+        Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype.
         Rows of padded requests may hold anything.
         """
 

@@ -5,7 +5,7 @@ import torch
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.data import make_step_data, pool_images
+from attn_testkit.cases.data import make_layers, make_step_data, pool_images
 from attn_testkit.cases.schedule import make_schedule, only
 from attn_testkit.contract import ForwardMode
 
@@ -14,11 +14,13 @@ DECODE = "decode-gqa4x2-d64-bf16-p16-k15.16.17-{layout}-gauss-b4prod"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
-def test_no_two_live_requests_share_a_slot_and_page_0_is_nobodys(case: Case) -> None:
+def test_live_requests_share_no_slot_but_those_of_common_prefix_pages_and_page_0_is_nobodys(case: Case) -> None:
     schedule = make_schedule(case)
-    for step in schedule.steps:
+    for step in (*schedule.steps, schedule.crowd):
         slots = np.concatenate([r.slots for r in step.requests])
-        assert len(np.unique(slots)) == len(slots)
+        common = max(r.shared for r in step.requests)
+        assert common == 0 or case.layout == "shared"
+        assert len(np.unique(slots)) == len(slots) - sum(r.shared for r in step.requests) + common
         assert slots.min() >= case.page_size
         assert slots.max() < (schedule.num_pages + 1) * case.page_size
         for request in step.requests:
@@ -29,9 +31,9 @@ def test_no_two_live_requests_share_a_slot_and_page_0_is_nobodys(case: Case) -> 
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
-def test_a_schedule_has_six_replays_that_differ_in_every_field(case: Case) -> None:
+def test_a_schedule_has_eight_replays_that_differ_in_every_field(case: Case) -> None:
     steps = make_schedule(case).steps
-    assert len(steps) >= 6
+    assert len(steps) >= 8
     assert len({step.bucket for step in steps}) == 2
     assert case.padding == "small" or any(step.bs < step.bucket for step in steps)
     assert any(step.bs == step.bucket for step in steps)
@@ -57,6 +59,68 @@ def test_layouts_are_what_they_say() -> None:
         for mine in pages
     ]
     assert any(spans), "pages of different requests alternate"
+
+
+def test_requests_share_the_whole_pages_that_their_prefixes_have_in_common() -> None:
+    schedule = make_schedule(parse_case("decode-mha2-d64-bf16-p16-k50.20.5-shared-gauss-b4prod"))
+    step = schedule.steps[0]
+    assert [request.shared for request in step.requests] == [16, 16, 0]
+    first, second, _ = step.requests
+    assert (first.slots[:16] == second.slots[:16]).all()
+    assert not set(first.slots[16:]) & set(second.slots[16:])
+    data = make_step_data(schedule, step)
+    assert torch.equal(data.keys[:, 0, :16], data.keys[:, 1, :16])
+    assert not torch.equal(data.keys[:, 0, 16:21], data.keys[:, 1, 16:21])
+    probe = make_step_data(schedule, step, "probe.1.0")
+    assert probe.values[0, 1, :16].any(), "the request that is asked decides what shared slots hold"
+    assert torch.equal(probe.values[:, 0, :16], probe.values[:, 1, :16])
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_neighbouring_replays_of_a_bucket_have_the_same_lengths_and_then_the_same_in_another_order(
+    mode: ForwardMode,
+) -> None:
+    words = {"target-verify": "t0.0.1-", "draft-extend": "n4a1.3.2-", "draft-extend-v2": "n4a1.3.2-"}.get(
+        mode.value, ""
+    )
+    steps = make_schedule(parse_case(f"{mode.value}-mha2-d64-bf16-p16-k50.20.5-{words}shuffled-gauss-b4prod")).steps
+    elsewhere, same, turned = steps[4:7]
+    lens = [[request.prefix + request.new for request in step.requests] for step in (elsewhere, same, turned)]
+    assert lens[0] == lens[1]
+    assert lens[2] == lens[1][1:] + lens[1][:1] != lens[1]
+    for a, b in zip(elsewhere.requests, same.requests, strict=True):
+        assert not np.array_equal(a.slots, b.slots)
+    assert len({step.bucket for step in (elsewhere, same, turned)}) == 1
+
+
+def test_contexts_are_filled_to_the_last_token_in_some_cases_and_roomy_in_the_others() -> None:
+    schedules = [make_schedule(case) for case in generate(TorchNativeBackend.capabilities, ForwardMode.DECODE, "core")]
+    full = [
+        s for s in schedules if max(len(r.slots) for x in (*s.steps, s.crowd) for r in x.requests) == s.max_context_len
+    ]
+    assert 5 < len(full) < len(schedules) - 5
+    assert any(s.max_context_len % s.case.page_size for s in full), "a context need not be whole pages"
+
+
+def test_an_eager_batch_is_larger_than_any_graph_and_the_second_eager_step_is_sometimes_stored_already() -> None:
+    schedules = [make_schedule(case) for case in CASES]
+    for schedule in schedules:
+        assert schedule.crowd.bs > schedule.max_bs
+        assert schedule.second.index > 0
+    assert {schedule.second.stored for schedule in schedules} == {True, False}
+    assert len({schedule.second.label for schedule in schedules}) > 4
+
+
+def test_window_and_soft_cap_meet_in_one_layer_and_lie_in_different_ones() -> None:
+    cases = generate(TorchNativeBackend.capabilities, ForwardMode.DECODE, "core")
+    seen = set()
+    for case in cases:
+        if case.window >= 0 and case.logit_cap:
+            layers = make_layers(case)
+            seen.add(tuple((layer.sliding_window_size >= 0, layer.logit_cap > 0) for layer in layers))
+    assert {((True, True), (False, False)), ((True, False), (False, True)), ((False, False), (True, True))} <= seen
+    assert any(all(a) for a, _ in seen)
+    assert any(a[0] and b[0] for a, b in seen), "both layers have a window"
 
 
 def test_the_table_beyond_a_request_holds_slots_of_others() -> None:

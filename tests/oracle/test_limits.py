@@ -1,5 +1,7 @@
 """The limits: tight enough to show one missing key, wide enough for every way of rounding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -50,6 +52,25 @@ def test_honest_rounding_stays_within_the_limits(length: int, dtype: str, data: 
     error, limit, by_row = rounded_attention(decode(length, dtype, data), min(splits, length))
     assert (error <= limit).all(), f"{float((error / limit).max()):.2f} of the limit"
     assert (error.norm(dim=-1) <= by_row).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_probabilities_that_a_sink_made_small_may_be_rounded_as_the_dtype_rounds_them(dtype: str) -> None:
+    case = replace(decode(72, dtype, "gauss"), sinks=True)
+    schedule = make_schedule(case)
+    data = make_step_data(schedule, schedule.steps[0])
+    layers = tuple(replace(layer, sinks=torch.full((2,), 14.0)) for layer in make_layers(case))
+    exact = attend(data, layers, flat=True)
+    q, keys, values = data.q[:, 0].float(), data.keys[:, 0].float(), data.values[:, 0].float()
+    scale = torch.tensor([layer.scaling for layer in layers]).view(-1, 1, 1)
+    logits = torch.einsum("lhd,lshd->lhs", q, keys) * scale
+    p = torch.exp(logits - 14.0)
+    out = torch.einsum("lhs,lshd->lhd", p.to(DTYPES[dtype]).float(), values) / (1 + p.sum(-1, keepdim=True))
+    error = (out.to(DTYPES[dtype]).double() - exact.out[:, 0]).abs()
+    assert (error <= attention_limit(exact, dtype)[:, 0]).all()
+    if dtype == "fp16":
+        without = replace(exact, flat=None)
+        assert not (error <= attention_limit(without, dtype)[:, 0]).all(), "the allowance is needed"
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

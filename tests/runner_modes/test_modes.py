@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from attn_testkit.runner_modes.drive import Clock, drive_graphs, run_eager
-from attn_testkit.runner_modes.world import World
 
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import companions
@@ -18,6 +16,8 @@ from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, L
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.oracle.expect import expect
+from attn_testkit.runner_modes.drive import Clock, drive_graphs, run_eager
+from attn_testkit.runner_modes.world import World
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p16-k3.15.40-chain3-shuffled-gauss-b4prod"
@@ -66,7 +66,7 @@ def eager(case_id: str, backend: type[Spy] = Spy) -> tuple[Spy, Schedule, Observ
 def graph(case_id: str, backend: type[Spy] = Spy) -> tuple[Spy, Schedule, list[Observation]]:
     schedule = make_schedule(parse_case(case_id))
     world = World(backend, [schedule], torch.device("cuda"))
-    seen, _ = drive_graphs(world, [schedule], Clock(), eager_twins=frozenset())
+    seen, _ = drive_graphs(world, [schedule], Clock(), eager=False)
     assert isinstance(world.backend, Spy)
     return world.backend, schedule, [observed for _, observed in seen]
 
@@ -181,7 +181,7 @@ def test_all_modes_share_one_instance_and_replay_interleaved() -> None:
     case = parse_case(V2)
     schedules = [make_schedule(c) for c in [case, *companions(case, MinimalBackend.capabilities.graph, 8)]]
     world = World(Spy, schedules, torch.device("cuda"))
-    seen, _ = drive_graphs(world, schedules, Clock(), eager_twins=frozenset({1}))
+    seen, _ = drive_graphs(world, schedules, Clock(), eager=True)
     order = [schedule.case.mode for schedule, observed in seen if observed.replay][:8]
     assert order == [s.case.mode for s in schedules] * 2
     assert {s.case.mode for s in schedules} == set(ForwardMode)
@@ -216,7 +216,7 @@ class Legacy(LegacyGraphHooks, MinimalBackend):
 def test_the_older_hooks_are_called_as_they_were() -> None:
     schedule = make_schedule(parse_case(V2))
     world = World(Legacy, [schedule], torch.device("cuda"))
-    drive_graphs(world, [schedule], Clock(), eager_twins=frozenset())
+    drive_graphs(world, [schedule], Clock(), eager=False)
     assert isinstance(world.backend, Legacy)
     kinds = [kind for kind, _, _ in world.backend.calls]
     assert kinds == ["capture"] * 2 + ["replay"] * len(schedule.steps)
@@ -227,7 +227,7 @@ def test_stale_activations_and_nan_rows_reach_the_padding() -> None:
     case: Case = parse_case(DECODE.replace("b4prod", "b4nan"))
     schedule = make_schedule(case)
     world = World(Spy, [schedule], torch.device("cuda"))
-    _, (drive,) = drive_graphs(world, [schedule], Clock(), eager_twins=frozenset())
+    _, (drive,) = drive_graphs(world, [schedule], Clock(), eager=False)
     last = schedule.steps[-1]
     trace = drive.buckets[last.bucket].captured.outputs
     assert trace.packed[last.bs :].isnan().all()
