@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation import session, triton_speed
-from attn_testkit.emulation.errors import HostPointerError
+from attn_testkit.emulation import session, triton_autotune, triton_floats, triton_speed
+from attn_testkit.emulation.errors import EmulationError, HostPointerError
 from attn_testkit.emulation.private import disable_functions, disable_modes
 from attn_testkit.emulation.program import CallNode
 from attn_testkit.emulation.sites import author_site
@@ -39,7 +39,7 @@ def interpreter() -> Any:
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """(object, attribute, stand-in) for the interpreter's launcher and its nested calls."""
+    """(object, attribute, stand-in) for the interpreter's launcher, what it computes with, and the tuner above it."""
     module = interpreter()
     if module is None:
         return []
@@ -49,7 +49,12 @@ def replacements() -> list[tuple[Any, str, Any]]:
 @functools.cache
 def _replacements_in(module: Any) -> list[tuple[Any, str, Any]]:
     launcher = module.GridExecutor
-    return [(launcher, "__call__", _launch_of(module, launcher, launcher.__call__)), *triton_speed.replacements(module)]
+    return [
+        (launcher, "__call__", _launch_of(module, launcher, launcher.__call__)),
+        *triton_speed.replacements(module),
+        *triton_floats.replacements(module),
+        *triton_autotune.replacements(),
+    ]
 
 
 # ---- launches
@@ -70,6 +75,7 @@ def _launch_of(module: Any, launcher: Any, stock: Callable[..., Any]) -> Callabl
         if current is None:
             stock(self, *args, **kwargs)
             return
+        _refuse_wrong_floats(module, self)
         with disable_functions():
             pointers = _pointers((*args, *kwargs.values()))
             _refuse_host_pointers(self, pointers)
@@ -134,6 +140,17 @@ def _pointers(values: Any) -> list[Tensor]:
         elif isinstance(getattr(value, "base", None), Tensor):  # TensorDescriptor, TensorWrapper
             found.append(value.base)
     return found
+
+
+def _refuse_wrong_floats(module: Any, executor: Any) -> None:
+    wrong = triton_floats.complaint(module)
+    if wrong:
+        raise EmulationError(
+            f"launch of triton kernel {executor.fn.__name__}",
+            author_site(),
+            f"this Triton's interpreter is not one that this package knows, and would compute wrong numbers: {wrong}",
+            "use a Triton that the package supports",
+        )
 
 
 def _refuse_host_pointers(executor: Any, pointers: list[Tensor]) -> None:

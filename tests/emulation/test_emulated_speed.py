@@ -30,6 +30,10 @@ def _world() -> dict[tuple[str, str], object]:
         interpreter,
         interpreter.GridExecutor,
         interpreter.InterpretedFunction,
+        interpreter.InterpreterBuilder,
+        interpreter.ReduceOps,
+        interpreter.ScanOps,
+        importlib.import_module("triton.runtime.autotuner").Autotuner,
         core,
         core.tensor,
         core.block_type,
@@ -47,7 +51,7 @@ def test_an_attention_kernel_gives_the_same_bits():
         assert torch.equal(plain[3], device[3].cpu())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.int64, torch.int8])
 def test_a_kernel_of_many_operations_gives_the_same_bits(dtype):
     x = (torch.arange(64).view(8, 8) % 13 - 6).to(dtype)
     plain = torch.zeros(8, 8)
