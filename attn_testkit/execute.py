@@ -23,7 +23,8 @@ from .contract import AttentionBackend, Capabilities, Execution, Unsupported
 from .environment import Environment, missing_here
 from .oracle.expect import expect
 from .results import Finding
-from .runner_modes.drive import Clock, DriveError, GraphDrive, drive_graphs, run_eager
+from .runner_modes.asked import DriveError, kernels_of
+from .runner_modes.drive import Clock, GraphDrive, drive_graphs, run_eager
 from .runner_modes.world import World
 
 __all__ = ["Outcome", "gradients_off", "judge", "run_case", "schedule_for"]
@@ -134,7 +135,7 @@ def build_world(
             raise DriveError("constructor", "") from refused
         except Exception as error:
             raise DriveError("constructor", "") from error
-    outcome.kernels = world.backend.kernels
+    outcome.kernels = kernels_of(world.backend)
     return world
 
 

@@ -23,6 +23,8 @@ from attn_testkit.graphs.guard import block_of, host_syncs_forbidden, tensors_he
 from attn_testkit.graphs.poison import Canaries, churn, fill_with_poison
 from attn_testkit.model import Trace
 
+from .asked import DriveError, fill_value
+from .asked import blame as _blame
 from .batches import StaticInputs, captured_batch, eager_batch, make_static_inputs, replay_view, seq_lens_of
 from .decode import DECODE
 from .draft_extend import DRAFT_EXTEND
@@ -51,27 +53,6 @@ class Clock:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-class DriveError(Exception):
-    """A hook or a forward raised; ``__cause__`` is what it raised."""
-
-    def __init__(self, phase: str, label: str) -> None:
-        super().__init__(phase)
-        self.phase = phase
-        """``plan``, ``forward``, ``graph state``, ``plan for capture``, ``warm-up``, ``capture``, ``plan for replay``,
-        ``replay`` or ``read back``."""
-        self.label = label
-
-
-@contextmanager
-def _blame(phase: str, label: str = "") -> Iterator[None]:
-    try:
-        yield
-    except DriveError:
-        raise
-    except Exception as error:
-        raise DriveError(phase, label) from error
 
 
 class ShapeError(Exception):
@@ -148,7 +129,7 @@ class GraphDrive:
         self.world, self.schedule, self.pool, self.clock = world, schedule, pool, clock
         self.driver = DRIVERS[schedule.case.mode]
         self.width = schedule.case.width
-        self.fill = int(world.backend.get_cuda_graph_seq_len_fill_value())
+        self.fill = fill_value(world.backend)
         self.static: StaticInputs = make_static_inputs(world, self.width, schedule.max_bs, self.fill)
         self.buckets: dict[int, _Bucket] = {}
         self.warm_is_finite = True

@@ -13,6 +13,7 @@ from attn_testkit.checks.observation import Left, Observation
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.model import Trace
 
+from .asked import lent_mask
 from .driver import ModeDriver
 from .world import Loaded, World
 
@@ -32,7 +33,7 @@ def snapshot(world: World, loaded: Loaded, batch: ForwardBatch) -> Snapshot:
     named = [(f"batch.{n}", getattr(batch, n, None)) for n in _BATCH_TENSORS]
     named += [(f"batch.spec_info.{n}", getattr(spec, n, None)) for n in _SPEC_TENSORS if spec is not None]
     named.append(("req_to_token", world.context.req_to_token))
-    if world.backend.verify_mask is None:
+    if lent_mask(world) is None:
         named.append(("batch.spec_info.custom_mask", getattr(spec, "custom_mask", None)))
     seen: set[int] = set()
     for name, tensor in named:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from attn_testkit.cases.trees import Tree, full_mask, qlen_only_mask
+from attn_testkit.cases.trees import Tree, bit_packed, full_mask, qlen_only_mask
 from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 
+from .asked import blame, lent_mask
 from .batches import StaticInputs
 from .decode import all_live_rows, head_over_all_rows
 from .driver import ModeDriver
@@ -52,27 +57,36 @@ def _fresh(world: World, loaded: Loaded) -> VerifyInput:
 
 
 def _eager_spec(world: World, loaded: Loaded) -> VerifyInput:
-    owned = world.backend.verify_mask
+    owned = lent_mask(world, loaded.schedule.case.width)
     if owned is None or not owned.fits(loaded.step.bs):
         return _fresh(world, loaded)
     return _in_owned_buffer(world, loaded, owned)
 
 
+_LAYOUTS: Mapping[TreeMaskMode, Callable[[list[Tree], list[int]], npt.NDArray[Any]]] = {
+    TreeMaskMode.FULL_MASK: full_mask,
+    TreeMaskMode.QLEN_ONLY: lambda trees, prefixes: qlen_only_mask(trees),
+    TreeMaskMode.QLEN_ONLY_BITPACKING: lambda trees, prefixes: bit_packed(trees),
+}
+_ALL_VISIBLE = {TreeMaskMode.FULL_MASK: 1, TreeMaskMode.QLEN_ONLY: 1, TreeMaskMode.QLEN_ONLY_BITPACKING: 0xFF}
+"""The byte of a stale tail: a mask that hides nothing."""
+
+
 def _in_owned_buffer(world: World, loaded: Loaded, owned: VerifyMask) -> VerifyInput:
     """Fill the head of the backend's buffer in place; its tail keeps what an earlier step left."""
-    trees = _trees(loaded)
-    if owned.mode is TreeMaskMode.FULL_MASK:
-        mask = full_mask(trees, [r.prefix for r in loaded.step.requests])
-    else:
-        mask = qlen_only_mask(trees)
-    if loaded.schedule.case.padding == "stale":
-        owned.buffer.fill_(1)
-    owned.buffer[: mask.size].copy_(torch.from_numpy(mask))
+    mask = _LAYOUTS[owned.mode](_trees(loaded), [r.prefix for r in loaded.step.requests])
+    # As bytes: few operations are implemented for uint16 and uint32.
+    data = torch.from_numpy(mask.view(np.uint8))
+    with blame("verify mask"):
+        room = owned.buffer.view(torch.uint8)
+        if loaded.schedule.case.padding == "stale":
+            room.fill_(_ALL_VISIBLE[owned.mode])
+        room[: len(data)].copy_(data)
     return _verify_input(world, loaded, owned.buffer, owned.mode)
 
 
 def _captured_spec(world: World, static: StaticInputs, bs: int, width: int) -> VerifyInput:
-    owned = world.backend.verify_mask
+    owned = lent_mask(world, width)
     device = world.device
     none = torch.full((bs, width), -1, dtype=torch.int64, device=device)
     return VerifyInput(
@@ -92,7 +106,7 @@ def _captured_spec(world: World, static: StaticInputs, bs: int, width: int) -> V
 
 
 def _replay_spec(world: World, static: StaticInputs, loaded: Loaded, bs: int, width: int) -> VerifyInput:
-    owned = world.backend.verify_mask
+    owned = lent_mask(world, width)
     return _fresh(world, loaded) if owned is None or not owned.fits(bs) else _in_owned_buffer(world, loaded, owned)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import re
 import traceback
 from pathlib import Path
 
+from ..contract import AttentionBackend
 from ..results import Finding
 
 __all__ = ["context_lost", "from_exception"]
@@ -29,7 +31,12 @@ _PHASE_WORDS = {
     "plan for replay": "init_forward_metadata_out_graph before a replay",
     "replay": "replay",
     "read back": "reading the results back",
+    "verify mask": "verify_mask",
+    "fill value": "get_cuda_graph_seq_len_fill_value",
+    "kernels": "kernels",
 }
+_BEFORE_ANY_BATCH = ("constructor", "graph state", "verify mask", "fill value", "kernels")
+"""Where no lengths were given, so that a None is not theirs."""
 
 
 def context_lost(error: BaseException) -> bool:
@@ -43,14 +50,14 @@ def from_exception(error: BaseException, phase: str, label: str, *, needs_cpu_le
     kind, told = type(error).__name__, str(getattr(error, "operation", "")) or _first_line(error)
     promise, headline, hint = _classify(error, kind, told, phase, needs_cpu_lengths)
     # Errors of the emulation know what CUDA would have done and how such code is usually mended.
-    lines = [str(getattr(error, "cuda", "")), str(getattr(error, "cure", "")) or hint]
+    lines = [str(getattr(error, "cuda", "")), str(getattr(error, "cure", "")) or _forgotten_super(error) or hint]
     return Finding(promise, headline, where=_site(error), hint="\n".join(line for line in lines if line), step=label)
 
 
 def _classify(error: BaseException, kind: str, told: str, phase: str, needs_cpu_lengths: bool) -> tuple[str, str, str]:
     place = _PHASE_WORDS.get(phase, phase)
     raised = f"{place} raised {kind}: {told}"
-    if kind == "ShapeError":
+    if kind in ("ShapeError", "ContractError"):
         return "output-contract", told, ""
     if kind == "DanglingMemoryError":
         return (
@@ -66,7 +73,7 @@ def _classify(error: BaseException, kind: str, told: str, phase: str, needs_cpu_
             f"preparing a replay waits for the device: {told}",
             "needs_cpu_seq_lens is False: keep lengths on the device, or declare that they are needed",
         )
-    if not needs_cpu_lengths and "NoneType" in told:
+    if not needs_cpu_lengths and "NoneType" in told and phase not in _BEFORE_ANY_BATCH:
         return (
             "no-host-lengths",
             raised,
@@ -78,6 +85,21 @@ def _classify(error: BaseException, kind: str, told: str, phase: str, needs_cpu_
     elif context_lost(error):
         hint = "the device context is lost; errors of asynchronous kernels surface late, so the cause may be earlier"
     return "completes", raised, hint
+
+
+def _forgotten_super(error: BaseException) -> str:
+    """What to do when the missing attribute is one that a parent's constructor sets."""
+    if not isinstance(error, AttributeError) or not isinstance(error.obj, AttentionBackend):
+        return ""
+    own, *parents = type(error.obj).__mro__
+    for parent in parents:
+        code = getattr(vars(parent).get("__init__"), "__code__", None)
+        if code and any(i.opname == "STORE_ATTR" and i.argval == error.name for i in dis.get_instructions(code)):
+            return (
+                f"{own.__name__}.__init__ did not run that of {parent.__name__}, which sets {error.name}: "
+                "begin it with super().__init__(context)"
+            )
+    return ""
 
 
 _CAPTURE_HINT = "no .item(), .cpu(), .tolist(), host copies or data-dependent shapes in a capture"

@@ -1,0 +1,52 @@
+"""A bit-packed tree mask is filled as the contract says, in eager steps and at replays."""
+
+import pytest
+
+from attn_testkit.engine import check_backend
+from attn_testkit.results import CaseResult, Status
+
+_CASE = "target-verify-gqa2x2-d64-fp16-p16-k29.125.61-{tree}-reversed-gauss-b5{padding}"
+TREES = {
+    "uint8": "t0.0.1.1.3",
+    "uint8, full": "t0.0.1.1.2.2.3",
+    "uint16": "t0.0.1.1.2.2.3.3.4",
+    "uint16, full": "t0.0.1.1.2.2.3.3.4.4.5.5.6.6.7",
+    "uint32": "t0.0.1.1.2.2.3.3.4.4.5.5.6.6.7.7",
+    "uint32, full": "chain32",
+}
+
+
+def run(name: str, tree: str, padding: str = "prod") -> list[CaseResult]:
+    cases = [_CASE.format(tree=tree, padding=padding)]
+    return [r for r in check_backend(f"packed_masks:{name}", device="cpu", cases=cases) if r.case]
+
+
+@pytest.mark.parametrize("padding", ["prod", "stale"])
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_a_bit_packed_mask_passes_eager_and_graph(tree: str, padding: str) -> None:
+    results = run("Packed", tree, padding)
+    assert [(r.execution, r.status, r.findings) for r in results] == [
+        ("eager", Status.PASSED, ()),
+        ("graph", Status.PASSED, ()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("FirstNodeInTheHighestBit", TREES["uint8"]),
+        ("FirstNodeInTheHighestBit", TREES["uint16"]),
+        ("RowsOfAnotherWidth", TREES["uint16"]),
+    ],
+)
+def test_bits_that_are_read_in_another_order_fail(name: str, tree: str) -> None:
+    results = run(name, tree)
+    assert [r.status for r in results] == [Status.FAILED] * 2
+    assert all("differs from the oracle" in r.findings[0].headline for r in results)
+
+
+def test_trees_that_no_item_can_hold_are_told() -> None:
+    (finding,) = run("Packed", "chain33")[0].findings
+    assert finding.check == "output-contract"
+    assert "hold at most 32 nodes, for trees of 33" in finding.headline
+    assert "lend QLEN_ONLY" in finding.hint
