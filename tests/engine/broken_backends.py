@@ -185,7 +185,7 @@ class SumsInAnyOrder(_Decode):
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         type(self).runs += 1
         out = super().run(q, kv, plan).float()
-        return (out * (1 + 2**-8 * (self.runs // 2 % 2))).to(q.dtype)
+        return (out * (1 + 2**-8 * (self.runs % 3 == 0))).to(q.dtype)
 
 
 class RoundsByBatchSize(_Decode):
