@@ -20,6 +20,7 @@ from .checks.numeric import finite, left_alone, matches_oracle, output_written, 
 from .checks.observation import Observation
 from .footprint import attended
 from .hints import Evidence, hints
+from .mixups import find_mixups
 from .oracle.expect import expect
 from .rerun import OTHER_FILL, Bench
 from .results import Finding
@@ -67,6 +68,7 @@ def explain_numeric(
         expect(schedule, step),
         footprint,
         passed,
+        mixups=find_mixups(None if by_itself else bench, schedule, observed, in_graph=in_graph),
         in_graph=in_graph and not by_itself,
         reads_foreign=promise == "reads-own-kv",
     )
@@ -132,7 +134,7 @@ def _headline(finding: Finding, promise: str) -> str:
         "replay-follows-batch": " at a replay, and is right in eager",
         "padding-inert": ", and is right without padded rows",
         "buckets-independent": " after other replays, and is right alone",
-        "steps-independent": " after another step, and is right on a fresh instance",
+        "steps-independent": ", after another step; on a fresh instance it is right",
         "captures-cleanly": ": it lives on memory that was born in a capture",
         "addresses-stable": " at a replay, because planning replaced tensors that the graph reads",
     }.get(promise, "")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from .cases.data import make_layers
 from .cases.places import PLACES, place_pattern
 from .cases.schedule import Schedule
-from .checks.numeric import stacked
+from .checks.numeric import stacked, told_row, wrong_values
 from .checks.observation import Observation
 from .oracle.attention import windowed
 from .oracle.expect import Expected, expect
@@ -36,15 +39,28 @@ class Footprint:
     """Keys that counted more than once."""
     looked_at: frozenset[int]
     """Keys that were asked for; long requests are asked at both ends."""
+    length: int
+    """Keys of the request."""
     elsewhere: Mapping[str, float]
     """Name in ``PLACES`` -> part of the weight that went there, where it is not nothing."""
     total: float | None
     """Sum of all weights; 1 when all is well. None when unknown: sinks take weight, or not all keys were asked for."""
+    head: int = 0
+    """The head that was asked."""
+    heads: tuple[int, ...] = ()
+    """Heads of the row that used other keys than the right ones, where the rest of them used the right ones."""
+    window: int = -1
+    """Of the layer that was asked; what lies before it cannot show."""
 
     @property
     def right(self) -> bool:
         """Every key that should be used was, once, and nothing else."""
         return self.used == self.wanted and not self.doubled and not self.elsewhere
+
+    @property
+    def not_asked(self) -> list[int]:
+        """Keys of the request that nobody asked about; whether they were used is unknown."""
+        return sorted(set(range(self.length)) - self.looked_at)
 
     @property
     def normalised(self) -> bool:
@@ -55,10 +71,15 @@ class Footprint:
     def text(self) -> str:
         """One line for a report."""
         name = f"request {self.request}" + (f" row {self.row}" if self.row else "")
+        name += f" head {self.head}" if self.heads else ""
+        of = " of those asked about" if self.not_asked else ""
         if self.used == self.wanted and not self.doubled:
-            text = f"{name} used the right keys, {ranges(sorted(self.used))}"
+            text = f"{name} used the right keys{of}, {ranges(sorted(self.used))}"
         else:
-            text = f"{name} used keys {ranges(sorted(self.used))}, should be {ranges(sorted(self.wanted))}"
+            used = f"keys {ranges(sorted(self.used))}" if self.used else "no key"
+            text = f"{name} used {used}{of}, should be {ranges(sorted(self.wanted))}"
+        if self.not_asked:
+            text += f" ({ranges(self.not_asked)} not asked about)"
         if self.doubled:
             text += f"; keys {ranges(sorted(self.doubled))} counted more than once"
         for place, weight in self.elsewhere.items():
@@ -81,9 +102,9 @@ def ranges(keys: Sequence[int]) -> str:
 
 
 def attended(bench: Bench, schedule: Schedule, observed: Observation, *, in_graph: bool) -> Footprint | None:
-    """Which keys the first wrong row used. None when the backend will not say (it raises, or gives NaN)."""
+    """Which keys a wrong row used. None when the backend will not say (it raises, or gives NaN)."""
     expected = expect(schedule, observed.step)
-    place = _place_to_ask(observed, expected)
+    place = _place_to_ask(schedule, observed, expected)
     if place is None:
         return None
     layer, flat, head = place
@@ -95,17 +116,20 @@ def attended(bench: Bench, schedule: Schedule, observed: Observation, *, in_grap
     if len(starts) > _MAX_PASSES:
         starts = starts[: _MAX_PASSES // 2] + starts[-_MAX_PASSES // 2 :]
 
-    def weights_of(pattern: str) -> list[float] | None:
+    def weights_of(pattern: str) -> torch.Tensor | None:
+        """[Hq, Dv]."""
         answer = _ask(bench, schedule, observed, pattern, in_graph=in_graph)
-        values = None if answer is None else stacked(answer, expected)[layer, flat, head]
-        return None if values is None or not values.isfinite().all() else values.tolist()
+        values = None if answer is None else stacked(answer, expected)[layer, flat].double()
+        return None if values is None or not values[head].isfinite().all() else values
 
     weights: dict[int, float] = {}
+    by_head: list[torch.Tensor] = []
     for start in starts:
         values = weights_of(f"probe.{request}.{start}")
         if values is None:
             return None
-        weights.update(zip(range(start, length), values, strict=False))
+        weights.update(zip(range(start, length), values[head].tolist(), strict=False))
+        by_head.append(values[:, : length - start])
     window = make_layers(schedule.case)[layer].sliding_window_size
     visible = windowed(expected.data.visible, expected.data, window)[request, row]
     wanted = frozenset(int(k) for k in visible.nonzero().flatten())
@@ -116,28 +140,41 @@ def attended(bench: Bench, schedule: Schedule, observed: Observation, *, in_grap
         scale = make_layers(schedule.case)[layer].v_scale
         for name in PLACES:
             values = weights_of(place_pattern(request, name))
-            weight = 0.0 if values is None else values[0] / (1.0 if name == "others" else scale)
+            weight = 0.0 if values is None else float(values[head, 0]) / (1.0 if name == "others" else scale)
             if weight >= _SMALL:
                 elsewhere[name] = weight
     total = sum(weights.values()) + sum(elsewhere.values()) if known else None
-    return _read(request, row, weights, wanted, elsewhere, total)
+    found = _read(request, row, weights, wanted, elsewhere, total)
+    heads = _heads_astray(torch.cat(by_head, 1), sorted(weights), found.wanted)
+    return replace(found, length=length, head=head, heads=heads, window=window)
 
 
-def _place_to_ask(observed: Observation, expected: Expected) -> tuple[int, int, int] | None:
-    """Layer, flat row and head of a wrong value: NaN before others, a request of several keys before others."""
+def _heads_astray(weights: torch.Tensor, keys: list[int], wanted: frozenset[int]) -> tuple[int, ...]:
+    """Heads that used other keys than ``wanted``, if not all did. ``weights`` [Hq, keys that were asked about]."""
+    right = torch.tensor([key in wanted for key in keys])
+    used = weights > (weights.amax(1, keepdim=True) / 4).clamp(min=1e-6)
+    astray = (used != right).any(1)
+    return () if astray.all() else tuple(astray.nonzero().flatten().tolist())
+
+
+def _place_to_ask(schedule: Schedule, observed: Observation, expected: Expected) -> tuple[int, int, int] | None:
+    """Layer, flat row and head of a wrong value of the request that the headline is about.
+
+    NaN before other values, the layer that sees most before one whose window may hide what is wrong.
+    """
+    told = told_row(observed, expected)
+    if told is None:
+        return None
     out = stacked(observed, expected)
     bad = ~out.isfinite()
     if not bad.any():
-        error = out.double() - expected.attention
-        bad = ~(error.abs() <= expected.attention_limit)
-        if not bad.any():  # no element by itself, but a whole row
-            bad = (error.norm(dim=-1) > expected.row_limit)[..., None].expand_as(out)
-    rows = bad.permute(1, 0, 2, 3).flatten(1).any(-1).nonzero().flatten().tolist()
-    if not rows:
-        return None
-    flat = next((r for r in rows if expected.data.visible[expected.data.row_request[r]].any(0).sum() > 2), rows[0])
-    layer, head = bad[:, flat].any(-1).nonzero()[0].tolist()
-    return layer, flat, head
+        bad = wrong_values(observed, expected)
+    mine = expected.data.row_request == expected.data.row_request[told]
+    flat = int((bad.any(0).flatten(1).any(-1) & mine).nonzero()[0])
+    layers = bad[:, flat].flatten(1).any(-1).nonzero().flatten().tolist()
+    windows = [layer.sliding_window_size for layer in make_layers(schedule.case)]
+    layer = max(layers, key=lambda index: windows[index] if windows[index] >= 0 else math.inf)
+    return layer, flat, int(bad[layer, flat].any(-1).nonzero()[0])
 
 
 def _read(
@@ -153,7 +190,7 @@ def _read(
     used = frozenset(k for k, w in weights.items() if w > max(top / 4, 1e-6))
     typical = sorted(weights[k] for k in used)[len(used) // 2] if used else 0.0
     doubled = frozenset(k for k in used if weights[k] > 1.5 * typical)
-    return Footprint(request, row, used, wanted & looked_at, doubled, looked_at, elsewhere, total)
+    return Footprint(request, row, used, wanted & looked_at, doubled, looked_at, len(looked_at), elsewhere, total)
 
 
 def _ask(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+
+import torch
 
 from .cases.schedule import Schedule, Step
-from .checks.numeric import wrong_requests
+from .checks.describe import index_ranges
+from .checks.numeric import margin, stacked, wrong_requests, wrong_values
 from .checks.observation import Observation
 from .contract import ForwardMode
 from .footprint import Footprint
+from .mixups import Mixup
 from .oracle.expect import Expected
 
 __all__ = ["Evidence", "hints"]
@@ -27,6 +32,8 @@ class Evidence:
     """Steps of the same case-run that were right."""
     in_graph: bool
     """The eager run of the step is right."""
+    mixups: tuple[Mixup, ...] = ()
+    """Wrong rows that hold what others should."""
     reads_foreign: bool = False
     """With zeros instead of NaN in slots of nobody the result is finite."""
 
@@ -35,10 +42,33 @@ class Evidence:
         """The wrong step."""
         return self.observed.step
 
-    @property
+    @cached_property
     def wrong(self) -> list[int]:
         """Requests that are wrong."""
         return wrong_requests(self.observed, self.expected)
+
+    @cached_property
+    def values(self) -> torch.Tensor:
+        """[L, T, Hq, Dv] bool: values that are wrong."""
+        return wrong_values(self.observed, self.expected)
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """Flat rows that are wrong."""
+        return [int(row) for row in self.values.any(0).flatten(1).any(-1).nonzero().flatten()]
+
+    @property
+    def finite(self) -> bool:
+        """No NaN and no Inf."""
+        return bool(stacked(self.observed, self.expected).isfinite().all())
+
+    @property
+    def before(self) -> Step | None:
+        """In eager, the step that the same instance ran before this one."""
+        first, second = self.schedule.steps[0], self.schedule.second
+        if self.observed.among != "steps":
+            return None
+        return first if self.step is second else second
 
     @property
     def lens(self) -> list[int]:
@@ -46,19 +76,156 @@ class Evidence:
         return [r.prefix + r.new for r in self.step.requests]
 
 
-def _uneven_offsets(e: Evidence) -> str:
-    if e.schedule.case.mode is not ForwardMode.DRAFT_EXTEND or not e.in_graph:
+def _rows_of_others(e: Evidence) -> str:
+    """Wrong rows hold what others should: the numbers are right, and lie in the wrong place."""
+    if not e.mixups:
         return ""
+    told = ", ".join(mixup.text for mixup in e.mixups[:3]) + (" and so on" if len(e.mixups) > 3 else "")
+    return f"{told}: {_mixup_cause(e)}"
+
+
+def _mixup_cause(e: Evidence) -> str:
+    several = max(r.new for r in e.step.requests) > 1
+    if all(mixup.of_row is not None for mixup in e.mixups):
+        if all(mixup.request == mixup.of_request for mixup in e.mixups):
+            return "the order of rows in a request"
+        if not several:
+            return "results go back in another order than the requests came in, or offsets of query rows"
+        return "offsets of query rows (cu_seqlens_q), or an order of requests that is not undone"
+    # Some rows of a request, or rows one behind the other, are taken for another's: their offsets. All: its table row.
+    taken = {(m.of_request, m.keys) for m in e.mixups}
+    partly = any(
+        {m.row for m in e.mixups if m.request == i} != set(range(r.new))
+        for i, r in enumerate(e.step.requests)
+        if any(m.request == i for m in e.mixups)
+    )
+    chained = len({request for request, _ in taken}) < len(taken)
+    chained |= any(keys != e.lens[request] for request, keys in taken)
+    if partly or (chained and not several):
+        return "offsets of query rows (cu_seqlens_q)"
+    return "the request row (req_pool_indices), a row of the page table, or offsets of query rows"
+
+
+def _uneven_offsets(e: Evidence) -> str:
+    if e.schedule.case.mode is not ForwardMode.DRAFT_EXTEND:
+        return ""
+    if not e.in_graph:
+        return _uneven_in_eager(e)
     uneven = len({r.new for r in e.step.requests}) > 1 or e.step.requests[0].new != e.schedule.case.width
     even_passed = any(len({r.new for r in o.step.requests}) == 1 for o in e.passed if o.replay)
     if not uneven or (0 in e.wrong and len(e.wrong) == e.step.bs and not even_passed):
         return ""
-    counts = ", ".join(str(r.new) for r in e.step.requests)
     return (
-        f"accepted counts are {counts} of {e.schedule.case.width}: rows are packed, so query offsets are their running "
+        f"{_accepted_counts(e)}: rows are packed, so query offsets are their running "
         "sum. A uniform stride, or packed offsets for a kernel captured with a uniform stride, is right only when all "
         "requests accept all"
     )
+
+
+def _accepted_counts(e: Evidence) -> str:
+    return f"accepted counts are {', '.join(str(r.new) for r in e.step.requests)} of {e.schedule.case.width}"
+
+
+def _uneven_in_eager(e: Evidence) -> str:
+    """The wrong rows are exactly those that a uniform stride gets wrong."""
+    counts = [r.new for r in e.step.requests]
+    if len(set(counts)) == 1 and counts[0] == e.schedule.case.width:
+        return ""
+    strides = dict.fromkeys((e.schedule.case.width, counts[0], sum(counts) // len(counts), max(counts)))
+    stride = next((n for n in strides if e.rows in _wrong_under(n, counts)), None)
+    if stride is None or len(counts) == 1:
+        return ""
+    return (
+        f"{_accepted_counts(e)}, and the wrong rows are those that a uniform stride of {stride} gets wrong: rows are "
+        "packed, so query offsets are the running sum of the counts"
+    )
+
+
+def _wrong_under(stride: int, counts: list[int]) -> list[list[int]]:
+    """Flat rows that differ with a uniform stride, lengths counted from the end of the keys, and from the start."""
+    place = [(b, i, n) for b, n in enumerate(counts) for i in range(n)]
+    from_end = [t for t, (b, i, n) in enumerate(place) if (t // stride, t % stride - stride) != (b, i - n)]
+    from_start = [t for t, (b, i, _) in enumerate(place) if (t // stride, t % stride) != (b, i)]
+    return [rows for rows in (from_end, from_start) if rows]
+
+
+def _kept_from_before(e: Evidence) -> str:
+    """What the step before has in common with the wrong one, or has less of."""
+    before = e.before
+    if before is None or not e.wrong:
+        return ""
+    lens = [r.prefix + r.new for r in before.requests]
+    if e.step is e.schedule.steps[0]:
+        return "the same step was right before the other one: look at what planning or forward leaves on self"
+    if sorted(lens) == sorted(e.lens):
+        return (
+            "the step before has the same lengths and other requests: a plan, a page table or a mask that is kept "
+            "while lengths look the same"
+        )
+    if min(e.lens[i] for i in e.wrong) > max(lens):
+        return (
+            f"the step before had up to {max(lens)} keys, and only requests with more are wrong: a table, buffer or "
+            "grid that was made for it"
+        )
+    if min(e.wrong) >= before.bs:
+        return f"only requests from {before.bs} on are wrong, and the step before had {before.bs}: sizes made for it"
+    return ""
+
+
+def _part_of_a_head(e: Evidence) -> str:
+    """NaN or Inf beside numbers in one row of one head: nothing that is read as a key or value does that."""
+    bad = ~stacked(e.observed, e.expected).isfinite()
+    if not (bad.any(-1) & ~bad.all(-1)).any() or e.reads_foreign:
+        return ""
+    return (
+        "only a part of a head's values is NaN or Inf: written over after they were computed, or never: the layout of "
+        "a scratch for partial results, or a head dim that is padded"
+    )
+
+
+def _some_heads(e: Evidence) -> str:
+    """Lengths and pages are a row's; heads of one row differ by how heads are packed."""
+    heads = list(e.footprint.heads) if e.footprint else []
+    if not heads:
+        return ""
+    case = e.schedule.case
+    count, group = case.heads.q_heads, case.heads.q_heads // case.heads.kv_heads
+    told = f"only head{'s' if len(heads) > 1 else ''} {index_ranges(heads)} of {count} used other keys than they should"
+    if group > 1 and {head // group for head in heads} != set(range(case.heads.kv_heads)) and len(heads) % group == 0:
+        cause = "an offset or stride of KV heads, or the head mapping"
+    elif group > 1:
+        cause = "packing of grouped heads (rows x heads of a KV head as one tile), their head mapping, or their masks"
+    else:
+        cause = "an offset or stride of heads, or a parameter by head"
+    return f"{told}: {cause} (all heads of a row have one length and one page table)"
+
+
+def _row_tile(e: Evidence) -> str:
+    """Rows from a multiple of 8 on are wrong."""
+    data, starts = e.expected.data, set()
+    for request in e.wrong:
+        mine = data.row_request == request
+        wrong = [int(data.row_offset[row]) for row in e.rows if int(data.row_request[row]) == request]
+        if len(wrong) < 2 or wrong != list(range(wrong[0], int(mine.sum()))):
+            return ""
+        starts.add(wrong[0])
+    start = min(starts, default=0)
+    if len(starts) != 1 or start == 0 or start % 8:
+        return ""
+    group = e.schedule.case.heads.q_heads // e.schedule.case.heads.kv_heads
+    packed = f", or of {start * group} rows with the {group} heads of a KV head packed" if group > 1 else ""
+    return f"rows from {start} on are wrong, those before are right: the second tile of rows (tiles of {start}{packed})"
+
+
+def _some_dims(e: Evidence) -> str:
+    """A run of dims to the last, and the others right. One-hot values make a key of a dim, so there it says nothing."""
+    dims = [int(dim) for dim in e.values.flatten(0, 2).any(0).nonzero().flatten()]
+    size = e.values.shape[-1]
+    if e.schedule.case.data == "footprint" or not dims or dims[0] % 16 or dims[0] == 0 or _part_of_a_head(e):
+        return ""
+    if len(dims) < 8 or size - dims[0] > len(dims) * 3 / 2:
+        return ""
+    return f"only dims from {dims[0]} on are wrong: a head dim of {size} that is padded, or computed a tile at a time"
 
 
 def _length_threshold(e: Evidence) -> str:
@@ -80,12 +247,6 @@ def _last_page(e: Evidence) -> str:
     partly = [i for i, n in enumerate(e.lens) if n % page]
     if e.wrong == partly and len(partly) < e.step.bs:
         return "only requests with a partly filled last page differ"
-    if e.footprint is None:
-        return ""
-    missing = sorted(e.footprint.wanted - e.footprint.used)
-    length = e.lens[e.footprint.request]
-    if e.footprint.used and missing and missing == list(range((length - 1) // page * page, length)):
-        return "the keys of the last page are missing"
     return ""
 
 
@@ -98,6 +259,8 @@ def _elsewhere(e: Evidence) -> str:
     if place == "tail":
         return "slots behind the last key are read: the last page counts as full, or a length is too large"
     if not print_.used & print_.wanted:
+        if e.mixups:
+            return ""
         return (
             "none of its own keys is used: a page or slot computed wrongly, the request row, the table's stride, or "
             "the offset of its query rows"
@@ -145,6 +308,9 @@ def _key_range(e: Evidence) -> str:
     print_ = e.footprint
     if print_ is None or (print_.elsewhere and not print_.used & print_.wanted):
         return ""
+    # A length is a row's, and all rows of a request have one: where rows or heads are mixed up, keys follow from that.
+    if e.mixups or print_.heads or _row_tile(e):
+        return ""
     missing, extra = sorted(print_.wanted - print_.used), sorted(print_.used - print_.wanted)
     last = max(print_.wanted, default=-1)
     if print_.doubled and not missing:
@@ -172,11 +338,36 @@ def _missing(e: Evidence, print_: Footprint, missing: list[int], last: int) -> s
     tree = e.step.requests[print_.request].tree
     if tree is not None and tree.topk > 1 and missing[0] >= prefix and e.step.requests[print_.request].new > 1:
         return "draft nodes that should be visible are not: the tree mask is stale, at another offset, or cut off"
-    if missing[-1] == last and missing == list(range(missing[0], last + 1)):
-        return f"the last {_keys(count)} missing: seq_lens of this mode, or an end that is off by {count}"
-    if missing[0] == min(print_.wanted):
+    if not print_.used:
+        return (
+            "no key is used at all: a length of zero or below, an early exit, a row that nothing computes, a window "
+            "that is nowhere in the request, or KV that is not read"
+        )
+    if missing == sorted(key for key in print_.wanted if key >= missing[0]):
+        return _cut_off(e, print_, missing, last)
+    if missing == sorted(key for key in print_.wanted if key <= missing[-1]):
         return f"the first {_keys(count)} missing: the start of a window, or an offset into the table"
     return "keys in the middle are missing: a page or a split is skipped"
+
+
+def _cut_off(e: Evidence, print_: Footprint, missing: list[int], last: int) -> str:
+    """All keys from one on are missing."""
+    first, count, page = missing[0], last + 1 - missing[0], e.schedule.case.page_size
+    before = max(print_.used, default=-1)
+    if first - 1 > before and print_.not_asked:
+        return (
+            f"keys are missing from somewhere between {before + 1} and {first} on: a fixed capacity, or a page table "
+            "or grid that is too small for this length"
+        )
+    if (first >= _ROUND and first & (first - 1) == 0) or (first >= 1024 and first % 1024 == 0):
+        return f"keys from {first} on are missing: a fixed capacity of {first} keys, or of so many tiles or splits"
+    if page > 1 and first == last // page * page:
+        return "the keys of the last page are missing" + (f" (one key, {last})" if count == 1 else "")
+    return f"the last {_keys(count)} missing: seq_lens of this mode, or an end that is off by {count}"
+
+
+_ROUND = 256
+"""A power of two from here on is a number that somebody chose."""
 
 
 def _keys(count: int) -> str:
@@ -185,7 +376,7 @@ def _keys(count: int) -> str:
 
 def _right_keys(e: Evidence) -> str:
     print_ = e.footprint
-    if print_ is None or not print_.right or e.reads_foreign:
+    if print_ is None or not print_.right or e.reads_foreign or e.mixups or _cannot_tell(e, print_):
         return ""
     case = e.schedule.case
     if not print_.normalised:
@@ -195,24 +386,65 @@ def _right_keys(e: Evidence) -> str:
             f"weights of the right keys sum to {print_.total:.3g} instead of 1: look at {fp8}a denominator that counts "
             f"masked keys or misses some{cap}, saturation, or partial results that are combined wrongly"
         )
-    suspects = ["scale"]
+    few = margin(e.observed, e.expected)
+    if few < _SMALL_ERROR and case.data != "negative":
+        return (
+            f"the right keys, and an error of only {few:.2g} times the limit: precision, such as q, logits, weights or "
+            "partial sums rounded to the model's dtype"
+        )
+    suspects = [_rescaling(e)] if _rescaling(e) else []
+    suspects += ["scale"]
     suspects += ["soft cap"] if case.logit_cap else []
     suspects += ["sinks"] if case.sinks else []
     suspects += ["FP8 scales"] if case.kv_dtype != "same" else []
     suspects += ["head mapping"] if case.heads.q_heads != case.heads.kv_heads else []
+    suspects += ["the split of a row into latent and rope part"] if case.heads.family == "mla" else []
     suspects += ["row order"] if e.step.tokens > e.step.bs else []
     suspects += _DATA_SUSPECTS.get(case.data, [])
-    return f"the right keys with wrong weights or values: look at {', '.join(suspects)}"
+    return f"the right keys with wrong weights or values: look at {', '.join(dict.fromkeys(suspects))}"
+
+
+_SMALL_ERROR = 5.0
+"""Errors up to so many limits are what one rounding too many gives."""
+_TILE = 16
+"""No kernel's tile of keys is smaller."""
+_RESCALING = "rescaling of what was summed when a later tile of keys has a larger maximum"
+
+
+def _cannot_tell(e: Evidence, print_: Footprint) -> bool:
+    """The keys that were asked about need not be all: behind a window others hide, and so does a NaN of a replay."""
+    seen = len(print_.wanted)
+    hidden = print_.window >= 0 and seen < e.lens[print_.request] - len(print_.not_asked)
+    return not e.finite and (e.observed.replay or hidden)
+
+
+def _rescaling(e: Evidence) -> str:
+    """Only rows of several tiles of keys are wrong."""
+    if e.schedule.case.data == "cliff":
+        return f"{_RESCALING} (logits of this case climb and fall by hundreds along the keys)"
+    data, wrong = e.expected.data, set(e.rows)
+    keys = [int(n) for n in data.visible[data.row_request, data.row_offset].sum(-1)]
+    right = [n for row, n in enumerate(keys) if row not in wrong]
+    lowest = min((keys[row] for row in wrong), default=0)
+    if not right or lowest <= max(right) or lowest <= _TILE:
+        return ""
+    return f"{_RESCALING} or splits are merged (rows of up to {max(right)} keys are right, of {lowest} and more wrong)"
 
 
 _DATA_SUSPECTS = {
-    "negative": ["a finite value that stands for minus infinity (all logits of this case are near -6e4)"],
+    "negative": [
+        "a finite value that stands for minus infinity (all logits of this case are near -6e4)",
+        "overflow of q k before it is scaled",
+    ],
     "peaked": ["overflow or saturation of large logits"],
+    "cliff": ["overflow or saturation of large logits"],
 }
 
 
 def _later_requests(e: Evidence) -> str:
-    if e.step.bs > 1 and e.wrong == list(range(1, e.step.bs)):
+    # Two requests say little, and where request 0 is the longest, what is wrong may be all that are shorter.
+    shorter = e.lens[0] < max(e.lens)
+    if e.step.bs > 2 and shorter and not e.mixups and e.wrong == list(range(1, e.step.bs)):
         return "request 0 is right and all others are wrong: it lies at offset 0 under any stride; look at the strides"
     return ""
 
@@ -225,8 +457,14 @@ def _only_padded(e: Evidence) -> str:
 
 
 _PATTERNS: tuple[Callable[[Evidence], str], ...] = (
+    _rows_of_others,
     _uneven_offsets,
+    _kept_from_before,
     _length_threshold,
+    _part_of_a_head,
+    _some_heads,
+    _row_tile,
+    _some_dims,
     _last_page,
     _masked_too_late,
     _elsewhere,

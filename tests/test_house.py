@@ -30,6 +30,7 @@ FLOORS = {
     "environment": 6,
     "rerun": 7,
     "footprint": 8,
+    "mixups": 8,
     "hints": 9,
     "diagnose": 10,
     "execute": 10,

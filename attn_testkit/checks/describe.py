@@ -8,7 +8,7 @@ import torch
 
 from ..cases.schedule import Step
 
-__all__ = ["number", "requests_wrong", "spread_text", "times"]
+__all__ = ["index_ranges", "number", "requests_wrong", "spread_text", "times"]
 
 
 def number(value: float) -> str:
@@ -17,13 +17,15 @@ def number(value: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio to the limit: ``56x``, ``1.3x``; how many millions does not matter."""
+    """A ratio to the limit: ``56x``, ``3.4x``, ``1.02x``; how many millions does not matter."""
     if ratio >= 1e6:
         return "over a million times"
+    if ratio < 2:
+        return f"{ratio:.2f}x" if ratio >= 1.005 else "just"
     return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
 
 
-def _ranges(indices: Sequence[int]) -> str:
+def index_ranges(indices: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> ``0-2, 5``."""
     parts: list[list[int]] = []
     for i in indices:
@@ -43,7 +45,10 @@ def requests_wrong(wrong: torch.Tensor, row_request: torch.Tensor, count: int) -
 
 
 def spread_text(wrong: torch.Tensor, row_request: torch.Tensor, step: Step) -> str:
-    """``request 3 wrong in 33 of 1024 values; requests 0-2 right``. ``wrong`` [T, ...] bool."""
+    """``request 3 wrong in 33 of 1024 values (1 of 1 rows); requests 0-2 right``. ``wrong`` [T, H, D] bool.
+
+    Rows, heads and dims are named where they are a part of all, the same in every wrong request or row.
+    """
     bad = requests_wrong(wrong, row_request, step.bs)
     good = [i for i in range(step.bs) if i not in bad]
     flat = wrong.reshape(wrong.shape[0], -1)
@@ -51,7 +56,30 @@ def spread_text(wrong: torch.Tensor, row_request: torch.Tensor, step: Step) -> s
     count, total = int(flat[mine].sum()), int(mine.sum()) * flat.shape[1]
     rows = int(flat.any(-1).sum())
     noun = "request" if len(bad) == 1 else "requests"
-    text = f"{noun} {_ranges(bad)} wrong in {count} of {total} values ({rows} of {int(mine.sum())} rows)"
+    text = f"{noun} {index_ranges(bad)} wrong in {count} of {total} values ({rows} of {int(mine.sum())} rows"
+    text += f"{_rows_text(flat.any(-1), row_request, bad)})"
     if good:
-        text += f"; {'request' if len(good) == 1 else 'requests'} {_ranges(good)} right"
+        text += f"; {'request' if len(good) == 1 else 'requests'} {index_ranges(good)} right"
+    return text + (_parts_text(wrong) if wrong.dim() == 3 else "")
+
+
+def _rows_text(wrong: torch.Tensor, row_request: torch.Tensor, bad: Sequence[int]) -> str:
+    """``: 8-15`` where every wrong request has the same wrong rows, and right ones beside them."""
+    found = {tuple(wrong[row_request == i].nonzero().flatten().tolist()) for i in bad}
+    some = all(len(rows) > 0 for rows in found) and all(not bool(wrong[row_request == i].all()) for i in bad)
+    return f": {index_ranges(found.pop())}" if some and len(found) == 1 else ""
+
+
+def _parts_text(wrong: torch.Tensor) -> str:
+    """``; heads 3-5 of 6`` and ``; dims 64-95 of 96``, where the others are right in every row. [T, H, D] bool."""
+    _, heads, dims = wrong.shape
+    text = ""
+    at = wrong.any(-1).any(0).nonzero().flatten().tolist()
+    if 0 < len(at) < heads:
+        each = bool(wrong.any(-1)[wrong.flatten(1).any(-1)][:, at].all())
+        rows = " in every wrong row" if each and int(wrong.flatten(1).any(-1).sum()) > 1 else ""
+        text += f"; only head{'s' if len(at) > 1 else ''} {index_ranges(at)} of {heads}{rows}"
+    at = wrong.any(0).any(0).nonzero().flatten().tolist()
+    if 1 < len(at) < dims and at[-1] - at[0] == len(at) - 1:
+        text += f"; only dims {index_ranges(at)} of {dims}"
     return text

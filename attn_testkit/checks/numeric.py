@@ -18,6 +18,9 @@ __all__ = [
     "matches_oracle",
     "output_written",
     "stacked",
+    "told_row",
+    "wrong_requests",
+    "wrong_values",
 ]
 
 NUMERIC = ("output-written", "finite", "matches-oracle")
@@ -121,14 +124,14 @@ def matches_oracle(observed: Observation, expected: Expected) -> list[Finding]:
         dim, ratio = int(by_element[layer, row, head].argmax()), float(worst.max())
     request = int(expected.data.row_request[row])
     got, want = float(out[layer, row, head, dim]), float(expected.attention[layer, row, head, dim])
+    told = wrong | (wrong_rows & ~wrong.any(-1))[..., None]
     return [
         Finding(
             "matches-oracle",
             f"request {request} differs from the oracle, {times(ratio)} over the limit",
             where=f"out[layer {layer}, {_row(expected, row)}, head {head}, dim {dim}] = {number(got)}, "
             f"want {number(want)} (limit {number(float(expected.attention_limit[layer, row, head, dim]))})",
-            spread=spread_text((wrong | wrong_rows[..., None]).any(0), expected.data.row_request, observed.step)
-            + _layers_text(wrong | wrong_rows[..., None]),
+            spread=spread_text(told.any(0), expected.data.row_request, observed.step) + _layers_text(told),
             step=observed.label,
         )
     ]
@@ -183,9 +186,28 @@ def _other_bits(observed: Observation, expected: Expected, differs: torch.Tensor
 
 def wrong_requests(observed: Observation, expected: Expected) -> list[int]:
     """Requests with any value out of its limit, NaN included."""
+    wrong = wrong_values(observed, expected)
+    return requests_wrong(wrong.permute(1, 0, 2, 3), expected.data.row_request, observed.step.bs)
+
+
+def wrong_values(observed: Observation, expected: Expected) -> torch.Tensor:
+    """[L, T, Hq, Dv] bool: values out of their limit, NaN included, and whole rows that are out of theirs."""
     by_element, by_row = _ratios(stacked(observed, expected), expected)
-    wrong = (by_element > 1).any(-1) | (by_row > 1)
-    return requests_wrong(wrong.permute(1, 0, 2), expected.data.row_request, observed.step.bs)
+    wrong = by_element > 1
+    return wrong | ((by_row > 1) & ~wrong.any(-1))[..., None]
+
+
+def told_row(observed: Observation, expected: Expected) -> int | None:
+    """The flat row that the headline of a finding is about: unwritten, else NaN or Inf, else the worst."""
+    out = stacked(observed, expected)
+    for bad in (_unwritten(out), ~out.isfinite()):
+        if bad.any():
+            return int(bad.nonzero()[0][1])
+    if not wrong_values(observed, expected).any():
+        return None
+    by_element, by_row = _ratios(out, expected)
+    ratio = by_element if (by_element > 1).any() else by_row
+    return _unravel(int(ratio.argmax()), ratio.shape)[1]
 
 
 def _row(expected: Expected, row: int) -> str:
