@@ -81,11 +81,16 @@ def _rows_of_others(e: Evidence) -> str:
     if not e.mixups:
         return ""
     told = ", ".join(mixup.text for mixup in e.mixups[:3]) + (" and so on" if len(e.mixups) > 3 else "")
+    alike = sorted({request for mixup in e.mixups for request in (mixup.request, mixup.of_request)})
+    if all(mixup.copied for mixup in e.mixups) and max(r.new for r in e.step.requests) == 1:
+        told = f"requests {index_ranges(alike)} hold the same values as each other"
     return f"{told}: {_mixup_cause(e)}"
 
 
 def _mixup_cause(e: Evidence) -> str:
     several = max(r.new for r in e.step.requests) > 1
+    if any(mixup.copied for mixup in e.mixups):
+        return "offsets of query rows (cu_seqlens_q), or the index of a request"
     if all(mixup.of_row is not None for mixup in e.mixups):
         if all(mixup.request == mixup.of_request for mixup in e.mixups):
             return "the order of rows in a request"
@@ -175,7 +180,9 @@ def _kept_from_before(e: Evidence) -> str:
 def _part_of_a_head(e: Evidence) -> str:
     """NaN or Inf beside numbers in one row of one head: nothing that is read as a key or value does that."""
     bad = ~stacked(e.observed, e.expected).isfinite()
-    if not (bad.any(-1) & ~bad.all(-1)).any() or e.reads_foreign:
+    # An overflow gives Inf and NaN by the signs of the values.
+    large = e.schedule.case.data in ("peaked", "negative", "cliff")
+    if not (bad.any(-1) & ~bad.all(-1)).any() or e.reads_foreign or large:
         return ""
     return (
         "only a part of a head's values is NaN or Inf: written over after they were computed, or never: the layout of "
@@ -253,14 +260,12 @@ def _last_page(e: Evidence) -> str:
 def _elsewhere(e: Evidence) -> str:
     """Weight that went to slots which are not the request's own."""
     print_ = e.footprint
-    if print_ is None or not print_.elsewhere:
+    if print_ is None or not print_.elsewhere or e.mixups:
         return ""
     place = max(print_.elsewhere, key=lambda name: print_.elsewhere[name])
     if place == "tail":
         return "slots behind the last key are read: the last page counts as full, or a length is too large"
     if not print_.used & print_.wanted:
-        if e.mixups:
-            return ""
         return (
             "none of its own keys is used: a page or slot computed wrongly, the request row, the table's stride, or "
             "the offset of its query rows"
@@ -354,6 +359,8 @@ def _cut_off(e: Evidence, print_: Footprint, missing: list[int], last: int) -> s
     """All keys from one on are missing."""
     first, count, page = missing[0], last + 1 - missing[0], e.schedule.case.page_size
     before = max(print_.used, default=-1)
+    if _length_threshold(e):
+        return ""
     if first - 1 > before and print_.not_asked:
         return (
             f"keys are missing from somewhere between {before + 1} and {first} on: a fixed capacity, or a page table "
@@ -376,9 +383,12 @@ def _keys(count: int) -> str:
 
 def _right_keys(e: Evidence) -> str:
     print_ = e.footprint
-    if print_ is None or not print_.right or e.reads_foreign or e.mixups or _cannot_tell(e, print_):
+    if print_ is None or not print_.right or e.reads_foreign or e.mixups:
         return ""
     case = e.schedule.case
+    if _cannot_tell(e, print_):
+        large = not e.observed.replay and ", ".join(_DATA_SUSPECTS.get(case.data, []))
+        return f"a NaN where logits are large: look at {large}" if large else ""
     if not print_.normalised:
         fp8 = "FP8 scales, " if case.kv_dtype != "same" else ""
         cap = " (a soft cap comes before the mask)" if case.logit_cap else ""
@@ -392,7 +402,8 @@ def _right_keys(e: Evidence) -> str:
             f"the right keys, and an error of only {few:.2g} times the limit: precision, such as q, logits, weights or "
             "partial sums rounded to the model's dtype"
         )
-    suspects = [_rescaling(e)] if _rescaling(e) else []
+    suspects = [_rescaling(e)] if _rescaling(e) and case.data != "cliff" else []
+    suspects += _DATA_SUSPECTS["cliff"] if case.data == "cliff" else []
     suspects += ["scale"]
     suspects += ["soft cap"] if case.logit_cap else []
     suspects += ["sinks"] if case.sinks else []
@@ -420,8 +431,6 @@ def _cannot_tell(e: Evidence, print_: Footprint) -> bool:
 
 def _rescaling(e: Evidence) -> str:
     """Only rows of several tiles of keys are wrong."""
-    if e.schedule.case.data == "cliff":
-        return f"{_RESCALING} (logits of this case climb and fall by hundreds along the keys)"
     data, wrong = e.expected.data, set(e.rows)
     keys = [int(n) for n in data.visible[data.row_request, data.row_offset].sum(-1)]
     right = [n for row, n in enumerate(keys) if row not in wrong]
@@ -437,7 +446,10 @@ _DATA_SUSPECTS = {
         "overflow of q k before it is scaled",
     ],
     "peaked": ["overflow or saturation of large logits"],
-    "cliff": ["overflow or saturation of large logits"],
+    "cliff": [
+        f"{_RESCALING} (logits of this case climb and fall by hundreds along the keys)",
+        "overflow or saturation of large logits",
+    ],
 }
 
 
@@ -447,6 +459,17 @@ def _later_requests(e: Evidence) -> str:
     if e.step.bs > 2 and shorter and not e.mixups and e.wrong == list(range(1, e.step.bs)):
         return "request 0 is right and all others are wrong: it lies at offset 0 under any stride; look at the strides"
     return ""
+
+
+def _later_by_number(e: Evidence) -> str:
+    """Requests from some number on are wrong, which is not their length."""
+    first = min(e.wrong, default=0)
+    if first < 8 or e.wrong != list(range(first, e.step.bs)):
+        return ""
+    return (
+        f"requests from {first} on are wrong, all before are right: offsets, schedules or flags that are made for a "
+        "warp or a block of requests at a time"
+    )
 
 
 def _only_padded(e: Evidence) -> str:
@@ -473,6 +496,7 @@ _PATTERNS: tuple[Callable[[Evidence], str], ...] = (
     _key_range,
     _right_keys,
     _later_requests,
+    _later_by_number,
     _only_padded,
 )
 

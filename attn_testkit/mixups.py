@@ -38,6 +38,8 @@ class Mixup:
     """The row whose result it is. None: its own query was used, with keys of ``of_request``."""
     keys: int = 0
     """With its own query: it saw the keys before this one."""
+    copied: bool = False
+    """It holds the same values as the other row, and neither need be right."""
 
     @property
     def text(self) -> str:
@@ -46,7 +48,8 @@ class Mixup:
         if self.of_row is None:
             return f"{name} was computed with keys 0..{self.keys - 1} of request {self.of_request}"
         row = f" row {self.of_row}" if self.of_row or self.of_request == self.request else ""
-        return f"{name} holds the result of request {self.of_request}{row}"
+        what = "the same values as" if self.copied else "the result of"
+        return f"{name} holds {what} request {self.of_request}{row}"
 
 
 def find_mixups(bench: Bench | None, schedule: Schedule, observed: Observation, *, in_graph: bool) -> tuple[Mixup, ...]:
@@ -65,7 +68,11 @@ def find_mixups(bench: Bench | None, schedule: Schedule, observed: Observation, 
     for row in rows[:_MOST_ROWS]:
         layers = wrong[:, row].flatten(1).any(-1)
         out = stacked(observed, expected)[layers][:, row].double()
-        found += _result_of(out, layers, row, expected) or _keys_of(schedule, out, layers, row, expected)
+        found += (
+            _result_of(out, layers, row, expected)
+            or _keys_of(schedule, out, layers, row, expected)
+            or _copy_of(observed, out, layers, row, expected)
+        )
     return tuple(found)
 
 
@@ -92,6 +99,18 @@ def _result_of(out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expe
         return []
     other = int(like.nonzero()[0])
     return [Mixup(*_place(data, row), *_place(data, other))]
+
+
+def _copy_of(
+    observed: Observation, out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected
+) -> list[Mixup]:
+    """The row holds what a row of another request holds, though their queries differ."""
+    all_rows = stacked(observed, expected)[layers].double()
+    same = (all_rows == out[:, None]).permute(1, 0, 2, 3).flatten(1).all(-1)
+    same &= expected.data.row_request != expected.data.row_request[row]
+    if not same.any() or not (out.abs().sum((-1, -2)) > 0).all():
+        return []
+    return [Mixup(*_place(expected.data, row), *_place(expected.data, int(same.nonzero()[0])), copied=True)]
 
 
 def _keys_of(schedule: Schedule, out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected) -> list[Mixup]:

@@ -80,6 +80,7 @@ def _parts_text(wrong: torch.Tensor) -> str:
         rows = " in every wrong row" if each and int(wrong.flatten(1).any(-1).sum()) > 1 else ""
         text += f"; only head{'s' if len(at) > 1 else ''} {index_ranges(at)} of {heads}{rows}"
     at = wrong.any(0).any(0).nonzero().flatten().tolist()
-    if 1 < len(at) < dims and at[-1] - at[0] == len(at) - 1:
+    # Whole fours: with one-hot values a run of dims is a run of keys, of any length.
+    if 1 < len(at) < dims and at[-1] - at[0] == len(at) - 1 and at[0] % 4 == len(at) % 4 == 0:
         text += f"; only dims {index_ranges(at)} of {dims}"
     return text

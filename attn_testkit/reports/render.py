@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jinja2
 
@@ -63,11 +63,26 @@ class Failure:
     title: str
     repro: str
     emulated: tuple[str, ...]
+    twin: CaseResult | None = None
+    """The other execution of the case, which did not pass either and is told here too."""
+    twin_repro: str = ""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What it broke."""
         return self.result.findings
+
+    @property
+    def twin_findings(self) -> tuple[Finding, ...]:
+        """What the other execution broke and this one did not."""
+        told = {finding.check for finding in self.findings}
+        return tuple(f for f in self.twin.findings if f.check not in told) if self.twin else ()
+
+    @property
+    def twin_same(self) -> tuple[Finding, ...]:
+        """What both broke, as the other execution has it."""
+        told = {finding.check for finding in self.findings}
+        return tuple(f for f in self.twin.findings if f.check in told) if self.twin else ()
 
 
 def html_page(report: Report) -> str:
@@ -110,7 +125,8 @@ def _model(report: Report) -> dict[str, object]:
         "counts": [(status, counts[status]) for status in Status if counts[status]],
         "total": max(1, sum(counts.values())),
         "emulated": sorted({part for result in runs for part in emulated_parts(result)}),
-        "failures": [_failure(result, report.header) for result in bad[:MOST_FAILURES]],
+        "failures": _failures(bad[:MOST_FAILURES], report.header),
+        "told_runs": min(len(bad), MOST_FAILURES),
         "short_failures": [format_failure(result, report.header) for result in bad[:MOST_IN_SUMMARY]],
         "bad": len(bad),
         "known": [result for result in runs if result.status in (Status.KNOWN_FAILURE, Status.QUARANTINED)],
@@ -132,6 +148,18 @@ def _verdict(report: Report) -> str:
     if report.exit_code == 3:
         text = f"KIT ERROR: the kit itself failed; {text}"
     return text if report.finished or report.interrupted else f"UNFINISHED: the run was cut off; until then: {text}"
+
+
+def _failures(bad: Sequence[CaseResult], header: RunHeader) -> list[Failure]:
+    """Eager and graph of a case that both fail are one entry: mostly it is one bug, and eager shows it plainest."""
+    found: dict[tuple[str, str], Failure] = {}
+    for result in bad:
+        key = (result.backend, result.case)
+        if key in found:
+            found[key] = replace(found[key], twin=result, twin_repro=repro_command(result, header))
+        else:
+            found[key] = _failure(result, header)
+    return list(found.values())
 
 
 def _failure(result: CaseResult, header: RunHeader) -> Failure:
