@@ -141,3 +141,18 @@ class HostCumsumInsideCapturedForward(PlannedBackend):
         assert counts is not None
         self.pinned[1 : len(counts) + 1] = torch.tensor(counts).cumsum(0)
         self.metadata.cu_seqlens_q.copy_(self.pinned[: len(counts) + 1], non_blocking=True)
+
+
+@fault(
+    slug="offsets-restart-after-a-warp",
+    bug_class="A",
+    source="vLLM #27840; flash-attention #2520",
+    modes=_ALL,
+    mechanism="query offsets are summed by one warp, and those of requests from number 32 on begin again at 0",
+    promises=("matches-oracle", "output-written", "replay-follows-batch"),
+    hint="offset of its query rows",
+)
+class OffsetsRestartAfterAWarp(PlannedBackend):
+    def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        parts = [part.cumsum(0) for part in torch.split(counts, 32)]
+        return torch.nn.functional.pad(torch.cat(parts), (1, 0)).to(torch.int32)

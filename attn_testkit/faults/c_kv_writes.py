@@ -8,6 +8,7 @@ import torch
 
 from ..backends.torch_native import TorchNativeBackend
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from .builds import RegisterRowsBackend
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
@@ -256,3 +257,44 @@ class StoresOneHeadTooFew(PlannedBackend):
         super().write_kv(layer, k, v, meta)
         key[meta.slots, last] = before
         return None
+
+
+@fault(
+    slug="save-kv-cache-ignored",
+    bug_class="C",
+    source="vllm-ascend #11791; tpu-inference #2601",
+    modes=_ALL,
+    executions=("eager",),
+    mechanism="rows are stored whatever save_kv_cache says, over those of a layer that shares its keys and values",
+    promises=("writes-own-kv",),
+    hint="save_kv_cache=False",
+)
+class SaveKvCacheIgnored(PlannedBackend):
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        return super().forward(q, k, v, layer, batch, save_kv_cache=True)
+
+
+@fault(
+    slug="new-rows-always-from-registers",
+    bug_class="C",
+    source="general; tpu-inference #2601",
+    modes=_ALL,
+    executions=("eager",),
+    mechanism="the kernel attends the new rows from k and v, also where save_kv_cache is False and only the pool has "
+    "them",
+    promises=("finite", "reads-own-kv", "matches-oracle"),
+    hint="save_kv_cache=False",
+)
+class NewRowsAlwaysFromRegisters(RegisterRowsBackend):
+    capabilities = RegisterRowsBackend.capabilities.with_changes(kv_dtypes={"same"})
+
+    def registers(self, k: torch.Tensor, v: torch.Tensor, store: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return k, v

@@ -174,7 +174,8 @@ def all_faults() -> tuple[Fault, ...]:
 @lru_cache(maxsize=1)
 def all_twins() -> tuple[Twin, ...]:
     """Every healthy twin."""
-    importlib.import_module(f"{__package__}.twins")
+    for module in ("twins", "twins_of_builds"):
+        importlib.import_module(f"{__package__}.{module}")
     return tuple(_TWINS.values())
 
 

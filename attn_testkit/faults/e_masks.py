@@ -322,3 +322,35 @@ class MaskTakesBytesForBits(TorchNativeBackend):
         at = torch.arange(spec.custom_mask.numel(), device=prefix.device)
         bits = spec.custom_mask.view(torch.uint8)[at // 8].bitwise_right_shift((at % 8).to(torch.uint8)) & 1
         return super()._tree(replace(spec, custom_mask=bits.bool()), prefix, offset, node)
+
+
+@fault(
+    slug="causal-mask-in-last-block-alone",
+    bug_class="E",
+    source="flash-attention #436",
+    modes=_CAUSAL,
+    mechanism="only the last block of 64 keys is masked causally, and the new rows may lie in two blocks",
+    promises=("matches-oracle",),
+    hint="later tokens are visible",
+)
+class CausalMaskInLastBlockAlone(TorchNativeBackend):
+    def _visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> _Visibility:
+        position, key, visible = super()._visibility(batch, counts, offset)
+        last = (self._kv_lens(batch, counts) - 1).clamp(min=0)[:, None, None] // 64 * 64
+        return position, key, visible | (key < last)
+
+
+@fault(
+    slug="causal-bound-of-row-tile",
+    bug_class="E",
+    source="vLLM #51902; general (packed heads of a group)",
+    modes=_CAUSAL,
+    mechanism="rows times heads of a group go in tiles of 64, and a later tile counts its rows from its own first one",
+    promises=("matches-oracle",),
+    hint="missing",
+)
+class CausalBoundOfRowTile(TorchNativeBackend):
+    def _visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> _Visibility:
+        position, key, visible = super()._visibility(batch, counts, offset)
+        rows = max(1, 64 // self.context.layers[0].q_per_kv)
+        return position, key, visible & (key <= (position - offset // rows * rows)[..., None])

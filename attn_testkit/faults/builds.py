@@ -1,0 +1,146 @@
+"""Healthy backends that are built otherwise than their parent, for faults to be overrides of, and twins to be."""
+
+from __future__ import annotations
+
+import torch
+
+from ..contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch, VerifyInput
+from .parent import Metadata, PlannedBackend
+
+__all__ = ["CascadeBackend", "KeptPlansBackend", "RegisterRowsBackend", "TiledBackend"]
+
+
+class KeptPlansBackend(PlannedBackend):
+    """Eager plans are kept, and used again for a batch with the same key: all that a plan is made from."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.kept: dict[tuple[object, ...], Metadata] = {}
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self.in_graph = self.capturing = False
+        key = self.plan_key(batch)
+        if key not in self.kept:
+            self.kept[key] = self.plan(batch)
+        self.metadata = self.kept[key]
+
+    def plan_key(self, batch: ForwardBatch) -> tuple[object, ...]:
+        """An eager plan may wait for the device, so the key is bytes."""
+        bs, spec = batch.batch_size, batch.spec_info
+        parts = [batch.seq_lens[:bs], batch.out_cache_loc, self.plan_pages(batch)]
+        if isinstance(spec, DraftExtendInput):
+            parts.append(spec.num_accept_tokens[:bs])
+        elif isinstance(spec, VerifyInput) and spec.custom_mask is not None:
+            parts.append(spec.custom_mask.view(torch.uint8))
+        return (batch.forward_mode, bs, *(part.cpu().numpy().tobytes() for part in parts))
+
+
+class CascadeBackend(PlannedBackend):
+    """Whole pages that all prefixes begin with are attended once for all requests, and merged with what is each one's.
+
+    The first split is the shared part, which is read through request 0's pages; the others are of each request's own.
+    """
+
+    common: torch.Tensor
+    """[] int64: shared keys."""
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        self.common = self.common_pages(meta) * self.context.page_size
+        return super().attend(q, layer, meta)
+
+    def common_pages(self, meta: Metadata) -> torch.Tensor:
+        """[] int64."""
+        table = meta.page_table
+        whole = (meta.kv_lens - meta.cu_seqlens_q.diff()).amin().clamp(min=0) // self.context.page_size
+        same = (table == table[:1]).all(0) & (len(table) > 1)
+        return torch.minimum(same.long().cumprod(0).sum(), whole.long())
+
+    def key_slots(self, meta: Metadata) -> torch.Tensor:
+        slots = super().key_slots(meta)
+        return torch.where(self.index[: slots.shape[1]] < self.common, slots[:1], slots)
+
+    def in_split(self, meta: Metadata) -> torch.Tensor:
+        key, own = self.index[: self.pages * self.context.page_size], meta.kv_lens.long() - self.common
+        chunk = ((own + self.max_splits - 2) // (self.max_splits - 1)).clamp(min=1)[:, None]
+        split = torch.where(key < self.common, 0, 1 + (key - self.common) // chunk)
+        return split[:, None] == self.index[: self.max_splits, None]
+
+
+class RegisterRowsBackend(PlannedBackend):
+    """New keys and values are attended where the kernel has them, in ``k`` and ``v``, and stored by the same kernel.
+
+    For pools of the model's dtype. With ``save_kv_cache`` False ``k`` and ``v`` are not looked at.
+    """
+
+    new: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        assert self.metadata is not None
+        self.new = self.registers(k, v, save_kv_cache)
+        out = self.attend(q, layer, self.metadata)
+        self.new = None
+        if save_kv_cache:
+            self.write_kv(layer, k, v, self.metadata)
+        return out
+
+    def registers(self, k: torch.Tensor, v: torch.Tensor, store: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What is attended from registers; None: everything is in the pool."""
+        return (k, v) if store else None
+
+    def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().gather(layer, slots)
+        if self.new is None:
+            return keys, values
+        meta = self.metadata
+        assert meta is not None
+        prefix = (meta.kv_lens - meta.cu_seqlens_q.diff()).long()[:, None]
+        offset = self.index[: slots.shape[1]] - prefix
+        row = (meta.cu_seqlens_q[:-1, None] + offset).clamp(0, len(self.new[0]) - 1)
+        mine = ((offset >= 0) & (offset < meta.cu_seqlens_q.diff()[:, None]))[:, :, None, None]
+        k, v = (new.reshape(len(new), layer.tp_k_head_num, -1)[row].float() for new in self.new)
+        return torch.where(mine, k, keys), torch.where(mine, v, values)
+
+
+class TiledBackend(PlannedBackend):
+    """A split's keys are walked in tiles, with a running maximum that is raised only by more than ``slack``.
+
+    A reference that is a little too small costs no digits in float32, and most tiles then need no rescaling
+    (FlashAttention 4).
+    """
+
+    keys_in_tile = 32
+    slack = 5.5
+
+    def partials(
+        self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        masked = logits[:, None].masked_fill(~seen[:, :, :, None, None], -torch.inf)
+        top = torch.full_like(masked[..., 0], -torch.inf)
+        total, out = torch.zeros_like(top), top.new_zeros(*top.shape, values.shape[-1])
+        tiles, parts = torch.split(masked, self.keys_in_tile, -1), torch.split(values, self.keys_in_tile, 1)
+        for tile, value in zip(tiles, parts, strict=True):
+            raised = self.raise_maximum(top, tile)
+            reference = raised.masked_fill(raised == -torch.inf, 0.0)
+            p, shrink = torch.exp(tile - reference[..., None]), torch.exp(top - reference)
+            total = total * shrink + p.sum(-1)
+            out = out * shrink[..., None] + self.product(p, value)
+            top = raised
+        acc.copy_((out / total.clamp(min=1e-30)[..., None]).flatten(3, 4))
+        lse.copy_((top + total.log()).flatten(3, 4))
+
+    def raise_maximum(self, top: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
+        """[B, S, W, Hk, G]: the reference from this tile on."""
+        largest = tile.amax(-1)
+        return torch.where(largest > top + self.slack, largest, top)
+
+    def product(self, p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """P V of a tile."""
+        return torch.einsum("bnwhgs,bshd->bnwhgd", p, values)

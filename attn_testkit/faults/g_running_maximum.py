@@ -1,0 +1,28 @@
+"""Class G: tiles of keys, their running maximum, and in what dtype the sums are kept."""
+
+from __future__ import annotations
+
+import torch
+
+from ..contract import ForwardMode
+from .builds import TiledBackend
+from .catalogue import fault
+
+_ALL = tuple(ForwardMode)
+
+
+@fault(
+    slug="rescale-takes-tile-maximum",
+    bug_class="G",
+    source="FlyDSL #1033",
+    modes=_ALL,
+    mechanism="a row past the threshold sends its whole group into the rescale, which takes each row's tile maximum "
+    "though the old one may be larger",
+    promises=("finite", "matches-oracle"),
+    hint="nan|weights",
+)
+class RescaleTakesTileMaximum(TiledBackend):
+    def raise_maximum(self, top: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
+        largest = tile.amax(-1)
+        grown = (largest > top + self.slack).flatten(2).any(2)[:, :, None, None, None]
+        return torch.where(grown & (largest > -torch.inf), largest, top)
