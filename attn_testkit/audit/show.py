@@ -164,6 +164,8 @@ _READING = {
     "batch.",
     "buckets-independent": "As the only replay of the only bucket it is right. Look for what two graphs, two modes or "
     "an eager step share.",
+    "steps-independent": "As the first step of a fresh instance it is right. Look for what outlives a step: a plan or "
+    "table that is used again, and what its key leaves out.",
     "no-host-lengths": "`where` is the line that waits for the device, or reads a host length that is not given.",
     "refuses-undeclared": "The constructor took what the claims exclude. Call `super().__init__`, or widen the claim "
     "and have it tested.",
