@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from .cases.case import Case
-from .cases.data import HIDDEN, NUM_LAYERS, normals
+from .cases.data import HIDDEN, NUM_LAYERS
+from .cases.patterns import normals
 from .contract import AttentionBackend, AttentionLayer, ForwardBatch
 
 __all__ = ["VOCAB", "Model", "Trace", "Weights", "make_weights"]

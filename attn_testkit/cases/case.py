@@ -19,7 +19,7 @@ LAYOUTS = ("contiguous", "shuffled", "interleaved", "reversed", "shared")
 """How a request's tokens lie in the KV pool. ``reversed``: pages descend inside a request (non-monotonic slots).
 ``shared``: requests have the whole pages that their prefixes have in common, as after a hit in a prefix cache."""
 DATA = ("gauss", "shifted", "peaked", "negative", "mean", "footprint", "cliff")
-"""Data patterns; see ``cases/data.py``."""
+"""Data patterns; see ``cases/patterns.py``."""
 PADDINGS = ("prod", "nan", "stale", "small")
 """What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
 

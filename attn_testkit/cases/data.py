@@ -1,38 +1,24 @@
 """The numbers of a step: queries, keys, values, the KV pool before and after, and who may see whom.
 
-Everything here is host data. The same case gives the same bits on every machine: normal numbers come from one bank made
-by numpy, and a digest of the case id says where in the bank to read.
-
-Patterns
-    ``gauss``      unit normals.
-    ``shifted``    keys and values with a mean: a dropped or doubled key moves every channel the same way.
-    ``peaked``     large queries: few keys carry the weight.
-    ``negative``   every logit is about -6e4 and all are equal: a finite "minus infinity" shows itself (flashinfer
-                   #4401 masked with -5e4), and so does a zero.
-    ``mean``       Q = K = 0: the output is the exact mean of the visible values.
-    ``cliff``      logits climb by some hundred along the keys for some rows, and fall for others: a maximum that comes
-                   late, or a tile far below the one before it, must rescale what was summed.
-    ``footprint``  V is one-hot: channel c carries one chosen key. A limit in proportion to the weight a channel carries
-                   then shows one wrong key of thousands, and the output says which keys were attended.
+Everything here is host data. The same case gives the same bits on every machine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..contract import AttentionLayer, ForwardMode
 from .case import Case
+from .patterns import draw, mark_keys, normals, probe_values
 from .places import marked_slots, tail_slots, values_of_place
 from .schedule import Schedule, Step
 
-__all__ = ["DTYPES", "StepData", "make_layers", "make_step_data", "normals", "pool_images"]
+__all__ = ["DTYPES", "StepData", "make_layers", "make_step_data", "pool_images"]
 
 DTYPES = {
     "fp16": torch.float16,
@@ -43,23 +29,6 @@ DTYPES = {
 NUM_LAYERS = 2
 HIDDEN = 32
 """Width of the model's hidden state."""
-
-_BANK_SIZE = 1 << 20
-
-
-@lru_cache(maxsize=1)
-def _bank() -> torch.Tensor:
-    numbers = np.random.default_rng(20260101).standard_normal(2 * _BANK_SIZE, dtype=np.float32)
-    return torch.from_numpy(numbers)
-
-
-def normals(shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
-    """Float32 unit normals. Reading a shared bank costs a tenth of drawing them."""
-    count, bank = math.prod(shape), _bank()
-    start = int(rng.integers(0, _BANK_SIZE))
-    if count > _BANK_SIZE:
-        return bank[(torch.arange(count) * 7 + start) % bank.numel()].view(shape)
-    return bank[start : start + count].view(shape)
 
 
 def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
@@ -141,94 +110,10 @@ class StepData:
     """[T] int64."""
 
 
-_Shape = tuple[int, ...]
-_Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_Maker = Callable[[_Shape, _Shape, _Shape, np.random.Generator], _Drawn]
-
-
-def _gauss(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
-    return normals(q, rng), normals(k, rng), normals(v, rng)
-
-
-def _shifted(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
-    return normals(q, rng) + 0.25, normals(k, rng) + 1.0, normals(v, rng) + 3.0
-
-
-def _peaked(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
-    return normals(q, rng) * 6, normals(k, rng), normals(v, rng)
-
-
-def _negative(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
-    # Powers of two: every product and every partial sum is exact, so all logits of a row are equal in any order of
-    # summation. The first layer's scale is 0.5 / sqrt(D), the second's 1.5 / sqrt(D).
-    size = 2.0 ** round(math.log2(65536 / (0.75 * math.sqrt(q[-1]))))
-    return torch.full(q, -size), torch.ones(k), normals(v, rng)
-
-
-def _mean(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
-    return torch.zeros(q), torch.zeros(k), normals(v, rng)
-
-
-def _footprint(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
-    return normals(q, rng) * 0.5, normals(k, rng), torch.zeros(v)
-
-
-def _cliff(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
-    # One channel of the keys is a ramp from -1 to 1, and that of a query +-size: scaled by 0.5 and 1.5 / sqrt(D), the
-    # logits span 100 and 300. Rows and heads climb and fall by turns.
-    size = 100 * math.sqrt(q[-1])
-    queries, keys = normals(q, rng).clone(), normals(k, rng).clone()
-    keys[..., -1] = torch.linspace(-1, 1, k[2]).view(1, 1, -1, 1)
-    sign = 1 - 2 * ((torch.arange(q[1])[:, None] + torch.arange(q[2])) % 2)
-    queries[..., -1] = size * sign
-    return queries, keys, normals(v, rng)
-
-
-_MAKERS: dict[str, _Maker] = {
-    "gauss": _gauss,
-    "shifted": _shifted,
-    "peaked": _peaked,
-    "negative": _negative,
-    "mean": _mean,
-    "footprint": _footprint,
-    "cliff": _cliff,
-}
-
-
 def _held_by_fp8(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries that FP8 holds exactly: kernels with an FP8 pool may or may not round theirs, some by the shape."""
     shift = 2.0 ** max(0, math.ceil(math.log2(max(float(q.abs().max()), 1.0) / 256)))
     return (q / shift).to(torch.float8_e4m3fn).float(), k * shift
-
-
-def marked_keys(length: int, dim: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Which key each channel carries in ``footprint`` data: [min(length, dim)] key indices."""
-    if length <= dim:
-        return np.roll(np.arange(length), -int(rng.integers(0, length)))
-    tail, front = np.arange(length - dim // 2, length), np.arange(dim // 4)
-    rest = rng.permutation(np.arange(dim // 4, length - dim // 2))[: dim - len(tail) - len(front)]
-    return np.concatenate([front, rest, tail])
-
-
-def _mark_keys(v: torch.Tensor, lens: list[int], rng: np.random.Generator) -> None:
-    """Write the one-hot values: all keys if there are channels enough, else the last, the first and a random choice."""
-    _, _, _, heads, dim = v.shape
-    for b, length in enumerate(lens):
-        for head in range(heads):
-            chosen = marked_keys(length, dim, rng)
-            v[:, b, torch.from_numpy(chosen), head, torch.arange(len(chosen))] = 1.0
-
-
-def _probe(v: torch.Tensor, pattern: str) -> torch.Tensor:
-    """``probe.R.S``: one-hot values for keys S, S+1, ... of request R, zero elsewhere."""
-    request, start = (int(word) for word in pattern.split(".")[1:])
-    v = torch.zeros_like(v)
-    count = min(v.shape[-1], v.shape[2] - start)
-    if request >= v.shape[1] or count <= 0:
-        return v
-    at = torch.arange(count)
-    v[:, request, start + at, :, at] = 1.0
-    return v
 
 
 def _visibility(step: Step, widest: int, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -270,32 +155,22 @@ def _shared_rows(rows: torch.Tensor, step: Step, asked: int | None) -> torch.Ten
     return rows
 
 
-@lru_cache(maxsize=32)
-def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
-    """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis)."""
-    if step.part_of is not None:
-        whole, index = step.part_of
-        return _one_request(make_step_data(schedule, whole, pattern), whole, index)
-    case = schedule.case
-    rng = np.random.default_rng(step.seed ^ 0xDA7A)
-    dtype = DTYPES[case.dtype]
-    kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
-    pattern = pattern or case.data
-    is_mla = case.heads.family == "mla"
+def _drawn(
+    case: Case, step: Step, pattern: str, rng: np.random.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [L, T, Hq, Dqk], k [L, B, S, Hk, Dqk], v [L, B, S, Hk, Dv] in the model's dtype."""
     hq, hk, dv, dqk = case.heads.q_heads, case.heads.kv_heads, case.head_dim, case.head_dim + case.rope_dim
     lens = [r.prefix + r.new for r in step.requests]
-    longest, widest = max(lens), max(r.new for r in step.requests)
-    shape = (NUM_LAYERS, step.bs, longest, hk)
+    shape = (NUM_LAYERS, step.bs, max(lens), hk)
     probe = pattern.startswith("probe.")
-    maker = _MAKERS.get(pattern, _mean)
-    q, k, v = maker((NUM_LAYERS, step.tokens, hq, dqk), (*shape, dqk), (*shape, dv), rng)
+    q, k, v = draw(pattern, (NUM_LAYERS, step.tokens, hq, dqk), (*shape, dqk), (*shape, dv), rng)
     if probe:
-        v = _probe(v, pattern)
+        v = probe_values(v, pattern)
     elif pattern.startswith("place."):
         v = values_of_place(v, pattern)
     if pattern == "footprint":
-        _mark_keys(v, lens, rng)
-    if is_mla:
+        mark_keys(v, lens, rng)
+    if case.heads.family == "mla":
         # The latent row is key and value at once; its rope part is the key's alone.
         k = torch.cat([v, k[..., dv:]], -1)
         if pattern == "footprint":
@@ -305,9 +180,24 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     if any(request.shared for request in step.requests):
         asked = int(pattern.split(".")[1]) if probe or pattern.startswith("place.") else None
         k, v = _shared_rows(k, step, asked), _shared_rows(v, step, asked)
-    if kv_dtype.itemsize == 1:
+    if case.kv_dtype != "same":
         q, k = _held_by_fp8(q, k)
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    dtype = DTYPES[case.dtype]
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+@lru_cache(maxsize=32)
+def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
+    """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis)."""
+    if step.part_of is not None:
+        whole, index = step.part_of
+        return _one_request(make_step_data(schedule, whole, pattern), whole, index)
+    case = schedule.case
+    rng = np.random.default_rng(step.seed ^ 0xDA7A)
+    kv_dtype = DTYPES[case.dtype if case.kv_dtype == "same" else case.kv_dtype]
+    is_mla, dv = case.heads.family == "mla", case.head_dim
+    longest, widest = max(r.prefix + r.new for r in step.requests), max(r.new for r in step.requests)
+    q, k, v = _drawn(case, step, pattern or case.data, rng)
     layers = make_layers(case)
     stored_k = _store(k, [layer.k_scale for layer in layers], kv_dtype)
     keys = stored_k.double() * torch.tensor([layer.k_scale for layer in layers]).double().view(-1, 1, 1, 1, 1)

@@ -48,7 +48,11 @@ def test_a_right_number_of_another_type_is_right() -> None:
 
 MASKS = [
     ("LendsATensor", "verify_mask gave a Tensor, expected a VerifyMask or None", "return VerifyMask(buffer, "),
-    ("LendsTooLittle", "has 30 elements; QLEN_ONLY for max_bs 5 and N 6 takes max_bs * N * N = 180", "N = context.num_"),
+    (
+        "LendsTooLittle",
+        "has 30 elements; QLEN_ONLY for max_bs 5 and N 6 takes max_bs * N * N = 180",
+        "N = context.num_",
+    ),
     ("LendsTooLittleForAllKeys", "takes max_bs * N * max_context_len = ", "init_cuda_graph_state"),
     ("LendsNumbers", "verify_mask.buffer is torch.int32; QLEN_ONLY of 6 nodes is bool or uint8", "allocate it as"),
     ("LendsBytesForWords", "torch.int32; QLEN_ONLY_BITPACKING of 6 nodes is uint8", "allocate it as uint8"),

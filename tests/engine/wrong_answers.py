@@ -147,5 +147,3 @@ class LendsForNobody(_Lends):
     def lend(self, max_bs: int, n: int) -> Any:
         buffer = torch.zeros(max_bs * n * n, dtype=torch.bool, device=self.context.device)
         return VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, None)  # type: ignore[arg-type]
-
-

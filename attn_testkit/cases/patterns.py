@@ -1,0 +1,134 @@
+"""Data patterns: how the queries, keys and values of a step are drawn. Host data, the same bits on every machine.
+
+Normal numbers come from one bank made by numpy; a digest of the case id says where in the bank to read.
+
+Patterns
+    ``gauss``      unit normals.
+    ``shifted``    keys and values with a mean: a dropped or doubled key moves every channel the same way.
+    ``peaked``     large queries: few keys carry the weight.
+    ``negative``   every logit is about -6e4 and all are equal: a finite "minus infinity" shows itself (flashinfer
+                   #4401 masked with -5e4), and so does a zero.
+    ``mean``       Q = K = 0: the output is the exact mean of the visible values.
+    ``cliff``      logits climb by some hundred along the keys for some rows, and fall for others: a maximum that comes
+                   late, or a tile far below the one before it, must rescale what was summed.
+    ``footprint``  V is one-hot: channel c carries one chosen key. A limit in proportion to the weight a channel carries
+                   then shows one wrong key of thousands, and the output says which keys were attended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["draw", "mark_keys", "marked_keys", "normals", "probe_values"]
+
+_BANK_SIZE = 1 << 20
+
+
+@lru_cache(maxsize=1)
+def _bank() -> torch.Tensor:
+    numbers = np.random.default_rng(20260101).standard_normal(2 * _BANK_SIZE, dtype=np.float32)
+    return torch.from_numpy(numbers)
+
+
+def normals(shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
+    """Float32 unit normals. Reading a shared bank costs a tenth of drawing them."""
+    count, bank = math.prod(shape), _bank()
+    start = int(rng.integers(0, _BANK_SIZE))
+    if count > _BANK_SIZE:
+        return bank[(torch.arange(count) * 7 + start) % bank.numel()].view(shape)
+    return bank[start : start + count].view(shape)
+
+
+_Shape = tuple[int, ...]
+_Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Maker = Callable[[_Shape, _Shape, _Shape, np.random.Generator], _Drawn]
+
+
+def _gauss(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    return normals(q, rng), normals(k, rng), normals(v, rng)
+
+
+def _shifted(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    return normals(q, rng) + 0.25, normals(k, rng) + 1.0, normals(v, rng) + 3.0
+
+
+def _peaked(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    return normals(q, rng) * 6, normals(k, rng), normals(v, rng)
+
+
+def _negative(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    # Powers of two: every product and every partial sum is exact, so all logits of a row are equal in any order of
+    # summation. The first layer's scale is 0.5 / sqrt(D), the second's 1.5 / sqrt(D).
+    size = 2.0 ** round(math.log2(65536 / (0.75 * math.sqrt(q[-1]))))
+    return torch.full(q, -size), torch.ones(k), normals(v, rng)
+
+
+def _mean(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    return torch.zeros(q), torch.zeros(k), normals(v, rng)
+
+
+def _footprint(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    return normals(q, rng) * 0.5, normals(k, rng), torch.zeros(v)
+
+
+def _cliff(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    # One channel of the keys is a ramp from -1 to 1, and that of a query +-size: scaled by 0.5 and 1.5 / sqrt(D), the
+    # logits span 100 and 300. Rows and heads climb and fall by turns.
+    size = 100 * math.sqrt(q[-1])
+    queries, keys = normals(q, rng).clone(), normals(k, rng).clone()
+    keys[..., -1] = torch.linspace(-1, 1, k[2]).view(1, 1, -1, 1)
+    sign = 1 - 2 * ((torch.arange(q[1])[:, None] + torch.arange(q[2])) % 2)
+    queries[..., -1] = size * sign
+    return queries, keys, normals(v, rng)
+
+
+_MAKERS: dict[str, _Maker] = {
+    "gauss": _gauss,
+    "shifted": _shifted,
+    "peaked": _peaked,
+    "negative": _negative,
+    "mean": _mean,
+    "footprint": _footprint,
+    "cliff": _cliff,
+}
+
+
+def draw(pattern: str, q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    """Queries, keys and values in float32. A pattern for diagnosis (``probe.``, ``place.``) begins as ``mean``."""
+    return _MAKERS.get(pattern, _mean)(q, k, v, rng)
+
+
+def marked_keys(length: int, dim: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Which key each channel carries in ``footprint`` data: [min(length, dim)] key indices."""
+    if length <= dim:
+        return np.roll(np.arange(length), -int(rng.integers(0, length)))
+    tail, front = np.arange(length - dim // 2, length), np.arange(dim // 4)
+    rest = rng.permutation(np.arange(dim // 4, length - dim // 2))[: dim - len(tail) - len(front)]
+    return np.concatenate([front, rest, tail])
+
+
+def mark_keys(v: torch.Tensor, lens: list[int], rng: np.random.Generator) -> None:
+    """Write the one-hot values: all keys if there are channels enough, else the last, the first and a random choice."""
+    _, _, _, heads, dim = v.shape
+    for b, length in enumerate(lens):
+        for head in range(heads):
+            chosen = marked_keys(length, dim, rng)
+            v[:, b, torch.from_numpy(chosen), head, torch.arange(len(chosen))] = 1.0
+
+
+def probe_values(v: torch.Tensor, pattern: str) -> torch.Tensor:
+    """``probe.R.S``: one-hot values for keys S, S+1, ... of request R, zero elsewhere."""
+    request, start = (int(word) for word in pattern.split(".")[1:])
+    v = torch.zeros_like(v)
+    count = min(v.shape[-1], v.shape[2] - start)
+    if request >= v.shape[1] or count <= 0:
+        return v
+    at = torch.arange(count)
+    v[:, request, start + at, :, at] = 1.0
+    return v
