@@ -140,7 +140,15 @@ def plan_run(
     # Eager and graph of one case next to each other: they share data and the oracle's answer.
     order = {id(item): index for index, item in enumerate(items)}
     first = {(item.backend, item.case.id): order[id(item)] for item in reversed(items)}
-    items.sort(key=lambda item: (first[item.backend, item.case.id], item.execution is Execution.GRAPH))
+    # Under no_grad first: what a module keeps for the whole process may be born there and used under inference_mode,
+    # and not the other way round. A server uses one of the two.
+    items.sort(
+        key=lambda item: (
+            item.case.inference_mode,
+            first[item.backend, item.case.id],
+            item.execution is Execution.GRAPH,
+        )
+    )
     return RunPlan(_header(backends, tier, seed, environment, len(items)), tuple(items), tuple(given), device)
 
 

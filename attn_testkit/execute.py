@@ -51,7 +51,7 @@ class Outcome:
 @contextmanager
 def gradients_off(case: Case) -> Iterator[None]:
     """``no_grad`` in half of the cases, ``inference_mode`` in the others: servers use both."""
-    with torch.inference_mode() if case.digest >> 1 & 1 else torch.no_grad():
+    with torch.inference_mode() if case.inference_mode else torch.no_grad():
         yield
 
 

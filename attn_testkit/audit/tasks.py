@@ -49,7 +49,15 @@ def tasks_for(settings: Settings) -> list[Task]:
 
 
 def kill_order(items: Sequence[WorkItem]) -> list[WorkItem]:
-    """Cheap first: modes and executions take turns, each as often as its cost allows. The order knows no fault."""
+    """Cheap first: modes and executions take turns, each as often as its cost allows. The order knows no fault.
+
+    As in a run, everything under no_grad comes before everything under inference_mode.
+    """
+    by_mode = [[item for item in items if item.case.inference_mode is mode] for mode in (False, True)]
+    return [*_taking_turns(by_mode[0]), *_taking_turns(by_mode[1])]
+
+
+def _taking_turns(items: Sequence[WorkItem]) -> list[WorkItem]:
     streams: dict[tuple[str, str], deque[WorkItem]] = {}
     for item in items:
         streams.setdefault((item.execution.value, item.mode.value), deque()).append(item)

@@ -128,6 +128,11 @@ class Case:
         """Seed of everything random in the case: a digest of the id, the same on every machine."""
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little")
 
+    @property
+    def inference_mode(self) -> bool:
+        """Whether it runs under ``torch.inference_mode`` or, as the other half does, under ``torch.no_grad``."""
+        return bool(self.digest >> 1 & 1)
+
     def with_seed(self, seed: int) -> Case:
         """The same case with other random data, slots and schedule."""
         return replace(self, seed=seed)

@@ -14,8 +14,10 @@ from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, LegacyGraphHooks, VerifyInput
 from attn_testkit.emulation import emulated_cuda
+from attn_testkit.engine import plan_run, run
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.oracle.expect import expect
+from attn_testkit.results import Status
 from attn_testkit.runner_modes.drive import Clock, drive_graphs, run_eager
 from attn_testkit.runner_modes.world import World
 
@@ -232,3 +234,25 @@ def test_stale_activations_and_nan_rows_reach_the_padding() -> None:
     trace = drive.buckets[last.bucket].captured.outputs
     assert trace.packed[last.bs :].isnan().all()
     assert not trace.packed[: last.bs].isnan().any()
+
+
+class KeepsAModulesWorkspace(MinimalBackend):
+    """Healthy: one workspace for the process, born at the first forward and written in place by every later one."""
+
+    workspace: torch.Tensor | None = None
+
+    def forward(self, q: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        kind = type(self)
+        if kind.workspace is None:
+            kind.workspace = torch.zeros(1 << 16, dtype=torch.float32, device=q.device)
+        kind.workspace[:1].fill_(float(len(q)))
+        return super().forward(q, *arguments, **named)
+
+
+def test_what_a_process_keeps_is_not_spoiled_by_the_change_from_no_grad_to_inference_mode() -> None:
+    spec = f"{__name__}:KeepsAModulesWorkspace"
+    plan = plan_run(backends=[spec], modes=["decode"], executions=["eager"], device="cpu")
+    ways = [item.case.inference_mode for item in plan.items]
+    assert ways == sorted(ways)
+    assert set(ways) == {False, True}
+    assert [result.status for result in run(plan)] == [Status.PASSED] * len(plan.items)
