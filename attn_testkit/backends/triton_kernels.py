@@ -41,8 +41,8 @@ def choose_tiles(q_rows: int, group: int, kv_heads: int, head_dim: int, dtype: t
     was captured with.
     """
     if INTERPRETED:
-        # An operation costs the same whatever its size: take few programs and large tiles. The interpreter keeps
-        # bfloat16 as raw 16-bit words, which its dot would multiply as integers; float32 holds the same products.
+        # An operation costs the same whatever its size: take few programs and large tiles. Outside the emulation the
+        # interpreter's dot would multiply the words of bfloat16 as integers; float32 holds the same products.
         together = kv_heads & -kv_heads  # the largest power of two that divides them
         return Tiles(together, _block(q_rows * group * together), max(256, 16 * together), tl.float32)
     block_n = max(16, min(64, 16384 // (head_dim * dtype.itemsize)))  # K and V tiles of at most 16 KB each

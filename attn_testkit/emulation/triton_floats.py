@@ -24,7 +24,7 @@ from attn_testkit.emulation.private import disable_functions, disable_modes
 Array = npt.NDArray[Any]
 Replacement = tuple[Any, str, Any]
 
-_WORD = np.dtype(np.uint16)
+_WORD, _BOOL = np.dtype(np.uint16), np.dtype(np.bool_)
 _FLOAT8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 _NAMES = frozenset({"bf16", *_FLOAT8})
 
@@ -139,11 +139,14 @@ def _elementwise(module: Any) -> list[Replacement]:
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Array]) -> Any:
         if lhs.data.dtype == _WORD and _is_bfloat16(lhs):
-            result = op(widen(lhs.data), widen(rhs.data))
-            if result.dtype == np.bool_:
-                return handle(result, language.int1)
-            return handle(narrow(result), language.bfloat16)
-        return stock_binary(self, lhs, rhs, op)
+            values = op(widen(lhs.data), widen(rhs.data))
+            if values.dtype != _BOOL:
+                return handle(narrow(values), language.bfloat16)
+            return handle(values, language.int1)
+        result = stock_binary(self, lhs, rhs, op)
+        if result.data.dtype == _BOOL:
+            result.dtype = language.int1  # or a splat would make numbers of it, which `&` does not take
+        return result
 
     def ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Callable[..., Array]) -> Any:
         if op is not np.where and _is_bfloat16(other):

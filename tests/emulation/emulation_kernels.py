@@ -162,3 +162,10 @@ def reduce(x, out, where, M: tl.constexpr, N: tl.constexpr):
 def accumulate(x, out, N: tl.constexpr):
     at = tl.arange(0, N)
     tl.atomic_add(out + at % 2, tl.load(x + at), mask=at > 0)
+
+
+@triton.jit
+def mark_if_positive(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    positive = tl.load(x) > 0
+    tl.store(out + at, 1.0, mask=positive & (at < N - 1))

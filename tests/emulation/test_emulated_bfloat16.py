@@ -192,6 +192,15 @@ def test_a_sum_rounds_as_bfloat16_does():
     assert out[0].item() == pytest.approx(256 + 63 / 3, abs=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16, torch.int32], ids=str)
+def test_a_comparison_of_scalars_joins_a_mask(dtype):
+    out = torch.zeros(4, device="cuda")
+    kernels.mark_if_positive[(1,)](torch.zeros(1, dtype=dtype, device="cuda"), out, N=4)
+    assert out.tolist() == [0] * 4
+    kernels.mark_if_positive[(1,)](torch.ones(1, dtype=dtype, device="cuda"), out, N=4)
+    assert out.tolist() == [1, 1, 1, 0]
+
+
 def test_atomic_additions_meet():
     x, out = torch.arange(16).to(BF16).cuda(), torch.ones(2, dtype=BF16, device="cuda")
     kernels.accumulate[(1,)](x, out, N=16)
