@@ -158,8 +158,10 @@ def _import(spec: str, module_name: str) -> ModuleType:
 
 
 def _import_failed(spec: str, module_name: str, error: BaseException) -> str:
-    # The innermost frame that is not import machinery: the line of the user's file that broke.
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    # The innermost frame that is neither import machinery nor our refusal of a claim: the line of the user's file that
+    # broke.
+    foreign = ("importlib", "<string>", str(Path(__file__).with_name("contract")))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in foreign)]
     own = [f for f in frames if f.filename != __file__]
     at = f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
     text = " ".join(str(error).split())
@@ -200,7 +202,37 @@ def _checked_class(spec: str, found: object) -> type[AttentionBackend]:
     if not isinstance(claims, Capabilities):
         what = "sets no capabilities" if claims is None else f"sets capabilities to a {type(claims).__name__}"
         raise BackendNotFound(f"backend {spec!r} {what}; write capabilities = Capabilities(eager={{...}}, ...)")
+    wrong = _wrong_older_hooks(found, claims)
+    if wrong:
+        raise BackendNotFound(f"backend {spec!r} {wrong}")
     return found
+
+
+_OLDER_HOOKS = ("init_forward_metadata_capture_cuda_graph", "init_forward_metadata_replay_cuda_graph")
+
+
+def _wrong_older_hooks(found: type[AttentionBackend], claims: Capabilities) -> str:
+    """What keeps the older pair of graph hooks from being called, or nothing."""
+    from .contract import AttentionBackend, LegacyGraphHooks
+
+    def inherits(name: str, owner: type) -> bool:
+        return getattr(found, name, None) is getattr(owner, name)
+
+    plain = inherits("init_forward_metadata_out_graph", AttentionBackend)
+    plans_inside = not inherits("init_forward_metadata_in_graph", AttentionBackend)
+    order = f"write class {found.__name__}(LegacyGraphHooks, ...) with LegacyGraphHooks first"
+    if not issubclass(found, LegacyGraphHooks):
+        older = [name for name in _OLDER_HOOKS if hasattr(found, name)]
+        unheard = bool(older) and plain and not plans_inside and bool(claims.graph)
+        return f"implements {older[0]}, which is called through LegacyGraphHooks alone; {order}" if unheard else ""
+    if plain:
+        return f"mixes LegacyGraphHooks in after AttentionBackend, whose hooks hide it; {order}"
+    if not inherits("init_forward_metadata_out_graph", LegacyGraphHooks):
+        return ""
+    missing = [name for name in _OLDER_HOOKS if claims.graph and inherits(name, LegacyGraphHooks)]
+    if claims.eager and not plans_inside and inherits("init_forward_metadata", AttentionBackend):
+        missing.append("init_forward_metadata (for eager steps)")
+    return f"has LegacyGraphHooks and does not implement {', '.join(missing)}" if missing else ""
 
 
 def _describe(name: str, point: metadata.EntryPoint) -> BackendInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from .modes import Execution, ForwardMode
 
@@ -31,6 +32,15 @@ class Requires:
     why: str = ""
     """What the package says about other devices, for the report."""
 
+    def __post_init__(self) -> None:
+        if self.sm is not None:
+            object.__setattr__(self, "sm", _ranges(self.sm))
+        if isinstance(self.packages, str):
+            raise ValueError(f"Requires.packages must be a tuple, got {self.packages!r}; write ({self.packages!r},)")
+        object.__setattr__(self, "packages", tuple(self.packages))
+        for text in self.packages:
+            _requirement(text)
+
     @property
     def sm_ranges(self) -> tuple[tuple[int, int], ...] | None:
         """``sm`` as ranges; None: any device."""
@@ -41,6 +51,45 @@ class Requires:
     def runs_on(self, sm: int) -> bool:
         """Whether the real kernels run on this compute capability (90 for SM90)."""
         return self.sm_ranges is None or any(low <= sm <= high for low, high in self.sm_ranges)
+
+
+_LOWEST_SM = 20
+"""Less is a major version alone."""
+
+
+def _ranges(sm: Any) -> tuple[Any, ...]:
+    """As given, checked, in tuples."""
+    pairs = [sm] if _is_pair(sm) else sm
+    if not isinstance(pairs, (tuple, list)) or not pairs or not all(_is_pair(pair) for pair in pairs):
+        usual = f"({sm}, {sm})" if _is_whole(sm) else "(90, 90), or ((90, 90), (100, 103))"
+        raise ValueError(f"Requires.sm must be the lowest and the highest SM, got {sm!r}; write {usual}")
+    for low, high in pairs:
+        if low > high or low < _LOWEST_SM:
+            raise ValueError(f"Requires.sm: no device is from SM{low} to SM{high}; SM90 alone is (90, 90)")
+    return tuple(sm) if pairs[0] is sm else tuple(tuple(pair) for pair in pairs)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_whole(number) for number in value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _requirement(text: object) -> None:
+    # Imported here: most backends need no package, and the contract is otherwise torch alone.
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        Requirement(str(text))
+    except InvalidRequirement as error:
+        told = " ".join(str(error).split())
+        raise ValueError(f"Requires.packages: {text!r} is no requirement such as 'my-kernels>=1.2': {told}") from None
+
+
+_LEAST = {"max_q_rows": 1, "max_topk": 0, "max_context_len": 1}
+_YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant")
 
 
 @dataclass(frozen=True)
@@ -99,6 +148,12 @@ class Capabilities:
     mode_requires: Mapping[ForwardMode, Requires] = field(default_factory=dict, hash=False)
     """What a mode needs beyond that, where one mode's kernels exist for fewer devices than the others'."""
 
+    def __new__(cls, *args: Any, **claims: Any) -> Capabilities:
+        """Answer a misspelt claim with the right one."""
+        for name in claims:
+            _spelled("capability", name, tuple(cls.__dataclass_fields__))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         _spelled("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
         for name in ("eager", "graph", "sliding_window"):
@@ -109,10 +164,37 @@ class Capabilities:
                 self, name, frozenset(_spelled(name, v, known) for v in _listed(name, getattr(self, name)))
             )
         for name in ("head_dims", "page_sizes", "gqa_ratios", "mla_rope_dims"):
-            values = frozenset(_listed(name, getattr(self, name)))
-            if any(not isinstance(v, int) or v < (0 if name == "mla_rope_dims" else 1) for v in values):
+            values = _listed(name, getattr(self, name))
+            if not all(_is_whole(v) and v >= (0 if name == "mla_rope_dims" else 1) for v in values):
                 raise ValueError(f"Capabilities.{name} must be positive whole numbers, got {sorted(map(str, values))}")
-            object.__setattr__(self, name, values)
+            object.__setattr__(self, name, frozenset(values))
+        for name, least in _LEAST.items():
+            number = getattr(self, name)
+            if not _is_whole(number) or number < least:
+                raise ValueError(f"Capabilities.{name} must be a whole number from {least} on, got {number!r}")
+        for name in _YES_OR_NO:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"Capabilities.{name} must be True or False, got {getattr(self, name)!r}")
+        self._check_requirements()
+        if ForwardMode.TARGET_VERIFY in self.eager | self.graph and not self.max_topk:
+            raise ValueError(
+                "Capabilities claim target-verify, and max_topk=0 claims no draft tree; write max_topk=1 for chains, "
+                "max_topk=K for trees of up to K children a node, or leave target-verify out"
+            )
+
+    def _check_requirements(self) -> None:
+        if not isinstance(self.mode_requires, Mapping):
+            raise ValueError(
+                f"Capabilities.mode_requires must be a dict, got {self.mode_requires!r}; "
+                "write {'decode': Requires(sm=(90, 90))}"
+            )
+        needs: dict[str, object] = {"requires": self.requires}
+        needs |= {f"mode_requires[{str(mode)!r}]": of_mode for mode, of_mode in self.mode_requires.items()}
+        for name, given in needs.items():
+            if not isinstance(given, Requires):
+                raise ValueError(f"Capabilities.{name} must be a Requires, got {given!r}; {_write_requires(given)}")
+        spelled = {min(_modes("mode_requires", [m])): of_mode for m, of_mode in self.mode_requires.items()}
+        object.__setattr__(self, "mode_requires", spelled)
 
     def offers(self, mode: ForwardMode, execution: Execution) -> bool:
         """Whether this mode is claimed in this execution."""
@@ -121,13 +203,19 @@ class Capabilities:
     def with_changes(self, **changes: object) -> Capabilities:
         """A copy with some claims replaced; for subclasses that narrow or widen a parent's claims."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        unknown = [name for name in changes if name not in values]
-        if unknown:
-            _spelled("capability", unknown[0], tuple(values))
         return Capabilities(**{**values, **changes})
 
 
-def _listed(name: str, values: object) -> list[object]:
+def _write_requires(given: object) -> str:
+    """How it is written, with what was given where that can be read."""
+    if isinstance(given, Mapping) and set(given) <= {"sm", "packages", "why"}:
+        sm = given.get("sm")
+        values = {**given, "sm": (sm, sm)} if isinstance(sm, int) else dict(given)
+        return f"write Requires({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+    return "write Requires(sm=(90, 90), packages=('my-kernels>=1.2',))"
+
+
+def _listed(name: str, values: object) -> list[Any]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(f"Capabilities.{name} must be a set or list of values, got {values!r}; write {{{values!r}}}")
     return list(values)

@@ -12,7 +12,7 @@ import pytest
 from attn_testkit.registry import BackendNotFound, known_backends, load_backend, origin_of
 
 MODULE = """
-from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode
+from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode, KernelBackend, LegacyGraphHooks
 
 class Good(AttentionBackend):
     capabilities = Capabilities(eager={ForwardMode.DECODE})
@@ -32,6 +32,32 @@ class DictClaims(NoClaims):
 class Other: pass
 
 def factory(): pass
+
+class Older:
+    capabilities = Capabilities(eager={"decode"}, graph={"decode"})
+    def init_forward_metadata(self, batch): pass
+    def init_forward_metadata_capture_cuda_graph(self, *given): pass
+    def init_forward_metadata_replay_cuda_graph(self, *given): pass
+    def forward(self, q, k, v, layer, batch, save_kv_cache=True): return q
+
+class OlderHooks(Older, LegacyGraphHooks, AttentionBackend): pass
+class OlderLast(Older, AttentionBackend, LegacyGraphHooks): pass
+class OlderUnheard(Older, AttentionBackend): pass
+class OlderInAKernel(Older, KernelBackend):
+    def run(self, q, kv, plan): return q
+class OlderHalf(LegacyGraphHooks, AttentionBackend):
+    capabilities = Older.capabilities
+    forward = Older.forward
+    init_forward_metadata_capture_cuda_graph = Older.init_forward_metadata_capture_cuda_graph
+class OlderEagerOnly(OlderHalf):
+    capabilities = Capabilities(eager={"decode"})
+    init_forward_metadata = Older.init_forward_metadata
+"""
+CLAIMS = """
+from attn_testkit.contract import Capabilities, Requires
+
+
+claims = Capabilities(eager={"decode"}, CLAIM)
 """
 
 
@@ -45,7 +71,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "broken_code.py").write_text("\n\nraise RuntimeError('libcudart.so.12: cannot open shared object')\n")
     (tmp_path / "ends.py").write_text("import sys; sys.exit('no GPU')\n")
     yield
-    for name in ("authored", "broken_dependency", "broken_code", "ends"):
+    for name in ("authored", "broken_dependency", "broken_code", "claiming", "ends"):
         sys.modules.pop(name, None)
 
 
@@ -78,6 +104,9 @@ def test_a_registered_name_is_found_with_its_distribution():
         ("authored:NoForward", "backend 'authored:NoForward' does not implement forward"),
         ("authored:NoClaims", "sets no capabilities; write capabilities = Capabilities(eager={...}, ...)"),
         ("authored:DictClaims", "sets capabilities to a dict; write capabilities = Capabilities("),
+        ("authored:OlderLast", "mixes LegacyGraphHooks in after AttentionBackend, whose hooks hide it; write class Older"),
+        ("authored:OlderUnheard", "implements init_forward_metadata_capture_cuda_graph, which is called through Legacy"),
+        ("authored:OlderHalf", "does not implement init_forward_metadata_replay_cuda_graph, init_forward_metadata (for"),
         ("broken_dependency:X", "failed: ModuleNotFoundError: No module named 'no_such_library' (at "),
         ("broken_code:X", "RuntimeError: libcudart.so.12: cannot open shared object (at "),
         ("broken_code:X", "broken_code.py:3)"),
@@ -87,6 +116,41 @@ def test_a_registered_name_is_found_with_its_distribution():
 def test_anything_else_is_one_clear_line(spec, message):
     with pytest.raises(BackendNotFound, match=re.escape(message)) as caught:
         load_backend(spec)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["OlderHooks", "OlderInAKernel", "OlderEagerOnly"])
+def test_older_hooks_that_are_whole_or_not_needed_load(name):
+    assert load_backend(f"authored:{name}").__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("claim", "message"),
+    [
+        ("max_q_rows='8'", "Capabilities.max_q_rows must be a whole number from 1 on, got '8'"),
+        ("max_q_rows=0", "Capabilities.max_q_rows must be a whole number from 1 on, got 0"),
+        ("max_q_rows=True", "Capabilities.max_q_rows must be a whole number from 1 on, got True"),
+        ("max_topk=-1", "Capabilities.max_topk must be a whole number from 0 on, got -1"),
+        ("max_context_len=None", "Capabilities.max_context_len must be a whole number from 1 on, got None"),
+        ("needs_cpu_seq_lens='no'", "Capabilities.needs_cpu_seq_lens must be True or False, got 'no'"),
+        ("head_dims=[[64]]", "Capabilities.head_dims must be positive whole numbers"),
+        ("graph={'target-verify'}", "max_topk=0 claims no draft tree; write max_topk=1 for chains"),
+        ("page_size={16}", "unknown capability 'page_size'; did you mean 'page_sizes'?"),
+        ("requires={'sm': 90}", "Capabilities.requires must be a Requires, got {'sm': 90}; write Requires(sm=(90, 90))"),
+        ("requires=Requires(sm=90)", "Requires.sm must be the lowest and the highest SM, got 90; write (90, 90)"),
+        ("requires=Requires(sm=(9, 0))", "no device is from SM9 to SM0; SM90 alone is (90, 90)"),
+        ("requires=Requires(packages='a>=1')", "Requires.packages must be a tuple, got 'a>=1'; write ('a>=1',)"),
+        ("requires=Requires(packages=['a b'])", "Requires.packages: 'a b' is no requirement such as 'my-kernels>=1.2'"),
+        ("mode_requires={'decod': Requires()}", "unknown mode_requires 'decod'; did you mean 'decode'?"),
+        ("mode_requires={'decode': 90}", "Capabilities.mode_requires['decode'] must be a Requires, got 90; write"),
+        ("mode_requires=Requires()", "Capabilities.mode_requires must be a dict"),
+    ],
+)  # fmt: skip
+def test_a_claim_that_cannot_be_is_refused_at_the_authors_line(claim, message, tmp_path):
+    (tmp_path / "claiming.py").write_text(CLAIMS.replace("CLAIM", claim))
+    with pytest.raises(BackendNotFound, match=re.escape(message)) as caught:
+        load_backend("claiming:X")
+    assert str(caught.value).endswith("claiming.py:5)")
     assert "\n" not in str(caught.value)
 
 
