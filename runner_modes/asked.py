@@ -1,7 +1,7 @@
 """What a backend is asked for beside its planning hooks: each answer is guarded, and held against the contract.
 
-A property that raises, or that answers what the contract does not allow, is a mistake of the backend's, and must be told
-as one.
+A property that raises, or that answers what the contract does not allow, is a mistake of the backend's, and must be
+told as one.
 """
 
 from __future__ import annotations
