@@ -6,7 +6,7 @@ import datetime
 import fnmatch
 import importlib.metadata
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -20,7 +20,7 @@ from .execute import Outcome, gradients_off, run_case
 from .graphs.capture import settle
 from .registry import UsageError, did_you_mean, load_backend, origin_of
 from .rerun import Bench
-from .results import CaseResult, Finding, RunHeader, Status
+from .results import NO_CASE, CaseResult, Finding, RunHeader, Status
 
 __all__ = ["RunPlan", "UsageError", "WorkItem", "check_backend", "plan_run", "run", "run_item"]
 
@@ -131,7 +131,7 @@ def plan_run(
                 else:
                     found = _cases_for(claims, mode, tier, seed, cases, exact)
                     if not found and not cases:
-                        given.append(_unsatisfiable(spec, mode, execution))
+                        given.append(_unsatisfiable(spec, claims, mode, execution))
                     # Not on a real device: what is not claimed may crash it, and with it the other case-runs.
                     probe = environment.emulated and execution is Execution.EAGER and mode not in claims.graph
                     items += [WorkItem(spec, mode, execution, case, probe and case is found[0]) for case in found]
@@ -149,23 +149,44 @@ def plan_run(
             item.execution is Execution.GRAPH,
         )
     )
-    return RunPlan(_header(backends, tier, seed, environment, len(items)), tuple(items), tuple(given), device)
+    # A claim that nothing can satisfy is claimed all the same, and so are its case-runs: one, which failed.
+    planned = len(items) + sum(row.status is Status.FAILED for row in given)
+    return RunPlan(_header(backends, tier, seed, environment, planned), tuple(items), tuple(given), device)
 
 
 def _row(spec: str, mode: ForwardMode, execution: Execution, status: Status, reason: str) -> CaseResult:
     return CaseResult(spec, mode.value, execution.value, "", status, reason=reason)
 
 
-def _unsatisfiable(spec: str, mode: ForwardMode, execution: Execution) -> CaseResult:
+def _unsatisfiable(spec: str, claims: Capabilities, mode: ForwardMode, execution: Execution) -> CaseResult:
+    hint = next(told for told, holds in _WHY_NONE if holds(claims)).format(claims=claims)
     finding = Finding(
-        "claims-honest",
-        f"{mode} is claimed, and no case can satisfy the other claims with it",
-        hint="an empty set of families, head dims or page sizes, or limits (max_q_rows, max_context_len) that leave "
-        "nothing to try",
+        "claims-honest", f"{mode} is claimed, and no case can satisfy the other claims with it", hint=hint
     )
     return CaseResult(
-        spec, mode.value, execution.value, f"{mode.value}-(no case)", Status.FAILED, (finding,), ("claims-honest",)
+        spec, mode.value, execution.value, f"{mode.value}-{NO_CASE}", Status.FAILED, (finding,), ("claims-honest",)
     )
+
+
+_WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
+    ("families is empty", lambda c: not c.families),
+    ("dtypes is empty", lambda c: not c.dtypes),
+    ("kv_dtypes is empty", lambda c: not c.kv_dtypes),
+    ("page_sizes is empty", lambda c: not c.page_sizes),
+    ("head_dims is empty, or holds only widths above 512", lambda c: not any(d <= 512 for d in c.head_dims)),
+    ("mla_rope_dims is empty", lambda c: "mla" in c.families and not c.mla_rope_dims),
+    ("gqa_ratios is empty, and mha is not claimed", lambda c: "mha" not in c.families and not c.gqa_ratios),
+    (
+        "gqa and mqa need a number above 1 in gqa_ratios; as many query heads as KV heads is mha",
+        lambda c: c.families <= {"gqa", "mqa"} and c.gqa_ratios <= {1},
+    ),
+    (
+        "max_context_len {claims.max_context_len} has no room for the shortest case: two pages beside prefix and new "
+        "tokens",
+        lambda c: True,
+    ),
+)
+"""Why no case can satisfy the claims, first match."""
 
 
 def _header(backends: Sequence[str], tier: str, seed: int, environment: Environment, planned: int) -> RunHeader:

@@ -8,7 +8,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["EXECUTIONS", "MODES", "CaseResult", "Finding", "RunHeader", "Status", "exit_code", "format_failure"]
+__all__ = [
+    "EXECUTIONS",
+    "MODES",
+    "NO_CASE",
+    "CaseResult",
+    "Finding",
+    "RunHeader",
+    "Status",
+    "exit_code",
+    "format_failure",
+    "repro_command",
+]
 
 
 # The spellings of contract/modes.py, which comes with torch: reports and --help must not wait for it. A test compares.
@@ -16,6 +27,8 @@ MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2")
 EXECUTIONS = ("eager", "graph")
 
 
+NO_CASE = "(no case)"
+"""Stands for a case in the row of a mode that is claimed and that no case can satisfy."""
 WIDTH = 120
 """Columns of a failure's prose."""
 
@@ -183,7 +196,12 @@ def _row(name: str, text: str) -> list[str]:
 
 def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
     """The command that shows this result again."""
-    words = ["attn-testkit repro --backend", result.backend, "--execution", result.execution]
+    rest = ["--execution", result.execution]
     if header and header.device == "emulated":
-        words.append("--device cpu")
-    return " ".join([*words, result.case])
+        rest.append("--device cpu")
+    if not result.case.endswith(NO_CASE):
+        return " ".join(["attn-testkit repro --backend", result.backend, *rest, result.case])
+    # There is no case to name: planning the mode again shows it.
+    if header and header.tier != "smoke":
+        rest.append(f"--tier {header.tier}")
+    return " ".join(["attn-testkit run --backend", result.backend, "--mode", result.mode, *rest])

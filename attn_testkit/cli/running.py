@@ -18,7 +18,7 @@ from ..doors import Prepared, Request, final_code, prepare, run_here
 from ..isolation import Worker, WorkerStartError, run_isolated
 from ..plugin_gpus import visible_gpus
 from ..registry import UsageError
-from ..reports.record import Record, Report
+from ..reports.record import Record, Report, cannot_write
 from ..results import BAD, CaseResult, Status, format_failure
 from .options import backend_option, device_option, execution_option, request_from, selection_options
 from .show import Watch, echo_header, print_summary
@@ -159,10 +159,9 @@ def _write_html(report: Report, values: dict[str, Any]) -> None:
 def write_text(path: str, text: str) -> None:
     """Write a file, or say in one line why not."""
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, "utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+        raise cannot_write(Path(path), error) from error
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -67,7 +68,9 @@ class Comparison:
 
 def compare_reports(old: Report, new: Report) -> Comparison:
     """Compare case-run by case-run; the order of the files' rows does not matter."""
-    before, after = _by_key(old), _by_key(new)
+    # A seed changes data, slots and the last word of every id, and no case.
+    seeds_differ = old.header.seed != new.header.seed
+    before, after = _by_key(old, seeds_differ), _by_key(new, seeds_differ)
     both = [key for key in after if key in before]
     pairs = [(before[key], after[key]) for key in both]
 
@@ -114,8 +117,14 @@ def comparison_text(found: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _by_key(report: Report) -> dict[Key, CaseResult]:
-    return {(r.backend, r.mode, r.execution, r.case): r for r in report.results if r.case}
+_SEED = re.compile(r"-s\d+$")
+
+
+def _by_key(report: Report, seedless: bool) -> dict[Key, CaseResult]:
+    def name(case: str) -> str:
+        return _SEED.sub("", case) if seedless else case
+
+    return {(r.backend, r.mode, r.execution, name(r.case)): r for r in report.results if r.case}
 
 
 def _bad(result: CaseResult) -> bool:
@@ -153,11 +162,12 @@ def _remarks(old: Report, new: Report) -> list[str]:
         for name, was, now in (
             ("device", a.device_name, b.device_name),
             ("tier", a.tier, b.tier),
-            ("seed", str(a.seed), str(b.seed)),
             ("kit", a.kit, b.kit),
         )
         if was != now
     ]
+    if a.seed != b.seed:
+        remarks.append(f"seeds differ: {a.seed} -> {b.seed}; case-runs are compared by their ids without the seed")
     remarks += [
         f"{name} {a.versions.get(name, 'absent')} -> {b.versions.get(name, 'absent')}"
         for name in sorted({*a.versions, *b.versions})

@@ -14,7 +14,7 @@ from typing import IO, Any
 from ..registry import UsageError
 from ..results import CaseResult, Finding, RunHeader, Status
 
-__all__ = ["FORMAT", "Record", "Report", "plain", "read_report", "result_from_plain", "schema"]
+__all__ = ["FORMAT", "Record", "Report", "cannot_write", "plain", "read_report", "result_from_plain", "schema"]
 
 FORMAT = "attn-testkit-report/1"
 """Grows a number when a reader of the old form would misread the new one."""
@@ -70,6 +70,13 @@ def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
     return CaseResult(**values)
 
 
+def cannot_write(path: Path, error: OSError) -> UsageError:
+    """One line that says why: a directory that is not there is more often misspelt than wanted."""
+    if not path.parent.is_dir():
+        return UsageError(f"cannot write {path}: there is no directory {path.parent}; make it, or mend the name")
+    return UsageError(f"cannot write {path}: {error.strerror or error}")
+
+
 class Record:
     """Writes results as they come. The file is a whole JSON document after every call; ``finished`` tells the rest."""
 
@@ -78,10 +85,9 @@ class Record:
         self._counts: Counter[str] = Counter()
         self._empty = True
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] = self._path.open("wb")
         except OSError as error:
-            raise UsageError(f"cannot write {self._path}: {error.strerror or error}") from error
+            raise cannot_write(self._path, error) from error
         head = json.dumps({"format": FORMAT, "header": plain(asdict(header))}, indent=1)
         self._append(head[:-2].encode() + b',\n "results": [')
 

@@ -78,13 +78,13 @@ def test_crashes_cost_one_case_run_each(call):
 
 
 def test_the_record_is_valid_and_says_how_it_ended(call):
-    call("run", "--backend", "fake:ok,wrong,inf", "--json", "sub/out.json", "--html", "sub/out.html")
-    data = json.loads(Path("sub/out.json").read_text())
+    call("run", "--backend", "fake:ok,wrong,inf", "--json", "out.json", "--html", "out.html")
+    data = json.loads(Path("out.json").read_text())
     jsonschema.validate(data, schema())
     assert data["finished"] is True
     assert data["exit_code"] == 1
     assert data["counts"] == {"passed": 4, "failed": 8}
-    assert "NOT CONFORMANT: 8 failed" in Path("sub/out.html").read_text()
+    assert "NOT CONFORMANT: 8 failed" in Path("out.html").read_text()
 
 
 def test_a_run_that_stops_early_is_not_green(call):
@@ -178,6 +178,8 @@ def test_data_goes_to_stdout_and_nothing_else_does(call):
         (["run", "-b", "fake:ok", "-x", "--max-failures", "2"], "-x is --max-failures 1"),
         (["run", "-b", "fake:ok", "--json", "/proc/nope/x.json"], "cannot write /proc/nope/x.json"),
         (["run", "-b", "fake:ok", "--html", "/proc/nope/x.html"], "cannot write /proc/nope/x.html"),
+        (["run", "-b", "fake:ok", "--json", "reprots/x.json"], "there is no directory reprots; make it, or mend"),
+        (["run", "-b", "fake:ok", "--html", "reprots/x.html"], "cannot write reprots/x.html: there is no directory"),
         (["run", "-b", "fake:ok", "--known-failures", "none.toml"], "cannot read none.toml: No such file"),
         (["repro", "-b", "fake:ok"], "Missing argument 'CASE'"),
         (["repro", "-b", "fake:ok", "decode-okk-k0"], "no case matches 'decode-okk-k0'"),
@@ -219,7 +221,35 @@ def test_explain_tells_what_a_case_id_stands_for(call):
     case = Case(ForwardMode.DECODE, Heads("gqa", 8, 2), 64, "bf16", 16, (1, 33), bucket=2)
     code, out, _ = call("explain", case.id)
     assert code == 0
-    assert "(1, 33)" in out
+    assert [line.split(None, 1) for line in out.splitlines()[1:]] == [
+        ["mode", "decode"],
+        ["heads", "gqa: 8 query heads, 2 KV heads"],
+        ["head_dim", "64"],
+        ["dtype", "bf16"],
+        ["page_size", "16"],
+        ["prefixes", "1, 33 keys before this step"],
+        ["layout", "shuffled"],
+        ["data", "gauss"],
+        ["bucket", "2 requests in the graph"],
+    ]
+
+
+def test_explain_leaves_out_what_a_case_does_not_have(call):
+    code, out, _ = call(
+        "explain", "target-verify-mla4-d64r16-fp16-p8-k9.40-t0.0.1-shuffled-gauss-w0-cap1.5-sink-b3nan-s7"
+    )
+    assert code == 0
+    told = dict(line.split(None, 1) for line in out.splitlines()[1:])
+    assert told["heads"] == "mla: 4 query heads, 1 KV head"
+    assert told["tree"] == "4 nodes, parents 0, 0, 1"
+    assert told["window"] == "0 keys back, in one layer"
+    assert told["bucket"] == "3 requests in the graph, 1 of them padding (nan)"
+    assert told["seed"] == "7"
+    assert "new" not in told
+    assert "None" not in out
+    code, out, _ = call("explain", "draft-extend-mha2-d64-fp16-p8-k9.40-n4a1.3-shuffled-gauss-b2prod")
+    assert code == 0
+    assert "accepted tokens of each request: 1, 3 of 4 rows" in " ".join(out.split())
 
 
 def test_compare_fails_when_something_got_worse(call):

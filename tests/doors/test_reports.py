@@ -228,6 +228,27 @@ def test_the_comparison_says_when_the_runs_are_not_alike():
     )
 
 
+def test_runs_with_other_seeds_are_compared_case_by_case():
+    def seeded(seed: int, *words: str) -> Report:
+        report = run_of(",".join(words), seed=seed)
+        ids = (replace(r, case=f"{r.case}-s{seed}") if r.case and seed else r for r in report.results)
+        return replace(report, results=tuple(ids))
+
+    found = compare_reports(seeded(0, "ok", "ok"), seeded(7, "ok", "ok"))
+    assert found.exit_code == 0
+    assert not found.vanished + found.appeared
+    assert found.remarks == ("seeds differ: 0 -> 7; case-runs are compared by their ids without the seed",)
+    new = seeded(8, "ok")
+    broken = (replace(r, status=Status.FAILED) if r.case and r.execution == "graph" else r for r in new.results)
+    found = compare_reports(seeded(7, "ok"), replace(new, results=tuple(broken)))
+    assert {(change.case, change.old, change.new) for change in found.newly_failing} == {
+        ("decode-ok-k0-s8", "passed", "failed"),
+        ("target-verify-ok-k0-s8", "passed", "failed"),
+    }
+    same = seeded(7, "ok")
+    assert compare_reports(same, same).remarks == ()
+
+
 def test_the_verdict_always_has_its_denominator():
     report = run_of("ok,ok")
     assert verdict(report.header, report.results).startswith("CONFORMANT: 8 of 8 claimed case-runs passed; emulated")

@@ -1,9 +1,11 @@
 """Every promise has a broken backend that it catches, and the healthy twin passes."""
 
 import pytest
+from broken_backends import ClaimsWhatNoCaseCanMeet, Healthy
 
-from attn_testkit.engine import check_backend
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.engine import check_backend, plan_run, run
+from attn_testkit.reports.tally import verdict
+from attn_testkit.results import CaseResult, Status, format_failure
 
 FAST = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod",)
 NAN = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4nan",)
@@ -56,6 +58,30 @@ def test_the_healthy_twin_passes(cases: tuple[str, ...], execution: str) -> None
 
 
 def test_a_claim_that_no_case_can_meet_fails() -> None:
-    (result,) = (r for r in check_backend("broken_backends:ClaimsWhatNoCaseCanMeet", device="cpu") if r.case)
+    plan = plan_run(backends=["broken_backends:ClaimsWhatNoCaseCanMeet"], device="cpu", tier="core")
+    (result,) = (r for r in run(plan) if r.case)
     assert result.status is Status.FAILED
     assert "no case can satisfy" in result.findings[0].headline
+    assert "gqa_ratios" in result.findings[0].hint
+    assert verdict(plan.header, [result]) == "NOT CONFORMANT: 1 failed of 1 claimed case-runs"
+    told = format_failure(result, plan.header).splitlines()[-1].split("attn-testkit ")[1]
+    spec = "broken_backends:ClaimsWhatNoCaseCanMeet"
+    assert told == f"run --backend {spec} --mode decode --execution eager --device cpu --tier core"
+
+
+@pytest.mark.parametrize(
+    ("claims", "why"),
+    [
+        ({"families": ()}, "families is empty"),
+        ({"head_dims": {1024}}, "head_dims is empty, or holds only widths above 512"),
+        ({"families": {"gqa"}, "gqa_ratios": ()}, "gqa_ratios is empty, and mha is not claimed"),
+        ({"max_context_len": 20}, "max_context_len 20 has no room"),
+    ],
+)
+def test_why_no_case_can_meet_a_claim_is_told(
+    claims: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ClaimsWhatNoCaseCanMeet, "capabilities", Healthy.capabilities.with_changes(**claims))
+    results = [r for r in check_backend("broken_backends:ClaimsWhatNoCaseCanMeet", device="cpu") if r.case]
+    assert len(results) == 8
+    assert all(why in r.findings[0].hint for r in results)
