@@ -17,7 +17,7 @@ from .world import Loaded, World
 __all__ = ["ReplayView", "StaticInputs", "eager_batch", "make_static_inputs", "seq_lens_of"]
 
 ReplayView = SimpleNamespace
-"""What a backend gets at a replay: fewer attributes than a ``ForwardBatch``, as in production."""
+"""What a backend gets at a replay: fewer attributes than a ``ForwardBatch``, whose docstring tells them."""
 
 
 def seq_lens_of(mode: ForwardMode, loaded: Loaded) -> list[int]:

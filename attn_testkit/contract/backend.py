@@ -144,7 +144,8 @@ class AttentionBackend(ABC):
         ``q`` [T, Hq, D], ``k`` [T, Hk, D], ``v`` [T, Hk, Dv], in the model's dtype, possibly strided views of one
         packed tensor; none may be modified. For MLA ``q`` is [T, H, kv_lora_rank + rope] (absorbed), ``k`` [T, 1, same]
         the latent row to store, and ``v`` its first part. With ``save_kv_cache`` False the pool holds the new keys and
-        values already (a fused kernel stored them, or the layer shares another's): k and v are neither read nor stored.
+        values already (a fused kernel stored them, or the layer shares another's): k and v may hold anything, and must
+        be neither read nor stored.
         Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype.
         Rows of padded requests may hold anything.
         """
@@ -158,7 +159,10 @@ class AttentionBackend(ABC):
         """Allocate every buffer that captured graphs will read, once, before any capture."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:  # noqa: B027
-        """Before a capture (``in_capture``) and before every replay, outside the graph. ``batch`` is then a view."""
+        """Before a capture (``in_capture``) and before every replay, outside the graph.
+
+        At a replay ``batch`` is a view: ``ForwardBatch`` tells which attributes it has, and how long they are.
+        """
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027 - optional hook
         """First thing in the captured region; re-executed on the device by every replay."""

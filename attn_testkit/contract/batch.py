@@ -21,7 +21,7 @@ class TreeMaskMode(IntEnum):
     ``FULL_MASK``: flat bool; request blocks one after another, block i is [N, prefix_i + N] row-major, so it starts at
     ``N * sum(prefix_j for j < i) + N * N * i``, true lengths. ``QLEN_ONLY``: flat [bs, N, N], no prefix columns.
     ``QLEN_ONLY_BITPACKING``: [bs * N] items of uint8 (N <= 8), uint16 (N <= 16) or uint32 (N <= 32), bit c of row t
-    set if node t may attend node c.
+    set if node t may attend node c; bit 0 is the lowest, bytes are little-endian. Larger N cannot be packed.
     """
 
     FULL_MASK = 0
@@ -38,7 +38,11 @@ class VerifyMask:
     """
 
     buffer: torch.Tensor
-    """Flat, bool or uint8, for ``max_bs`` requests at full context: see ``TreeMaskMode`` for the sizes."""
+    """Flat and contiguous, on the device, at least as large as ``max_bs`` requests can need:
+
+    ``FULL_MASK``: ``max_bs * N * max_context_len`` bool or uint8. ``QLEN_ONLY``: ``max_bs * N * N`` bool or uint8.
+    ``QLEN_ONLY_BITPACKING``: ``max_bs * N`` items of the dtype that ``TreeMaskMode`` tells.
+    """
     mode: TreeMaskMode
     max_bs: int
     is_read: bool = True
@@ -115,10 +119,51 @@ SpecInput = VerifyInput | DraftExtendInput
 class ForwardBatch:
     """What a backend is given for one step.
 
-    At a graph's replay the backend gets a *view* of it instead: a namespace with fewer attributes (see
-    ``ReplayView`` in the drive). There ``batch_size`` counts padded requests, ``seq_lens`` and ``req_pool_indices``
-    may be longer than ``batch_size`` (slice them), ``out_cache_loc`` holds live tokens only, and the ``extend_*``
-    fields are absent.
+    **At a replay** ``init_forward_metadata_out_graph`` gets a *view* of it instead: a namespace with fewer attributes,
+    some longer than the batch. Below, B is ``batch_size``, padded requests included; R <= B are live and come first; T
+    is the number of live tokens, S + 1 or N the rows a request was captured with; max_bs is that of the graph state.
+
+    ================================== ============================= ======================= =========================
+    attribute                          decode, target-verify         draft-extend (v1)       draft-extend-v2
+    ================================== ============================= ======================= =========================
+    ``input_ids``                      [B] or [B * N]                [T], ragged             [T] = [R * N]
+    ``positions``                      [B] or [B * N]                absent                  absent
+    ``req_pool_indices``, ``seq_lens`` [B]                           [max_bs]: slice to B    [max_bs]: slice to B
+    ``seq_lens_cpu``                   [B] or None                   [max_bs] or None        [max_bs] or None
+    ``seq_lens_sum``                   of B requests, or None        of B requests, or None  of B requests, or None
+    ``out_cache_loc``                  [T]                           [T]                     [T]
+    ``num_padding``                    B - R                         absent                  absent
+    ``actual_forward_mode``            ``forward_mode``              absent                  absent
+    ``extend_*``, ``extras``           absent                        absent                  absent
+    ================================== ============================= ======================= =========================
+
+    So ``input_ids.shape[0] // batch_size`` is no width in a draft-extend: take S + 1 or N from the context. Of
+    ``spec_info``:
+
+    ================================== ============================= ======================= =========================
+    field                              target-verify                 draft-extend (v1)       draft-extend-v2
+    ================================== ============================= ======================= =========================
+    ``positions``                      [T] = [R * N]                 [B * (S + 1)]           [B * N]
+    ``num_tokens_per_req``             N                             -1                      N
+    ``draft_token``, ``retrieve_*``    R requests                    no                      no
+    ``custom_mask``                    the whole lent buffer, or a   no                      no
+                                       fresh one of R requests
+    ``hidden_states``                  no                            [T, hidden]             [T, hidden]
+    ``num_accept_tokens``,             no                            [B], S + 1 in padding   [B], N in padding
+    ``num_correct_drafts``
+    ``num_accept_tokens_cpu``          no                            B counts, or None       None
+    ``extend_seq_lens_tensor``         no                            [B], S + 1 in padding   [B], N in padding
+    ``extend_seq_lens_cpu``            no                            B counts, or None       ``[N] * B``
+    ``select_index``                   no                            None                    [B]
+    ================================== ============================= ======================= =========================
+
+    Padded requests have ``req_pool_indices`` 0 (or a stale row), ``seq_lens`` at the fill value, and slot 0 for
+    every token. In draft-extends that is fewer keys than rows, so a prefix computed from it is negative: clamp.
+
+    **Rows of v1 in a graph.** It was captured with S + 1 rows a request, and ``q`` keeps those B * (S + 1) rows. At a
+    replay requests are packed without gaps: request i has ``num_accept_tokens[i]`` rows, behind those of the requests
+    before it. Live requests come first, then padded ones with S + 1 rows each; rows behind the last belong to nobody,
+    even when no request is padded. In target-verify and v2 request i has rows i * N .. i * N + N - 1, padded or not.
     """
 
     forward_mode: ForwardMode

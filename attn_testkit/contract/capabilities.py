@@ -112,7 +112,12 @@ class Capabilities:
     """Which dtypes of the KV pool? ``same`` as the model, ``fp8_e4m3`` with per-tensor scales."""
     matmul_dtype: str = "model"
     """With an FP8 pool: to what are queries and probabilities rounded before the two products? ``model``: the model's
-    dtype; ``fp8_e4m3``: FP8 kernels round both to FP8, with scale 1 for queries. The limits follow from it."""
+    dtype; ``fp8_e4m3``: FP8 kernels round both to FP8, with scale 1 for queries. The limits follow from it.
+
+    Whatever it says: q.k is kept in float32 through scale, soft cap, mask and softmax, and both products accumulate in
+    float32. Probabilities may be rounded to the model's dtype before the second product, the output is, and so may be
+    partial results that are combined. Logits that are rounded to bf16 or fp16 before the softmax are outside the
+    limits, and fail ``matches-oracle``."""
     head_dims: Set[int] = frozenset({64, 128})
     """Which widths of a q/k/v row (for MLA: the latent width; the rope part is ``mla_rope_dims``)?"""
     mla_rope_dims: Set[int] = frozenset({64})

@@ -136,6 +136,41 @@ def test_a_replay_gets_a_view_with_fewer_attributes() -> None:
     assert drafts.seq_lens.shape[0] == 4, "unsliced"
 
 
+_ALWAYS = {"forward_mode", "batch_size", "input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "spec_info"}
+_ALWAYS |= {"seq_lens_cpu", "seq_lens_sum"}
+_MORE = {"positions", "num_padding", "actual_forward_mode"}
+
+
+@pytest.mark.parametrize(("case_id", "width"), [(DECODE, 1), (VERIFY, 3), (V1, 4), (V2, 4)])
+def test_a_replay_view_is_what_the_contract_writes_down(case_id: str, width: int) -> None:
+    """The tables of ``ForwardBatch``."""
+    spy, schedule, _ = graph(case_id, NeedySpy)
+    for view, step in zip(spy.views, schedule.steps, strict=True):
+        bs, tokens, spec = view.batch_size, step.tokens, view.spec_info
+        drafts = case_id in (V1, V2)
+        assert set(vars(view)) == (_ALWAYS if drafts else _ALWAYS | _MORE)
+        assert len(view.input_ids) == (tokens if drafts else bs * width)
+        for rows in (view.req_pool_indices, view.seq_lens, view.seq_lens_cpu):
+            assert len(rows) == (schedule.max_bs if drafts else bs)
+        assert isinstance(view.seq_lens_sum, int)
+        assert len(view.out_cache_loc) == tokens
+        if not drafts:
+            assert (len(view.positions), view.num_padding) == (bs * width, bs - step.bs)
+        if case_id == VERIFY:
+            assert (len(spec.positions), len(spec.draft_token), len(spec.retrieve_index)) == (tokens, tokens, step.bs)
+            assert spec.num_tokens_per_req == width
+        if drafts:
+            counts = [r.accepted for r in step.requests] + [width] * (bs - step.bs)
+            rows = counts if case_id == V1 else [width] * bs
+            assert len(spec.positions) == bs * width
+            assert len(spec.hidden_states) == tokens
+            assert spec.num_tokens_per_req == (-1 if case_id == V1 else width)
+            assert spec.num_accept_tokens_cpu == (counts if case_id == V1 else None)
+            assert len(spec.num_accept_tokens) == len(spec.num_correct_drafts) == len(spec.extend_seq_lens_tensor) == bs
+            assert spec.extend_seq_lens_cpu == rows
+            assert (spec.select_index is None) == (case_id == V1)
+
+
 def test_padding_rows_follow_production() -> None:
     spy, schedule, _ = graph(V2)
     view, step = spy.views[-1], schedule.steps[-1]
