@@ -281,7 +281,8 @@ class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+        if save_kv_cache:
+            self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
         return super().forward(q, k, v, layer, batch, save_kv_cache=False)
 
 
