@@ -198,6 +198,8 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
         new = (plain.width,) if plain.new else ()
         yield replace(plain, dtype=dtype, prefixes=(4096,), new=new, data="footprint", bucket=1, padding="prod")
     yield _long_with_options(claims, mode, plain)
+    # Several key tiles, whose maxima rise for some rows and fall for others; no window, which would leave one tile.
+    yield replace(plain, prefixes=(300, 70), new=(plain.width, 1) if plain.new else (), data="cliff", bucket=2)
     yield _many_requests(claims, plain)
     yield from _wide_heads(claims, plain)
     if mode is ForwardMode.TARGET_VERIFY:

@@ -212,21 +212,29 @@ def _trees(case: Case, index: int, count: int, depth: int, rng: np.random.Genera
 
 
 def _shared_pages(case: Case, prefixes: tuple[int, ...]) -> list[int]:
-    """How many pages of each request are common to it and another: whole pages of a prefix, from the first on."""
-    if case.layout != "shared" or len(prefixes) < 2:
+    """How many pages of each request are common to it and others: whole pages of a prefix, from the first on.
+
+    Of other requests of its step, or of other steps. In half of the cases prefixes part before the shortest one ends.
+    """
+    if case.layout != "shared":
         return [0] * len(prefixes)
     whole = [prefix // case.page_size for prefix in prefixes]
-    most = sorted(whole)[-2]
+    most = sorted(whole)[-2:][0]
+    if case.digest >> 14 & 1:
+        most = min(most, -(-min(whole) // 2) or most)
     return [min(pages, most) for pages in whole]
 
 
 def _pages_for(
-    layout: str, needs: list[int], num_pages: int, rng: np.random.Generator, shared: Sequence[int]
+    layout: str, needs: list[int], num_pages: int, rng: np.random.Generator, shared: Sequence[int], home: int
 ) -> list[Ints]:
-    """Page ids (1-based: page 0 is reserved) of each request."""
+    """Page ids (1-based: page 0 is reserved) of each request. ``home``: the same number, the same shared pages."""
     if any(shared):
         most = max(shared)
-        order = rng.permutation(num_pages) + 1
+        # A cached prefix lies where it lay in earlier steps; the rest of a request lies anywhere.
+        cached = np.random.default_rng(home).permutation(num_pages)[:most] + 1
+        free = np.setdiff1d(np.arange(num_pages) + 1, cached)
+        order = np.concatenate([cached, rng.permutation(free)])
         ends = np.cumsum([need - part for need, part in zip(needs, shared, strict=True)])
         rests = np.split(order[most : most + ends[-1]], ends[:-1])
         return [np.concatenate([order[:part], rest]) for part, rest in zip(shared, rests, strict=True)]
@@ -270,7 +278,7 @@ def _build_step(
     trees = _trees(case, index, count, depth, rng)
     lens = [p + n for p, n in zip(plan.prefixes, news, strict=True)]
     shared = _shared_pages(case, plan.prefixes)
-    pages = _pages_for(case.layout, [-(-n // page) for n in lens], num_pages, rng, shared)
+    pages = _pages_for(case.layout, [-(-n // page) for n in lens], num_pages, rng, shared, case.digest)
     pool_rows = rng.permutation(rows)[:count] + 1
     requests = tuple(
         Request(

@@ -55,6 +55,8 @@ def _held_instead(
     observed: Observation, got: torch.Tensor, want: torch.Tensor, owner: torch.Tensor, at: tuple[int, int, int]
 ) -> str:
     """Whose row a wrong slot holds instead. ``got``, ``want`` [L, parts, slots after page 0, ...]."""
+    if observed.step.stored:
+        return "save_kv_cache was False: the pool held the new keys and values, and k and v were not to be stored"
     layer, part, slot = at
     row, page = got[layer, part, slot], observed.pool.shape[2] - got.shape[2]
     new = (owner == _OWNER["new"]).nonzero().flatten()
