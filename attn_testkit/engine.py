@@ -20,7 +20,7 @@ from .execute import Outcome, gradients_off, run_case
 from .graphs.capture import settle
 from .registry import UsageError, did_you_mean, load_backend, origin_of
 from .rerun import Bench
-from .results import NO_CASE, CaseResult, Finding, RunHeader, Status
+from .results import NO_CASE, CaseResult, Finding, Results, RunHeader, Status
 
 __all__ = ["RunPlan", "UsageError", "WorkItem", "check_backend", "plan_run", "run", "run_item"]
 
@@ -296,10 +296,10 @@ def check_backend(
     executions: Sequence[str] = (),
     seed: int = 0,
     cases: Sequence[str] = (),
-) -> list[CaseResult]:
-    """Check a backend from Python: ``[r for r in check_backend(MyBackend) if r.status is Status.FAILED]``."""
+) -> Results:
+    """Check a backend from Python: ``print(check_backend(MyBackend))``. What comes back is a list of results."""
     spec = backend if isinstance(backend, str) else f"{backend.__module__}:{backend.__qualname__}"
-    return list(
+    return Results(
         run(
             plan_run(
                 backends=[spec], modes=modes, executions=executions, tier=tier, device=device, seed=seed, cases=cases

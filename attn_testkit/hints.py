@@ -80,7 +80,7 @@ def _rows_of_others(e: Evidence) -> str:
     """Wrong rows hold what others should: the numbers are right, and lie in the wrong place."""
     if not e.mixups:
         return ""
-    told = ", ".join(mixup.text for mixup in e.mixups[:3]) + (" and so on" if len(e.mixups) > 3 else "")
+    told = ", ".join(mixup.text for mixup in e.mixups[:2]) + (" and so on" if len(e.mixups) > 2 else "")
     alike = sorted({request for mixup in e.mixups for request in (mixup.request, mixup.of_request)})
     if all(mixup.copied for mixup in e.mixups) and max(r.new for r in e.step.requests) == 1:
         told = f"requests {index_ranges(alike)} hold the same values as each other"
@@ -106,7 +106,7 @@ def _mixup_cause(e: Evidence) -> str:
     )
     chained = len({request for request, _ in taken}) < len(taken)
     chained |= any(keys != e.lens[request] for request, keys in taken)
-    if partly or (chained and not several):
+    if partly or (chained and not several) or _uneven_offsets(e):
         return "offsets of query rows (cu_seqlens_q)"
     return "the request row (req_pool_indices), a row of the page table, or offsets of query rows"
 
@@ -343,6 +343,8 @@ def _missing(e: Evidence, print_: Footprint, missing: list[int], last: int) -> s
     tree = e.step.requests[print_.request].tree
     if tree is not None and tree.topk > 1 and missing[0] >= prefix and e.step.requests[print_.request].new > 1:
         return "draft nodes that should be visible are not: the tree mask is stale, at another offset, or cut off"
+    if not print_.used and _uneven_offsets(e):
+        return ""
     if not print_.used:
         return (
             "no key is used at all: a length of zero or below, an early exit, a row that nothing computes, a window "

@@ -14,6 +14,7 @@ __all__ = [
     "NO_CASE",
     "CaseResult",
     "Finding",
+    "Results",
     "RunHeader",
     "Status",
     "exit_code",
@@ -182,6 +183,26 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
     return "\n".join(lines)
 
 
+class Results(list[CaseResult]):
+    """Case-runs of one check. Printed, it is what a person wants to know: failures, and one line of counts."""
+
+    def __str__(self) -> str:
+        runs = [result for result in self if result.case]
+        bad = [result for result in runs if result.status in BAD]
+        told = [format_failure(result) for result in bad]
+        lines = [*(text + "\n" for text in told[:TOLD]), *(text.partition("\n")[0] for text in told[TOLD:])]
+        lines += [f"not run: {format_failure(result)}" for result in self if result.status is Status.NOT_RUN_HERE]
+        counts = Counter(result.status for result in runs)
+        parts = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
+        verdict = "NOTHING RAN" if not runs else "NOT CONFORMANT" if bad else "CONFORMANT"
+        emulated = "; emulated: no proof about hardware" if any(result.emulated for result in runs) else ""
+        return "\n".join([*lines, f"{verdict}: {parts or 'no case-run'}{emulated}"])
+
+
+TOLD = 3
+"""Failures that ``Results`` tells in full; of the rest it has the first line."""
+
+
 def _row(name: str, text: str) -> list[str]:
     # Values are left whole, to be searched for and copied; prose is made to fit a line.
     lines = text.splitlines()
@@ -197,7 +218,7 @@ def _row(name: str, text: str) -> list[str]:
 def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
     """The command that shows this result again."""
     rest = ["--execution", result.execution]
-    if header and header.device == "emulated":
+    if (header.device if header else result.device) == "emulated":
         rest.append("--device cpu")
     if not result.case.endswith(NO_CASE):
         return " ".join(["attn-testkit repro --backend", result.backend, *rest, result.case])

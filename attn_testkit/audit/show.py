@@ -44,7 +44,7 @@ def verdict_line(audit: Audit) -> str:
     idle = audit.idle_promises
     parts = [
         f"{caught} of {len(audit.faults)} faults caught",
-        f"{alarms} false alarms in {len({verdict.name for verdict in audit.twins})} twins",
+        *([f"{alarms} false alarms in {len({twin.name for twin in audit.twins})} twins"] if audit.twins else []),
         *([f"promises that are first for no fault: {', '.join(idle)}"] if idle else []),
         f"{case_runs} case-runs in {audit.seconds:.0f} s",
         f"tier {audit.settings.tier}, seed {audit.settings.seed}",
@@ -53,9 +53,16 @@ def verdict_line(audit: Audit) -> str:
     return ("GOOD: " if audit.exit_code == 0 else "NOT GOOD: ") + "; ".join(parts)
 
 
+def _partial(audit: Audit) -> bool:
+    """Only some faults were asked for."""
+    return bool(audit.settings.faults or audit.settings.classes)
+
+
 def _columns(audit: Audit) -> list[str]:
+    """Promises that faults can be caught by: all, or in a part those that caught or were expected to."""
     used = {promise for verdict in audit.faults for promise in verdict.caught_by}
-    return [promise for promise in (*PROMISES, "crashed", "timed out") if promise in PROMISES or promise in used]
+    asked = {p for v in audit.faults for p in v.expected} | used if _partial(audit) else PROMISES.keys() | used
+    return [promise for promise in (*PROMISES, "crashed", "timed out") if promise in asked]
 
 
 def _matrix(audit: Audit) -> list[str]:
@@ -117,6 +124,7 @@ def audit_page(audit: Audit) -> str:
         twins=twins,
         whys={twin.name: twin.why for twin in all_twins()},
         promises=PROMISES,
+        partial=_partial(audit),
         line=verdict_line(audit),
     )
 

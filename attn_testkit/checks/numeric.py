@@ -53,7 +53,7 @@ def output_written(observed: Observation, expected: Expected) -> list[Finding]:
             "output-written",
             f"request {request} has output that was never written",
             where=f"out[layer {layer}, {_row(expected, row)}, head {head}, dim {dim}] still holds the poison",
-            spread=spread_text(missing.any(0), expected.data.row_request, observed.step),
+            spread=_spread(observed, expected),
             step=observed.label,
         )
     ]
@@ -78,14 +78,14 @@ def finite(observed: Observation, expected: Expected) -> list[Finding]:
     if not bad.any():
         return []
     layer, row, head, dim = (int(i) for i in bad.nonzero()[0])
-    request = int(expected.data.row_request[row])
+    request, got = int(expected.data.row_request[row]), number(float(out[layer, row, head, dim]))
     return [
         Finding(
             "finite",
-            f"request {request} has {number(float(out[layer, row, head, dim]))} in its output",
-            where=f"out[layer {layer}, {_row(expected, row)}, head {head}, dim {dim}], "
+            f"request {request} has {got} in its output",
+            where=f"out[layer {layer}, {_row(expected, row)}, head {head}, dim {dim}] = {got}, "
             f"want {number(float(expected.attention[layer, row, head, dim]))}",
-            spread=spread_text(bad.any(0), expected.data.row_request, observed.step) + _layers_text(bad),
+            spread=_spread(observed, expected),
             step=observed.label,
         )
     ]
@@ -124,14 +124,13 @@ def matches_oracle(observed: Observation, expected: Expected) -> list[Finding]:
         dim, ratio = int(by_element[layer, row, head].argmax()), float(worst.max())
     request = int(expected.data.row_request[row])
     got, want = float(out[layer, row, head, dim]), float(expected.attention[layer, row, head, dim])
-    told = wrong | (wrong_rows & ~wrong.any(-1))[..., None]
     return [
         Finding(
             "matches-oracle",
             f"request {request} differs from the oracle, {times(ratio)} over the limit",
             where=f"out[layer {layer}, {_row(expected, row)}, head {head}, dim {dim}] = {number(got)}, "
             f"want {number(want)} (limit {number(float(expected.attention_limit[layer, row, head, dim]))})",
-            spread=spread_text(told.any(0), expected.data.row_request, observed.step) + _layers_text(told),
+            spread=_spread(observed, expected),
             step=observed.label,
         )
     ]
@@ -214,6 +213,12 @@ def _row(expected: Expected, row: int) -> str:
     request, offset = int(expected.data.row_request[row]), int(expected.data.row_offset[row])
     several = int((expected.data.row_request == request).sum()) > 1
     return f"request {request}" + (f" row {offset}" if several else "")
+
+
+def _spread(observed: Observation, expected: Expected) -> str:
+    """Of everything that is wrong, whichever promise is told: what is called right is right."""
+    wrong = wrong_values(observed, expected)
+    return spread_text(wrong.any(0), expected.data.row_request, observed.step) + _layers_text(wrong)
 
 
 def _layers_text(wrong: torch.Tensor) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import torch
@@ -144,29 +145,53 @@ def markdown(points: list[Point]) -> str:
 
 
 def svg(points: list[Point]) -> str:
-    """One panel for each kind; keys to the right, the smallest error that is caught upwards, both logarithmic."""
+    """One panel for each kind; keys to the right, the smallest error that is caught upwards, both logarithmic.
+
+    Series whose last points lie on each other share a label; lines of a fixed tolerance are set apart by a little, so
+    that none covers another.
+    """
     panels = []
     for index, kind in enumerate(KINDS):
-        left = 70 + index * 300
-        lines = []
+        left = _LEFT + index * _PANEL
+        lines: list[dict[str, Any]] = []
         for dtype in _DTYPES:
             mine = [p for p in points if (p.kind, p.dtype) == (kind, dtype)]
             for who, sizes in (("kit", [p.kit for p in mine]), ("fixed", [p.fixed for p in mine])):
-                at = [(left + _x(p.length), _y(size)) for p, size in zip(mine, sizes, strict=True)]
+                apart = 5.0 * (_DTYPES.index(dtype) - 1) if who == "fixed" else 0.0
+                at = [(left + _x(p.length), _y(size) + apart) for p, size in zip(mine, sizes, strict=True)]
                 lines.append({"dtype": dtype, "who": who, "at": at, "missed": [size is None for size in sizes]})
-        panels.append({"left": left, "title": _WORDS[kind], "lines": lines})
-    ticks = [(_y(10.0**-n), f"1e-{n}" if n else "1") for n in range(0, 8, 1)]
+        panels.append({"left": left, "title": _WORDS[kind], "lines": lines, "labels": _labels(lines)})
+    ticks = [(_y(10.0**-n), f"{100 * 10.0**-n:g}%") for n in range(6)]
     xticks = [(_x(length), str(length)) for length in LENGTHS]
-    return _template("sensitivity.svg.j2").render(panels=panels, ticks=ticks, xticks=xticks, missed_y=_y(None))
+    return _template("sensitivity.svg.j2").render(
+        panels=panels, ticks=ticks, xticks=xticks, missed_y=_y(None), left=_LEFT, right=_x(LENGTHS[-1])
+    )
+
+
+_LEFT, _PANEL = 104, 300
+_LABEL = 14.0
+"""Height of a label's line."""
+
+
+def _labels(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The kit's lines are named by dtype at their right ends, pushed apart; the fixed ones by one label together."""
+    ends = [(line["at"][-1], line) for line in lines]
+    kit = sorted(((y, x, line["dtype"]) for (x, y), line in ends if line["who"] == "kit"), key=lambda end: end[0])
+    labels: list[dict[str, Any]] = []
+    lowest = 0.0
+    for y, x, dtype in kit:
+        lowest = max(y, lowest + _LABEL)
+        labels.append({"x": x + 9, "y": round(lowest + 4, 1), "text": dtype, "css": dtype})
+    return labels
 
 
 def _x(length: int) -> float:
-    return round(20 + 210 * math.log(length / LENGTHS[0]) / math.log(LENGTHS[-1] / LENGTHS[0]), 1)
+    return round(14 + 200 * math.log(length / LENGTHS[0]) / math.log(LENGTHS[-1] / LENGTHS[0]), 1)
 
 
 def _y(size: float | None) -> float:
-    """Seven decades; above 1 stands what is not caught at all."""
-    return 40.0 if size is None else round(70 - 240 * max(-7.0, math.log10(size)) / 7, 1)
+    """Five decades and a bit; above 1 stands what is not caught at all."""
+    return 72.0 if size is None else round(106 - 200 * max(-5.0, math.log10(size)) / 5, 1)
 
 
 def main(argv: list[str]) -> int:

@@ -19,7 +19,7 @@ TOLD = [
         "d_kv_extent:LengthRoundedUpToPage",
         DECODE,
         "reads-own-kv",
-        "17% of its weight went to slots behind its last key",
+        "12% of its weight went to slots behind its last key",
     ),
     ("d_kv_extent:PageIdUsedAsSlot", DECODE, "reads-own-kv", "none of its own keys is used"),
     ("d_kv_extent:DecodeMissesItsOwnKey", DECODE, "matches-oracle", "the last key is missing"),
