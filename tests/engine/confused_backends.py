@@ -26,13 +26,13 @@ class OffsetsAtAUniformStride(_Eager):
     """Every request is taken to have as many rows as the mean."""
 
     def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        request, _ = super().visible(q, plan)
+        _, seen = super().visible(q, plan)
         count = len(plan.kv_lens)
         stride = len(q) // count
         row = torch.arange(len(q), device=q.device)
         taken = (row // stride).clamp(max=count - 1)
         last = plan.kv_lens[taken] - stride + row % stride
-        keys = torch.arange(plan.page_table.shape[1] * self.context.page_size, device=q.device)
+        keys = torch.arange(seen.shape[-1], device=q.device)
         return taken, keys <= last[:, None]
 
 
@@ -79,6 +79,8 @@ class LastKeyLostInSomeHeads(_Eager):
 class SecondTileOfRows(_Eager):
     """Rows from 16 on see one key too few."""
 
+    capabilities = ALL.with_changes(graph=(), max_q_rows=33)
+
     def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
         request, seen = super().visible(q, plan)
         row = torch.arange(len(q), device=q.device) - plan.cu_seqlens_q[request]
@@ -107,7 +109,14 @@ class NeverRescales(_Eager):
     """What was summed before the maximum rose is not scaled down; tiles of 32 keys."""
 
     def run(self, q: torch.Tensor, kv: _Cache, plan: KernelPlan) -> torch.Tensor:
-        out = super().run(q, kv, plan)
-        request, _ = self.visible(q, plan)
-        far = (plan.kv_lens[request] > 32).view(-1, *[1] * (out.dim() - 1))
-        return torch.where(far, out * 0.5, out)
+        request, seen = self.visible(q, plan)
+        k, v = (cache[plan.page_table.long()].flatten(1, 2)[request].float() for cache in kv)
+        rows = q.view(len(q), plan.layer.tp_k_head_num, plan.layer.q_per_kv, -1).float()
+        logits = torch.einsum("thgd,tshd->thgs", rows, k) * plan.layer.scaling
+        logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+        tiles = logits.split(32, -1)
+        top = torch.stack([tile.amax(-1) for tile in tiles], -1).cummax(-1).values
+        p = torch.cat([(tile - top[..., i, None]).exp() for i, tile in enumerate(tiles)], -1)
+        p = p / p.sum(-1, keepdim=True)
+        v = v.masked_fill(~seen[:, :, None, None], 0.0)
+        return torch.einsum("thgs,tshd->thgd", p, v).flatten(1, 2).to(q.dtype)
