@@ -98,17 +98,16 @@ def _mixup_cause(e: Evidence) -> str:
             return "results go back in another order than the requests came in, or offsets of query rows"
         return "offsets of query rows (cu_seqlens_q), or an order of requests that is not undone"
     # Some rows of a request, or rows one behind the other, are taken for another's: their offsets. All: its table row.
-    taken = {(m.of_request, m.keys) for m in e.mixups}
     partly = any(
         {m.row for m in e.mixups if m.request == i} != set(range(r.new))
         for i, r in enumerate(e.step.requests)
         if any(m.request == i for m in e.mixups)
     )
-    chained = len({request for request, _ in taken}) < len(taken)
-    chained |= any(keys != e.lens[request] for request, keys in taken)
-    if partly or (chained and not several) or _uneven_offsets(e):
+    as_own = all(m.keys == e.step.requests[m.request].prefix + m.row + 1 for m in e.mixups)
+    as_theirs = all(m.keys == e.lens[m.of_request] for m in e.mixups)
+    if partly or not (as_own or as_theirs or several) or _uneven_offsets(e):
         return "offsets of query rows (cu_seqlens_q)"
-    return "the request row (req_pool_indices), a row of the page table, or offsets of query rows"
+    return "the request row (req_pool_indices), the table's stride, or offsets of query rows"
 
 
 def _uneven_offsets(e: Evidence) -> str:
@@ -209,6 +208,8 @@ def _some_heads(e: Evidence) -> str:
 
 def _row_tile(e: Evidence) -> str:
     """Rows from a multiple of 8 on are wrong."""
+    if any(request.tree is not None and request.tree.topk > 1 for request in e.step.requests):
+        return ""  # a mask of so many bits says the same
     data, starts = e.expected.data, set()
     for request in e.wrong:
         mine = data.row_request == request
@@ -323,6 +324,8 @@ def _key_range(e: Evidence) -> str:
     if missing and not extra:
         return _missing(e, print_, missing, last)
     if extra and not missing:
+        if e.expected.data.visible[print_.request, print_.row, extra].all():
+            return "keys before the window are visible"
         if e.step.requests[print_.request].tree is not None and extra[0] >= e.step.requests[print_.request].prefix:
             return (
                 "draft nodes that are no ancestors are visible: the tree mask is ignored, stale, or at another offset"
@@ -345,10 +348,10 @@ def _missing(e: Evidence, print_: Footprint, missing: list[int], last: int) -> s
         return "draft nodes that should be visible are not: the tree mask is stale, at another offset, or cut off"
     if not print_.used and _uneven_offsets(e):
         return ""
-    if not print_.used:
+    if not print_.used and print_.length > 1:
         return (
-            "no key is used at all: a length of zero or below, an early exit, a row that nothing computes, a window "
-            "that is nowhere in the request, or KV that is not read"
+            "all keys are missing, none is used: a length of zero or below, an early exit, a row that nothing "
+            "computes, a window that is nowhere in the request, or KV that is not read"
         )
     if missing == sorted(key for key in print_.wanted if key >= missing[0]):
         return _cut_off(e, print_, missing, last)
@@ -371,7 +374,12 @@ def _cut_off(e: Evidence, print_: Footprint, missing: list[int], last: int) -> s
     if (first >= _ROUND and first & (first - 1) == 0) or (first >= 1024 and first % 1024 == 0):
         return f"keys from {first} on are missing: a fixed capacity of {first} keys, or of so many tiles or splits"
     if page > 1 and first == last // page * page:
-        return "the keys of the last page are missing" + (f" (one key, {last})" if count == 1 else "")
+        if count == 1:
+            return (
+                "the last key is missing, which is alone in the last page: seq_lens of this mode, an end that is off "
+                "by 1, or a partly filled page that is dropped"
+            )
+        return "the keys of the last page are missing"
     return f"the last {_keys(count)} missing: seq_lens of this mode, or an end that is off by {count}"
 
 
@@ -458,7 +466,7 @@ _DATA_SUSPECTS = {
 def _later_requests(e: Evidence) -> str:
     # Two requests say little, and where request 0 is the longest, what is wrong may be all that are shorter.
     shorter = e.lens[0] < max(e.lens)
-    if e.step.bs > 2 and shorter and not e.mixups and e.wrong == list(range(1, e.step.bs)):
+    if e.step.bs > 2 and shorter and e.wrong == list(range(1, e.step.bs)):
         return "request 0 is right and all others are wrong: it lies at offset 0 under any stride; look at the strides"
     return ""
 

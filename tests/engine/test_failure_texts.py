@@ -30,7 +30,7 @@ TOLD = [
     ("ResultsInAnotherOrder", MEAN, "request 0 holds the result of request 2", "page or slot"),
     ("OffsetsAtAUniformStride", PACKED, "a uniform stride of 3 gets wrong", "missing"),
     ("OffsetsAtAUniformStride", PACKED, "request 1 was computed with keys 0..10 of request 0", "shifted"),
-    ("ReadsNoKV", GAUSS, "no key is used at all", "seq_lens of this mode"),
+    ("ReadsNoKV", GAUSS, "all keys are missing, none is used", "seq_lens of this mode"),
     ("CapacityOf256", LONG, "keys from 256 on are missing: a fixed capacity", "seq_lens of this mode"),
     ("CapacityOf2048", LONGEST, "keys are missing from somewhere between 192 and", "in the middle"),
     ("LastKeyLostInSomeHeads", GAUSS, "only heads 0, 2 of 4 used other keys", "seq_lens of this mode"),
