@@ -500,13 +500,13 @@ _PATTERNS: tuple[Callable[[Evidence], str], ...] = (
     _some_dims,
     _last_page,
     _masked_too_late,
+    _later_requests,
+    _later_by_number,
     _elsewhere,
     _stand_ins,
     _own_rows_mixed,
     _key_range,
     _right_keys,
-    _later_requests,
-    _later_by_number,
     _only_padded,
 )
 

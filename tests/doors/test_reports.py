@@ -297,3 +297,14 @@ def test_a_long_hint_fits_the_line_and_values_stay_whole():
     assert all(len(line) <= 120 for line in hints if "repro" not in line)
     assert [line[:11] for line in hints[:5]] == ["  hint     ", " " * 11, " " * 11, " " * 11, "  hint     "]
     assert "x" * 300 in format_failure(result)
+
+
+def test_eager_and_graph_of_one_case_are_one_block_of_the_page():
+    report = run_of("wrong")
+    failed = [result for result in report.results if result.status is Status.FAILED]
+    pairs = {(result.backend, result.case) for result in failed}
+    page = html_page(report)
+    assert len(pairs) < len(failed)
+    assert page.count('<details class="failure"') == len(pairs)
+    assert page.count("graph fails too") + page.count("eager fails too") == len(failed) - len(pairs)
+    assert all(f"--execution {result.execution}" in page for result in failed)
