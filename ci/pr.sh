@@ -21,4 +21,4 @@ diff \
 echo "== tests"
 # Two workers on two cores: more threads inside each only get in each other's way.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-"$python" -m pytest -n "${ATTN_WORKERS:-2}" -q "$@"
+"$python" -m pytest -n "${ATTN_WORKERS:-2}" "$@"

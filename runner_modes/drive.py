@@ -335,13 +335,14 @@ def drive_graphs(
     of the first schedule and plans whenever this one is between planning and replaying.
 
     ``eager``: some steps are also run eagerly on the same instance, right after their replay; and a batch that is
-    larger than any graph is run between replays, and in half of the cases before there are graphs, as servers do that
-    profile.
+    larger than any graph is run between replays. In half of the cases an eager step comes before there are graphs: a
+    small one, so that what grows on demand still grows under the graphs.
     """
     seen: list[tuple[Schedule, Observation]] = []
     if eager and world.case.digest >> 13 & 1:
         first = schedules[0]
-        seen.append((first, run_eager(world, first, first.crowd, clock, label="eager run before there are graphs")))
+        short = min(first.steps, key=lambda step: step.tokens)
+        seen.append((first, run_eager(world, first, short, clock, label="eager run before there are graphs")))
     pool = torch.cuda.graph_pool_handle()
     drives = _captured(world, schedules, pool, clock)
     other = _captured(neighbour, schedules[:1], pool, clock)[0] if neighbour else None
