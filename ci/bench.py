@@ -3,8 +3,8 @@
     python ci/bench.py --backend torch_native --device cpu --seconds 5
 
 One process, small shapes. A graph case-run is everything: a backend instance, both buckets warmed up and captured,
-seven replays, three eager runs between them, the oracle and all checks. Nothing is asserted; figures belong to the
-machine that is printed above them.
+eight or nine replays, three or four eager runs between them, the oracle and all checks. Nothing is asserted; figures
+belong to the machine that is printed above them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a case to the steps that are run: which requests, in which bucket, in which slots.
 
-Eager runs the first step, another one, and the first again, on one instance. A graph drive captures the buckets,
+Eager runs the first step, the same again, and another one, on one instance. A graph drive captures the buckets,
 largest first, and then replays every step: larger batches, then smaller; exact and padded; the other bucket; the first
 batch again with other slots, pool rows and data. Capture sees none of these lengths (servers capture with the fill
 value).
@@ -91,7 +91,7 @@ class Schedule:
     """Descending."""
     steps: tuple[Step, ...]
     second: Step
-    """What an eager run does between the first step and the first step again."""
+    """What an eager run does after the first step."""
     crowd: Step
     """More requests than the largest graph holds; eager only."""
     max_context_len: int

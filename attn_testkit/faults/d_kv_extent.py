@@ -165,7 +165,7 @@ class VTilePageNotAdvanced(TorchNativeBackend):
     mechanism="the stride between rows of the page table is taken as the longest length instead of the table's own "
     "width",
     promises=("reads-own-kv", "matches-oracle"),
-    hint="the table's stride|request 0 is right",
+    hint="the table's stride|request 0 is right|a page or slot computed wrongly",
 )
 class TableRowWidthFromMaxLen(TorchNativeBackend):
     def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:

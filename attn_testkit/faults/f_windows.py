@@ -34,7 +34,7 @@ class _Windowed(TorchNativeBackend):
     modes=(ForwardMode.DECODE,),
     mechanism="W is a radius with both ends inside, and the decode gather keeps W keys instead of W + 1",
     promises=("matches-oracle",),
-    hint="the first key is missing",
+    hint="the first key is missing|a window that is nowhere in the request",
 )
 class DecodeWindowOneShort(_Windowed):
     def _first(self, window: int) -> torch.Tensor:

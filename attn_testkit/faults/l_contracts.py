@@ -186,7 +186,7 @@ class AdvancesSeqLens(TorchNativeBackend):
     modes=_ALL,
     mechanism="the store is called with v where k belongs",
     promises=("writes-own-kv",),
-    hint="K where V belongs",
+    hint="K where V belongs|an FP8 pool holds K / k_scale",
 )
 class KAndVSwapped(PlannedBackend):
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:

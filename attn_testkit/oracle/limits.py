@@ -31,6 +31,8 @@ _FP16_ABSOLUTE = 2.0**-25
 """The same for fp16. Where a sink is part of the running maximum every p of a row may be that small."""
 _SMALLEST = {"bf16": 2.0**-133, "fp16": 2.0**-24, "fp32": 2.0**-149}
 """Smallest positive number of the dtype: an output below it rounds to it or to zero."""
+_FLUSHED = 2.0**-110
+"""GPU kernels flush numbers below 2^-126 to zero; so much may a sum of 2^16 of them be."""
 _FLOAT32 = 2.0**-24
 
 
@@ -52,7 +54,7 @@ def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model
     # Eight roundings cover a tiled dot product, the scale and the soft cap.
     exponent = (2 * 8 * _FLOAT32 * attention.logit_noise).clamp(max=1.0)
     limit = attention.out.abs().add_(attention.mass)
-    limit.mul_(2 * _unit(dtype, attention) + exponent).add_(4 * _SMALLEST[dtype])
+    limit.mul_(2 * _unit(dtype, attention) + exponent).add_(4 * _SMALLEST[dtype] + _FLUSHED)
     if attention.flat is not None and dtype == "fp16":
         limit.add_(attention.flat, alpha=2 * _FP16_ABSOLUTE)
     if matmul_dtype == "fp8_e4m3":
@@ -67,7 +69,8 @@ def row_limit(limit: torch.Tensor, dtype: str) -> torch.Tensor:
     Rounding errors of different channels are not aligned, so a whole row keeps half of what its elements may do each.
     """
     norm: torch.Tensor = torch.linalg.vector_norm(limit, dim=-1)
-    return norm / 2 + 2 * _SMALLEST[dtype]
+    # What is flushed to zero is flushed in all channels alike.
+    return norm / 2 + 2 * _SMALLEST[dtype] + _FLUSHED * limit.shape[-1] ** 0.5
 
 
 def linear_limit(limit: torch.Tensor, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
