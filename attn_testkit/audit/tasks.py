@@ -22,6 +22,7 @@ _GRAPH_COST = 6
 _MIXED_AT = 5
 """Where in a mode's list the case that mixes modes is tried."""
 _MOST_TEXTS = 3
+_TURNS = 3
 
 
 def tasks_for(settings: Settings) -> list[Task]:
@@ -119,12 +120,21 @@ def _caught(verdict: FaultVerdict, result: CaseResult, plan: RunPlan, count: int
     )  # fmt: skip
 
 
+def _turn(items: Sequence[WorkItem], twin: int, settings: Settings) -> Sequence[WorkItem]:
+    """Every third case: another third for the next twin and for the next seed, so three seeds run all of every twin.
+
+    Twins run to the end, and their graph cases cost more than all faults together.
+    """
+    return items if settings.tier == "smoke" else items[(twin + settings.seed) % _TURNS :: _TURNS]
+
+
 def _run_twin(task: Task, settings: Settings) -> TwinVerdict:
     twin = next(twin for twin in all_twins() if twin.name == task.name)
     started = time.perf_counter()
     plan = _plan(twin.spec, settings, [task.mode], [task.execution])
     texts, count, alarms, lost = [], 0, 0, False
-    for result in (*plan.given, *(run_item(item, plan) for item in plan.items)):
+    items = _turn(plan.items, list(all_twins()).index(twin), settings) if task.execution == "graph" else plan.items
+    for result in (*plan.given, *(run_item(item, plan) for item in items)):
         count += bool(result.case)
         if result.status is not Status.PASSED:
             alarms += 1

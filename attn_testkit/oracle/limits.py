@@ -70,7 +70,8 @@ def row_limit(limit: torch.Tensor, dtype: str) -> torch.Tensor:
     """
     norm: torch.Tensor = torch.linalg.vector_norm(limit, dim=-1)
     # What is flushed to zero is flushed in all channels alike.
-    return norm / 2 + 2 * _SMALLEST[dtype] + _FLUSHED * limit.shape[-1] ** 0.5
+    flushed: float = _FLUSHED * limit.shape[-1] ** 0.5
+    return norm / 2 + (2 * _SMALLEST[dtype] + flushed)
 
 
 def linear_limit(limit: torch.Tensor, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from attn_testkit.runner_modes.drive import Clock, drive_graphs, run_eager
+from attn_testkit.runner_modes.world import World
 
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import companions
@@ -18,8 +20,6 @@ from attn_testkit.engine import plan_run, run
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.oracle.expect import expect
 from attn_testkit.results import Status
-from attn_testkit.runner_modes.drive import Clock, drive_graphs, run_eager
-from attn_testkit.runner_modes.world import World
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p16-k3.15.40-chain3-shuffled-gauss-b4prod"
