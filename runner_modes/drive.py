@@ -339,10 +339,11 @@ def drive_graphs(
     small one, so that what grows on demand still grows under the graphs.
     """
     seen: list[tuple[Schedule, Observation]] = []
+    before: list[tuple[Schedule, Observation]] = []
     if eager and world.case.digest >> 13 & 1:
         first = schedules[0]
         short = min(first.steps, key=lambda step: step.tokens)
-        seen.append((first, run_eager(world, first, short, clock, label="eager run before there are graphs")))
+        before.append((first, run_eager(world, first, short, clock, label="eager run before there are graphs")))
     pool = torch.cuda.graph_pool_handle()
     drives = _captured(world, schedules, pool, clock)
     other = _captured(neighbour, schedules[:1], pool, clock)[0] if neighbour else None
@@ -372,4 +373,5 @@ def drive_graphs(
                 seen.append((drive.schedule, twin))
                 observed = replace(observed, eager_twin=None if crowded else twin)
             seen.append((drive.schedule, observed))
-    return seen, drives
+    # What replays show is told first.
+    return seen + before, drives

@@ -242,7 +242,7 @@ class FoldedHeadsReadNextTokenKv(TorchNativeBackend):
     source="general",
     modes=_CHAINED,
     mechanism="every page counts as full, so slots behind the last key are read",
-    promises=("reads-own-kv",),
+    promises=("reads-own-kv", "completes"),
     hint="not its own",
 )
 class LengthRoundedUpToPage(TorchNativeBackend):

@@ -30,8 +30,10 @@ class CustomMaskStaleWhenNone(TorchNativeBackend):
     def _visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> _Visibility:
         position, key, visible = super()._visibility(batch, counts, offset)
         bs, n = len(counts), self.context.num_draft_tokens
-        if batch.forward_mode.is_target_verify() or self._mask is None or len(offset) != n:
+        causal = self._mask is None or not self._mask.fits(bs)
+        if batch.forward_mode.is_target_verify() or causal or len(offset) != n:
             return position, key, visible
+        assert self._mask is not None
         old = self._mask.buffer[: bs * n * n].view(bs, n, n)
         node = self._key - (self._kv_lens(batch, counts) - counts)[:, None]
         mine = old.gather(2, node.clamp(0, n - 1)[:, None].expand(-1, n, -1))

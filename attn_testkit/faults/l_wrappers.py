@@ -101,8 +101,8 @@ class _Wrapper(AttentionBackend):
     modes=_ALL,
     executions=("graph",),
     mechanism="the wrapper forwards every hook but one, and the base class's no-op runs instead of the child's",
-    promises=("completes", "replay-follows-batch"),
-    hint="no attribute|in_graph",
+    promises=("completes", "output-contract", "replay-follows-batch"),
+    hint="no attribute|in_graph|returned shape",
     modelled="the hook is init_forward_metadata_in_graph",
 )
 class WrapperSwallowsInGraphHook(_Wrapper):
