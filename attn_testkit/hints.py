@@ -65,10 +65,7 @@ class Evidence:
     @property
     def before(self) -> Step | None:
         """In eager, the step that the same instance ran before this one."""
-        first, second = self.schedule.steps[0], self.schedule.second
-        if self.observed.among != "steps":
-            return None
-        return first if self.step is second else second
+        return self.schedule.steps[0] if self.observed.among == "steps" else None
 
     @property
     def lens(self) -> list[int]:
@@ -159,8 +156,8 @@ def _kept_from_before(e: Evidence) -> str:
     if before is None or not e.wrong:
         return ""
     lens = [r.prefix + r.new for r in before.requests]
-    if e.step is e.schedule.steps[0]:
-        return "the same step was right before the other one: look at what planning or forward leaves on self"
+    if e.step is before:
+        return "the same step was right the first time: look at what planning or forward leaves on self"
     if sorted(lens) == sorted(e.lens):
         return (
             "the step before has the same lengths and other requests: a plan, a page table or a mask that is kept "
