@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .cases.data import StepData, make_layers
+from .cases.data import StepData
 from .cases.schedule import Schedule
 from .checks.numeric import stacked, wrong_values
 from .checks.observation import Observation
-from .oracle.attention import attend
-from .oracle.expect import Expected, expect
-from .oracle.limits import attention_limit
+from .oracle.expect import Expected, attend_with_limit, expect
 from .rerun import Bench
 
 __all__ = ["Mixup", "find_mixups"]
@@ -140,9 +138,7 @@ def _keys_of(schedule: Schedule, out: torch.Tensor, layers: torch.Tensor, row: i
         key_positions=torch.arange(longest).expand(bs, -1),
         query_positions=positions,
     )
-    fp8 = schedule.matmul_dtype != "model"
-    result = attend(supposed, make_layers(case), flat=fp8)
-    limit = attention_limit(result, case.dtype, schedule.matmul_dtype)
+    result, limit = attend_with_limit(schedule, supposed)
     like = _like(out, result.out[layers], limit[layers]).tolist()
     fits = [place for place, fit in zip(asked, like, strict=True) if fit]
     # Its own keys, other ones of them: a wrong length or position, not a mix-up. Requests may share a prefix.

@@ -75,18 +75,6 @@ def _heads(rows: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
     return rows.as_strided((rows.shape[0], heads, dim), (rows.stride(0), dim, 1))
 
 
-def _stored(
-    backend: AttentionBackend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layer: AttentionLayer,
-    batch: ForwardBatch,
-) -> torch.Tensor:
-    # By name and only when it is False: servers leave the argument out elsewhere.
-    return backend.forward(q, k, v, layer, batch, save_kv_cache=False)
-
-
 class Model:
     """The tables and weights on the device, and the forward pass."""
 
@@ -127,12 +115,14 @@ class Model:
         packed = self.table[batch.input_ids]
         hidden = self.hidden_table[batch.input_ids]
         trace = Trace(packed, [], [], [], hidden)
+        # By name and only when it is False: servers leave the argument out elsewhere.
+        named = {} if save_kv_cache else {"save_kv_cache": False}
         for index, layer in enumerate(self.layers):
             q, k, v = self._split(packed[:, index], layer)
             if self.contiguous:
                 q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
                 trace.dense += [q, k, v]
-            out = backend.forward(q, k, v, layer, batch) if save_kv_cache else _stored(backend, q, k, v, layer, batch)
+            out = backend.forward(q, k, v, layer, batch, **named)
             trace.raw.append(out)
             look(trace)
             trace.attention.append(out.clone())

@@ -16,7 +16,7 @@ from ..model import make_weights
 from .attention import Attention, attend
 from .limits import attention_limit, linear_limit, row_limit
 
-__all__ = ["Expected", "expect"]
+__all__ = ["Expected", "attend_with_limit", "expect"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +43,7 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
     """Compute it. Cached, because eager, graph and every backend are judged by the same numbers."""
     case = schedule.case
     data = make_step_data(schedule, step, pattern)
-    matmul_dtype = schedule.matmul_dtype
-    # What is rounded in absolute terms: FP8 probabilities, and those of fp16 that a sink made small.
-    flat = matmul_dtype != "model" or (case.dtype == "fp16" and case.sinks)
-    attention = attend(data, make_layers(case), flat=flat)
-    limit = attention_limit(attention, case.dtype, matmul_dtype)
+    attention, limit = attend_with_limit(schedule, data)
     hidden, hidden_limit = _hidden(data, attention, limit)
     if case.mode is ForwardMode.DRAFT_EXTEND:
         last = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1)
@@ -63,6 +59,15 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
         logits=hidden @ head,
         logits_limit=linear_limit(hidden_limit, hidden, head),
     )
+
+
+def attend_with_limit(schedule: Schedule, data: StepData) -> tuple[Attention, torch.Tensor]:
+    """Attention on a step's numbers, and how far each element may be from it."""
+    case, matmul_dtype = schedule.case, schedule.matmul_dtype
+    # What is rounded in absolute terms: FP8 probabilities, and those of fp16 that a sink made small.
+    flat = matmul_dtype != "model" or (case.dtype == "fp16" and case.sinks)
+    attention = attend(data, make_layers(case), flat=flat)
+    return attention, attention_limit(attention, case.dtype, matmul_dtype)
 
 
 def _width(attention: Attention) -> int:
