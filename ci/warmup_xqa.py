@@ -4,7 +4,8 @@
     python ci/warmup_xqa.py --tier core --mode decode --list
 
 XQA is compiled for each combination of dtypes, page size, head dim, ratio, window and number of query rows: far more
-than a tier meets, so the list is made from its cases. Each layer of a case counts: only the first has a window.
+than a tier meets, so the list is made from its cases. Each layer of a case counts: one may have a window and the other
+none.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from attn_testkit.backends.trtllm_mha import XQABackend
 from attn_testkit.backends.vendor.warmup import Family, compile_all
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.catalogue import TIERS, companions, generate
-from attn_testkit.cases.data import DTYPES
+from attn_testkit.cases.data import DTYPES, make_layers
 from attn_testkit.contract import ForwardMode
 
 
@@ -25,7 +26,7 @@ def _needed(case: Case) -> Iterator[Family]:
     dtype = DTYPES[case.dtype]
     kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
     ratio = case.heads.q_heads // case.heads.kv_heads
-    for window in {case.window >= 0, False}:
+    for window in sorted({layer.sliding_window_size >= 0 for layer in make_layers(case)}):
         arguments = (dtype, kv_dtype, case.page_size, case.head_dim, ratio, window, dtype, case.width)
         yield Family("flashinfer.jit.xqa:gen_xqa_module", arguments)
 

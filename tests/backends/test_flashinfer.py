@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
 
 pytest.importorskip("flashinfer", reason="the flashinfer extra is not installed")
 
+from attn_testkit.backends.flashinfer import FlashInferBackend
+from attn_testkit.backends.vendor.warmup import families_of
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.data import DTYPES, make_layers
 from attn_testkit.engine import check_backend
 from attn_testkit.results import CaseResult, Status
 
@@ -83,3 +90,16 @@ def test_a_historic_mistake_is_caught(fault: str, execution: str, case: str, tol
     assert row.status is Status.FAILED
     texts = [f"{f.check} | {f.headline} | {f.where} | {f.hint}" for f in row.findings]
     assert any(told in text for text in texts), texts
+
+
+def test_the_warmup_compiles_what_every_layer_of_a_core_case_needs() -> None:
+    compiled = {family.arguments for family in families_of(["flashinfer"])}
+    claims = FlashInferBackend.capabilities
+    needed = set()
+    for case in itertools.chain.from_iterable(generate(claims, mode, "core") for mode in claims.eager):
+        kv_dtype = DTYPES[case.dtype if case.kv_dtype == "same" else case.kv_dtype]
+        common = (DTYPES[case.dtype], kv_dtype, DTYPES[case.dtype], torch.int32, case.head_dim, case.head_dim, 0)
+        for layer in make_layers(case):
+            needed.add(("fa2", *common, layer.sliding_window_size >= 0, layer.logit_cap > 0, False))
+    assert needed <= compiled
+    assert len({family[8:10] for family in needed}) == 4, "window and soft cap: each alone, both, neither"

@@ -53,10 +53,8 @@ def _dtype_pairs(claims: Capabilities) -> list[tuple[torch.dtype, torch.dtype]]:
 
 
 def _paged(claims: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]:
-    """Decode with and without tensor cores, prefill. No layer of the kit has a window and a soft cap at once."""
-    for (q, kv), dim, (window, cap) in itertools.product(
-        _dtype_pairs(claims), head_dims, ((False, False), (True, False), (False, True))
-    ):
+    """Decode with and without tensor cores, prefill; window and soft cap each alone, both and neither."""
+    for (q, kv), dim, window, cap in itertools.product(_dtype_pairs(claims), head_dims, (False, True), (False, True)):
         common = (q, kv, q, torch.int32, dim, dim, 0, window, cap)
         yield Family(f"{_MODULES}:_gen_batch_prefill_primary_module", ("fa2", *common, False))
         if kv.itemsize > 1:
