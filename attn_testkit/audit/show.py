@@ -45,7 +45,7 @@ def verdict_line(audit: Audit) -> str:
     parts = [
         f"{caught} of {len(audit.faults)} faults caught",
         *([f"{alarms} false alarms in {len({twin.name for twin in audit.twins})} twins"] if audit.twins else []),
-        *([f"promises that are first for no fault: {', '.join(idle)}"] if idle else []),
+        *([f"promises that catch nothing that others do not: {', '.join(idle)}"] if idle else []),
         f"{case_runs} case-runs in {audit.seconds:.0f} s",
         f"tier {audit.settings.tier}, seed {audit.settings.seed}",
         audit.device,
@@ -86,11 +86,10 @@ def _cell(verdict: FaultVerdict, promise: str) -> str:
 
 
 def _promise_table(audit: Audit) -> list[str]:
-    first = audit.first_catches
+    first, alone = audit.first_catches, audit.caught_alone
     lines = ["   #  promise                first    of those only it"]
     for number, promise in enumerate(_columns(audit), start=1):
-        alone = sum(verdict.caught_by == (promise,) for verdict in audit.faults)
-        lines.append(f"  {number:>2}  {promise:<22} {first.get(promise, 0):>5}  {alone:>5}")
+        lines.append(f"  {number:>2}  {promise:<22} {first.get(promise, 0):>5}  {alone.get(promise, 0):>5}")
     return lines
 
 
@@ -119,7 +118,7 @@ def audit_page(audit: Audit) -> str:
         audit=audit,
         columns=_columns(audit),
         first=audit.first_catches,
-        alone={p: sum(v.caught_by == (p,) for v in audit.faults) for p in _columns(audit)},
+        alone=audit.caught_alone,
         groups=[group for group in groups if group[2]],
         twins=twins,
         whys={twin.name: twin.why for twin in all_twins()},

@@ -123,13 +123,17 @@ class Audit:
                 or counts[promise]}  # fmt: skip
 
     @property
+    def caught_alone(self) -> dict[str, int]:
+        """Promise -> faults that it and no other reports."""
+        counts = Counter(verdict.first for verdict in self.faults if len(verdict.caught_by) == 1)
+        return {promise: counts[promise] for promise in self.first_catches}
+
+    @property
     def idle_promises(self) -> list[str]:
-        """Promises that are first for no fault. Not known when only some faults were tried."""
-        return (
-            []
-            if self.settings.faults or self.settings.classes
-            else [p for p, count in self.first_catches.items() if not count]
-        )
+        """Promises that catch nothing that others do not. Not known when only some faults were tried."""
+        if self.settings.faults or self.settings.classes:
+            return []
+        return [promise for promise, count in self.caught_alone.items() if promise in PROMISES and not count]
 
     @property
     def exit_code(self) -> int:
@@ -146,6 +150,7 @@ class Audit:
             "seconds": round(self.seconds, 1),
             "exit_code": self.exit_code,
             "first_catches": self.first_catches,
+            "caught_alone": self.caught_alone,
             "idle_promises": self.idle_promises,
             "survivors": [verdict.slug for verdict in self.survivors],
             "false_alarms": sum(verdict.alarms for verdict in self.twins),

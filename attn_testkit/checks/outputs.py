@@ -19,8 +19,8 @@ __all__ = ["mode_outputs"]
 _FIELDS = ("next_token_logits", "hidden_states", "topk_p", "topk_index")
 
 
-def _finding(observed: Observation, headline: str, where: str = "") -> list[Finding]:
-    return [Finding("mode-outputs", headline, where=where, step=observed.label)]
+def _finding(observed: Observation, headline: str, where: str = "", hint: str = "") -> list[Finding]:
+    return [Finding("mode-outputs", headline, where=where, hint=hint, step=observed.label)]
 
 
 def mode_outputs(observed: Observation, expected: Expected, case: Case) -> list[Finding]:
@@ -60,6 +60,8 @@ def _compare(
         observed,
         f"{name} differs from the model on the oracle, {times(float(ratio.max()))} over the limit",
         f"{name}[row {row}, {column}] = {number(float(got[row, column]))}, want {number(float(want[row, column]))}",
+        "every attention output is right; what its caller then reads is not: batch_size or num_accept_tokens, "
+        "overwritten or replaced",
     )
 
 

@@ -31,7 +31,8 @@ Examples:
   attn-testkit audit --device cuda --class ABCJK
   attn-testkit audit --docs docs/promises.md
 \b
-Exit code 1 when a fault survives, a healthy twin fails, or a promise is first for no fault.""",
+Exit code 1 when a fault survives, a healthy twin fails, or a promise catches nothing that
+others do not.""",
 )
 @click.option("--tier", type=Spelled("tier", TIERS), default="core", show_default=True, help="How many cases.")
 @click.option("--fault", "faults", multiple=True, metavar="GLOB", help="Only faults and twins so named; repeatable.")

@@ -263,5 +263,34 @@ class AcceptCountsAdvancedInPlace(PlannedBackend):
     ) -> torch.Tensor:
         out = super().forward(q, k, v, layer, batch, save_kv_cache)
         if layer.layer_id == len(self.context.layers) - 1 and isinstance(batch.spec_info, DraftExtendInput):
-            batch.spec_info.num_accept_tokens.sub_(1)
+            # As indices are: never below 0, however often a warm-up runs.
+            batch.spec_info.num_accept_tokens.sub_(1).clamp_(min=0)
+        return out
+
+
+@fault(
+    slug="accept-counts-replaced-in-the-callers-batch",
+    bug_class="J",
+    source="general; sglang #25002",
+    modes=(ForwardMode.DRAFT_EXTEND,),
+    executions=("eager", "graph"),
+    mechanism="counts without the bonus token replace the accepted ones in spec_info, and the caller prunes with them",
+    promises=("mode-outputs",),
+    hint="batch_size or num_accept_tokens",
+)
+class AcceptCountsReplacedInTheCallersBatch(PlannedBackend):
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        out = super().forward(q, k, v, layer, batch, save_kv_cache)
+        spec = batch.spec_info
+        if layer.layer_id == len(self.context.layers) - 1 and isinstance(spec, DraftExtendInput):
+            # Another tensor under the old name: what the caller lent is unchanged.
+            spec.num_accept_tokens = spec.num_correct_drafts
         return out

@@ -111,6 +111,21 @@ def test_an_eager_batch_is_larger_than_any_graph_and_the_second_eager_step_is_so
     assert len({schedule.second.label for schedule in schedules}) > 4
 
 
+@pytest.mark.parametrize("mode", list(ForwardMode))
+def test_the_second_eager_step_is_alike_in_lengths_alone_in_some_cases(mode: ForwardMode) -> None:
+    alike = other_slots = other_trees = 0
+    cases = list(generate(TorchNativeBackend.capabilities, mode, "core"))
+    for schedule in map(make_schedule, cases):
+        first, second = schedule.steps[0].requests, schedule.second.requests
+        if [len(r.slots) for r in first] == [len(r.slots) for r in second]:
+            alike += 1
+            other_trees += [r.tree for r in first] != [r.tree for r in second]
+            other_slots += any(not np.array_equal(a.slots, b.slots) for a, b in zip(first, second, strict=True))
+    assert other_slots > 0.9 * alike
+    assert len(cases) / 5 < alike < len(cases) / 2
+    assert mode is not ForwardMode.TARGET_VERIFY or other_trees > 5
+
+
 def test_window_and_soft_cap_meet_in_one_layer_and_lie_in_different_ones() -> None:
     cases = generate(TorchNativeBackend.capabilities, ForwardMode.DECODE, "core")
     seen = set()

@@ -53,7 +53,7 @@ def planted() -> Iterator[None]:
 
 
 def verdicts(**missing: str) -> Audit:
-    """An audit in which every promise is first for a fault, but for those named."""
+    """An audit in which every promise alone catches a fault, but for those named."""
     found = Audit(Settings())
     for promise in PROMISES:
         caught = () if promise in missing.values() else (promise,)
@@ -75,8 +75,10 @@ def test_a_survivor_an_alarm_and_an_idle_promise_each_fail_the_audit() -> None:
     assert alarmed.exit_code == 1
     assert audit_text(alarmed).startswith("FALSE ALARM  twin decode graph: 1 of 10")
     idle = verdicts()
-    idle.faults[0] = FaultVerdict("both", "A", "general", ("finite",), ("finite", "completes"))
+    idle.faults[0] = FaultVerdict("both", "A", "general", ("completes",), ("completes", "finite"))
+    assert idle.first_catches["completes"] == 1
     assert idle.idle_promises == ["completes"]
+    assert audit_text(idle).splitlines()[-1].startswith("NOT GOOD: ")
     assert idle.exit_code == 1
     assert Audit(Settings()).exit_code == 5
 
