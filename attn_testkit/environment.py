@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from .contract import Capabilities, ForwardMode, Requires
 from .emulation import LIMITS, Policy, emulated_cuda
+from .graphs.allocator import give_back_idle_memory
 from .graphs.poison import FreshMemory, dirty_fresh_memory
 from .registry import UsageError, did_you_mean
 
@@ -78,6 +79,7 @@ class Environment:
                 yield
         else:
             with torch.cuda.device(self.index):
+                give_back_idle_memory()
                 dirty_fresh_memory(fill)
                 with FreshMemory(fill) if controlled else nullcontext():
                     yield

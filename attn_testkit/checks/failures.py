@@ -59,6 +59,9 @@ def _classify(error: BaseException, kind: str, told: str, phase: str, needs_cpu_
     raised = f"{place} raised {kind}: {told}"
     if kind in ("ShapeError", "ContractError"):
         return "output-contract", told, ""
+    if kind == "OutOfMemoryError":
+        # What follows lists every process on the device.
+        return "completes", f"{place}: {re.split(r' Process [0-9]+ has| Including ', told)[0]}", _FULL_HINT
     if kind == "DanglingMemoryError":
         return (
             "addresses-stable",
@@ -102,6 +105,10 @@ def _forgotten_super(error: BaseException) -> str:
     return ""
 
 
+_FULL_HINT = (
+    "if others use this device, or several processes of the kit do, that is no fault of the backend: "
+    "fewer --jobs, or a device of its own"
+)
 _CAPTURE_HINT = "no .item(), .cpu(), .tolist(), host copies or data-dependent shapes in a capture"
 
 

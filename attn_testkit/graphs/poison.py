@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .allocator import free_blocks
+
 __all__ = ["Canaries", "FreshMemory", "churn", "dirty_fresh_memory", "fill_with_poison"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -88,11 +90,15 @@ class Canaries:
 
     def damaged(self) -> tuple[str, ...]:
         """Which blocks somebody wrote into, in words. Heals them, so that each damage is told once."""
+        watched = [block for block in self.blocks if block.numel() <= _WATCHED_BYTES]
+        if not watched:
+            return ()
+        # One transfer for all of them.
+        intact = torch.stack([(block == 0xFF).all() for block in watched]).tolist()
         told = []
-        for block in self.blocks:
-            if block.numel() <= _WATCHED_BYTES and not bool((block == 0xFF).all()):
-                told.append(f"{int((block != 0xFF).sum())} of {block.numel()} bytes of a freed block overwritten")
-                block.fill_(0xFF)
+        for block in (block for block, whole in zip(watched, intact, strict=True) if not whole):
+            told.append(f"{int((block != 0xFF).sum())} of {block.numel()} bytes of a freed block overwritten")
+            block.fill_(0xFF)
         return tuple(told)
 
 
@@ -107,17 +113,13 @@ def churn() -> Canaries:
     """Take every free block of the default pool, poison it, hold it."""
     blocks: list[torch.Tensor] = []
     left = _MOST_BYTES
-    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
-        # Private pools (of captured graphs) are not ours to take from.
-        if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
-            continue
-        for block in segment["blocks"]:
-            if block["state"] == "inactive" and block["size"] <= left:
-                left -= block["size"]
-                # A free block is given to the stream that it was allocated on, and to no other: what a warm-up made and
-                # somebody freed lies with the warm-up's stream.
-                with _on_stream(segment.get("stream", 0)):
-                    blocks.append(torch.empty(block["size"], dtype=torch.uint8, device="cuda"))
+    for size, stream in free_blocks():
+        if size <= left:
+            left -= size
+            # A free block is given to the stream that it was allocated on, and to no other: what a warm-up made and
+            # somebody freed lies with the warm-up's stream.
+            with _on_stream(stream):
+                blocks.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
     for taken in blocks:
         taken.fill_(0xFF)
     return Canaries(blocks)
