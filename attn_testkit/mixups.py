@@ -114,7 +114,7 @@ def _copy_of(
 def _keys_of(schedule: Schedule, out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected) -> list[Mixup]:
     """The row's own query saw keys of another request, as far as a row of that one would."""
     data, case = expected.data, schedule.case
-    bs, longest = data.keys.shape[1], data.keys.shape[2]
+    bs, longest = data.stored_keys.shape[1:3]
     own, offset = _place(data, row)
     lens = [int(data.visible[b].any(0).nonzero().amax()) + 1 for b in range(bs)]
     mine = int(data.visible[own, offset].nonzero().amax()) + 1

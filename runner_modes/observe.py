@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from attn_testkit.checks.memory import same_pool
 from attn_testkit.checks.observation import Left, Observation
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.model import Trace
@@ -105,12 +106,16 @@ def observe(
     now, before = [pair[0] for pair in held.values()], [pair[1] for pair in held.values()]
     groups = (attention, activations, before, now, list(returned.values()))
     cut = _to_host([tensor for group in groups for tensor in group])
+    if same_pool(pool, loaded.pool_after, world.case.page_size):
+        # A drive keeps a dozen of them until all are judged.
+        pool = loaded.pool_after
 
     def left() -> Left:
         pieces = iter(cut())
         outs, rows, were, are, values = (tuple(islice(pieces, len(group))) for group in groups)
         lent = (*zip(held, were, are, strict=True), *_activations(loaded, rows))
-        return Left(outs, dataclasses.replace(outputs, **dict(zip(returned, values, strict=True))), pool, lent)
+        given = dataclasses.replace(outputs, **dict(zip(returned, values, strict=True)))
+        return Left(outs, given, pool, loaded.pool_after, lent)
 
     return Observation(loaded.step, label, left, among, damaged=damaged, replay=replay, padded=padded)
 

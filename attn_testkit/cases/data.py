@@ -86,14 +86,12 @@ class StepData:
     """[L, T, Hk, Dv]: the new values. MLA: the first columns of ``k``."""
     hidden: torch.Tensor
     """[T, hidden] float32: what the model adds before its layers."""
-    keys: torch.Tensor
-    """[L, B, S, Hk, Dqk] float64: every key as the pool holds it after this step, dequantised. Junk past a length."""
-    values: torch.Tensor
-    """[L, B, S, Hk, Dv] float64."""
     stored_keys: torch.Tensor
-    """[L, B, S, Hk, Dqk] in the pool's dtype."""
+    """[L, B, S, Hk, Dqk] in the pool's dtype: every key as the pool holds it after this step. Junk past a length."""
     stored_values: torch.Tensor | None
     """[L, B, S, Hk, Dv] in the pool's dtype; None for MLA."""
+    kv_scales: torch.Tensor
+    """[2, L, 1, 1, 1, 1] float64: of keys, of values."""
     visible: torch.Tensor
     """[B, Tmax, S] bool, without windows."""
     key_positions: torch.Tensor
@@ -108,6 +106,18 @@ class StepData:
     """[T] int64."""
     out_cache_loc: torch.Tensor
     """[T] int64."""
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[L, B, S, Hk, Dqk] float64: ``stored_keys``, dequantised. Made anew: large, and asked once."""
+        return self.stored_keys.double() * self.kv_scales[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[L, B, S, Hk, Dv] float64, likewise."""
+        if self.stored_values is None:
+            return self.stored_keys[..., : self.v.shape[-1]].double() * self.kv_scales[0]
+        return self.stored_values.double() * self.kv_scales[1]
 
 
 def _held_by_fp8(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,12 +210,11 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     q, k, v = _drawn(case, step, pattern or case.data, rng)
     layers = make_layers(case)
     stored_k = _store(k, [layer.k_scale for layer in layers], kv_dtype)
-    keys = stored_k.double() * torch.tensor([layer.k_scale for layer in layers]).double().view(-1, 1, 1, 1, 1)
     if is_mla:
-        stored_v, values, v = None, keys[..., :dv], k[..., :dv]
+        stored_v, v = None, k[..., :dv]
     else:
         stored_v = _store(v, [layer.v_scale for layer in layers], kv_dtype)
-        values = stored_v.double() * torch.tensor([layer.v_scale for layer in layers]).double().view(-1, 1, 1, 1, 1)
+    scales = [[layer.k_scale for layer in layers], [layer.v_scale for layer in layers]]
     row_request = np.repeat(np.arange(step.bs), [r.new for r in step.requests])
     row_offset = np.concatenate([np.arange(r.new) for r in step.requests])
     at = torch.from_numpy(row_offset + np.asarray([r.prefix for r in step.requests])[row_request])
@@ -216,10 +225,9 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
         k=k[:, b, at],
         v=v[:, b, at],
         hidden=normals((step.tokens, HIDDEN), rng),
-        keys=keys,
-        values=values,
         stored_keys=stored_k,
         stored_values=stored_v,
+        kv_scales=torch.tensor(scales, dtype=torch.float64).view(2, -1, 1, 1, 1, 1),
         visible=visible,
         key_positions=key_positions,
         query_positions=query_positions,
@@ -239,10 +247,9 @@ def _one_request(data: StepData, whole: Step, index: int) -> StepData:
         k=data.k[:, mine],
         v=data.v[:, mine],
         hidden=data.hidden[mine],
-        keys=data.keys[:, one, :length],
-        values=data.values[:, one, :length],
         stored_keys=data.stored_keys[:, one, :length],
         stored_values=None if data.stored_values is None else data.stored_values[:, one, :length],
+        kv_scales=data.kv_scales,
         visible=data.visible[one, : request.new, :length],
         key_positions=data.key_positions[one, :length],
         query_positions=data.query_positions[one, : request.new],
@@ -253,7 +260,7 @@ def _one_request(data: StepData, whole: Step, index: int) -> StepData:
     )
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=2)  # large; asked again where a step is repeated at once
 def pool_images(
     schedule: Schedule, step: Step, data: StepData, finite_tails: bool, unowned: float = math.nan, marked: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:

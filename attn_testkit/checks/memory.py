@@ -8,19 +8,24 @@ from ..cases.case import Case
 from ..results import Finding
 from .observation import Observation
 
-__all__ = ["addresses_stable", "inputs_unchanged", "writes_own_kv"]
+__all__ = ["addresses_stable", "inputs_unchanged", "same_pool", "writes_own_kv"]
 
 
 def _raw(pool: torch.Tensor) -> torch.Tensor:
     return pool.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pool.dtype.itemsize])
 
 
-def writes_own_kv(observed: Observation, pool_after: torch.Tensor, case: Case) -> list[Finding]:
+def same_pool(got: torch.Tensor, want: torch.Tensor, page_size: int) -> bool:
+    """Bit for bit outside page 0, where padding may write."""
+    return got is want or torch.equal(_raw(got)[:, :, page_size:], _raw(want)[:, :, page_size:])
+
+
+def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:
     """The pool outside page 0 is bit for bit what it should be."""
-    page = case.page_size
-    got, want = _raw(observed.pool)[:, :, page:], _raw(pool_after)[:, :, page:]
-    if torch.equal(got, want):
+    page, pool_after = case.page_size, observed.pool_after
+    if same_pool(observed.pool, pool_after, page):
         return []
+    got, want = _raw(observed.pool)[:, :, page:], _raw(pool_after)[:, :, page:]
     differs = (got != want).flatten(3).any(-1)
     owner = _owners(observed, pool_after.shape[2])[page:]
     wrong = differs.any(0).any(0)

@@ -33,6 +33,8 @@ class Left:
     outputs: Outputs
     pool: torch.Tensor
     """The KV pool after the step."""
+    pool_after: torch.Tensor
+    """What it should hold."""
     lent: tuple[tuple[str, torch.Tensor, torch.Tensor], ...] = ()
     """(name, what it held before, what it holds now) of everything that the backend was given to read."""
 
@@ -74,6 +76,11 @@ class Observation:
     def pool(self) -> torch.Tensor:
         """The KV pool after the step."""
         return self._left.pool
+
+    @property
+    def pool_after(self) -> torch.Tensor:
+        """What the KV pool should hold after the step. The same tensor as ``pool`` where that is right."""
+        return self._left.pool_after
 
     @cached_property
     def modified(self) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ others do not.""",
 @click.option("--class", "classes", default="", metavar="LETTERS", help="Only faults of these classes, as ABCJK.")
 @device_option
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Other random data.")
-@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes; default: one for each CPU, at most 8.")
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes; default: by CPUs and memory, at most 8.")
 @click.option("--timeout", type=float, default=240.0, show_default=True, metavar="S", help="Seconds for one fault.")
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write everything.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write the kill matrix as a page.")
@@ -68,7 +68,7 @@ def audit(
         write_text(docs, promises_page())
         return 0
     emulated = resolve(device).emulated
-    jobs = jobs or (min(8, os.cpu_count() or 1) if emulated else min(4, os.cpu_count() or 1))
+    jobs = jobs or min(8 if emulated else 4, os.cpu_count() or 1, _processes_that_fit())
     settings = Settings(tier, device, seed, faults, classes, jobs, timeout)
     with _Progress(settings) as progress:
         found = run_audit(settings, progress.see)
@@ -78,6 +78,15 @@ def audit(
     if html_file:
         write_text(html_file, audit_page(found))
     return found.exit_code
+
+
+def _processes_that_fit() -> int:
+    """A process takes up to 2.5 GB."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8
+    return max(1, memory // (3 << 30))
 
 
 class _Progress:

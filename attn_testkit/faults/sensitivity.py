@@ -96,7 +96,7 @@ def _kit(kind: str, schedule: Schedule, size: float) -> bool:
     wrong = expected.attention.clone()
     wrong[0] -= size * _error(kind, schedule, expected)
     outs = tuple(wrong.to(DTYPES[schedule.case.dtype]))
-    observed = Observation(step, "", lambda: Left(outs, Outputs(None, None), outs[0]))
+    observed = Observation(step, "", lambda: Left(outs, Outputs(None, None), outs[0], outs[0]))
     return bool(matches_oracle(observed, expected))
 
 

@@ -47,7 +47,7 @@ def attend(
     visible = data.visible if visible is None else visible
     num_layers, _, num_q_heads, dim = data.q.shape
     bs, widest, _ = visible.shape
-    kv_heads = data.keys.shape[3]
+    kv_heads = data.stored_keys.shape[3]
     b, t = data.row_request, data.row_offset
     q = torch.zeros(num_layers, bs, widest, num_q_heads, dim, dtype=torch.float64)
     q[:, b, t] = data.q.double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from attn_testkit.audit.show import audit_page, audit_text
 from attn_testkit.audit.tasks import kill_order, run_task, tasks_for
 from attn_testkit.audit.verdicts import FaultVerdict, Task, TwinVerdict
 from attn_testkit.checks.promises import PROMISES
-from attn_testkit.cli import main
+from attn_testkit.cli import auditing, main
 from attn_testkit.contract import BackendContext, Execution, ForwardMode
 from attn_testkit.engine import plan_run
 from attn_testkit.examples.off_by_one import OffByOneBackend
@@ -149,3 +150,11 @@ def test_classes_choose_faults_without_twins() -> None:
     kinds = {fault.slug: fault.bug_class for fault in all_faults()}
     assert {kinds[task.name] for task in tasks} == {"N", "K"}
     assert all(task.kind == "fault" for task in tasks)
+
+
+@pytest.mark.parametrize(("gigabytes", "processes"), [(2, 1), (8, 2), (64, 21)])
+def test_an_audit_starts_no_more_processes_than_memory_holds(
+    gigabytes: int, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": gigabytes << 18, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert auditing._processes_that_fit() == processes
