@@ -1,0 +1,206 @@
+"""Whose memory a graph uses: what is gone, what its pool keeps, what nobody has written."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from attn_testkit.emulation import DanglingMemoryError, Policy, emulated_cuda
+
+pytestmark = pytest.mark.usefixtures("cuda")
+
+
+def ones(n: int = 4) -> torch.Tensor:
+    return torch.ones(n, device="cuda")
+
+
+def test_freed_memory_is_an_error_that_names_both_lines(capture):
+    inputs = [ones()]
+    graph, _ = capture(lambda: inputs[0] * 2)
+    graph.replay()
+    inputs.clear()
+    with pytest.raises(DanglingMemoryError, match="16 bytes that were freed") as caught:
+        graph.replay()
+    assert "test_emulated_memory.py" in str(caught.value)
+    assert caught.value.site.filename.endswith("test_emulated_memory.py")
+    assert "allocated at" in caught.value.cuda
+
+
+def test_freed_memory_is_an_error_even_when_the_address_is_used_again(capture):
+    inputs = [ones(1000)]
+    graph, _ = capture(lambda: inputs[0] * 2)
+    inputs.clear()
+    others = [ones(1000) for _ in range(8)]
+    with pytest.raises(DanglingMemoryError):
+        graph.replay()
+    assert all(other.tolist() == [1] * 1000 for other in others)
+
+
+def test_under_the_poison_policy_freed_memory_reads_as_fill():
+    with emulated_cuda(Policy(dangling="poison")):
+        inputs = [ones()]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = inputs[0] * 2
+        inputs.clear()
+        graph.replay()
+        graph.replay()
+        assert y.isnan().all()
+
+
+def test_a_view_keeps_its_base_alive(capture):
+    base = ones(8)
+    views = [base[2:4]]
+    graph, y = capture(lambda: views[0] * 2)
+    views.clear()
+    graph.replay()
+    assert y.tolist() == [2, 2]
+
+
+def test_resized_input_is_an_error(capture):
+    x = ones()
+    graph, _ = capture(lambda: x * 2)
+    x.resize_(100_000)
+    with pytest.raises(DanglingMemoryError, match="moved"):
+        graph.replay()
+
+
+def test_resized_output_is_an_error_and_not_a_write_to_freed_memory(capture):
+    x = ones()
+    graph, y = capture(lambda: x * 2)
+    graph.replay()
+    y.resize_(100_000)
+    with pytest.raises(DanglingMemoryError, match="moved"):
+        graph.replay()
+
+
+def test_a_graph_does_not_keep_its_inputs_alive(capture):
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    inputs = [ones()]
+    weak = StorageWeakRef(inputs[0].untyped_storage())
+    graph, _ = capture(lambda: inputs[0] * 2)
+    graph.replay()
+    inputs.clear()
+    gc.collect()
+    assert weak.expired()
+
+
+def test_a_dead_pinned_source_is_an_error(capture):
+    x = ones()
+    graph, _ = capture(lambda: x.copy_(torch.zeros(4).pin_memory(), non_blocking=True))
+    with pytest.raises(DanglingMemoryError):
+        graph.replay()
+
+
+def test_a_graph_keeps_its_pool_alive_when_outputs_die(capture):
+    x, out = ones(), torch.zeros(4, device="cuda")
+    graph, y = capture(lambda: out.copy_(x * 2 + 1))
+    del y
+    gc.collect()
+    graph.replay()
+    assert out.tolist() == [3] * 4
+
+
+def test_an_output_outlives_its_graph(capture):
+    x = ones()
+    graph, y = capture(lambda: x * 2)
+    graph.replay()
+    graph.reset()
+    del graph
+    gc.collect()
+    assert y.tolist() == [2] * 4
+
+
+def test_use_of_a_dropped_temporary_reads_fill_on_every_replay(capture):
+    """Somebody kept a bare pointer to a temporary of the captured forward."""
+    x = ones()
+    graph, y = capture(lambda: x * 2 + 1)
+    dropped = [block for block in graph.blocks.values() if block.dead]
+    assert len(dropped) == 1
+    graph.replay()
+    alias = torch.empty(0).set_(dropped[0].raw, 0, (4,), (1,))
+    assert alias.isnan().all()
+    assert y.tolist() == [3] * 4
+
+
+def test_poison_of_temporaries_can_be_turned_off():
+    with emulated_cuda(Policy(poison_temporaries=False)):
+        x = ones()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x * 2 + 1
+        dropped = next(block for block in graph.blocks.values() if block.dead)
+        graph.replay()
+        alias = torch.empty(0).set_(dropped.raw, 0, (4,), (1,))
+        assert alias.tolist() == [2] * 4
+        assert y.tolist() == [3] * 4
+
+
+def test_a_later_graph_of_the_pool_clobbers_dropped_outputs_only(capture):
+    x = ones()
+    seen_dropped, seen_kept = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+    first, outputs = capture(lambda: [x * 2, x * 4])
+    readers = [
+        capture(lambda: seen_dropped.copy_(outputs[0]))[0],
+        capture(lambda: seen_kept.copy_(outputs[1]))[0],
+    ]
+    del outputs[0]
+    second, _ = capture(lambda: x * 3, pool=first.pool())
+    first.replay()
+    second.replay()
+    for reader in readers:
+        reader.replay()
+    assert seen_dropped.isnan().all()
+    assert seen_kept.tolist() == [4] * 4
+
+
+def test_memory_of_a_reset_graph_may_not_be_used_by_another(capture):
+    x = ones()
+    first, outputs = capture(lambda: [x * 2])
+    second, _ = capture(lambda: outputs[0] + 1)
+    outputs.clear()
+    first.replay()
+    second.replay()
+    first.reset()
+    with pytest.raises(DanglingMemoryError):
+        second.replay()
+
+
+@pytest.mark.parametrize(("fill", "reads"), [(0xFF, None), (0x00, 0.0), (None, "anything")])
+def test_empty_memory_holds_the_fill_byte_in_eager_code_and_at_replay(fill, reads):
+    with emulated_cuda(Policy(fill=fill)):
+        eager = [
+            torch.empty(4, device="cuda"),
+            ones().new_empty(4),
+            torch.empty_like(ones()),
+            torch.empty_strided((2, 2), (2, 1), device="cuda").flatten(),
+        ]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = torch.empty(4, device="cuda")
+        graph.replay()
+        for tensor in [*eager, recorded]:
+            if fill == 0xFF:
+                assert tensor.isnan().all()
+            elif fill == 0:
+                assert tensor.tolist() == [0] * 4
+
+
+def test_two_fills_tell_uninitialised_memory_from_wrong_results():
+    def partly_written(fill: int) -> torch.Tensor:
+        with emulated_cuda(Policy(fill=fill)):
+            out = torch.empty(4, device="cuda")
+            out[:2] = 1.0
+            return out.cpu()
+
+    a, b = partly_written(0x00), partly_written(0x3C)
+    assert (a != b).tolist() == [False, False, True, True]
+
+
+def test_host_memory_is_left_alone():
+    assert not torch.zeros(4).isnan().any()
+    host = torch.empty(4)
+    assert host.device.type == "cpu"
