@@ -80,8 +80,7 @@ def _check_torch() -> None:
     _checked = True
 
 
-# ---- what is replaced, process-wide, while at least one thread is inside
-
+# What is replaced, process-wide, while at least one thread is inside.
 _users = 0
 _saved: list[tuple[Any, str, Any]] = []
 _froze = False

@@ -34,9 +34,6 @@ def _run_on_device(session: Session, func: Any, args: tuple[Any, ...], kwargs: d
         session.creating = outer
 
 
-# ---- .to() and its relatives
-
-
 def _parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool | None, torch.dtype | None, bool, bool]:
     """(to the device?, dtype, non_blocking, copy) of any form of Tensor.to."""
     target, dtype = _wants_cuda(kwargs.get("device")), kwargs.get("dtype")
@@ -112,9 +109,6 @@ def _is_pinned(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[
     return is_pinned(args[0])
 
 
-# ---- looking at device memory
-
-
 def _get_device(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return 0 if is_device(args[0]) else NotImplemented
 
@@ -140,9 +134,6 @@ def _print(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     if is_device(args[0]) and session.strict:
         session.refuse(rules.HOST_READ, "print(tensor)")
     return NotImplemented
-
-
-# ---- Python data becoming tensors
 
 
 def _holds_device(value: Any) -> bool:
@@ -215,9 +206,6 @@ def _index(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return NotImplemented
 
 
-# ---- memory that nobody has written
-
-
 def _empty(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.empty and its family: run, then leave the fill byte where CUDA leaves whatever was there."""
     result = session.function_mode._run(func, args, kwargs)
@@ -232,9 +220,6 @@ def _tensor_split(session: Session, func: Any, args: tuple[Any, ...], kwargs: di
     if isinstance(positions, Tensor) and is_device(positions):
         session.refuse(rules.SPLIT_BY_DEVICE, "tensor_split()")
     return NotImplemented
-
-
-# ---- CPU kernels that differ from the CUDA ones
 
 
 def _one_hot(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -102,9 +102,6 @@ def default_device() -> torch.device | None:
     return torch.utils._device.CURRENT_DEVICE
 
 
-# ---- self-tests
-
-
 def _weak_references_see_death() -> bool:
     tensor = torch.zeros(4)
     weak = weak_reference(tensor.untyped_storage())

@@ -25,8 +25,6 @@ from attn_testkit.emulation.rule import (
     Rule,
 )
 
-# ---- rows that the function rules use by name
-
 TO_HOST = Rule(
     "a copy to unpinned host memory",
     UNPINNED,
@@ -125,7 +123,6 @@ RESEED = Rule(
     invalidates=False,
 )
 
-# ---- the table: what the dispatcher shows
 
 _SIZE_FROM_DATA = "the result's size depends on device data, which the host must read"
 

@@ -44,9 +44,6 @@ class DeviceProperties:
     gcnArchName = ""
 
 
-# ---- waiting
-
-
 def synchronize(device: Any = None) -> None:
     session.require().refuse(rules.HOST_WAIT, "torch.cuda.synchronize()")
 
@@ -65,9 +62,6 @@ def get_sync_debug_mode() -> int:
 
 def is_current_stream_capturing() -> bool:
     return session.require().stream.capturing
-
-
-# ---- streams
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -90,9 +84,7 @@ class DeviceGuard:
     def __exit__(self, *_: object) -> None: ...
 
 
-# ---- random numbers: device operations draw from torch's default CPU generator
-
-
+# Random numbers of device operations are drawn from torch's default CPU generator.
 def _seed_all(seed: int) -> None:
     current = session.require()
     if current.capture is not None and int(seed) != _DEFAULT_GENERATOR.initial_seed():
@@ -107,9 +99,6 @@ def _rng_state(device: Any = None) -> torch.Tensor:
 
 def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
     torch.default_generator.set_state(state)
-
-
-# ---- memory accounts
 
 
 class _Peak:
@@ -164,9 +153,6 @@ def memory_snapshot(mempool_id: Any = None) -> list[dict[str, Any]]:
         }
         for site, address, size in DEVICE.live()
     ]
-
-
-# ---- the table
 
 
 def _constant(value: Any) -> Callable[..., Any]:

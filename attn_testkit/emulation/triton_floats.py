@@ -29,9 +29,6 @@ _FLOAT8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 _NAMES = frozenset({"bf16", *_FLOAT8})
 
 
-# ---- words and values
-
-
 def widen(words: Array) -> Array:
     """The float32 values of bfloat16 words."""
     return np.left_shift(words, 16, dtype=np.uint32).view(np.float32)
@@ -72,9 +69,6 @@ def _float8_words(values: Array, name: str) -> Array:
 
 def _is_bfloat16(handle: Any) -> bool:
     return bool(handle.data.dtype == _WORD) and handle.dtype.scalar.name == "bf16"
-
-
-# ---- the interpreter's operations
 
 
 def replacements(module: Any) -> list[Replacement]:
@@ -295,9 +289,6 @@ def _prints(module: Any) -> list[Replacement]:
         return stock(self, prefix, hexadecimal, values, *rest)
 
     return [(builder, "create_print", create_print)]
-
-
-# ---- does it work in this interpreter?
 
 
 def _close(found: Any, expected: Any) -> bool:

@@ -57,9 +57,6 @@ def _replacements_in(module: Any) -> list[tuple[Any, str, Any]]:
     ]
 
 
-# ---- launches
-
-
 def _launch_of(module: Any, launcher: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     def run(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with contextlib.ExitStack() as stack:

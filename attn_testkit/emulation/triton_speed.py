@@ -35,9 +35,6 @@ def replacements(module: Any) -> list[Replacement]:
     return found
 
 
-# ---- one patch of the language for a launch
-
-
 def patch_language(module: Any) -> Any:
     """Patch all that a kernel can reach, as the stock interpreter would piecemeal; the answer can restore()."""
     language = module.tl
@@ -64,9 +61,6 @@ def _nested_call_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any
             raise module.InterpreterError(repr(failure)) from failure
 
     return nested_call
-
-
-# ---- less work for each operation
 
 
 def _without_overflow_checks(module: Any) -> list[Replacement]:

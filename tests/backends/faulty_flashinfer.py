@@ -12,8 +12,6 @@ from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend, FlashInfe
 from attn_testkit.backends.flashinfer_plan import PagePlan, exclusive_sum, make_page_plan
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 
-# ---- paged wrappers
-
 
 class MaskLeftOver(FlashInferBackend):
     """Gives every wrapper the mask buffer, which is what selects the custom-mask mode (flashinfer #1028)."""
@@ -161,9 +159,6 @@ class ScalesOfFp8Forgotten(FlashInferBackend):
         self._current = {**self._current, LayerKind.of(replace(layer)): self._current[kind]}
         plain = replace(layer, k_scale=1.0, v_scale=1.0)
         return super().forward(q, k, v, plain, *args, save_kv_cache=False)
-
-
-# ---- MLA
 
 
 class LengthsOfThePrefix(FlashInferMLABackend):

@@ -12,8 +12,6 @@ from attn_testkit.backends.trtllm_mha import TRTLLMMHABackend, XQABackend
 from attn_testkit.backends.trtllm_mla import Metadata, TRTLLMMLABackend
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch
 
-# ---- trtllm_mha
-
 
 class LengthsOfThePrefix(TRTLLMMHABackend):
     """Draft-extend v2 with lengths that do not count the new rows: each row misses the last N keys."""
@@ -91,9 +89,6 @@ class WindowOfW(TRTLLMMHABackend):
         return super()._step({**common, "window_left": max(-1, common["window_left"] - 1)}, *rest)
 
 
-# ---- trtllm_mha over XQA
-
-
 class MaskNotPassed(XQABackend):
     """Written for trtllm-gen, which needs no mask (sglang #32269)."""
 
@@ -133,9 +128,6 @@ class StridedQueries(XQABackend):
 
     def _query(self, q: torch.Tensor, layer: AttentionLayer, fp8: bool) -> torch.Tensor:
         return q
-
-
-# ---- trtllm_mla
 
 
 class PackedRowsAtReplay(TRTLLMMLABackend):
@@ -232,9 +224,6 @@ class LatentScaleForgotten(TRTLLMMLABackend):
 
     def _attend(self, q: Any, latent: Any, metadata: Metadata, layer: AttentionLayer) -> torch.Tensor:
         return super()._attend(q, latent, metadata, replace(layer, k_scale=1.0)) * layer.k_scale
-
-
-# ---- tokenspeed_mla
 
 
 class WorkspaceBornInForward(TokenspeedMLABackend):

@@ -88,9 +88,6 @@ def _all_rules() -> list[Rule]:
     return [*rules.RULES, *(value for value in vars(rules).values() if isinstance(value, Rule))]
 
 
-# ---- the command
-
-
 def test_a_verdict_file_is_read_back_as_it_was_written(tmp_path):
     path = tmp_path / "verdicts.json"
     answers = {Job("no_grad", "a"): "ok", Job("sync", "a"): "syncs", Job("loops", "L"): "pass"}

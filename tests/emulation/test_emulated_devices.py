@@ -214,9 +214,6 @@ def test_memory_accounts_follow_allocations():
     assert torch.cuda.max_memory_allocated() == before
 
 
-# ---- sync debug mode
-
-
 @pytest.fixture
 def sync_debug():
     torch.cuda.set_sync_debug_mode("error")
@@ -281,9 +278,6 @@ def test_sync_debug_mode_can_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ones().sum().item()
-
-
-# ---- errors
 
 
 def test_an_error_names_the_operation_the_line_the_effect_and_the_cure(capture):

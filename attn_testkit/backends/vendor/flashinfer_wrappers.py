@@ -64,9 +64,6 @@ def _found(int_workspace: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]
     return [whole[start:end] for start, end in itertools.pairwise(bounds)]
 
 
-# ---- decode without tensor cores
-
-
 def _decode_plan(
     float_workspace: torch.Tensor, int_workspace: torch.Tensor, pinned: torch.Tensor, indptr: torch.Tensor,
     batch_size: int, num_qo_heads: int, num_kv_heads: int, page_size: int, graph: bool, window_left: int,
@@ -99,9 +96,6 @@ def _decode_run(
         planned_kv=planned, window_left=window_left if has_window else -1,
         soft_cap=soft_cap if has_cap else 0.0, sm_scale=sm_scale, round_to=None,
     )  # fmt: skip
-
-
-# ---- prefill, and decode with tensor cores
 
 
 def _prefill_plan(
@@ -171,9 +165,6 @@ def _attend_pages(
         lse.copy_(torch.where(planned_rows[:, None], sums, lse))
 
 
-# ---- MLA
-
-
 def _mla_plan(
     float_workspace: torch.Tensor, int_workspace: torch.Tensor, pinned: torch.Tensor, qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor, kv_len: torch.Tensor, num_heads: int, head_dim_o: int, causal: bool,
@@ -212,9 +203,6 @@ def _mla_run(
     out.copy_(torch.where(rows.valid[:, None, None], result.to(out.dtype), out))
     if lse is not None:
         lse.copy_(sums * 0.6931471805599453 if base_e else sums)
-
-
-# ---- the modules in place
 
 
 # A module is compiled for one answer to "is there a window" and "is there a soft cap", given at the plan. What a run

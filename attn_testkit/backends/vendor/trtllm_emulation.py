@@ -41,9 +41,6 @@ _LOG2E = 1.4426950408889634
 _SM_COUNT = {90: 132, 100: 148}
 
 
-# ---- what compiled code does with a tensor
-
-
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The memory behind the first element, as a kernel reads it that is told a shape and no strides."""
     strides = []
@@ -71,9 +68,6 @@ def _table(tensor: torch.Tensor, bs: int) -> torch.Tensor:
 def _unless(dirty: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Counters that are not zero at launch end in a reduction of half the parts, or in none: told by NaN."""
     return out.masked_fill(dirty, torch.nan)
-
-
-# ---- XQA
 
 
 def _xqa_module(
@@ -143,9 +137,6 @@ def _draft_mask(mask: torch.Tensor, queries: paged.Queries, keys: paged.Keys, wi
         row = torch.arange(n, device=mask.device)[:, None]
         seen &= at > first + row - win_size
     return seen
-
-
-# ---- trtllm-gen
 
 
 def _check_gen(head_dim_qk: int, head_dim_v: int, page_size: int) -> None:
@@ -223,9 +214,6 @@ def _gen_attend(
     if dirty is not None:
         result = _unless(dirty, result)
     paged.pack_rows(result, queries, out.view(-1, *out.shape[-2:]))
-
-
-# ---- the package over them
 
 
 def _on(sm: int, module: str, *names: str) -> dict[str, Callable[..., Any]]:

@@ -63,9 +63,6 @@ def _environment() -> dict[str, str]:
     return {"torch": torch.__version__, "device": device, "triton": version}
 
 
-# ---- comparison
-
-
 @dataclass(frozen=True)
 class Difference:
     """One job on which the emulation and the GPU disagree."""
