@@ -129,6 +129,10 @@ def run_guarded(engine: Any, item: WorkItem, plan: RunPlan) -> CaseResult:
 
 def kit_error(item: WorkItem, error: BaseException) -> CaseResult:
     """The result of a case-run that our own code failed: nobody may take it for a verdict on the backend."""
+    from .checks.failures import device_full
+
+    if full := device_full(error):
+        return bare_result(item, Status.CRASHED, full)
     trace = "".join(traceback.format_exception(error)).rstrip()
     return bare_result(item, Status.CRASHED, f"{KIT_ERROR}{type(error).__name__}: {error}\n{trace}")
 

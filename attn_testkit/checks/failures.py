@@ -10,7 +10,7 @@ from pathlib import Path
 from ..contract import AttentionBackend
 from ..results import Finding
 
-__all__ = ["context_lost", "from_exception"]
+__all__ = ["context_lost", "device_full", "from_exception"]
 
 _LOST = re.compile(
     r"device-side assert triggered|illegal memory access|unspecified launch failure|misaligned address"
@@ -45,6 +45,16 @@ def context_lost(error: BaseException) -> bool:
     return bool(_LOST.search(_first_line(error)))
 
 
+def device_full(error: BaseException) -> str:
+    """What to say when the device has no memory left; nothing if that is not what happened."""
+    return f"{_asked_for(_first_line(error))} {_FULL_HINT}" if type(error).__name__ == "OutOfMemoryError" else ""
+
+
+def _asked_for(told: str) -> str:
+    """Without what follows: a list of every process on the device."""
+    return re.split(r" Process [0-9]+ has| Including ", told)[0]
+
+
 def from_exception(error: BaseException, phase: str, label: str, *, needs_cpu_lengths: bool) -> Finding:
     """The finding for what was raised in ``phase``."""
     kind, told = type(error).__name__, str(getattr(error, "operation", "")) or _first_line(error)
@@ -60,8 +70,7 @@ def _classify(error: BaseException, kind: str, told: str, phase: str, needs_cpu_
     if kind in ("ShapeError", "ContractError"):
         return "output-contract", told, ""
     if kind == "OutOfMemoryError":
-        # What follows lists every process on the device.
-        return "completes", f"{place}: {re.split(r' Process [0-9]+ has| Including ', told)[0]}", _FULL_HINT
+        return "completes", f"{place}: {_asked_for(told)}", _FULL_HINT
     if kind == "DanglingMemoryError":
         return (
             "addresses-stable",
@@ -106,8 +115,8 @@ def _forgotten_super(error: BaseException) -> str:
 
 
 _FULL_HINT = (
-    "if others use this device, or several processes of the kit do, that is no fault of the backend: "
-    "fewer --jobs, or a device of its own"
+    "If others use this device, or several processes of the kit do, that is no fault of the backend: "
+    "fewer --jobs, or a device of its own."
 )
 _CAPTURE_HINT = "no .item(), .cpu(), .tolist(), host copies or data-dependent shapes in a capture"
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from attn_testkit.checks.failures import from_exception
+from attn_testkit.engine import plan_run
 from attn_testkit.graphs.allocator import give_back_idle_memory
 from attn_testkit.graphs.poison import churn
+from attn_testkit.isolation import KIT_ERROR, kit_error
+from attn_testkit.results import Status
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -94,15 +97,27 @@ def test_memory_that_nobody_uses_is_given_back_before_it_is_much(
     assert bool(called) is given_back
 
 
+FULL = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 2.12 MiB is "
+    "free. Process 31517 has 8.42 GiB memory in use. Process 31514 has 8.07 GiB memory in use. Of the allocated"
+)
+
+
 @pytest.mark.parametrize("phase", ["capture", "plan for replay", "forward"])
 def test_a_full_device_is_told_as_that_and_not_as_a_mistake_in_a_capture(phase: str) -> None:
-    error = torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 2.12 MiB is "
-        "free. Process 31517 has 8.42 GiB memory in use. Process 31514 has 8.07 GiB memory in use. Of the allocated"
-    )
-    finding = from_exception(error, phase, "bucket 2", needs_cpu_lengths=False)
+    finding = from_exception(FULL, phase, "bucket 2", needs_cpu_lengths=False)
     assert finding.check == "completes"
     assert ": CUDA out of memory. Tried to allocate 2.00 MiB. " in finding.headline
     assert finding.headline.endswith(" of which 2.12 MiB is free.")
     assert "fewer --jobs" in finding.hint
     assert ".item()" not in finding.hint
+
+
+def test_a_device_that_is_full_when_the_kit_needs_memory_is_no_bug_of_the_kit() -> None:
+    item = plan_run(backends=["torch_native"], tier="smoke", device="cpu").items[0]
+    result = kit_error(item, FULL)
+    assert result.status is Status.CRASHED
+    assert result.reason.startswith("CUDA out of memory. Tried to allocate 2.00 MiB.")
+    assert "fewer --jobs" in result.reason
+    assert KIT_ERROR not in result.reason
+    assert KIT_ERROR in kit_error(item, ValueError("x")).reason
