@@ -8,6 +8,7 @@ Nothing here runs while things are right. Each question is one controlled run on
 * is it right when no row is padding?                             ``padding-inert``
 * is it right when it is the only replay of the only bucket?      ``buckets-independent``
 * is an eager step right on a fresh instance?                     ``steps-independent``
+* is a step whose K and V are stored right when they are not yet? then k and v were read
 * did planning the replay replace tensors that the graph reads?   ``addresses-stable``, else ``replay-follows-batch``
 """
 
@@ -57,9 +58,7 @@ def explain_numeric(
     elif observed.among and is_right(schedule, eager):
         promise, why = _AMONG[observed.among]
     elif finding.check == "finite" and not why:
-        calm = bench.eager(schedule, step, unowned=0.0)
-        if calm is not None and _all_finite(calm, schedule):
-            promise, why = "reads-own-kv", "with zeros instead of NaN in slots of nobody the result is finite"
+        promise, why = _blame_nan(bench, schedule, step)
     by_itself = promise in ("buckets-independent", "steps-independent")
     footprint = None if by_itself else attended(bench, schedule, observed, in_graph=in_graph)
     evidence = Evidence(
@@ -70,6 +69,7 @@ def explain_numeric(
         passed,
         mixups=find_mixups(None if by_itself else bench, schedule, observed, in_graph=in_graph),
         in_graph=in_graph and not by_itself,
+        right_when_fresh=promise == "steps-independent",
         reads_foreign=promise == "reads-own-kv",
     )
     told = [text for text in (why, *hints(evidence)) if text]
@@ -80,6 +80,16 @@ def explain_numeric(
         attended=footprint.text if footprint else "",
         hint="\n".join(told[:3]),
     )
+
+
+def _blame_nan(bench: Bench, schedule: Schedule, step: Step) -> tuple[str, str]:
+    """Where it was read: in k and v that are stored already, in slots of nobody, or not known."""
+    if step.stored and is_right(schedule, bench.eager(schedule, replace(step, stored=False))):
+        return "finite", "right with save_kv_cache=True; with False, k and v hold NaN, and they were read"
+    calm = bench.eager(schedule, step, unowned=0.0)
+    if calm is not None and _all_finite(calm, schedule):
+        return "reads-own-kv", "with zeros instead of NaN in slots of nobody the result is finite"
+    return "finite", ""
 
 
 _AMONG = {

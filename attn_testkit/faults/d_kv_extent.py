@@ -242,13 +242,15 @@ class FoldedHeadsReadNextTokenKv(TorchNativeBackend):
     source="general",
     modes=_CHAINED,
     mechanism="every page counts as full, so slots behind the last key are read",
-    promises=("reads-own-kv", "completes"),
+    promises=("reads-own-kv",),
     hint="not its own",
 )
 class LengthRoundedUpToPage(TorchNativeBackend):
     def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         page = self.context.page_size
-        return super()._key_slots(batch)[:, self._key // page * page] + self._key % page
+        # The row of the table ends in numbers of any size; a kernel reads on, wherever that is.
+        slots = super()._key_slots(batch)[:, self._key // page * page] + self._key % page
+        return slots.clamp(max=self.context.kv_pool.num_slots - 1)
 
     def _visibility(
         self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor

@@ -93,8 +93,8 @@ class PageIdInEightBits(TorchNativeBackend):
     source="vLLM #21133; flashinfer #1865; flash-attention #2670",
     modes=_ALL,
     mechanism="q is a view of packed q, k, v, and is read as if it were contiguous",
-    promises=("matches-oracle",),
-    hint="strides",
+    promises=("matches-oracle", "finite"),
+    hint="strides|k and v hold NaN",
 )
 class QueryStrideIgnored(TorchNativeBackend):
     def _queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

@@ -31,6 +31,8 @@ class Evidence:
     """The eager run of the step is right."""
     mixups: tuple[Mixup, ...] = ()
     """Wrong rows that hold what others should."""
+    right_when_fresh: bool = False
+    """An eager step after others, and as the first of a fresh instance it is right."""
     reads_foreign: bool = False
     """With zeros instead of NaN in slots of nobody the result is finite."""
 
@@ -61,8 +63,8 @@ class Evidence:
 
     @property
     def before(self) -> Step | None:
-        """In eager, the step that the same instance ran before this one."""
-        return self.schedule.steps[0] if self.observed.among == "steps" else None
+        """The step that the same instance ran before this one, and that this one is wrong because of."""
+        return self.schedule.steps[0] if self.right_when_fresh else None
 
     @property
     def lens(self) -> list[int]:

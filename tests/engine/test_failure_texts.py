@@ -55,6 +55,17 @@ def test_what_is_attended_is_told_of_the_request_in_the_headline() -> None:
     assert finding.attended.startswith(f"{request} used no key, should be 0.."), finding
 
 
+def test_nan_from_k_and_v_that_are_stored_already_is_not_called_something_kept() -> None:
+    strides = "attn_testkit.faults.i_addressing:QueryStrideIgnored"
+    case = "decode-gqa2x2-d32-bf16-p1-k7x2-shared-negative-w0-b2prod"
+    (result,) = check_backend(strides, device="cpu", executions=["eager"], cases=[case])
+    (finding,) = result.findings
+    assert finding.step == "another eager step on the instance (same lengths, other requests, save_kv_cache=False)"
+    assert finding.check == "finite"
+    assert "with False, k and v hold NaN, and they were read" in finding.hint
+    assert "kept" not in finding.hint
+
+
 def test_keys_that_were_not_asked_about_are_not_called_missing() -> None:
     finding = told("CapacityOf2048", LONGEST)
     assert "(192..3967 not asked about)" in finding.attended, finding.attended
