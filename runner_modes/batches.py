@@ -24,7 +24,7 @@ def seq_lens_of(mode: ForwardMode, loaded: Loaded) -> list[int]:
     """``seq_lens`` by the convention of each mode."""
     if mode is ForwardMode.TARGET_VERIFY:
         return [r.prefix for r in loaded.step.requests]
-    return [r.prefix + r.new for r in loaded.step.requests]
+    return loaded.step.lens
 
 
 def eager_batch(

@@ -53,15 +53,10 @@ def verdict_line(audit: Audit) -> str:
     return ("GOOD: " if audit.exit_code == 0 else "NOT GOOD: ") + "; ".join(parts)
 
 
-def _partial(audit: Audit) -> bool:
-    """Only some faults were asked for."""
-    return bool(audit.settings.faults or audit.settings.classes)
-
-
 def _columns(audit: Audit) -> list[str]:
     """Promises that faults can be caught by: all, or in a part those that caught or were expected to."""
     used = {promise for verdict in audit.faults for promise in verdict.caught_by}
-    asked = {p for v in audit.faults for p in v.expected} | used if _partial(audit) else PROMISES.keys() | used
+    asked = {p for v in audit.faults for p in v.expected} | used if audit.settings.partial else PROMISES.keys() | used
     return [promise for promise in (*PROMISES, "crashed", "timed out") if promise in asked]
 
 
@@ -123,7 +118,7 @@ def audit_page(audit: Audit) -> str:
         twins=twins,
         whys={twin.name: twin.why for twin in all_twins()},
         promises=PROMISES,
-        partial=_partial(audit),
+        partial=audit.settings.partial,
         line=verdict_line(audit),
     )
 

@@ -26,6 +26,11 @@ class Settings:
     timeout_s: float = 240.0
     """For one task; twins get five times as long."""
 
+    @property
+    def partial(self) -> bool:
+        """Whether only some faults are asked for."""
+        return bool(self.faults or self.classes)
+
 
 @dataclass(frozen=True)
 class Task:
@@ -131,7 +136,7 @@ class Audit:
     @property
     def idle_promises(self) -> list[str]:
         """Promises that catch nothing that others do not. Not known when only some faults were tried."""
-        if self.settings.faults or self.settings.classes:
+        if self.settings.partial:
             return []
         return [promise for promise, count in self.caught_alone.items() if promise in PROMISES and not count]
 

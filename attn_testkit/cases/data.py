@@ -170,7 +170,7 @@ def _drawn(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [L, T, Hq, Dqk], k [L, B, S, Hk, Dqk], v [L, B, S, Hk, Dv] in the model's dtype."""
     hq, hk, dv, dqk = case.heads.q_heads, case.heads.kv_heads, case.head_dim, case.head_dim + case.rope_dim
-    lens = [r.prefix + r.new for r in step.requests]
+    lens = step.lens
     shape = (NUM_LAYERS, step.bs, max(lens), hk)
     probe = pattern.startswith("probe.")
     q, k, v = draw(pattern, (NUM_LAYERS, step.tokens, hq, dqk), (*shape, dqk), (*shape, dv), rng)
@@ -206,15 +206,15 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     rng = np.random.default_rng(step.seed ^ 0xDA7A)
     kv_dtype = DTYPES[case.dtype if case.kv_dtype == "same" else case.kv_dtype]
     is_mla, dv = case.heads.family == "mla", case.head_dim
-    longest, widest = max(r.prefix + r.new for r in step.requests), max(r.new for r in step.requests)
+    longest, widest = max(step.lens), max(r.new for r in step.requests)
     q, k, v = _drawn(case, step, pattern or case.data, rng)
     layers = make_layers(case)
-    stored_k = _store(k, [layer.k_scale for layer in layers], kv_dtype)
+    k_scales, v_scales = [layer.k_scale for layer in layers], [layer.v_scale for layer in layers]
+    stored_k = _store(k, k_scales, kv_dtype)
     if is_mla:
         stored_v, v = None, k[..., :dv]
     else:
-        stored_v = _store(v, [layer.v_scale for layer in layers], kv_dtype)
-    scales = [[layer.k_scale for layer in layers], [layer.v_scale for layer in layers]]
+        stored_v = _store(v, v_scales, kv_dtype)
     row_request = np.repeat(np.arange(step.bs), [r.new for r in step.requests])
     row_offset = np.concatenate([np.arange(r.new) for r in step.requests])
     at = torch.from_numpy(row_offset + np.asarray([r.prefix for r in step.requests])[row_request])
@@ -227,7 +227,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
         hidden=normals((step.tokens, HIDDEN), rng),
         stored_keys=stored_k,
         stored_values=stored_v,
-        kv_scales=torch.tensor(scales, dtype=torch.float64).view(2, -1, 1, 1, 1, 1),
+        kv_scales=torch.tensor([k_scales, v_scales], dtype=torch.float64).view(2, -1, 1, 1, 1, 1),
         visible=visible,
         key_positions=key_positions,
         query_positions=query_positions,

@@ -72,6 +72,11 @@ class Step:
         return len(self.requests)
 
     @property
+    def lens(self) -> list[int]:
+        """Keys of each request, those of this step included."""
+        return [r.prefix + r.new for r in self.requests]
+
+    @property
     def tokens(self) -> int:
         """Live rows."""
         return sum(r.new for r in self.requests)

@@ -216,16 +216,7 @@ class OutputWrittenOverTheQuery(PlannedBackend):
         return q.copy_(super().attend(q, layer, meta))
 
 
-@fault(
-    slug="lengths-advanced-in-the-callers-tensor",
-    bug_class="J",
-    source="general",
-    modes=_DECODE,
-    mechanism="after its forward a decode advances seq_lens for the next step, in the caller's tensor",
-    promises=("inputs-unchanged",),
-    hint="work on a copy",
-)
-class LengthsAdvancedInPlace(PlannedBackend):
+class _ActsAfterTheLastLayer(PlannedBackend):
     def forward(
         self,
         q: torch.Tensor,
@@ -237,8 +228,25 @@ class LengthsAdvancedInPlace(PlannedBackend):
     ) -> torch.Tensor:
         out = super().forward(q, k, v, layer, batch, save_kv_cache)
         if layer.layer_id == len(self.context.layers) - 1:
-            batch.seq_lens.add_(1)
+            self.finish(batch)
         return out
+
+    def finish(self, batch: ForwardBatch) -> None:
+        """What is done to the caller's batch when its last layer is through."""
+
+
+@fault(
+    slug="lengths-advanced-in-the-callers-tensor",
+    bug_class="J",
+    source="general",
+    modes=_DECODE,
+    mechanism="after its forward a decode advances seq_lens for the next step, in the caller's tensor",
+    promises=("inputs-unchanged",),
+    hint="work on a copy",
+)
+class LengthsAdvancedInPlace(_ActsAfterTheLastLayer):
+    def finish(self, batch: ForwardBatch) -> None:
+        batch.seq_lens.add_(1)
 
 
 @fault(
@@ -251,21 +259,11 @@ class LengthsAdvancedInPlace(PlannedBackend):
     promises=("mode-outputs", "inputs-unchanged"),
     hint="hidden_states|work on a copy",
 )
-class AcceptCountsAdvancedInPlace(PlannedBackend):
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-    ) -> torch.Tensor:
-        out = super().forward(q, k, v, layer, batch, save_kv_cache)
-        if layer.layer_id == len(self.context.layers) - 1 and isinstance(batch.spec_info, DraftExtendInput):
+class AcceptCountsAdvancedInPlace(_ActsAfterTheLastLayer):
+    def finish(self, batch: ForwardBatch) -> None:
+        if isinstance(batch.spec_info, DraftExtendInput):
             # As indices are: never below 0, however often a warm-up runs.
             batch.spec_info.num_accept_tokens.sub_(1).clamp_(min=0)
-        return out
 
 
 @fault(
@@ -278,19 +276,9 @@ class AcceptCountsAdvancedInPlace(PlannedBackend):
     promises=("mode-outputs",),
     hint="batch_size or num_accept_tokens",
 )
-class AcceptCountsReplacedInTheCallersBatch(PlannedBackend):
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-    ) -> torch.Tensor:
-        out = super().forward(q, k, v, layer, batch, save_kv_cache)
+class AcceptCountsReplacedInTheCallersBatch(_ActsAfterTheLastLayer):
+    def finish(self, batch: ForwardBatch) -> None:
         spec = batch.spec_info
-        if layer.layer_id == len(self.context.layers) - 1 and isinstance(spec, DraftExtendInput):
+        if isinstance(spec, DraftExtendInput):
             # Another tensor under the old name: what the caller lent is unchanged.
             spec.num_accept_tokens = spec.num_correct_drafts
-        return out

@@ -69,4 +69,4 @@ class Evidence:
     @property
     def lens(self) -> list[int]:
         """Keys of each request."""
-        return [r.prefix + r.new for r in self.step.requests]
+        return self.step.lens

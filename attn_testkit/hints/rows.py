@@ -105,7 +105,7 @@ def kept_from_before(e: Evidence) -> str:
     before = e.before
     if before is None or not e.wrong:
         return ""
-    lens = [r.prefix + r.new for r in before.requests]
+    lens = before.lens
     if e.step is before:
         return "the same step was right the first time: look at what planning or forward leaves on self"
     if sorted(lens) == sorted(e.lens):
@@ -185,7 +185,7 @@ def some_dims(e: Evidence) -> str:
 
 def length_threshold(e: Evidence) -> str:
     right = [n for i, n in enumerate(e.lens) if i not in e.wrong]
-    right += [r.prefix + r.new for o in e.passed if o.replay for r in o.step.requests]
+    right += [n for o in e.passed if o.replay for n in o.step.lens]
     wrong = [e.lens[i] for i in e.wrong]
     if not e.in_graph or not right or not wrong or max(right) >= min(wrong):
         return ""
