@@ -31,7 +31,8 @@ class CachingAllocator:
         self.segments.append(segment)
         return segment
 
-    def empty(self, size: int, **_: object) -> torch.Tensor:
+    def empty(self, count: int, dtype: torch.dtype = torch.uint8, **_: object) -> torch.Tensor:
+        size = count * dtype.itemsize
         kind = "small" if size <= MIB else "large"
         free = [
             (block["size"], index, segment)
@@ -41,11 +42,11 @@ class CachingAllocator:
         ]
         if not free:
             self.reserve(kind)
-            return self.empty(size)
+            return self.empty(count, dtype)
         had, index, segment = min(free, key=lambda entry: entry[0])
         pieces = [{"size": size, "state": "active_allocated"}, {"size": had - size, "state": "inactive"}]
         segment["blocks"][index : index + 1] = [piece for piece in pieces if piece["size"]]
-        return torch.zeros(size, dtype=torch.uint8)
+        return torch.zeros(count, dtype=dtype)
 
     def free_bytes(self, kind: str) -> int:
         segments = [segment for segment in self.segments if segment["segment_type"] == kind]
@@ -81,8 +82,20 @@ def test_a_write_into_freed_memory_is_told_once_with_its_size(allocator: Caching
     canaries = churn()
     assert canaries.damaged() == ()
     canaries.blocks[0][7:10] = 1
-    assert canaries.damaged() == (f"3 of {MIB} bytes of a freed block overwritten",)
+    canaries.blocks[1][-1] = 0
+    told = [f"{count} of {MIB} bytes of a freed block overwritten" for count in (3, 1)]
+    assert list(canaries.damaged()) == told
     assert canaries.damaged() == ()
+
+
+def test_watching_freed_memory_takes_room_once(allocator: CachingAllocator) -> None:
+    for _ in range(4):
+        allocator.reserve("small")
+    canaries = churn()
+    assert canaries.damaged() == ()
+    free = allocator.free_bytes("large")
+    assert canaries.damaged() == ()
+    assert allocator.free_bytes("large") == free
 
 
 @pytest.mark.parametrize(("idle", "given_back"), [(900 * MIB, False), (1100 * MIB, True)])
