@@ -201,6 +201,9 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
     # Several key tiles, whose maxima rise for some rows and fall for others; no window, which would leave one tile.
     yield replace(plain, prefixes=(300, 70), new=(plain.width, 1) if plain.new else (), data="cliff", bucket=2)
     yield _many_requests(claims, plain)
+    if plain.heads.family != "mla" or tier == "full":
+        # 576 numbers a key: minutes without a device.
+        yield _beyond_16_bits(claims, plain)
     yield from _wide_heads(claims, plain)
     if mode is ForwardMode.TARGET_VERIFY:
         two = (9, 40)
@@ -233,17 +236,33 @@ def _long_with_options(claims: Capabilities, mode: ForwardMode, plain: Case) -> 
     )
 
 
-def _many_requests(claims: Capabilities, plain: Case) -> Case:
-    """More requests than a warp has lanes; offsets and schedules are summed a warp at a time."""
+def _small(claims: Capabilities, plain: Case) -> Case:
+    """As little work for each row and key as is claimed, for cases with very many of them."""
+    is_mla = plain.heads.family == "mla"
+    rows = min(2, plain.width)
     return replace(
         plain,
+        heads=min((h for h in _heads(claims) if (h.family == "mla") is is_mla), key=lambda h: (h.kv_heads, h.q_heads)),
+        head_dim=plain.head_dim if is_mla else min(claims.head_dims),
         page_size=min(claims.page_sizes),
-        prefixes=(9,) * 12 + (3,) * 13 + (1,) * 11,
-        new=(1,) * 18 + (plain.width,) * 18 if plain.new else (),
-        data="gauss",
-        bucket=36,
+        new=(rows,) * plain.bs if plain.new else (),
+        width=rows,
+        tree=chain(rows) if plain.tree else None,
         padding="prod",
     )
+
+
+def _many_requests(claims: Capabilities, plain: Case) -> Case:
+    """More requests than a warp has lanes, and than a block of 128 threads: those sum offsets and make schedules."""
+    small = _small(claims, plain)
+    new = (1,) * 66 + (small.width,) * 66 if plain.new else ()
+    return replace(small, prefixes=(3,) * 45 + (1,) * 43 + (9,) * 44, new=new, data="gauss", bucket=132)
+
+
+def _beyond_16_bits(claims: Capabilities, plain: Case) -> Case:
+    """Lengths, positions and slots beyond 16 bits, which is also beyond the largest y and z of a grid."""
+    small = _small(claims, plain)
+    return replace(small, prefixes=(66_000,), new=small.new[:1], data="footprint", bucket=1)
 
 
 def _wide_heads(claims: Capabilities, plain: Case) -> Iterator[Case]:

@@ -156,3 +156,17 @@ class OffsetsRestartAfterAWarp(PlannedBackend):
     def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         parts = [part.cumsum(0) for part in torch.split(counts, 32)]
         return torch.nn.functional.pad(torch.cat(parts), (1, 0)).to(torch.int32)
+
+
+@fault(
+    slug="plan-of-one-block",
+    bug_class="A",
+    source="general",
+    modes=_ALL,
+    mechanism="one block of 128 threads plans the splits, without a loop: requests from number 128 on have no plan",
+    promises=("matches-oracle", "replay-follows-batch"),
+    hint="128",
+)
+class PlanOfOneBlock(PlannedBackend):
+    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.index[: len(lens)] < 128, super().plan_splits(lens), 0)

@@ -72,19 +72,32 @@ class BlockIdWindow(TorchNativeBackend):
 
 
 @fault(
-    slug="page-id-in-eight-bits",
+    slug="page-id-in-sixteen-bits",
     bug_class="I",
     source="general",
-    modes=_ALL,
-    mechanism="page ids are stored in too narrow an integer",
+    modes=(ForwardMode.DECODE,),
+    mechanism="page ids are stored in 16 bits",
     promises=("reads-own-kv", "matches-oracle"),
     hint="page",
-    modelled="8 bits, where real tables lose ids in 16",
 )
-class PageIdInEightBits(TorchNativeBackend):
+class PageIdInSixteenBits(TorchNativeBackend):
     def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, page = super()._key_slots(batch), self.context.page_size
-        return (slots // page).to(torch.uint8).long() * page + slots % page
+        return (slots // page & 0xFFFF) * page + slots % page
+
+
+@fault(
+    slug="length-in-sixteen-bits",
+    bug_class="I",
+    source="general",
+    modes=(ForwardMode.DECODE,),
+    mechanism="the number of keys is handed to the kernel in 16 bits",
+    promises=("matches-oracle",),
+    hint="16 bits",
+)
+class LengthInSixteenBits(TorchNativeBackend):
+    def _kv_lens(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        return super()._kv_lens(batch, counts) & 0xFFFF
 
 
 @fault(

@@ -66,6 +66,7 @@ class PlannedBackend(AttentionBackend):
         gqa_ratios=frozenset(range(1, 9)),
         max_q_rows=64,
         max_topk=8,
+        max_context_len=1 << 14,
         sliding_window=frozenset(ForwardMode),
         window_in_trees=True,
         logit_cap=True,

@@ -118,9 +118,10 @@ def _cut_off(e: Evidence, print_: Footprint, missing: list[int], last: int) -> s
     if length_threshold(e):
         return ""
     if first - 1 > before and print_.not_asked:
+        narrow = ", or a length or position that is kept in 16 bits" if last >> 16 else ""
         return (
-            f"keys are missing from somewhere between {before + 1} and {first} on: a fixed capacity, or a page table "
-            "or grid that is too small for this length"
+            f"keys are missing from somewhere between {before + 1} and {first} on: a fixed capacity, a page table or "
+            f"grid that is too small for this length{narrow}"
         )
     if (first >= _ROUND and first & (first - 1) == 0) or (first >= 1024 and first % 1024 == 0):
         return f"keys from {first} on are missing: a fixed capacity of {first} keys, or of so many tiles or splits"
