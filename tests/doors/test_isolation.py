@@ -15,7 +15,7 @@ from attn_testkit.isolation import KIT_ERROR, Worker, WorkerStartError, run_isol
 from attn_testkit.results import Status
 
 
-def results_of(words: str, *, timeout_s: float = 20, jobs: int = 1, **more):
+def results_of(words: str, *, timeout_s: float = 120, jobs: int = 1, **more):
     plan = fake_engine.plan_run(backends=[f"fake:{words}"], modes=["decode"], executions=["eager"])
     found = list(run_isolated(plan, timeout_s=timeout_s, jobs=jobs, engine="fake_engine", **more))
     return {r.case.rpartition("-")[0].partition("-")[2]: r for r in found}, found
@@ -66,7 +66,7 @@ def test_what_the_device_said_on_stderr_is_kept():
 
 def test_a_worker_that_dies_between_case_runs_is_not_blamed_on_the_next():
     plan = fake_engine.plan_run(backends=["fake:latecrash,ok"], modes=["decode"], executions=["eager"])
-    source = run_isolated(plan, timeout_s=20, engine="fake_engine")
+    source = run_isolated(plan, timeout_s=120, engine="fake_engine")
     assert next(source).status is Status.PASSED
     time.sleep(0.5)
     assert [r.status for r in source] == [Status.PASSED]
@@ -99,9 +99,9 @@ def test_a_worker_that_cannot_start_says_why():
 
 
 def test_a_spare_worker_is_used_and_ended():
-    spare = Worker("fake_engine", 20)
+    spare = Worker("fake_engine", 120)
     plan = fake_engine.plan_run(backends=["fake:pid"], modes=["decode"], executions=["eager"])
-    (found,) = run_isolated(plan, timeout_s=20, engine="fake_engine", spare=spare)
+    (found,) = run_isolated(plan, timeout_s=120, engine="fake_engine", spare=spare)
     assert found.hints == (f"pid {spare._process.pid}",)
     assert spare._process.poll() is not None
 
@@ -136,7 +136,7 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path):
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and _alive(child):
         time.sleep(0.05)
     assert not _alive(child)
