@@ -216,7 +216,7 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
     if plain.new and claims.max_q_rows > _MOST_USUAL_ROWS:
         # Rows times heads of a KV head are more than one tile of rows.
         rows = min(claims.max_q_rows, 33)
-        heads = [h for h in _heads(claims) if (h.family == "mla") == (plain.heads.family == "mla")][-1]
+        heads = _heads_like(claims, plain)[-1]
         yield replace(plain, heads=heads, prefixes=(9, 40), new=(rows, 3), width=rows, bucket=2)
 
 
@@ -236,14 +236,18 @@ def _long_with_options(claims: Capabilities, mode: ForwardMode, plain: Case) -> 
     )
 
 
+def _heads_like(claims: Capabilities, plain: Case) -> list[Heads]:
+    """The claimed layouts that can take the place of ``plain``'s: MLA for MLA, any other for any other."""
+    return [heads for heads in _heads(claims) if (heads.family == "mla") == (plain.heads.family == "mla")]
+
+
 def _small(claims: Capabilities, plain: Case) -> Case:
     """As little work for each row and key as is claimed, for cases with very many of them."""
-    is_mla = plain.heads.family == "mla"
     rows = min(2, plain.width)
     return replace(
         plain,
-        heads=min((h for h in _heads(claims) if (h.family == "mla") is is_mla), key=lambda h: (h.kv_heads, h.q_heads)),
-        head_dim=plain.head_dim if is_mla else min(claims.head_dims),
+        heads=min(_heads_like(claims, plain), key=lambda heads: (heads.kv_heads, heads.q_heads)),
+        head_dim=plain.head_dim if plain.heads.family == "mla" else min(claims.head_dims),
         page_size=min(claims.page_sizes),
         new=(rows,) * plain.bs if plain.new else (),
         width=rows,
