@@ -38,8 +38,8 @@ def main(backends: tuple[str, ...], device: str, seconds: float, threads: int) -
     """Measure and print; never fails on a figure."""
     import torch
 
-    from attn_testkit.engine import plan_run, run_item
     from attn_testkit.graphs.capture import settle
+    from attn_testkit.running.plan import plan_run, run_item
 
     torch.set_num_threads(threads)
     console = Console(width=None if os.isatty(1) else 140)

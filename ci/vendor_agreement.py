@@ -29,11 +29,11 @@ from attn_testkit.cases.schedule import Schedule
 from attn_testkit.checks.numeric import margin, stacked
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, Execution, ForwardMode
-from attn_testkit.engine import WorkItem, plan_run
 from attn_testkit.environment import Environment, resolve
-from attn_testkit.execute import gradients_off, schedule_for
 from attn_testkit.oracle.expect import expect
 from attn_testkit.registry import load_backend
+from attn_testkit.running.case_run import gradients_off, schedule_for
+from attn_testkit.running.plan import WorkItem, plan_run
 
 
 def _flashinfer(case: Case) -> str:

@@ -26,18 +26,11 @@ FLOORS = {
     "checks": 5,
     "runner_modes": 6,
     "reports": 6,
-    "known": 6,
     "environment": 6,
-    "rerun": 7,
-    "footprint": 8,
-    "mixups": 8,
-    "hints": 9,
-    "diagnose": 10,
-    "execute": 10,
-    "engine": 11,
-    "isolation": 12,
-    "faults": 12,
-    "audit": 13,
+    "diagnosis": 7,
+    "running": 8,
+    "faults": 9,
+    "audit": 10,
 }
 """A room imports rooms of lower floors, and itself. Rooms that are not named are doors and may import everything."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..faults import all_faults, all_twins
 from ..graphs.capture import settle
-from ..isolation import ending
+from ..running.pool import ending
 from .tasks import run_task
 from .verdicts import FaultVerdict, Settings, Task, TwinVerdict, Verdict
 

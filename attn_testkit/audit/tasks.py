@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 
-from ..engine import RunPlan, WorkItem, plan_run, run_item
 from ..faults import all_faults, all_twins
 from ..registry import UsageError, did_you_mean
 from ..results import BAD, CaseResult, Status, format_failure
+from ..running.plan import RunPlan, WorkItem, plan_run, run_item
 from .verdicts import FaultVerdict, Settings, Task, TwinVerdict, Verdict
 
 __all__ = ["kill_order", "run_task", "tasks_for"]

@@ -22,7 +22,7 @@ from attn_testkit.contract import (
 
 from .flashinfer_plan import PagePlan, make_page_plan, pages_per_request, workspace
 from .vendor import provide
-from .vendor.flashinfer_wrappers import BATCH_DECODE, BATCH_PREFILL
+from .vendor.flashinfer_fake import BATCH_DECODE, BATCH_PREFILL
 
 __all__ = ["FlashInferBackend", "LayerKind"]
 

@@ -21,7 +21,7 @@ from attn_testkit.contract import (
 
 from .flashinfer_plan import PagePlan, filled_up, make_page_plan, pages_per_request, workspace
 from .vendor import EntryPoint, provide
-from .vendor.flashinfer_wrappers import BATCH_MLA_FA2, BATCH_MLA_FA3
+from .vendor.flashinfer_fake import BATCH_MLA_FA2, BATCH_MLA_FA3
 
 __all__ = ["FlashInferMLABackend", "FlashInferMLAFA3Backend", "FlashInferMLAFP8Backend"]
 

@@ -14,7 +14,7 @@ from attn_testkit.contract import AttentionLayer, Capabilities, Requires
 from .trtllm_mla import Metadata, TRTLLMMLABackend
 from .vendor import device_is_real
 from .vendor.provider import EntryPoint
-from .vendor.tokenspeed_emulation import DECODE, MULTIPROCESSORS
+from .vendor.tokenspeed_fake import DECODE, MULTIPROCESSORS
 
 __all__ = ["TokenspeedMLABackend"]
 

@@ -27,7 +27,7 @@ from attn_testkit.contract import (
 )
 
 from .vendor import device_is_real, provide
-from .vendor.trtllm_emulation import CONTEXT, DECODE_GEN, DECODE_XQA, SEMAPHORE_BYTES
+from .vendor.trtllm_fake import CONTEXT, DECODE_GEN, DECODE_XQA, SEMAPHORE_BYTES
 
 __all__ = ["TRTLLMMHABackend", "XQABackend"]
 

@@ -31,7 +31,7 @@ from attn_testkit.contract import (
 
 from .vendor import device_is_real, provide
 from .vendor.provider import EntryPoint
-from .vendor.trtllm_emulation import DECODE_MLA
+from .vendor.trtllm_fake import DECODE_MLA
 
 __all__ = ["Metadata", "TRTLLMMLABackend"]
 

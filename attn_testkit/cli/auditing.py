@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..doors import TIERS
+from ..running.request import TIERS
 from .options import Spelled, device_option
 from .running import write_text
 

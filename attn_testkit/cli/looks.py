@@ -11,10 +11,10 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from ..doors import Prepared, Request, prepare
-from ..known import load_known
 from ..registry import UsageError, did_you_mean, known_backends
 from ..reports.record import plain
+from ..running.known_failures import load_known
+from ..running.request import Prepared, Request, prepare
 from .options import backend_option, request_from, selection_options
 from .show import out
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from ..doors import EXECUTIONS, MODES, TIERS, Request
 from ..registry import UsageError, unknown
+from ..running.request import EXECUTIONS, MODES, TIERS, Request
 
 __all__ = ["case_option", "device_option", "request_from", "selection_options"]
 

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..doors import Prepared, Request, final_code, prepare, run_here
-from ..isolation import Worker, WorkerStartError, run_isolated
-from ..plugin_gpus import visible_gpus
 from ..registry import UsageError
 from ..reports.record import Record, Report, cannot_write
 from ..results import BAD, CaseResult, Status, format_failure
+from ..running.gpus import visible_gpus
+from ..running.pool import Worker, WorkerStartError, run_isolated
+from ..running.request import Prepared, Request, final_code, prepare, run_here
 from .options import backend_option, device_option, execution_option, request_from, selection_options
 from .show import Watch, echo_header, print_summary
 
 if TYPE_CHECKING:
-    from ..engine import RunPlan
+    from ..running.plan import RunPlan
 
 __all__ = ["repro", "run"]
 
@@ -103,8 +103,8 @@ def _spare(values: dict[str, Any], gpus: tuple[str, ...]) -> Worker:
 
 def _engine() -> str:
     # Looked up in sys.modules, so that a stand-in for the engine is also what the child processes import.
-    module = sys.modules.get("attn_testkit.engine")
-    return module.__name__ if module else "attn_testkit.engine"
+    module = sys.modules.get("attn_testkit.running.plan")
+    return module.__name__ if module else "attn_testkit.running.plan"
 
 
 def _gpus_to_share(request: Request, jobs: int) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from ..engine import WorkItem
-    from ..plugin_results import Run
+    from ..plugin.reporting import Run
+    from ..running.plan import WorkItem
 
 
 @pytest.mark.attn_mode("decode")

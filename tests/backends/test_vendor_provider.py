@@ -165,7 +165,7 @@ sys.modules["flashinfer"] = None
 from attn_testkit.backends.flashinfer import FlashInferBackend
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
 from attn_testkit.backends.vendor import VendorMissing, provide
-from attn_testkit.backends.vendor.flashinfer_wrappers import BATCH_DECODE
+from attn_testkit.backends.vendor.flashinfer_fake import BATCH_DECODE
 from attn_testkit.emulation import emulated_cuda
 import torch
 assert FlashInferBackend.capabilities.requires.packages and FlashInferMLABackend.capabilities.graph

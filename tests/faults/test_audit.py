@@ -18,12 +18,12 @@ from attn_testkit.audit.verdicts import FaultVerdict, Task, TwinVerdict
 from attn_testkit.checks.promises import PROMISES
 from attn_testkit.cli import auditing, main
 from attn_testkit.contract import BackendContext, Execution, ForwardMode
-from attn_testkit.engine import plan_run
 from attn_testkit.examples.off_by_one import OffByOneBackend
 from attn_testkit.faults import all_faults, all_twins, catalogue
 from attn_testkit.faults.catalogue import Fault, Twin
 from attn_testkit.faults.parent import PlannedBackend
 from attn_testkit.registry import UsageError
+from attn_testkit.running.plan import plan_run
 
 
 class AssertingBackend(PlannedBackend):

@@ -1,0 +1,229 @@
+"""Asking a backend which keys it used: with Q = K = 0 all keys weigh the same, and one-hot values name them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..cases.data import make_layers
+from ..cases.places import PLACES, place_pattern
+from ..cases.schedule import Schedule
+from ..checks.numeric import stacked, told_row, wrong_requests, wrong_values
+from ..checks.observation import Observation
+from ..oracle.attention import windowed
+from ..oracle.expect import Expected, expect
+from .rerun import Bench
+
+__all__ = ["Footprint", "attended", "ranges"]
+
+_MAX_PASSES = 6
+
+
+_SMALL = 0.02
+"""Weights below this are rounding."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The keys that one row of one request used, and those that it should have used."""
+
+    request: int
+    row: int
+    """Row inside the request."""
+    used: frozenset[int]
+    wanted: frozenset[int]
+    doubled: frozenset[int]
+    """Keys that counted more than once."""
+    looked_at: frozenset[int]
+    """Keys that were asked for; long requests are asked at both ends."""
+    length: int
+    """Keys of the request."""
+    elsewhere: Mapping[str, float]
+    """Name in ``PLACES`` -> part of the weight that went there, where it is not nothing."""
+    total: float | None
+    """Sum of all weights; 1 when all is well. None when unknown: sinks take weight, or not all keys were asked for."""
+    head: int = 0
+    """The head that was asked."""
+    heads: tuple[int, ...] = ()
+    """Heads of the row that used other keys than the right ones, where the rest of them used the right ones."""
+    window: int = -1
+    """Of the layer that was asked; what lies before it cannot show."""
+
+    @property
+    def right(self) -> bool:
+        """Every key that should be used was, once, and nothing else."""
+        return self.used == self.wanted and not self.doubled and not self.elsewhere
+
+    @property
+    def not_asked(self) -> list[int]:
+        """Keys of the request that nobody asked about; whether they were used is unknown."""
+        return sorted(set(range(self.length)) - self.looked_at)
+
+    @property
+    def normalised(self) -> bool:
+        """The weights sum to 1, as far as is known."""
+        return self.total is None or abs(self.total - 1) < _SMALL
+
+    @property
+    def text(self) -> str:
+        """One line for a report."""
+        name = f"request {self.request}" + (f" row {self.row}" if self.row else "")
+        name += f" head {self.head}" if self.heads else ""
+        of = " of those asked about" if self.not_asked else ""
+        if self.used == self.wanted and not self.doubled:
+            text = f"{name} used the right keys{of}, {ranges(sorted(self.used))}"
+        else:
+            used = f"keys {ranges(sorted(self.used))}" if self.used else "no key"
+            text = f"{name} used {used}{of}, should be {ranges(sorted(self.wanted))}"
+        if self.not_asked:
+            text += f" ({ranges(self.not_asked)} not asked about)"
+        if self.doubled:
+            text += f"; keys {ranges(sorted(self.doubled))} counted more than once"
+        for place, weight in self.elsewhere.items():
+            text += f"; {100 * weight:.0f}% of its weight went to {PLACES[place]}"
+        if not self.normalised:
+            text += f"; its weights sum to {self.total:.3g}"
+        return text
+
+
+def ranges(keys: Sequence[int]) -> str:
+    """[0, 1, 2, 7] -> ``0..2, 7``; nothing is ``none``."""
+    runs: list[list[int]] = []
+    for key in keys:
+        if runs and runs[-1][1] == key - 1:
+            runs[-1][1] = key
+        else:
+            runs.append([key, key])
+    shown = [f"{a}..{b}" if a != b else str(a) for a, b in runs[:6]]
+    return ", ".join(shown) + (f" and {len(runs) - 6} more runs" if len(runs) > 6 else "") or "none"
+
+
+def attended(bench: Bench, schedule: Schedule, observed: Observation, *, in_graph: bool) -> Footprint | None:
+    """Which keys a wrong row used. None when the backend will not say (it raises, or gives NaN).
+
+    Asked is the request of the headline; another one if that has hardly a key, or used the right ones.
+    """
+    expected = expect(schedule, observed.step)
+    found: Footprint | None = None
+    for asked in _requests_to_ask(observed, expected):
+        place = _place_to_ask(schedule, observed, expected, asked)
+        answer = _attended_at(bench, schedule, observed, expected, place, in_graph)
+        if answer is not None and not answer.right:
+            return answer
+        found = found or answer
+    return found
+
+
+def _requests_to_ask(observed: Observation, expected: Expected) -> list[int]:
+    """The one that the headline is about, and the first wrong one of several keys."""
+    told = told_row(observed, expected)
+    if told is None:
+        return []
+    headline = int(expected.data.row_request[told])
+    several = [i for i in wrong_requests(observed, expected) if int(expected.data.visible[i].any(0).sum()) > 2]
+    return list(dict.fromkeys([headline, *several[:1]] if headline in several or not several else several[:1]))
+
+
+def _attended_at(
+    bench: Bench,
+    schedule: Schedule,
+    observed: Observation,
+    expected: Expected,
+    place: tuple[int, int, int],
+    in_graph: bool,
+) -> Footprint | None:
+    layer, flat, head = place
+    request, row = int(expected.data.row_request[flat]), int(expected.data.row_offset[flat])
+    dim = schedule.case.head_dim
+    plan = observed.step.requests[request]
+    length = plan.prefix + plan.new
+    starts = list(range(0, length, dim))
+    if len(starts) > _MAX_PASSES:
+        starts = starts[: _MAX_PASSES // 2] + starts[-_MAX_PASSES // 2 :]
+
+    def weights_of(pattern: str) -> torch.Tensor | None:
+        """[Hq, Dv]."""
+        answer = _ask(bench, schedule, observed, pattern, in_graph=in_graph)
+        values = None if answer is None else stacked(answer, expected)[layer, flat].double()
+        return None if values is None or not values[head].isfinite().all() else values
+
+    weights: dict[int, float] = {}
+    by_head: list[torch.Tensor] = []
+    for start in starts:
+        values = weights_of(f"probe.{request}.{start}")
+        if values is None:
+            return None
+        weights.update(zip(range(start, length), values[head].tolist(), strict=False))
+        by_head.append(values[:, : length - start])
+    window = make_layers(schedule.case)[layer].sliding_window_size
+    visible = windowed(expected.data.visible, expected.data, window)[request, row]
+    wanted = frozenset(int(k) for k in visible.nonzero().flatten())
+    known = len(weights) == length and not schedule.case.sinks
+    elsewhere: dict[str, float] = {}
+    if not known or abs(sum(weights.values()) - 1) >= _SMALL:
+        # A slot that no request owns holds its value as it is, and an FP8 pool's reader multiplies it.
+        scale = make_layers(schedule.case)[layer].v_scale
+        for name in PLACES:
+            values = weights_of(place_pattern(request, name))
+            weight = 0.0 if values is None else float(values[head, 0]) / (1.0 if name == "others" else scale)
+            if weight >= _SMALL:
+                elsewhere[name] = weight
+    total = sum(weights.values()) + sum(elsewhere.values()) if known else None
+    found = _read(request, row, weights, wanted, elsewhere, total)
+    heads = _heads_astray(torch.cat(by_head, 1), sorted(weights), found.wanted)
+    return replace(found, length=length, head=head, heads=heads, window=window)
+
+
+def _heads_astray(weights: torch.Tensor, keys: list[int], wanted: frozenset[int]) -> tuple[int, ...]:
+    """Heads that used other keys than ``wanted``, if not all did. ``weights`` [Hq, keys that were asked about]."""
+    right = torch.tensor([key in wanted for key in keys])
+    used = weights > (weights.amax(1, keepdim=True) / 4).clamp(min=1e-6)
+    astray = (used != right).any(1)
+    return () if astray.all() else tuple(astray.nonzero().flatten().tolist())
+
+
+def _place_to_ask(schedule: Schedule, observed: Observation, expected: Expected, request: int) -> tuple[int, int, int]:
+    """Layer, flat row and head of a wrong value of a request.
+
+    NaN before other values, the layer that sees most before one whose window may hide what is wrong.
+    """
+    mine = expected.data.row_request == request
+    bad = ~stacked(observed, expected).isfinite()
+    if not bad[:, mine].any():
+        bad = wrong_values(observed, expected)
+    flat = int((bad.any(0).flatten(1).any(-1) & mine).nonzero()[0])
+    layers = bad[:, flat].flatten(1).any(-1).nonzero().flatten().tolist()
+    windows = [layer.sliding_window_size for layer in make_layers(schedule.case)]
+    layer = max(layers, key=lambda index: windows[index] if windows[index] >= 0 else math.inf)
+    return layer, flat, int(bad[layer, flat].any(-1).nonzero()[0])
+
+
+def _read(
+    request: int,
+    row: int,
+    weights: dict[int, float],
+    wanted: frozenset[int],
+    elsewhere: dict[str, float],
+    total: float | None,
+) -> Footprint:
+    looked_at = frozenset(weights)
+    top = max(weights.values(), default=0.0)
+    used = frozenset(k for k, w in weights.items() if w > max(top / 4, 1e-6))
+    typical = sorted(weights[k] for k in used)[len(used) // 2] if used else 0.0
+    doubled = frozenset(k for k in used if weights[k] > 1.5 * typical)
+    return Footprint(request, row, used, wanted & looked_at, doubled, looked_at, len(looked_at), elsewhere, total)
+
+
+def _ask(
+    bench: Bench, schedule: Schedule, observed: Observation, pattern: str, *, in_graph: bool
+) -> Observation | None:
+    # Zeros instead of NaN in slots of nobody: whoever reads them still answers, and the missing weight tells.
+    if not in_graph:
+        return bench.eager(schedule, observed.step, pattern=pattern, unowned=0.0)
+    answer = bench.graph(schedule, pattern=pattern, unowned=0.0)
+    if answer is None:
+        return None
+    return next((seen for seen in answer[0] if seen.step is observed.step), None)

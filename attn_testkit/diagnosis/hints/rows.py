@@ -1,0 +1,231 @@
+"""Which requests, rows, heads and dims are wrong, and what they have in common."""
+
+from __future__ import annotations
+
+from ...checks.describe import index_ranges
+from ...checks.numeric import stacked
+from ...contract import ForwardMode
+from .evidence import Evidence
+
+__all__ = [
+    "kept_from_before",
+    "last_page",
+    "later_by_number",
+    "later_requests",
+    "length_threshold",
+    "only_padded",
+    "part_of_a_head",
+    "row_tile",
+    "rows_of_others",
+    "some_dims",
+    "some_heads",
+    "uneven_offsets",
+]
+
+
+def rows_of_others(e: Evidence) -> str:
+    """Wrong rows hold what others should: the numbers are right, and lie in the wrong place."""
+    if not e.mixups:
+        return ""
+    told = ", ".join(mixup.text for mixup in e.mixups[:2]) + (" and so on" if len(e.mixups) > 2 else "")
+    alike = sorted({request for mixup in e.mixups for request in (mixup.request, mixup.of_request)})
+    if all(mixup.copied for mixup in e.mixups) and max(r.new for r in e.step.requests) == 1:
+        told = f"requests {index_ranges(alike)} hold the same values as each other"
+    return f"{told}: {_mixup_cause(e)}"
+
+
+def _mixup_cause(e: Evidence) -> str:
+    several = max(r.new for r in e.step.requests) > 1
+    if any(mixup.copied for mixup in e.mixups):
+        return "offsets of query rows (cu_seqlens_q), or the index of a request"
+    if all(mixup.of_row is not None for mixup in e.mixups):
+        if all(mixup.request == mixup.of_request for mixup in e.mixups):
+            return "the order of rows in a request"
+        if not several:
+            return "results go back in another order than the requests came in, or offsets of query rows"
+        return "offsets of query rows (cu_seqlens_q), or an order of requests that is not undone"
+    # Some rows of a request, or rows one behind the other, are taken for another's: their offsets. All: its table row.
+    partly = any(
+        {m.row for m in e.mixups if m.request == i} != set(range(r.new))
+        for i, r in enumerate(e.step.requests)
+        if any(m.request == i for m in e.mixups)
+    )
+    as_own = all(m.keys == e.step.requests[m.request].prefix + m.row + 1 for m in e.mixups)
+    as_theirs = all(m.keys == e.lens[m.of_request] for m in e.mixups)
+    if partly or not (as_own or as_theirs or several) or uneven_offsets(e):
+        return "offsets of query rows (cu_seqlens_q)"
+    return "the request row (req_pool_indices), the table's stride, or offsets of query rows"
+
+
+def uneven_offsets(e: Evidence) -> str:
+    if e.schedule.case.mode is not ForwardMode.DRAFT_EXTEND:
+        return ""
+    if not e.in_graph:
+        return _uneven_in_eager(e)
+    uneven = len({r.new for r in e.step.requests}) > 1 or e.step.requests[0].new != e.schedule.case.width
+    even_passed = any(len({r.new for r in o.step.requests}) == 1 for o in e.passed if o.replay)
+    if not uneven or (0 in e.wrong and len(e.wrong) == e.step.bs and not even_passed):
+        return ""
+    return (
+        f"{_accepted_counts(e)}: rows are packed, so query offsets are their running "
+        "sum. A uniform stride, or packed offsets for a kernel captured with a uniform stride, is right only when all "
+        "requests accept all"
+    )
+
+
+def _accepted_counts(e: Evidence) -> str:
+    return f"accepted counts are {', '.join(str(r.new) for r in e.step.requests)} of {e.schedule.case.width}"
+
+
+def _uneven_in_eager(e: Evidence) -> str:
+    """The wrong rows are exactly those that a uniform stride gets wrong."""
+    counts = [r.new for r in e.step.requests]
+    if len(set(counts)) == 1 and counts[0] == e.schedule.case.width:
+        return ""
+    strides = dict.fromkeys((e.schedule.case.width, counts[0], sum(counts) // len(counts), max(counts)))
+    stride = next((n for n in strides if e.rows in _wrong_under(n, counts)), None)
+    if stride is None or len(counts) == 1:
+        return ""
+    return (
+        f"{_accepted_counts(e)}, and the wrong rows are those that a uniform stride of {stride} gets wrong: rows are "
+        "packed, so query offsets are the running sum of the counts"
+    )
+
+
+def _wrong_under(stride: int, counts: list[int]) -> list[list[int]]:
+    """Flat rows that differ with a uniform stride, lengths counted from the end of the keys, and from the start."""
+    place = [(b, i, n) for b, n in enumerate(counts) for i in range(n)]
+    from_end = [t for t, (b, i, n) in enumerate(place) if (t // stride, t % stride - stride) != (b, i - n)]
+    from_start = [t for t, (b, i, _) in enumerate(place) if (t // stride, t % stride) != (b, i)]
+    return [rows for rows in (from_end, from_start) if rows]
+
+
+def kept_from_before(e: Evidence) -> str:
+    """What the step before has in common with the wrong one, or has less of."""
+    before = e.before
+    if before is None or not e.wrong:
+        return ""
+    lens = before.lens
+    if e.step is before:
+        return "the same step was right the first time: look at what planning or forward leaves on self"
+    if sorted(lens) == sorted(e.lens):
+        return (
+            "the step before has the same lengths and other requests: a plan, a page table or a mask that is kept "
+            "while lengths look the same"
+        )
+    if min(e.lens[i] for i in e.wrong) > max(lens):
+        return (
+            f"the step before had up to {max(lens)} keys, and only requests with more are wrong: a table, buffer or "
+            "grid that was made for it"
+        )
+    if min(e.wrong) >= before.bs:
+        return f"only requests from {before.bs} on are wrong, and the step before had {before.bs}: sizes made for it"
+    return ""
+
+
+def part_of_a_head(e: Evidence) -> str:
+    """NaN or Inf beside numbers in one row of one head: nothing that is read as a key or value does that."""
+    bad = ~stacked(e.observed, e.expected).isfinite()
+    # An overflow gives Inf and NaN by the signs of the values.
+    large = e.schedule.case.data in ("peaked", "negative", "cliff")
+    if not (bad.any(-1) & ~bad.all(-1)).any() or e.reads_foreign or large:
+        return ""
+    return (
+        "only a part of a head's values is NaN or Inf: written over after they were computed, or never: the layout of "
+        "a scratch for partial results, or a head dim that is padded"
+    )
+
+
+def some_heads(e: Evidence) -> str:
+    """Lengths and pages are a row's; heads of one row differ by how heads are packed."""
+    heads = list(e.footprint.heads) if e.footprint else []
+    if not heads:
+        return ""
+    case = e.schedule.case
+    count, group = case.heads.q_heads, case.heads.q_heads // case.heads.kv_heads
+    told = f"only head{'s' if len(heads) > 1 else ''} {index_ranges(heads)} of {count} used other keys than they should"
+    if group > 1 and {head // group for head in heads} != set(range(case.heads.kv_heads)) and len(heads) % group == 0:
+        cause = "an offset or stride of KV heads, or the head mapping"
+    elif group > 1:
+        cause = "packing of grouped heads (rows x heads of a KV head as one tile), their head mapping, or their masks"
+    else:
+        cause = "an offset or stride of heads, or a parameter by head"
+    return f"{told}: {cause} (all heads of a row have one length and one page table)"
+
+
+def row_tile(e: Evidence) -> str:
+    """Rows from a multiple of 8 on are wrong."""
+    if any(request.tree is not None and request.tree.topk > 1 for request in e.step.requests):
+        return ""  # a mask of so many bits says the same
+    data, starts = e.expected.data, set()
+    for request in e.wrong:
+        mine = data.row_request == request
+        wrong = [int(data.row_offset[row]) for row in e.rows if int(data.row_request[row]) == request]
+        if len(wrong) < 2 or wrong != list(range(wrong[0], int(mine.sum()))):
+            return ""
+        starts.add(wrong[0])
+    start = min(starts, default=0)
+    if len(starts) != 1 or start == 0 or start % 8:
+        return ""
+    group = e.schedule.case.heads.q_heads // e.schedule.case.heads.kv_heads
+    packed = f", or of {start * group} rows with the {group} heads of a KV head packed" if group > 1 else ""
+    return f"rows from {start} on are wrong, those before are right: the second tile of rows (tiles of {start}{packed})"
+
+
+def some_dims(e: Evidence) -> str:
+    """A run of dims to the last, and the others right. One-hot values make a key of a dim, so there it says nothing."""
+    dims = [int(dim) for dim in e.values.flatten(0, 2).any(0).nonzero().flatten()]
+    size = e.values.shape[-1]
+    if e.schedule.case.data == "footprint" or not dims or dims[0] % 16 or dims[0] == 0 or part_of_a_head(e):
+        return ""
+    if len(dims) < 8 or size - dims[0] > len(dims) * 3 / 2:
+        return ""
+    return f"only dims from {dims[0]} on are wrong: a head dim of {size} that is padded, or computed a tile at a time"
+
+
+def length_threshold(e: Evidence) -> str:
+    right = [n for i, n in enumerate(e.lens) if i not in e.wrong]
+    right += [n for o in e.passed if o.replay for n in o.step.lens]
+    wrong = [e.lens[i] for i in e.wrong]
+    if not e.in_graph or not right or not wrong or max(right) >= min(wrong):
+        return ""
+    return (
+        f"requests of up to {max(right)} keys are right, of {min(wrong)} and more are wrong: a maximum length, a grid "
+        "or a number of splits of the capture-time batch is still in force"
+    )
+
+
+def last_page(e: Evidence) -> str:
+    page = e.schedule.case.page_size
+    if page == 1 or not e.wrong:
+        return ""
+    partly = [i for i, n in enumerate(e.lens) if n % page]
+    if e.wrong == partly and len(partly) < e.step.bs:
+        return "only requests with a partly filled last page differ"
+    return ""
+
+
+def later_requests(e: Evidence) -> str:
+    # Two requests say little, and where request 0 is the longest, what is wrong may be all that are shorter.
+    shorter = e.lens[0] < max(e.lens)
+    if e.step.bs > 2 and shorter and e.wrong == list(range(1, e.step.bs)):
+        return "request 0 is right and all others are wrong: it lies at offset 0 under any stride; look at the strides"
+    return ""
+
+
+def later_by_number(e: Evidence) -> str:
+    """Requests from some number on are wrong, which is not their length."""
+    first = min(e.wrong, default=0)
+    if first < 8 or e.wrong != list(range(first, e.step.bs)):
+        return ""
+    return (
+        f"requests from {first} on are wrong, all before are right: offsets, schedules or flags that are made for a "
+        "warp or a block of requests at a time"
+    )
+
+
+def only_padded(e: Evidence) -> str:
+    replays = [o for o in e.passed if o.replay]
+    if e.observed.padded and replays and all(o.padded == 0 for o in replays):
+        return "only replays with padded rows are wrong"
+    return ""

@@ -1,0 +1,152 @@
+"""Whose result is it? A wrong row is compared with what other rows and requests should give.
+
+Offsets of query rows, orders that are not undone, and swapped rows of the page table all give numbers that are right
+for somebody else. Such a row seen by itself looks like a wrong length: its keys are others, or fewer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..cases.data import StepData
+from ..cases.schedule import Schedule
+from ..checks.numeric import stacked, wrong_values
+from ..checks.observation import Observation
+from ..oracle.expect import Expected, attend_with_limit, expect
+from .rerun import Bench
+
+__all__ = ["Mixup", "find_mixups"]
+
+_MOST_ROWS = 12
+"""Wrong rows that are compared."""
+_SAME_QUERIES = ("mean", "negative")
+"""Data in which a row's result does not depend on its query, so that a row before it looks like a shorter length."""
+
+
+@dataclass(frozen=True)
+class Mixup:
+    """A wrong row that is right for somebody else."""
+
+    request: int
+    row: int
+    of_request: int
+    of_row: int | None
+    """The row whose result it is. None: its own query was used, with keys of ``of_request``."""
+    keys: int = 0
+    """With its own query: it saw the keys before this one."""
+    copied: bool = False
+    """It holds the same values as the other row, and neither need be right."""
+
+    @property
+    def text(self) -> str:
+        """``request 1 row 0 holds the result of request 0 row 2``."""
+        name = f"request {self.request}" + (f" row {self.row}" if self.row else "")
+        if self.of_row is None:
+            return f"{name} was computed with keys 0..{self.keys - 1} of request {self.of_request}"
+        row = f" row {self.of_row}" if self.of_row or self.of_request == self.request else ""
+        what = "the same values as" if self.copied else "the result of"
+        return f"{name} holds {what} request {self.of_request}{row}"
+
+
+def find_mixups(bench: Bench | None, schedule: Schedule, observed: Observation, *, in_graph: bool) -> tuple[Mixup, ...]:
+    """Wrong rows that are right for others. ``bench``: for asking with other numbers where queries are all alike."""
+    pattern = None
+    if schedule.case.data in _SAME_QUERIES:
+        pattern = "gauss"
+        again = None if bench is None else _again(bench, schedule, observed, in_graph)
+        if again is None:
+            return ()
+        observed = again
+    expected = expect(schedule, observed.step, pattern)
+    wrong = wrong_values(observed, expected)
+    rows = wrong.any(0).flatten(1).any(-1).nonzero().flatten().tolist()
+    found = []
+    for row in rows[:_MOST_ROWS]:
+        layers = wrong[:, row].flatten(1).any(-1)
+        out = stacked(observed, expected)[layers][:, row].double()
+        found += (
+            _result_of(out, layers, row, expected)
+            or _keys_of(schedule, out, layers, row, expected)
+            or _copy_of(observed, out, layers, row, expected)
+        )
+    return tuple(found)
+
+
+def _again(bench: Bench, schedule: Schedule, observed: Observation, in_graph: bool) -> Observation | None:
+    if not in_graph:
+        return bench.eager(schedule, observed.step, pattern="gauss")
+    answer = bench.graph(schedule, pattern="gauss")
+    return next((seen for seen in answer[0] if seen.step is observed.step), None) if answer else None
+
+
+def _like(out: torch.Tensor, right: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """[N] bool: which of ``right`` [l, N, Hq, Dv] the row ``out`` [l, Hq, Dv] is. Zeros are like nobody's."""
+    near = ((out[:, None] - right).abs() <= limit).permute(1, 0, 2, 3).flatten(1).all(-1)
+    something = (right.abs() > limit).any(-1).permute(1, 0, 2).flatten(1).all(-1)
+    return near & something
+
+
+def _result_of(out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected) -> list[Mixup]:
+    """The row holds what another row should."""
+    data = expected.data
+    like = _like(out, expected.attention[layers], expected.attention_limit[layers])
+    like[row] = False
+    if not like.any():
+        return []
+    other = int(like.nonzero()[0])
+    return [Mixup(*_place(data, row), *_place(data, other))]
+
+
+def _copy_of(
+    observed: Observation, out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected
+) -> list[Mixup]:
+    """The row holds what a row of another request holds, though their queries differ."""
+    all_rows = stacked(observed, expected)[layers].double()
+    same = (all_rows == out[:, None]).permute(1, 0, 2, 3).flatten(1).all(-1)
+    same &= expected.data.row_request != expected.data.row_request[row]
+    if not same.any() or not (out.abs().sum((-1, -2)) > 0).all():
+        return []
+    return [Mixup(*_place(expected.data, row), *_place(expected.data, int(same.nonzero()[0])), copied=True)]
+
+
+def _keys_of(schedule: Schedule, out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected) -> list[Mixup]:
+    """The row's own query saw keys of another request, as far as a row of that one would."""
+    data, case = expected.data, schedule.case
+    bs, longest = data.stored_keys.shape[1:3]
+    own, offset = _place(data, row)
+    lens = [int(data.visible[b].any(0).nonzero().amax()) + 1 for b in range(bs)]
+    mine = int(data.visible[own, offset].nonzero().amax()) + 1
+    near = [range(max(1, n - case.width), n + 1) for n in lens]
+    ends = [sorted({*near[b], *(n for n in (mine, lens[own]) if n <= lens[b])}) for b in range(bs)]
+    asked = [(b, end) for b in range(bs) for end in ends[b]]
+    width = max(map(len, ends))
+    b = torch.tensor([b for b, _ in asked])
+    at = torch.tensor([i for each in ends for i in range(len(each))])
+    end = torch.tensor([end for _, end in asked])
+    visible = torch.zeros(bs, width, longest, dtype=torch.bool)
+    visible[b, at] = torch.arange(longest) < end[:, None]
+    positions = torch.zeros(bs, width, dtype=torch.int64)
+    positions[b, at] = end - 1
+    supposed: StepData = replace(
+        data,
+        q=data.q[:, row : row + 1].expand(-1, len(asked), -1, -1),
+        row_request=b,
+        row_offset=at,
+        visible=visible,
+        key_positions=torch.arange(longest).expand(bs, -1),
+        query_positions=positions,
+    )
+    result, limit = attend_with_limit(schedule, supposed)
+    like = _like(out, result.out[layers], limit[layers]).tolist()
+    fits = [place for place, fit in zip(asked, like, strict=True) if fit]
+    # Its own keys, other ones of them: a wrong length or position, not a mix-up. Requests may share a prefix.
+    if not fits or any(request == own for request, _ in fits):
+        return []
+    request, keys = next(((r, n) for r, n in fits if n == lens[r]), fits[0])
+    return [Mixup(own, offset, request, None, keys)]
+
+
+def _place(data: StepData, row: int) -> tuple[int, int]:
+    return int(data.row_request[row]), int(data.row_offset[row])

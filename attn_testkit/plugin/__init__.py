@@ -1,0 +1,176 @@
+"""The pytest plugin: ``pytest --pyargs attn_testkit.suite --attn-backend=SPEC``.
+
+It loads in every pytest run of every user, so nothing here imports torch before the suite is really collected.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import os
+import shlex
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from . import options as plugin_options
+from ..running.gpus import visible_gpus
+from .reporting import Run, complete
+from .session import SESSION, Session, param_id
+
+if TYPE_CHECKING:
+    from ..running.plan import WorkItem
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the group ``attn`` and their ini twins."""
+    plugin_options.add(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the session's state; on a worker, take the GPU that the controller assigned."""
+    config.addinivalue_line("markers", "attn_mode(mode): the runner mode whose case-runs a test of the suite takes")
+    gpu = _workerinput(config).get("attn_gpu")
+    if gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    state = Session(
+        plugin_options.request(config),
+        known=plugin_options.known_file(config),
+        report=plugin_options.report_file(config),
+        min_cases=plugin_options.min_cases(config),
+        command=shlex.join(["pytest", *map(str, config.invocation_params.args)]),
+    )
+    config.stash[SESSION] = state
+    if _is_worker(config):
+        if state.request.backends:
+            # Tiny tensors, several processes, and OpenMP threads that spin while they wait: see isolation.py.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+        return
+    config.pluginmanager.register(state, "attn_testkit_session")
+    if config.pluginmanager.hasplugin("xdist"):
+        from .xdist import XdistHooks
+
+        config.pluginmanager.register(XdistHooks(state), "attn_testkit_xdist")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Close the record if the session broke before its end."""
+    if SESSION in config.stash:
+        config.stash[SESSION].close()
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """``-n auto``: a worker for each GPU, where case-runs use GPUs."""
+    request = plugin_options.request(config)
+    if not request.backends or request.device not in ("auto", "cuda"):
+        return None
+    return len(visible_gpus(os.environ)) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """With workers, refuse a wrong request before they start: a worker could only break over it."""
+    config = session.config
+    distributed = getattr(config.option, "tx", None) and not _is_worker(config)
+    if config.option.attn_timeout and not distributed and not _is_worker(config):
+        raise pytest.UsageError("--attn-timeout gives up a worker process: it needs -n 1 or more")
+    named = config.option.attn_backend or any("attn_testkit.suite" in arg for arg in config.args)
+    if distributed and named:
+        _refuse(config.stash[SESSION])
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """One line, only for somebody who asked for a backend."""
+    request = config.stash[SESSION].request
+    if not request.backends:
+        return []
+    parts = [f"backend {', '.join(request.backends)}", f"tier {request.tier}", f"device {request.device}"]
+    return [f"attn-testkit {metadata.version('attn-testkit')}: {'; '.join(parts)}"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each planned case-run of the mode that the test function is marked with."""
+    if "attn_item" not in metafunc.fixturenames:
+        return
+    mark = metafunc.definition.get_closest_marker("attn_mode")
+    prepared = metafunc.config.stash[SESSION].plan()
+    items: list[WorkItem] = []
+    if prepared is not None:
+        items = [item for item in prepared.plan.items if mark is None or item.mode.value == mark.args[0]]
+    if items:
+        metafunc.parametrize("attn_item", items, ids=[param_id(item) for item in items])
+    else:
+        # pytest's own placeholder for an empty set is a skipped test, which would look like one that was meant to run.
+        metafunc.parametrize("attn_item", [None], ids=["nothing"])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse a wrong request; drop the placeholders of modes in which nothing was planned."""
+    suite = [item for item in items if _is_ours(item)]
+    if not suite:
+        return
+    _refuse(config.stash[SESSION])
+    items[:] = [item for item in items if not _is_placeholder(item)]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """From here on it is known which case-runs are due."""
+    state = session.config.stash[SESSION]
+    if state.prepared is not None and not _is_worker(session.config) and not session.config.option.collectonly:
+        state.begin([item.nodeid for item in session.items if _is_ours(item)])
+
+
+@pytest.fixture
+def attn_run(request: pytest.FixtureRequest) -> Run:
+    """Runs one case-run, keeps its result for the reports, and fails the test if a promise is broken."""
+    config = request.config
+    spool = _workerinput(config).get("attn_spool", "")
+    return Run(config.stash[SESSION], request.node, spool, config.option.attn_timeout)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Give the report the result, as plain values, and the failure's own text instead of our traceback."""
+    report = yield
+    complete(item, call, report)
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Green needs a denominator: case-runs that are due and did not run fail the session."""
+    if not _is_worker(session.config):
+        session.exitstatus = session.config.stash[SESSION].finish(int(exitstatus))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The table, the remarks, the verdict."""
+    config.stash[SESSION].summarize(terminalreporter)
+
+
+def _refuse(state: Session) -> None:
+    if state.plan() is None:
+        raise pytest.UsageError(state.refusal)
+
+
+def _workerinput(config: pytest.Config) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(config, "workerinput", {})
+    return found
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def _is_ours(item: pytest.Item) -> bool:
+    return "attn_item" in getattr(item, "fixturenames", ())
+
+
+def _is_placeholder(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return _is_ours(item) and callspec is not None and callspec.params.get("attn_item") is None

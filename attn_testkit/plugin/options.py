@@ -1,0 +1,134 @@
+"""The plugin's options, their ini twins, and what they add up to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from ..registry import unknown
+from ..running.request import EXECUTIONS, MODES, TIERS, Request
+
+T = TypeVar("T")
+
+__all__ = ["add", "known_file", "min_cases", "report_file", "request"]
+
+
+def add(parser: pytest.Parser) -> None:
+    """One group, every flag prefixed, a twin in the ini for what people put into CI."""
+    group = parser.getgroup("attn", "attention backend conformance (attn-testkit)")
+    group.addoption(
+        "--attn-backend", action="append", default=[], metavar="SPEC", dest="attn_backend",
+        help="Backend to judge: a name from `attn-testkit list`, or module:Class. Repeatable. ini: attn_backends.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-tier", type=_word("tier", TIERS), metavar="TIER", dest="attn_tier",
+        help="How many cases: smoke (default), core or full. ini: attn_tier.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-mode", action="append", default=[], type=_word("mode", MODES), metavar="MODE", dest="attn_mode",
+        help=f"Only this runner mode: {', '.join(MODES)}. Repeatable.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-execution", action="append", default=[], type=_word("execution", EXECUTIONS), metavar="HOW",
+        dest="attn_execution", help="Only eager or only graph. Repeatable.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-case", action="append", default=[], metavar="GLOB", dest="attn_case",
+        help="Only cases whose id matches. Repeatable.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-device", type=_device, default="auto", metavar="DEVICE", dest="attn_device",
+        help="auto (default), cuda, cuda:N, or cpu, which emulates CUDA with its graphs.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-seed", type=int, default=0, metavar="N", dest="attn_seed", help="Other random data than seed 0."
+    )
+    group.addoption(
+        "--attn-known-failures", metavar="FILE", dest="attn_known_failures",
+        help="TOML of failures that are tolerated. ini: attn_known_failures.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-report", metavar="FILE", dest="attn_report",
+        help="Write every result as JSON; complete at every moment. See `attn-testkit report`.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-min-cases", type=int, metavar="N", dest="attn_min_cases",
+        help="Fail when fewer case-runs than N ran. ini: attn_min_cases.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-timeout", type=float, default=0.0, metavar="S", dest="attn_timeout",
+        help="Seconds that one case-run may take; it is then given up and reported as timed out. Needs -n.",
+    )  # fmt: skip
+    parser.addini("attn_backends", "Backends to judge.", type="linelist")
+    parser.addini("attn_tier", "smoke, core or full.", default="smoke")
+    parser.addini("attn_known_failures", "TOML of tolerated failures, relative to the ini file.", default="")
+    parser.addini("attn_min_cases", "Fail when fewer case-runs ran.", default="0")
+
+
+def request(config: pytest.Config) -> Request:
+    """What was asked for; ``pytest.UsageError`` for an ini value that does not exist."""
+    option = config.option
+    tier = option.attn_tier or _from_ini(_word("tier", TIERS), "attn_tier", config)
+    return Request(
+        backends=tuple(option.attn_backend or config.getini("attn_backends")),
+        modes=tuple(option.attn_mode),
+        executions=tuple(option.attn_execution),
+        tier=tier,
+        device=option.attn_device,
+        seed=option.attn_seed,
+        cases=tuple(option.attn_case),
+    )
+
+
+def known_file(config: pytest.Config) -> Path | None:
+    """The file of known failures, absolute, or None."""
+    given: str | None = config.option.attn_known_failures
+    if given:
+        return config.invocation_params.dir / given
+    listed: str = config.getini("attn_known_failures")
+    return (config.inipath.parent if config.inipath else config.rootpath) / listed if listed else None
+
+
+def report_file(config: pytest.Config) -> Path | None:
+    """Where the record goes, absolute, or None."""
+    given: str | None = config.option.attn_report
+    return config.invocation_params.dir / given if given else None
+
+
+def min_cases(config: pytest.Config) -> int:
+    """The fewest case-runs that make a session worth believing."""
+    given: int | None = config.option.attn_min_cases
+    return _from_ini(_number, "attn_min_cases", config) if given is None else given
+
+
+def _word(what: str, words: Sequence[str]) -> Callable[[str], str]:
+    def convert(value: str) -> str:
+        if value in words:
+            return value
+        # argparse would print its own sentence around any other exception; exit code 4 either way.
+        raise pytest.UsageError(unknown(what, value, words))
+
+    return convert
+
+
+def _device(value: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        return value
+    raise pytest.UsageError(unknown("device", value, ("auto", "cuda", "cuda:0", "cpu")))
+
+
+def _number(value: str) -> int:
+    if value.isdigit():
+        return int(value)
+    raise pytest.UsageError(f"{value!r} is no number of cases")
+
+
+def _from_ini(convert: Callable[[str], T], name: str, config: pytest.Config) -> T:
+    try:
+        return convert(config.getini(name))
+    except pytest.UsageError as error:
+        raise pytest.UsageError(f"ini value {name}: {error}") from None

@@ -1,0 +1,1 @@
+"""Planning and running case-runs, for every front end: no pytest, no printing."""

@@ -1,0 +1,229 @@
+"""Known failures: debts with an owner and a date, in a file that the backend's author keeps.
+
+[[known]]
+cases = "decode-*-win*"                  # glob on case ids; must match a case
+kind  = "tolerated"                      # or "quarantine": never launched, because it kills the device
+check = "matches-oracle"                 # promise that may break (a list too); another one is still a failure
+issue = "https://example.org/issues/12"  # who owns it
+until = 2027-03-31                       # after this day the entry fails the run
+backend = "my_pkg.attn:*"                # optional glob; default: every backend
+execution = "graph"                      # optional; default: both
+when  = "sm90 and my-pkg<0.4"            # optional: smNN, cuda, emulated, PACKAGE<version, joined by "and"
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata as metadata
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from ..checks import PROMISES
+from ..registry import UsageError, did_you_mean
+from ..results import CaseResult, RunHeader, Status
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    import tomli as tomllib
+
+__all__ = ["KnownFailure", "Ledger", "load_known"]
+
+KINDS = ("tolerated", "quarantine")
+EXECUTIONS = ("eager", "graph")
+ENDINGS = (Status.CRASHED.value, Status.TIMED_OUT.value)
+"""May stand where a promise's id stands: the way a case-run ends instead of a promise that it breaks."""
+WARN_DAYS = 14
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """One entry of the file."""
+
+    number: int
+    """Place in the file, from 1."""
+    cases: str
+    kind: str
+    checks: tuple[str, ...]
+    issue: str
+    until: datetime.date
+    backend: str = "*"
+    execution: str = ""
+    when: str = ""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"known failure {self.number} (cases = {self.cases!r}, {self.issue})"
+
+    def covers(self, backend: str, execution: str, case: str) -> bool:
+        """Whether this case-run is meant, device aside."""
+        return (
+            fnmatchcase(case, self.cases) and fnmatchcase(backend, self.backend) and self.execution in ("", execution)
+        )
+
+    def expired(self, today: datetime.date) -> bool:
+        """Whether its last day has passed."""
+        return today > self.until
+
+    @property
+    def is_exact(self) -> bool:
+        """Names one case, with no wildcard."""
+        return not re.search(r"[*?\[]", self.cases)
+
+
+def load_known(path: str | Path) -> tuple[KnownFailure, ...]:
+    """Read the file; ``UsageError`` naming the entry and the field for anything malformed."""
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error
+    unknown = [key for key in data if key != "known"]
+    if unknown:
+        raise UsageError(f"{path}: unknown table {unknown[0]!r}; entries are written [[known]]")
+    entries = data.get("known", [])
+    if not isinstance(entries, list):
+        raise UsageError(f"{path}: entries are written [[known]], with two brackets")
+    return tuple(_entry(path, number, raw) for number, raw in enumerate(entries, start=1))
+
+
+def _entry(path: Path, number: int, raw: dict[str, Any]) -> KnownFailure:
+    def refuse(what: str) -> UsageError:
+        return UsageError(f"{path}, entry {number}: {what}")
+
+    fields = ("cases", "kind", "check", "issue", "until", "backend", "execution", "when")
+    for key in raw:
+        if key not in fields:
+            raise refuse(f"unknown key {key!r}{did_you_mean(key, fields)}")
+    for key in ("cases", "kind", "issue", "until"):
+        if not raw.get(key):
+            raise refuse(f"{key} is missing")
+    for key in ("cases", "kind", "issue", "backend", "execution", "when"):
+        if key in raw and not isinstance(raw[key], str):
+            raise refuse(f"{key} must be text")
+    for key, allowed in (("kind", KINDS), ("execution", EXECUTIONS)):
+        if key in raw and raw[key] not in allowed:
+            hint = did_you_mean(raw[key], allowed) or f" ({' or '.join(allowed)})"
+            raise refuse(f"{key} = {raw[key]!r}{hint}")
+    checks = _checks(raw, refuse)
+    until = raw["until"]
+    if not isinstance(until, datetime.date) or isinstance(until, datetime.datetime):
+        raise refuse(f"until must be a date without quotes, like 2027-03-31, not {until!r}")
+    try:
+        _conditions(raw.get("when", ""))
+    except ValueError as error:
+        raise refuse(f"when: {error}") from error
+    optional = {key: raw[key] for key in ("backend", "execution", "when") if key in raw}
+    return KnownFailure(number, raw["cases"], raw["kind"], checks, raw["issue"], until, **optional)
+
+
+def _checks(raw: dict[str, Any], refuse: Callable[[str], UsageError]) -> tuple[str, ...]:
+    check = raw.get("check", [])
+    checks = [check] if isinstance(check, str) else check
+    if not isinstance(checks, list) or not all(isinstance(c, str) for c in checks):
+        raise refuse("check must be a promise id or a list of them")
+    if raw["kind"] == "tolerated" and not checks:
+        raise refuse('check is missing: name the promise that may break, or "crashed" or "timed out"')
+    names = (*PROMISES, *ENDINGS)
+    for name in checks:
+        if name not in names:
+            raise refuse(f"no promise {name!r}{did_you_mean(name, names)}")
+    return tuple(checks)
+
+
+def _conditions(when: str) -> list[Callable[[RunHeader], bool]]:
+    return [_condition(term.strip()) for term in re.split(r"\band\b", when)] if when.strip() else []
+
+
+def _condition(term: str) -> Callable[[RunHeader], bool]:
+    if term in ("cuda", "emulated"):
+        return lambda header: header.device == term
+    if re.fullmatch(r"sm\d+", term):
+        return lambda header: term in header.device_name.split()
+    try:
+        requirement = Requirement(term)
+    except InvalidRequirement:
+        raise ValueError(f"{term!r} is none of smNN, cuda, emulated, PACKAGE<version") from None
+    return lambda _: _installed(requirement)
+
+
+def _installed(requirement: Requirement) -> bool:
+    try:
+        return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+    except metadata.PackageNotFoundError:
+        return False
+
+
+@dataclass
+class Ledger:
+    """The entries that hold in this run, and what became of them."""
+
+    entries: tuple[KnownFailure, ...]
+    header: RunHeader
+    today: datetime.date = field(default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).date())
+
+    def __post_init__(self) -> None:
+        self._active = tuple(e for e in self.entries if all(holds(self.header) for holds in _conditions(e.when)))
+
+    def quarantined(self, backend: str, mode: str, execution: str, case: str) -> CaseResult | None:
+        """The result of a case-run that must not be launched, or None. Expired entries still hold: the device dies."""
+        for entry in self._active:
+            if entry.kind == "quarantine" and entry.covers(backend, execution, case):
+                return CaseResult(backend, mode, execution, case, Status.QUARANTINED, reason=entry.issue)
+        return None
+
+    def judge(self, result: CaseResult) -> CaseResult:
+        """The result, with an expected failure marked as such and an expected failure that did not come as broken."""
+        entries = [
+            e
+            for e in self._active
+            if e.kind == "tolerated"
+            and not e.expired(self.today)
+            and e.covers(result.backend, result.execution, result.case)
+        ]
+        if not entries or not result.case:
+            return result
+        issues = ", ".join(dict.fromkeys(e.issue for e in entries))
+        if result.status is Status.PASSED:
+            text = f"passed, though {entries[0].name} says it fails; narrow or remove the entry"
+            return replace(result, status=Status.UNEXPECTEDLY_PASSED, reason=text)
+        allowed = {check for e in entries for check in e.checks}
+        if result.status is Status.FAILED:
+            broken = {finding.check for finding in result.findings}
+        elif result.status.value in ENDINGS:
+            broken = {result.status.value}
+        else:
+            return result
+        if broken and broken <= allowed:
+            return replace(result, status=Status.KNOWN_FAILURE, reason=issues)
+        return result
+
+    def problems(self, runs: Iterable[tuple[str, str, str]], exists: Callable[[KnownFailure], bool]) -> list[str]:
+        """Why the file itself fails the run: entries past their date, and entries that match nothing.
+
+        ``runs`` are the (backend, execution, case) of this run. A run may be narrower than the file, so an entry that
+        matches none of them is put to ``exists``, which looks further.
+        """
+        runs = list(runs)
+        found = [f"{e.name} expired on {e.until}" for e in self.entries if e.expired(self.today)]
+        for entry in self._active:
+            if not any(fnmatchcase(spec, entry.backend) for spec in self.header.backends):
+                continue
+            if not any(entry.covers(*run) for run in runs) and not exists(entry):
+                found.append(f"{entry.name} matches no case")
+        return found
+
+    def warnings(self) -> list[str]:
+        """Entries that will expire soon."""
+        soon = self.today + datetime.timedelta(days=WARN_DAYS)
+        return [f"{e.name} expires on {e.until}" for e in self.entries if self.today <= e.until <= soon]

@@ -1,0 +1,364 @@
+"""The command line: right answers, exit codes, streams, and one line for everything that is spelled wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from attn_testkit.cli import commands, main
+from attn_testkit.reports.record import read_report, schema
+from attn_testkit.results import MODES, Status
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def call(fake, capfd, tmp_path, monkeypatch):
+    """Call the command line in this process, in an empty directory: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def _call(*argv: str) -> tuple[int, str, str]:
+        code = main(list(argv))
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return _call
+
+
+def test_a_conformant_run_is_zero_and_says_what_it_is_worth(call):
+    code, out, err = call("run", "--backend", "fake:ok,ok")
+    assert code == 0
+    assert "fake:ok,ok  decode           graph           2    0.40      1.0  emulated: device, graph" in out
+    assert out.splitlines()[-1] == (
+        "CONFORMANT: 8 of 8 claimed case-runs passed; emulated device, graph: no proof about hardware"
+    )
+    assert "attn-testkit 0.1.0: fake:ok,ok 1.0" in err
+
+
+def test_a_failure_is_told_in_full_with_its_command(call):
+    code, out, _ = call("run", "--backend", "fake:wrong", "--mode", "decode", "--execution", "graph")
+    assert code == 1
+    assert out.startswith("decode-wrong-k0: request 3 differs from the oracle, 56x over the limit\n  promise  matches-")
+    assert "attn-testkit repro --backend fake:wrong --execution graph --device cpu decode-wrong-k0" in out
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 1 claimed case-runs"
+
+
+def test_the_printed_reproduction_reproduces(call):
+    _, out, _ = call("run", "--backend", "fake:ok,wrong", "--mode", "target-verify", "--execution", "graph")
+    (line,) = [line for line in out.splitlines() if line.startswith("  repro ")]
+    code, again, _ = call(*line.split()[2:])
+    assert code == 1
+    assert again.rstrip("\n") in out
+
+
+def test_the_same_failure_again_and_again_does_not_flood(call):
+    """300 failures of one kind must not bury the one of another kind."""
+    _, out, _ = call("run", "--backend", "fake:" + ",".join(["wrong"] * 9), "--mode", "decode", "--in-process")
+    assert out.count("  where    ") == 6
+    assert out.count("56x over the limit") == 18
+    _, out, _ = call("run", "--backend", "fake:" + ",".join(["wrong"] * 9), "--mode", "decode", "--in-process", "-v")
+    assert out.count("  where    ") == 18
+
+
+def test_crashes_cost_one_case_run_each(call):
+    code, out, _ = call("run", "--backend", "fake:ok,segfault,ok", "--mode", "decode", "--json", "out.json")
+    assert code == 1
+    assert "killed by SIGSEGV" in out
+    assert [r.status for r in read_report("out.json").results if r.case].count(Status.PASSED) == 4
+
+
+def test_the_record_is_valid_and_says_how_it_ended(call):
+    call("run", "--backend", "fake:ok,wrong,inf", "--json", "out.json", "--html", "out.html")
+    data = json.loads(Path("out.json").read_text())
+    jsonschema.validate(data, schema())
+    assert data["finished"] is True
+    assert data["exit_code"] == 1
+    assert data["counts"] == {"passed": 4, "failed": 8}
+    assert "NOT CONFORMANT: 8 failed" in Path("out.html").read_text()
+
+
+def test_a_run_that_stops_early_is_not_green(call):
+    code, out, _ = call("run", "--backend", "fake:ok,wrong,ok", "--mode", "decode", "-x")
+    assert code == 1
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 6 claimed case-runs; 4 did not run"
+
+
+def test_a_lost_context_in_this_process_leaves_the_rest_unjudged(call):
+    code, out, _ = call("run", "--backend", "fake:lost,ok,ok", "--mode", "decode", "--in-process")
+    assert code == 1
+    assert "not run here" in out
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 crashed of 6 claimed case-runs; 5 did not run"
+
+
+@pytest.mark.parametrize("how", [(), ("--in-process",)])
+def test_the_kits_own_failure_is_three(call, how):
+    code, out, _ = call("run", "--backend", "fake:ok,bug", *how)
+    assert code == 3
+    assert "the kit itself failed: ZeroDivisionError" in out
+    assert out.splitlines()[-1].startswith("KIT ERROR")
+
+
+@pytest.mark.parametrize("how", [(), ("--in-process",)])
+def test_a_backend_that_calls_exit_fails_and_does_not_end_the_run(call, how):
+    """sys.exit in a kernel wrapper would end the command with the backend's own exit code."""
+    code, out, _ = call("run", "--backend", "fake:quit,ok", "--mode", "decode", *how)
+    assert code == 1
+    assert "decode-quit-k0: the backend raised SystemExit(0)" in out
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 2 failed of 4 claimed case-runs"
+
+
+def test_nothing_claimed_is_five(call):
+    code, out, _ = call("run", "--backend", "fake:")
+    assert code == 5
+    assert out.splitlines()[-1].startswith("NOTHING RAN")
+
+
+def test_known_failures_pass_and_outdated_entries_do_not(call):
+    entry = "[[known]]\ncases='*-{}-*'\nkind='tolerated'\ncheck='{}'\nissue='#12'\nuntil=2999-01-01\n"
+    Path("known.toml").write_text(entry.format("wrong", "matches-oracle") + entry.format("exit", "crashed"))
+    args = ("run", "--mode", "decode", "--known-failures", "known.toml", "--backend")
+    code, out, _ = call(*args, "fake:ok,wrong,exit")
+    assert code == 0
+    assert out.splitlines()[-1].startswith("CONFORMANT: 2 of 6 claimed case-runs passed, 4 known failure")
+    code, out, _ = call(*args, "fake:ok,exit")
+    assert code == 1
+    assert "problem: known failure 1 (cases = '*-wrong-*', #12) matches no case" in out
+    Path("known.toml").write_text(entry.format("ok", "finite"))
+    code, out, _ = call(*args, "fake:ok")
+    assert code == 1
+    assert "unexpectedly passed" in out
+
+
+def test_an_entry_for_cases_outside_of_this_run_is_no_problem(call):
+    """One file serves the quick run of a pull request and the full run of the night."""
+    Path("known.toml").write_text(
+        "[[known]]\ncases='target-verify-full-*'\nkind='quarantine'\nissue='#12'\nuntil=2999-01-01\n"
+    )
+    args = ("run", "--mode", "decode", "--known-failures", "known.toml")
+    assert call(*args, "--backend", "fake:ok")[0] == 0
+    Path("known.toml").write_text("[[known]]\ncases='*-gone-*'\nkind='quarantine'\nissue='#12'\nuntil=2999-01-01\n")
+    assert call(*args, "--backend", "fake:ok")[0] == 1
+
+
+def test_data_goes_to_stdout_and_nothing_else_does(call):
+    code, out, _ = call("list", "--cases", "--backend", "fake:ok,wrong", "--mode", "decode")
+    assert code == 0
+    assert out.splitlines() == ["decode-ok-k0", "decode-wrong-k1"]
+    _, out, _ = call("list", "--cases", "--json", "--backend", "fake:ok", "--mode", "decode", "--execution", "eager")
+    assert json.loads(out) == [{"backend": "fake:ok", "mode": "decode", "execution": "eager", "case": "decode-ok-k0"}]
+    _, out, _ = call("run", "--backend", "fake:noisy", "--mode", "decode")
+    assert "noise" not in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["rnu"], "unknown command 'rnu'; did you mean 'run'?"),
+        (["run"], "which backend? Name one from `attn-testkit list`, or module:Class"),
+        (["run", "--backend", "nofake"], "unknown backend 'nofake'; did you mean 'fake:ok'?"),
+        (["run", "-b", "fake:ok", "--mode", "target_verify"], "'target_verify'; did you mean 'target-verify'?"),
+        (["run", "-b", "fake:ok", "--mode", "v3"], "unknown mode 'v3' (decode, target-verify, draft-ext"),
+        (["run", "-b", "fake:ok", "--execution", "grpah"], "unknown execution 'grpah'; did you mean 'graph'?"),
+        (["run", "-b", "fake:ok", "--tier", "Full"], "unknown tier 'Full'; did you mean 'full'?"),
+        (["run", "-b", "fake:ok", "--device", "gpu"], "unknown device 'gpu'"),
+        (["run", "-b", "fake:ok", "--case", "nope*"], "no case matches 'nope*'"),
+        (["run", "-b", "fake:ok", "--jbos", "2"], "No such option '--jbos'. (Did you mean one of: '--jobs'"),
+        (["run", "-b", "fake:ok", "--jobs", "0"], "Invalid value for '--jobs'"),
+        (["run", "-b", "fake:ok", "--jobs", "2", "--in-process"], "--in-process runs in one process"),
+        (["run", "-b", "fake:ok", "-x", "--max-failures", "2"], "-x is --max-failures 1"),
+        (["run", "-b", "fake:ok", "--json", "/proc/nope/x.json"], "cannot write /proc/nope/x.json"),
+        (["run", "-b", "fake:ok", "--html", "/proc/nope/x.html"], "cannot write /proc/nope/x.html"),
+        (["run", "-b", "fake:ok", "--json", "reprots/x.json"], "there is no directory reprots; make it, or mend"),
+        (["run", "-b", "fake:ok", "--html", "reprots/x.html"], "cannot write reprots/x.html: there is no directory"),
+        (["run", "-b", "fake:ok", "--known-failures", "none.toml"], "cannot read none.toml: No such file"),
+        (["repro", "-b", "fake:ok"], "Missing argument 'CASE'"),
+        (["repro", "-b", "fake:ok", "decode-okk-k0"], "no case matches 'decode-okk-k0'"),
+        (["report", "none.json", "--markdown"], "cannot read none.json"),
+        (["report", "none.json"], "what should the report be?"),
+        (["compare", "a.json", "b.json"], "cannot read a.json"),
+        (["known", "none.toml"], "cannot read none.toml"),
+        (["list", "--backend", "fake:ok"], "did you mean list --cases --backend SPEC?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_one_line_and_four(call, argv, message):
+    code, out, err = call(*argv)
+    assert code == 4
+    assert out == ""
+    assert message in err
+    # The run's header may have been said before a file turned out not to be writable.
+    assert len([line for line in err.splitlines() if line.startswith("attn-testkit: ")]) == 1
+    assert err.splitlines()[-1].startswith("attn-testkit: ")
+    assert "Traceback" not in err
+
+
+def test_explain_tells_a_promise_its_cause_and_the_right_spelling(call):
+    code, out, _ = call("explain", "reads-own-kv")
+    assert code == 0
+    assert "promise" in out
+    assert "cause" in out
+    code, _, err = call("explain", "read-own-kv")
+    assert code == 4
+    assert "did you mean 'reads-own-kv'?" in err
+    code, out, _ = call("explain")
+    assert code == 0
+    assert "matches-oracle" in out
+
+
+def test_explain_tells_what_a_case_id_stands_for(call):
+    from attn_testkit.cases.case import Case, Heads
+    from attn_testkit.contract import ForwardMode
+
+    case = Case(ForwardMode.DECODE, Heads("gqa", 8, 2), 64, "bf16", 16, (1, 33), bucket=2)
+    code, out, _ = call("explain", case.id)
+    assert code == 0
+    assert [line.split(None, 1) for line in out.splitlines()[1:]] == [
+        ["mode", "decode"],
+        ["heads", "gqa: 8 query heads, 2 KV heads"],
+        ["head_dim", "64"],
+        ["dtype", "bf16"],
+        ["page_size", "16"],
+        ["prefixes", "1, 33 keys before this step"],
+        ["layout", "shuffled"],
+        ["data", "gauss"],
+        ["bucket", "2 requests in the graph"],
+    ]
+
+
+def test_explain_leaves_out_what_a_case_does_not_have(call):
+    code, out, _ = call(
+        "explain", "target-verify-mla4-d64r16-fp16-p8-k9.40-t0.0.1-shuffled-gauss-w0-cap1.5-sink-b3nan-s7"
+    )
+    assert code == 0
+    told = dict(line.split(None, 1) for line in out.splitlines()[1:])
+    assert told["heads"] == "mla: 4 query heads, 1 KV head"
+    assert told["tree"] == "4 nodes, parents 0, 0, 1"
+    assert told["window"] == "0 keys back, in one layer"
+    assert told["bucket"] == "3 requests in the graph, 1 of them padding (nan)"
+    assert told["seed"] == "7"
+    assert "new" not in told
+    assert "None" not in out
+    code, out, _ = call("explain", "draft-extend-mha2-d64-fp16-p8-k9.40-n4a1.3-shuffled-gauss-b2prod")
+    assert code == 0
+    assert "accepted tokens of each request: 1, 3 of 4 rows" in " ".join(out.split())
+
+
+def test_compare_fails_when_something_got_worse(call):
+    call("run", "--backend", "fake:ok,ok", "--mode", "decode", "--json", "old.json")
+    call("run", "--backend", "fake:ok,ok", "--mode", "decode", "--execution", "eager", "--json", "new.json")
+    code, out, _ = call("compare", "old.json", "new.json")
+    assert code == 1
+    assert out.splitlines()[-1].startswith("WORSE: 0 newly failing, 2 vanished")
+    assert call("compare", "old.json", "old.json")[0] == 0
+    assert json.loads(call("compare", "old.json", "new.json", "--json")[1])["exit_code"] == 1
+
+
+def test_known_lints_a_file(call):
+    Path("known.toml").write_text(
+        "[[known]]\ncases='*'\nkind='tolerated'\ncheck='matchs-oracle'\nissue='#1'\nuntil=2999-01-01\n"
+    )
+    code, _, err = call("known", "known.toml")
+    assert code == 4
+    assert "no promise 'matchs-oracle'; did you mean 'matches-oracle'?" in err
+    Path("known.toml").write_text(Path("known.toml").read_text().replace("matchs", "matches"))
+    assert call("known", "known.toml")[0] == 0
+    Path("known.toml").write_text(Path("known.toml").read_text().replace("2999", "2001"))
+    code, out, _ = call("known", "known.toml")
+    assert code == 1
+    assert "expired on 2001-01-01" in out
+
+
+@pytest.mark.parametrize("verb", list(commands.commands))
+def test_every_verb_has_one_screen_of_help_with_examples(call, verb):
+    code, out, _ = call(verb, "--help")
+    assert code == 0
+    assert len(out.splitlines()) <= 40
+    assert f"attn-testkit {verb}" in out.partition("Examples:")[2]
+
+
+def test_the_modes_are_spelled_as_the_contract_spells_them():
+    from attn_testkit.cases.catalogue import TIERS as catalogue_tiers
+    from attn_testkit.contract import Execution, ForwardMode
+    from attn_testkit.running.request import EXECUTIONS, TIERS
+
+    assert tuple(mode.value for mode in ForwardMode) == MODES
+    assert tuple(execution.value for execution in Execution) == EXECUTIONS
+    assert tuple(catalogue_tiers) == TIERS
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {here!r})
+import attn_testkit, fake_engine
+sys.modules["attn_testkit.running.plan"] = attn_testkit.running.plan = fake_engine
+from attn_testkit.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_is_two_leaves_a_record_and_no_process(tmp_path, number):
+    (tmp_path / "cli.py").write_text(SCRIPT.format(here=str(HERE)))
+    command = [sys.executable, "cli.py", "run", "-b", "fake:pid,hang", "--mode", "decode", "--json", "out.json"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    record = tmp_path / "out.json"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (record.exists() and "pid " in record.read_text()):
+        time.sleep(0.05)
+    child = int(read_report(record).results[-1].hints[0].split()[1])
+    assert read_report(record).finished is False
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "Traceback" not in out + err
+    assert out.splitlines()[-1] == "INTERRUPTED: 1 of 4 claimed case-runs had run"
+    report = read_report(record)
+    assert report.interrupted
+    assert not report.finished
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    (tmp_path / "cli.py").write_text(SCRIPT.format(here=str(HERE)))
+    words = ",".join(["ok"] * 5000)
+    shell = f"{sys.executable} cli.py list --cases -b fake:{words} | head -n 1"
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "decode-ok-k0\n"
+    assert done.stderr == ""
+
+
+def test_an_author_in_an_empty_directory_sees_his_backend_judged(tmp_path):
+    """The whole way once, with the real engine: a module of one's own, named by its spec, and its bug found."""
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            from attn_testkit.backends.torch_native import TorchNativeBackend
+
+            class TooSmall(TorchNativeBackend):
+                def forward(self, q, k, v, layer, batch, save_kv_cache=True):
+                    return super().forward(q, k, v, layer, batch, save_kv_cache) * 0.75
+            """
+        )
+    )
+    args = ["--mode", "decode", "--execution", "eager", "--device", "cpu", "-x", "--json", "out.json"]
+    command = [str(Path(sys.executable).with_name("attn-testkit")), "run", "--backend", "mine:TooSmall", *args]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "differs from the oracle" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  repro ")]
+    assert read_report(tmp_path / "out.json").header.backends == {"mine:TooSmall": "(mine.py)"}
+    command = [*line.split()[1:]]
+    command[0] = str(Path(sys.executable).with_name("attn-testkit"))
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode == 1
+    assert done.stdout.splitlines()[0] in again.stdout

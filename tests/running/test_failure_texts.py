@@ -1,0 +1,100 @@
+"""What a failure says points at the bug, and does not say what cannot be known."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_testkit.checks.describe import times
+from attn_testkit.results import Finding, Results, Status
+from attn_testkit.running.plan import check_backend
+
+HERE = "confused_backends:"
+GAUSS = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
+MEAN = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-mean-b4prod"
+CLIFF = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-cliff-b4prod"
+PACKED = "draft-extend-gqa2x2-d64-bf16-p16-k9.40-n6a2.4-shuffled-gauss-b2prod"
+WIDE = "draft-extend-gqa2x2-d64-bf16-p16-k9.40-n33a33.3-shuffled-gauss-b2prod"
+LONG = "decode-gqa2x2-d64-bf16-p16-k300.70.12-shuffled-gauss-b3prod"
+LONGEST = "decode-gqa2x2-d64-bf16-p16-k4096-shuffled-footprint-b1prod"
+
+
+def told(name: str, case: str) -> Finding:
+    """The first finding of the first step, eager."""
+    (result,) = check_backend(HERE + name, device="cpu", executions=["eager"], cases=[case])
+    assert result.status is Status.FAILED
+    return result.findings[0]
+
+
+TOLD = [
+    ("ResultsInAnotherOrder", GAUSS, "request 0 holds the result of request 2", "page or slot"),
+    ("ResultsInAnotherOrder", MEAN, "request 0 holds the result of request 2", "page or slot"),
+    ("OffsetsAtAUniformStride", PACKED, "a uniform stride of 3 gets wrong", "missing"),
+    ("OffsetsAtAUniformStride", PACKED, "request 1 was computed with keys 0..10 of request 0", "shifted"),
+    ("ReadsNoKV", GAUSS, "all keys are missing, none is used", "seq_lens of this mode"),
+    ("CapacityOf256", LONG, "keys from 256 on are missing: a fixed capacity", "seq_lens of this mode"),
+    ("CapacityOf2048", LONGEST, "keys are missing from somewhere between 192 and", "in the middle"),
+    ("LastKeyLostInSomeHeads", GAUSS, "only heads 0, 2 of 4 used other keys", "seq_lens of this mode"),
+    ("SecondTileOfRows", WIDE, "rows from 16 on are wrong", "seq_lens of this mode"),
+    ("PaddedHeadDim", GAUSS, "only dims from 32 on are wrong", "missing"),
+    ("RoundsWeights", GAUSS, "precision", "scale"),
+    ("NeverRescales", GAUSS, "when a later tile of keys has a larger maximum", "missing"),
+    ("NeverRescales", CLIFF, "climb and fall by hundreds", "missing"),
+]
+
+
+@pytest.mark.parametrize(("name", "case", "text", "never"), TOLD, ids=[f"{i}-{t[0]}" for i, t in enumerate(TOLD)])
+def test_the_hint_points_at_the_bug_and_at_nothing_else(name: str, case: str, text: str, never: str) -> None:
+    finding = told(name, case)
+    assert text in finding.hint, finding
+    assert never not in finding.hint
+
+
+def test_what_is_attended_is_told_of_the_request_in_the_headline() -> None:
+    finding = told("ReadsNoKV", GAUSS)
+    request = " ".join(finding.headline.split()[:2])
+    assert finding.attended.startswith(f"{request} used no key, should be 0.."), finding
+
+
+def test_nan_from_k_and_v_that_are_stored_already_is_not_called_something_kept() -> None:
+    strides = "attn_testkit.faults.i_addressing:QueryStrideIgnored"
+    case = "decode-gqa2x2-d32-bf16-p1-k7x2-shared-negative-w0-b2prod"
+    (result,) = check_backend(strides, device="cpu", executions=["eager"], cases=[case])
+    (finding,) = result.findings
+    assert finding.step == "another eager step on the instance (same lengths, other requests, save_kv_cache=False)"
+    assert finding.check == "finite"
+    assert "with False, k and v hold NaN, and they were read" in finding.hint
+    assert "kept" not in finding.hint
+
+
+def test_keys_that_were_not_asked_about_are_not_called_missing() -> None:
+    finding = told("CapacityOf2048", LONGEST)
+    assert "(192..3967 not asked about)" in finding.attended, finding.attended
+    assert "of those asked about" in finding.attended
+
+
+def test_the_spread_names_rows_heads_and_dims_that_are_a_part_of_all() -> None:
+    assert "(17 of 33 rows: 16-32)" in told("SecondTileOfRows", WIDE).spread
+    assert "only heads 0, 2 of 4 in every wrong row" in told("LastKeyLostInSomeHeads", GAUSS).spread
+    assert "only dims 32-63 of 64" in told("PaddedHeadDim", GAUSS).spread
+    assert "only" not in told("ReadsNoKV", GAUSS).spread
+
+
+def test_two_wrong_requests_of_which_the_longest_is_right_are_no_stride() -> None:
+    assert "look at the strides" not in told("CapacityOf256", LONG).hint
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(1.0001, "just"), (1.02, "1.02x"), (3.44, "3.4x"), (56.2, "56x"), (2e6, "over a million times")]
+)
+def test_a_ratio_near_one_is_not_rounded_to_one(ratio: float, text: str) -> None:
+    assert times(ratio) == text
+
+
+def test_results_print_failures_and_counts() -> None:
+    results = check_backend(HERE + "RoundsWeights", device="cpu", executions=["eager"], cases=[GAUSS])
+    assert isinstance(results, Results)
+    lines = str(results).splitlines()
+    assert lines[0].startswith(f"{GAUSS}: request ")
+    assert lines[-1] == "NOT CONFORMANT: 1 failed; emulated: no proof about hardware"
+    assert "--device cpu" in str(results)
+    assert str(Results()) == "NOTHING RAN: no case-run"

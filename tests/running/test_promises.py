@@ -1,0 +1,87 @@
+"""Every promise has a broken backend that it catches, and the healthy twin passes."""
+
+import pytest
+from broken_backends import ClaimsWhatNoCaseCanMeet, Healthy
+
+from attn_testkit.reports.tally import verdict
+from attn_testkit.results import CaseResult, Status, format_failure
+from attn_testkit.running.plan import check_backend, plan_run, run
+
+FAST = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod",)
+NAN = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4nan",)
+NEGATIVE = ("decode-gqa2x2-d64-fp16-p16-k3.15.40-shuffled-negative-b4prod",)
+
+
+def failures(name: str, execution: str, cases: tuple[str, ...] = FAST) -> list[CaseResult]:
+    results = check_backend(f"broken_backends:{name}", device="cpu", executions=[execution], cases=cases)
+    return [r for r in results if r.status is Status.FAILED]
+
+
+BROKEN = [
+    ("ConstructorRaises", "eager", FAST, "completes", "the constructor raised FileNotFoundError: libkernels.so"),
+    ("ForwardExits", "eager", FAST, "completes", "forward raised ValueError: no kernel for this shape"),
+    ("WrongShape", "eager", FAST, "output-contract", "layer 0 returned shape (2, 4, 64), expected (3, 4, 64)"),
+    ("WrongDtype", "eager", FAST, "output-contract", "returned torch.float32, expected the model's torch.bfloat16"),
+    ("WrongDevice", "eager", FAST, "output-contract", "returned a tensor on cpu, expected cuda:0"),
+    ("ReturnsNone", "eager", FAST, "output-contract", "returned NoneType, expected a tensor"),
+    ("ScalesQueryInPlace", "eager", FAST, "inputs-unchanged", "was modified"),
+    ("AdvancesLengths", "eager", FAST, "inputs-unchanged", "batch.seq_lens was modified"),
+    ("LeavesShortRowsUnwritten", "eager", FAST, "output-written", "request 0 has output that was never written"),
+    ("ZeroTimesNan", "eager", FAST, "reads-own-kv", "it read a slot that is not its own"),
+    ("FiniteMinusInfinity", "eager", NEGATIVE, "matches-oracle", "differs from the oracle"),
+    ("SwapsKeyAndValueOfLayer1", "eager", FAST, "writes-own-kv", "does not hold their K and V"),
+    ("AcceptsAnything", "eager", FAST, "refuses-undeclared", "was accepted by the constructor"),
+    ("SumsInAnyOrder", "eager", FAST, "repeatable", "other bits the second time"),
+    ("RoundsByBatchSize", "eager", FAST, "batch-invariant", "other bits alone"),
+    ("WritesPaddingToTheLastSlot", "graph", FAST, "writes-own-kv", "a slot that no live request owns was written"),
+    ("ReadsHostLengths", "graph", FAST, "no-host-lengths", "NoneType"),
+    ("WaitsForTheDeviceWhilePlanning", "graph", FAST, "no-host-lengths", "waits for the device"),
+    ("StatisticsOverTheWholeBatch", "graph", NAN, "padding-inert", "is right without padded rows"),
+    ("WorkspaceBornInCapture", "graph", FAST, "captures-cleanly", "memory that was born in a capture"),
+    ("SharedLengthsOfAllBuckets", "graph", FAST, "buckets-independent", "is right alone"),
+]
+
+
+@pytest.mark.parametrize(("name", "execution", "cases", "promise", "told"), BROKEN, ids=[b[0] for b in BROKEN])
+def test_a_broken_promise_is_named(name: str, execution: str, cases: tuple[str, ...], promise: str, told: str) -> None:
+    failed = failures(name, execution, cases)
+    assert len(failed) == 1, "one case was asked for, and it must fail"
+    found = {finding.check: finding for finding in failed[0].findings}
+    assert promise in found, f"told instead: {[(f.check, f.headline) for f in failed[0].findings]}"
+    assert told in found[promise].headline
+
+
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+@pytest.mark.parametrize("cases", [FAST, NAN, NEGATIVE], ids=["prod", "nan", "negative"])
+def test_the_healthy_twin_passes(cases: tuple[str, ...], execution: str) -> None:
+    assert failures("Healthy", execution, cases) == []
+
+
+def test_a_claim_that_no_case_can_meet_fails() -> None:
+    plan = plan_run(backends=["broken_backends:ClaimsWhatNoCaseCanMeet"], device="cpu", tier="core")
+    (result,) = (r for r in run(plan) if r.case)
+    assert result.status is Status.FAILED
+    assert "no case can satisfy" in result.findings[0].headline
+    assert "gqa_ratios" in result.findings[0].hint
+    assert verdict(plan.header, [result]) == "NOT CONFORMANT: 1 failed of 1 claimed case-runs"
+    told = format_failure(result, plan.header).splitlines()[-1].split("attn-testkit ")[1]
+    spec = "broken_backends:ClaimsWhatNoCaseCanMeet"
+    assert told == f"run --backend {spec} --mode decode --execution eager --device cpu --tier core"
+
+
+@pytest.mark.parametrize(
+    ("claims", "why"),
+    [
+        ({"families": ()}, "families is empty"),
+        ({"head_dims": {1024}}, "head_dims is empty, or holds only widths above 512"),
+        ({"families": {"gqa"}, "gqa_ratios": ()}, "gqa_ratios is empty, and mha is not claimed"),
+        ({"max_context_len": 20}, "max_context_len 20 has no room"),
+    ],
+)
+def test_why_no_case_can_meet_a_claim_is_told(
+    claims: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ClaimsWhatNoCaseCanMeet, "capabilities", Healthy.capabilities.with_changes(**claims))
+    results = [r for r in check_backend("broken_backends:ClaimsWhatNoCaseCanMeet", device="cpu") if r.case]
+    assert len(results) == 8
+    assert all(why in r.findings[0].hint for r in results)

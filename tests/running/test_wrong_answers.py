@@ -1,0 +1,71 @@
+"""A backend that answers wrongly where the kit asks it is told so: it is never a failure of the kit's own."""
+
+import pytest
+
+from attn_testkit.results import Finding, Status
+from attn_testkit.running.request import Request, final_code, run_here
+
+DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
+VERIFY = "target-verify-gqa2x2-d64-fp16-p16-k29.125.61-t0.0.1.1.3-reversed-gauss-b5prod"
+
+
+def told(name: str, execution: str, case: str) -> list[Finding]:
+    request = Request((f"wrong_answers:{name}",), executions=(execution,), device="cpu", cases=(case,))
+    plan = request.plan()
+    (result,) = run_here(plan)
+    assert final_code(plan.header, [result]) == (1 if result.findings else 0), result.reason
+    assert result.status is (Status.FAILED if result.findings else Status.PASSED)
+    return list(result.findings)
+
+
+ANSWERS = [
+    ("ForgetsSuper", "eager", "completes", "has no attribute '_mask'", "begin it with super().__init__(context)"),
+    ("SkipsAParent", "eager", "completes", "'workspace'", "SkipsAParent.__init__ did not run that of _WithWorkspace"),
+    ("MaskRaises", "eager", "completes", "verify_mask raised AttributeError", ""),
+    ("MaskIsNoneTwice", "eager", "completes", "verify_mask raised AttributeError: 'NoneType'", ""),
+    ("MaskIsAMethod", "eager", "output-contract", "verify_mask is a method", "write @property above"),
+    ("FillRaises", "graph", "completes", "get_cuda_graph_seq_len_fill_value raised KeyError: 'fill'", ""),
+    ("FillIsNone", "graph", "output-contract", "fill_value returned None, expected 0 or 1", "leave the hook out for 1"),
+    ("FillIsFive", "graph", "output-contract", "fill_value returned 5, expected 0 or 1", "seq_lens of padded requests"),
+    ("KernelsRaises", "eager", "completes", "kernels raised OSError: no library", ""),
+    ("KernelsAreUnheardOf", "eager", "output-contract", "kernels is 'fake', expected 'real' or 'emulated'", "stand-in"),
+]
+
+
+@pytest.mark.parametrize(("name", "execution", "promise", "headline", "hint"), ANSWERS, ids=[a[0] for a in ANSWERS])
+def test_a_wrong_answer_is_the_backends_mistake(
+    name: str, execution: str, promise: str, headline: str, hint: str
+) -> None:
+    (finding,) = told(name, execution, DECODE)
+    assert finding.check == promise
+    assert headline in finding.headline
+    assert hint in finding.hint
+
+
+def test_a_right_number_of_another_type_is_right() -> None:
+    assert told("FillIsATensor", "graph", DECODE) == []
+
+
+MASKS = [
+    ("LendsATensor", "verify_mask gave a Tensor, expected a VerifyMask or None", "return VerifyMask(buffer, "),
+    (
+        "LendsTooLittle",
+        "has 30 elements; QLEN_ONLY for max_bs 5 and N 6 takes max_bs * N * N = 180",
+        "N = context.num_",
+    ),
+    ("LendsTooLittleForAllKeys", "takes max_bs * N * max_context_len = ", "init_cuda_graph_state"),
+    ("LendsNumbers", "verify_mask.buffer is torch.int32; QLEN_ONLY of 6 nodes is bool or uint8", "allocate it as"),
+    ("LendsBytesForWords", "torch.int32; QLEN_ONLY_BITPACKING of 6 nodes is uint8", "allocate it as uint8"),
+    ("LendsAMatrix", "shape (5, 6, 6), strides (36, 6, 1), expected a flat contiguous", "buffer.view(-1)"),
+    ("LendsHostMemory", "verify_mask.buffer is on cpu, expected cuda:0", "context.device"),
+    ("LendsInNoMode", "verify_mask.mode is 1, expected a TreeMaskMode", "TreeMaskMode.QLEN_ONLY"),
+    ("LendsForNobody", "verify_mask.max_bs is None", "max_bs"),
+]
+
+
+@pytest.mark.parametrize(("name", "headline", "hint"), MASKS, ids=[m[0] for m in MASKS])
+def test_a_mask_that_cannot_be_filled_is_told_with_what_the_contract_wants(name: str, headline: str, hint: str) -> None:
+    (finding,) = told(name, "graph", VERIFY)
+    assert finding.check == "output-contract"
+    assert headline in finding.headline
+    assert hint in finding.hint
