@@ -100,7 +100,7 @@ def load_backend(spec: str) -> type[AttentionBackend]:
     found: object = _import(spec, module_name)
     for name in class_path.split("."):
         found = _attribute(spec, found, name)
-    return _checked_class(spec, found)
+    return checked_class(spec, found)
 
 
 def known_backends() -> list[BackendInfo]:
@@ -185,7 +185,7 @@ def _attribute(spec: str, owner: object, name: str) -> object:
     raise BackendNotFound(f"backend {spec!r}: {where} has no {name!r}{did_you_mean(name, classes)}")
 
 
-def _checked_class(spec: str, found: object) -> type[AttentionBackend]:
+def checked_class(spec: str, found: object) -> type[AttentionBackend]:
     from .contract import AttentionBackend, Capabilities
 
     if not isinstance(found, type):

@@ -10,6 +10,7 @@ from enum import Enum
 
 __all__ = [
     "EXECUTIONS",
+    "KIT_ERROR",
     "MODES",
     "NO_CASE",
     "CaseResult",
@@ -28,6 +29,8 @@ MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2")
 EXECUTIONS = ("eager", "graph")
 
 
+KIT_ERROR = "the kit itself failed: "
+"""How the reason of a result begins when the fault is ours, not the backend's."""
 NO_CASE = "(no case)"
 """Stands for a case in the row of a mode that is claimed and that no case can satisfy."""
 WIDTH = 120

@@ -1,50 +1,34 @@
-"""Running one case on one backend and judging what it did. Knows no pytest and prints nothing."""
+"""Driving one case on one backend: what a worker does. Inputs come from the case, host copies go out, nothing is judged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..cases.case import Case
+from ..cases.case import Case, parse_case
 from ..cases.catalogue import companions
 from ..cases.schedule import Schedule, Step, make_schedule, only
+from ..checks import Stage
 from ..checks.claims import refuses_undeclared
 from ..checks.failures import context_lost, from_exception
-from ..checks.memory import addresses_stable, inputs_unchanged, writes_own_kv
-from ..checks.numeric import NUMERIC, finite, graph_matches_eager, margin, matches_oracle, output_written
 from ..checks.observation import Observation
-from ..checks.outputs import mode_outputs
-from ..checks.sameness import batch_invariant, repeatable
 from ..contract import AttentionBackend, Capabilities, Execution, Unsupported
 from ..environment import Environment, missing_here
-from ..oracle.expect import expect
 from ..results import Finding
-from ..runner_modes.asked import DriveError, kernels_of
-from ..runner_modes.drive import Clock, GraphDrive, drive_graphs, run_eager
-from ..runner_modes.world import World
+from ..runner_modes.clock import Clock
+from ..runner_modes.eager import run_eager
+from ..runner_modes.errors import DriveError
+from ..runner_modes.graphs import GraphRun, drive_graphs
+from ..runner_modes.harness import ServerHarness
+from ..runner_modes.hook_answers import kernels_of
+from .messages import Copied, DriveCase, Driven, Rerun, StepRecord
 
-__all__ = ["Outcome", "gradients_off", "judge", "run_case", "schedule_for"]
+__all__ = ["drive_case", "gradients_off", "request_to_isolate", "rerun", "schedule_for", "schedules_of"]
 
-
-@dataclass
-class Outcome:
-    """What a case-run found, before it becomes a result."""
-
-    findings: list[Finding] = field(default_factory=list)
-    checks: set[str] = field(default_factory=set)
-    margin: float | None = None
-    clock: Clock = field(default_factory=Clock)
-    kernels: str = "real"
-    lost: str = ""
-    """Why the device context is gone; empty when it is not."""
-    failed_steps: dict[str, list[tuple[Schedule, Observation]]] = field(default_factory=dict)
-    """Promise -> steps that broke it, for diagnosis."""
-    warm_up: list[Finding] = field(default_factory=list)
-    """What is wrong with the warm-ups before captures."""
-    passed_steps: list[tuple[Schedule, Observation]] = field(default_factory=list)
+Receive = Callable[[Copied], None]
 
 
 @contextmanager
@@ -54,91 +38,6 @@ def gradients_off(case: Case) -> Iterator[None]:
         yield
 
 
-def judge(observed: Observation, schedule: Schedule, claims: Capabilities) -> list[Finding]:
-    """All promises about one step. What follows from wrong attention outputs is not told twice."""
-    same_bits = claims.deterministic and claims.batch_invariant
-    expected = expect(schedule, observed.step)
-    # Wrong writes make wrong numbers, and never the other way round.
-    found = writes_own_kv(observed, schedule.case)
-    numeric = [
-        *output_written(observed, expected),
-        *finite(observed, expected),
-        *matches_oracle(observed, expected),
-    ]
-    found += numeric
-    if not numeric:
-        found += graph_matches_eager(observed, expected, same_bits)
-        found += mode_outputs(observed, expected, schedule.case)
-    found += inputs_unchanged(observed)
-    found += addresses_stable(observed)
-    return found
-
-
-def run_case(
-    backend_class: type[AttentionBackend], case: Case, execution: Execution, environment: Environment
-) -> Outcome:
-    """Drive a backend through one case. Whatever it raises becomes a finding; nothing of the backend's escapes."""
-    outcome = Outcome()
-    claims = backend_class.capabilities
-    run = _run_graph if execution is Execution.GRAPH else _run_eager
-    outcome.checks |= {"completes", "output-contract", *NUMERIC, "mode-outputs", "writes-own-kv", "inputs-unchanged"}
-    outcome.checks |= {"reads-own-kv", "refuses-undeclared"}
-    if not claims.needs_cpu_seq_lens:
-        outcome.checks.add("no-host-lengths")
-    try:
-        with environment.active(), gradients_off(case):
-            seen = run(backend_class, case, environment, outcome)
-    except DriveError as error:
-        cause = error.__cause__
-        assert cause is not None
-        _record_exception(outcome, cause, error.phase, error.label, claims.needs_cpu_seq_lens)
-        cause.__traceback__ = None
-        return outcome
-    with outcome.clock.phase("oracle and checks"):
-        for schedule, observed in seen:
-            _judge_into(outcome, schedule, observed, claims)
-    # What is wrong at a replay as well is told there, with a place.
-    outcome.findings += [] if outcome.failed_steps else outcome.warm_up
-    return outcome
-
-
-def _record_exception(outcome: Outcome, error: BaseException, phase: str, label: str, needs_cpu: bool) -> None:
-    if context_lost(error):
-        outcome.lost = str(error).splitlines()[0]
-    outcome.findings.append(from_exception(error, phase, label, needs_cpu_lengths=needs_cpu))
-
-
-def _judge_into(outcome: Outcome, schedule: Schedule, observed: Observation, claims: Capabilities) -> None:
-    found = judge(observed, schedule, claims)
-    expected = expect(schedule, observed.step)
-    outcome.margin = max(outcome.margin or 0.0, min(margin(observed, expected), 1e9))
-    if found:
-        for finding in found:
-            outcome.failed_steps.setdefault(finding.check, []).append((schedule, observed))
-    else:
-        outcome.passed_steps.append((schedule, observed))
-    outcome.findings += found
-
-
-def build_world(
-    backend_class: type[AttentionBackend], schedules: list[Schedule], environment: Environment, outcome: Outcome
-) -> World:
-    """Construct everything; a constructor that raises is a finding, ``Unsupported`` for a claimed case included."""
-    with outcome.clock.phase("setup"):
-        try:
-            world = World(backend_class, schedules, environment.device)
-        except Unsupported as error:
-            refused = RuntimeError(f"refused a claimed case: Unsupported: {error}")
-            raise DriveError("constructor", "") from refused
-        except Exception as error:
-            raise DriveError("constructor", "") from error
-    outcome.kernels = kernels_of(world.backend)
-    return world
-
-
-_Seen = list[tuple[Schedule, Observation]]
-
-
 def schedule_for(case: Case, claims: Capabilities) -> Schedule:
     """One object for all backends with the same limits, so that they share the oracle's answers."""
     if case.kv_dtype == "same" or claims.matmul_dtype == "model":
@@ -146,70 +45,180 @@ def schedule_for(case: Case, claims: Capabilities) -> Schedule:
     return make_schedule(case, claims.matmul_dtype)
 
 
-def _run_eager(backend_class: type[AttentionBackend], case: Case, environment: Environment, outcome: Outcome) -> _Seen:
-    claims = backend_class.capabilities
-    outcome.checks.add("steps-independent")
-    schedule = schedule_for(case, claims)
-    world = build_world(backend_class, [schedule], environment, outcome)
-    step, second = schedule.steps[0], schedule.second
-    observed = run_eager(world, schedule, step, outcome.clock)
-    # Right after it, and not after another step: what alternates from step to step would have come round again.
-    again = run_eager(world, schedule, step, outcome.clock, label="the same eager step again", among="steps")
-    if claims.deterministic:
-        outcome.checks.add("repeatable")
-        outcome.findings += repeatable(observed, again)
-    stored = ", save_kv_cache=False" if second.stored else ""
-    label = f"another eager step on the instance ({second.label}{stored})"
-    other = run_eager(world, schedule, second, outcome.clock, label=label, among="steps")
-    if claims.batch_invariant and step.bs > 1:
-        outcome.checks.add("batch-invariant")
-        index = _request_to_isolate(case, step)
-        alone = run_eager(world, schedule, only(step, index), outcome.clock)
-        outcome.findings += batch_invariant(observed, alone, index)
-    with outcome.clock.phase("setup"):
-        outcome.findings += refuses_undeclared(backend_class, schedule, world.context)
-    return [(schedule, observed), (schedule, again), (schedule, other)]
+def schedules_of(case: Case, execution: Execution, claims: Capabilities, environment: Environment) -> list[Schedule]:
+    """What a drive of the case runs on one instance: its own schedule and, in mixed cases, those of other modes."""
+    cases = [case]
+    if case.mixed and execution is Execution.GRAPH:
+        runnable = {mode for mode in claims.graph if not missing_here(claims, environment, mode)}
+        max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
+        cases += companions(case, runnable, claims.max_q_rows, max_topk)
+    return [schedule_for(each, claims) for each in cases]
 
 
-def _request_to_isolate(case: Case, step: Step) -> int:
+def request_to_isolate(case: Case, step: Step) -> int:
     """Mostly the second longest: long enough to be split, and not the one whose length sets the batch's maximum."""
     by_length = sorted(range(step.bs), key=lambda i: -len(step.requests[i].slots))
     return by_length[1] if case.digest & 12 else case.digest % step.bs
 
 
-def _run_graph(backend_class: type[AttentionBackend], case: Case, environment: Environment, outcome: Outcome) -> _Seen:
-    claims = backend_class.capabilities
-    outcome.checks |= {
-        "captures-cleanly",
-        "replay-follows-batch",
-        "addresses-stable",
-        "padding-inert",
-        "buckets-independent",
-        "graph-matches-eager",
-        "claims-honest",
-    }
-    cases = [case]
-    if case.mixed:
-        runnable = {mode for mode in claims.graph if not missing_here(claims, environment, mode)}
-        max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
-        cases += companions(case, runnable, claims.max_q_rows, max_topk)
-    schedules = [schedule_for(c, claims) for c in cases]
-    world = build_world(backend_class, schedules, environment, outcome)
-    neighbour = build_world(backend_class, schedules[:1], environment, outcome) if case.mixed else None
-    seen, drives = drive_graphs(world, schedules, outcome.clock, neighbour=neighbour)
-    outcome.warm_up = [finding for drive in drives for finding in _warm_up_finite(drive)]
-    return seen
+@dataclass
+class _Drive:
+    """What is known so far, kept outside the drive so that an exception does not lose it."""
 
+    schedules: Sequence[Schedule]
+    receive: Receive
+    stage: Stage = Stage.STARTED
+    clock: Clock = field(default_factory=Clock)
+    kernels: str = "real"
+    findings: list[Finding] = field(default_factory=list)
+    copied: list[Observation] = field(default_factory=list)
 
-def _warm_up_finite(drive: GraphDrive) -> list[Finding]:
-    """Capture runs on real kernels: a decode or verify of one key must not give NaN (servers assert it)."""
-    if drive.fill < 1 or drive.schedule.case.new or drive.warm_is_finite:
-        return []
-    return [
-        Finding(
-            "finite",
-            "the warm-up before capture gives NaN or Inf",
-            where=f"bucket {drive.schedule.buckets[-1]}, every seq_lens at the fill value {drive.fill}",
-            hint="capture metadata do not hold seq_lens (zero keys give 0 / 0), or rows of one key are never written",
+    def deliver(self, observed: Observation) -> Observation:
+        """Send the copies of a step at once: a drive makes a dozen, of tens of megabytes each where requests are long."""
+        schedule = next(i for i, s in enumerate(self.schedules) if s is observed.schedule)
+        self.receive(Copied(schedule, observed.step.name, observed.copies))
+        light = replace(observed, copies=observed.copies.forgotten())
+        self.copied.append(light)
+        self.stage = max(self.stage, Stage.REPLAYED if observed.replay else Stage.OBSERVED)
+        return light
+
+    def record(self, observed: Observation) -> StepRecord:
+        """What travels of an observation that was delivered."""
+        twin = observed.eager_run
+        return StepRecord(
+            copied=self._number(observed),
+            label=observed.label,
+            among=observed.among,
+            damaged=observed.damaged,
+            replay=observed.replay,
+            padded=observed.padded,
+            eager_run=None if twin is None else self._number(twin),
         )
-    ]
+
+    def _number(self, observed: Observation) -> int:
+        return next(i for i, each in enumerate(self.copied) if each.copies is observed.copies)
+
+
+def drive_case(
+    backend_class: type[AttentionBackend], request: DriveCase, environment: Environment, receive: Receive
+) -> Driven:
+    """Drive a backend through one case. Whatever it raises becomes a finding; nothing of the backend's escapes."""
+    case, claims = parse_case(request.case), backend_class.capabilities
+    schedules = schedules_of(case, request.execution, claims, environment)
+    drive = _Drive(schedules, receive)
+    run = _drive_graph if request.execution is Execution.GRAPH else _drive_eager
+    lost = ""
+    driven = Driven()
+    try:
+        with environment.active(), gradients_off(case):
+            driven = run(backend_class, drive, environment)
+    except DriveError as error:
+        cause = error.__cause__
+        assert cause is not None
+        if context_lost(cause):
+            lost = str(cause).splitlines()[0]
+        needs = claims.needs_cpu_seq_lens
+        drive.findings.append(from_exception(cause, error.phase, error.label, needs_cpu_lengths=needs))
+        cause.__traceback__ = None
+    else:
+        drive.stage = Stage.COMPLETED
+    return replace(
+        driven,
+        findings=tuple(drive.findings),
+        stage=int(drive.stage),
+        lost=lost,
+        seconds=drive.clock.seconds,
+        kernels=drive.kernels,
+        records=driven.records if drive.stage is Stage.COMPLETED else tuple(map(drive.record, drive.copied)),
+    )
+
+
+def _build(backend_class: type[AttentionBackend], drive: _Drive, environment: Environment) -> ServerHarness:
+    """Construct everything; a constructor that raises is a finding, ``Unsupported`` for a claimed case included."""
+    with drive.clock.phase("setup"):
+        harness = _constructed(backend_class, drive.schedules, environment)
+    harness.deliver = drive.deliver
+    drive.stage = max(drive.stage, Stage.CONSTRUCTED)
+    drive.kernels = kernels_of(harness.backend)
+    return harness
+
+
+def _constructed(
+    backend_class: type[AttentionBackend], schedules: Sequence[Schedule], environment: Environment
+) -> ServerHarness:
+    try:
+        return ServerHarness(backend_class, schedules, environment.device)
+    except Unsupported as error:
+        refused = RuntimeError(f"refused a claimed case: Unsupported: {error}")
+        raise DriveError("constructor", "") from refused
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise DriveError("constructor", "") from error
+
+
+def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environment: Environment) -> Driven:
+    schedule, claims = drive.schedules[0], backend_class.capabilities
+    case = schedule.case
+    harness = _build(backend_class, drive, environment)
+    step, second = schedule.steps[0], schedule.second
+    seen = [run_eager(harness, schedule, step, drive.clock)]
+    # Right after it, and not after another step: what alternates from step to step would have come round again.
+    seen.append(run_eager(harness, schedule, step, drive.clock, label="the same eager step again", among="steps"))
+    stored = ", save_kv_cache=False" if second.stored else ""
+    label = f"another eager step on the instance ({second.label}{stored})"
+    seen.append(run_eager(harness, schedule, second, drive.clock, label=label, among="steps"))
+    if claims.batch_invariant and step.bs > 1:
+        alone = only(step, request_to_isolate(case, step))
+        seen.append(run_eager(harness, schedule, alone, drive.clock, label=alone.label))
+    with drive.clock.phase("setup"):
+        drive.findings += refuses_undeclared(backend_class, schedule, harness.context)
+    return Driven(records=tuple(map(drive.record, seen)))
+
+
+def _drive_graph(backend_class: type[AttentionBackend], drive: _Drive, environment: Environment) -> Driven:
+    harness = _build(backend_class, drive, environment)
+    neighbour = None
+    if drive.schedules[0].case.mixed:
+        neighbour = _constructed(backend_class, drive.schedules[:1], environment)
+    run = drive_graphs(harness, drive.schedules, drive.clock, neighbour=neighbour)
+    return replace(_found(run, drive.schedules), records=tuple(drive.record(observed) for _, observed in run.observed))
+
+
+def _found(run: GraphRun, schedules: Sequence[Schedule]) -> Driven:
+    """What a graph drive found beside its steps."""
+    warm = tuple(i for i, s in enumerate(schedules) if any(s is each for each in run.not_finite_in_warm_up))
+    return Driven(
+        fill=run.fill,
+        not_finite_in_warm_up=warm,
+        allocated_in_capture=tuple((each.path, each.where) for each in run.allocated_in_capture),
+        replaced=run.replaced,
+    )
+
+
+def rerun(
+    backend_class: type[AttentionBackend], request: Rerun, environment: Environment, receive: Receive
+) -> Driven:
+    """Answer a question of the diagnosis on a fresh instance. A run that raises has no records: it counts as wrong."""
+    schedule = request.schedule
+    drive = _Drive([schedule], receive)
+    unowned = {} if request.unowned is None else {"unowned": request.unowned}
+    try:
+        with environment.active(request.fill, controlled=True), gradients_off(schedule.case):
+            harness = ServerHarness(backend_class, [schedule], environment.device, fill=request.fill, **unowned)
+            harness.deliver = drive.deliver
+            if request.step is not None:
+                pattern = request.options.pattern
+                seen = [run_eager(harness, schedule, request.step, drive.clock, pattern=pattern)]
+                found = Driven()
+            else:
+                run = drive_graphs(harness, [schedule], drive.clock, request.options)
+                seen = [observed for _, observed in run.observed]
+                found = _found(run, [schedule])
+            records = tuple(map(drive.record, seen))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        cause = error.__cause__ if isinstance(error, DriveError) and error.__cause__ else error
+        return Driven(lost=str(cause).splitlines()[0] if context_lost(cause) else "")
+    return replace(found, records=records, stage=int(Stage.COMPLETED))

@@ -1,0 +1,199 @@
+"""The only loop over case-runs: items in, results out, whatever the backends do. No printing, no pytest.
+
+Each thread has at most one worker, and a worker has one backend for all its life. A thread sends what is to be driven,
+takes the copies, judges them, and asks further where something is wrong; while its worker runs, other threads judge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..contract import Capabilities
+from ..environment import resolve
+from ..registry import UsageError
+from ..results import CaseResult, Status
+from .candidate import Candidate
+from .judge import Judging, judge_item
+from .messages import Described
+from .plan import plan_run
+from .pool import Worker, WorkerLost
+from .request import Item, Options, Plan, Request, bare_result, kit_error
+from .worker import LocalWorker
+
+__all__ = ["Runner"]
+
+_Group = deque[Item]
+
+
+class Runner:
+    """Plans and runs in this process; backends run in processes of their own, unless ``options.in_process``."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or Options()
+        self._described: dict[Candidate, Described] = {}
+        self._idle: list[Worker | LocalWorker] = []
+        self._busy: set[Worker | LocalWorker] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._lost = ""
+        """In this process: which case-run lost the device's context."""
+
+    def plan(self, request: Request) -> Plan:
+        """Decide what to run. Imports every backend, in a process each. Raises ``UsageError``."""
+        resolve(request.device).prepare_process()
+        return plan_run(request, lambda candidate: self.claims(candidate, request.device))
+
+    def claims(self, candidate: Candidate, device: str) -> Capabilities:
+        """What a backend claims. Raises ``UsageError`` where it cannot be imported."""
+        if candidate not in self._described:
+            worker = self._worker_for(candidate, device, self._gpu(0))
+            try:
+                self._described[candidate] = worker.describe()
+            finally:
+                self._give_back(worker)
+        return self._described[candidate].claims
+
+    def run(self, plan: Plan, items: Sequence[Item]) -> Iterator[CaseResult]:
+        """Results as they come, one for each item. Closing the generator ends what is running."""
+        waiting = deque(_groups(items))
+        jobs = 1 if self.options.in_process else max(1, min(self.options.jobs, len(waiting)))
+        if jobs == 1:
+            with contextlib.closing(self._results(plan, waiting, self._gpu(0))) as results:
+                yield from results
+            return
+        yield from self._run_threads(plan, waiting, jobs)
+
+    def close(self) -> None:
+        """End every worker."""
+        self._closed = True
+        with self._lock:
+            workers = [*self._idle, *self._busy]
+            self._idle.clear()
+        for worker in workers:
+            worker.close()
+
+    def _run_threads(self, plan: Plan, waiting: deque[_Group], jobs: int) -> Iterator[CaseResult]:
+        found: queue.SimpleQueue[CaseResult | BaseException | None] = queue.SimpleQueue()
+
+        def work(gpu: str) -> None:
+            try:
+                for result in self._results(plan, waiting, gpu):
+                    found.put(result)
+            except BaseException as error:
+                found.put(error)
+            found.put(None)
+
+        threads = [threading.Thread(target=work, args=(self._gpu(i),), daemon=True) for i in range(jobs)]
+        for thread in threads:
+            thread.start()
+        left = jobs
+        try:
+            while left:
+                result = found.get()
+                if isinstance(result, BaseException):
+                    raise result
+                if result is None:
+                    left -= 1
+                else:
+                    yield result
+        finally:
+            # Nobody is to begin anything new, and a thread that waits for its worker is let go by its end.
+            waiting.clear()
+            if left:
+                self.close()
+                self._closed = False
+
+    def _results(self, plan: Plan, waiting: deque[_Group], gpu: str) -> Iterator[CaseResult]:
+        """What one thread does."""
+        candidates = {candidate.spec: candidate for candidate in plan.candidates}
+        worker: Worker | LocalWorker | None = None
+        try:
+            while not self._closed:
+                try:
+                    group = waiting.popleft()
+                except IndexError:
+                    return
+                for item in group:
+                    candidate = candidates[item.backend]
+                    if worker is None or worker.ended or worker.candidate != candidate:
+                        self._give_back(worker)
+                        worker = None
+                        worker = self._worker_for(candidate, plan.device, gpu)
+                    yield self._judged(item, plan, worker)
+        finally:
+            self._give_back(worker)
+
+    def _judged(self, item: Item, plan: Plan, worker: Worker | LocalWorker) -> CaseResult:
+        """One case-run. Whatever the backend or the kit does, this returns."""
+        if self._lost:
+            return bare_result(item, Status.NOT_RUN_HERE, self._lost)
+        device = plan.header.device
+        try:
+            described = worker.describe()
+            result = judge_item(Judging(worker, described, plan), item)
+        except WorkerLost as error:
+            return bare_result(item, error.status, error.reason, device)
+        except UsageError as error:
+            # It was imported once, to be planned, and cannot be again.
+            return bare_result(item, Status.CRASHED, str(error), device)
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            return kit_error(item, f"{type(error).__name__}: {error}\n{trace}")
+        if result.status is Status.CRASHED:
+            result = replace(result, reason=result.reason + worker.last_words())
+            if self.options.in_process:
+                self._lost = f"not run: the device's context was lost in {item.case}"
+        return result
+
+    def _worker_for(self, candidate: Candidate, device: str, gpu: str) -> Worker | LocalWorker:
+        """An idle worker of the same backend and GPU, else a new one in the place of an idle one of another."""
+        with self._lock:
+            fits = [w for w in self._idle if w.candidate == candidate and getattr(w, "gpu", gpu) == gpu and not w.ended]
+            if fits:
+                self._idle.remove(fits[0])
+                self._busy.add(fits[0])
+                return fits[0]
+            spare, self._idle = self._idle, []
+        for worker in spare:
+            worker.close()
+        made: Worker | LocalWorker
+        if self.options.in_process:
+            made = LocalWorker(candidate, device)
+        else:
+            made = Worker(candidate, device, self.options.timeout_s, gpu=gpu)
+        with self._lock:
+            self._busy.add(made)
+        return made
+
+    def _give_back(self, worker: Worker | LocalWorker | None) -> None:
+        if worker is None:
+            return
+        with self._lock:
+            self._busy.discard(worker)
+            if not worker.ended and not self._closed:
+                self._idle.append(worker)
+                return
+        worker.close()
+
+    def _gpu(self, index: int) -> str:
+        gpus = self.options.gpus
+        return gpus[index % len(gpus)] if gpus else ""
+
+
+def _groups(items: Sequence[Item]) -> list[_Group]:
+    """Neighbours that share a case, eager and graph, go to the same worker: they share data and the oracle's answer."""
+    groups: list[_Group] = []
+    last = None
+    for item in items:
+        key = (item.backend, item.case)
+        if key != last:
+            groups.append(deque())
+        groups[-1].append(item)
+        last = key
+    return groups

@@ -1,0 +1,102 @@
+"""What crosses the line between the process that judges and the one that runs a backend: frozen, plain, picklable.
+
+The worker is handed inputs and returns host copies. It never holds an expected value, and the judge never holds a
+backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..cases.schedule import Schedule, Step
+from ..checks.observation import Copies
+from ..contract import Capabilities, Execution
+from ..results import Finding
+from ..runner_modes.options import DriveOptions
+
+__all__ = ["Copied", "Described", "DriveCase", "Driven", "Rerun", "StepRecord"]
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a worker found when it imported its backend."""
+
+    claims: Capabilities
+    changed: tuple[str, ...] = ()
+    """What importing it changed in the process."""
+
+
+@dataclass(frozen=True)
+class DriveCase:
+    """Drive a case, as a server would. Answered by ``Copied`` for each step and then ``Driven``."""
+
+    case: str
+    """Case id."""
+    execution: Execution
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """Drive something again with one thing changed, on a fresh instance: a question of the diagnosis."""
+
+    schedule: Schedule
+    step: Step | None = None
+    """The step to run eagerly; None: capture and replay the whole schedule."""
+    options: DriveOptions = field(default_factory=DriveOptions)
+    unowned: float | None = None
+    """What unowned slots of the KV pool hold; None: NaN."""
+    fill: int = 0xFF
+    """Byte of memory that nobody wrote."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Host copies of one step, sent as soon as they are made, so that nobody keeps many."""
+
+    schedule: int
+    """Place of its schedule in the drive: 0, and more where modes are mixed."""
+    step: str
+    """Name of the step in its schedule."""
+    copies: Copies
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step was in its drive. The copies of it came before."""
+
+    copied: int
+    """Which of the drive's ``Copied`` it is."""
+    label: str
+    among: Literal["", "steps", "graphs"] = ""
+    damaged: tuple[str, ...] = ()
+    replay: bool = False
+    padded: int = 0
+    eager_run: int | None = None
+    """Which of the drive's ``Copied`` is the eager run of the same step."""
+
+
+@dataclass(frozen=True)
+class Driven:
+    """How a drive went. The judge holds it against what was due: a step that is missing is a failure."""
+
+    records: tuple[StepRecord, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """What was raised, and what the constructor accepted though it is not claimed."""
+    stage: int = 0
+    """How far it came: a ``checks.Stage``."""
+    lost: str = ""
+    """Why the device context is gone; empty when it is not."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    kernels: str = "real"
+    fill: int = 1
+    """``seq_lens`` of padded requests."""
+    not_finite_in_warm_up: tuple[int, ...] = ()
+    """Places of schedules with NaN or Inf in the logits of a warm-up."""
+    allocated_in_capture: tuple[tuple[str, str], ...] = ()
+    """(attribute path, bucket) of what the backend first held while a graph was captured."""
+    replaced: tuple[str, ...] = ()
+    """Attributes whose tensors a plan for a replay replaced."""
+    changed: tuple[str, ...] = ()
+    """What the backend changed in its process and did not put back."""

@@ -1,0 +1,146 @@
+"""The child's side: imports one backend, drives it as asked, and sends back host copies. It judges nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import threading
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+
+from ..contract import AttentionBackend
+from ..environment import Environment, resolve
+from ..graphs.capture import settle
+from ..registry import UsageError
+from .candidate import Candidate, resolve_candidate
+from .case_run import drive_case, rerun
+from .messages import Copied, Described, DriveCase, Driven, Rerun
+from .process_state import ProcessState, changes, restore, take_state
+
+__all__ = ["LocalWorker", "serve"]
+
+_SETTLE_AFTER = (1, 8)
+_SETTLE_EVERY = 200
+"""Drives between two rounds of setting survivors aside from the garbage collector."""
+_FIRST_SEEN_AT_IMPORT = ("environment variables", "signal handlers", "the current directory", "the filters of warnings")
+"""What packages set when they are imported, and servers expect them to."""
+
+
+class LocalWorker:
+    """A backend and the process it runs in. The judge holds one itself with ``--in-process``, else a ``Worker`` does."""
+
+    def __init__(self, candidate: Candidate, device: str) -> None:
+        """Raises ``UsageError`` when the backend cannot be imported."""
+        self.candidate = candidate
+        self.ended = False
+        self.environment: Environment = resolve(device)
+        self.environment.prepare_process()
+        before = take_state()
+        # A module may ask for the device where it is imported.
+        with self.environment.active():
+            self.backend_class: type[AttentionBackend] = resolve_candidate(candidate)
+        changed = tuple(changes(before, skip=_FIRST_SEEN_AT_IMPORT))
+        if changed:
+            restore(before)
+        self._state: ProcessState = take_state()
+        self._drives = 0
+        self.described = Described(self.backend_class.capabilities, changed)
+
+    def describe(self) -> Described:
+        """What the backend claims."""
+        return self.described
+
+    def drive(self, request: DriveCase | Rerun, receive: object) -> Driven:
+        """Have it driven; ``receive`` takes the ``Copied`` of each step as they come."""
+        assert callable(receive)
+        self._drives += 1
+        if self._drives in _SETTLE_AFTER or self._drives % _SETTLE_EVERY == 0:
+            settle()
+        try:
+            if isinstance(request, Rerun):
+                return rerun(self.backend_class, request, self.environment, receive)
+            driven = drive_case(self.backend_class, request, self.environment, receive)
+        except BaseException as error:
+            changed = self._changed()
+            if not changed or isinstance(error, (KeyboardInterrupt, MemoryError)):
+                raise
+            # Not a fault of the kit's own: a process that was left otherwise makes anything raise.
+            return Driven(changed=(*changed, f"and then {type(error).__name__} was raised: {error}"))
+        return _with_changes(driven, self._changed())
+
+    def _changed(self) -> tuple[str, ...]:
+        changed = tuple(changes(self._state))
+        if changed:
+            restore(self._state)
+        return changed
+
+    def last_words(self) -> str:
+        """Nothing: what it prints is on the terminal."""
+        return ""
+
+    def close(self) -> None:
+        """There is no process to end."""
+        self.ended = True
+
+
+def _with_changes(driven: Driven, changed: tuple[str, ...]) -> Driven:
+    from dataclasses import replace
+
+    return replace(driven, changed=changed) if changed else driven
+
+
+def serve(
+    connection: Connection, candidate: Candidate, device: str, gpu: str, timeout_s: float, words: str
+) -> None:
+    """Answer questions until the judge closes the pipe. ``words``: the file that takes stdout and stderr."""
+    # A group of its own: Ctrl-C reaches the front end alone, and whatever the backend starts ends with it.
+    os.setsid()
+    output = os.open(words, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    threading.Thread(target=_die_with_judge, daemon=True).start()
+    faulthandler.enable(all_threads=False)
+    torch.set_num_threads(1)
+    # Shortly before the judge gives up, say where it hangs.
+    patience = max(timeout_s - 0.5, timeout_s * 0.7)
+    faulthandler.dump_traceback_later(patience, exit=False)
+    try:
+        worker = LocalWorker(candidate, device)
+    except UsageError as error:
+        connection.send(str(error))
+        return
+    faulthandler.cancel_dump_traceback_later()
+    connection.send(worker.described)
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            os._exit(0)
+        faulthandler.dump_traceback_later(patience, exit=False)
+        connection.send(_answer(worker, request, connection))
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _answer(worker: LocalWorker, request: DriveCase | Rerun, connection: Connection) -> Driven | str:
+    def send(copied: Copied) -> None:
+        connection.send(copied)
+
+    try:
+        return worker.drive(request, send)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
+
+
+def _die_with_judge() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    with contextlib.suppress(OSError):
+        os.killpg(0, 9)
+    os._exit(1)
