@@ -363,7 +363,7 @@ def drive_graphs(
             # Large batches between replays: an eager step may need more room than any graph.
             crowded = index == _CROWD_AFTER and drive is drives[0]
             if eager and (step.eager_too or crowded):
-                batch = drive.schedule.crowd if crowded else step
+                batch = drive.schedule.oversized if crowded else step
                 which = f" ({batch.label}, {batch.bs} requests)" if crowded else ""
                 label = f"eager run{which} after {observed.label}"
                 twin = run_eager(world, drive.schedule, batch, clock, pattern=pattern, label=label, among="graphs")

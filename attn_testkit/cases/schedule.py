@@ -12,9 +12,10 @@ order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,8 @@ class Request:
 class Step:
     """One batch."""
 
+    name: str
+    """Unique inside a schedule; ``Schedule.step_named`` finds the step again by it, in another process too."""
     index: int
     label: str
     bucket: int
@@ -81,10 +84,24 @@ class Step:
         """Live rows."""
         return sum(r.new for r in self.requests)
 
+    @cached_property
+    def alone(self) -> tuple[Step, ...]:
+        """Each request by itself, with the numbers and the slots that it has here."""
+        return tuple(
+            replace(
+                self,
+                name=f"{self.name}, request {index} alone",
+                label=f"request {index} alone",
+                requests=(request,),
+                part_of=(self, index),
+            )
+            for index, request in enumerate(self.requests)
+        )
+
 
 def only(step: Step, index: int) -> Step:
-    """One request of a step by itself."""
-    return replace(step, requests=(step.requests[index],), label=f"request {index} alone", part_of=(step, index))
+    """One request of a step by itself; the same object every time. Raises ``IndexError`` where there is none."""
+    return step.alone[index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +114,7 @@ class Schedule:
     steps: tuple[Step, ...]
     second: Step
     """What an eager run does after the first step."""
-    crowd: Step
+    oversized: Step
     """More requests than the largest graph holds; eager only."""
     max_context_len: int
     num_pages: int
@@ -122,12 +139,28 @@ class Schedule:
     @property
     def most_requests(self) -> int:
         """Of any batch, eager ones included."""
-        return max(self.max_bs, self.crowd.bs)
+        return max(self.max_bs, self.oversized.bs)
 
     @property
     def most_tokens(self) -> int:
         """Rows of the largest batch."""
         return self.most_requests * self.case.width
+
+    def step_named(self, name: str) -> Step:
+        """The step of this name: of ``steps``, ``second``, ``oversized``, or what ``only`` makes of one of them.
+
+        The same object every time. Raises ``KeyError`` that lists the names there are.
+        """
+        named = {step.name: step for step in (*self.steps, self.second, self.oversized)}
+        if name in named:
+            return named[name]
+        part = re.fullmatch(r"(.+), request (\d+) alone", name)
+        if part is None:
+            raise KeyError(f"{self.case.id} has no step {name!r}; it has {', '.join(map(repr, named))}")
+        whole, index = self.step_named(part[1]), int(part[2])
+        if index >= whole.bs:
+            raise KeyError(f"{self.case.id}: {whole.name!r} has {whole.bs} requests, and none of number {index}")
+        return only(whole, index)
 
 
 @dataclass(frozen=True)
@@ -136,8 +169,8 @@ class _Plan:
     bucket: int
     prefixes: tuple[int, ...]
     eager_too: bool = False
-    turned: int | None = None
-    """Lengths are those of the step before, turned by so many places."""
+    rotated: int | None = None
+    """Lengths are those of the step before, rotated by so many places."""
 
 
 def _plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], list[_Plan]]:
@@ -172,11 +205,11 @@ def _plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], list[
     if case.padding == "small":
         plans = [_filled_up(plan, rng) for plan in plans]
     elsewhere = plans[4].prefixes
-    turned = [_Plan("same lengths, other requests", big, elsewhere, turned=0)]
+    rotated = [_Plan("same lengths, other requests", big, elsewhere, rotated=0)]
     if len(set(elsewhere)) > 1:
-        turned.append(_Plan("lengths in another order", big, elsewhere[1:] + elsewhere[:1], turned=1))
-    crowd = _Plan("more requests than any graph", big + 2, others(big + 2, lambda k: k // 3 + 2))
-    return buckets, [*plans[:5], *turned, *plans[5:], crowd]
+        rotated.append(_Plan("lengths in another order", big, elsewhere[1:] + elsewhere[:1], rotated=1))
+    oversized = _Plan("more requests than any graph", big + 2, others(big + 2, lambda k: k // 3 + 2))
+    return buckets, [*plans[:5], *rotated, *plans[5:], oversized]
 
 
 def _filled_up(plan: _Plan, rng: np.random.Generator) -> _Plan:
@@ -275,10 +308,10 @@ def _build_step(
     count, page = len(plan.prefixes), case.page_size
     accepted = _accepted(case, index, count, depth + 1, rng)
     ragged = case.mode is ForwardMode.DRAFT_EXTEND
-    if ragged and plan.turned is not None and before is not None:
+    if ragged and plan.rotated is not None and before is not None:
         # Here a request's keys are its prefix and what was accepted.
         counts = [request.accepted for request in before.requests]
-        accepted = tuple(counts[plan.turned :] + counts[: plan.turned])
+        accepted = tuple(counts[plan.rotated :] + counts[: plan.rotated])
     news = accepted if ragged else (case.width,) * count
     trees = _trees(case, index, count, depth, rng)
     lens = [p + n for p, n in zip(plan.prefixes, news, strict=True)]
@@ -298,7 +331,7 @@ def _build_step(
         for i, (prefix, new) in enumerate(zip(plan.prefixes, news, strict=True))
     )
     table = _table(requests, rows, ctx, (num_pages + 1) * page, rng)
-    return Step(index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too)
+    return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too)
 
 
 @lru_cache(maxsize=256)
@@ -320,12 +353,13 @@ def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
     sizes = (num_pages, rows, ctx, depth)
     for i, plan in enumerate(plans):
         steps.append(_build_step(case, i, plan, sizes, steps[-1] if steps else None))
-    *replays, crowd = steps
+    *replays, last = steps
     if case.digest // 7 % 3:
         second = steps[1 + case.digest // 21 % (len(steps) - 1)]
     else:
         # What a backend keeps by the lengths is right for all but these: other requests, pages and trees.
-        alike = _Plan("same lengths, other requests", buckets[0], plans[0].prefixes, turned=0)
+        alike = _Plan("same lengths, other requests", buckets[0], plans[0].prefixes, rotated=0)
         second = _build_step(case, len(plans), alike, sizes, steps[0])
-    second = replace(second, stored=case.digest >> 9 & 1 == 1)
-    return Schedule(case, buckets, tuple(replays), second, crowd, ctx, num_pages, rows, depth, matmul_dtype)
+    second = replace(second, name="second", stored=case.digest >> 9 & 1 == 1)
+    oversized = replace(last, name="oversized")
+    return Schedule(case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, matmul_dtype)

@@ -16,7 +16,7 @@ DECODE = "decode-gqa4x2-d64-bf16-p16-k15.16.17-{layout}-gauss-b4prod"
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
 def test_live_requests_share_no_slot_but_those_of_common_prefix_pages_and_page_0_is_nobodys(case: Case) -> None:
     schedule = make_schedule(case)
-    for step in (*schedule.steps, schedule.crowd):
+    for step in (*schedule.steps, schedule.oversized):
         slots = np.concatenate([r.slots for r in step.requests])
         common = max(r.shared for r in step.requests)
         assert common == 0 or case.layout == "shared"
@@ -43,6 +43,33 @@ def test_a_schedule_has_eight_replays_that_differ_in_every_field(case: Case) -> 
     assert not np.array_equal(first.req_to_token, again.req_to_token)
     tables = [step.req_to_token.tobytes() for step in steps]
     assert len(set(tables)) == len(tables)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_every_step_is_found_again_by_its_name(case: Case) -> None:
+    schedule = make_schedule(case)
+    steps = (*schedule.steps, schedule.second, schedule.oversized)
+    assert [step.name for step in schedule.steps] == [f"step {index}" for index in range(len(schedule.steps))]
+    assert (schedule.second.name, schedule.oversized.name) == ("second", "oversized")
+    every = [*steps, *(only(step, index) for step in steps for index in range(step.bs))]
+    assert len({step.name for step in every}) == len(every)
+    assert only(schedule.second, 0).name == "second, request 0 alone"
+    for step in every:
+        assert schedule.step_named(step.name) is step
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("step 99", "has no step 'step 99'; it has 'step 0', 'step 1', .*'second', 'oversized'"),
+        ("third, request 0 alone", "has no step 'third'"),
+        ("step 0, request 3 alone", "'step 0' has 3 requests, and none of number 3"),
+    ],
+)
+def test_a_step_that_is_not_there_is_a_key_error_with_the_names_there_are(name: str, message: str) -> None:
+    schedule = make_schedule(parse_case(DECODE.format(layout="shuffled")))
+    with pytest.raises(KeyError, match=message):
+        schedule.step_named(name)
 
 
 def test_layouts_are_what_they_say() -> None:
@@ -84,19 +111,21 @@ def test_neighbouring_replays_of_a_bucket_have_the_same_lengths_and_then_the_sam
         mode.value, ""
     )
     steps = make_schedule(parse_case(f"{mode.value}-mha2-d64-bf16-p16-k50.20.5-{words}shuffled-gauss-b4prod")).steps
-    elsewhere, same, turned = steps[4:7]
-    lens = [[request.prefix + request.new for request in step.requests] for step in (elsewhere, same, turned)]
+    elsewhere, same, rotated = steps[4:7]
+    lens = [[request.prefix + request.new for request in step.requests] for step in (elsewhere, same, rotated)]
     assert lens[0] == lens[1]
     assert lens[2] == lens[1][1:] + lens[1][:1] != lens[1]
     for a, b in zip(elsewhere.requests, same.requests, strict=True):
         assert not np.array_equal(a.slots, b.slots)
-    assert len({step.bucket for step in (elsewhere, same, turned)}) == 1
+    assert len({step.bucket for step in (elsewhere, same, rotated)}) == 1
 
 
 def test_contexts_are_filled_to_the_last_token_in_some_cases_and_roomy_in_the_others() -> None:
     schedules = [make_schedule(case) for case in generate(TorchNativeBackend.capabilities, ForwardMode.DECODE, "core")]
     full = [
-        s for s in schedules if max(len(r.slots) for x in (*s.steps, s.crowd) for r in x.requests) == s.max_context_len
+        s
+        for s in schedules
+        if max(len(r.slots) for x in (*s.steps, s.oversized) for r in x.requests) == s.max_context_len
     ]
     assert 5 < len(full) < len(schedules) - 5
     assert any(s.max_context_len % s.case.page_size for s in full), "a context need not be whole pages"
@@ -105,7 +134,7 @@ def test_contexts_are_filled_to_the_last_token_in_some_cases_and_roomy_in_the_ot
 def test_an_eager_batch_is_larger_than_any_graph_and_the_second_eager_step_is_sometimes_stored_already() -> None:
     schedules = [make_schedule(case) for case in CASES]
     for schedule in schedules:
-        assert schedule.crowd.bs > schedule.max_bs
+        assert schedule.oversized.bs > schedule.max_bs
         assert schedule.second.index > 0
     assert {schedule.second.stored for schedule in schedules} == {True, False}
     assert len({schedule.second.label for schedule in schedules}) > 4
