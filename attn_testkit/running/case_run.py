@@ -22,9 +22,12 @@ from ..contract import AttentionBackend, Capabilities, Execution, Unsupported
 from ..environment import Environment, missing_here
 from ..oracle.expect import expect
 from ..results import Finding
-from ..runner_modes.asked import DriveError, kernels_of
-from ..runner_modes.drive import Clock, GraphDrive, drive_graphs, run_eager
-from ..runner_modes.world import World
+from ..runner_modes.clock import Clock
+from ..runner_modes.eager import run_eager
+from ..runner_modes.errors import DriveError
+from ..runner_modes.graphs import GraphRun, drive_graphs
+from ..runner_modes.harness import ServerHarness
+from ..runner_modes.hook_answers import kernels_of
 
 __all__ = ["Outcome", "gradients_off", "judge", "run_case", "schedule_for"]
 
@@ -122,11 +125,11 @@ def _judge_into(outcome: Outcome, schedule: Schedule, observed: Observation, cla
 
 def build_world(
     backend_class: type[AttentionBackend], schedules: list[Schedule], environment: Environment, outcome: Outcome
-) -> World:
+) -> ServerHarness:
     """Construct everything; a constructor that raises is a finding, ``Unsupported`` for a claimed case included."""
     with outcome.clock.phase("setup"):
         try:
-            world = World(backend_class, schedules, environment.device)
+            world = ServerHarness(backend_class, schedules, environment.device)
         except Unsupported as error:
             refused = RuntimeError(f"refused a claimed case: Unsupported: {error}")
             raise DriveError("constructor", "") from refused
@@ -196,20 +199,20 @@ def _run_graph(backend_class: type[AttentionBackend], case: Case, environment: E
     schedules = [schedule_for(c, claims) for c in cases]
     world = build_world(backend_class, schedules, environment, outcome)
     neighbour = build_world(backend_class, schedules[:1], environment, outcome) if case.mixed else None
-    seen, drives = drive_graphs(world, schedules, outcome.clock, neighbour=neighbour)
-    outcome.warm_up = [finding for drive in drives for finding in _warm_up_finite(drive)]
-    return seen
+    graphs = drive_graphs(world, schedules, outcome.clock, neighbour=neighbour)
+    outcome.warm_up = _warm_up_finite(graphs)
+    return list(graphs.observed)
 
 
-def _warm_up_finite(drive: GraphDrive) -> list[Finding]:
+def _warm_up_finite(graphs: GraphRun) -> list[Finding]:
     """Capture runs on real kernels: a decode or verify of one key must not give NaN (servers assert it)."""
-    if drive.fill < 1 or drive.schedule.case.new or drive.warm_is_finite:
-        return []
     return [
         Finding(
             "finite",
             "the warm-up before capture gives NaN or Inf",
-            where=f"bucket {drive.schedule.buckets[-1]}, every seq_lens at the fill value {drive.fill}",
+            where=f"bucket {schedule.buckets[-1]}, every seq_lens at the fill value {graphs.fill}",
             hint="capture metadata do not hold seq_lens (zero keys give 0 / 0), or rows of one key are never written",
         )
+        for schedule in graphs.not_finite_in_warm_up
+        if graphs.fill >= 1 and not schedule.case.new
     ]

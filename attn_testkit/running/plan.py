@@ -15,7 +15,7 @@ from ..cases.catalogue import TIERS, generate
 from ..checks.numeric import NUMERIC
 from ..contract import AttentionBackend, Capabilities, Execution, ForwardMode
 from ..diagnosis.blame import explain_numeric
-from ..diagnosis.rerun import Bench
+from ..diagnosis.rerun import Rerunner
 from ..environment import Environment, missing_here, resolve, versions
 from ..graphs.capture import settle
 from ..registry import UsageError, did_you_mean, load_backend, origin_of
@@ -250,7 +250,7 @@ def _explained(
         if check in NUMERIC and steps and not diagnosed:
             diagnosed = True
             schedule, observed = steps[0]
-            bench = Bench(backend_class, environment)
+            bench = Rerunner(backend_class, environment)
             with gradients_off(item.case):
                 finding = explain_numeric(
                     bench, finding, schedule, observed, [seen for _, seen in outcome.passed_steps]
