@@ -20,8 +20,11 @@ from typing import Any
 
 import click
 import torch
-from attn_testkit.runner_modes.drive import Clock, DriveError, drive_graphs, run_eager
-from attn_testkit.runner_modes.world import World
+from attn_testkit.runner_modes.clock import Clock
+from attn_testkit.runner_modes.eager import run_eager
+from attn_testkit.runner_modes.errors import DriveError
+from attn_testkit.runner_modes.graphs import drive_graphs
+from attn_testkit.runner_modes.harness import ServerHarness
 
 from attn_testkit.backends.vendor import VendorMissing, forced
 from attn_testkit.cases.case import Case
@@ -100,10 +103,10 @@ def _steps(backend: type[AttentionBackend], item: WorkItem, environment: Environ
     """Drive one case on the real kernel or on its stand-in."""
     schedule = schedule_for(item.case, backend.capabilities)
     with environment.active(), gradients_off(item.case), forced(kind) if kind else nullcontext():
-        world = World(backend, [schedule], environment.device)
+        harness = ServerHarness(backend, [schedule], environment.device)
         if item.execution is Execution.GRAPH:
-            return drive_graphs(world, [schedule], Clock())[0]
-        return [(schedule, run_eager(world, schedule, schedule.steps[0], Clock()))]
+            return list(drive_graphs(harness, [schedule], Clock()).observed)
+        return [(schedule, run_eager(harness, schedule, schedule.steps[0], Clock()))]
 
 
 def _compared(first: _Seen, second: _Seen) -> Iterator[tuple[float, float, float]]:

@@ -12,7 +12,7 @@ import torch
 from attn_testkit.cases.data import HIDDEN
 from attn_testkit.contract import ForwardBatch, ForwardMode, SpecInput
 
-from .world import Loaded, World
+from .harness import LoadedStep, ServerHarness
 
 __all__ = ["ReplayView", "StaticInputs", "eager_batch", "make_static_inputs", "seq_lens_of"]
 
@@ -20,7 +20,7 @@ ReplayView = SimpleNamespace
 """What a backend gets at a replay: fewer attributes than a ``ForwardBatch``, whose docstring tells them."""
 
 
-def seq_lens_of(mode: ForwardMode, loaded: Loaded) -> list[int]:
+def seq_lens_of(mode: ForwardMode, loaded: LoadedStep) -> list[int]:
     """``seq_lens`` by the convention of each mode."""
     if mode is ForwardMode.TARGET_VERIFY:
         return [r.prefix for r in loaded.step.requests]
@@ -28,12 +28,16 @@ def seq_lens_of(mode: ForwardMode, loaded: Loaded) -> list[int]:
 
 
 def eager_batch(
-    world: World, loaded: Loaded, mode: ForwardMode, spec_info: SpecInput | None, extends: Mapping[str, Any]
+    harness: ServerHarness,
+    loaded: LoadedStep,
+    mode: ForwardMode,
+    spec_info: SpecInput | None,
+    extends: Mapping[str, Any],
 ) -> ForwardBatch:
     """The live batch, unpadded, on the device."""
-    step, data, device = loaded.step, loaded.data, world.device
+    step, data, device = loaded.step, loaded.data, harness.device
     lens = torch.tensor(seq_lens_of(mode, loaded), dtype=torch.int64)
-    mirrors = world.capabilities.needs_cpu_seq_lens
+    mirrors = harness.capabilities.needs_cpu_seq_lens
     return ForwardBatch(
         forward_mode=mode,
         batch_size=step.bs,
@@ -73,9 +77,9 @@ class StaticInputs:
     """[max_bs] int64, host."""
 
 
-def make_static_inputs(world: World, width: int, max_bs: int, fill: int) -> StaticInputs:
+def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: int) -> StaticInputs:
     """As a server has them before it captures: lengths at the fill value, everything else zero."""
-    device, tokens = world.device, max_bs * width
+    device, tokens = harness.device, max_bs * width
 
     def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype, device=device)
@@ -83,7 +87,7 @@ def make_static_inputs(world: World, width: int, max_bs: int, fill: int) -> Stat
     def full(count: int, value: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((count,), value, dtype=dtype, device=device)
 
-    mask_size = max_bs * width * (fill + width) if world.context.topk else 0
+    mask_size = max_bs * width * (fill + width) if harness.context.topk else 0
     return StaticInputs(
         input_ids=zeros(tokens, torch.int64),
         positions=zeros(tokens, torch.int64),
@@ -101,10 +105,16 @@ def make_static_inputs(world: World, width: int, max_bs: int, fill: int) -> Stat
 
 
 def captured_batch(
-    world: World, static: StaticInputs, mode: ForwardMode, bs: int, width: int, fill: int, spec: SpecInput | None
+    harness: ServerHarness,
+    static: StaticInputs,
+    mode: ForwardMode,
+    bs: int,
+    width: int,
+    fill: int,
+    spec: SpecInput | None,
 ) -> ForwardBatch:
     """The dummy batch of a bucket: slices of the static buffers."""
-    tokens, mirrors = bs * width, world.capabilities.needs_cpu_seq_lens
+    tokens, mirrors = bs * width, harness.capabilities.needs_cpu_seq_lens
     return ForwardBatch(
         forward_mode=mode,
         batch_size=bs,
@@ -120,8 +130,8 @@ def captured_batch(
 
 
 def replay_view(
-    world: World,
-    loaded: Loaded,
+    harness: ServerHarness,
+    loaded: LoadedStep,
     static: StaticInputs,
     mode: ForwardMode,
     bs: int,
@@ -130,7 +140,7 @@ def replay_view(
     spec: SpecInput | None,
 ) -> ForwardBatch:
     """As production servers give it: a namespace, with attributes missing and some buffers longer than the batch."""
-    live, mirrors = loaded.step.bs, world.capabilities.needs_cpu_seq_lens
+    live, mirrors = loaded.step.bs, harness.capabilities.needs_cpu_seq_lens
     drafts = mode in (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
     upto = None if drafts else bs
     view = SimpleNamespace(

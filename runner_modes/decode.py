@@ -6,18 +6,18 @@ from attn_testkit.checks.observation import Outputs
 from attn_testkit.contract import ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
-from .driver import ModeDriver
-from .world import Loaded, World
+from .harness import LoadedStep, ServerHarness
+from .mode_driver import ModeDriver
 
 __all__ = ["DECODE", "all_live_rows", "head_over_all_rows"]
 
 
-def head_over_all_rows(world: World, trace: Trace, batch: ForwardBatch, topk: int) -> None:
+def head_over_all_rows(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
     """Logits of every row, padding included."""
-    trace.logits = world.model.logits(trace.hidden)
+    trace.logits = harness.model.logits(trace.hidden)
 
 
-def all_live_rows(trace: Trace, loaded: Loaded) -> Outputs:
+def all_live_rows(trace: Trace, loaded: LoadedStep) -> Outputs:
     """Logits and hidden states of every live row."""
     assert trace.logits is not None
     return Outputs(trace.logits[: loaded.step.tokens], trace.hidden[: loaded.step.tokens])
@@ -25,11 +25,11 @@ def all_live_rows(trace: Trace, loaded: Loaded) -> Outputs:
 
 DECODE = ModeDriver(
     mode=ForwardMode.DECODE,
-    eager_spec=lambda world, loaded: None,
-    eager_extends=lambda world, loaded: {},
-    captured_spec=lambda world, static, bs, width: None,
-    fill=lambda world, static, loaded, bs: None,
-    replay_spec=lambda world, static, loaded, bs, width: None,
+    eager_spec=lambda harness, loaded: None,
+    eager_extends=lambda harness, loaded: {},
+    captured_spec=lambda harness, static, bs, width: None,
+    fill=lambda harness, static, loaded, bs: None,
+    replay_spec=lambda harness, static, loaded, bs, width: None,
     finish=head_over_all_rows,
     outputs=all_live_rows,
 )

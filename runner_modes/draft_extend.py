@@ -16,60 +16,60 @@ from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
 from .batches import StaticInputs
-from .driver import ModeDriver
-from .world import Loaded, World
+from .harness import LoadedStep, ServerHarness
+from .mode_driver import ModeDriver
 
 __all__ = ["DRAFT_EXTEND", "accepted_counts", "captured_draft_spec", "extend_fields", "fill_draft_buffers", "top_k"]
 
 
-def accepted_counts(loaded: Loaded) -> torch.Tensor:
+def accepted_counts(loaded: LoadedStep) -> torch.Tensor:
     """[bs] int32, host."""
     return torch.tensor([r.accepted for r in loaded.step.requests], dtype=torch.int32)
 
 
-def extend_fields(world: World, loaded: Loaded) -> Mapping[str, Any]:
+def extend_fields(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, Any]:
     """The ``extend_*`` fields of an eager draft-extend."""
     requests = loaded.step.requests
     lens = torch.tensor([r.new for r in requests], dtype=torch.int32)
     prefixes = torch.tensor([r.prefix for r in requests], dtype=torch.int32)
-    mirrors = world.capabilities.needs_cpu_seq_lens
+    mirrors = harness.capabilities.needs_cpu_seq_lens
     return {
         "extend_num_tokens": loaded.step.tokens,
-        "extend_seq_lens": lens.to(world.device),
-        "extend_prefix_lens": prefixes.to(world.device),
-        "extend_start_loc": (lens.cumsum(0) - lens).to(torch.int32).to(world.device),
+        "extend_seq_lens": lens.to(harness.device),
+        "extend_prefix_lens": prefixes.to(harness.device),
+        "extend_start_loc": (lens.cumsum(0) - lens).to(torch.int32).to(harness.device),
         "extend_seq_lens_cpu": lens.tolist() if mirrors else None,
         "extend_prefix_lens_cpu": prefixes.tolist() if mirrors else None,
     }
 
 
-def _eager_spec(world: World, loaded: Loaded) -> DraftExtendInput:
+def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
     accepted = accepted_counts(loaded)
     return DraftExtendInput(
-        hidden_states=loaded.data.hidden.to(world.device),
-        num_correct_drafts=(accepted - 1).to(world.device),
-        num_accept_tokens=accepted.to(world.device),
-        positions=loaded.data.positions.to(world.device),
-        num_accept_tokens_cpu=accepted.tolist() if world.capabilities.needs_cpu_seq_lens else None,
+        hidden_states=loaded.data.hidden.to(harness.device),
+        num_correct_drafts=(accepted - 1).to(harness.device),
+        num_accept_tokens=accepted.to(harness.device),
+        positions=loaded.data.positions.to(harness.device),
+        num_accept_tokens_cpu=accepted.tolist() if harness.capabilities.needs_cpu_seq_lens else None,
     )
 
 
-def captured_draft_spec(world: World, static: StaticInputs, bs: int, width: int) -> DraftExtendInput:
+def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, width: int) -> DraftExtendInput:
     """``spec_info`` of a bucket's dummy batch, for both draft-extends: every request has the full width."""
-    mirrors = world.capabilities.needs_cpu_seq_lens
+    mirrors = harness.capabilities.needs_cpu_seq_lens
     return DraftExtendInput(
         hidden_states=static.hidden_states[: bs * width],
         num_correct_drafts=static.num_correct_drafts[:bs],
         num_accept_tokens=static.num_accept_tokens[:bs],
         positions=static.positions[: bs * width],
         num_accept_tokens_cpu=[width] * bs if mirrors else None,
-        num_tokens_per_req=-1 if world.case.digest % 2 else 0,
+        num_tokens_per_req=-1 if harness.case.digest % 2 else 0,
         extend_seq_lens_tensor=static.extend_seq_lens[:bs],
-        extend_seq_lens_cpu=[width] * bs if mirrors or world.case.mode is ForwardMode.DRAFT_EXTEND_V2 else None,
+        extend_seq_lens_cpu=[width] * bs if mirrors or harness.case.mode is ForwardMode.DRAFT_EXTEND_V2 else None,
     )
 
 
-def fill_draft_buffers(world: World, static: StaticInputs, loaded: Loaded, bs: int) -> None:
+def fill_draft_buffers(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
     """Accept counts at the width wherever a request is padding, then the live ones."""
     width, live, tokens = loaded.schedule.case.width, loaded.step.bs, loaded.step.tokens
     accepted = accepted_counts(loaded)
@@ -82,8 +82,10 @@ def fill_draft_buffers(world: World, static: StaticInputs, loaded: Loaded, bs: i
     static.hidden_states[:tokens].copy_(loaded.data.hidden)
 
 
-def _replay_spec(world: World, static: StaticInputs, loaded: Loaded, bs: int, width: int) -> DraftExtendInput:
-    mirrors = world.capabilities.needs_cpu_seq_lens
+def _replay_spec(
+    harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int
+) -> DraftExtendInput:
+    mirrors = harness.capabilities.needs_cpu_seq_lens
     counts = accepted_counts(loaded).tolist() + [width] * (bs - loaded.step.bs)
     return DraftExtendInput(
         hidden_states=static.hidden_states[: loaded.step.tokens],
@@ -105,17 +107,17 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return p, index
 
 
-def _finish(world: World, trace: Trace, batch: ForwardBatch, topk: int) -> None:
+def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
     """Prune to the last row of each request, then the head and the top-k, all inside the graph."""
     spec = batch.spec_info
     assert isinstance(spec, DraftExtendInput)
     last = spec.num_accept_tokens[: batch.batch_size].cumsum(0) - 1
     trace.hidden = trace.hidden[last]
-    trace.logits = world.model.logits(trace.hidden)
+    trace.logits = harness.model.logits(trace.hidden)
     trace.topk_p, trace.topk_index = top_k(trace.logits, topk)
 
 
-def _outputs(trace: Trace, loaded: Loaded) -> Outputs:
+def _outputs(trace: Trace, loaded: LoadedStep) -> Outputs:
     live = loaded.step.bs
     assert trace.logits is not None
     assert trace.topk_p is not None

@@ -10,34 +10,36 @@ from attn_testkit.model import Trace
 from .batches import StaticInputs
 from .decode import all_live_rows
 from .draft_extend import accepted_counts, captured_draft_spec, extend_fields, fill_draft_buffers
-from .driver import ModeDriver
-from .world import Loaded, World
+from .harness import LoadedStep, ServerHarness
+from .mode_driver import ModeDriver
 
 __all__ = ["DRAFT_EXTEND_V2"]
 
 
-def _eager_spec(world: World, loaded: Loaded) -> DraftExtendInput:
+def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
     accepted, n = accepted_counts(loaded), loaded.schedule.case.width
     return DraftExtendInput(
-        hidden_states=loaded.data.hidden.to(world.device),
-        num_correct_drafts=(accepted - 1).to(world.device),
-        num_accept_tokens=accepted.to(world.device),
-        positions=loaded.data.positions.to(world.device),
-        num_accept_tokens_cpu=accepted.tolist() if world.capabilities.needs_cpu_seq_lens else None,
+        hidden_states=loaded.data.hidden.to(harness.device),
+        num_correct_drafts=(accepted - 1).to(harness.device),
+        num_accept_tokens=accepted.to(harness.device),
+        positions=loaded.data.positions.to(harness.device),
+        num_accept_tokens_cpu=accepted.tolist() if harness.capabilities.needs_cpu_seq_lens else None,
         num_tokens_per_req=n,
         extend_seq_lens_cpu=[n] * loaded.step.bs,
-        select_index=(torch.arange(loaded.step.bs) * n + accepted - 1).to(world.device),
+        select_index=(torch.arange(loaded.step.bs) * n + accepted - 1).to(harness.device),
     )
 
 
-def _fill(world: World, static: StaticInputs, loaded: Loaded, bs: int) -> None:
-    fill_draft_buffers(world, static, loaded, bs)
+def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
+    fill_draft_buffers(harness, static, loaded, bs)
     accepted, n = accepted_counts(loaded), loaded.schedule.case.width
     # The tail stays as an earlier replay left it, in range and unused.
     static.select_index[: loaded.step.bs].copy_(torch.arange(loaded.step.bs) * n + accepted - 1)
 
 
-def _replay_spec(world: World, static: StaticInputs, loaded: Loaded, bs: int, width: int) -> DraftExtendInput:
+def _replay_spec(
+    harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int
+) -> DraftExtendInput:
     return DraftExtendInput(
         hidden_states=static.hidden_states[: loaded.step.tokens],
         num_correct_drafts=static.num_correct_drafts[:bs],
@@ -51,8 +53,8 @@ def _replay_spec(world: World, static: StaticInputs, loaded: Loaded, bs: int, wi
     )
 
 
-def _finish(world: World, trace: Trace, batch: ForwardBatch, topk: int) -> None:
-    trace.logits = world.model.logits(trace.hidden)
+def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
+    trace.logits = harness.model.logits(trace.hidden)
     # A graph anchors its full logits with a reduction; the value is nobody's business.
     trace.logits.amax()
 

@@ -14,11 +14,11 @@ from attn_testkit.checks.observation import Left, Observation
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.model import Trace
 
-from .asked import lent_mask
-from .driver import ModeDriver
-from .world import Loaded, World
+from .harness import LoadedStep, ServerHarness
+from .hook_answers import verify_mask_of
+from .mode_driver import ModeDriver
 
-__all__ = ["Snapshot", "observe", "shape_complaints", "snapshot"]
+__all__ = ["Snapshot", "observe", "snapshot"]
 
 Snapshot = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """Name -> (the tensor itself, a copy from before the step)."""
@@ -27,14 +27,14 @@ _BATCH_TENSORS = ("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", 
 _SPEC_TENSORS = ("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor")
 
 
-def snapshot(world: World, loaded: Loaded, batch: ForwardBatch) -> Snapshot:
+def snapshot(harness: ServerHarness, loaded: LoadedStep, batch: ForwardBatch) -> Snapshot:
     """Copies of everything that a backend is given and may not write."""
     held: Snapshot = {}
     spec = getattr(batch, "spec_info", None)
     named = [(f"batch.{n}", getattr(batch, n, None)) for n in _BATCH_TENSORS]
     named += [(f"batch.spec_info.{n}", getattr(spec, n, None)) for n in _SPEC_TENSORS if spec is not None]
-    named.append(("req_to_token", world.context.req_to_token))
-    if lent_mask(world) is None:
+    named.append(("req_to_token", harness.context.req_to_token))
+    if verify_mask_of(harness) is None:
         named.append(("batch.spec_info.custom_mask", getattr(spec, "custom_mask", None)))
     seen: set[int] = set()
     for name, tensor in named:
@@ -42,25 +42,6 @@ def snapshot(world: World, loaded: Loaded, batch: ForwardBatch) -> Snapshot:
             seen.add(id(tensor))
             held[name] = (tensor, tensor.clone())
     return held
-
-
-def shape_complaints(world: World, trace: Trace, rows: int) -> tuple[str, ...]:
-    """What is wrong with shape, dtype or device of each layer's output."""
-    told = []
-    for layer, out in zip(world.context.layers, trace.raw, strict=False):
-        heads, dim = layer.tp_q_head_num, layer.v_head_dim
-        if not isinstance(out, torch.Tensor):
-            told.append(f"layer {layer.layer_id} returned {type(out).__name__}, expected a tensor")
-        elif tuple(out.shape) not in ((rows, heads, dim), (rows, heads * dim)):
-            told.append(
-                f"layer {layer.layer_id} returned shape {tuple(out.shape)}, "
-                f"expected ({rows}, {heads}, {dim}) or ({rows}, {heads * dim})"
-            )
-        elif out.dtype != world.context.dtype:
-            told.append(f"layer {layer.layer_id} returned {out.dtype}, expected the model's {world.context.dtype}")
-        elif out.device.type != world.device.type:
-            told.append(f"layer {layer.layer_id} returned a tensor on {out.device}, expected {world.device}")
-    return tuple(told)
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
@@ -83,9 +64,9 @@ def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]
 
 
 def observe(
-    world: World,
+    harness: ServerHarness,
     driver: ModeDriver,
-    loaded: Loaded,
+    loaded: LoadedStep,
     trace: Trace,
     held: Snapshot,
     *,
@@ -97,7 +78,7 @@ def observe(
 ) -> Observation:
     """Copy everything to the host."""
     tokens, slots = loaded.step.tokens, loaded.pool_after.shape[2]
-    pool = world.context.kv_pool.storage
+    pool = harness.context.kv_pool.storage
     pool = (pool if slots == pool.shape[2] else pool[:, :, :slots]).to("cpu", non_blocking=True)
     outputs = driver.outputs(trace, loaded)
     returned = {f.name: value for f in dataclasses.fields(outputs) if (value := getattr(outputs, f.name)) is not None}
@@ -106,7 +87,7 @@ def observe(
     now, before = [pair[0] for pair in held.values()], [pair[1] for pair in held.values()]
     groups = (attention, activations, before, now, list(returned.values()))
     cut = _to_host([tensor for group in groups for tensor in group])
-    if same_pool(pool, loaded.pool_after, world.case.page_size):
+    if same_pool(pool, loaded.pool_after, harness.case.page_size):
         # A drive keeps a dozen of them until all are judged.
         pool = loaded.pool_after
 
@@ -120,7 +101,7 @@ def observe(
     return Observation(loaded.step, label, left, among, damaged=damaged, replay=replay, padded=padded)
 
 
-def _activations(loaded: Loaded, rows: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+def _activations(loaded: LoadedStep, rows: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """What the model's tables gave, against what it holds now: the packed rows, then q, k, v where they were copies."""
     data = loaded.data
     wanted = [x for layer in range(data.q.shape[0]) for x in (data.q[layer], data.k[layer], data.v[layer])]

@@ -12,26 +12,27 @@ import torch
 from attn_testkit.cases.trees import Tree, bit_packed, full_mask, qlen_only_mask
 from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 
-from .asked import blame, lent_mask
 from .batches import StaticInputs
 from .decode import all_live_rows, head_over_all_rows
-from .driver import ModeDriver
-from .world import Loaded, World
+from .errors import blame
+from .harness import LoadedStep, ServerHarness
+from .hook_answers import verify_mask_of
+from .mode_driver import ModeDriver
 
 __all__ = ["TARGET_VERIFY"]
 
 
-def _trees(loaded: Loaded) -> list[Tree]:
+def _trees(loaded: LoadedStep) -> list[Tree]:
     trees = [request.tree for request in loaded.step.requests]
     assert all(trees)
     return [tree for tree in trees if tree is not None]
 
 
-def _verify_input(world: World, loaded: Loaded, mask: torch.Tensor, layout: TreeMaskMode) -> VerifyInput:
-    trees, step, device = _trees(loaded), loaded.step, world.device
+def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor, layout: TreeMaskMode) -> VerifyInput:
+    trees, step, device = _trees(loaded), loaded.step, harness.device
     n = len(trees[0])
     links = [tree.links for tree in trees]
-    mirrors = world.capabilities.needs_cpu_seq_lens
+    mirrors = harness.capabilities.needs_cpu_seq_lens
     prefixes = torch.tensor([r.prefix for r in step.requests], dtype=torch.int64)
     return VerifyInput(
         draft_token=torch.arange(step.tokens).to(device),
@@ -50,17 +51,17 @@ def _verify_input(world: World, loaded: Loaded, mask: torch.Tensor, layout: Tree
     )
 
 
-def _fresh(world: World, loaded: Loaded) -> VerifyInput:
+def _fresh(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
     """The mask in memory of its own, allocated for this step: what a server does for a backend without a buffer."""
     mask = full_mask(_trees(loaded), [r.prefix for r in loaded.step.requests])
-    return _verify_input(world, loaded, torch.from_numpy(mask).to(world.device), TreeMaskMode.FULL_MASK)
+    return _verify_input(harness, loaded, torch.from_numpy(mask).to(harness.device), TreeMaskMode.FULL_MASK)
 
 
-def _eager_spec(world: World, loaded: Loaded) -> VerifyInput:
-    owned = lent_mask(world, loaded.schedule.case.width)
+def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
+    owned = verify_mask_of(harness, loaded.schedule.case.width)
     if owned is None or not owned.fits(loaded.step.bs):
-        return _fresh(world, loaded)
-    return _in_owned_buffer(world, loaded, owned)
+        return _fresh(harness, loaded)
+    return _in_owned_buffer(harness, loaded, owned)
 
 
 _LAYOUTS: Mapping[TreeMaskMode, Callable[[list[Tree], list[int]], npt.NDArray[Any]]] = {
@@ -72,7 +73,7 @@ _ALL_VISIBLE = {TreeMaskMode.FULL_MASK: 1, TreeMaskMode.QLEN_ONLY: 1, TreeMaskMo
 """The byte of a stale tail: a mask that hides nothing."""
 
 
-def _in_owned_buffer(world: World, loaded: Loaded, owned: VerifyMask) -> VerifyInput:
+def _in_owned_buffer(harness: ServerHarness, loaded: LoadedStep, owned: VerifyMask) -> VerifyInput:
     """Fill the head of the backend's buffer in place; its tail keeps what an earlier step left."""
     mask = _LAYOUTS[owned.mode](_trees(loaded), [r.prefix for r in loaded.step.requests])
     # As bytes: few operations are implemented for uint16 and uint32.
@@ -82,12 +83,12 @@ def _in_owned_buffer(world: World, loaded: Loaded, owned: VerifyMask) -> VerifyI
         if loaded.schedule.case.padding == "stale":
             room.fill_(_ALL_VISIBLE[owned.mode])
         room[: len(data)].copy_(data)
-    return _verify_input(world, loaded, owned.buffer, owned.mode)
+    return _verify_input(harness, loaded, owned.buffer, owned.mode)
 
 
-def _captured_spec(world: World, static: StaticInputs, bs: int, width: int) -> VerifyInput:
-    owned = lent_mask(world, width)
-    device = world.device
+def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width: int) -> VerifyInput:
+    owned = verify_mask_of(harness, width)
+    device = harness.device
     none = torch.full((bs, width), -1, dtype=torch.int64, device=device)
     return VerifyInput(
         draft_token=static.input_ids[: bs * width],
@@ -96,26 +97,26 @@ def _captured_spec(world: World, static: StaticInputs, bs: int, width: int) -> V
         retrieve_index=torch.arange(bs * width, device=device).view(bs, width),
         retrieve_next_token=none,
         retrieve_next_sibling=none,
-        spec_steps=world.context.speculative_num_steps,
-        topk=world.context.topk,
+        spec_steps=harness.context.speculative_num_steps,
+        topk=harness.context.topk,
         draft_token_num=width,
         # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367).
-        num_tokens_per_req=-1 if world.case.digest % 2 else 0,
+        num_tokens_per_req=-1 if harness.case.digest % 2 else 0,
         tree_mask_mode=owned.mode if owned else TreeMaskMode.FULL_MASK,
     )
 
 
-def _replay_spec(world: World, static: StaticInputs, loaded: Loaded, bs: int, width: int) -> VerifyInput:
-    owned = lent_mask(world, width)
-    return _fresh(world, loaded) if owned is None or not owned.fits(bs) else _in_owned_buffer(world, loaded, owned)
+def _replay_spec(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int) -> VerifyInput:
+    owned = verify_mask_of(harness, width)
+    return _fresh(harness, loaded) if owned is None or not owned.fits(bs) else _in_owned_buffer(harness, loaded, owned)
 
 
 TARGET_VERIFY = ModeDriver(
     mode=ForwardMode.TARGET_VERIFY,
     eager_spec=_eager_spec,
-    eager_extends=lambda world, loaded: {},
+    eager_extends=lambda harness, loaded: {},
     captured_spec=_captured_spec,
-    fill=lambda world, static, loaded, bs: None,
+    fill=lambda harness, static, loaded, bs: None,
     replay_spec=_replay_spec,
     finish=head_over_all_rows,
     outputs=all_live_rows,

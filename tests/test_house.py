@@ -86,7 +86,7 @@ def test_imports_point_down(path: Path) -> None:
 
 def test_the_rule_sees_both_ways_of_importing() -> None:
     assert "contract" in imported_rooms(KIT / "oracle" / "attention.py"), "relative"
-    assert "model" in imported_rooms(MODES / "drive.py"), "absolute"
+    assert "model" in imported_rooms(MODES / "forward.py"), "absolute"
 
 
 def test_the_package_list_is_complete() -> None:

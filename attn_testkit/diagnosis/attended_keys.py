@@ -15,7 +15,7 @@ from ..checks.numeric import stacked, told_row, wrong_requests, wrong_values
 from ..checks.observation import Observation
 from ..oracle.attention import windowed
 from ..oracle.expect import Expected, expect
-from .rerun import Bench
+from .rerun import Rerunner
 
 __all__ = ["Footprint", "attended", "ranges"]
 
@@ -101,7 +101,7 @@ def ranges(keys: Sequence[int]) -> str:
     return ", ".join(shown) + (f" and {len(runs) - 6} more runs" if len(runs) > 6 else "") or "none"
 
 
-def attended(bench: Bench, schedule: Schedule, observed: Observation, *, in_graph: bool) -> Footprint | None:
+def attended(bench: Rerunner, schedule: Schedule, observed: Observation, *, in_graph: bool) -> Footprint | None:
     """Which keys a wrong row used. None when the backend will not say (it raises, or gives NaN).
 
     Asked is the request of the headline; another one if that has hardly a key, or used the right ones.
@@ -128,7 +128,7 @@ def _requests_to_ask(observed: Observation, expected: Expected) -> list[int]:
 
 
 def _attended_at(
-    bench: Bench,
+    bench: Rerunner,
     schedule: Schedule,
     observed: Observation,
     expected: Expected,
@@ -218,12 +218,10 @@ def _read(
 
 
 def _ask(
-    bench: Bench, schedule: Schedule, observed: Observation, pattern: str, *, in_graph: bool
+    bench: Rerunner, schedule: Schedule, observed: Observation, pattern: str, *, in_graph: bool
 ) -> Observation | None:
     # Zeros instead of NaN in slots of nobody: whoever reads them still answers, and the missing weight tells.
     if not in_graph:
         return bench.eager(schedule, observed.step, pattern=pattern, unowned=0.0)
     answer = bench.graph(schedule, pattern=pattern, unowned=0.0)
-    if answer is None:
-        return None
-    return next((seen for seen in answer[0] if seen.step is observed.step), None)
+    return answer.replay_of(observed.step) if answer else None

@@ -21,9 +21,10 @@ from ..checks.numeric import finite, left_alone, matches_oracle, output_written,
 from ..checks.observation import Observation
 from ..oracle.expect import expect
 from ..results import Finding
+from ..runner_modes.graphs import GraphRun
 from .attended_keys import attended
 from .hints import Evidence, hints
-from .rerun import OTHER_FILL, Bench
+from .rerun import OTHER_FILL, Rerunner
 from .swapped_rows import find_mixups
 
 __all__ = ["explain_numeric"]
@@ -43,7 +44,7 @@ def _alone(schedule: Schedule, step: Step, bucket: int) -> Schedule:
 
 
 def explain_numeric(
-    bench: Bench, finding: Finding, schedule: Schedule, observed: Observation, passed: list[Observation]
+    bench: Rerunner, finding: Finding, schedule: Schedule, observed: Observation, passed: list[Observation]
 ) -> Finding:
     """The same finding, under the promise that really broke, with the keys that were used and a hint."""
     step, why = observed.step, ""
@@ -82,7 +83,7 @@ def explain_numeric(
     )
 
 
-def _blame_nan(bench: Bench, schedule: Schedule, step: Step) -> tuple[str, str]:
+def _blame_nan(bench: Rerunner, schedule: Schedule, step: Step) -> tuple[str, str]:
     """Where it was read: in k and v that are stored already, in slots of nobody, or not known."""
     if step.stored and is_right(schedule, bench.eager(schedule, replace(step, stored=False))):
         return "finite", "right with save_kv_cache=True; with False, k and v hold NaN, and they were read"
@@ -105,7 +106,9 @@ def _all_finite(observed: Observation, schedule: Schedule) -> bool:
     return bool(stacked(observed, expect(schedule, observed.step)).isfinite().all())
 
 
-def _with_other_fill(bench: Bench, finding: Finding, schedule: Schedule, observed: Observation) -> tuple[Finding, str]:
+def _with_other_fill(
+    bench: Rerunner, finding: Finding, schedule: Schedule, observed: Observation
+) -> tuple[Finding, str]:
     """Not written, computed as NaN, or made from memory that nobody wrote? Another fill of fresh memory tells.
 
     Some CPU conversions give a NaN with all bits set, which is the poison.
@@ -113,7 +116,7 @@ def _with_other_fill(bench: Bench, finding: Finding, schedule: Schedule, observe
     expected = expect(schedule, observed.step)
     if observed.replay:
         answer = bench.graph(schedule, fill=OTHER_FILL)
-        again, first = _of(answer[0], observed.step) if answer else None, observed
+        again, first = answer.replay_of(observed.step) if answer else None, observed
     else:
         again = bench.eager(schedule, observed.step, fill=OTHER_FILL)
         first = observed if bench.environment.poisons_fresh_memory else bench.eager(schedule, observed.step) or observed
@@ -151,44 +154,40 @@ def _headline(finding: Finding, promise: str) -> str:
     return finding.headline if promise == finding.check else finding.headline + suffix
 
 
-def _blame_graph(bench: Bench, schedule: Schedule, step: Step) -> tuple[str, str]:
+def _blame_graph(bench: Rerunner, schedule: Schedule, step: Step) -> tuple[str, str]:
     """Which graph promise a replay broke whose eager run is right."""
     lone = bench.graph(schedule)
-    if lone is not None and is_right(schedule, _of(lone[0], step)):
+    if lone is not None and is_right(schedule, lone.replay_of(step)):
         return (
             "buckets-independent",
             "it is right when no other mode and no eager step uses the instance, and no other instance plans meanwhile",
         )
-    calm = bench.graph(schedule, poison_born=False)
-    if calm is not None and calm[1].born and is_right(schedule, _of(calm[0], step)):
-        path, where, _ = calm[1].born[0]
+    calm = bench.graph(schedule, poison_allocated=False)
+    if calm is not None and calm.allocated_in_capture and is_right(schedule, calm.replay_of(step)):
+        first = calm.allocated_in_capture[0]
         return (
             "captures-cleanly",
-            f"self.{path} was allocated while {where} was captured, and is read before it is written: allocate it in "
-            "the constructor or in init_cuda_graph_state",
+            f"self.{first.path} was allocated while {first.where} was captured, and is read before it is written: "
+            "allocate it in the constructor or in init_cuda_graph_state",
         )
     alone = bench.graph(_alone(schedule, step, step.bucket))
-    if alone is not None and is_right(schedule, _last(alone[0])):
+    if alone is not None and is_right(schedule, _last(alone)):
         return "buckets-independent", "as the only replay of the only bucket it is right"
-    if alone is not None and alone[1].moved and _reads_replaced(bench, schedule, step):
-        names = ", ".join(f"self.{path}" for path in alone[1].moved[:3])
+    if alone is not None and alone.replaced and _reads_replaced(bench, schedule, step):
+        names = ", ".join(f"self.{path}" for path in alone.replaced[:3])
         return "addresses-stable", f"init_forward_metadata_out_graph replaced {names} at a replay; fill it in place"
     if step.bucket > step.bs:
         exact = bench.graph(_alone(schedule, step, step.bs))
-        if exact is not None and is_right(schedule, _last(exact[0])):
+        if exact is not None and is_right(schedule, _last(exact)):
             return "padding-inert", f"in a bucket of exactly {step.bs} it is right"
     return "replay-follows-batch", "in eager it is right: something of the capture-time batch is still in force"
 
 
-def _reads_replaced(bench: Bench, schedule: Schedule, step: Step) -> bool:
+def _reads_replaced(bench: Rerunner, schedule: Schedule, step: Step) -> bool:
     """Whether it is right once the replaced tensors hold what their successors do: a plan may replace its own."""
-    healed = bench.graph(_alone(schedule, step, step.bucket), heal=True)
-    return healed is None or is_right(schedule, _last(healed[0]))
+    copied = bench.graph(_alone(schedule, step, step.bucket), copy_into_replaced=True)
+    return copied is None or is_right(schedule, _last(copied))
 
 
-def _of(seen: list[Observation], step: Step) -> Observation | None:
-    return next((observed for observed in seen if observed.step is step), None)
-
-
-def _last(seen: list[Observation]) -> Observation | None:
-    return seen[-1] if seen else None
+def _last(graphs: GraphRun) -> Observation | None:
+    return graphs.observed[-1][1] if graphs.observed else None

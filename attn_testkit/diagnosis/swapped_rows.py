@@ -15,7 +15,7 @@ from ..cases.schedule import Schedule
 from ..checks.numeric import stacked, wrong_values
 from ..checks.observation import Observation
 from ..oracle.expect import Expected, attend_with_limit, expect
-from .rerun import Bench
+from .rerun import Rerunner
 
 __all__ = ["Mixup", "find_mixups"]
 
@@ -50,7 +50,9 @@ class Mixup:
         return f"{name} holds {what} request {self.of_request}{row}"
 
 
-def find_mixups(bench: Bench | None, schedule: Schedule, observed: Observation, *, in_graph: bool) -> tuple[Mixup, ...]:
+def find_mixups(
+    bench: Rerunner | None, schedule: Schedule, observed: Observation, *, in_graph: bool
+) -> tuple[Mixup, ...]:
     """Wrong rows that are right for others. ``bench``: for asking with other numbers where queries are all alike."""
     pattern = None
     if schedule.case.data in _SAME_QUERIES:
@@ -74,11 +76,11 @@ def find_mixups(bench: Bench | None, schedule: Schedule, observed: Observation, 
     return tuple(found)
 
 
-def _again(bench: Bench, schedule: Schedule, observed: Observation, in_graph: bool) -> Observation | None:
+def _again(bench: Rerunner, schedule: Schedule, observed: Observation, in_graph: bool) -> Observation | None:
     if not in_graph:
         return bench.eager(schedule, observed.step, pattern="gauss")
     answer = bench.graph(schedule, pattern="gauss")
-    return next((seen for seen in answer[0] if seen.step is observed.step), None) if answer else None
+    return answer.replay_of(observed.step) if answer else None
 
 
 def _like(out: torch.Tensor, right: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the kit knows of the device's caching allocator: what is free in it, and what it keeps for nobody."""
+"""What the kit knows of the device's caching allocator: what is free in it, and what it reserves and nobody uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SMALL = 1 << 20
 
 
 def free_blocks() -> Iterator[tuple[int, int]]:
-    """(size, stream) of requests that take the default pool's free blocks and make it reserve nothing."""
+    """(bytes, stream's address) of requests that take the default pool's free blocks and make it reserve nothing."""
     for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
         # Private pools (of captured graphs) are not ours to take from.
         if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
@@ -35,7 +35,7 @@ _IDLE_BYTES = 1 << 30
 
 
 def give_back_idle_memory() -> None:
-    """Give back what the allocator keeps for nobody, once it is much.
+    """Give the device what the allocator reserves and nobody uses, once that is more than 1 GiB.
 
     The pool of a graph that is gone stays reserved until an allocation outside a capture finds no memory. A capture
     cannot wait for that and fails: eighteen processes of some 150 graph case-runs each filled an H200 so.

@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["Captured", "capture", "settle"]
+__all__ = ["Captured", "record", "settle", "warm_up"]
 
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Captured(Generic[T]):
     """A graph, and the tensors that its callable returned: they live in the graph's own memory."""
 
@@ -24,27 +24,35 @@ class Captured(Generic[T]):
     outputs: T
 
     def replay(self) -> None:
-        """Run the recorded kernels again."""
+        """Run the recorded kernels again. They are queued; what they do wrong shows at the next synchronisation."""
         self.graph.replay()
 
 
-def capture(run_once: Callable[[], T], pool: Any, warmups: int = 2) -> tuple[Captured[T], T]:
-    """Warm ``run_once`` up on a side stream and record it once. Returns the graph and what the last warm-up returned.
+def warm_up(run_once: Callable[[], T], stream: torch.cuda.Stream, times: int = 2) -> T:
+    """Run ``run_once`` on a side stream, as servers do before they capture. Returns what the last run returned.
 
-    ``pool`` is shared by all graphs of a server, so that one graph's dead outputs are another's scratch memory.
+    Everything is done when this returns, so that an error of a kernel is raised here.
     """
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(warmups):
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(times):
             torch.cuda.synchronize()
-            warm = run_once()
-    torch.cuda.current_stream().wait_stream(side)
+            outputs = run_once()
+    torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+    return outputs
+
+
+def record(run_once: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> Captured[T]:
+    """Record ``run_once`` on the side stream of its warm-up.
+
+    ``pool`` is shared by all graphs of a server, so that one graph's dead outputs are another's scratch memory. Raises
+    what ``run_once`` raises, and ``RuntimeError`` for what CUDA forbids in a capture.
+    """
     graph = torch.cuda.CUDAGraph()
     # Not torch.cuda.graph(...): it collects garbage and empties the allocator's cache on entry, which costs ten times
     # the capture itself.
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool)
         try:
             outputs = run_once()
@@ -52,8 +60,8 @@ def capture(run_once: Callable[[], T], pool: Any, warmups: int = 2) -> tuple[Cap
             _abandon(graph)
             raise
         graph.capture_end()
-    torch.cuda.current_stream().wait_stream(side)
-    return Captured(graph, outputs), warm
+    torch.cuda.current_stream().wait_stream(stream)
+    return Captured(graph, outputs)
 
 
 def _abandon(graph: Any) -> None:

@@ -28,7 +28,7 @@ _WATCHED_BYTES = 8 << 20
 
 
 def fill_with_poison(tensor: torch.Tensor, byte: int = 0xFF) -> None:
-    """0xFF in every byte of the tensor's elements: NaN, or -1. Works for strided views.
+    """0xFF in every byte of the tensor's elements: NaN, or -1; True for bool. Works for strided views.
 
     Another ``byte`` is for telling whether something was left alone or computed.
     """
@@ -51,7 +51,7 @@ def dirty_fresh_memory(byte: int = 0xFF) -> None:
     A young process is given zeroed pages, so a workspace or a counter that must be zero and is never cleared works
     there and nowhere else (flashinfer #1444).
     """
-    with contextlib.suppress(RuntimeError):  # no memory, or a lost context: what runs next will tell
+    with contextlib.suppress(RuntimeError):  # no memory, or a lost context: what runs next reports it
         blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in _FRESH]
         for block in blocks:
             block.fill_(byte)
@@ -90,16 +90,16 @@ class Canaries:
     _side_by_side: torch.Tensor | None = field(default=None, init=False, repr=False)
 
     def damaged(self) -> tuple[str, ...]:
-        """Which blocks somebody wrote into, in words. Heals them, so that each damage is told once."""
+        """Which blocks somebody wrote into, in words. Poisons them again, so that each damage is reported once."""
         watched = [block for block in self.blocks if block.numel() <= _WATCHED_BYTES]
         if not watched or self._whole(watched):
             return ()
         intact = torch.stack([(block == 0xFF).all() for block in watched]).tolist()
-        told = []
+        messages = []
         for block in (block for block, whole in zip(watched, intact, strict=True) if not whole):
-            told.append(f"{int((block != 0xFF).sum())} of {block.numel()} bytes of a freed block overwritten")
+            messages.append(f"{int((block != 0xFF).sum())} of {block.numel()} bytes of a freed block overwritten")
             block.fill_(0xFF)
-        return tuple(told)
+        return tuple(messages)
 
     def _whole(self, blocks: Sequence[torch.Tensor]) -> bool:
         """Whether all of them are poison, in three kernels and one transfer: there may be hundreds."""

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from attn_testkit.runner_modes.drive import Clock, drive_graphs, run_eager
-from attn_testkit.runner_modes.world import World
+from attn_testkit.runner_modes.clock import Clock
+from attn_testkit.runner_modes.eager import run_eager
+from attn_testkit.runner_modes.graphs import drive_graphs
+from attn_testkit.runner_modes.harness import ServerHarness
+from attn_testkit.runner_modes.options import DriveOptions
 
-from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.catalogue import companions
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks.observation import Observation
@@ -25,6 +28,7 @@ DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p16-k3.15.40-chain3-shuffled-gauss-b4prod"
 V1 = "draft-extend-gqa2x2-d64-bf16-p16-k3.15.40-n4a1.3.2-shuffled-gauss-b4prod"
 V2 = "draft-extend-v2-gqa2x2-d64-bf16-p16-k3.15.40-n4a1.3.2-shuffled-gauss-b4prod"
+REPLAYS_ONLY = DriveOptions(eager_steps=False)
 
 
 class Spy(MinimalBackend):
@@ -59,18 +63,18 @@ def device() -> Iterator[None]:
 
 def eager(case_id: str, backend: type[Spy] = Spy) -> tuple[Spy, Schedule, Observation]:
     schedule = make_schedule(parse_case(case_id))
-    world = World(backend, [schedule], torch.device("cuda"))
-    observed = run_eager(world, schedule, schedule.steps[0], Clock())
-    assert isinstance(world.backend, Spy)
-    return world.backend, schedule, observed
+    harness = ServerHarness(backend, [schedule], torch.device("cuda"))
+    observed = run_eager(harness, schedule, schedule.steps[0], Clock())
+    assert isinstance(harness.backend, Spy)
+    return harness.backend, schedule, observed
 
 
 def graph(case_id: str, backend: type[Spy] = Spy) -> tuple[Spy, Schedule, list[Observation]]:
     schedule = make_schedule(parse_case(case_id))
-    world = World(backend, [schedule], torch.device("cuda"))
-    seen, _ = drive_graphs(world, [schedule], Clock(), eager=False)
-    assert isinstance(world.backend, Spy)
-    return world.backend, schedule, [observed for _, observed in seen]
+    harness = ServerHarness(backend, [schedule], torch.device("cuda"))
+    run = drive_graphs(harness, [schedule], Clock(), REPLAYS_ONLY)
+    assert isinstance(harness.backend, Spy)
+    return harness.backend, schedule, [observed for _, observed in run.observed]
 
 
 @pytest.mark.parametrize(
@@ -217,8 +221,8 @@ def test_replays_are_right_under_both_ways_of_turning_gradients_off(case_id: str
 def test_all_modes_share_one_instance_and_replay_interleaved() -> None:
     case = parse_case(V2)
     schedules = [make_schedule(c) for c in [case, *companions(case, MinimalBackend.capabilities.graph, 8)]]
-    world = World(Spy, schedules, torch.device("cuda"))
-    seen, _ = drive_graphs(world, schedules, Clock(), eager=True)
+    harness = ServerHarness(Spy, schedules, torch.device("cuda"))
+    seen = drive_graphs(harness, schedules, Clock()).observed
     order = [schedule.case.mode for schedule, observed in seen if observed.replay][:8]
     assert order == [s.case.mode for s in schedules] * 2
     assert {s.case.mode for s in schedules} == set(ForwardMode)
@@ -252,23 +256,35 @@ class Legacy(LegacyGraphHooks, MinimalBackend):
 
 def test_the_older_hooks_are_called_as_they_were() -> None:
     schedule = make_schedule(parse_case(V2))
-    world = World(Legacy, [schedule], torch.device("cuda"))
-    drive_graphs(world, [schedule], Clock(), eager=False)
-    assert isinstance(world.backend, Legacy)
-    kinds = [kind for kind, _, _ in world.backend.calls]
+    harness = ServerHarness(Legacy, [schedule], torch.device("cuda"))
+    drive_graphs(harness, [schedule], Clock(), REPLAYS_ONLY)
+    assert isinstance(harness.backend, Legacy)
+    kinds = [kind for kind, _, _ in harness.backend.calls]
     assert kinds == ["capture"] * 2 + ["replay"] * len(schedule.steps)
-    assert all(rows == 4 for kind, _, rows in world.backend.calls if kind == "replay"), "longer than bs: slice"
+    assert all(rows == 4 for kind, _, rows in harness.backend.calls if kind == "replay"), "longer than bs: slice"
 
 
-def test_stale_activations_and_nan_rows_reach_the_padding() -> None:
-    case: Case = parse_case(DECODE.replace("b4prod", "b4nan"))
-    schedule = make_schedule(case)
-    world = World(Spy, [schedule], torch.device("cuda"))
-    _, (drive,) = drive_graphs(world, [schedule], Clock(), eager=False)
+class KeepsItsQueries(Spy):
+    """Healthy; holds on to the q of each bucket's graph, which every replay of it writes anew."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.queries: dict[int, torch.Tensor] = {}
+
+    def forward(self, q: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            self.queries[len(q)] = q
+        return super().forward(q, *arguments, **named)
+
+
+def test_nan_rows_reach_the_padding_and_it_alone() -> None:
+    spy, schedule, _ = graph(DECODE.replace("b4prod", "b4nan"), KeepsItsQueries)
+    assert isinstance(spy, KeepsItsQueries)
     last = schedule.steps[-1]
-    trace = drive.buckets[last.bucket].captured.outputs
-    assert trace.packed[last.bs :].isnan().all()
-    assert not trace.packed[: last.bs].isnan().any()
+    q = spy.queries[last.bucket]
+    assert last.bs < len(q)
+    assert q[last.bs :].isnan().all()
+    assert not q[: last.bs].isnan().any()
 
 
 class KeepsAModulesWorkspace(MinimalBackend):

@@ -1,30 +1,14 @@
-"""Watching the host while a backend prepares a replay, and the tensors that a backend holds on to."""
+"""The device tensors that a backend holds on to, and the memory that they lie in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["block_of", "host_syncs_forbidden", "tensors_held_by"]
+__all__ = ["block_of", "tensors_held_by"]
 
 _MAX_DEPTH = 5
-
-
-@contextmanager
-def host_syncs_forbidden(forbidden: bool = True) -> Iterator[None]:
-    """Raise on any operation that makes the host wait for the device."""
-    if not forbidden:
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def block_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -34,7 +18,11 @@ def block_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def tensors_held_by(backend: object, skip: tuple[object, ...] = ()) -> dict[str, torch.Tensor]:
-    """Every device tensor reachable from an object's attributes, by path. ``skip``: objects not to look into."""
+    """Every device tensor reachable from an object's attributes, by path such as ``_plans[4].lens``.
+
+    ``skip``: objects not to look into. Empty tensors, callables, classes and what lies deeper than five attributes are
+    left out.
+    """
     found: dict[str, torch.Tensor] = {}
     seen = {id(item) for item in skip}
     todo: list[tuple[str, Any, int]] = [("", backend, 0)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,20 +14,20 @@ from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, ForwardMode, KVPool
 from attn_testkit.model import Model
 
-__all__ = ["Loaded", "World", "context_for"]
+__all__ = ["LoadedStep", "ServerHarness", "context_for"]
 
 
-class Loaded:
-    """The step that the world currently holds."""
+@dataclass(frozen=True)
+class LoadedStep:
+    """The step that the harness currently holds."""
 
-    def __init__(
-        self, schedule: Schedule, step: Step, data: StepData, packed: torch.Tensor, after: torch.Tensor
-    ) -> None:
-        self.schedule, self.step, self.data = schedule, step, data
-        self.packed = packed
-        """[T, L, width] host: what the model's table holds for the live rows."""
-        self.pool_after = after
-        """Host: the KV pool as it should be after the step."""
+    schedule: Schedule
+    step: Step
+    data: StepData
+    packed: torch.Tensor
+    """[T, L, width] in the model's dtype, host: what the model's table holds for the live rows."""
+    pool_after: torch.Tensor
+    """[L, 2 or 1, slots, Hk, Dqk] in the pool's dtype, host: the KV pool as it should be after the step."""
 
 
 def _largest(schedules: Sequence[Schedule], name: str) -> int:
@@ -37,7 +37,7 @@ def _largest(schedules: Sequence[Schedule], name: str) -> int:
 def context_for(
     schedules: Sequence[Schedule], device: torch.device, layers: tuple[AttentionLayer, ...]
 ) -> BackendContext:
-    """What a server would tell a backend that is to run these schedules."""
+    """What a server would give the constructor of a backend that is to run these schedules."""
     case = schedules[0].case
     dtype = DTYPES[case.dtype]
     kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
@@ -62,7 +62,7 @@ def context_for(
     )
 
 
-class World:
+class ServerHarness:
     """One backend instance and everything it may touch, for one or several schedules (modes) that share it."""
 
     def __init__(
@@ -73,8 +73,10 @@ class World:
         unowned: float = math.nan,
         fill: int = 0xFF,
     ) -> None:
-        """``unowned``: what slots of nobody hold: NaN, or a number to find out where a NaN came from.
+        """Construct the backend; raises what its constructor raises.
 
+        ``schedules``: with what differs between their modes alone; the first one's case decides dtypes, page size and
+        layers. ``unowned``: what slots that no request owns hold, NaN, or a number to find out where a NaN came from.
         ``fill``: the byte that outputs hold before they are written.
         """
         self.device, self.unowned, self.fill = device, unowned, fill
@@ -86,7 +88,7 @@ class World:
         self.context = context_for(schedules, device, layers)
         self.capabilities = backend_class.capabilities
         self.model = Model(self.case, layers, self.context.max_num_tokens, self.context.dtype, device)
-        # Rows that nobody asked for yet are finite: graphs are captured on token 0.
+        # Rows of the table that no step has filled yet are finite: graphs are captured on token 0.
         self.model.table[:-1] = 0.5
         self.model.hidden_table[:-1] = 0.5
         self.backend = backend_class(self.context)
@@ -98,8 +100,11 @@ class World:
         pool.storage.view(torch.uint8)[:, :, : pool.page_size] = 0
         self.context.req_to_token.zero_()
 
-    def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> Loaded:
-        """Put a step's numbers, KV pool and request table in place. Everything else in the pool is NaN."""
+    def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> LoadedStep:
+        """Put a step's numbers, KV pool and request table in place. Slots that no request owns hold ``unowned``.
+
+        ``pattern``: numbers other than the case's (``cases/patterns.py``, ``cases/places.py``).
+        """
         data = make_step_data(schedule, step, pattern)
         marked = pattern if pattern and pattern.startswith("place.") else ""
         tails = self.case.kv_dtype in self.capabilities.finite_page_tails
@@ -118,4 +123,4 @@ class World:
         raw[:, :, :slots].copy_(before.view(raw.dtype))
         rows, ctx = step.req_to_token.shape
         self.context.req_to_token[:rows, :ctx].copy_(torch.from_numpy(step.req_to_token))
-        return Loaded(schedule, step, data, packed, after)
+        return LoadedStep(schedule, step, data, packed, after)

@@ -1,0 +1,146 @@
+"""Capturing the graphs of one or several schedules on one backend instance."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_testkit.cases.schedule import Schedule
+from attn_testkit.contract import ForwardBatch
+from attn_testkit.graphs.capture import Captured, record, warm_up
+from attn_testkit.graphs.held_tensors import block_of, tensors_held_by
+from attn_testkit.model import Trace
+
+from .batches import StaticInputs, captured_batch, make_static_inputs
+from .clock import Clock
+from .drivers import DRIVERS
+from .errors import blame
+from .forward import forward
+from .harness import ServerHarness
+from .hook_answers import fill_value
+from .mode_driver import ModeDriver
+
+__all__ = ["Allocated", "Bucket", "ScheduleGraphs", "blocks_held", "capture_schedules", "mode_suffix"]
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """A tensor of the backend's that first appeared while a graph was being captured."""
+
+    path: str
+    where: str
+    """The bucket, as messages name it."""
+    tensor: weakref.ref[torch.Tensor]
+    """Weak: what the backend lets go of is the allocator's again, and the drive must not keep it from that."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One captured batch size."""
+
+    captured: Captured[Trace]
+    batch: ForwardBatch
+    """What the backend was given at capture: slices of the static buffers."""
+    allocated: tuple[Allocated, ...]
+    warm_up_finite: bool
+    """No logit of the last warm-up was NaN or Inf."""
+
+
+@dataclass(frozen=True)
+class ScheduleGraphs:
+    """All graphs of one schedule, and so of one mode, on one backend instance."""
+
+    harness: ServerHarness
+    schedule: Schedule
+    static: StaticInputs
+    fill: int
+    """``seq_lens`` of padded requests."""
+    buckets: Mapping[int, Bucket]
+
+    @property
+    def driver(self) -> ModeDriver:
+        """How a server runs the schedule's mode."""
+        return DRIVERS[self.schedule.case.mode]
+
+    @property
+    def allocated(self) -> tuple[Allocated, ...]:
+        """Of all buckets, in the order of their capture."""
+        return tuple(each for bucket in self.buckets.values() for each in bucket.allocated)
+
+    @property
+    def warm_up_finite(self) -> bool:
+        """Of all buckets."""
+        return all(bucket.warm_up_finite for bucket in self.buckets.values())
+
+
+def mode_suffix(harness: ServerHarness, schedule: Schedule) -> str:
+    """For labels: `` of decode`` where several modes share an instance."""
+    return f" of {schedule.case.mode}" if len(harness.context.modes) > 1 else ""
+
+
+def blocks_held(harness: ServerHarness) -> dict[str, tuple[int, int]]:
+    """Path of each device tensor that the backend holds -> (address, bytes) of its memory."""
+    held = tensors_held_by(harness.backend, (harness.context,))
+    return {path: block_of(tensor) for path, tensor in held.items()}
+
+
+def capture_schedules(
+    harness: ServerHarness, schedules: Sequence[Schedule], pool: Any, clock: Clock
+) -> tuple[ScheduleGraphs, ...]:
+    """Initialise the backend's graph state for all schedules, then capture every bucket of each, largest first.
+
+    ``pool``: the memory pool of all graphs. Raises ``DriveError``.
+    """
+    harness.prepare_capture()
+    with clock.phase("capture"):
+        with blame("graph state"):
+            harness.backend.init_cuda_graph_state(
+                max(schedule.max_bs for schedule in schedules), max(schedule.max_tokens for schedule in schedules)
+            )
+        fill = fill_value(harness.backend)
+    # A server has all its buffers before its first capture.
+    static = [make_static_inputs(harness, each.case.width, each.max_bs, fill) for each in schedules]
+    return tuple(
+        _capture_schedule(harness, schedule, inputs, fill, pool, clock)
+        for schedule, inputs in zip(schedules, static, strict=True)
+    )
+
+
+def _capture_schedule(
+    harness: ServerHarness, schedule: Schedule, static: StaticInputs, fill: int, pool: Any, clock: Clock
+) -> ScheduleGraphs:
+    buckets: dict[int, Bucket] = {}
+    for bs in schedule.buckets:
+        with clock.phase("capture"):
+            buckets[bs] = _capture_bucket(harness, schedule, static, fill, bs, pool)
+    return ScheduleGraphs(harness, schedule, static, fill, buckets)
+
+
+def _capture_bucket(
+    harness: ServerHarness, schedule: Schedule, static: StaticInputs, fill: int, bs: int, pool: Any
+) -> Bucket:
+    case, driver, backend = schedule.case, DRIVERS[schedule.case.mode], harness.backend
+    label = f"bucket {bs}{mode_suffix(harness, schedule)}"
+    spec = driver.captured_spec(harness, static, bs, case.width)
+    batch = captured_batch(harness, static, case.mode, bs, case.width, fill, spec)
+    with blame("plan for capture", label):
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+    def run_once() -> Trace:
+        backend.init_forward_metadata_in_graph(batch)
+        return forward(harness, driver, batch, case)
+
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with blame("warm-up", label):
+        warm = warm_up(run_once, side)
+    before = set(blocks_held(harness).values())
+    with blame("capture", label):
+        captured = record(run_once, side, pool)
+    held = tensors_held_by(backend, (harness.context,)).items()
+    allocated = [Allocated(path, label, weakref.ref(t)) for path, t in held if block_of(t) not in before]
+    finite = warm.logits is None or bool(warm.logits.isfinite().all())
+    return Bucket(captured, batch, tuple(allocated), finite)

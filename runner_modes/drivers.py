@@ -1,0 +1,20 @@
+"""The table of runner modes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attn_testkit.contract import ForwardMode
+
+from .decode import DECODE
+from .draft_extend import DRAFT_EXTEND
+from .draft_extend_v2 import DRAFT_EXTEND_V2
+from .mode_driver import ModeDriver
+from .target_verify import TARGET_VERIFY
+
+__all__ = ["DRIVERS"]
+
+DRIVERS: Mapping[ForwardMode, ModeDriver] = {
+    driver.mode: driver for driver in (DECODE, TARGET_VERIFY, DRAFT_EXTEND, DRAFT_EXTEND_V2)
+}
+"""Mode -> how a server runs it."""

@@ -1,0 +1,64 @@
+"""One eager step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from attn_testkit.cases.schedule import Schedule, Step
+from attn_testkit.checks.observation import Observation
+from attn_testkit.graphs.poison import fill_with_poison
+
+from .batches import eager_batch
+from .clock import Clock
+from .drivers import DRIVERS
+from .errors import blame
+from .forward import forward
+from .harness import ServerHarness
+from .observe import observe, snapshot
+
+__all__ = ["run_eager"]
+
+
+def run_eager(
+    harness: ServerHarness,
+    schedule: Schedule,
+    step: Step,
+    clock: Clock,
+    *,
+    pattern: str | None = None,
+    label: str = "",
+    among: Literal["", "steps", "graphs"] = "",
+) -> Observation:
+    """One eager step: plan, forward, read back. Memory that the output may be given is poisoned first.
+
+    ``pattern``: numbers other than the case's. ``label``: names the step in messages. ``among``: what else runs on the
+    instance. Raises ``DriveError`` for whatever the backend raises.
+    """
+    case, driver = schedule.case, DRIVERS[schedule.case.mode]
+    with clock.phase("setup"):
+        loaded = harness.load(schedule, step, pattern)
+        spec, extends = driver.eager_spec(harness, loaded), driver.eager_extends(harness, loaded)
+        batch = eager_batch(harness, loaded, case.mode, spec, extends)
+        before = snapshot(harness, loaded, batch)
+        _poison_heap(harness, step.tokens)
+    with clock.phase("eager"):
+        with blame("plan", label):
+            harness.backend.init_forward_metadata(batch)
+        with blame("forward", label):
+            trace = forward(harness, driver, batch, case, save_kv_cache=not step.stored)
+            torch.cuda.synchronize()
+    with clock.phase("read back"), blame("read back", label):
+        return observe(harness, driver, loaded, trace, before, label=label, among=among)
+
+
+def _poison_heap(harness: ServerHarness, tokens: int) -> None:
+    """Let freed blocks of the output's size hold NaN, so that an unwritten output row shows."""
+    first = harness.context.layers[0]
+    blocks = [
+        torch.empty(tokens, first.tp_q_head_num, first.v_head_dim, dtype=dtype, device=harness.device)
+        for dtype in (harness.context.dtype, torch.float32)
+    ]
+    for block in blocks:
+        fill_with_poison(block, harness.fill)

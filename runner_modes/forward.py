@@ -1,0 +1,46 @@
+"""The model's forward on a backend, which eager steps, warm-ups and captures share."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_testkit.cases.case import Case
+from attn_testkit.cases.data import draft_topk
+from attn_testkit.contract import ForwardBatch
+from attn_testkit.model import Trace
+
+from .errors import ShapeError
+from .harness import ServerHarness
+from .mode_driver import ModeDriver
+
+__all__ = ["forward"]
+
+
+def forward(
+    harness: ServerHarness, driver: ModeDriver, batch: ForwardBatch, case: Case, save_kv_cache: bool = True
+) -> Trace:
+    """All layers and what the mode adds to them. Device work only.
+
+    Raises ``ShapeError`` at the first layer whose output is not [T, Hq, Dv] or [T, Hq * Dv] in the model's dtype on the
+    harness' device, T being the rows of ``batch.input_ids``; and whatever the backend raises.
+    """
+    rows = batch.input_ids.shape[0]
+    trace = harness.model.forward(harness.backend, batch, lambda so_far: _check(harness, so_far, rows), save_kv_cache)
+    driver.finish(harness, trace, batch, draft_topk(case))
+    return trace
+
+
+def _check(harness: ServerHarness, trace: Trace, rows: int) -> None:
+    """The output of the layer that ran last."""
+    layer, out = harness.context.layers[len(trace.raw) - 1], trace.raw[-1]
+    heads, dim, name = layer.tp_q_head_num, layer.v_head_dim, f"layer {layer.layer_id}"
+    if not isinstance(out, torch.Tensor):
+        raise ShapeError(f"{name} returned {type(out).__name__}, expected a tensor")
+    if tuple(out.shape) not in ((rows, heads, dim), (rows, heads * dim)):
+        raise ShapeError(
+            f"{name} returned shape {tuple(out.shape)}, expected ({rows}, {heads}, {dim}) or ({rows}, {heads * dim})"
+        )
+    if out.dtype != harness.context.dtype:
+        raise ShapeError(f"{name} returned {out.dtype}, expected the model's {harness.context.dtype}")
+    if out.device.type != harness.device.type:
+        raise ShapeError(f"{name} returned a tensor on {out.device}, expected {harness.device}")

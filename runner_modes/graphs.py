@@ -1,0 +1,157 @@
+"""The graph drive: capture everything on one instance, then a schedule of replays with eager steps between them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from attn_testkit.cases.schedule import Schedule, Step
+from attn_testkit.checks.observation import Observation
+from attn_testkit.graphs.poison import churn, fill_with_poison
+
+from .capture import ScheduleGraphs, capture_schedules
+from .clock import Clock
+from .eager import run_eager
+from .harness import ServerHarness
+from .options import DriveOptions
+from .replay import plan_only, replay
+
+__all__ = ["AllocatedInCapture", "GraphRun", "drive_graphs"]
+
+_OVERSIZED_AFTER = 1
+"""The replay after which an eager batch larger than any graph is run."""
+
+
+@dataclass(frozen=True)
+class AllocatedInCapture:
+    """Memory that the backend first held while a graph was being captured: it belongs to that graph."""
+
+    path: str
+    """Attributes from the backend on, such as ``_plans[4].lens``."""
+    where: str
+    """``bucket 4``, with the mode where several share the instance."""
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """What a graph drive found. Plain data: no graph, and no memory of the backend's, is kept alive by it."""
+
+    observed: tuple[tuple[Schedule, Observation], ...]
+    """Replays and eager steps, in the order in which their messages should come: a step that ran eagerly right after
+    its replay stands before it, and one that ran before there were graphs stands last."""
+    fill: int
+    """``seq_lens`` of padded requests: 0 or 1."""
+    not_finite_in_warm_up: tuple[Schedule, ...] = ()
+    """Those with NaN or Inf in the logits of a warm-up, in which every ``seq_lens`` is ``fill``."""
+    allocated_in_capture: tuple[AllocatedInCapture, ...] = ()
+    """In the order of the captures."""
+    replaced: tuple[str, ...] = ()
+    """Attributes whose tensors the plan for some replay replaced. Empty unless the options ask for it."""
+
+    def replay_of(self, step: Step) -> Observation | None:
+        """The replay of a step; None if the drive had none."""
+        return next((seen for _, seen in self.observed if seen.replay and seen.step is step), None)
+
+
+def drive_graphs(
+    harness: ServerHarness,
+    schedules: Sequence[Schedule],
+    clock: Clock,
+    options: DriveOptions | None = None,
+    *,
+    neighbour: ServerHarness | None = None,
+) -> GraphRun:
+    """Capture all buckets of all schedules on one instance, then replay them interleaved, eager steps between.
+
+    ``neighbour``: another instance with a pool of its own, as of a draft model beside its target, that captures graphs
+    of the first schedule and plans whenever this one is between planning and replaying.
+
+    Eager steps run on the same instance, right after their replay; and a batch that is larger than any graph is run
+    between replays. In half of the cases one comes before there are graphs: a small one, so that what grows on demand
+    still grows under the graphs.
+
+    Raises ``DriveError`` for whatever the backend raises.
+    """
+    options = options or DriveOptions()
+    early = _before_graphs(harness, schedules[0], clock) if options.eager_steps else []
+    pool = torch.cuda.graph_pool_handle()
+    graphs = capture_schedules(harness, schedules, pool, clock)
+    other = capture_schedules(neighbour, schedules[:1], pool, clock)[0] if neighbour else None
+    seen, replaced = _replay_all(graphs, other, clock, options)
+    return GraphRun(
+        # What replays show is reported first.
+        observed=(*seen, *early),
+        fill=graphs[0].fill,
+        not_finite_in_warm_up=tuple(each.schedule for each in graphs if not each.warm_up_finite),
+        allocated_in_capture=tuple(AllocatedInCapture(a.path, a.where) for each in graphs for a in each.allocated),
+        replaced=replaced,
+    )
+
+
+_Observed = list[tuple[Schedule, Observation]]
+
+
+def _before_graphs(harness: ServerHarness, schedule: Schedule, clock: Clock) -> _Observed:
+    if not harness.case.digest >> 13 & 1:
+        return []
+    short = min(schedule.steps, key=lambda step: step.tokens)
+    return [(schedule, run_eager(harness, schedule, short, clock, label="eager run before there are graphs"))]
+
+
+def _replay_all(
+    graphs: Sequence[ScheduleGraphs], other: ScheduleGraphs | None, clock: Clock, options: DriveOptions
+) -> tuple[_Observed, tuple[str, ...]]:
+    """What all replays and the eager steps between them gave, and which attributes their plans replaced."""
+    seen: _Observed = []
+    replaced: dict[str, None] = {}
+    # Graphs may read these at any later replay.
+    alive: list[torch.Tensor] = []
+    with clock.phase("setup"):
+        gc.collect()
+        canaries = churn()
+    for index in range(max(len(each.schedule.steps) for each in graphs)):
+        for mine in graphs:
+            schedule, first = mine.schedule, mine is graphs[0]
+            if index >= len(schedule.steps):
+                continue
+            step = schedule.steps[index]
+            if options.poison_allocated:
+                _poison_allocated(graphs)
+            between = partial(plan_only, other, other.schedule.steps[index - 1]) if other and first else None
+            replayed = replay(mine, step, canaries, clock, options, between)
+            replaced.update(dict.fromkeys(replayed.replaced))
+            alive += replayed.copied_into
+            observed = replayed.observed
+            # Large batches between replays: an eager step may need more room than any graph.
+            oversized = index == _OVERSIZED_AFTER and first
+            if options.eager_steps and (step.eager_too or oversized):
+                eager = _eager_after(mine, schedule.oversized if oversized else step, observed, clock, options)
+                with clock.phase("setup"):
+                    # The eager step may have freed what a graph still uses.
+                    canaries.blocks += churn().blocks
+                seen.append((schedule, eager))
+                observed = replace(observed, eager_twin=None if oversized else eager)
+            seen.append((schedule, observed))
+    return seen, tuple(replaced)
+
+
+def _eager_after(
+    graphs: ScheduleGraphs, step: Step, replayed: Observation, clock: Clock, options: DriveOptions
+) -> Observation:
+    """An eager step on the instance right after a replay: the same step, or a larger batch."""
+    which = "" if step is replayed.step else f" ({step.label}, {step.bs} requests)"
+    label = f"eager run{which} after {replayed.label}"
+    return run_eager(graphs.harness, graphs.schedule, step, clock, pattern=options.pattern, label=label, among="graphs")
+
+
+def _poison_allocated(graphs: Sequence[ScheduleGraphs]) -> None:
+    """Memory that was allocated in a capture belongs to that graph, which must write it before it reads it."""
+    for each in graphs:
+        for allocated in each.allocated:
+            tensor = allocated.tensor()
+            if tensor is not None:
+                fill_with_poison(tensor)

@@ -1,0 +1,37 @@
+"""What one mode adds to the common drive: a record of functions, one record a mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attn_testkit.checks.observation import Outputs
+from attn_testkit.contract import ForwardBatch, ForwardMode, SpecInput
+from attn_testkit.model import Trace
+
+from .batches import StaticInputs
+from .harness import LoadedStep, ServerHarness
+
+__all__ = ["ModeDriver"]
+
+
+@dataclass(frozen=True)
+class ModeDriver:
+    """How a server runs one forward mode."""
+
+    mode: ForwardMode
+    eager_spec: Callable[[ServerHarness, LoadedStep], SpecInput | None]
+    """``spec_info`` of the live batch."""
+    eager_extends: Callable[[ServerHarness, LoadedStep], Mapping[str, Any]]
+    """The ``extend_*`` fields of the live batch."""
+    captured_spec: Callable[[ServerHarness, StaticInputs, int, int], SpecInput | None]
+    """(harness, static, bs, width): ``spec_info`` of a bucket's dummy batch."""
+    fill: Callable[[ServerHarness, StaticInputs, LoadedStep, int], None]
+    """(harness, static, loaded, bs): the mode's own buffers, padding first and then the live heads."""
+    replay_spec: Callable[[ServerHarness, StaticInputs, LoadedStep, int, int], SpecInput | None]
+    """(harness, static, loaded, bs, width): ``spec_info`` of the replay view."""
+    finish: Callable[[ServerHarness, Trace, ForwardBatch, int], None]
+    """(harness, trace, batch, topk): what follows the layers; recorded in the graph."""
+    outputs: Callable[[Trace, LoadedStep], Outputs]
+    """The mode's fields for the live rows, still on the device."""

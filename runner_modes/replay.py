@@ -1,0 +1,173 @@
+"""One replay, as a server would do it: fill the static buffers, plan, run the graph, read back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attn_testkit.cases.schedule import Step
+from attn_testkit.checks.observation import Observation
+from attn_testkit.contract import ForwardBatch
+from attn_testkit.graphs.held_tensors import tensors_held_by
+from attn_testkit.graphs.host_syncs import host_syncs_forbidden
+from attn_testkit.graphs.poison import Canaries, fill_with_poison
+from attn_testkit.model import Trace
+
+from .batches import replay_view, seq_lens_of
+from .capture import ScheduleGraphs, blocks_held, mode_suffix
+from .clock import Clock
+from .errors import blame
+from .harness import LoadedStep, ServerHarness
+from .observe import observe, snapshot
+from .options import DriveOptions
+
+__all__ = ["Replayed", "plan_only", "replay"]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of one replay."""
+
+    observed: Observation
+    replaced: tuple[str, ...] = ()
+    """Attributes whose tensors the plan replaced, where the options ask for it."""
+    copied_into: tuple[torch.Tensor, ...] = ()
+    """The replaced tensors, now with their successors' numbers. The graph may read them as long as it is replayed."""
+
+
+def replay(
+    graphs: ScheduleGraphs,
+    step: Step,
+    canaries: Canaries,
+    clock: Clock,
+    options: DriveOptions,
+    between: Callable[[], None] | None = None,
+) -> Replayed:
+    """Run the graph of a step's bucket. ``between`` is called after planning, before the graph runs.
+
+    Raises ``DriveError`` for whatever the backend raises, a host sync in its plan included unless it declares
+    ``needs_cpu_seq_lens``.
+    """
+    harness, label, bucket = graphs.harness, _label(graphs, step), graphs.buckets[step.bucket]
+    with clock.phase("setup"):
+        loaded = harness.load(graphs.schedule, step, options.pattern)
+        _fill_static(graphs, loaded)
+        view = _view(graphs, loaded)
+        before = snapshot(harness, loaded, bucket.batch)
+        watched = _Watched(harness, options)
+        torch.cuda.synchronize()
+    with clock.phase("replay"):
+        with blame("plan for replay", label), host_syncs_forbidden(not harness.capabilities.needs_cpu_seq_lens):
+            harness.backend.init_forward_metadata_out_graph(view)
+        replaced = watched.replaced()
+        copied_into = watched.copy_into(replaced)
+        _poison_outputs(bucket.captured.outputs, harness.fill)
+        # What a server allocates for one step (a fresh mask, say) is gone before the kernels that read the graph's own
+        # memory end; keep nothing of it alive here.
+        del view
+        if between is not None:
+            between()
+        with blame("replay", label):
+            bucket.captured.replay()
+            torch.cuda.synchronize()
+    with clock.phase("read back"), blame("read back", label):
+        observed = observe(
+            harness,
+            graphs.driver,
+            loaded,
+            bucket.captured.outputs,
+            before,
+            label=label,
+            replay=True,
+            padded=step.bucket - step.bs,
+            damaged=canaries.damaged(),
+        )
+    return Replayed(observed, replaced, copied_into)
+
+
+def plan_only(graphs: ScheduleGraphs, step: Step) -> None:
+    """Prepare a replay that does not come: what an instance does while another one is between plan and replay.
+
+    Raises ``DriveError``.
+    """
+    loaded = graphs.harness.load(graphs.schedule, step)
+    _fill_static(graphs, loaded)
+    with blame("plan for replay", f"another instance, {_label(graphs, step)}"):
+        graphs.harness.backend.init_forward_metadata_out_graph(_view(graphs, loaded))
+
+
+class _Watched:
+    """The backend's tensors as they were before a plan."""
+
+    def __init__(self, harness: ServerHarness, options: DriveOptions) -> None:
+        self._harness = harness
+        watch = options.watch_replaced or options.copy_into_replaced
+        self._blocks = blocks_held(harness) if watch else {}
+        self._tensors = tensors_held_by(harness.backend, (harness.context,)) if options.copy_into_replaced else {}
+
+    def replaced(self) -> tuple[str, ...]:
+        """Attributes that now hold a tensor in other memory. One that is gone was not replaced."""
+        if not self._blocks:
+            return ()
+        now = blocks_held(self._harness)
+        return tuple(path for path, block in self._blocks.items() if now.get(path, block) != block)
+
+    def copy_into(self, replaced: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
+        """Give the tensors that were replaced their successors' numbers, where the copies were asked for."""
+        if not self._tensors:
+            return ()
+        successors = tensors_held_by(self._harness.backend, (self._harness.context,))
+        for path in replaced:
+            _copy_rows(self._tensors[path], successors[path])
+        return tuple(self._tensors[path] for path in replaced)
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    """As many rows as both have: a plan for live rows has fewer of them. Nothing where the rows differ in shape."""
+    if target.dim() != source.dim() or target.shape[1:] != source.shape[1:]:
+        return
+    if target.dim():
+        rows = min(target.shape[0], source.shape[0])
+        target, source = target[:rows], source[:rows]
+    target.copy_(source)
+
+
+def _label(graphs: ScheduleGraphs, step: Step) -> str:
+    bucket = f"bucket {step.bucket}{mode_suffix(graphs.harness, graphs.schedule)}"
+    return f"replay {step.index + 1} of {len(graphs.schedule.steps)} ({step.label}), {bucket}, {step.bs} live"
+
+
+def _view(graphs: ScheduleGraphs, loaded: LoadedStep) -> ForwardBatch:
+    harness, static, case, bs = graphs.harness, graphs.static, graphs.schedule.case, loaded.step.bucket
+    spec = graphs.driver.replay_spec(harness, static, loaded, bs, case.width)
+    return replay_view(harness, loaded, static, case.mode, bs, case.width, graphs.fill, spec)
+
+
+def _fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
+    """Static inputs: first the padding, then the live heads. Tails of ``input_ids`` stay as they were."""
+    harness, static, case = graphs.harness, graphs.static, graphs.schedule.case
+    step, data, live, tokens = loaded.step, loaded.data, loaded.step.bs, loaded.step.tokens
+    static.seq_lens.fill_(graphs.fill)
+    static.seq_lens_cpu.fill_(graphs.fill)
+    static.out_cache_loc.zero_()
+    if case.padding != "stale":
+        static.positions.zero_()
+        static.req_pool_indices.zero_()
+    if case.padding == "nan":
+        static.input_ids.fill_(harness.model.nan_row)
+    static.input_ids[:tokens].copy_(torch.arange(tokens))
+    static.positions[:tokens].copy_(data.positions)
+    static.out_cache_loc[:tokens].copy_(data.out_cache_loc)
+    static.req_pool_indices[:live].copy_(torch.tensor([r.pool_row for r in step.requests]))
+    lens = torch.tensor(seq_lens_of(case.mode, loaded), dtype=torch.int64)
+    static.seq_lens[:live].copy_(lens)
+    static.seq_lens_cpu[:live].copy_(lens)
+    graphs.driver.fill(harness, static, loaded, step.bucket)
+
+
+def _poison_outputs(trace: Trace, byte: int) -> None:
+    for tensor in (*trace.raw, *trace.attention, trace.hidden, trace.logits, trace.topk_p, trace.topk_index):
+        if tensor is not None:
+            fill_with_poison(tensor, byte)
