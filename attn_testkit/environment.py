@@ -67,6 +67,11 @@ class Environment:
         """Whether fresh memory holds ``fill`` in every run, and not only in controlled ones."""
         return self.emulated
 
+    def prepare_process(self) -> None:
+        """Set what must be set in this process before Triton is imported: kernels run in its interpreter here."""
+        if self.emulated:
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+
     @contextmanager
     def active(self, fill: int = 0xFF, *, controlled: bool = False) -> Iterator[None]:
         """Inside, ordinary CUDA programs run.
@@ -92,8 +97,6 @@ def resolve(name: str) -> Environment:
         raise UsageError(f"unknown device {name!r}{did_you_mean(name, ('auto', 'cpu', 'cuda', 'cuda:0'))}")
     real = torch.cuda.is_available()
     if name == "cpu" or (name == "auto" and not real):
-        # Must be set before Triton is imported for the first time.
-        os.environ.setdefault("TRITON_INTERPRET", "1")
         return Environment(emulated=True)
     if not real:
         raise UsageError(

@@ -19,7 +19,7 @@ from .cases.data import HIDDEN, NUM_LAYERS
 from .cases.patterns import normals
 from .contract import AttentionBackend, AttentionLayer, ForwardBatch
 
-__all__ = ["VOCAB", "Model", "Trace", "Weights", "make_weights"]
+__all__ = ["VOCAB", "Model", "Trace", "Weights", "make_weights", "pack"]
 
 VOCAB = 48
 
@@ -75,6 +75,12 @@ def _heads(rows: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
     return rows.as_strided((rows.shape[0], heads, dim), (rows.stride(0), dim, 1))
 
 
+def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mla: bool) -> torch.Tensor:
+    """[L, T, H, D] tensors -> [T, L, width] rows of the model's table (host). MLA: v is a part of k."""
+    parts = [x.flatten(2) for x in ((q, k) if mla else (q, k, v))]
+    return torch.cat(parts, -1).transpose(0, 1).contiguous()
+
+
 class Model:
     """The tables and weights on the device, and the forward pass."""
 
@@ -98,11 +104,6 @@ class Model:
     def nan_row(self) -> int:
         """Token id whose activations are NaN."""
         return self.table.shape[0] - 1
-
-    def pack(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """[L, T, H, D] tensors -> [T, L, width] rows of the table (host)."""
-        parts = [x.flatten(2) for x in ((q, k, v) if self.v_size else (q, k))]
-        return torch.cat(parts, -1).transpose(0, 1).contiguous()
 
     def forward(
         self,

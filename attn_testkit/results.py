@@ -96,6 +96,8 @@ class CaseResult:
     findings: tuple[Finding, ...] = ()
     checks: tuple[str, ...] = ()
     """Ids of the promises that were judged, kept or not."""
+    not_judged: tuple[str, ...] = ()
+    """Ids of checks that apply and could not be judged, because the case-run ended before."""
     margin: float | None = None
     """Largest error / limit over all outputs; a passing case is below 1."""
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -134,7 +134,7 @@ def _replay_all(
                     # The eager step may have freed what a graph still uses.
                     canaries.blocks += churn().blocks
                 seen.append((schedule, eager))
-                observed = replace(observed, eager_twin=None if oversized else eager)
+                observed = replace(observed, eager_run=None if oversized else eager)
             seen.append((schedule, observed))
     return seen, tuple(replaced)
 

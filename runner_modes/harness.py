@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import DTYPES, StepData, make_layers, make_step_data, pool_images
+from attn_testkit.cases.data import DTYPES, StepData, make_layers, make_step_data, pool_image
 from attn_testkit.cases.schedule import Schedule, Step
+from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, ForwardMode, KVPool
-from attn_testkit.model import Model
+from attn_testkit.model import Model, pack
 
 __all__ = ["LoadedStep", "ServerHarness", "context_for"]
 
@@ -24,10 +25,8 @@ class LoadedStep:
     schedule: Schedule
     step: Step
     data: StepData
-    packed: torch.Tensor
-    """[T, L, width] in the model's dtype, host: what the model's table holds for the live rows."""
-    pool_after: torch.Tensor
-    """[L, 2 or 1, slots, Hk, Dqk] in the pool's dtype, host: the KV pool as it should be after the step."""
+    slots: int
+    """Slots of the KV pool that the schedule uses, page 0 included."""
 
 
 def _largest(schedules: Sequence[Schedule], name: str) -> int:
@@ -80,6 +79,10 @@ class ServerHarness:
         ``fill``: the byte that outputs hold before they are written.
         """
         self.device, self.unowned, self.fill = device, unowned, fill
+        self.deliver: Callable[[Observation], Observation] = lambda observed: observed
+        """Takes every observation as soon as it is made; what it returns is kept by the drive."""
+        self.copies_pool = True
+        """Whether observations hold the KV pool."""
         self.case: Case = schedules[0].case
         layers = tuple(
             replace(layer, sinks=layer.sinks.to(device)) if layer.sinks is not None else layer
@@ -108,19 +111,20 @@ class ServerHarness:
         data = make_step_data(schedule, step, pattern)
         marked = pattern if pattern and pattern.startswith("place.") else ""
         tails = self.case.kv_dtype in self.capabilities.finite_page_tails
-        before, after = pool_images(schedule, step, data, tails, self.unowned, marked)
+        image = pool_image(
+            schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked
+        )
         if step.stored:
-            before = after
             data = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
         pool = self.context.kv_pool.storage
-        packed = self.model.pack(data.q, data.k, data.v)
-        self.model.table[: step.tokens].copy_(packed)
+        rows_of_table = pack(data.q, data.k, data.v, mla=self.context.layers[0].is_mla)
+        self.model.table[: step.tokens].copy_(rows_of_table)
         self.model.hidden_table[: step.tokens].copy_(data.hidden)
-        slots = before.shape[2]
+        slots = image.shape[2]
         raw = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
         if slots < pool.shape[2]:
             raw[:, :, slots:] = (0x7F if math.isnan(self.unowned) else 0) if raw.dtype == torch.uint8 else self.unowned
-        raw[:, :, :slots].copy_(before.view(raw.dtype))
+        raw[:, :, :slots].copy_(image.view(raw.dtype))
         rows, ctx = step.req_to_token.shape
         self.context.req_to_token[:rows, :ctx].copy_(torch.from_numpy(step.req_to_token))
-        return LoadedStep(schedule, step, data, packed, after)
+        return LoadedStep(schedule, step, data, slots)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Literal
 
 import torch
 
-from attn_testkit.checks.memory import same_pool
-from attn_testkit.checks.observation import Left, Observation
+from attn_testkit.checks.observation import Group, Observation, copies_of
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.model import Trace
 
@@ -44,25 +41,6 @@ def snapshot(harness: ServerHarness, loaded: LoadedStep, batch: ForwardBatch) ->
     return held
 
 
-def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """Copies of all of them in one transfer, and how to cut it apart."""
-    pieces = {i: tensor.clone() for i, tensor in enumerate(tensors) if tensor.device.type == "cpu"}
-    # Wide elements first, so that each piece stands at a multiple of its element's size.
-    order = sorted(set(range(len(tensors))) - set(pieces), key=lambda i: -tensors[i].dtype.itemsize)
-    layout = [(i, tensors[i].dtype, tensors[i].shape) for i in order]
-    flat = torch.cat([tensors[i].reshape(-1).view(torch.uint8) for i in order]).cpu()
-
-    def cut() -> list[torch.Tensor]:
-        start = 0
-        for i, dtype, shape in layout:
-            end = start + shape.numel() * dtype.itemsize
-            pieces[i] = flat[start:end].view(dtype).view(shape)
-            start = end
-        return [pieces[i] for i in range(len(pieces))]
-
-    return cut
-
-
 def observe(
     harness: ServerHarness,
     driver: ModeDriver,
@@ -76,35 +54,26 @@ def observe(
     damaged: tuple[str, ...] = (),
     among: Literal["", "steps", "graphs"] = "",
 ) -> Observation:
-    """Copy everything to the host."""
-    tokens, slots = loaded.step.tokens, loaded.pool_after.shape[2]
-    pool = harness.context.kv_pool.storage
-    pool = (pool if slots == pool.shape[2] else pool[:, :, :slots]).to("cpu", non_blocking=True)
-    outputs = driver.outputs(trace, loaded)
-    returned = {f.name: value for f in dataclasses.fields(outputs) if (value := getattr(outputs, f.name)) is not None}
-    activations = [trace.packed[:tokens], *(dense[:tokens] for dense in trace.dense)]
-    attention = [out[:tokens] for out in trace.attention]
-    now, before = [pair[0] for pair in held.values()], [pair[1] for pair in held.values()]
-    groups = (attention, activations, before, now, list(returned.values()))
-    cut = _to_host([tensor for group in groups for tensor in group])
-    if same_pool(pool, loaded.pool_after, harness.case.page_size):
-        # A drive keeps a dozen of them until all are judged.
-        pool = loaded.pool_after
-
-    def left() -> Left:
-        pieces = iter(cut())
-        outs, rows, were, are, values = (tuple(islice(pieces, len(group))) for group in groups)
-        lent = (*zip(held, were, are, strict=True), *_activations(loaded, rows))
-        given = dataclasses.replace(outputs, **dict(zip(returned, values, strict=True)))
-        return Left(outs, given, pool, loaded.pool_after, lent)
-
-    return Observation(loaded.step, label, left, among, damaged=damaged, replay=replay, padded=padded)
-
-
-def _activations(loaded: LoadedStep, rows: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """What the model's tables gave, against what it holds now: the packed rows, then q, k, v where they were copies."""
-    data = loaded.data
-    wanted = [x for layer in range(data.q.shape[0]) for x in (data.q[layer], data.k[layer], data.v[layer])]
-    pairs = enumerate(zip(wanted, rows[1:], strict=False))  # rows of its own only where q, k, v were copies
-    copies = [(f"{'qkv'[i % 3]} of layer {i // 3}", want, now) for i, (want, now) in pairs]
-    return [("the packed q, k, v", loaded.packed, rows[0]), *copies]
+    """Copy everything to the host and hand it on."""
+    tokens, outputs = loaded.step.tokens, driver.outputs(trace, loaded)
+    found: list[tuple[Group, str, torch.Tensor]] = []
+    found += [("attention", str(layer), out[:tokens]) for layer, out in enumerate(trace.attention)]
+    found.append(("activations", "packed 0", trace.packed[:tokens]))
+    # q, k and v of each layer, where they were copies of the packed rows.
+    found += [("activations", f"{'qkv'[i % 3]} {i // 3}", dense[:tokens]) for i, dense in enumerate(trace.dense)]
+    for name, (now, before) in held.items():
+        found += [("before", name, before), ("now", name, now)]
+    for each in dataclasses.fields(outputs):
+        value = getattr(outputs, each.name)
+        if value is not None:
+            found.append(("outputs", each.name, value))
+    pool = None
+    if harness.copies_pool:
+        pool = harness.context.kv_pool.storage
+        # A drive of several modes has a pool as large as the largest of them needs.
+        pool = pool[:, :, : loaded.slots] if loaded.slots < pool.shape[2] else pool
+    copies = copies_of(found, pool)
+    observed = Observation(
+        loaded.schedule, loaded.step, label, copies, among, damaged=damaged, replay=replay, padded=padded
+    )
+    return harness.deliver(observed)

@@ -18,7 +18,7 @@ from .patterns import draw, mark_keys, normals, probe_values
 from .places import marked_slots, tail_slots, values_of_place
 from .schedule import Schedule, Step
 
-__all__ = ["DTYPES", "StepData", "make_layers", "make_step_data", "pool_images"]
+__all__ = ["DTYPES", "StepData", "make_layers", "make_step_data", "pool_image"]
 
 DTYPES = {
     "fp16": torch.float16,
@@ -261,14 +261,21 @@ def _one_request(data: StepData, whole: Step, index: int) -> StepData:
 
 
 @lru_cache(maxsize=2)  # large; asked again where a step is repeated at once
-def pool_images(
-    schedule: Schedule, step: Step, data: StepData, finite_tails: bool, unowned: float = math.nan, marked: str = ""
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The KV pool before and after a step, [L, 2 or 1, slots, Hk, Dqk] in the pool's dtype.
+def pool_image(
+    schedule: Schedule,
+    step: Step,
+    data: StepData,
+    finite_tails: bool,
+    *,
+    after: bool,
+    unowned: float = math.nan,
+    marked: str = "",
+) -> torch.Tensor:
+    """The KV pool before or ``after`` a step, [L, 2 or 1, slots, Hk, Dqk] in the pool's dtype.
 
     Every slot that no live request owns holds NaN, page 0 included. With ``finite_tails`` the unused slots of a live
     request's last page hold large finite numbers instead, for backends that say they need that. ``unowned`` other than
-    NaN is for telling whether a NaN in an output came from there; ``marked`` is a pattern of ``cases/places.py``.
+    NaN is for finding out whether a NaN in an output came from there; ``marked`` is a pattern of ``cases/places.py``.
     """
     stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
     dtype, heads, dim = data.stored_keys.dtype, *data.stored_keys.shape[-2:]
@@ -276,27 +283,22 @@ def pool_images(
     slots = (schedule.num_pages + 1) * page
     shape = (NUM_LAYERS, len(stored), slots, heads, dim)
     if dtype.itemsize == 1:
-        before = torch.full(shape, 0x7F if math.isnan(unowned) else 0, dtype=torch.uint8)
+        image = torch.full(shape, 0x7F if math.isnan(unowned) else 0, dtype=torch.uint8)
     else:
-        before = torch.full(shape, unowned, dtype=dtype)
-    rows = [_bytes_if_fp8(s) for s in stored]
+        image = torch.full(shape, unowned, dtype=dtype)
     if finite_tails and math.isnan(unowned):
         tails = np.concatenate([tail_slots(r, page) for r in step.requests])
         filler = torch.tensor(0x70, dtype=torch.uint8) if dtype.itemsize == 1 else torch.tensor(100.0, dtype=dtype)
-        before[:, :, torch.from_numpy(tails)] = filler
+        image[:, :, torch.from_numpy(tails)] = filler
     if marked:
         one = _bytes_if_fp8(torch.ones((), dtype=dtype))
-        before[:, -1, marked_slots(step, marked, page, slots), :, : schedule.case.head_dim] = one
+        image[:, -1, marked_slots(step, marked, page, slots), :, : schedule.case.head_dim] = one
     for b, request in enumerate(step.requests):
-        owned = torch.from_numpy(request.slots[: request.prefix])
-        for part, source in enumerate(rows):
-            before[:, part, owned] = source[:, b, : request.prefix]
-    after = before.clone()
-    for b, request in enumerate(step.requests):
-        owned = torch.from_numpy(request.slots[request.prefix :])
-        for part, source in enumerate(rows):
-            after[:, part, owned] = source[:, b, request.prefix : request.prefix + request.new]
-    return before.view(dtype), after.view(dtype)
+        count = request.prefix + (request.new if after else 0)
+        owned = torch.from_numpy(request.slots[:count])
+        for part, source in enumerate(stored):
+            image[:, part, owned] = _bytes_if_fp8(source)[:, b, :count]
+    return image.view(dtype)
 
 
 def _bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,7 @@ def graph_matches_eager(observed: Observation, expected: Expected, same_bits: bo
     ``same_bits``: it is promised that a request's bits depend on nothing but the request, so they must be equal. That
     alone shows a split count that a graph keeps from its capture (sglang #26019): any count is right within the limit.
     """
-    twin = observed.eager_twin
+    twin = observed.eager_run
     if twin is None:
         return []
     out, eager = stacked(observed, expected), stacked(twin, expected)

@@ -1,17 +1,26 @@
-"""What one step of a backend left behind, on the host, and what it should have."""
+"""What one step of a backend left behind, on the host, and what it should have.
+
+``Copies`` travel from the process that runs the backend; an ``Observation`` is what the judge makes of them, with a
+schedule, a step and inputs of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from ..cases.schedule import Step
+from ..cases.data import StepData
+from ..cases.schedule import Schedule, Step
 
-__all__ = ["Left", "Observation", "Outputs"]
+__all__ = ["Copies", "Observation", "Outputs", "StepInputs", "copies_of"]
+
+Group = Literal["attention", "activations", "before", "now", "outputs"]
 
 
 @dataclass(frozen=True)
@@ -19,35 +28,83 @@ class Outputs:
     """What the mode returns to its caller, live rows only. A field that the mode does not have is None."""
 
     next_token_logits: torch.Tensor | None
+    """[rows, vocab] float32."""
     hidden_states: torch.Tensor | None
+    """[rows, hidden] float32."""
     topk_p: torch.Tensor | None = None
+    """[rows, k] float32."""
     topk_index: torch.Tensor | None = None
+    """[rows, k] int64."""
 
 
-@dataclass(frozen=True)
-class Left:
-    """Tensors on the host, as a step left them."""
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Host copies of one step, in one piece."""
 
-    attention: tuple[torch.Tensor, ...]
-    """Output of every layer for the live rows, as the backend returned it."""
-    outputs: Outputs
-    pool: torch.Tensor
-    """The KV pool after the step."""
+    flat: npt.NDArray[np.uint8] = field(repr=False)
+    """All tensors, one after the other, wide elements first."""
+    layout: tuple[tuple[Group, str, str, tuple[int, ...]], ...] = field(repr=False)
+    """(group, name, dtype, shape) of each."""
+    pool: npt.NDArray[np.uint8] | None = field(repr=False)
+    """Bytes of the KV pool after the step. None: not asked for, or the judge found it right and let it go."""
+
+    def cut(self) -> dict[Group, dict[str, torch.Tensor]]:
+        """The tensors, by group and name."""
+        found: dict[Group, dict[str, torch.Tensor]] = {}
+        start = 0
+        whole = torch.from_numpy(self.flat)
+        for group, name, dtype_name, shape in self.layout:
+            dtype: torch.dtype = getattr(torch, dtype_name)
+            end = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            found.setdefault(group, {})[name] = whole[start:end].view(dtype).view(shape)
+            start = end
+        return found
+
+    def without_pool(self) -> Copies:
+        """The same, and no KV pool."""
+        return replace(self, pool=None)
+
+    def forgotten(self) -> Copies:
+        """Nothing of it: a mark of what was sent."""
+        return Copies(self.flat[:0], (), None)
+
+
+def copies_of(tensors: Iterable[tuple[Group, str, torch.Tensor]], pool: torch.Tensor | None) -> Copies:
+    """Copies of all of them, those of the device in one transfer. ``pool``: the KV pool, or what of it is in use."""
+    # Wide elements first, so that each piece stands at a multiple of its element's size.
+    ordered = sorted(tensors, key=lambda entry: -entry[2].dtype.itemsize)
+    # The transfer of the pool is under way while the small ones are put together.
+    held = None if pool is None else pool.to("cpu", non_blocking=True)
+    raw = [tensor.reshape(-1).view(torch.uint8) for _, _, tensor in ordered]
+    on_device = [piece for piece in raw if piece.device.type != "cpu"]
+    sizes = [len(piece) for piece in on_device]
+    moved = iter(torch.cat(on_device).cpu().split(sizes) if on_device else ())
+    flat = torch.cat([piece if piece.device.type == "cpu" else next(moved) for piece in raw])
+    layout = tuple((group, name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for group, name, t in ordered)
+    return Copies(flat.numpy(), layout, None if held is None else held.contiguous().view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """What a step was given, made by the judge from the case: what the backend may not change, and what it should."""
+
+    data: StepData
+    """With ``save_kv_cache`` False, ``k`` and ``v`` are NaN."""
+    packed: torch.Tensor
+    """[T, L, width] in the model's dtype: the rows of the model's table that q, k and v are views of."""
     pool_after: torch.Tensor
-    """What it should hold."""
-    lent: tuple[tuple[str, torch.Tensor, torch.Tensor], ...] = ()
-    """(name, what it held before, what it holds now) of everything that the backend was given to read."""
+    """[L, 2 or 1, slots, Hk, Dqk] in the pool's dtype: the KV pool as it should be after the step."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Host copies taken right after a step."""
+    """Host copies taken right after a step, and where in its drive the step stood."""
 
+    schedule: Schedule = field(repr=False)
     step: Step
     label: str
     """Empty for a lone eager step, else ``replay 4 of 7 (long beside short), bucket 4, 3 live``."""
-    left: Callable[[], Left] = field(repr=False)
-    """Cuts the copies apart. Asked once, when somebody looks: in a drive every operation on a tensor has its price."""
+    copies: Copies
     among: Literal["", "steps", "graphs"] = ""
     """What else ran on the instance before an eager run: nothing, other eager steps, or graphs."""
     damaged: tuple[str, ...] = ()
@@ -55,37 +112,58 @@ class Observation:
     replay: bool = False
     padded: int = 0
     """Padded requests."""
-    eager_twin: Observation | None = field(default=None, repr=False)
+    eager_run: Observation | None = field(default=None, repr=False)
     """The backend's own eager run of the same step, where there was one."""
+    inputs: StepInputs | None = field(default=None, repr=False)
+    """Set by the judge; None while the step travels, and where its memory is of no interest."""
 
     @cached_property
-    def _left(self) -> Left:
-        return self.left()
+    def _pieces(self) -> dict[Group, dict[str, torch.Tensor]]:
+        return self.copies.cut()
 
     @property
     def attention(self) -> tuple[torch.Tensor, ...]:
-        """Output of every layer for the live rows, as the backend returned it."""
-        return self._left.attention
+        """Output of every layer for the live rows, as the backend returned it: [T, Hq, Dv] or [T, Hq * Dv]."""
+        return tuple(self._pieces["attention"].values())
 
-    @property
+    @cached_property
     def outputs(self) -> Outputs:
         """What the mode returns to its caller."""
-        return self._left.outputs
+        found: dict[str, Any] = {"next_token_logits": None, "hidden_states": None}
+        return Outputs(**{**found, **self._pieces.get("outputs", {})})
 
     @property
     def pool(self) -> torch.Tensor:
-        """The KV pool after the step."""
-        return self._left.pool
+        """The KV pool after the step. The same tensor as ``pool_after`` where that is right."""
+        want = self.pool_after
+        if self.copies.pool is None:
+            return want
+        return torch.from_numpy(self.copies.pool).view(want.dtype).view(want.shape)
 
     @property
     def pool_after(self) -> torch.Tensor:
-        """What the KV pool should hold after the step. The same tensor as ``pool`` where that is right."""
-        return self._left.pool_after
+        """What the KV pool should hold after the step."""
+        assert self.inputs is not None
+        return self.inputs.pool_after
 
     @cached_property
     def modified(self) -> tuple[str, ...]:
         """Names of inputs that no longer hold what they held before the step."""
-        return tuple(name for name, before, now in self._left.lent if not _same_bits(before, now))
+        before, now = self._pieces.get("before", {}), self._pieces.get("now", {})
+        named = [(name, before[name], now[name]) for name in before]
+        return tuple(name for name, was, is_ in (*named, *self._activations()) if not _same_bits(was, is_))
+
+    def _activations(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """What the model's tables gave against what they hold now: the packed rows; q, k, v where those were copies."""
+        rows, inputs = self._pieces.get("activations", {}), self.inputs
+        if inputs is None:
+            return []
+        data, found = inputs.data, []
+        for name, now in rows.items():
+            kind, _, layer = name.partition(" ")
+            want = inputs.packed if kind == "packed" else {"q": data.q, "k": data.k, "v": data.v}[kind][int(layer)]
+            found.append(("the packed q, k, v" if kind == "packed" else f"{kind} of layer {layer}", want, now))
+        return found
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

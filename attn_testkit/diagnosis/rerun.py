@@ -1,15 +1,14 @@
-"""Running a step again with one thing changed."""
+"""Running a step again with one thing changed, in the process that runs the backend."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..cases.schedule import Schedule, Step
 from ..checks.observation import Observation
-from ..contract import AttentionBackend
 from ..environment import Environment
-from ..runner_modes.clock import Clock
-from ..runner_modes.eager import run_eager
-from ..runner_modes.graphs import GraphRun, drive_graphs
-from ..runner_modes.harness import ServerHarness
+from ..runner_modes.graphs import AllocatedInCapture, GraphRun
+from ..runner_modes.messages import Copied, Driven, Rerun
 from ..runner_modes.options import DriveOptions
 
 __all__ = ["OTHER_FILL", "POISON", "Rerunner"]
@@ -19,10 +18,10 @@ POISON, OTHER_FILL = 0xFF, 0xBC
 
 
 class Rerunner:
-    """Re-runs of one backend, each on a fresh instance. A run that raises counts as wrong."""
+    """Re-runs of one backend, each on a fresh instance. A run that raises, crashes or hangs counts as wrong."""
 
-    def __init__(self, backend_class: type[AttentionBackend], environment: Environment) -> None:
-        self.backend_class, self.environment = backend_class, environment
+    def __init__(self, drive: Callable[[Rerun, Callable[[Copied], None]], Driven], environment: Environment) -> None:
+        self._drive, self.environment = drive, environment
 
     def eager(
         self,
@@ -34,11 +33,9 @@ class Rerunner:
         fill: int = POISON,
     ) -> Observation | None:
         """One eager step; None if it raised."""
-        try:
-            with self.environment.active(fill, controlled=True):
-                return run_eager(self._harness(schedule, unowned, fill), schedule, step, Clock(), pattern=pattern)
-        except Exception:
-            return None
+        request = Rerun(schedule, step, DriveOptions(pattern=pattern), unowned, fill)
+        answer = self._ask(request, lambda _: step)
+        return None if answer is None else answer[1][0]
 
     def graph(
         self,
@@ -58,12 +55,33 @@ class Rerunner:
             copy_into_replaced=copy_into_replaced,
             eager_steps=False,
         )
-        try:
-            with self.environment.active(fill, controlled=True):
-                return drive_graphs(self._harness(schedule, unowned, fill), [schedule], Clock(), options)
-        except Exception:
+        answer = self._ask(Rerun(schedule, None, options, unowned, fill), schedule.step_named)
+        if answer is None:
             return None
+        driven, seen = answer
+        return GraphRun(
+            observed=tuple((schedule, observed) for observed in seen),
+            fill=driven.fill,
+            allocated_in_capture=tuple(AllocatedInCapture(*each) for each in driven.allocated_in_capture),
+            replaced=driven.replaced,
+        )
 
-    def _harness(self, schedule: Schedule, unowned: float | None, fill: int) -> ServerHarness:
-        extra = {} if unowned is None else {"unowned": unowned}
-        return ServerHarness(self.backend_class, [schedule], self.environment.device, fill=fill, **extra)
+    def _ask(self, request: Rerun, step_of: Callable[[str], Step]) -> tuple[Driven, list[Observation]] | None:
+        """The judge's own steps take the place of the copies that travelled: answers are found by identity."""
+        copied: list[Copied] = []
+        driven = self._drive(request, copied.append)
+        if not driven.records:
+            return None
+        return driven, [
+            Observation(
+                request.schedule,
+                step_of(copied[record.copied].step),
+                record.label,
+                copied[record.copied].copies,
+                record.among,
+                damaged=record.damaged,
+                replay=record.replay,
+                padded=record.padded,
+            )
+            for record in driven.records
+        ]

@@ -24,7 +24,7 @@ from ..runner_modes.errors import DriveError
 from ..runner_modes.graphs import GraphRun, drive_graphs
 from ..runner_modes.harness import ServerHarness
 from ..runner_modes.hook_answers import kernels_of
-from .messages import Copied, DriveCase, Driven, Rerun, StepRecord
+from ..runner_modes.messages import Copied, DriveCase, Driven, Rerun, StepRecord
 
 __all__ = ["drive_case", "gradients_off", "request_to_isolate", "rerun", "schedule_for", "schedules_of"]
 
@@ -206,7 +206,7 @@ def rerun(
     try:
         with environment.active(request.fill, controlled=True), gradients_off(schedule.case):
             harness = ServerHarness(backend_class, [schedule], environment.device, fill=request.fill, **unowned)
-            harness.deliver = drive.deliver
+            harness.deliver, harness.copies_pool = drive.deliver, False
             if request.step is not None:
                 pattern = request.options.pattern
                 seen = [run_eager(harness, schedule, request.step, drive.clock, pattern=pattern)]

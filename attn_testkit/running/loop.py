@@ -11,7 +11,7 @@ import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ..contract import Capabilities
@@ -19,8 +19,8 @@ from ..environment import resolve
 from ..registry import UsageError
 from ..results import CaseResult, Status
 from .candidate import Candidate
-from .judge import Judging, judge_item
-from .messages import Described
+from .judge import judge_item
+from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
 from .plan import plan_run
 from .pool import Worker, WorkerLost
 from .request import Item, Options, Plan, Request, bare_result, kit_error
@@ -112,7 +112,7 @@ class Runner:
     def _results(self, plan: Plan, waiting: deque[_Group], gpu: str) -> Iterator[CaseResult]:
         """What one thread does."""
         candidates = {candidate.spec: candidate for candidate in plan.candidates}
-        worker: Worker | LocalWorker | None = None
+        place = _Place(self, plan.device, gpu)
         try:
             while not self._closed:
                 try:
@@ -120,23 +120,18 @@ class Runner:
                 except IndexError:
                     return
                 for item in group:
-                    candidate = candidates[item.backend]
-                    if worker is None or worker.ended or worker.candidate != candidate:
-                        self._give_back(worker)
-                        worker = None
-                        worker = self._worker_for(candidate, plan.device, gpu)
-                    yield self._judged(item, plan, worker)
+                    yield self._result(item, plan, place, candidates[item.backend])
         finally:
-            self._give_back(worker)
+            place.leave()
 
-    def _judged(self, item: Item, plan: Plan, worker: Worker | LocalWorker) -> CaseResult:
+    def _result(self, item: Item, plan: Plan, place: _Place, candidate: Candidate) -> CaseResult:
         """One case-run. Whatever the backend or the kit does, this returns."""
         if self._lost:
             return bare_result(item, Status.NOT_RUN_HERE, self._lost)
         device = plan.header.device
         try:
-            described = worker.describe()
-            result = judge_item(Judging(worker, described, plan), item)
+            described = place.take(candidate).describe()
+            result = judge_item(place.drive, described, plan, item)
         except WorkerLost as error:
             return bare_result(item, error.status, error.reason, device)
         except UsageError as error:
@@ -146,7 +141,7 @@ class Runner:
             trace = "".join(traceback.format_exception(error)).rstrip()
             return kit_error(item, f"{type(error).__name__}: {error}\n{trace}")
         if result.status is Status.CRASHED:
-            result = replace(result, reason=result.reason + worker.last_words())
+            result = replace(result, reason=result.reason + place.last_words())
             if self.options.in_process:
                 self._lost = f"not run: the device's context was lost in {item.case}"
         return result
@@ -184,6 +179,36 @@ class Runner:
     def _gpu(self, index: int) -> str:
         gpus = self.options.gpus
         return gpus[index % len(gpus)] if gpus else ""
+
+
+class _Place:
+    """One thread's worker: replaced when it ended, or when another backend is due."""
+
+    def __init__(self, runner: Runner, device: str, gpu: str) -> None:
+        self._runner, self._device, self._gpu = runner, device, gpu
+        self._worker: Worker | LocalWorker | None = None
+
+    def take(self, candidate: Candidate) -> Worker | LocalWorker:
+        """A worker of this backend that lives."""
+        worker = self._worker
+        if worker is None or worker.ended or worker.candidate != candidate:
+            self.leave()
+            worker = self._worker = self._runner._worker_for(candidate, self._device, self._gpu)
+        return worker
+
+    def drive(self, request: DriveCase | Rerun, receive: Callable[[Copied], None]) -> Driven:
+        """Have the backend driven, by another worker if the one before has ended. Raises ``WorkerLost``."""
+        assert self._worker is not None
+        return self.take(self._worker.candidate).drive(request, receive)
+
+    def last_words(self) -> str:
+        """What the worker printed since it was last asked."""
+        return self._worker.last_words() if self._worker else ""
+
+    def leave(self) -> None:
+        """Let others have it."""
+        self._runner._give_back(self._worker)
+        self._worker = None
 
 
 def _groups(items: Sequence[Item]) -> list[_Group]:

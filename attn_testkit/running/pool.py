@@ -10,12 +10,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
-from typing import Any
+from typing import Any, NoReturn
 
 from ..registry import BackendNotFound
 from ..results import Status
 from .candidate import Candidate
-from .messages import Copied, Described, DriveCase, Driven, Rerun
+from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
 
 __all__ = ["Worker", "WorkerLost", "WorkerStartError", "ending"]
 
@@ -41,7 +41,7 @@ class WorkerStartError(Exception):
 def _context() -> ForkServerContext:
     """Workers are forked from a process that has imported torch and the kit, and no backend, and has not met CUDA."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([SERVE])
+    context.set_forkserver_preload([SERVE, "torch._dynamo"])
     return context
 
 
@@ -96,9 +96,13 @@ class Worker:
         self._mark = os.path.getsize(self._words)
         try:
             self._connection.send(request)
+            answer = self._wait(self._timeout_s, receive)
         except OSError:
             self._died()
-        answer = self._wait(self._timeout_s, receive)
+        except BaseException:
+            # What it still sends would be taken for the answer to the next question.
+            self.close()
+            raise
         if isinstance(answer, Driven):
             # A lost device context outlives the case-run; the next one needs a fresh process.
             if answer.lost:
@@ -146,7 +150,7 @@ class Worker:
                 return message
             receive(message)
 
-    def _died(self) -> None:
+    def _died(self) -> NoReturn:
         self._process.join(timeout=5)
         code = self._process.exitcode
         raise self._lost(Status.CRASHED, f"the process {ending(code) if code is not None else 'closed its pipe'}")

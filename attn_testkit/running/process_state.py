@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,6 @@ def changes(before: ProcessState, *, skip: tuple[str, ...] = ()) -> list[str]:
     found += [
         f"{name}.{key} was {'removed' if current is _GONE else 'replaced'}"
         for name, key, current in _replaced(before)
-        if not (_STATE.get(name) == key)
     ]
     return found + [f"{name} was modified" for name, (table, was) in before.tables.items() if not _alike(table, was)]
 
@@ -162,14 +162,14 @@ def _replaced(before: ProcessState) -> Iterator[tuple[str, str, Any]]:
         if not _alike(dict(vars(owner)), was):
             now = vars(owner)
             for key, value in was.items():
-                if now.get(key, _GONE) is not value and key not in _BOOKKEEPING:
-                    yield name, key, now.get(key, _GONE)
+                current = now.get(key, _GONE)
+                if current is not value and _is_fixed(key, value):
+                    yield name, key, current
 
 
-_BOOKKEEPING = frozenset({"Storage", "__dict__", "__weakref__", "__doc__", "__abstractmethods__", "_abc_impl", "__annotations__"})
-"""Attributes that Python and ``torch.set_default_dtype`` make anew."""
-_STATE: Mapping[str, str] = {}
-"""Module of the kit -> the name in it that the kit itself assigns to while it runs."""
+def _is_fixed(key: str, value: Any) -> bool:
+    """Functions, classes, modules and constants. The kit and torch assign to variables of their own."""
+    return key not in _BOOKKEEPING and (callable(value) or isinstance(value, ModuleType) or key.lstrip("_").isupper())
 
 
 def _differs(name: str, was: Any, now: Any) -> bool:

@@ -18,7 +18,7 @@ from ..graphs.capture import settle
 from ..registry import UsageError
 from .candidate import Candidate, resolve_candidate
 from .case_run import drive_case, rerun
-from .messages import Copied, Described, DriveCase, Driven, Rerun
+from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
 from .process_state import ProcessState, changes, restore, take_state
 
 __all__ = ["LocalWorker", "serve"]
@@ -39,6 +39,9 @@ class LocalWorker:
         self.ended = False
         self.environment: Environment = resolve(device)
         self.environment.prepare_process()
+        with self.environment.active():
+            # What torch imports on the way replaces a function of its own.
+            pass
         before = take_state()
         # A module may ask for the device where it is imported.
         with self.environment.active():

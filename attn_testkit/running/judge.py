@@ -1,0 +1,285 @@
+"""Judging what a drive left behind. Holds no backend: steps come as host copies, expected values are the judge's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..cases.case import Case, parse_case
+from ..cases.data import make_step_data, pool_image
+from ..cases.schedule import Schedule, Step, only
+from ..checks import Stage, judged
+from ..checks.memory import same_pool
+from ..checks.numeric import NUMERIC, margin
+from ..checks.observation import Observation, StepInputs
+from ..checks.sameness import batch_invariant, repeatable
+from ..checks.step import judge_step
+from ..contract import Capabilities, Execution
+from ..diagnosis.blame import explain_numeric
+from ..diagnosis.rerun import Rerunner
+from ..environment import Environment, resolve
+from ..model import pack
+from ..oracle.expect import expect
+from ..results import CaseResult, Finding, Status
+from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
+from .case_run import request_to_isolate, schedules_of
+from .pool import WorkerLost
+from .request import Item, Plan
+
+__all__ = ["Drive", "judge_item"]
+
+Drive = Callable[[DriveCase | Rerun, Callable[[Copied], None]], Driven]
+"""Has a worker drive something and hands over the copies of each step. May raise ``pool.WorkerLost``."""
+
+
+@dataclass
+class _Outcome:
+    """What is known of a case-run before it becomes a result."""
+
+    driven: Driven
+    observed: list[Observation] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    margin: float | None = None
+    failed: dict[str, list[Observation]] = field(default_factory=dict)
+    """Check -> steps that failed it, for the diagnosis."""
+    passed: list[Observation] = field(default_factory=list)
+
+
+def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> CaseResult:
+    """Have one case driven, judge it, and ask further where numbers are wrong. Raises what ``drive`` raises."""
+    execution, environment = Execution(item.execution), resolve(plan.device)
+    outcome, seconds = _judged(drive, described, parse_case(item.case), execution, environment)
+    if outcome.driven.lost:
+        return _result(item, plan, described.claims, outcome, Status.CRASHED, seconds, outcome.driven.lost)
+    outcome.findings = _explained(outcome, Rerunner(_unless_lost(drive), environment))
+    status = Status.FAILED if outcome.findings else Status.PASSED
+    result = _result(item, plan, described.claims, outcome, status, seconds)
+    if item.probe and not outcome.findings:
+        probed, _ = _judged(drive, described, parse_case(item.case), Execution.GRAPH, environment)
+        if not probed.findings and not probed.driven.lost:
+            hint = f"{item.backend}: {item.mode} captures and replays correctly under a graph, and is not claimed"
+            return replace(result, hints=(hint,))
+    return result
+
+
+def _unless_lost(drive: Drive) -> Drive:
+    """For questions after a failure: a worker that dies over one has answered that it was wrong."""
+
+    def ask(request: DriveCase | Rerun, receive: Callable[[Copied], None]) -> Driven:
+        try:
+            return drive(request, receive)
+        except WorkerLost:
+            return Driven()
+
+    return ask
+
+
+def _judged(
+    drive: Drive, described: Described, case: Case, execution: Execution, environment: Environment
+) -> tuple[_Outcome, dict[str, float]]:
+    claims = described.claims
+    schedules = schedules_of(case, execution, claims, environment)
+    received = _Received(schedules, claims)
+    driven = drive(DriveCase(case.id, execution), received)
+    started = time.perf_counter()
+    outcome = _Outcome(driven, received.observations(driven), list(driven.findings))
+    for observed in outcome.observed:
+        _judge_step(outcome, observed, claims)
+    if driven.stage >= Stage.COMPLETED:
+        outcome.findings += _missing(schedules, case, execution, claims, outcome.observed)
+        if execution is Execution.EAGER:
+            outcome.findings += _compared(case, claims, outcome.observed)
+        elif not outcome.failed:
+            # What is wrong at a replay as well is reported there, with a place.
+            outcome.findings += [_not_finite(schedules[i], driven) for i in driven.not_finite_in_warm_up[:1]]
+    outcome.findings += _left_behind((*described.changed, *driven.changed))
+    spent = time.perf_counter() - started
+    return outcome, {**driven.seconds, "oracle and checks": spent + received.seconds}
+
+
+class _Received:
+    """Takes the copies of each step as they come. A pool that is right is compared once and let go."""
+
+    def __init__(self, schedules: Sequence[Schedule], claims: Capabilities) -> None:
+        self.seconds = 0.0
+        self._schedules, self._claims = schedules, claims
+        self._steps: list[Observation] = []
+
+    def __call__(self, copied: Copied) -> None:
+        started = time.perf_counter()
+        schedule = self._schedules[copied.schedule]
+        step = schedule.step_named(copied.step)
+        inputs = step_inputs(schedule, step, self._claims)
+        observed = Observation(schedule, step, "", copied.copies, inputs=inputs)
+        if copied.copies.pool is None:
+            raise ValueError(f"the worker sent no KV pool with {copied.step} of {schedule.case.id}")
+        if same_pool(observed.pool, inputs.pool_after, schedule.case.page_size):
+            observed = replace(observed, copies=copied.copies.without_pool())
+        self._steps.append(observed)
+        self.seconds += time.perf_counter() - started
+
+    def observations(self, driven: Driven) -> list[Observation]:
+        """In the order in which their messages should come."""
+        seen = {record.copied: record for record in driven.records}
+
+        def of(number: int) -> Observation:
+            record = seen[number]
+            eager = None if record.eager_run is None else of(record.eager_run)
+            return replace(
+                self._steps[number],
+                label=record.label,
+                among=record.among,
+                damaged=record.damaged,
+                replay=record.replay,
+                padded=record.padded,
+                eager_run=eager,
+            )
+
+        return [of(record.copied) for record in driven.records]
+
+
+def step_inputs(schedule: Schedule, step: Step, claims: Capabilities) -> StepInputs:
+    """What a step is given, and the KV pool as it should be after it."""
+    data = make_step_data(schedule, step)
+    tails = schedule.case.kv_dtype in claims.finite_page_tails
+    after = pool_image(schedule, step, data, tails, after=True)
+    if step.stored:
+        data = replace(data, k=torch.full_like(data.k, torch.nan), v=torch.full_like(data.v, torch.nan))
+    return StepInputs(data, pack(data.q, data.k, data.v, mla=schedule.case.heads.family == "mla"), after)
+
+
+def _judge_step(outcome: _Outcome, observed: Observation, claims: Capabilities) -> None:
+    expected = expect(observed.schedule, observed.step)
+    found = judge_step(observed, expected, observed.schedule, claims)
+    outcome.margin = max(outcome.margin or 0.0, min(margin(observed, expected), 1e9))
+    for finding in found:
+        outcome.failed.setdefault(finding.check, []).append(observed)
+    if not found:
+        outcome.passed.append(observed)
+    outcome.findings += found
+
+
+def _missing(
+    schedules: Sequence[Schedule],
+    case: Case,
+    execution: Execution,
+    claims: Capabilities,
+    observed: Sequence[Observation],
+) -> list[Finding]:
+    """What was due and did not come. A drive that ends early without an error is no pass."""
+    seen = [(each.schedule.case.id, each.step.name, each.replay) for each in observed]
+    absent = [name for name in _due(schedules, case, execution, claims) if seen.count(name) < 1]
+    if not absent:
+        return []
+    names = ", ".join(f"{'replay of ' if replay else ''}{step}" for _, step, replay in absent[:3])
+    return [Finding("completes", f"{len(absent)} steps that were due did not run: {names}")]
+
+
+def _due(
+    schedules: Sequence[Schedule], case: Case, execution: Execution, claims: Capabilities
+) -> Iterator[tuple[str, str, bool]]:
+    """(case id, name of the step, whether it is a replay) of every step of a drive."""
+    if execution is Execution.EAGER:
+        own = schedules[0]
+        first = own.steps[0]
+        yield own.case.id, first.name, False
+        yield own.case.id, own.second.name, False
+        if claims.batch_invariant and first.bs > 1:
+            yield own.case.id, only(first, request_to_isolate(case, first)).name, False
+        return
+    for schedule in schedules:
+        for step in schedule.steps:
+            yield schedule.case.id, step.name, True
+            if step.eager_too:
+                yield schedule.case.id, step.name, False
+
+
+def _compared(case: Case, claims: Capabilities, observed: Sequence[Observation]) -> list[Finding]:
+    """Eager runs of the same numbers, held against each other."""
+    first, again, _, *alone = observed
+    found = repeatable(first, again) if claims.deterministic else []
+    for each in alone:
+        found += batch_invariant(first, each, request_to_isolate(case, first.step))
+    return found
+
+
+def _not_finite(schedule: Schedule, driven: Driven) -> Finding:
+    """Capture runs on real kernels: a decode or verify of one key must not give NaN (servers assert it)."""
+    return Finding(
+        "finite",
+        "the warm-up before capture gives NaN or Inf",
+        where=f"bucket {schedule.buckets[-1]}, every seq_lens at the fill value {driven.fill}",
+        hint="capture metadata do not hold seq_lens (zero keys give 0 / 0), or rows of one key are never written",
+    )
+
+
+def _left_behind(changed: Sequence[str]) -> list[Finding]:
+    if not changed:
+        return []
+    return [
+        Finding(
+            "leaves-process-alone",
+            f"the backend changed its process and did not put it back: {changed[0]}",
+            where="\n".join(changed[:5]),
+            hint="a server shares the process with others: set it for the block that needs it, and restore it",
+        )
+    ]
+
+
+def _explained(outcome: _Outcome, rerunner: Rerunner) -> list[Finding]:
+    """One finding a check, the wrong numbers diagnosed."""
+    first: dict[str, Finding] = {}
+    for finding in outcome.findings:
+        first.setdefault(finding.check, finding)
+    explained: list[Finding] = []
+    diagnosed = False
+    for check, finding in first.items():
+        steps = outcome.failed.get(check, [])
+        if check in NUMERIC and steps and not diagnosed:
+            diagnosed = True
+            observed = steps[0]
+            finding = explain_numeric(rerunner, finding, observed.schedule, observed, outcome.passed)
+        elif check in NUMERIC and diagnosed:
+            continue
+        explained.append(_with_other_steps(finding, [seen.label for seen in steps]))
+    return explained
+
+
+def _with_other_steps(finding: Finding, labels: Sequence[str]) -> Finding:
+    others = [label.split(" of ")[0].removeprefix("replay ") for label in labels[1:] if label.startswith("replay ")]
+    if not others:
+        return finding
+    return replace(finding, step=f"{finding.step}; also in replays {', '.join(dict.fromkeys(others))}")
+
+
+def _result(
+    item: Item,
+    plan: Plan,
+    claims: Capabilities,
+    outcome: _Outcome,
+    status: Status,
+    seconds: dict[str, float],
+    reason: str = "",
+) -> CaseResult:
+    device = plan.header.device
+    failed = [finding.check for finding in outcome.findings]
+    done, not_judged = judged(claims, Execution(item.execution), Stage(outcome.driven.stage), failed)
+    return CaseResult(
+        backend=item.backend,
+        mode=item.mode,
+        execution=item.execution,
+        case=item.case,
+        status=status,
+        findings=tuple(outcome.findings),
+        checks=done,
+        not_judged=not_judged,
+        margin=outcome.margin,
+        seconds={name: round(value, 6) for name, value in seconds.items()},
+        graph=device if item.execution == "graph" else "",
+        device=device,
+        kernels=outcome.driven.kernels,
+        reason=reason,
+    )
