@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from attn_testkit.checks.memory import same_pool
-from attn_testkit.checks.observation import Left, Observation
+from attn_testkit.checks.observation import Left, Observation, Outputs
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.model import Trace
 
@@ -28,8 +28,11 @@ _SPEC_TENSORS = ("positions", "num_accept_tokens", "num_correct_drafts", "hidden
 
 
 def snapshot(harness: ServerHarness, loaded: LoadedStep, batch: ForwardBatch) -> Snapshot:
-    """Copies of everything that a backend is given and may not write."""
-    held: Snapshot = {}
+    """Copies of everything that a backend is given and may not write, on the devices of the originals.
+
+    A mask buffer of the backend's own is left out. Raises ``DriveError`` when ``verify_mask`` does.
+    """
+    inputs: Snapshot = {}
     spec = getattr(batch, "spec_info", None)
     named = [(f"batch.{n}", getattr(batch, n, None)) for n in _BATCH_TENSORS]
     named += [(f"batch.spec_info.{n}", getattr(spec, n, None)) for n in _SPEC_TENSORS if spec is not None]
@@ -40,12 +43,12 @@ def snapshot(harness: ServerHarness, loaded: LoadedStep, batch: ForwardBatch) ->
     for name, tensor in named:
         if tensor is not None and id(tensor) not in seen:
             seen.add(id(tensor))
-            held[name] = (tensor, tensor.clone())
-    return held
+            inputs[name] = (tensor, tensor.clone())
+    return inputs
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """Copies of all of them in one transfer, and how to cut it apart."""
+    """Copy all of them in one transfer. Returns what cuts it apart: host tensors of the same shapes and dtypes."""
     pieces = {i: tensor.clone() for i, tensor in enumerate(tensors) if tensor.device.type == "cpu"}
     # Wide elements first, so that each piece stands at a multiple of its element's size.
     order = sorted(set(range(len(tensors))) - set(pieces), key=lambda i: -tensors[i].dtype.itemsize)
@@ -68,7 +71,7 @@ def observe(
     driver: ModeDriver,
     loaded: LoadedStep,
     trace: Trace,
-    held: Snapshot,
+    inputs: Snapshot,
     *,
     label: str = "",
     replay: bool = False,
@@ -76,27 +79,33 @@ def observe(
     damaged: tuple[str, ...] = (),
     among: Literal["", "steps", "graphs"] = "",
 ) -> Observation:
-    """Copy everything to the host."""
+    """Copy what a step left behind to the host. The observation keeps no device tensor alive.
+
+    ``inputs``: from before the step. ``padded``: padded requests. ``damaged``: what canaries say. ``label`` and
+    ``among``: as in ``Observation``. Raises what a pending error of the device raises.
+    """
     tokens, slots = loaded.step.tokens, loaded.pool_after.shape[2]
     pool = harness.context.kv_pool.storage
     pool = (pool if slots == pool.shape[2] else pool[:, :, :slots]).to("cpu", non_blocking=True)
     outputs = driver.outputs(trace, loaded)
-    returned = {f.name: value for f in dataclasses.fields(outputs) if (value := getattr(outputs, f.name)) is not None}
+    fields = {f.name: getattr(outputs, f.name) for f in dataclasses.fields(outputs)}
+    returned = [name for name, value in fields.items() if value is not None]
     activations = [trace.packed[:tokens], *(dense[:tokens] for dense in trace.dense)]
     attention = [out[:tokens] for out in trace.attention]
-    now, before = [pair[0] for pair in held.values()], [pair[1] for pair in held.values()]
-    groups = (attention, activations, before, now, list(returned.values()))
+    now, before = [pair[0] for pair in inputs.values()], [pair[1] for pair in inputs.values()]
+    groups = (attention, activations, before, now, [fields[name] for name in returned])
     cut = _to_host([tensor for group in groups for tensor in group])
+    names, sizes, absent = list(inputs), [len(group) for group in groups], dict.fromkeys(fields)
     if same_pool(pool, loaded.pool_after, harness.case.page_size):
         # A drive keeps a dozen of them until all are judged.
         pool = loaded.pool_after
 
     def left() -> Left:
         pieces = iter(cut())
-        outs, rows, were, are, values = (tuple(islice(pieces, len(group))) for group in groups)
-        lent = (*zip(held, were, are, strict=True), *_activations(loaded, rows))
-        given = dataclasses.replace(outputs, **dict(zip(returned, values, strict=True)))
-        return Left(outs, given, pool, loaded.pool_after, lent)
+        outs, rows, were, are, values = (tuple(islice(pieces, size)) for size in sizes)
+        owned_by_kit = (*zip(names, were, are, strict=True), *_activations(loaded, rows))
+        given = Outputs(**absent | dict(zip(returned, values, strict=True)))
+        return Left(outs, given, pool, loaded.pool_after, owned_by_kit)
 
     return Observation(loaded.step, label, left, among, damaged=damaged, replay=replay, padded=padded)
 
