@@ -17,11 +17,11 @@ from .harness import LoadedStep, ServerHarness
 __all__ = ["ReplayView", "StaticInputs", "eager_batch", "make_static_inputs", "seq_lens_of"]
 
 ReplayView = SimpleNamespace
-"""What a backend gets at a replay: fewer attributes than a ``ForwardBatch``, whose docstring tells them."""
+"""What a backend gets at a replay: fewer attributes than a ``ForwardBatch``, whose docstring lists them."""
 
 
 def seq_lens_of(mode: ForwardMode, loaded: LoadedStep) -> list[int]:
-    """``seq_lens`` by the convention of each mode."""
+    """``seq_lens`` of the live requests, in tokens, by the convention of each mode."""
     if mode is ForwardMode.TARGET_VERIFY:
         return [r.prefix for r in loaded.step.requests]
     return loaded.step.lens
@@ -34,7 +34,10 @@ def eager_batch(
     spec_info: SpecInput | None,
     extends: Mapping[str, Any],
 ) -> ForwardBatch:
-    """The live batch, unpadded, on the device."""
+    """The live batch, unpadded, on the device: [T] and [bs] int64, lengths on the host for those who need them.
+
+    ``spec_info`` and ``extends``: what the mode adds.
+    """
     step, data, device = loaded.step, loaded.data, harness.device
     lens = torch.tensor(seq_lens_of(mode, loaded), dtype=torch.int64)
     mirrors = harness.capabilities.needs_cpu_seq_lens
@@ -58,27 +61,37 @@ class StaticInputs:
     """The device buffers that every graph of one runner reads. Heads are live, tails are padding."""
 
     input_ids: torch.Tensor
+    """[max_bs * N] int64: rows of the model's table."""
     positions: torch.Tensor
+    """[max_bs * N] int64."""
     out_cache_loc: torch.Tensor
+    """[max_bs * N] int64: KV slots; 0 wherever a row is padding."""
     req_pool_indices: torch.Tensor
+    """[max_bs] int64: rows of ``req_to_token``."""
     seq_lens: torch.Tensor
+    """[max_bs] int64; the fill value wherever a request is padding."""
     num_accept_tokens: torch.Tensor
-    """[max_bs] int32; the width wherever a request is padding."""
+    """[max_bs] int32; N wherever a request is padding."""
     num_correct_drafts: torch.Tensor
+    """[max_bs] int32: accepted tokens less one."""
     extend_seq_lens: torch.Tensor
-    """[max_bs] int32."""
+    """[max_bs] int32: rows of the step; N wherever a request is padding."""
     select_index: torch.Tensor
-    """[max_bs] int64."""
+    """[max_bs] int64: flat row of each request's last accepted token."""
     hidden_states: torch.Tensor
-    """[max tokens, hidden]."""
+    """[max_bs * N, hidden] float32."""
     custom_mask: torch.Tensor
-    """The runner's own mask buffer, named in the captured batch of a backend that has none. Nothing updates it."""
+    """Flat bool: the runner's own mask buffer, named in the captured batch of a backend that has none. Nothing updates
+    it."""
     seq_lens_cpu: torch.Tensor
     """[max_bs] int64, host."""
 
 
 def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: int) -> StaticInputs:
-    """As a server has them before it captures: lengths at the fill value, everything else zero."""
+    """As a server has them before it captures: lengths at ``fill``, accept counts at ``width``, tokens and rows zero.
+
+    ``width``: N, rows a request.
+    """
     device, tokens = harness.device, max_bs * width
 
     def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -113,7 +126,7 @@ def captured_batch(
     fill: int,
     spec: SpecInput | None,
 ) -> ForwardBatch:
-    """The dummy batch of a bucket: slices of the static buffers."""
+    """The dummy batch of a bucket of ``bs`` requests of ``width`` rows: slices of the static buffers, all padding."""
     tokens, mirrors = bs * width, harness.capabilities.needs_cpu_seq_lens
     return ForwardBatch(
         forward_mode=mode,
@@ -139,7 +152,10 @@ def replay_view(
     fill: int,
     spec: SpecInput | None,
 ) -> ForwardBatch:
-    """As production servers give it: a namespace, with attributes missing and some buffers longer than the batch."""
+    """As production servers give it: a namespace, with attributes missing and some buffers longer than the batch.
+
+    ``bs``: the bucket's requests, padded ones included; ``width``: N; ``fill``: ``seq_lens`` of padded requests.
+    """
     live, mirrors = loaded.step.bs, harness.capabilities.needs_cpu_seq_lens
     drafts = mode in (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
     upto = None if drafts else bs

@@ -13,7 +13,7 @@ __all__ = ["DECODE", "all_live_rows", "head_over_all_rows"]
 
 
 def head_over_all_rows(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
-    """Logits of every row, padding included."""
+    """Logits of every row, padding included: [T, vocab] float32."""
     trace.logits = harness.model.logits(trace.hidden)
 
 

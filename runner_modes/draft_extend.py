@@ -23,12 +23,12 @@ __all__ = ["DRAFT_EXTEND", "accepted_counts", "captured_draft_spec", "extend_fie
 
 
 def accepted_counts(loaded: LoadedStep) -> torch.Tensor:
-    """[bs] int32, host."""
+    """Accepted tokens of each live request: [bs] int32, host."""
     return torch.tensor([r.accepted for r in loaded.step.requests], dtype=torch.int32)
 
 
 def extend_fields(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, Any]:
-    """The ``extend_*`` fields of an eager draft-extend."""
+    """The ``extend_*`` fields of an eager draft-extend: [bs] int32 on the device, lists on the host where needed."""
     requests = loaded.step.requests
     lens = torch.tensor([r.new for r in requests], dtype=torch.int32)
     prefixes = torch.tensor([r.prefix for r in requests], dtype=torch.int32)

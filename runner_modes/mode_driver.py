@@ -18,13 +18,13 @@ __all__ = ["ModeDriver"]
 
 @dataclass(frozen=True)
 class ModeDriver:
-    """How a server runs one forward mode."""
+    """How a server runs one forward mode. Its functions raise ``DriveError`` where they ask the backend."""
 
     mode: ForwardMode
     eager_spec: Callable[[ServerHarness, LoadedStep], SpecInput | None]
-    """``spec_info`` of the live batch."""
+    """(harness, loaded): ``spec_info`` of the live batch."""
     eager_extends: Callable[[ServerHarness, LoadedStep], Mapping[str, Any]]
-    """The ``extend_*`` fields of the live batch."""
+    """(harness, loaded): the ``extend_*`` fields of the live batch."""
     captured_spec: Callable[[ServerHarness, StaticInputs, int, int], SpecInput | None]
     """(harness, static, bs, width): ``spec_info`` of a bucket's dummy batch."""
     fill: Callable[[ServerHarness, StaticInputs, LoadedStep, int], None]
@@ -34,4 +34,4 @@ class ModeDriver:
     finish: Callable[[ServerHarness, Trace, ForwardBatch, int], None]
     """(harness, trace, batch, topk): what follows the layers; recorded in the graph."""
     outputs: Callable[[Trace, LoadedStep], Outputs]
-    """The mode's fields for the live rows, still on the device."""
+    """(trace, loaded): the mode's fields for the live rows, still on the device."""
