@@ -340,7 +340,7 @@ def drive_graphs(
     """
     seen: list[tuple[Schedule, Observation]] = []
     before: list[tuple[Schedule, Observation]] = []
-    if eager and world.case.digest >> 13 & 1:
+    if eager and world.case.pick("eager-before-graphs"):
         first = schedules[0]
         short = min(first.steps, key=lambda step: step.tokens)
         before.append((first, run_eager(world, first, short, clock, label="eager run before there are graphs")))

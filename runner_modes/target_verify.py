@@ -100,7 +100,7 @@ def _captured_spec(world: World, static: StaticInputs, bs: int, width: int) -> V
         topk=world.context.topk,
         draft_token_num=width,
         # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367).
-        num_tokens_per_req=-1 if world.case.digest % 2 else 0,
+        num_tokens_per_req=-1 if world.case.pick("num-tokens-per-req") else 0,
         tree_mask_mode=owned.mode if owned else TreeMaskMode.FULL_MASK,
     )
 

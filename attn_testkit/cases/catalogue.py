@@ -312,12 +312,12 @@ def _branching(width: int) -> Tree:
 
 
 def companions(case: Case, modes: Set[ForwardMode], max_q_rows: int, max_topk: int = 1) -> list[Case]:
-    """Cases of the other modes that can share a backend instance with ``case``, same shapes and number of requests."""
+    """Cases of the other modes that can share a backend instance with ``case``: same shapes, layers and requests."""
     width = case.width if case.width > 1 else min(4, max_q_rows)
     bs = case.bs
     others = []
     for mode in sorted(modes - {case.mode}):
-        changes: dict[str, Any] = {"mode": mode, "tree": None, "new": (), "width": width, "mixed": False}
+        changes: dict[str, Any] = {"mode": mode, "tree": None, "new": (), "width": width, "mixed": False, "host": case}
         if mode is ForwardMode.DECODE:
             changes["width"] = 1
         elif mode is ForwardMode.TARGET_VERIFY:

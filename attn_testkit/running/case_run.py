@@ -174,7 +174,7 @@ def _run_eager(backend_class: type[AttentionBackend], case: Case, environment: E
 def _request_to_isolate(case: Case, step: Step) -> int:
     """Mostly the second longest: long enough to be split, and not the one whose length sets the batch's maximum."""
     by_length = sorted(range(step.bs), key=lambda i: -len(step.requests[i].slots))
-    return by_length[1] if case.digest & 12 else case.digest % step.bs
+    return (by_length[1], by_length[-1], 0, step.bs - 1)[case.pick("isolated-request")]
 
 
 def _run_graph(backend_class: type[AttentionBackend], case: Case, environment: Environment, outcome: Outcome) -> _Seen:
