@@ -25,7 +25,7 @@ from .case import Case
 from .choices import CHOICES, shallow_depth
 from .trees import Tree, chain, random_tree
 
-__all__ = ["Request", "Schedule", "Step", "make_schedule", "only"]
+__all__ = ["Request", "Schedule", "Step", "context_len", "make_schedule", "only"]
 
 Ints = npt.NDArray[np.int64]
 _SECOND = next(choice for choice in CHOICES if choice.name == "second-step")
@@ -332,6 +332,19 @@ def _build_step(
     return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too)
 
 
+def _context_len(case: Case, plans: Sequence[_Plan]) -> int:
+    longest = max(p for plan in plans for p in plan.prefixes) + case.width
+    if case.pick("context-room"):
+        return longest
+    # Wider than any request needs, and then never a width that a kernel could mistake for the longest request's.
+    return -(-(longest + case.page_size + 1) // case.page_size) * case.page_size
+
+
+def context_len(case: Case) -> int:
+    """``max_context_len`` of the case's schedule, in tokens, without laying it out."""
+    return _context_len(case, _plans(case, np.random.default_rng(case.digest))[1])
+
+
 def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int]) -> Step:
     """One of the steps after the first, or one that has the first one's lengths and nothing else of it."""
     label = _SECOND.values[case.pick(_SECOND.name)].words
@@ -348,9 +361,7 @@ def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
     rng = np.random.default_rng(case.digest)
     buckets, plans = _plans(case, rng)
     page, width = case.page_size, case.width
-    longest = max(p for plan in plans for p in plan.prefixes) + width
-    # Mostly wider than any request needs, and then never a width that a kernel could mistake for the longest request's.
-    ctx = longest if case.pick("context-room") else -(-(longest + page + 1) // page) * page
+    ctx = _context_len(case, plans)
     most = max(sum(-(-(p + width) // page) for p in plan.prefixes) for plan in plans)
     num_pages = most + max(3, most // 4)
     rows = len(plans[-1].prefixes) + 3
