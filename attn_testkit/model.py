@@ -93,7 +93,7 @@ class Model:
         self.q_size = first.tp_q_head_num * first.head_dim
         self.k_size = first.tp_k_head_num * first.head_dim
         self.v_size = 0 if first.is_mla else first.tp_k_head_num * first.v_head_dim
-        self.contiguous = case.digest % 2 == 0
+        self.contiguous = case.pick("qkv-memory") == 1
         """In half the cases q, k, v are contiguous, in the others they are strided views of one packed tensor."""
         width = self.q_size + self.k_size + self.v_size
         self.table = torch.full((rows + 1, NUM_LAYERS, width), torch.nan, dtype=dtype, device=device)

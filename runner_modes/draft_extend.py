@@ -63,7 +63,7 @@ def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, w
         num_accept_tokens=static.num_accept_tokens[:bs],
         positions=static.positions[: bs * width],
         num_accept_tokens_cpu=[width] * bs if mirrors else None,
-        num_tokens_per_req=-1 if harness.case.digest % 2 else 0,
+        num_tokens_per_req=-1 if harness.case.pick("num-tokens-per-req") else 0,
         extend_seq_lens_tensor=static.extend_seq_lens[:bs],
         extend_seq_lens_cpu=[width] * bs if mirrors or harness.case.mode is ForwardMode.DRAFT_EXTEND_V2 else None,
     )

@@ -96,7 +96,7 @@ _Observed = list[tuple[Schedule, Observation]]
 
 
 def _before_graphs(harness: ServerHarness, schedule: Schedule, clock: Clock) -> _Observed:
-    if not harness.case.digest >> 13 & 1:
+    if not harness.case.pick("eager-before-graphs"):
         return []
     short = min(schedule.steps, key=lambda step: step.tokens)
     return [(schedule, run_eager(harness, schedule, short, clock, label="eager run before there are graphs"))]

@@ -111,9 +111,7 @@ class ServerHarness:
         data = make_step_data(schedule, step, pattern)
         marked = pattern if pattern and pattern.startswith("place.") else ""
         tails = self.case.kv_dtype in self.capabilities.finite_page_tails
-        image = pool_image(
-            schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked
-        )
+        image = pool_image(schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked)
         if step.stored:
             data = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
         pool = self.context.kv_pool.storage

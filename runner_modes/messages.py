@@ -14,6 +14,7 @@ from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Copies
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.results import Finding
+
 from .options import DriveOptions
 
 __all__ = ["Copied", "Described", "DriveCase", "Driven", "Rerun", "StepRecord"]
@@ -44,7 +45,7 @@ class Rerun:
     schedule: Schedule
     step: Step | None = None
     """The step to run eagerly; None: capture and replay the whole schedule."""
-    options: DriveOptions = DriveOptions()
+    options: DriveOptions = field(default_factory=DriveOptions)
     unowned: float | None = None
     """What unowned slots of the KV pool hold; None: NaN."""
     fill: int = 0xFF

@@ -101,7 +101,7 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
         topk=harness.context.topk,
         draft_token_num=width,
         # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367).
-        num_tokens_per_req=-1 if harness.case.digest % 2 else 0,
+        num_tokens_per_req=-1 if harness.case.pick("num-tokens-per-req") else 0,
         tree_mask_mode=owned.mode if owned else TreeMaskMode.FULL_MASK,
     )
 

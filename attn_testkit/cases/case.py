@@ -6,11 +6,12 @@ import difflib
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ..contract import ForwardMode
+from . import choices
 from .trees import Tree, chain
 
 __all__ = ["DATA", "LAYOUTS", "PADDINGS", "Case", "Heads", "parse_case"]
@@ -69,6 +70,9 @@ class Case:
     mixed: bool = False
     """Graph drives of all claimed modes share one backend instance and run interleaved."""
     seed: int = 0
+    host: Case | None = field(default=None, repr=False)
+    """The mixed case whose backend instance, and so whose layers, this one shares. No word of the id, because only
+    ``companions`` makes such a case, and the id of the host rebuilds it."""
 
     def __post_init__(self) -> None:
         if not self.prefixes:
@@ -125,13 +129,25 @@ class Case:
 
     @cached_property
     def digest(self) -> int:
-        """Seed of everything random in the case: a digest of the id, the same on every machine."""
+        """Seed of everything random in the case: 64 bits from its id, the same on every machine.
+
+        For data and slots alone; what a case decides comes from ``pick``.
+        """
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little")
 
     @property
     def inference_mode(self) -> bool:
         """Whether it runs under ``torch.inference_mode`` or, as the other half does, under ``torch.no_grad``."""
-        return bool(self.digest >> 1 & 1)
+        return self.pick("grad-mode") == 1
+
+    def pick(self, name: str, n: int | None = None) -> int:
+        """The value 0 .. n - 1 of a choice of ``cases/choices.py``: a hash of the case's id and the choice's name.
+
+        ``n`` comes from the table, and is given for choices alone whose values the asker counts. Raises ``ValueError``
+        for a name that the table lacks, a choice that does not apply to this case, and an ``n`` that is not the
+        table's.
+        """
+        return choices.pick(self, name, n)
 
     def with_seed(self, seed: int) -> Case:
         """The same case with other random data, slots and schedule."""

@@ -16,6 +16,7 @@ from covertable.sorters import hash as by_hash
 
 from ..contract import Capabilities, ForwardMode
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
+from .schedule import context_len
 from .trees import Tree, chain
 
 __all__ = ["TIERS", "companions", "generate"]
@@ -130,9 +131,12 @@ def _dimensions(claims: Capabilities, mode: ForwardMode, tier: str) -> dict[str,
 
 
 def _fits(claims: Capabilities, case: Case) -> bool:
-    longest = max(case.prefixes) + case.width
-    windowed_tree = case.window >= 0 and case.topk > 1
-    return longest + 2 * case.page_size + 4 <= claims.max_context_len and (claims.window_in_trees or not windowed_tree)
+    """Whether the case, and all cases that share its instance, keep within what is claimed of lengths and windows."""
+    if case.window >= 0 and case.topk > 1 and not claims.window_in_trees:
+        return False
+    max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
+    others = companions(case, claims.graph, claims.max_q_rows, max_topk) if case.mixed else []
+    return all(context_len(each) <= claims.max_context_len for each in (case, *others))
 
 
 def _accepted(pattern: str, width: int, bs: int) -> tuple[int, ...]:
@@ -279,7 +283,11 @@ def _wide_heads(claims: Capabilities, plain: Case) -> Iterator[Case]:
 
 @lru_cache(maxsize=64)
 def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
-    """The cases of a tier for one mode of a backend with these claims, always in the same order."""
+    """The cases of a tier for one mode of a backend with these claims, always in the same order.
+
+    ``tier``: a name of ``TIERS``, else ``KeyError``. Empty where nothing that is claimed can be tried. ``seed``: other
+    data, slots and choices for the same cases.
+    """
     dimensions = _dimensions(claims, mode, tier)
     names = list(dimensions)
     if any(not values for values in dimensions.values()):
@@ -290,14 +298,17 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
     rows = make(factors, strength=strength, sorter=by_hash, salt=mode.value) if strength > 1 else _once(factors)
     cases: dict[str, Case] = {}
     for row in rows:
-        case = _build(claims, mode, {name: dimensions[name][i] for name, i in zip(names, row, strict=True)})
+        built = _build(claims, mode, {name: dimensions[name][i] for name, i in zip(names, row, strict=True)})
+        # The seed decides lengths, too: seeded before it is asked whether it fits.
+        case = built.with_seed(seed)
         if _fits(claims, case):
             cases.setdefault(case.id, case)
     if cases:
-        for case in _named(claims, mode, tier, next(iter(cases.values()))):
+        for named in _named(claims, mode, tier, next(iter(cases.values()))):
+            case = named.with_seed(seed)
             if _fits(claims, case):
                 cases.setdefault(case.id, case)
-    return tuple(case.with_seed(seed) for case in cases.values())
+    return tuple(cases.values())
 
 
 def _once(factors: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -312,12 +323,12 @@ def _branching(width: int) -> Tree:
 
 
 def companions(case: Case, modes: Set[ForwardMode], max_q_rows: int, max_topk: int = 1) -> list[Case]:
-    """Cases of the other modes that can share a backend instance with ``case``, same shapes and number of requests."""
+    """Cases of the other modes that can share a backend instance with ``case``: same shapes, layers and requests."""
     width = case.width if case.width > 1 else min(4, max_q_rows)
     bs = case.bs
     others = []
     for mode in sorted(modes - {case.mode}):
-        changes: dict[str, Any] = {"mode": mode, "tree": None, "new": (), "width": width, "mixed": False}
+        changes: dict[str, Any] = {"mode": mode, "tree": None, "new": (), "width": width, "mixed": False, "host": case}
         if mode is ForwardMode.DECODE:
             changes["width"] = 1
         elif mode is ForwardMode.TARGET_VERIFY:

@@ -36,6 +36,7 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
 
     ``sinks`` are host tensors; the drive moves them to the device.
     """
+    case = case.host or case
     rng = np.random.default_rng(case.digest ^ 0x51)
     is_mla = case.heads.family == "mla"
     row = case.head_dim + case.rope_dim
@@ -43,7 +44,8 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
     fp8 = case.kv_dtype != "same"
     layers = []
     windows, caps = _windows(case), [0.0, 0.0]
-    caps[case.digest >> 10 & 1] = case.logit_cap
+    if case.logit_cap:
+        caps[case.pick("capped-layer")] = case.logit_cap
     for index, (factor, k_scale, v_scale) in enumerate(((0.5, 0.25, 0.5), (1.5, 0.5, 2.0))):
         sinks = normals((case.heads.q_heads,), rng) * 1.5 + (1.0, -0.5)[index] if case.sinks else None
         if sinks is not None:
@@ -70,8 +72,10 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
 
 def _windows(case: Case) -> tuple[int, int]:
     """Of each layer. Either may be the one with the case's window; sometimes the other has a wider one."""
-    other = 2 * case.window + 3 if case.window >= 0 and case.digest >> 12 & 3 == 0 else -1
-    return (other, case.window) if case.digest >> 11 & 1 else (case.window, other)
+    if case.window < 0:
+        return (-1, -1)
+    other = 2 * case.window + 3 if case.pick("other-window") else -1
+    return (other, case.window) if case.pick("windowed-layer") else (case.window, other)
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,5 +310,7 @@ def _bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def draft_topk(case: Case) -> int:
-    """Top-k of the draft-extend's output: 1 (argmax) in half the cases, 3 in the others."""
-    return 0 if case.mode is not ForwardMode.DRAFT_EXTEND else 1 if case.digest % 2 else 3
+    """Top-k of the draft-extend's output: 1 (argmax) in half the cases, 3 in the others; 0 in other modes."""
+    if case.mode is not ForwardMode.DRAFT_EXTEND:
+        return 0
+    return (1, 3)[case.pick("draft-topk")]

@@ -20,7 +20,7 @@ PLACES: Mapping[str, str] = {
     "tail": "slots behind its last key, in its last page",
     "others": "keys of other requests",
     "page0": "page 0",
-    "nobody": "pages of nobody",
+    "unowned": "unowned pages",
 }
 """Name -> words for a report."""
 

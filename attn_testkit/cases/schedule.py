@@ -22,11 +22,13 @@ import numpy.typing as npt
 
 from ..contract import ForwardMode
 from .case import Case
+from .choices import CHOICES, shallow_depth
 from .trees import Tree, chain, random_tree
 
-__all__ = ["Request", "Schedule", "Step", "make_schedule", "only"]
+__all__ = ["Request", "Schedule", "Step", "context_len", "make_schedule", "only"]
 
 Ints = npt.NDArray[np.int64]
+_SECOND = next(choice for choice in CHOICES if choice.name == "second-step")
 _MAX_OTHER_TOKENS = 512
 """Replays beside the case's own batch keep below this many prefix tokens, so that one long request stays one."""
 
@@ -228,17 +230,13 @@ def _accepted(case: Case, index: int, count: int, most: int, rng: np.random.Gene
 
 
 def _depth(case: Case) -> int:
-    """S: the longest path of the draft tree.
-
-    Draft-extend v2 has a row for every node of the target's tree, and a branching tree has more nodes than S + 1: a
-    stride of S + 1 is right for chains alone (sglang #27545). Every second case has as shallow a tree as its accepted
-    counts allow.
-    """
+    """S: the longest path of the draft tree."""
     if case.tree:
         return case.tree.depth
-    if case.mode is ForwardMode.DRAFT_EXTEND_V2 and case.digest >> 3 & 1:
-        return min(case.width - 1, max(1, max(case.new) - 1))
-    return case.width - 1
+    chained = case.width - 1
+    if case.mode is not ForwardMode.DRAFT_EXTEND_V2 or shallow_depth(case) == chained:
+        return chained
+    return shallow_depth(case) if case.pick("draft-depth") else chained
 
 
 def _trees(case: Case, index: int, count: int, depth: int, rng: np.random.Generator) -> tuple[Tree | None, ...]:
@@ -258,7 +256,7 @@ def _shared_pages(case: Case, prefixes: tuple[int, ...]) -> list[int]:
         return [0] * len(prefixes)
     whole = [prefix // case.page_size for prefix in prefixes]
     most = sorted(whole)[-2:][0]
-    if case.digest >> 14 & 1:
+    if case.pick("shared-prefixes"):
         most = min(most, -(-min(whole) // 2) or most)
     return [min(pages, most) for pages in whole]
 
@@ -334,17 +332,36 @@ def _build_step(
     return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too)
 
 
+def _context_len(case: Case, plans: Sequence[_Plan]) -> int:
+    longest = max(p for plan in plans for p in plan.prefixes) + case.width
+    if case.pick("context-room"):
+        return longest
+    # Wider than any request needs, and then never a width that a kernel could mistake for the longest request's.
+    return -(-(longest + case.page_size + 1) // case.page_size) * case.page_size
+
+
+def context_len(case: Case) -> int:
+    """``max_context_len`` of the case's schedule, in tokens, without laying it out."""
+    return _context_len(case, _plans(case, np.random.default_rng(case.digest))[1])
+
+
+def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int]) -> Step:
+    """One of the steps after the first, or one that has the first one's lengths and nothing else of it."""
+    label = _SECOND.values[case.pick(_SECOND.name)].words
+    if label == _SECOND.values[0].words:
+        alike = _Plan(label, steps[0].bucket, tuple(request.prefix for request in steps[0].requests), rotated=0)
+        return _build_step(case, len(steps), alike, sizes, steps[0])
+    # Equal lengths have no other order, and "same lengths, other requests" is then the same thing.
+    return {step.label: step for step in steps}.get(label, steps[5])
+
+
 @lru_cache(maxsize=256)
 def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
     """Lay out all steps of a case. The same case always gives the same schedule."""
     rng = np.random.default_rng(case.digest)
     buckets, plans = _plans(case, rng)
     page, width = case.page_size, case.width
-    longest = max(p for plan in plans for p in plan.prefixes) + width
-    # Mostly wider than any request needs, and then never a width that a kernel could mistake for the longest request's.
-    # In every fourth case a request may fill the context to its last token, and the context need not be whole pages.
-    roomy = case.digest >> 5 & 3
-    ctx = -(-(longest + page + 1) // page) * page if roomy else longest
+    ctx = _context_len(case, plans)
     most = max(sum(-(-(p + width) // page) for p in plan.prefixes) for plan in plans)
     num_pages = most + max(3, most // 4)
     rows = len(plans[-1].prefixes) + 3
@@ -354,12 +371,6 @@ def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
     for i, plan in enumerate(plans):
         steps.append(_build_step(case, i, plan, sizes, steps[-1] if steps else None))
     *replays, last = steps
-    if case.digest // 7 % 3:
-        second = steps[1 + case.digest // 21 % (len(steps) - 1)]
-    else:
-        # What a backend keeps by the lengths is right for all but these: other requests, pages and trees.
-        alike = _Plan("same lengths, other requests", buckets[0], plans[0].prefixes, rotated=0)
-        second = _build_step(case, len(plans), alike, sizes, steps[0])
-    second = replace(second, name="second", stored=case.digest >> 9 & 1 == 1)
+    second = replace(_second(case, steps, sizes), name="second", stored=case.pick("second-step-stored") == 1)
     oversized = replace(last, name="oversized")
     return Schedule(case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, matmul_dtype)

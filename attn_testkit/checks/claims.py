@@ -107,7 +107,7 @@ def refuses_undeclared(
     ways = list(outside_claims(backend_class.capabilities, context))
     if not ways:
         return []
-    name, outside = ways[schedule.case.digest % len(ways)]
+    name, outside = ways[schedule.case.pick("unclaimed", len(ways))]
     try:
         backend_class(outside)
     except Unsupported:

@@ -1,7 +1,8 @@
-
-from .numeric import *
 from .memory import *
+from .numeric import *
 from .outputs import mode_outputs
+
+
 def judge_step(observed, expected, schedule, claims):
     same_bits = claims.deterministic and claims.batch_invariant
     found = writes_own_kv(observed, schedule.case)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.table import Table
@@ -17,9 +17,6 @@ from ..running.known_failures import load_known
 from ..running.request import Prepared, Request, prepare
 from .options import backend_option, request_from, selection_options
 from .show import out
-
-if TYPE_CHECKING:
-    from ..cases.case import Case
 
 __all__ = ["explain", "known", "list_"]
 
@@ -106,48 +103,15 @@ def explain(what: str | None) -> int:
 
 def _explain_case(what: str, promises: tuple[str, ...]) -> int:
     from ..cases.case import parse_case
+    from .explain_case import explain_case
 
     hint = did_you_mean(what, promises)
     try:
         case = parse_case(what)
     except ValueError as error:
         raise UsageError(f"no promise {what!r}{hint}" if hint else str(error)) from error
-    click.secho(case.id, bold=True)
-    for name, text in _case_rows(case):
-        if text:
-            click.echo(f"  {name:<10} {text}")
+    explain_case(case)
     return 0
-
-
-def _case_rows(case: Case) -> list[tuple[str, str]]:
-    """Field -> what it says, empty where the case has no such thing."""
-
-    def listed(values: tuple[int, ...]) -> str:
-        return ", ".join(map(str, values))
-
-    heads, tree, padded = case.heads, case.tree, case.bucket - case.bs
-    nodes = f"{len(tree)} nodes, {'a chain' if case.topk == 1 else 'parents ' + listed(tree.parents)}" if tree else ""
-    padding = f", {padded} of them padding ({case.padding})" if padded else ""
-    return [
-        ("mode", case.mode.value),
-        ("heads", f"{heads.family}: {heads.q_heads} query heads, {heads.kv_heads} KV head{'s'[: heads.kv_heads - 1]}"),
-        ("head_dim", str(case.head_dim)),
-        ("rope_dim", str(case.rope_dim or "")),
-        ("dtype", case.dtype),
-        ("kv_dtype", "" if case.kv_dtype == "same" else case.kv_dtype),
-        ("page_size", str(case.page_size)),
-        ("prefixes", f"{listed(case.prefixes)} keys before this step"),
-        ("new", f"accepted tokens of each request: {listed(case.new)} of {case.width} rows" if case.new else ""),
-        ("tree", nodes),
-        ("layout", case.layout),
-        ("data", case.data),
-        ("window", "" if case.window < 0 else f"{case.window} keys back, in one layer"),
-        ("logit_cap", f"{case.logit_cap:g}, in one layer" if case.logit_cap else ""),
-        ("sinks", "one more logit for each query head" if case.sinks else ""),
-        ("bucket", f"{case.bucket} request{'s'[: case.bucket - 1]} in the graph{padding}"),
-        ("mixed", "graphs of all claimed modes on one instance, interleaved" if case.mixed else ""),
-        ("seed", str(case.seed or "")),
-    ]
 
 
 @click.command(

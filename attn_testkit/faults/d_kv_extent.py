@@ -55,7 +55,7 @@ class NonMonotonicSlots(TorchNativeBackend):
     mechanism="slots of the new tokens are counted up from the first one, which is right inside one page or in "
     "contiguous memory",
     promises=("reads-own-kv", "matches-oracle"),
-    hint="stand in for others|of nobody|other requests",
+    hint="stand in for others|unowned|of nobody|other requests",
 )
 class NewSlotsAssumedConsecutive(TorchNativeBackend):
     def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:

@@ -68,7 +68,7 @@ class V1PrefixFromFullWidth(TorchNativeBackend):
     modes=_V1,
     mechanism="keys are prefix + S + 1 for every request, rejected tokens included",
     promises=("reads-own-kv",),
-    hint="behind|stale|nobody|others",
+    hint="behind|stale|unowned|nobody|others",
 )
 class V1LengthAtFullWidth(TorchNativeBackend):
     def _kv_lens(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Driving one case on one backend: what a worker does. Inputs come from the case, host copies go out, nothing is judged."""
+"""Driving one case on one backend: what a worker does. Inputs come from the case, host copies go out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def schedules_of(case: Case, execution: Execution, claims: Capabilities, environ
 def request_to_isolate(case: Case, step: Step) -> int:
     """Mostly the second longest: long enough to be split, and not the one whose length sets the batch's maximum."""
     by_length = sorted(range(step.bs), key=lambda i: -len(step.requests[i].slots))
-    return by_length[1] if case.digest & 12 else case.digest % step.bs
+    return (by_length[1], by_length[-1], 0, step.bs - 1)[case.pick("isolated-request")]
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Drive:
     copied: list[Observation] = field(default_factory=list)
 
     def deliver(self, observed: Observation) -> Observation:
-        """Send the copies of a step at once: a drive makes a dozen, of tens of megabytes each where requests are long."""
+        """Send the copies of a step at once: a drive makes a dozen, of tens of megabytes each for long requests."""
         schedule = next(i for i, s in enumerate(self.schedules) if s is observed.schedule)
         self.receive(Copied(schedule, observed.step.name, observed.copies))
         light = replace(observed, copies=observed.copies.forgotten())
@@ -196,9 +196,7 @@ def _found(run: GraphRun, schedules: Sequence[Schedule]) -> Driven:
     )
 
 
-def rerun(
-    backend_class: type[AttentionBackend], request: Rerun, environment: Environment, receive: Receive
-) -> Driven:
+def rerun(backend_class: type[AttentionBackend], request: Rerun, environment: Environment, receive: Receive) -> Driven:
     """Answer a question of the diagnosis on a fresh instance. A run that raises has no records: it counts as wrong."""
     schedule = request.schedule
     drive = _Drive([schedule], receive)

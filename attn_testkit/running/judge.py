@@ -1,4 +1,4 @@
-"""Judging what a drive left behind. Holds no backend: steps come as host copies, expected values are the judge's own."""
+"""Judging what a drive left behind: steps come as host copies, expected values are the judge's own."""
 
 from __future__ import annotations
 

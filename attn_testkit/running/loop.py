@@ -18,9 +18,9 @@ from ..contract import Capabilities
 from ..environment import resolve
 from ..registry import UsageError
 from ..results import CaseResult, Status
+from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
 from .candidate import Candidate
 from .judge import judge_item
-from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
 from .plan import plan_run
 from .pool import Worker, WorkerLost
 from .request import Item, Options, Plan, Request, bare_result, kit_error

@@ -27,7 +27,9 @@ def plan_run(request: Request, claims_of: Claims) -> Plan:
     if not request.backends:
         raise UsageError("no backend was named; give --backend a short name or module:Class")
     if request.tier not in TIERS:
-        raise UsageError(f"unknown tier {request.tier!r}{did_you_mean(request.tier, TIERS)} (known: {', '.join(TIERS)})")
+        raise UsageError(
+            f"unknown tier {request.tier!r}{did_you_mean(request.tier, TIERS)} (known: {', '.join(TIERS)})"
+        )
     modes = [ForwardMode(m) for m in _choose(request.modes, ForwardMode, "mode")]
     executions = [Execution(e) for e in _choose(request.executions, Execution, "execution")]
     exact = _exact_cases(request.cases)

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from ..registry import BackendNotFound
 from ..results import Status
-from .candidate import Candidate
 from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
+from .candidate import Candidate
 
 __all__ = ["Worker", "WorkerLost", "WorkerStartError", "ending"]
 

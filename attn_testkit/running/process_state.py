@@ -143,8 +143,7 @@ def changes(before: ProcessState, *, skip: tuple[str, ...] = ()) -> list[str]:
         if name not in skip and _differs(name, was, now[name])
     ]
     found += [
-        f"{name}.{key} was {'removed' if current is _GONE else 'replaced'}"
-        for name, key, current in _replaced(before)
+        f"{name}.{key} was {'removed' if current is _GONE else 'replaced'}" for name, key, current in _replaced(before)
     ]
     return found + [f"{name} was modified" for name, (table, was) in before.tables.items() if not _alike(table, was)]
 
@@ -165,6 +164,12 @@ def _replaced(before: ProcessState) -> Iterator[tuple[str, str, Any]]:
                 current = now.get(key, _GONE)
                 if current is not value and _is_fixed(key, value):
                     yield name, key, current
+
+
+_BOOKKEEPING = frozenset(
+    {"Storage", "__dict__", "__weakref__", "__doc__", "__abstractmethods__", "_abc_impl", "__annotations__"}
+)
+"""Attributes that Python and ``torch.set_default_dtype`` make anew."""
 
 
 def _is_fixed(key: str, value: Any) -> bool:

@@ -16,9 +16,9 @@ from ..contract import AttentionBackend
 from ..environment import Environment, resolve
 from ..graphs.capture import settle
 from ..registry import UsageError
+from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
 from .candidate import Candidate, resolve_candidate
 from .case_run import drive_case, rerun
-from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
 from .process_state import ProcessState, changes, restore, take_state
 
 __all__ = ["LocalWorker", "serve"]
@@ -31,7 +31,7 @@ _FIRST_SEEN_AT_IMPORT = ("environment variables", "signal handlers", "the curren
 
 
 class LocalWorker:
-    """A backend and the process it runs in. The judge holds one itself with ``--in-process``, else a ``Worker`` does."""
+    """A backend in this process: of the worker, or with ``--in-process`` of the judge."""
 
     def __init__(self, candidate: Candidate, device: str) -> None:
         """Raises ``UsageError`` when the backend cannot be imported."""
@@ -96,9 +96,7 @@ def _with_changes(driven: Driven, changed: tuple[str, ...]) -> Driven:
     return replace(driven, changed=changed) if changed else driven
 
 
-def serve(
-    connection: Connection, candidate: Candidate, device: str, gpu: str, timeout_s: float, words: str
-) -> None:
+def serve(connection: Connection, candidate: Candidate, device: str, gpu: str, timeout_s: float, words: str) -> None:
     """Answer questions until the judge closes the pipe. ``words``: the file that takes stdout and stderr."""
     # A group of its own: Ctrl-C reaches the front end alone, and whatever the backend starts ends with it.
     os.setsid()

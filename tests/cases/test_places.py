@@ -22,6 +22,6 @@ def test_places_and_own_slots_divide_the_pool(case_id: str) -> None:
     for step in schedule.steps:
         for index in range(step.bs):
             found = [s for name in PLACES for s in marked_slots(step, place_pattern(index, name), page, slots).tolist()]
-            # The live keys of others are marked by their values, not by slots of nobody.
+            # The live keys of others are marked by their values, not by unowned slots.
             found += [int(s) for request in step.requests for s in request.slots]
             assert sorted(found) == list(range(slots))

@@ -221,7 +221,10 @@ def test_explain_tells_what_a_case_id_stands_for(call):
     case = Case(ForwardMode.DECODE, Heads("gqa", 8, 2), 64, "bf16", 16, (1, 33), bucket=2)
     code, out, _ = call("explain", case.id)
     assert code == 0
-    assert [line.split(None, 1) for line in out.splitlines()[1:]] == [
+    fields, steps, choices = [part.splitlines()[1:] for part in out.split("\n\n")]
+    assert any(line.split()[:2] == ["step", "8"] for line in steps)
+    assert any(line.split()[:2] == ["grad-mode", "torch.no_grad"] for line in choices) is not case.inference_mode
+    assert [line.split(None, 1) for line in fields] == [
         ["mode", "decode"],
         ["heads", "gqa: 8 query heads, 2 KV heads"],
         ["head_dim", "64"],
@@ -239,7 +242,7 @@ def test_explain_leaves_out_what_a_case_does_not_have(call):
         "explain", "target-verify-mla4-d64r16-fp16-p8-k9.40-t0.0.1-shuffled-gauss-w0-cap1.5-sink-b3nan-s7"
     )
     assert code == 0
-    told = dict(line.split(None, 1) for line in out.splitlines()[1:])
+    told = dict(line.split(None, 1) for line in out.split("\n\n")[0].splitlines()[1:])
     assert told["heads"] == "mla: 4 query heads, 1 KV head"
     assert told["tree"] == "4 nodes, parents 0, 0, 1"
     assert told["window"] == "0 keys back, in one layer"

@@ -1,0 +1,202 @@
+"""What a case decides without saying so in its id: one table, and every choice a hash of (id, name of the choice).
+
+Hashes of different names have nothing in common, so over many cases every value of one choice meets every value of
+another; ``tests/cases/test_choices.py`` counts. ``attn-testkit explain CASE`` shows what a case chose. A choice says
+when it applies, and may be asked for then only: what ``explain`` shows is what is run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ..contract import Execution, ForwardMode
+
+if TYPE_CHECKING:
+    from .case import Case
+
+__all__ = ["CHOICES", "Choice", "Value", "chosen", "pick", "shallow_depth"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of a choice, in words, and its weight among the others."""
+
+    words: str
+    weight: int = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One thing that a case decides by a hash of its id."""
+
+    name: str
+    about: str
+    """What is decided, in plain words."""
+    values: tuple[Value, ...]
+    """In the order of what ``pick`` returns. Empty: whoever asks says how many there are."""
+    applies: Callable[[Case], bool] = lambda case: True
+    execution: Execution | None = None
+    """The only execution that it changes; None: both."""
+
+    @property
+    def total(self) -> int:
+        """Sum of the weights."""
+        return sum(value.weight for value in self.values)
+
+
+def shallow_depth(case: Case) -> int:
+    """S of the shallowest draft tree that allows the case's accepted counts. Draft-extend only."""
+    return min(case.width - 1, max(1, max(case.new) - 1))
+
+
+def _has_window(case: Case) -> bool:
+    return case.window >= 0
+
+
+CHOICES: tuple[Choice, ...] = (
+    Choice("grad-mode", "how gradients are off", (Value("torch.no_grad"), Value("torch.inference_mode"))),
+    Choice(
+        "qkv-memory",
+        "how q, k and v lie in memory",
+        (Value("strided views of one packed tensor"), Value("contiguous tensors")),
+    ),
+    Choice(
+        "windowed-layer",
+        "the layer with the case's window",
+        (Value("layer 0"), Value("layer 1")),
+        _has_window,
+    ),
+    Choice(
+        "other-window",
+        "the window of the other layer",
+        (Value("none", 3), Value("a wider one: 2 W + 3")),
+        _has_window,
+    ),
+    Choice(
+        "capped-layer",
+        "the layer with the soft cap",
+        (Value("layer 0"), Value("layer 1")),
+        lambda case: case.logit_cap > 0,
+    ),
+    # Where a request fills the context, the context need not be whole pages.
+    Choice(
+        "context-room",
+        "max_context_len beside the longest request",
+        (Value("at least a page longer, whole pages", 3), Value("filled to the last token")),
+    ),
+    Choice(
+        "shared-prefixes",
+        "where the prefixes that requests share part",
+        (Value("as late as the second longest prefix allows"), Value("before the shortest prefix ends")),
+        lambda case: case.layout == "shared",
+    ),
+    # Draft-extend v2 has a row for every node of the target's tree, and a branching tree has more nodes than S + 1: a
+    # stride of S + 1 is right for chains alone (sglang #27545).
+    Choice(
+        "draft-depth",
+        "S of the draft tree whose nodes are the rows",
+        (Value("a chain: rows - 1"), Value("as shallow as the accepted counts allow")),
+        lambda case: case.mode is ForwardMode.DRAFT_EXTEND_V2 and shallow_depth(case) < case.width - 1,
+    ),
+    Choice(
+        "draft-topk",
+        "top-k of the draft model's output",
+        (Value("1, the argmax"), Value("3")),
+        lambda case: case.mode is ForwardMode.DRAFT_EXTEND,
+    ),
+    # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367).
+    Choice(
+        "num-tokens-per-req",
+        "spec_info.num_tokens_per_req at capture",
+        (Value("0"), Value("-1, as servers leave it unset")),
+        lambda case: case.mode is not ForwardMode.DECODE or case.mixed,
+        Execution.GRAPH,
+    ),
+    # What grows on demand in it still grows under the graphs.
+    Choice(
+        "eager-before-graphs",
+        "an eager step on the instance before it captures",
+        (Value("none"), Value("the step with the fewest rows")),
+        execution=Execution.GRAPH,
+    ),
+    # What a backend keeps by the lengths is right for all steps but the first of these. The others are labels of steps.
+    Choice(
+        "second-step",
+        "the step after the first, on the same instance",
+        (
+            Value("lengths of the first step, other requests", 9),
+            Value("longer, exact", 2),
+            Value("one short request", 2),
+            Value("other bucket", 2),
+            Value("own batch, elsewhere", 2),
+            Value("same lengths, other requests", 2),
+            Value("lengths in another order", 2),
+            Value("long beside short", 2),
+            Value("other bucket, padded", 2),
+            Value("more requests than any graph", 2),
+        ),
+        execution=Execution.EAGER,
+    ),
+    Choice(
+        "second-step-stored",
+        "save_kv_cache of the second step",
+        (Value("True"), Value("False: the pool holds the new keys and values, k and v are NaN")),
+        execution=Execution.EAGER,
+    ),
+    # The second longest is long enough to be split, and does not set the batch's maximum length.
+    Choice(
+        "isolated-request",
+        "the request that runs again by itself, where batch invariance is claimed",
+        (Value("the second longest", 5), Value("the shortest"), Value("the first"), Value("the last")),
+        lambda case: case.bs > 1 or (case.padding == "small" and case.bucket > 1),
+        Execution.EAGER,
+    ),
+    Choice(
+        "unclaimed",
+        "the one thing of all that the backend does not claim which its constructor must refuse",
+        (),
+        execution=Execution.EAGER,
+    ),
+)
+_BY_NAME = {choice.name: choice for choice in CHOICES}
+
+
+@lru_cache(maxsize=1 << 14)
+def _hashed(case_id: str, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{case_id}\n{name}".encode(), digest_size=8).digest(), "little")
+
+
+def pick(case: Case, name: str, n: int | None = None) -> int:
+    """See ``Case.pick``."""
+    choice = _BY_NAME.get(name)
+    if choice is None:
+        close = difflib.get_close_matches(name, _BY_NAME, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"there is no choice {name!r}{hint}; there are: {', '.join(_BY_NAME)}")
+    if not choice.applies(case):
+        raise ValueError(f"choice {name!r} does not apply to {case.id}")
+    number = _hashed(case.id, name)
+    if not choice.values:
+        if n is None or n < 1:
+            raise ValueError(f"choice {name!r} needs the number of its values, at least 1, and was asked with n = {n}")
+        return number % n
+    if n not in (None, len(choice.values)):
+        raise ValueError(f"choice {name!r} has {len(choice.values)} values, and was asked with n = {n}")
+    number %= choice.total
+    for index, value in enumerate(choice.values):
+        number -= value.weight
+        if number < 0:
+            return index
+    raise AssertionError("weights are positive")
+
+
+def chosen(case: Case) -> Iterator[tuple[Choice, Value | None]]:
+    """Every choice that applies to a case, and its value; None where the values are not known without a backend."""
+    for choice in CHOICES:
+        if choice.applies(case):
+            yield choice, choice.values[pick(case, choice.name)] if choice.values else None

@@ -1,0 +1,94 @@
+"""What ``explain`` says of a case id: its words, the steps of its schedule, and what it chose without saying so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import click
+
+from ..cases.case import Case
+from ..cases.choices import chosen
+from ..cases.schedule import Schedule, Step, make_schedule
+from ..contract import ForwardMode
+
+__all__ = ["explain_case"]
+
+_MOST_LISTED = 8
+"""Longer lists of numbers are shortened to so many runs."""
+
+
+def explain_case(case: Case) -> None:
+    """Print a case in words: fields, then steps, then choices, one line each."""
+    click.secho(case.id, bold=True)
+    _print_rows([(name, text) for name, text in _fields(case) if text])
+    click.secho("\nSteps (keys include those of the step)", bold=True)
+    _print_rows(list(_steps(make_schedule(case))))
+    click.secho("\nChoices that the id decides without saying so", bold=True)
+    _print_rows(list(_choices(case)))
+
+
+def _print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    width = max(10, *(len(name) for name, _ in rows))
+    for name, text in rows:
+        click.echo(f"  {name:<{width}} {text}")
+
+
+def _listed(values: Sequence[int]) -> str:
+    """1, 3, 3, 3 -> ``1, 3 x 3``: the second number counts."""
+    runs = [(value, len(list(same))) for value, same in groupby(values)]
+    words = [f"{value} x {times}" if times > 2 else ", ".join([str(value)] * times) for value, times in runs]
+    if len(words) <= _MOST_LISTED:
+        return ", ".join(words)
+    return f"{', '.join(words[:_MOST_LISTED])}, ... ({len(values)} in all, {min(values)} to {max(values)})"
+
+
+def _fields(case: Case) -> list[tuple[str, str]]:
+    """Field -> what it says, empty where the case has no such thing."""
+    heads, tree, padded = case.heads, case.tree, case.bucket - case.bs
+    nodes = f"{len(tree)} nodes, {'a chain' if case.topk == 1 else 'parents ' + _listed(tree.parents)}" if tree else ""
+    padding = f", {padded} of them padding ({case.padding})" if padded else ""
+    return [
+        ("mode", case.mode.value),
+        ("heads", f"{heads.family}: {heads.q_heads} query heads, {heads.kv_heads} KV head{'s'[: heads.kv_heads - 1]}"),
+        ("head_dim", str(case.head_dim)),
+        ("rope_dim", str(case.rope_dim or "")),
+        ("dtype", case.dtype),
+        ("kv_dtype", "" if case.kv_dtype == "same" else case.kv_dtype),
+        ("page_size", str(case.page_size)),
+        ("prefixes", f"{_listed(case.prefixes)} keys before this step"),
+        ("new", f"accepted tokens of each request: {_listed(case.new)} of {case.width} rows" if case.new else ""),
+        ("tree", nodes),
+        ("layout", case.layout),
+        ("data", case.data),
+        ("window", "" if case.window < 0 else f"{case.window} keys back, in one layer"),
+        ("logit_cap", f"{case.logit_cap:g}, in one layer" if case.logit_cap else ""),
+        ("sinks", "one more logit for each query head" if case.sinks else ""),
+        ("bucket", f"{case.bucket} request{'s'[: case.bucket - 1]} in the graph{padding}"),
+        ("mixed", "graphs of all claimed modes on one instance, interleaved" if case.mixed else ""),
+        ("seed", str(case.seed or "")),
+    ]
+
+
+def _steps(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    case = schedule.case
+    buckets = " and ".join(map(str, schedule.buckets))
+    yield "sizes", f"buckets {buckets}, max_context_len {schedule.max_context_len}, {schedule.num_pages} pages"
+    for step in schedule.steps:
+        after = "; then the same eagerly" if step.eager_too else ""
+        yield step.name, f"bucket {step.bucket}, {_in_words(step, case)}{after}"
+    stored = "; save_kv_cache=False" if schedule.second.stored else ""
+    yield schedule.second.name, f"eager after step 0, {_in_words(schedule.second, case)}{stored}"
+    yield schedule.oversized.name, f"eager between replays, {_in_words(schedule.oversized, case)}"
+
+
+def _in_words(step: Step, case: Case) -> str:
+    accepted = f"; accepted {_listed([r.accepted for r in step.requests])}" if case.new else ""
+    rows = "" if case.mode in (ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND) else f"; {case.width} rows each"
+    return f'"{step.label}": keys {_listed(step.lens)}{accepted}{rows}'
+
+
+def _choices(case: Case) -> Iterator[tuple[str, str]]:
+    for choice, value in chosen(case):
+        where = f"; {choice.execution} runs alone" if choice.execution else ""
+        yield choice.name, f"{value.words} ({choice.about}{where})" if value else f"{choice.about}{where}"

@@ -1,0 +1,230 @@
+"""What a tier tries: never beyond a claim, always up to it, and the cases that have names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import Case, Heads
+from attn_testkit.cases.catalogue import companions, generate
+from attn_testkit.cases.data import make_layers
+from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.cases.trees import chain
+from attn_testkit.contract import Capabilities, ForwardMode
+
+DECODE, VERIFY, V1, V2 = ForwardMode
+CLAIMS = TorchNativeBackend.capabilities
+
+
+def claims(**changes: object) -> Capabilities:
+    """Everything of every mode that is small."""
+    every = {
+        "eager": set(ForwardMode),
+        "graph": set(ForwardMode),
+        "families": {"mha", "gqa"},
+        "gqa_ratios": {2},
+        "head_dims": {64},
+        "page_sizes": {16},
+        "max_q_rows": 8,
+        "max_topk": 8,
+        "max_context_len": 1 << 13,
+    }
+    return Capabilities(**{**every, **changes})  # type: ignore[arg-type]
+
+
+def core(mode: ForwardMode, **changes: object) -> tuple[Case, ...]:
+    return generate(claims(**changes), mode, "core")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 32, 33, 39, 40])
+@pytest.mark.parametrize("mode", [VERIFY, V1, V2], ids=str)
+def test_requests_have_as_many_rows_as_are_claimed_and_never_more(mode: ForwardMode, rows: int) -> None:
+    cases = core(mode, max_q_rows=rows)
+    every = [each for case in cases for each in (case, *companions(case, set(ForwardMode), rows, 8))]
+    assert max(case.width for case in every) <= rows
+    widths = {case.width for case in cases}
+    assert {min(n, rows) for n in ((2, 4, 7) if mode is VERIFY else (2, 4, 6))} <= widths
+    if mode is VERIFY:
+        assert (17 in widths) is (rows >= 17)
+        assert (40 in widths) is (rows >= 40)
+        assert all(case.tree is not None and len(case.tree) == case.width for case in cases)
+    elif rows > 6:
+        assert max(widths) == min(rows, 33), "rows times heads of a KV head are more than one tile"
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 4])
+def test_trees_branch_as_widely_as_is_claimed_and_never_more(topk: int) -> None:
+    cases = core(VERIFY, max_q_rows=64, max_topk=topk)
+    assert {case.topk for case in cases} == set(range(1, min(topk, 3) + 1))
+    assert any(case.width == 40 for case in cases) is (topk >= 3)
+    assert max(each.topk for case in cases for each in companions(case, {VERIFY, DECODE}, 8, topk)) <= topk
+    assert max(e.topk for case in core(DECODE) for e in companions(case, {VERIFY}, 8, topk)) == min(topk, 2)
+
+
+@pytest.mark.parametrize("context", [100, 128, 200, 300, 350, 512, 4200])
+@pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
+def test_no_step_of_a_case_is_longer_than_is_claimed(mode: ForwardMode, context: int) -> None:
+    wanted = claims(page_sizes={1, 16, 64}, max_context_len=context)
+    for seed in (0, 5):
+        cases = generate(wanted, mode, "core", seed)
+        assert len(cases) > 20
+        every = [e for c in cases for e in (c, *(companions(c, set(ForwardMode), 8, 8) if c.mixed else ()))]
+        assert max(make_schedule(case).max_context_len for case in every) <= context
+
+
+def test_a_case_that_fills_what_is_claimed_to_the_last_token_is_tried() -> None:
+    for case in core(DECODE)[:6]:
+        length = make_schedule(case).max_context_len
+        assert case in core(DECODE, max_context_len=length)
+        assert case not in core(DECODE, max_context_len=length - 1)
+
+
+def test_a_window_with_a_branching_tree_is_tried_where_it_is_claimed_alone() -> None:
+    windows = {"sliding_window": set(ForwardMode)}
+    without = core(VERIFY, **windows)
+    assert any(case.window >= 0 for case in without)
+    assert not any(case.window >= 0 and case.topk > 1 for case in without)
+    assert any(case.window >= 0 and case.topk > 1 for case in core(VERIFY, **windows, window_in_trees=True))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "groups"),
+    [
+        ({1, 2}, {2}),
+        ({2, 8}, {2, 8}),
+        ({2, 3, 4, 5, 8}, {2, 3, 8}),
+        ({2, 8, 9, 16}, {2, 8, 9, 16}),
+        ({2, 7, 16, 24, 32}, {2, 7, 24, 32}),
+        ({64}, {64}),
+    ],
+)
+def test_groups_are_the_smallest_one_that_is_no_power_of_two_and_the_largest(
+    ratios: set[int], groups: set[int]
+) -> None:
+    cases = core(DECODE, families={"gqa"}, gqa_ratios=ratios)
+    assert {case.heads.q_heads // case.heads.kv_heads for case in cases} == groups
+    assert {case.heads.kv_heads for case in cases} == {2}
+
+
+def test_families_have_the_heads_that_define_them() -> None:
+    assert {case.heads for case in core(DECODE, families={"mha"})} == {Heads("mha", 2, 2)}
+    assert {c.heads for c in core(DECODE, families={"mqa"}, gqa_ratios={1, 3, 6})} == {Heads("mqa", 3, 1)}
+    mla = core(DECODE, families={"mla"}, gqa_ratios={2, 8, 16, 128}, head_dims={512}, mla_rope_dims={64})
+    assert {case.heads.q_heads for case in mla} == {2, 16, 128}
+    assert {(case.head_dim, case.rope_dim) for case in mla} == {(512, 64)}
+    assert {c.heads.q_heads for c in core(DECODE, families={"mla"}, gqa_ratios={8, 12})} == {8}
+
+
+def test_values_are_the_smallest_the_largest_and_some_between() -> None:
+    sizes = {1, 2, 4, 8, 16, 32, 64, 128, 256}
+    assert {case.page_size for case in core(DECODE, page_sizes=sizes)} == {1, 4, 16, 64, 256}
+    smoke = generate(claims(page_sizes=sizes), DECODE, "smoke")
+    assert {case.page_size for case in smoke} == {1, 16, 256}
+    assert {case.head_dim for case in core(DECODE, head_dims={32, 64, 96, 128, 256, 512})} == {32, 96, 256}
+    assert {case.head_dim for case in core(DECODE, head_dims={512})} == {512}
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "lens"),
+    [
+        ("edges", 16, (15, 16, 17)),
+        ("edges", 1, (7, 8, 9)),
+        ("zero", 16, (0, 1, 16)),
+        ("ragged", 16, (3, 37, 9, 17)),
+        ("one", 16, (21,)),
+        ("same", 16, (7, 7)),
+        ("long", 16, (300, 70, 12)),
+        ("wide", 16, (1, 2, 5, 9, 14, 2, 30)),
+        ("tiles", 16, (32, 128, 64, 16)),
+    ],
+)
+def test_lengths_lie_at_the_edges_of_pages_and_tiles(name: str, page: int, lens: tuple[int, ...]) -> None:
+    assert lens in {case.prefixes for case in core(DECODE, page_sizes={page})}, name
+
+
+def test_the_rows_of_a_request_lie_on_both_sides_of_a_tile() -> None:
+    tiles = {case.prefixes for case in core(V2) if case.width == 4}
+    assert (30, 126, 62, 14) in tiles
+    for tile in (16, 32, 64, 128):
+        assert any(k < tile < k + 4 for k in (30, 126, 62, 14))
+
+
+def every(mode: ForwardMode, tier: str = "core", **changes: object) -> list[Case]:
+    return [c for c in generate(CLAIMS.with_changes(**changes) if changes else CLAIMS, mode, tier) if not c.seed]
+
+
+NAMED: dict[str, Callable[[Case], bool]] = {
+    "4096 keys, fp16": lambda c: c.prefixes == (4096,) and c.dtype == "fp16" and c.data == "footprint",
+    "4096 keys, bf16": lambda c: c.prefixes == (4096,) and c.dtype == "bf16" and c.data == "footprint",
+    "everything at once, long": lambda c: (
+        (c.prefixes, c.window, c.logit_cap, c.sinks, c.kv_dtype, c.bucket)
+        == ((1500, 70), 700, 1.5, True, "fp8_e4m3", 3)
+    ),
+    "a cliff over several tiles": lambda c: c.prefixes == (300, 70) and c.data == "cliff" and c.window == -1,
+    "132 requests": lambda c: c.prefixes == (3,) * 45 + (1,) * 43 + (9,) * 44 and c.bucket == 132,
+    "66,000 keys": lambda c: c.prefixes == (66_000,) and c.data == "footprint" and c.bucket == 1,
+    "all modes on one instance": lambda c: c.mixed and c.bucket == c.bs + 1 and c.window == -1,
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
+def test_core_has_the_cases_that_no_covering_array_is_sure_to_meet(mode: ForwardMode, name: str) -> None:
+    assert sum(map(NAMED[name], every(mode))) == 1
+
+
+@pytest.mark.parametrize("mode", [V1, V2], ids=str)
+def test_of_132_requests_one_half_accepts_one_token_and_the_other_all(mode: ForwardMode) -> None:
+    (case,) = filter(NAMED["132 requests"], every(mode))
+    assert case.new == (1,) * 66 + (2,) * 66
+    assert case.width == 2
+
+
+def test_draft_extend_has_a_sum_that_divides_by_the_batch_size() -> None:
+    assert any((c.prefixes, c.new, c.width, c.bucket) == ((5, 9), (1, 3), 4, 2) for c in every(V1))
+
+
+def test_mla_tries_66000_keys_in_full_alone_and_as_many_heads_as_there_are() -> None:
+    mla = {"families": {"mla"}, "head_dims": {512}}
+    assert not any(map(NAMED["66,000 keys"], every(DECODE, **mla)))
+    assert sum(map(NAMED["66,000 keys"], every(DECODE, "full", **mla))) == 1
+    assert max(case.heads.q_heads for case in every(DECODE, **mla)) == 128
+
+
+def test_smoke_shares_an_instance_once_and_core_once_a_mode() -> None:
+    assert [sum(case.mixed for case in every(mode, "smoke")) for mode in ForwardMode] == [1, 0, 0, 0]
+    assert not any(case.mixed for case in core(DECODE, graph={DECODE}))
+    assert all(case.prefixes != (4096,) for mode in ForwardMode for case in every(mode, "smoke"))
+
+
+def test_companions_have_the_layers_of_the_case_whose_instance_they_share() -> None:
+    """A mixed case has one set of layers; with those of their own ids companions would be judged by others."""
+    case = Case(DECODE, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, window=4, sinks=True, mixed=True)
+    for seed in range(8):
+        mine = make_layers(case.with_seed(seed))
+        for other in companions(case.with_seed(seed), set(ForwardMode), 8, 2):
+            assert [layer.sliding_window_size for layer in make_layers(other)] == [
+                layer.sliding_window_size for layer in mine
+            ]
+            for a, b in zip(make_layers(other), mine, strict=True):
+                assert a.sinks is not None
+                assert b.sinks is not None
+                assert a.sinks.equal(b.sinks)
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "others"), [(1, 8, 4), (1, 4, 4), (1, 3, 3), (1, 1, 1), (2, 8, 2), (7, 8, 7)]
+)
+def test_companions_have_the_rows_of_the_case_or_four_where_it_has_one(width: int, rows: int, others: int) -> None:
+    mode = DECODE if width == 1 else V2
+    new = () if width == 1 else (width, 1)
+    case = Case(mode, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), new=new, width=width, bucket=3, mixed=True)
+    for other in companions(case, set(ForwardMode), rows, 1):
+        assert other.width == (1 if other.mode is DECODE else others)
+        assert not other.mixed
+        if other.mode is VERIFY:
+            assert other.tree == chain(others)
+        elif other.new:
+            assert other.new == (1, min(3, others) if others != 2 else 1)
