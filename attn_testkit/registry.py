@@ -6,7 +6,6 @@ import difflib
 import importlib
 import importlib.metadata as metadata
 import importlib.util
-import os
 import pkgutil
 import sys
 import traceback
@@ -25,10 +24,12 @@ __all__ = [
     "BackendNotFound",
     "Origin",
     "UsageError",
+    "capabilities_line",
+    "checked_class",
     "did_you_mean",
-    "known_backends",
     "load_backend",
     "origin_of",
+    "registered_backends",
     "unknown",
 ]
 
@@ -103,9 +104,9 @@ def load_backend(spec: str) -> type[AttentionBackend]:
     return checked_class(spec, found)
 
 
-def known_backends() -> list[BackendInfo]:
-    """Every registered backend, sorted by name. Imports each of them (and so torch)."""
-    return [_describe(name, point) for name, point in sorted(_entry_points().items())]
+def registered_backends() -> list[BackendInfo]:
+    """Every registered backend, sorted by name, and none of them imported: what each claims is left empty."""
+    return [BackendInfo(name, p.value, _entry_origin(p)) for name, p in sorted(_entry_points().items())]
 
 
 def origin_of(spec: str) -> Origin:
@@ -117,7 +118,6 @@ def origin_of(spec: str) -> Origin:
     owners = metadata.packages_distributions().get(top, [])
     if owners:
         return Origin(owners[0], metadata.version(owners[0]))
-    _see_current_directory()
     return Origin(file=_file_of(top))
 
 
@@ -144,7 +144,6 @@ def _registered_spec(name: str) -> str:
 
 
 def _import(spec: str, module_name: str) -> ModuleType:
-    _see_current_directory()
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -186,6 +185,7 @@ def _attribute(spec: str, owner: object, name: str) -> object:
 
 
 def checked_class(spec: str, found: object) -> type[AttentionBackend]:
+    """The backend class that ``spec`` named, if it is one; ``BackendNotFound`` says what it is instead or lacks."""
     from .contract import AttentionBackend, Capabilities
 
     if not isinstance(found, type):
@@ -235,15 +235,8 @@ def _wrong_older_hooks(found: type[AttentionBackend], claims: Capabilities) -> s
     return f"has LegacyGraphHooks and does not implement {', '.join(missing)}" if missing else ""
 
 
-def _describe(name: str, point: metadata.EntryPoint) -> BackendInfo:
-    try:
-        claims = _capabilities_line(load_backend(name).capabilities)
-    except BackendNotFound as error:
-        return BackendInfo(name, point.value, _entry_origin(point), failure=str(error))
-    return BackendInfo(name, point.value, _entry_origin(point), capabilities=claims)
-
-
-def _capabilities_line(claims: Capabilities) -> str:
+def capabilities_line(claims: Capabilities) -> str:
+    """What a backend claims, in one line for ``list``."""
     from .contract import ForwardMode
 
     modes = [
@@ -270,13 +263,6 @@ def _capabilities_line(claims: Capabilities) -> str:
         ", ".join(extras),
     ]
     return "; ".join(part for part in parts if part)
-
-
-def _see_current_directory() -> None:
-    # As `python -m` does: a console script alone would not find the backend that the user is standing next to.
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
 
 
 def _file_of(module_name: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ..contract import Capabilities
 from ..environment import resolve
-from ..registry import UsageError
+from ..registry import UsageError, capabilities_line
 from ..results import CaseResult, Status
 from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
 from .candidate import Candidate
@@ -58,6 +58,17 @@ class Runner:
             finally:
                 self._give_back(worker)
         return self._described[candidate].claims
+
+    def claims_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
+        """(what it claims in one line, why it cannot be imported) of each, one of them empty."""
+        found = []
+        resolve(device).prepare_process()
+        for spec in specs:
+            try:
+                found.append((capabilities_line(self.claims(Candidate(spec), device)), ""))
+            except UsageError as error:
+                found.append(("", str(error)))
+        return found
 
     def run(self, plan: Plan, items: Sequence[Item]) -> Iterator[CaseResult]:
         """Results as they come, one for each item. Closing the generator ends what is running."""

@@ -1,0 +1,190 @@
+"""The judge in a process of its own, as every front end uses it.
+
+A process in which somebody imports the backend is no place for a judge: one assignment at import would make any backend
+conformant. So pytest, a notebook and the command line start a fresh interpreter that judges. It imports no candidate;
+the workers that it starts do. A front end needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from ..registry import UsageError
+from ..results import CaseResult
+from .request import Item, Judge, Options, Plan, Request
+
+__all__ = ["RUNNER", "JudgeError", "JudgeProcess", "judge_for"]
+
+RUNNER = "attn_testkit.running.loop"
+"""Module whose ``Runner`` judges."""
+
+# The child has the parent's sys.path before it imports anything: a backend may stand anywhere the parent looks.
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from attn_testkit.running.judge_process import _serve; _serve()"
+)
+_PATIENCE = 10.0
+"""Seconds for the judge to end its workers before it is killed."""
+
+
+class JudgeError(Exception):
+    """The judge failed: a fault of the kit or of the installation, never a verdict. Ends with what it printed."""
+
+
+class JudgeProcess:
+    """A ``request.Judge`` behind a pipe. Used by one thread."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        self._connection, theirs = Pipe()
+        os.set_inheritable(theirs.fileno(), True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(_search_path()), str(theirs.fileno()), RUNNER],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C reaches the front end alone, which then ends the judge
+        )
+        theirs.close()
+        self._send(options or Options())
+
+    def plan(self, request: Request) -> Plan:
+        """Decide what to run. Raises ``UsageError``."""
+        self._send(("plan", request))
+        plan: Plan = self._receive("plan")
+        return plan
+
+    def claims_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
+        """(what it claims in one line, why it cannot be imported) of each, one of them empty."""
+        self._send(("claims", tuple(specs), device))
+        lines: list[tuple[str, str]] = self._receive("claims")
+        return lines
+
+    def run(self, plan: Plan, items: Sequence[Item]) -> Iterator[CaseResult]:
+        """Results as they come. One that is given up before its end takes the judge along."""
+        self._send(("run", plan, tuple(items)))
+        done = False
+        try:
+            while True:
+                result: CaseResult | None = self._receive("result")
+                if result is None:
+                    done = True
+                    return
+                yield result
+        finally:
+            if not done:
+                self.close()
+
+    def close(self) -> None:
+        """End the judge and every worker of its."""
+        self._connection.close()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _send(self, message: object) -> None:
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._ended() from error
+
+    def _receive(self, kind: str) -> Any:
+        try:
+            found, value = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        if found == "usage":
+            raise UsageError(value)
+        if found != kind:
+            raise JudgeError(value)
+        return value
+
+    def _ended(self) -> JudgeError:
+        code = self._process.wait()
+        return JudgeError(f"the process that judges ended with exit code {code}; what it printed stands above")
+
+
+def judge_for(options: Options) -> Judge:
+    """The judge for a run: a process, or with ``in_process`` this one."""
+    if not options.in_process:
+        return JudgeProcess(options)
+    judge: Judge = importlib.import_module(RUNNER).Runner(options)
+    return judge
+
+
+def _search_path() -> list[str]:
+    # As `python -m` does: a console script alone would not find the backend that the user is standing next to.
+    here = os.getcwd()
+    return [*sys.path] if here in sys.path or "" in sys.path else [here, *sys.path]
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    # The tensors are tiny, and waiting OpenMP threads spin: two workers on two busy cores then take 20 times as long.
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment
+
+
+def _serve() -> None:
+    """The judge's side."""
+    connection = Connection(int(sys.argv[2]))
+    os.set_inheritable(connection.fileno(), False)
+    # A worker or a package may print; the front end's stdout is for results.
+    os.dup2(2, 1)
+    options: Options = connection.recv()
+    try:
+        runner = importlib.import_module(sys.argv[3]).Runner(options)
+    except BaseException as error:
+        connection.send(("error", f"the judge could not start: {type(error).__name__}: {error}"))
+        raise
+    ended = threading.Event()
+
+    def stop(*_: object) -> None:
+        if not ended.is_set():
+            ended.set()
+            runner.close()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            message = connection.recv()
+        except EOFError:
+            stop()
+        with contextlib.suppress(BrokenPipeError):
+            _answer(runner, message, connection)
+
+
+def _answer(runner: Any, message: tuple[Any, ...], connection: Connection) -> None:
+    kind, *values = message
+    try:
+        if kind == "run":
+            with contextlib.closing(runner.run(*values)) as results:
+                for result in results:
+                    connection.send(("result", result))
+            connection.send(("result", None))
+        elif kind == "plan":
+            connection.send(("plan", runner.plan(*values)))
+        else:
+            connection.send(("claims", runner.claims_lines(*values)))
+    except UsageError as error:
+        connection.send(("usage", str(error)))
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        connection.send(("error", "".join(traceback.format_exception(error)).rstrip()))
