@@ -371,7 +371,7 @@ def drive_graphs(
                     # The eager step may have freed what a graph still uses.
                     canaries.blocks += churn().blocks
                 seen.append((drive.schedule, twin))
-                observed = replace(observed, eager_twin=None if crowded else twin)
+                observed = replace(observed, eager_run=None if crowded else twin)
             seen.append((drive.schedule, observed))
     # What replays show is told first.
     return seen + before, drives

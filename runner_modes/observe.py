@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from attn_testkit.checks.memory import same_pool
-from attn_testkit.checks.observation import Left, Observation
+from attn_testkit.checks.observation import Observation, StepOutputs
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.model import Trace
 
@@ -110,14 +110,14 @@ def observe(
         # A drive keeps a dozen of them until all are judged.
         pool = loaded.pool_after
 
-    def left() -> Left:
+    def cut_apart() -> StepOutputs:
         pieces = iter(cut())
         outs, rows, were, are, values = (tuple(islice(pieces, len(group))) for group in groups)
         lent = (*zip(held, were, are, strict=True), *_activations(loaded, rows))
         given = dataclasses.replace(outputs, **dict(zip(returned, values, strict=True)))
-        return Left(outs, given, pool, loaded.pool_after, lent)
+        return StepOutputs(outs, given, pool, loaded.pool_after, lent)
 
-    return Observation(loaded.step, label, left, among, damaged=damaged, replay=replay, padded=padded)
+    return Observation(loaded.step, label, cut_apart, among, damaged=damaged, replay=replay, padded=padded)
 
 
 def _activations(loaded: Loaded, rows: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:

@@ -11,7 +11,7 @@ import torch
 
 from ..cases.schedule import Step
 
-__all__ = ["Left", "Observation", "Outputs"]
+__all__ = ["Observation", "Outputs", "StepOutputs"]
 
 
 @dataclass(frozen=True)
@@ -19,24 +19,28 @@ class Outputs:
     """What the mode returns to its caller, live rows only. A field that the mode does not have is None."""
 
     next_token_logits: torch.Tensor | None
+    """[R, vocab] float32; R output rows: T, or one a request in draft-extend v1."""
     hidden_states: torch.Tensor | None
+    """[R, hidden] float32."""
     topk_p: torch.Tensor | None = None
+    """[B, k] float32; draft-extend v1 alone."""
     topk_index: torch.Tensor | None = None
+    """[B, k] int64."""
 
 
 @dataclass(frozen=True)
-class Left:
-    """Tensors on the host, as a step left them."""
+class StepOutputs:
+    """Host tensors, as a step left them. L layers, T live rows."""
 
     attention: tuple[torch.Tensor, ...]
-    """Output of every layer for the live rows, as the backend returned it."""
+    """L tensors [T, Hq, Dv] or [T, Hq * Dv] in the model's dtype: the live rows, as the backend returned them."""
     outputs: Outputs
     pool: torch.Tensor
-    """The KV pool after the step."""
+    """[L, 2 or 1, slots, Hk, Dqk] in the pool's dtype: the KV pool after the step."""
     pool_after: torch.Tensor
-    """What it should hold."""
-    lent: tuple[tuple[str, torch.Tensor, torch.Tensor], ...] = ()
-    """(name, what it held before, what it holds now) of everything that the backend was given to read."""
+    """What it should hold. The same tensor as ``pool`` where that is right."""
+    inputs: tuple[tuple[str, torch.Tensor, torch.Tensor], ...] = ()
+    """(name, what it held before, what it holds now) of everything that the backend may read and not write."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Observation:
     step: Step
     label: str
     """Empty for a lone eager step, else ``replay 4 of 7 (long beside short), bucket 4, 3 live``."""
-    left: Callable[[], Left] = field(repr=False)
+    cut: Callable[[], StepOutputs] = field(repr=False)
     """Cuts the copies apart. Asked once, when somebody looks: in a drive every operation on a tensor has its price."""
     among: Literal["", "steps", "graphs"] = ""
     """What else ran on the instance before an eager run: nothing, other eager steps, or graphs."""
@@ -55,37 +59,37 @@ class Observation:
     replay: bool = False
     padded: int = 0
     """Padded requests."""
-    eager_twin: Observation | None = field(default=None, repr=False)
+    eager_run: Observation | None = field(default=None, repr=False)
     """The backend's own eager run of the same step, where there was one."""
 
     @cached_property
-    def _left(self) -> Left:
-        return self.left()
+    def _step(self) -> StepOutputs:
+        return self.cut()
 
     @property
     def attention(self) -> tuple[torch.Tensor, ...]:
-        """Output of every layer for the live rows, as the backend returned it."""
-        return self._left.attention
+        """L tensors [T, Hq, Dv] or [T, Hq * Dv] in the model's dtype: the live rows, as the backend returned them."""
+        return self._step.attention
 
     @property
     def outputs(self) -> Outputs:
-        """What the mode returns to its caller."""
-        return self._left.outputs
+        """What the mode returns to its caller, live rows only."""
+        return self._step.outputs
 
     @property
     def pool(self) -> torch.Tensor:
-        """The KV pool after the step."""
-        return self._left.pool
+        """[L, 2 or 1, slots, Hk, Dqk] in the pool's dtype: the KV pool after the step."""
+        return self._step.pool
 
     @property
     def pool_after(self) -> torch.Tensor:
         """What the KV pool should hold after the step. The same tensor as ``pool`` where that is right."""
-        return self._left.pool_after
+        return self._step.pool_after
 
     @cached_property
     def modified(self) -> tuple[str, ...]:
         """Names of inputs that no longer hold what they held before the step."""
-        return tuple(name for name, before, now in self._left.lent if not _same_bits(before, now))
+        return tuple(name for name, before, now in self._step.inputs if not _same_bits(before, now))
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -11,13 +11,12 @@ import torch
 from ..cases.case import Case
 from ..cases.catalogue import companions
 from ..cases.schedule import Schedule, Step, make_schedule, only
+from ..checks import Judgement, Stage
 from ..checks.claims import refuses_undeclared
 from ..checks.failures import context_lost, from_exception
-from ..checks.memory import addresses_stable, inputs_unchanged, writes_own_kv
-from ..checks.numeric import NUMERIC, finite, graph_matches_eager, margin, matches_oracle, output_written
 from ..checks.observation import Observation
-from ..checks.outputs import mode_outputs
 from ..checks.sameness import batch_invariant, repeatable
+from ..checks.step import judge_step
 from ..contract import AttentionBackend, Capabilities, Execution, Unsupported
 from ..environment import Environment, missing_here
 from ..oracle.expect import expect
@@ -26,7 +25,7 @@ from ..runner_modes.asked import DriveError, kernels_of
 from ..runner_modes.drive import Clock, GraphDrive, drive_graphs, run_eager
 from ..runner_modes.world import World
 
-__all__ = ["Outcome", "gradients_off", "judge", "run_case", "schedule_for"]
+__all__ = ["Outcome", "gradients_off", "run_case", "schedule_for"]
 
 
 @dataclass
@@ -34,14 +33,14 @@ class Outcome:
     """What a case-run found, before it becomes a result."""
 
     findings: list[Finding] = field(default_factory=list)
-    checks: set[str] = field(default_factory=set)
+    stage: Stage = Stage.STARTED
     margin: float | None = None
     clock: Clock = field(default_factory=Clock)
     kernels: str = "real"
     lost: str = ""
     """Why the device context is gone; empty when it is not."""
     failed_steps: dict[str, list[tuple[Schedule, Observation]]] = field(default_factory=dict)
-    """Promise -> steps that broke it, for diagnosis."""
+    """Check -> steps that failed it, for diagnosis."""
     warm_up: list[Finding] = field(default_factory=list)
     """What is wrong with the warm-ups before captures."""
     passed_steps: list[tuple[Schedule, Observation]] = field(default_factory=list)
@@ -54,26 +53,6 @@ def gradients_off(case: Case) -> Iterator[None]:
         yield
 
 
-def judge(observed: Observation, schedule: Schedule, claims: Capabilities) -> list[Finding]:
-    """All promises about one step. What follows from wrong attention outputs is not told twice."""
-    same_bits = claims.deterministic and claims.batch_invariant
-    expected = expect(schedule, observed.step)
-    # Wrong writes make wrong numbers, and never the other way round.
-    found = writes_own_kv(observed, schedule.case)
-    numeric = [
-        *output_written(observed, expected),
-        *finite(observed, expected),
-        *matches_oracle(observed, expected),
-    ]
-    found += numeric
-    if not numeric:
-        found += graph_matches_eager(observed, expected, same_bits)
-        found += mode_outputs(observed, expected, schedule.case)
-    found += inputs_unchanged(observed)
-    found += addresses_stable(observed)
-    return found
-
-
 def run_case(
     backend_class: type[AttentionBackend], case: Case, execution: Execution, environment: Environment
 ) -> Outcome:
@@ -81,25 +60,32 @@ def run_case(
     outcome = Outcome()
     claims = backend_class.capabilities
     run = _run_graph if execution is Execution.GRAPH else _run_eager
-    outcome.checks |= {"completes", "output-contract", *NUMERIC, "mode-outputs", "writes-own-kv", "inputs-unchanged"}
-    outcome.checks |= {"reads-own-kv", "refuses-undeclared"}
-    if not claims.needs_cpu_seq_lens:
-        outcome.checks.add("no-host-lengths")
     try:
         with environment.active(), gradients_off(case):
             seen = run(backend_class, case, environment, outcome)
     except DriveError as error:
         cause = error.__cause__
         assert cause is not None
+        outcome.stage = _STAGE_OF.get(error.phase, Stage.CONSTRUCTED)
         _record_exception(outcome, cause, error.phase, error.label, claims.needs_cpu_seq_lens)
         cause.__traceback__ = None
         return outcome
     with outcome.clock.phase("oracle and checks"):
         for schedule, observed in seen:
             _judge_into(outcome, schedule, observed, claims)
+    outcome.stage = Stage.COMPLETED
     # What is wrong at a replay as well is told there, with a place.
     outcome.findings += [] if outcome.failed_steps else outcome.warm_up
     return outcome
+
+
+_STAGE_OF = {
+    "constructor": Stage.STARTED,
+    "kernels": Stage.STARTED,
+    "plan for replay": Stage.CAPTURED,
+    "replay": Stage.CAPTURED,
+}
+"""Phase that raised -> how far the case-run had come. What was observed before it is not judged."""
 
 
 def _record_exception(outcome: Outcome, error: BaseException, phase: str, label: str, needs_cpu: bool) -> None:
@@ -109,9 +95,9 @@ def _record_exception(outcome: Outcome, error: BaseException, phase: str, label:
 
 
 def _judge_into(outcome: Outcome, schedule: Schedule, observed: Observation, claims: Capabilities) -> None:
-    found = judge(observed, schedule, claims)
-    expected = expect(schedule, observed.step)
-    outcome.margin = max(outcome.margin or 0.0, min(margin(observed, expected), 1e9))
+    judgement = Judgement(observed, expect(schedule, observed.step))
+    found = judge_step(judgement, schedule, claims)
+    outcome.margin = max(outcome.margin or 0.0, min(judgement.margin, 1e9))
     if found:
         for finding in found:
             outcome.failed_steps.setdefault(finding.check, []).append((schedule, observed))
@@ -148,7 +134,6 @@ def schedule_for(case: Case, claims: Capabilities) -> Schedule:
 
 def _run_eager(backend_class: type[AttentionBackend], case: Case, environment: Environment, outcome: Outcome) -> _Seen:
     claims = backend_class.capabilities
-    outcome.checks.add("steps-independent")
     schedule = schedule_for(case, claims)
     world = build_world(backend_class, [schedule], environment, outcome)
     step, second = schedule.steps[0], schedule.second
@@ -156,13 +141,11 @@ def _run_eager(backend_class: type[AttentionBackend], case: Case, environment: E
     # Right after it, and not after another step: what alternates from step to step would have come round again.
     again = run_eager(world, schedule, step, outcome.clock, label="the same eager step again", among="steps")
     if claims.deterministic:
-        outcome.checks.add("repeatable")
         outcome.findings += repeatable(observed, again)
     stored = ", save_kv_cache=False" if second.stored else ""
     label = f"another eager step on the instance ({second.label}{stored})"
     other = run_eager(world, schedule, second, outcome.clock, label=label, among="steps")
     if claims.batch_invariant and step.bs > 1:
-        outcome.checks.add("batch-invariant")
         index = _request_to_isolate(case, step)
         alone = run_eager(world, schedule, only(step, index), outcome.clock)
         outcome.findings += batch_invariant(observed, alone, index)
@@ -179,15 +162,6 @@ def _request_to_isolate(case: Case, step: Step) -> int:
 
 def _run_graph(backend_class: type[AttentionBackend], case: Case, environment: Environment, outcome: Outcome) -> _Seen:
     claims = backend_class.capabilities
-    outcome.checks |= {
-        "captures-cleanly",
-        "replay-follows-batch",
-        "addresses-stable",
-        "padding-inert",
-        "buckets-independent",
-        "graph-matches-eager",
-        "claims-honest",
-    }
     cases = [case]
     if case.mixed:
         runnable = {mode for mode in claims.graph if not missing_here(claims, environment, mode)}

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from ..cases.case import Case, parse_case
 from ..cases.catalogue import TIERS, generate
-from ..checks.numeric import NUMERIC
+from ..checks import NUMERIC, judged
 from ..contract import AttentionBackend, Capabilities, Execution, ForwardMode
 from ..diagnosis.blame import explain_numeric
 from ..diagnosis.rerun import Bench
@@ -239,7 +239,7 @@ def run_item(item: WorkItem, plan: RunPlan) -> CaseResult:
 def _explained(
     outcome: Outcome, backend_class: type[AttentionBackend], item: WorkItem, environment: Environment
 ) -> list[Finding]:
-    """One finding a promise, the wrong numbers diagnosed."""
+    """One finding a check, the wrong numbers diagnosed."""
     first: dict[str, Finding] = {}
     for finding in outcome.findings:
         first.setdefault(finding.check, finding)
@@ -270,6 +270,8 @@ def _with_other_steps(finding: Finding, labels: list[str]) -> Finding:
 
 def _result(item: WorkItem, outcome: Outcome, plan: RunPlan, status: Status, reason: str = "") -> CaseResult:
     graph = plan.header.device if item.execution is Execution.GRAPH else ""
+    claims, failed = _loaded(item.backend).capabilities, {finding.check for finding in outcome.findings}
+    checks, not_judged = judged(claims, item.execution, outcome.stage, failed, item.case)
     return CaseResult(
         backend=item.backend,
         mode=item.mode.value,
@@ -277,7 +279,8 @@ def _result(item: WorkItem, outcome: Outcome, plan: RunPlan, status: Status, rea
         case=item.case.id,
         status=status,
         findings=tuple(outcome.findings),
-        checks=tuple(sorted(outcome.checks)),
+        checks=checks,
+        not_judged=not_judged,
         margin=outcome.margin,
         seconds={name: round(value, 6) for name, value in outcome.clock.seconds.items()},
         graph=graph,
