@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -68,10 +68,10 @@ RAN = frozenset({Status.PASSED, Status.KNOWN_FAILURE}) | BAD
 
 @dataclass(frozen=True)
 class Finding:
-    """One broken promise, told for a tired person: what, where, how far it spreads, what to look at first."""
+    """One failed check, written for a tired person: what, where, how far it spreads, what to look at first."""
 
     check: str
-    """Id of the promise, as ``attn-testkit explain`` knows it."""
+    """Id of the check, as ``attn-testkit explain`` knows it."""
     headline: str
     """Stands alone: ``request 3 differs from the oracle, 56x over the limit``."""
     where: str = ""
@@ -95,9 +95,10 @@ class CaseResult:
     status: Status
     findings: tuple[Finding, ...] = ()
     checks: tuple[str, ...] = ()
-    """Ids of the promises that were judged, kept or not."""
+    """Ids of the checks that were judged, passed or failed, in reading order."""
     not_judged: tuple[str, ...] = ()
-    """Ids of checks that apply and could not be judged, because the case-run ended before."""
+    """Ids of checks that apply and could not be judged, because the case-run ended before, or because the attention
+    outputs that they look behind are wrong."""
     margin: float | None = None
     """Largest error / limit over all outputs; a passing case is below 1."""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -164,7 +165,7 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
     for finding in result.findings[:1] if first_only else result.findings:
         lines.append(f"{result.case}: {finding.headline}")
         rows = [
-            ("promise", finding.check),
+            ("check", finding.check),
             ("step", finding.step),
             ("where", finding.where),
             ("spread", finding.spread),
@@ -176,6 +177,8 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
         first, *rest = result.reason.splitlines() or [""]
         lines.append(f"{result.case}: {result.status}: {first}" if first else f"{result.case}: {result.status}")
         lines += [f"  {line}" for line in rest]
+    if result.not_judged:
+        lines += _row("unjudged", _some(result.not_judged))
     version = header.backends.get(result.backend, "") if header else ""
     parts = [f"{result.backend} {version}".strip()]
     if header:
@@ -211,13 +214,24 @@ TOLD = 3
 def _row(name: str, text: str) -> list[str]:
     # Values are left whole, to be searched for and copied; prose is made to fit a line.
     lines = text.splitlines()
-    if name == "hint":
+    if name in ("hint", "unjudged"):
         return [
             f"  {name if not index else '':<8} {part}"
             for line in lines
             for index, part in enumerate(textwrap.wrap(line, WIDTH - 11, break_long_words=False))
         ]
     return [f"  {name:<8} {line}" for line in lines]
+
+
+def _some(names: Sequence[str]) -> str:
+    """All of a few names, the first of many and how many more there are."""
+    shown = names if len(names) <= MOST_UNJUDGED + 1 else names[:MOST_UNJUDGED]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+MOST_UNJUDGED = 5
+"""Checks that were not judged and that a failure's text names; the record has them all."""
 
 
 def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:

@@ -29,7 +29,7 @@ from attn_testkit.runner_modes.harness import ServerHarness
 from attn_testkit.backends.vendor import VendorMissing, forced
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.schedule import Schedule
-from attn_testkit.checks.numeric import margin, stacked
+from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, Execution, ForwardMode
 from attn_testkit.environment import Environment, resolve
@@ -112,9 +112,10 @@ def _steps(backend: type[AttentionBackend], item: WorkItem, environment: Environ
 def _compared(first: _Seen, second: _Seen) -> Iterator[tuple[float, float, float]]:
     for (schedule, real), (_, stand_in) in zip(first, second, strict=True):
         expected = expect(schedule, real.step)
-        apart = (stacked(real, expected).double() - stacked(stand_in, expected).double()).abs()
+        one, other = Judgement(real, expected), Judgement(stand_in, expected)
+        apart = (one.out.double() - other.out.double()).abs()
         part = (apart / expected.attention_limit).nan_to_num(torch.inf, torch.inf)
-        yield float(part.max()), margin(real, expected), margin(stand_in, expected)
+        yield float(part.max()), one.margin, other.margin
 
 
 def _compare(item: WorkItem, environment: Environment) -> list[tuple[float, float, float]]:

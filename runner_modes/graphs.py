@@ -80,6 +80,7 @@ def drive_graphs(
     early = _before_graphs(harness, schedules[0], clock) if options.eager_steps else []
     pool = torch.cuda.graph_pool_handle()
     graphs = capture_schedules(harness, schedules, pool, clock)
+    harness.captured()
     other = capture_schedules(neighbour, schedules[:1], pool, clock)[0] if neighbour else None
     seen, replaced = _replay_all(graphs, other, clock, options)
     return GraphRun(

@@ -81,6 +81,8 @@ class ServerHarness:
         self.device, self.unowned, self.fill = device, unowned, fill
         self.deliver: Callable[[Observation], Observation] = lambda observed: observed
         """Takes every observation as soon as it is made; what it returns is kept by the drive."""
+        self.captured: Callable[[], None] = lambda: None
+        """Called when all graphs are captured."""
         self.copies_pool = True
         """Whether observations hold the KV pool."""
         self.case: Case = schedules[0].case

@@ -1,4 +1,4 @@
-"""What an audit looks like: on a terminal, as a page, and as the documentation of the promises."""
+"""What an audit looks like: on a terminal, as a page, and as the documentation of the checks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import jinja2
 
-from ..checks.promises import PROMISES
+from ..checks import CHECKS
 from ..faults import all_faults, all_left_out, all_twins
 from ..faults.catalogue import CLASSES, Fault
 from .verdicts import Audit, FaultVerdict
 
-__all__ = ["audit_page", "audit_text", "promises_page"]
+__all__ = ["audit_page", "audit_text", "checks_page"]
 
 
 def audit_text(audit: Audit, *, verbose: bool = False) -> str:
@@ -56,8 +56,8 @@ def verdict_line(audit: Audit) -> str:
 def _columns(audit: Audit) -> list[str]:
     """Promises that faults can be caught by: all, or in a part those that caught or were expected to."""
     used = {promise for verdict in audit.faults for promise in verdict.caught_by}
-    asked = {p for v in audit.faults for p in v.expected} | used if audit.settings.partial else PROMISES.keys() | used
-    return [promise for promise in (*PROMISES, "crashed", "timed out") if promise in asked]
+    asked = {p for v in audit.faults for p in v.expected} | used if audit.settings.partial else CHECKS.keys() | used
+    return [promise for promise in (*CHECKS, "crashed", "timed out") if promise in asked]
 
 
 def _matrix(audit: Audit) -> list[str]:
@@ -117,18 +117,17 @@ def audit_page(audit: Audit) -> str:
         groups=[group for group in groups if group[2]],
         twins=twins,
         whys={twin.name: twin.why for twin in all_twins()},
-        promises=PROMISES,
+        checks=CHECKS,
         partial=audit.settings.partial,
         line=verdict_line(audit),
     )
 
 
-def promises_page() -> str:
-    """``docs/promises.md``: each promise, what breaks it, the faults that prove it, how to read its failure."""
+def checks_page() -> str:
+    """``docs/checks.md``: each check, what breaks it, the faults that prove it, how to read its failure."""
     faults = all_faults()
-    return _template("promises.md.j2", autoescape=False).render(
-        promises=[(promise, _proofs(faults, promise.id)) for promise in PROMISES.values()],
-        reading=_READING,
+    return _template("checks.md.j2", autoescape=False).render(
+        checks=[(check, _proofs(faults, check.id)) for check in CHECKS.values()],
         classes=CLASSES,
         faults=faults,
         twins=all_twins(),
@@ -136,43 +135,5 @@ def promises_page() -> str:
     )
 
 
-def _proofs(faults: Sequence[Fault], promise: str) -> list[Fault]:
-    return [fault for fault in faults if fault.promises[0] == promise]
-
-
-_READING = {
-    "completes": "The first line holds the exception; `where` is the last line of it that is yours.",
-    "output-contract": "Compare the shape, dtype or device that is told with `Hq * Dv` values a row, in q's dtype.",
-    "matches-oracle": "`attended` says which keys a wrong row used and which it should have used. The right keys with "
-    "a wrong result leave scale, soft cap, sinks and the mapping of heads.",
-    "mode-outputs": "The attention of every layer is right. Look at what runs after it: pruning to the accepted row, "
-    "the batch's own tensors, buffers that a later layer shares.",
-    "graph-matches-eager": "Both are within the limit and differ. Look for what depends on being captured: a split "
-    "count, a kernel choice, a rounding.",
-    "finite": "A NaN that is computed, not read: an empty sum, or memory that nobody wrote. The hint says which.",
-    "output-written": "The place told still holds what was there before the call: a grid that is too small, or an "
-    "early exit.",
-    "reads-own-kv": "With zeros in slots of nobody the result is finite. `attended` says where the foreign weight came "
-    "from; if the keys are right, something is multiplied by 0 instead of masked.",
-    "writes-own-kv": "`where` names the slot, its page, and whose it is. A slot of nobody: padding. An earlier token: "
-    "an offset. This step's: frozen slots, or the wrong numbers.",
-    "inputs-unchanged": "`where` lists the tensors that no longer hold what they held.",
-    "captures-cleanly": "`where` is the line that a capture cannot record, and the hint what to write instead.",
-    "replay-follows-batch": "Eager is right, and so is the plan: something of the capture is still in force. "
-    "`attended` says which keys were used; a length in the hint is usually the capture's.",
-    "addresses-stable": "The hint names the attribute that a replay replaced, or the block that was freed. Allocate it "
-    "once, and fill it in place.",
-    "padding-inert": "In a bucket of exactly that size it is right. Look for sums, maxima and tails over the padded "
-    "batch.",
-    "buckets-independent": "As the only replay of the only bucket it is right. Look for what two graphs, two modes or "
-    "an eager step share.",
-    "steps-independent": "As the first step of a fresh instance it is right. Look for what outlives a step: a plan or "
-    "table that is used again, and what its key leaves out.",
-    "no-host-lengths": "`where` is the line that waits for the device, or reads a host length that is not given.",
-    "refuses-undeclared": "The constructor took what the claims exclude. Call `super().__init__`, or widen the claim "
-    "and have it tested.",
-    "claims-honest": "A claim that no case can satisfy together with the others, or that does not hold.",
-    "repeatable": "The same step twice on one instance: look for counters left dirty, atomics, memory not cleared.",
-    "batch-invariant": "A request alone and in company: look for sizes and splits that are taken from the batch.",
-}
-"""Promise -> how to read its failure."""
+def _proofs(faults: Sequence[Fault], check: str) -> list[Fault]:
+    return [fault for fault in faults if fault.promises[0] == check]

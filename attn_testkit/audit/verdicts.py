@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..checks.promises import PROMISES
+from ..checks import CHECKS
 
 __all__ = ["Audit", "FaultVerdict", "Settings", "Task", "TwinVerdict", "Verdict"]
 
@@ -124,7 +124,7 @@ class Audit:
     def first_catches(self) -> dict[str, int]:
         """Promise -> faults of which it is reported first."""
         counts = Counter(verdict.first for verdict in self.faults if verdict.caught)
-        return {promise: counts[promise] for promise in (*PROMISES, "crashed", "timed out") if promise in PROMISES
+        return {promise: counts[promise] for promise in (*CHECKS, "crashed", "timed out") if promise in CHECKS
                 or counts[promise]}  # fmt: skip
 
     @property
@@ -138,7 +138,7 @@ class Audit:
         """Promises that catch nothing that others do not. Not known when only some faults were tried."""
         if self.settings.partial:
             return []
-        return [promise for promise, count in self.caught_alone.items() if promise in PROMISES and not count]
+        return [promise for promise, count in self.caught_alone.items() if promise in CHECKS and not count]
 
     @property
     def exit_code(self) -> int:

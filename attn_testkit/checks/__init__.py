@@ -1,20 +1,54 @@
-"""What is promised: one file per kind of promise, plain functions on host data, no pytest."""
+"""What is checked: one file for each kind of check, plain functions on host data, no pytest."""
 
-from .promises import PROMISES, Promise
+from __future__ import annotations
 
-__all__ = ["PROMISES", "Promise"]
+from collections.abc import Collection, Mapping
 
-from enum import IntEnum
+from ..cases.case import Case
+from ..contract import Capabilities, Execution
+from . import claims as _claims
+from . import failures, graphs, memory, numeric, outputs, sameness, state
+from .check import Check, Stage
+from .judgement import Judgement
+
+__all__ = ["CHECKS", "NUMERIC", "REPORTED_INSTEAD", "Check", "Judgement", "Stage", "judged"]
+
+_KINDS = (failures, numeric, outputs, memory, graphs, state, _claims, sameness)
+
+CHECKS: Mapping[str, Check] = {check.id: check for kind in _KINDS for check in kind.CHECKS}
+"""By id, in the order in which they are worth reading."""
+
+NUMERIC = ("output-written", "finite", "matches-oracle")
+"""Ids of the checks of attention outputs: what diagnosis explains, and what silences what follows from them."""
+
+REPORTED_INSTEAD = (
+    "reads-own-kv",
+    "captures-cleanly",
+    "replay-follows-batch",
+    "addresses-stable",
+    "padding-inert",
+    "buckets-independent",
+    "steps-independent",
+)
+"""Ids under which diagnosis reports wrong attention outputs once it knows their cause."""
 
 
-class Stage(IntEnum):
-    STARTED = 0
-    CONSTRUCTED = 1
-    OBSERVED = 2
-    CAPTURED = 3
-    REPLAYED = 4
-    COMPLETED = 5
+def judged(
+    claims: Capabilities, execution: Execution, stage: Stage, failed: Collection[str], case: Case | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(ids that were judged, ids that apply and could not be judged), each in reading order.
 
-
-def judged(claims, execution, stage, failed):
-    return tuple(PROMISES), ()
+    ``stage``: how far the case-run came. ``failed``: ids of its findings; each of them counts as judged, as do ids that
+    this kit does not know. With wrong attention outputs among them, what is ``behind_outputs`` was not judged.
+    ``case``: leaves out what the case cannot show, either way.
+    """
+    outputs_wrong = any(check in NUMERIC or check in REPORTED_INSTEAD for check in failed)
+    done: list[str] = []
+    not_done: list[str] = []
+    for check in CHECKS.values():
+        if check.id in failed:
+            done.append(check.id)
+        elif check.applies(claims, execution) and (case is None or check.shown_by(case)):
+            hidden = check.behind_outputs and outputs_wrong
+            (done if stage >= check.judged_from and not hidden else not_done).append(check.id)
+    return (*done, *sorted(set(failed) - CHECKS.keys())), tuple(not_done)

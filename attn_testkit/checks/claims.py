@@ -1,4 +1,4 @@
-"""Promises about claims: what is not declared is refused."""
+"""Checks of claims: what is not declared is refused, what is declared works."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from ..cases.schedule import Schedule
 from ..contract import AttentionBackend, BackendContext, Capabilities, ForwardMode, KVPool, Unsupported
 from ..results import Finding
+from .check import Check, Stage, in_eager, in_graphs
 
-__all__ = ["outside_claims", "refuses_undeclared"]
+__all__ = ["CHECKS", "outside_claims", "refuses_undeclared"]
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -103,7 +104,10 @@ def outside_claims(claims: Capabilities, context: BackendContext) -> Iterator[tu
 def refuses_undeclared(
     backend_class: type[AttentionBackend], schedule: Schedule, context: BackendContext
 ) -> list[Finding]:
-    """One such context a case, another in each case: the constructor must raise ``Unsupported``."""
+    """One such context a case, another in each case: the constructor must raise ``Unsupported``.
+
+    ``context`` is that of the case's own instance, which was accepted.
+    """
     ways = list(outside_claims(backend_class.capabilities, context))
     if not ways:
         return []
@@ -113,13 +117,45 @@ def refuses_undeclared(
     except Unsupported:
         return []
     except Exception as error:
-        told = f"raised {type(error).__name__} instead of Unsupported"
+        what = f"and the constructor raised {type(error).__name__} instead of Unsupported"
     else:
-        told = "was accepted"
+        what = "yet the constructor accepted it"
     return [
         Finding(
             "refuses-undeclared",
-            f"{name} is not claimed, and {told} by the constructor",
+            f"{name} is not claimed, {what}",
             hint="call super().__init__(context) first: it compares the context with the claims",
         )
     ]
+
+
+CHECKS = (
+    Check(
+        "no-host-lengths",
+        "With needs_cpu_seq_lens false: CPU mirrors are None, and preparing a replay does not wait for the device.",
+        "seq_lens.max().item(), .cpu() in a plan, a host list turned into a device tensor at each step.",
+        "sglang #27689, #28765, #26824",
+        "`where` is the line that waits for the device, or reads a host length that is not given.",
+        judged_from=Stage.REPLAYED,
+        applies=lambda claims, execution: not claims.needs_cpu_seq_lens,
+    ),
+    Check(
+        "claims-honest",
+        "Graph support that is claimed captures and replays; what works and is not claimed is reported as a hint.",
+        "A claim copied from another class.",
+        "sglang #29858",
+        "A claim that no case can satisfy together with the others, or that does not hold.",
+        judged_from=Stage.COMPLETED,
+        applies=in_graphs,
+    ),
+    Check(
+        "refuses-undeclared",
+        "What is not claimed raises Unsupported in the constructor.",
+        "A constructor that does not call super().__init__, or claims that are wider than the check.",
+        "vllm-ascend #15503",
+        "The constructor took what the claims exclude. Call `super().__init__`, or widen the claim and have it tested.",
+        judged_from=Stage.COMPLETED,
+        applies=in_eager,
+    ),
+)
+"""In the order in which they are worth reading. Found while planning and driving."""

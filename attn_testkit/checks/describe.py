@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..cases.data import StepData
 from ..cases.schedule import Step
 
-__all__ = ["index_ranges", "number", "requests_wrong", "spread_text", "times"]
+__all__ = ["index_ranges", "number", "requests_wrong", "row_name", "spread_text", "times"]
 
 
 def number(value: float) -> str:
@@ -36,8 +37,15 @@ def index_ranges(indices: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
+def row_name(data: StepData, row: int) -> str:
+    """``request 1 row 0`` of a flat row, or ``request 1`` where that has one row alone."""
+    request, offset = int(data.row_request[row]), int(data.row_offset[row])
+    several = int((data.row_request == request).sum()) > 1
+    return f"request {request}" + (f" row {offset}" if several else "")
+
+
 def requests_wrong(wrong: torch.Tensor, row_request: torch.Tensor, count: int) -> list[int]:
-    """Requests with a wrong value. ``wrong`` [T, ...] bool, ``row_request`` [T]."""
+    """Of ``count`` requests those with a wrong value. ``wrong`` [T, ...] bool, ``row_request`` [T] int64."""
     rows = wrong.reshape(wrong.shape[0], -1).any(-1)
     hit = torch.zeros(count, dtype=torch.bool)
     hit[row_request[rows]] = True

@@ -1,4 +1,4 @@
-"""Turning what a backend raised into a finding: which promise it broke, in which phase, and what to do."""
+"""Turning what a backend raised into a finding: which check it fails, in which phase, and what to do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ..contract import AttentionBackend
 from ..results import Finding
+from .check import Check, Stage
 
-__all__ = ["context_lost", "device_full", "from_exception"]
+__all__ = ["CHECKS", "context_lost", "device_full", "from_exception"]
 
 _LOST = re.compile(
     r"device-side assert triggered|illegal memory access|unspecified launch failure|misaligned address"
@@ -46,46 +47,52 @@ def context_lost(error: BaseException) -> bool:
 
 
 def device_full(error: BaseException) -> str:
-    """What to say when the device has no memory left; nothing if that is not what happened."""
+    """What to say when the device has no memory left; empty if that is not what happened."""
     return f"{_asked_for(_first_line(error))} {_FULL_HINT}" if type(error).__name__ == "OutOfMemoryError" else ""
 
 
-def _asked_for(told: str) -> str:
+def _asked_for(message: str) -> str:
     """Without what follows: a list of every process on the device."""
-    return re.split(r" Process [0-9]+ has| Including ", told)[0]
+    return re.split(r" Process [0-9]+ has| Including ", message)[0]
 
 
 def from_exception(error: BaseException, phase: str, label: str, *, needs_cpu_lengths: bool) -> Finding:
-    """The finding for what was raised in ``phase``."""
-    kind, told = type(error).__name__, str(getattr(error, "operation", "")) or _first_line(error)
-    promise, headline, hint = _classify(error, kind, told, phase, needs_cpu_lengths)
+    """The finding for what was raised in ``phase`` (of ``DriveError``), in the step called ``label``.
+
+    ``needs_cpu_lengths``: the claim, without which a None that is tripped over is a missing host length.
+    """
+    kind, message = type(error).__name__, str(getattr(error, "operation", "")) or _first_line(error)
+    check, headline, hint = _classify(error, kind, message, phase, needs_cpu_lengths)
     # Errors of the emulation know what CUDA would have done and how such code is usually mended.
     lines = [str(getattr(error, "cuda", "")), str(getattr(error, "cure", "")) or _forgotten_super(error) or hint]
-    return Finding(promise, headline, where=_site(error), hint="\n".join(line for line in lines if line), step=label)
+    return Finding(check, headline, where=_site(error), hint="\n".join(line for line in lines if line), step=label)
 
 
-def _classify(error: BaseException, kind: str, told: str, phase: str, needs_cpu_lengths: bool) -> tuple[str, str, str]:
+def _classify(
+    error: BaseException, kind: str, message: str, phase: str, needs_cpu_lengths: bool
+) -> tuple[str, str, str]:
+    """(id of the check, headline, hint)."""
     place = _PHASE_WORDS.get(phase, phase)
-    raised = f"{place} raised {kind}: {told}"
+    raised = f"{place} raised {kind}: {message}"
     if kind in ("ShapeError", "ContractError"):
-        return "output-contract", told, ""
+        return "output-contract", message, ""
     if kind == "OutOfMemoryError":
-        return "completes", f"{place}: {_asked_for(told)}", _FULL_HINT
+        return "completes", f"{place}: {_asked_for(message)}", _FULL_HINT
     if kind == "DanglingMemoryError":
         return (
             "addresses-stable",
-            f"the graph uses memory that is gone: {told}",
+            f"the graph uses memory that is gone: {message}",
             "allocate it once, in the constructor or init_cuda_graph_state, and fill it in place",
         )
     if phase == "capture":
-        return "captures-cleanly", f"cannot be captured: {told}", _CAPTURE_HINT
-    if phase == "plan for replay" and (kind == "HostSyncError" or _SYNC.search(told)):
+        return "captures-cleanly", f"cannot be captured: {message}", _CAPTURE_HINT
+    if phase == "plan for replay" and (kind == "HostSyncError" or _SYNC.search(message)):
         return (
             "no-host-lengths",
-            f"preparing a replay waits for the device: {told}",
+            f"preparing a replay waits for the device: {message}",
             "needs_cpu_seq_lens is False: keep lengths on the device, or declare that they are needed",
         )
-    if not needs_cpu_lengths and "NoneType" in told and phase not in _BEFORE_ANY_BATCH:
+    if not needs_cpu_lengths and "NoneType" in message and phase not in _BEFORE_ANY_BATCH:
         return (
             "no-host-lengths",
             raised,
@@ -150,3 +157,24 @@ def _foreign(filename: str) -> bool:
     if "/site-packages/torch/" in path or "/site-packages/triton/" in path or "/runner_modes/" in path:
         return True
     return path.startswith(_KIT) and not any(f"/{room}/" in path for room in ("backends", "examples", "faults"))
+
+
+CHECKS = (
+    Check(
+        "completes",
+        "A claimed case runs: constructor, planning and every forward finish without an exception.",
+        "An attribute that a replay view does not have, a shape that only full batches have, a missing kernel.",
+        "sglang #26019, #32269; vLLM #41841",
+        "The first line holds the exception; `where` is the last line of it that is yours.",
+        judged_from=Stage.COMPLETED,
+    ),
+    Check(
+        "output-contract",
+        "The output has the live and padded rows of q, Hq * Dv values a row, the model's dtype, q's device.",
+        "squeeze() where q has one row, an output buffer of the largest batch returned whole, float32 returned.",
+        "lmdeploy #4302; flashinfer #2876",
+        "Compare the shape, dtype or device in the headline with `Hq * Dv` values a row, in q's dtype.",
+        judged_from=Stage.OBSERVED,
+    ),
+)
+"""In the order in which they are worth reading. Found while driving."""

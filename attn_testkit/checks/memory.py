@@ -1,4 +1,4 @@
-"""Promises about memory: whose slots were written, which inputs were modified, which freed blocks were hit."""
+"""Checks of memory that the kit owns: whose slots were read and written, which inputs were modified."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import torch
 
 from ..cases.case import Case
 from ..results import Finding
+from .check import Check, Stage
+from .judgement import BITS
 from .observation import Observation
 
-__all__ = ["addresses_stable", "inputs_unchanged", "same_pool", "writes_own_kv"]
+__all__ = ["CHECKS", "inputs_unchanged", "same_pool", "writes_own_kv"]
 
 
 def _raw(pool: torch.Tensor) -> torch.Tensor:
-    return pool.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pool.dtype.itemsize])
+    return pool.view(BITS[pool.dtype.itemsize])
 
 
 def same_pool(got: torch.Tensor, want: torch.Tensor, page_size: int) -> bool:
-    """Bit for bit outside page 0, where padding may write."""
+    """Bit for bit outside page 0, where padding may write.
+
+    ``got``, ``want`` [L, 2 or 1, slots, Hk, Dqk] of one dtype; ``page_size`` in slots.
+    """
     return got is want or torch.equal(_raw(got)[:, :, page_size:], _raw(want)[:, :, page_size:])
 
 
@@ -29,20 +34,20 @@ def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:
     differs = (got != want).flatten(3).any(-1)
     owner = _owners(observed, pool_after.shape[2])[page:]
     wrong = differs.any(0).any(0)
-    told = {
+    what = {
         "new": "a slot of this step's tokens does not hold their K and V",
         "old": "a slot of an earlier token was overwritten",
-        "nobody": "a slot that no live request owns was written",
+        "unowned": "a slot that no live request owns was written",
     }
     kinds = {kind: int((wrong & (owner == code)).sum()) for kind, code in _OWNER.items()}
-    first = next(kind for kind in ("nobody", "old", "new") if kinds[kind])
+    first = next(kind for kind in ("unowned", "old", "new") if kinds[kind])
     layer, part, slot = (int(i) for i in (differs & (owner == _OWNER[first])).nonzero()[0])
     counts = ", ".join(f"{n} {_KIND[kind]}" for kind, n in kinds.items() if n)
     name = "latent" if pool_after.shape[1] == 1 else "KV"[part]
     return [
         Finding(
             "writes-own-kv",
-            f"KV memory is wrong after the step: {told[first]}",
+            f"KV memory is wrong after the step: {what[first]}",
             where=f"layer {layer}, {name}, slot {slot + page} (page {slot // page + 1}, offset {slot % page}): "
             f"{_owner_text(observed, slot + page)}",
             spread=f"slots that are wrong: {counts}",
@@ -52,8 +57,8 @@ def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:
     ]
 
 
-_OWNER = {"new": 1, "old": 2, "nobody": 0}
-_KIND = {"new": "of this step's tokens", "old": "of earlier tokens", "nobody": "of nobody"}
+_OWNER = {"new": 1, "old": 2, "unowned": 0}
+_KIND = {"new": "of this step's tokens", "old": "of earlier tokens", "unowned": "unowned"}
 
 
 def _held_instead(
@@ -61,7 +66,7 @@ def _held_instead(
 ) -> str:
     """Whose row a wrong slot holds instead. ``got``, ``want`` [L, parts, slots after page 0, ...]."""
     if observed.step.stored:
-        return "save_kv_cache was False: the pool held the new keys and values, and k and v were not to be stored"
+        return "save_kv_cache was False: the pool held the new K and V, and k and v were not to be stored"
     layer, part, slot = at
     row, page = got[layer, part, slot], observed.pool.shape[2] - got.shape[2]
     new = (owner == _OWNER["new"]).nonzero().flatten()
@@ -73,7 +78,7 @@ def _held_instead(
             return f"it holds the row of the {whose}: row order, a stride, or a wrong slot"
         other = "the other layer's row" if (layer, 1 - part) not in places else "K where V belongs, or V where K does"
         return f"it holds {other}"
-    if owner[slot] == _OWNER["new"] and bool((row == got[layer, part][owner == _OWNER["nobody"]][:1]).all()):
+    if owner[slot] == _OWNER["new"] and bool((row == got[layer, part][owner == _OWNER["unowned"]][:1]).all()):
         return "it was not written, or written with the NaN of a padded row"
     if owner[slot] == _OWNER["new"]:
         return "no row of this step: k and v may be strided views of one tensor, and an FP8 pool holds K / k_scale"
@@ -81,7 +86,7 @@ def _held_instead(
 
 
 def _owners(observed: Observation, slots: int) -> torch.Tensor:
-    """[slots]: 0 nobody, 1 a token of this step, 2 an earlier token of a live request."""
+    """[slots] int64: 0 unowned, 1 a token of this step, 2 an earlier token of a live request."""
     owner = torch.zeros(slots, dtype=torch.int64)
     for request in observed.step.requests:
         owner[torch.from_numpy(request.slots[: request.prefix])] = 2
@@ -100,7 +105,7 @@ def _owner_text(observed: Observation, slot: int) -> str:
 
 
 def inputs_unchanged(observed: Observation) -> list[Finding]:
-    """Everything that was lent to the backend holds what it held."""
+    """Every input that belongs to the kit holds what it held."""
     if not observed.modified:
         return []
     return [
@@ -114,17 +119,36 @@ def inputs_unchanged(observed: Observation) -> list[Finding]:
     ]
 
 
-def addresses_stable(observed: Observation) -> list[Finding]:
-    """A replay wrote nothing into memory that was freed after capture."""
-    if not observed.damaged:
-        return []
-    return [
-        Finding(
-            "addresses-stable",
-            "the graph writes into memory that was freed after capture",
-            where="; ".join(observed.damaged),
-            hint="a workspace or a metadata tensor of the capture was freed or re-allocated; on a server the block "
-            "belongs to somebody else by now. Allocate it once, in the constructor or in init_cuda_graph_state",
-            step=observed.label,
-        )
-    ]
+CHECKS = (
+    Check(
+        "reads-own-kv",
+        "A result depends on the request's own KV tokens alone: every other slot holds NaN, page tails and page 0 "
+        "included.",
+        "A load that is masked after the multiply (0 * NaN), a length rounded up to a page, page 0 read for padding.",
+        "flash-attention #1745; sglang #32477; aiter #4245",
+        "With zeros in unowned slots the result is finite. `attended` says where the foreign weight came from; if the "
+        "KV tokens are right, something is multiplied by 0 instead of masked.",
+        judged_from=Stage.OBSERVED,
+        behind_outputs=True,
+    ),
+    Check(
+        "writes-own-kv",
+        "Exactly the batch's slots (and page 0) change, and they hold the batch's K and V.",
+        "A slot of -1 for padding, slots frozen at capture, K and V swapped, a scale that is missing or applied twice.",
+        "vLLM #43810; TensorRT-LLM #17110; sglang #24243",
+        "`where` names the slot, its page, and whose it is. An unowned slot: padding. An earlier token: an offset. "
+        "This step's: frozen slots, or the wrong numbers.",
+        judged_from=Stage.OBSERVED,
+        run=lambda judgement, schedule, claims: writes_own_kv(judgement.observed, schedule.case),
+    ),
+    Check(
+        "inputs-unchanged",
+        "q, k, v, the batch's tensors and the request table are not modified.",
+        "In-place scaling or rotation of q, advancing seq_lens in place, a padded batch written back.",
+        "sglang #23037",
+        "`where` lists the tensors that no longer hold what they held.",
+        judged_from=Stage.OBSERVED,
+        run=lambda judgement, *_: inputs_unchanged(judgement.observed),
+    ),
+)
+"""In the order in which they are worth reading."""

@@ -1,4 +1,4 @@
-"""The promise about what a mode returns: which fields, which rows, which numbers."""
+"""The check of what a mode returns: which fields, which rows, which numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from ..cases.trees import accept_greedily
 from ..contract import ForwardMode
 from ..oracle.expect import Expected
 from ..results import Finding
+from .check import Check, Stage
 from .describe import number, times
+from .judgement import Judgement
 from .observation import Observation, Outputs
 
-__all__ = ["mode_outputs"]
+__all__ = ["CHECKS", "mode_outputs"]
 
 _FIELDS = ("next_token_logits", "hidden_states", "topk_p", "topk_index")
 
@@ -23,9 +25,9 @@ def _finding(observed: Observation, headline: str, where: str = "", hint: str = 
     return [Finding("mode-outputs", headline, where=where, hint=hint, step=observed.label)]
 
 
-def mode_outputs(observed: Observation, expected: Expected, case: Case) -> list[Finding]:
+def mode_outputs(judgement: Judgement, case: Case) -> list[Finding]:
     """Exactly the mode's fields, each within the limit carried through the weights."""
-    topk = draft_topk(case)
+    observed, expected, topk = judgement.observed, judgement.expected, draft_topk(case)
     wanted = _FIELDS if topk else _FIELDS[:2]
     given = tuple(name for name in _FIELDS if getattr(observed.outputs, name) is not None)
     if given != wanted:
@@ -37,9 +39,9 @@ def mode_outputs(observed: Observation, expected: Expected, case: Case) -> list[
         ("hidden_states", outputs.hidden_states, expected.hidden, expected.hidden_limit),
         ("next_token_logits", outputs.next_token_logits, expected.logits, expected.logits_limit),
     ):
-        told = _compare(observed, name, got, want, limit)
-        if told:
-            return told
+        found = _compare(observed, name, got, want, limit)
+        if found:
+            return found
     if topk:
         return _topk(observed, outputs, expected, topk)
     if case.mode is ForwardMode.TARGET_VERIFY:
@@ -50,6 +52,7 @@ def mode_outputs(observed: Observation, expected: Expected, case: Case) -> list[
 def _compare(
     observed: Observation, name: str, got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor
 ) -> list[Finding]:
+    """``got``, ``want``, ``limit`` [R, width]: every element within its limit."""
     if got.shape != want.shape:
         return _finding(observed, f"{name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
     ratio = ((got.double() - want).abs() / limit).nan_to_num(torch.inf)
@@ -123,3 +126,19 @@ def _accepted_path(observed: Observation, logits: torch.Tensor, expected: Expect
                 observed, f"the accepted path differs: {name} is {a.tolist()}", f"on the oracle it is {b.tolist()}"
             )
     return []
+
+
+CHECKS = (
+    Check(
+        "mode-outputs",
+        "The mode returns exactly its fields, for exactly its rows: see the table of modes.",
+        "An attention output that is right in shape and wrong in row order; a buffer overwritten by the next layer.",
+        "sglang #25002, #35546",
+        "The attention of every layer is right. Look at what runs after it: pruning to the accepted row, the batch's "
+        "own tensors, buffers that a later layer shares.",
+        judged_from=Stage.OBSERVED,
+        behind_outputs=True,
+        run=lambda judgement, schedule, claims: mode_outputs(judgement, schedule.case),
+    ),
+)
+"""In the order in which they are worth reading."""

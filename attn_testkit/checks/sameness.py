@@ -1,25 +1,26 @@
-"""Promises of bits: the same batch again, and the same request in other company."""
+"""Checks of bits: the same batch again, and the same request in other company."""
 
 from __future__ import annotations
 
 import torch
 
+from ..contract import Execution
 from ..results import Finding
+from .check import Check, Stage
+from .judgement import BITS
 from .observation import Observation
 
-__all__ = ["batch_invariant", "repeatable"]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
+__all__ = ["CHECKS", "batch_invariant", "repeatable"]
 
 
 def _differs(a: torch.Tensor, b: torch.Tensor) -> int:
-    return int((_bits(a) != _bits(b)).sum())
+    """Elements whose bits differ; ``a`` and ``b`` have one shape and dtype."""
+    a, b = (tensor.contiguous().view(BITS[tensor.dtype.itemsize]) for tensor in (a, b))
+    return int((a != b).sum())
 
 
 def repeatable(first: Observation, second: Observation) -> list[Finding]:
-    """Two runs of one step agree in every bit."""
+    """Two runs of one step agree in every bit of every layer."""
     for layer, (a, b) in enumerate(zip(first.attention, second.attention, strict=True)):
         count = _differs(a, b)
         if count:
@@ -35,7 +36,7 @@ def repeatable(first: Observation, second: Observation) -> list[Finding]:
 
 
 def batch_invariant(together: Observation, alone: Observation, index: int) -> list[Finding]:
-    """A request alone gives the bits that it gave in the batch."""
+    """Request ``index`` of ``together``, alone, gives the bits that it gave in the batch."""
     start = sum(request.new for request in together.step.requests[:index])
     rows = slice(start, start + together.step.requests[index].new)
     for layer, (a, b) in enumerate(zip(together.attention, alone.attention, strict=True)):
@@ -50,3 +51,27 @@ def batch_invariant(together: Observation, alone: Observation, index: int) -> li
                 )
             ]
     return []
+
+
+CHECKS = (
+    Check(
+        "repeatable",
+        "Where promised: the same batch gives the same bits each time.",
+        "Atomic adds, a split count that depends on timing, a counter that is not reset.",
+        "flash-attention 1a58058a; sglang #26412",
+        "The same step twice on one instance: look for counters left dirty, atomics, memory not cleared.",
+        judged_from=Stage.COMPLETED,
+        applies=lambda claims, execution: claims.deterministic and execution is Execution.EAGER,
+    ),
+    Check(
+        "batch-invariant",
+        "Where promised: a request gives the same bits whatever else is in the batch.",
+        "A split count or tile size chosen from the batch.",
+        "flash-attention #2450; aiter #4378",
+        "A request alone and in company: look for sizes and splits that are taken from the batch.",
+        judged_from=Stage.COMPLETED,
+        applies=lambda claims, execution: claims.batch_invariant and execution is Execution.EAGER,
+        shown_by=lambda case: case.bs > 1,
+    ),
+)
+"""In the order in which they are worth reading. Found by comparing two runs."""

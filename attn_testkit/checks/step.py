@@ -1,20 +1,45 @@
-from .memory import *
-from .numeric import *
-from .outputs import mode_outputs
+"""Judging one observed step: which checks, in which order, and what is not reported twice."""
+
+from __future__ import annotations
+
+from ..cases.schedule import Schedule
+from ..contract import Capabilities
+from ..results import Finding
+from . import CHECKS, NUMERIC
+from .check import Check
+from .judgement import Judgement
+
+__all__ = ["judge_step"]
+
+_ORDER = (
+    "writes-own-kv",  # wrong writes make wrong numbers, and never the other way round
+    "output-written",
+    "finite",
+    "matches-oracle",
+    "graph-matches-eager",
+    "mode-outputs",
+    "inputs-unchanged",
+    "addresses-stable",
+)
+"""First what others follow from: the first finding is the one that is diagnosed and read."""
 
 
-def judge_step(observed, expected, schedule, claims):
-    same_bits = claims.deterministic and claims.batch_invariant
-    found = writes_own_kv(observed, schedule.case)
-    numeric = [
-        *output_written(observed, expected),
-        *finite(observed, expected),
-        *matches_oracle(observed, expected),
-    ]
-    found += numeric
-    if not numeric:
-        found += graph_matches_eager(observed, expected, same_bits)
-        found += mode_outputs(observed, expected, schedule.case)
-    found += inputs_unchanged(observed)
-    found += addresses_stable(observed)
+def judge_step(judgement: Judgement, schedule: Schedule, claims: Capabilities) -> list[Finding]:
+    """Everything wrong with one step, most telling first.
+
+    What follows from wrong attention outputs is not reported twice: checks that are ``behind_outputs`` are left out.
+    """
+    found: list[Finding] = []
+    for check in map(CHECKS.__getitem__, _ORDER):
+        if not (check.behind_outputs and _outputs_wrong(found)):
+            found += _run(check, judgement, schedule, claims)
     return found
+
+
+def _outputs_wrong(found: list[Finding]) -> bool:
+    return any(finding.check in NUMERIC for finding in found)
+
+
+def _run(check: Check, judgement: Judgement, schedule: Schedule, claims: Capabilities) -> list[Finding]:
+    assert check.run is not None
+    return check.run(judgement, schedule, claims)

@@ -44,7 +44,7 @@ others do not.""",
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write everything.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write the kill matrix as a page.")
 @click.option("--verbose", "-v", is_flag=True, help="Also the failure of every fault.")
-@click.option("--docs", type=click.Path(), metavar="FILE", help="Write the page of promises, and run nothing.")
+@click.option("--docs", type=click.Path(), metavar="FILE", help="Write the page of checks, and run nothing.")
 def audit(
     faults: tuple[str, ...],
     classes: str,
@@ -61,11 +61,11 @@ def audit(
     """Run every broken backend until a case catches it, and every healthy twin to the end."""
     from ..audit import Settings
     from ..audit import audit as run_audit
-    from ..audit.show import audit_page, audit_text, promises_page
+    from ..audit.show import audit_page, audit_text, checks_page
     from ..environment import resolve
 
     if docs:
-        write_text(docs, promises_page())
+        write_text(docs, checks_page())
         return 0
     emulated = resolve(device).emulated
     jobs = jobs or min(8 if emulated else 4, os.cpu_count() or 1, _processes_that_fit())

@@ -1,4 +1,4 @@
-"""Asking a backend which keys it used: with Q = K = 0 all keys weigh the same, and one-hot values name them."""
+"""Asking a backend which KV tokens it attended to: with Q = K = 0 all weigh the same, and one-hot values name them."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ import torch
 
 from ..cases.data import make_layers
 from ..cases.places import PLACES, place_pattern
-from ..cases.schedule import Schedule
-from ..checks.numeric import stacked, told_row, wrong_requests, wrong_values
-from ..checks.observation import Observation
+from ..cases.schedule import Schedule, Step
+from ..checks import Judgement
 from ..oracle.attention import windowed
-from ..oracle.expect import Expected, expect
+from ..oracle.expect import Expected
 from .rerun import Rerunner
 
-__all__ = ["Footprint", "attended", "ranges"]
+__all__ = ["AttendedKeys", "find_attended", "ranges"]
 
 _MAX_PASSES = 6
-
-
+"""Runs for one row; each names as many KV tokens as a head has values."""
 _SMALL = 0.02
 """Weights below this are rounding."""
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """The keys that one row of one request used, and those that it should have used."""
+class AttendedKeys:
+    """The KV tokens that one row of one request attended to, and those that it should have. Tokens by position."""
 
     request: int
     row: int
     """Row inside the request."""
     used: frozenset[int]
+    """KV tokens that had weight."""
     wanted: frozenset[int]
+    """KV tokens that should have had weight, of those that were asked about."""
     doubled: frozenset[int]
-    """Keys that counted more than once."""
+    """KV tokens that counted more than once."""
     looked_at: frozenset[int]
-    """Keys that were asked for; long requests are asked at both ends."""
+    """KV tokens that were asked about; long requests are asked at both ends."""
     length: int
-    """Keys of the request."""
+    """KV tokens of the request."""
     elsewhere: Mapping[str, float]
     """Name in ``PLACES`` -> part of the weight that went there, where it is not nothing."""
     total: float | None
-    """Sum of all weights; 1 when all is well. None when unknown: sinks take weight, or not all keys were asked for."""
+    """Sum of all weights; 1 when all is well. None when unknown: sinks take weight, or not all were asked about."""
     head: int = 0
     """The head that was asked."""
     heads: tuple[int, ...] = ()
-    """Heads of the row that used other keys than the right ones, where the rest of them used the right ones."""
+    """Heads of the row that attended to others than the right ones, where the rest attended to the right ones."""
     window: int = -1
     """Of the layer that was asked; what lies before it cannot show."""
 
     @property
     def right(self) -> bool:
-        """Every key that should be used was, once, and nothing else."""
+        """Every KV token that should have weight had it, once, and nothing else had."""
         return self.used == self.wanted and not self.doubled and not self.elsewhere
 
     @property
     def not_asked(self) -> list[int]:
-        """Keys of the request that nobody asked about; whether they were used is unknown."""
+        """KV tokens of the request that were not asked about; whether they had weight is unknown."""
         return sorted(set(range(self.length)) - self.looked_at)
 
     @property
@@ -74,14 +74,14 @@ class Footprint:
         name += f" head {self.head}" if self.heads else ""
         of = " of those asked about" if self.not_asked else ""
         if self.used == self.wanted and not self.doubled:
-            text = f"{name} used the right keys{of}, {ranges(sorted(self.used))}"
+            text = f"{name} attended to the right KV tokens{of}, {ranges(sorted(self.used))}"
         else:
-            used = f"keys {ranges(sorted(self.used))}" if self.used else "no key"
-            text = f"{name} used {used}{of}, should be {ranges(sorted(self.wanted))}"
+            used = f"KV tokens {ranges(sorted(self.used))}" if self.used else "no KV token"
+            text = f"{name} attended to {used}{of}, expected {ranges(sorted(self.wanted))}"
         if self.not_asked:
             text += f" ({ranges(self.not_asked)} not asked about)"
         if self.doubled:
-            text += f"; keys {ranges(sorted(self.doubled))} counted more than once"
+            text += f"; KV tokens {ranges(sorted(self.doubled))} counted more than once"
         for place, weight in self.elsewhere.items():
             text += f"; {100 * weight:.0f}% of its weight went to {PLACES[place]}"
         if not self.normalised:
@@ -101,53 +101,50 @@ def ranges(keys: Sequence[int]) -> str:
     return ", ".join(shown) + (f" and {len(runs) - 6} more runs" if len(runs) > 6 else "") or "none"
 
 
-def attended(bench: Rerunner, schedule: Schedule, observed: Observation, *, in_graph: bool) -> Footprint | None:
-    """Which keys a wrong row used. None when the backend will not say (it raises, or gives NaN).
+def find_attended(
+    rerunner: Rerunner, schedule: Schedule, judgement: Judgement, *, in_graph: bool
+) -> AttendedKeys | None:
+    """What a wrong row attended to. None when the backend will not say (it raises, or gives NaN).
 
-    Asked is the request of the headline; another one if that has hardly a key, or used the right ones.
+    Asked is the request of the headline; another one if that has hardly a KV token, or attended to the right ones.
+    ``in_graph``: whether the graph alone is wrong, so that it is asked.
     """
-    expected = expect(schedule, observed.step)
-    found: Footprint | None = None
-    for asked in _requests_to_ask(observed, expected):
-        place = _place_to_ask(schedule, observed, expected, asked)
-        answer = _attended_at(bench, schedule, observed, expected, place, in_graph)
+    found: AttendedKeys | None = None
+    for asked in _requests_to_ask(judgement):
+        place = _place_to_ask(schedule, judgement, asked)
+        answer = _attended_at(rerunner, schedule, judgement, place, in_graph)
         if answer is not None and not answer.right:
             return answer
         found = found or answer
     return found
 
 
-def _requests_to_ask(observed: Observation, expected: Expected) -> list[int]:
-    """The one that the headline is about, and the first wrong one of several keys."""
-    told = told_row(observed, expected)
-    if told is None:
+def _requests_to_ask(judgement: Judgement) -> list[int]:
+    """The one that the headline is about, and the first wrong one of several KV tokens."""
+    data, row = judgement.expected.data, judgement.worst_row
+    if row is None:
         return []
-    headline = int(expected.data.row_request[told])
-    several = [i for i in wrong_requests(observed, expected) if int(expected.data.visible[i].any(0).sum()) > 2]
+    headline = int(data.row_request[row])
+    several = [i for i in judgement.wrong_requests if int(data.visible[i].any(0).sum()) > 2]
     return list(dict.fromkeys([headline, *several[:1]] if headline in several or not several else several[:1]))
 
 
 def _attended_at(
-    bench: Rerunner,
-    schedule: Schedule,
-    observed: Observation,
-    expected: Expected,
-    place: tuple[int, int, int],
-    in_graph: bool,
-) -> Footprint | None:
-    layer, flat, head = place
+    rerunner: Rerunner, schedule: Schedule, judgement: Judgement, place: tuple[int, int, int], in_graph: bool
+) -> AttendedKeys | None:
+    """``place``: layer, flat row and head."""
+    (layer, flat, head), expected, step = place, judgement.expected, judgement.observed.step
     request, row = int(expected.data.row_request[flat]), int(expected.data.row_offset[flat])
     dim = schedule.case.head_dim
-    plan = observed.step.requests[request]
-    length = plan.prefix + plan.new
+    length = step.lens[request]
     starts = list(range(0, length, dim))
     if len(starts) > _MAX_PASSES:
         starts = starts[: _MAX_PASSES // 2] + starts[-_MAX_PASSES // 2 :]
 
     def weights_of(pattern: str) -> torch.Tensor | None:
         """[Hq, Dv]."""
-        answer = _ask(bench, schedule, observed, pattern, in_graph=in_graph)
-        values = None if answer is None else stacked(answer, expected)[layer, flat].double()
+        answer = _ask(rerunner, schedule, step, pattern, expected, in_graph=in_graph)
+        values = None if answer is None else answer.out[layer, flat].double()
         return None if values is None or not values[head].isfinite().all() else values
 
     weights: dict[int, float] = {}
@@ -178,22 +175,22 @@ def _attended_at(
 
 
 def _heads_astray(weights: torch.Tensor, keys: list[int], wanted: frozenset[int]) -> tuple[int, ...]:
-    """Heads that used other keys than ``wanted``, if not all did. ``weights`` [Hq, keys that were asked about]."""
+    """Heads that attended to others than ``wanted``, if not all did. ``weights`` [Hq, tokens asked about], ``keys``."""
     right = torch.tensor([key in wanted for key in keys])
     used = weights > (weights.amax(1, keepdim=True) / 4).clamp(min=1e-6)
     astray = (used != right).any(1)
     return () if astray.all() else tuple(astray.nonzero().flatten().tolist())
 
 
-def _place_to_ask(schedule: Schedule, observed: Observation, expected: Expected, request: int) -> tuple[int, int, int]:
+def _place_to_ask(schedule: Schedule, judgement: Judgement, request: int) -> tuple[int, int, int]:
     """Layer, flat row and head of a wrong value of a request.
 
     NaN before other values, the layer that sees most before one whose window may hide what is wrong.
     """
-    mine = expected.data.row_request == request
-    bad = ~stacked(observed, expected).isfinite()
+    mine = judgement.expected.data.row_request == request
+    bad = ~judgement.finite
     if not bad[:, mine].any():
-        bad = wrong_values(observed, expected)
+        bad = judgement.wrong
     flat = int((bad.any(0).flatten(1).any(-1) & mine).nonzero()[0])
     layers = bad[:, flat].flatten(1).any(-1).nonzero().flatten().tolist()
     windows = [layer.sliding_window_size for layer in make_layers(schedule.case)]
@@ -208,20 +205,23 @@ def _read(
     wanted: frozenset[int],
     elsewhere: dict[str, float],
     total: float | None,
-) -> Footprint:
+) -> AttendedKeys:
     looked_at = frozenset(weights)
     top = max(weights.values(), default=0.0)
     used = frozenset(k for k, w in weights.items() if w > max(top / 4, 1e-6))
     typical = sorted(weights[k] for k in used)[len(used) // 2] if used else 0.0
     doubled = frozenset(k for k in used if weights[k] > 1.5 * typical)
-    return Footprint(request, row, used, wanted & looked_at, doubled, looked_at, len(looked_at), elsewhere, total)
+    return AttendedKeys(request, row, used, wanted & looked_at, doubled, looked_at, len(looked_at), elsewhere, total)
 
 
 def _ask(
-    bench: Rerunner, schedule: Schedule, observed: Observation, pattern: str, *, in_graph: bool
-) -> Observation | None:
-    # Zeros instead of NaN in slots of nobody: whoever reads them still answers, and the missing weight tells.
-    if not in_graph:
-        return bench.eager(schedule, observed.step, pattern=pattern, unowned=0.0)
-    answer = bench.graph(schedule, pattern=pattern, unowned=0.0)
-    return answer.replay_of(observed.step) if answer else None
+    rerunner: Rerunner, schedule: Schedule, step: Step, pattern: str, expected: Expected, *, in_graph: bool
+) -> Judgement | None:
+    """Of ``expected`` the shapes alone are used: its numbers are those of another pattern."""
+    # Zeros instead of NaN in unowned slots: whoever reads them still answers, and the missing weight shows.
+    if in_graph:
+        answer = rerunner.graph(schedule, pattern=pattern, unowned=0.0)
+        observed = None if answer is None else answer.replay_of(step)
+    else:
+        observed = rerunner.eager(schedule, step, pattern=pattern, unowned=0.0)
+    return None if observed is None else Judgement(observed, expected)

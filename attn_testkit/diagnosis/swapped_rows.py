@@ -1,7 +1,7 @@
 """Whose result is it? A wrong row is compared with what other rows and requests should give.
 
 Offsets of query rows, orders that are not undone, and swapped rows of the page table all give numbers that are right
-for somebody else. Such a row seen by itself looks like a wrong length: its keys are others, or fewer.
+for somebody else. Such a row seen by itself looks like a wrong length: its KV tokens are others, or fewer.
 """
 
 from __future__ import annotations
@@ -11,31 +11,33 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..cases.data import StepData
-from ..cases.schedule import Schedule
-from ..checks.numeric import stacked, wrong_values
+from ..cases.schedule import Schedule, Step
+from ..checks import Judgement
 from ..checks.observation import Observation
 from ..oracle.expect import Expected, attend_with_limit, expect
 from .rerun import Rerunner
 
-__all__ = ["Mixup", "find_mixups"]
+__all__ = ["SwappedRow", "find_swapped"]
 
 _MOST_ROWS = 12
 """Wrong rows that are compared."""
-_SAME_QUERIES = ("mean", "negative")
-"""Data in which a row's result does not depend on its query, so that a row before it looks like a shorter length."""
+_SAME_QUERIES, _OTHER_PATTERN = ("mean", "negative"), "gauss"
+"""Data in which a row's result does not depend on its query, so that a row before it looks like a shorter length; and
+data to ask with instead."""
 
 
 @dataclass(frozen=True)
-class Mixup:
+class SwappedRow:
     """A wrong row that is right for somebody else."""
 
     request: int
     row: int
+    """Row inside the request."""
     of_request: int
     of_row: int | None
-    """The row whose result it is. None: its own query was used, with keys of ``of_request``."""
+    """The row whose result it is. None: its own query was used, with KV tokens of ``of_request``."""
     keys: int = 0
-    """With its own query: it saw the keys before this one."""
+    """With its own query: it saw the KV tokens before this one."""
     copied: bool = False
     """It holds the same values as the other row, and neither need be right."""
 
@@ -44,53 +46,52 @@ class Mixup:
         """``request 1 row 0 holds the result of request 0 row 2``."""
         name = f"request {self.request}" + (f" row {self.row}" if self.row else "")
         if self.of_row is None:
-            return f"{name} was computed with keys 0..{self.keys - 1} of request {self.of_request}"
+            return f"{name} was computed with KV tokens 0..{self.keys - 1} of request {self.of_request}"
         row = f" row {self.of_row}" if self.of_row or self.of_request == self.request else ""
         what = "the same values as" if self.copied else "the result of"
         return f"{name} holds {what} request {self.of_request}{row}"
 
 
-def find_mixups(
-    bench: Rerunner | None, schedule: Schedule, observed: Observation, *, in_graph: bool
-) -> tuple[Mixup, ...]:
-    """Wrong rows that are right for others. ``bench``: for asking with other numbers where queries are all alike."""
-    pattern = None
+def find_swapped(
+    rerunner: Rerunner | None, schedule: Schedule, judgement: Judgement, *, in_graph: bool
+) -> tuple[SwappedRow, ...]:
+    """Wrong rows that are right for others, of the first dozen.
+
+    ``rerunner``: for asking with other numbers where queries are all alike; None: then nothing is found.
+    ``in_graph``: whether the graph alone is wrong, so that it is asked.
+    """
     if schedule.case.data in _SAME_QUERIES:
-        pattern = "gauss"
-        again = None if bench is None else _again(bench, schedule, observed, in_graph)
+        again = None if rerunner is None else _again(rerunner, schedule, judgement.observed.step, in_graph)
         if again is None:
             return ()
-        observed = again
-    expected = expect(schedule, observed.step, pattern)
-    wrong = wrong_values(observed, expected)
-    rows = wrong.any(0).flatten(1).any(-1).nonzero().flatten().tolist()
-    found = []
-    for row in rows[:_MOST_ROWS]:
-        layers = wrong[:, row].flatten(1).any(-1)
-        out = stacked(observed, expected)[layers][:, row].double()
+        judgement = Judgement(again, expect(schedule, again.step, _OTHER_PATTERN))
+    expected, found = judgement.expected, []
+    for row in judgement.wrong_rows[:_MOST_ROWS]:
+        layers = judgement.wrong[:, row].flatten(1).any(-1)
+        out = judgement.out[layers][:, row].double()
         found += (
             _result_of(out, layers, row, expected)
             or _keys_of(schedule, out, layers, row, expected)
-            or _copy_of(observed, out, layers, row, expected)
+            or _copy_of(judgement, out, layers, row)
         )
     return tuple(found)
 
 
-def _again(bench: Rerunner, schedule: Schedule, observed: Observation, in_graph: bool) -> Observation | None:
+def _again(rerunner: Rerunner, schedule: Schedule, step: Step, in_graph: bool) -> Observation | None:
     if not in_graph:
-        return bench.eager(schedule, observed.step, pattern="gauss")
-    answer = bench.graph(schedule, pattern="gauss")
-    return answer.replay_of(observed.step) if answer else None
+        return rerunner.eager(schedule, step, pattern=_OTHER_PATTERN)
+    answer = rerunner.graph(schedule, pattern=_OTHER_PATTERN)
+    return answer.replay_of(step) if answer else None
 
 
 def _like(out: torch.Tensor, right: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """[N] bool: which of ``right`` [l, N, Hq, Dv] the row ``out`` [l, Hq, Dv] is. Zeros are like nobody's."""
+    """[N] bool: which of ``right`` [l, N, Hq, Dv] the row ``out`` [l, Hq, Dv] is. Zeros are like none."""
     near = ((out[:, None] - right).abs() <= limit).permute(1, 0, 2, 3).flatten(1).all(-1)
     something = (right.abs() > limit).any(-1).permute(1, 0, 2).flatten(1).all(-1)
     return near & something
 
 
-def _result_of(out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected) -> list[Mixup]:
+def _result_of(out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected) -> list[SwappedRow]:
     """The row holds what another row should."""
     data = expected.data
     like = _like(out, expected.attention[layers], expected.attention_limit[layers])
@@ -98,23 +99,23 @@ def _result_of(out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expe
     if not like.any():
         return []
     other = int(like.nonzero()[0])
-    return [Mixup(*_place(data, row), *_place(data, other))]
+    return [SwappedRow(*_place(data, row), *_place(data, other))]
 
 
-def _copy_of(
-    observed: Observation, out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected
-) -> list[Mixup]:
+def _copy_of(judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, row: int) -> list[SwappedRow]:
     """The row holds what a row of another request holds, though their queries differ."""
-    all_rows = stacked(observed, expected)[layers].double()
+    data, all_rows = judgement.expected.data, judgement.out[layers].double()
     same = (all_rows == out[:, None]).permute(1, 0, 2, 3).flatten(1).all(-1)
-    same &= expected.data.row_request != expected.data.row_request[row]
+    same &= data.row_request != data.row_request[row]
     if not same.any() or not (out.abs().sum((-1, -2)) > 0).all():
         return []
-    return [Mixup(*_place(expected.data, row), *_place(expected.data, int(same.nonzero()[0])), copied=True)]
+    return [SwappedRow(*_place(data, row), *_place(data, int(same.nonzero()[0])), copied=True)]
 
 
-def _keys_of(schedule: Schedule, out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected) -> list[Mixup]:
-    """The row's own query saw keys of another request, as far as a row of that one would."""
+def _keys_of(
+    schedule: Schedule, out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected
+) -> list[SwappedRow]:
+    """The row's own query saw KV tokens of another request, as far as a row of that one would."""
     data, case = expected.data, schedule.case
     bs, longest = data.stored_keys.shape[1:3]
     own, offset = _place(data, row)
@@ -143,11 +144,11 @@ def _keys_of(schedule: Schedule, out: torch.Tensor, layers: torch.Tensor, row: i
     result, limit = attend_with_limit(schedule, supposed)
     like = _like(out, result.out[layers], limit[layers]).tolist()
     fits = [place for place, fit in zip(asked, like, strict=True) if fit]
-    # Its own keys, other ones of them: a wrong length or position, not a mix-up. Requests may share a prefix.
+    # Its own KV tokens, other ones of them: a wrong length or position, no swap. Requests may share a prefix.
     if not fits or any(request == own for request, _ in fits):
         return []
     request, keys = next(((r, n) for r, n in fits if n == lens[r]), fits[0])
-    return [Mixup(own, offset, request, None, keys)]
+    return [SwappedRow(own, offset, request, None, keys)]
 
 
 def _place(data: StepData, row: int) -> tuple[int, int]:

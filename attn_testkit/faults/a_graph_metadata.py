@@ -103,7 +103,7 @@ class PlanKernelNotRecorded(PlannedBackend):
     executions=_GRAPH,
     mechanism="replay updates the page table in place but not the plan: chunk sizes stay those of capture",
     promises=("replay-follows-batch",),
-    hint="keys are right, of|keys are missing",
+    hint="KV tokens are right, of|KV tokens are missing",
 )
 class PlanNotRefreshedBeforeReplay(PlannedBackend):
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ class ReplayPageCountMismatch(CountingBackend):
     executions=_GRAPH,
     mechanism="accumulators are sized for the number of splits at capture, and replay chooses more splits",
     promises=("replay-follows-batch",),
-    hint="keys are right, of|keys are missing",
+    hint="KV tokens are right, of|KV tokens are missing",
     modelled="splits past the accumulators are dropped, where the kernel wrote behind them",
 )
 class SplitCountGrowsPastCapture(PlannedBackend):
@@ -254,7 +254,7 @@ class FrozenKvStepOffsetBaked(PlannedBackend):
     executions=_GRAPH,
     mechanism="the launch grid follows the longest request, as a Python number: a graph covers the capture's lengths",
     promises=("replay-follows-batch",),
-    hint="keys are right, of|keys are missing",
+    hint="KV tokens are right, of|KV tokens are missing",
     modelled="the grid runs over keys, where upstream it ran over query rows",
 )
 class GridCoversTheCaptureLengths(PlannedBackend):

@@ -161,7 +161,7 @@ class QLongerThanCuSeqlens(PlannedBackend):
     executions=_GRAPH,
     mechanism="rows are left-aligned in slots of the full width, and the causal mask is aligned to the end of the slot",
     promises=("replay-follows-batch",),
-    hint="rows are packed|keys are missing|in eager it is right",
+    hint="rows are packed|KV tokens are missing|in eager it is right",
 )
 class LeftAlignedPaddedQShiftsCausal(PlannedBackend):
     def row_positions(self, meta: Metadata) -> torch.Tensor:
@@ -224,7 +224,7 @@ class AllZeroLensScheduler(PlannedBackend):
     executions=_GRAPH,
     mechanism="to shed padding, keys are cropped to the number of query rows, which drops all but that many",
     promises=("replay-follows-batch",),
-    hint="keys are right, of|keys are missing|in eager it is right",
+    hint="KV tokens are right, of|KV tokens are missing|in eager it is right",
 )
 class PiecewiseCropDropsPrefix(PlannedBackend):
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:

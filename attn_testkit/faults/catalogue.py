@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
-from ..checks.promises import PROMISES
+from ..checks import CHECKS
 from ..contract import AttentionBackend, Execution, ForwardMode
 
 __all__ = ["CLASSES", "Fault", "LeftOut", "Twin", "all_faults", "all_left_out", "all_twins", "fault", "twin"]
@@ -129,7 +129,7 @@ def fault(
 
 def _wrong(entry: Fault) -> str:
     known = _FAULTS.get(entry.slug)
-    unknown = [p for p in entry.promises if p not in PROMISES]
+    unknown = [p for p in entry.promises if p not in CHECKS]
     offered = {(m, e) for m in entry.modes for e in entry.executions if entry.backend.capabilities.offers(m, e)}
     re.compile(entry.hint)
     problems = {

@@ -21,7 +21,7 @@ _CHAINED = (ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTE
     mechanism="seq_lens is taken for prefix + new where the backend was given the prefix: the step's own keys are "
     "skipped",
     promises=("matches-oracle",),
-    hint="keys? (is|are) missing",
+    hint="KV tokens? (is|are) missing",
 )
 class DraftExtendV2PrefixOnly(TorchNativeBackend):
     def _kv_lens(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class NonMonotonicSlots(TorchNativeBackend):
     mechanism="slots of the new tokens are counted up from the first one, which is right inside one page or in "
     "contiguous memory",
     promises=("reads-own-kv", "matches-oracle"),
-    hint="stand in for others|unowned|of nobody|other requests",
+    hint="read twice|unowned|other requests",
 )
 class NewSlotsAssumedConsecutive(TorchNativeBackend):
     def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
@@ -110,7 +110,7 @@ class PaddedTokenGroupStride(TorchNativeBackend):
     mechanism="last_page_len is kept as (len - 1) % page in one array and as that plus one in another; the wrong one "
     "is used",
     promises=("matches-oracle",),
-    hint="the last key is missing",
+    hint="the last KV token is missing",
 )
 class LastPageLenTwoConventions(TorchNativeBackend):
     def _visibility(
@@ -216,7 +216,7 @@ class KvLenDoubleCounted(TorchNativeBackend):
     modes=(ForwardMode.DECODE,),
     mechanism="32 heads run as two virtual requests of 16, and the second one's KV is looked up by its virtual index",
     promises=("reads-own-kv", "matches-oracle"),
-    hint="head 1|head 2|of its own keys",
+    hint="head 1|head 2|of its own KV tokens",
     modelled="folds any even number of heads in two",
 )
 class FoldedHeadsReadNextTokenKv(TorchNativeBackend):
@@ -331,7 +331,7 @@ class BatchIndexInsteadOfPoolRow(TorchNativeBackend):
     modes=(ForwardMode.DECODE,),
     mechanism="seq_lens is taken for the prefix, and the token of this step is not among its own keys",
     promises=("matches-oracle",),
-    hint="the last key is missing|shifted by -1",
+    hint="the last KV token is missing|shifted by -1",
 )
 class DecodeMissesItsOwnKey(TorchNativeBackend):
     def _kv_lens(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ _ALL = tuple(ForwardMode)
     modes=_ALL,
     mechanism="the prefix that all requests share is attended once for all of them, and the window is not passed on",
     promises=("matches-oracle",),
-    hint="keys before the window are visible",
+    hint="KV tokens before the window are visible",
 )
 class SharedPrefixWithoutWindow(CascadeBackend):
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:

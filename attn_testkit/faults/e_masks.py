@@ -239,7 +239,7 @@ class TreeMaskByDepth(TorchNativeBackend):
     modes=_VERIFY,
     mechanism="the mask of ancestors is used without the diagonal: a node does not see its own key",
     promises=("matches-oracle",),
-    hint="key",
+    hint="KV token",
 )
 class DraftNodeBlindToItself(TorchNativeBackend):
     def _tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,7 @@ class DraftNodeBlindToItself(TorchNativeBackend):
     modes=_VERIFY,
     mechanism="the prefix is masked with < prefix - 1, so its last key is lost to every draft node",
     promises=("matches-oracle",),
-    hint="key",
+    hint="KV token",
 )
 class LastPrefixKeyMasked(TorchNativeBackend):
     def _visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> _Visibility:

@@ -83,7 +83,7 @@ class WindowSplitsForOneRow(PlannedBackend):
     modes=_ALL,
     mechanism="requests of more than 1024 keys take the path of split keys, to which the window is not passed",
     promises=("matches-oracle",),
-    hint="keys before the window are visible",
+    hint="KV tokens before the window are visible",
 )
 class LongPathWithoutWindow(PlannedBackend):
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

@@ -34,7 +34,7 @@ class _Windowed(TorchNativeBackend):
     modes=(ForwardMode.DECODE,),
     mechanism="W is a radius with both ends inside, and the decode gather keeps W keys instead of W + 1",
     promises=("matches-oracle",),
-    hint="the first key is missing|a window that is nowhere in the request",
+    hint="the first KV token is missing|a window that is nowhere in the request",
 )
 class DecodeWindowOneShort(_Windowed):
     def _first(self, window: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ class WindowRightSideOpen(TorchNativeBackend):
     mechanism="the module was planned without a window, so the run-time value trims whole tiles of 16 keys and no "
     "single key",
     promises=("matches-oracle",),
-    hint="keys before the window are visible",
+    hint="KV tokens before the window are visible",
 )
 class WindowTrimsWholeTiles(_Windowed):
     def _first(self, window: int) -> torch.Tensor:
@@ -137,7 +137,7 @@ class WindowNormalisedOnOneSide(TorchNativeBackend):
     modes=(ForwardMode.DECODE,),
     mechanism="the decode window starts at seq_len - W - 2: one key more than the layer's window",
     promises=("matches-oracle",),
-    hint="keys before the window are visible",
+    hint="KV tokens before the window are visible",
 )
 class DecodeWindowOneMore(_Windowed):
     def _first(self, window: int) -> torch.Tensor:
@@ -151,7 +151,7 @@ class DecodeWindowOneMore(_Windowed):
     modes=_ALL,
     mechanism="`if window > 0`: a window of 0, which is the key of the row alone, counts as no window",
     promises=("matches-oracle",),
-    hint="keys before the window are visible",
+    hint="KV tokens before the window are visible",
 )
 class WindowZeroMeansNone(TorchNativeBackend):
     def _in_window(self, layer: AttentionLayer) -> torch.Tensor:
@@ -165,7 +165,7 @@ class WindowZeroMeansNone(TorchNativeBackend):
     modes=_EXTENDS,
     mechanism="only decode passes the window on",
     promises=("matches-oracle",),
-    hint="keys before the window are visible",
+    hint="KV tokens before the window are visible",
 )
 class WindowIgnoredInExtends(TorchNativeBackend):
     def _in_window(self, layer: AttentionLayer) -> torch.Tensor:
@@ -193,7 +193,7 @@ class WindowCountedFromTheLastRow(_Windowed):
     modes=(ForwardMode.TARGET_VERIFY,),
     mechanism="seq_lens of verify is the prefix, and the window is cut from it as if it were the whole length",
     promises=("matches-oracle",),
-    hint="keys before the window are visible",
+    hint="KV tokens before the window are visible",
 )
 class WindowCountedFromThePrefix(_Windowed):
     def _first(self, window: int) -> torch.Tensor:

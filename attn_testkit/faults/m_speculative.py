@@ -68,7 +68,7 @@ class V1PrefixFromFullWidth(TorchNativeBackend):
     modes=_V1,
     mechanism="keys are prefix + S + 1 for every request, rejected tokens included",
     promises=("reads-own-kv",),
-    hint="behind|stale|unowned|nobody|others",
+    hint="behind|stale|unowned|others",
 )
 class V1LengthAtFullWidth(TorchNativeBackend):
     def _kv_lens(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class V2CausalOverAcceptedRows(TorchNativeBackend):
     modes=_VERIFY,
     mechanism="seq_lens of verify is taken for prefix + N, so the draft block lies over the end of the prefix",
     promises=("matches-oracle",),
-    hint="key",
+    hint="KV token",
 )
 class VerifyLengthTakenForTotal(TorchNativeBackend):
     def _kv_lens(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,9 @@ import torch
 from ..cases.case import DATA, parse_case
 from ..cases.data import DTYPES, make_layers
 from ..cases.schedule import Schedule, make_schedule
+from ..checks import Judgement
 from ..checks.numeric import matches_oracle
-from ..checks.observation import Left, Observation, Outputs
+from ..checks.observation import Observation, Outputs, StepOutputs
 from ..oracle.expect import Expected, expect
 
 __all__ = ["KINDS", "LENGTHS", "Point", "markdown", "measure", "svg"]
@@ -96,8 +97,8 @@ def _kit(kind: str, schedule: Schedule, size: float) -> bool:
     wrong = expected.attention.clone()
     wrong[0] -= size * _error(kind, schedule, expected)
     outs = tuple(wrong.to(DTYPES[schedule.case.dtype]))
-    observed = Observation(step, "", lambda: Left(outs, Outputs(None, None), outs[0], outs[0]))
-    return bool(matches_oracle(observed, expected))
+    observed = Observation(step, "", lambda: StepOutputs(outs, Outputs(None, None), outs[0], outs[0]))
+    return bool(matches_oracle(Judgement(observed, expected)))
 
 
 def _fixed(kind: str, schedule: Schedule, size: float) -> bool:

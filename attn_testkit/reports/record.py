@@ -64,6 +64,7 @@ def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
         "status": Status(values["status"]),
         "findings": tuple(Finding(**finding) for finding in values["findings"]),
         "checks": tuple(values["checks"]),
+        "not_judged": tuple(values.get("not_judged", ())),  # a record of an earlier version lacks it
         "hints": tuple(values["hints"]),
         "margin": None if margin is None else float(margin),
     }

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import jinja2
 
-from ..checks import PROMISES
 from ..results import BAD, RAN, CaseResult, Finding, RunHeader, Status, format_failure, repro_command
 from .record import Report
 from .tally import emulated_parts, rows, seconds_of, verdict
@@ -16,27 +15,29 @@ from .tally import emulated_parts, rows, seconds_of, verdict
 __all__ = ["html_page", "markdown_summary"]
 
 MOST_FAILURES = 200
-"""Failures that a page tells; the record has them all."""
+"""Failures that a page shows; the record has them all."""
 MOST_IN_SUMMARY = 10
 TOP = 8
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One promise in one mode and execution."""
+    """One check in one mode and execution; in case-runs."""
 
     judged: int
-    broken: int
+    failed: int
+    not_judged: int
+    """It applies, and could not be judged."""
 
     @property
     def kind(self) -> str:
-        """``none``, ``kept`` or ``broken``: the CSS class, and the mark."""
-        return "broken" if self.broken else "kept" if self.judged else "none"
+        """``failed``, ``kept``, ``unjudged`` or ``none`` (it does not apply): the CSS class, and the mark."""
+        return "failed" if self.failed else "kept" if self.judged else "unjudged" if self.not_judged else "none"
 
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """A mode and execution against every promise."""
+    """A mode and execution against every check."""
 
     mode: str
     execution: str
@@ -48,7 +49,7 @@ class MatrixRow:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Promises of one backend."""
+    """Checks of one backend."""
 
     backend: str
     checks: tuple[str, ...]
@@ -63,26 +64,26 @@ class Failure:
     title: str
     repro: str
     emulated: tuple[str, ...]
-    twin: CaseResult | None = None
-    """The other execution of the case, which did not pass either and is told here too."""
-    twin_repro: str = ""
+    other: CaseResult | None = None
+    """The other execution of the case, which did not pass either and is shown here too."""
+    other_repro: str = ""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What it broke."""
+        """What it failed."""
         return self.result.findings
 
     @property
-    def twin_findings(self) -> tuple[Finding, ...]:
-        """What the other execution broke and this one did not."""
-        told = {finding.check for finding in self.findings}
-        return tuple(f for f in self.twin.findings if f.check not in told) if self.twin else ()
+    def other_findings(self) -> tuple[Finding, ...]:
+        """What the other execution failed and this one did not."""
+        own = _failed(self.result)
+        return tuple(f for f in self.other.findings if f.check not in own) if self.other else ()
 
     @property
-    def twin_same(self) -> tuple[Finding, ...]:
-        """What both broke, as the other execution has it."""
-        told = {finding.check for finding in self.findings}
-        return tuple(f for f in self.twin.findings if f.check in told) if self.twin else ()
+    def other_same(self) -> tuple[Finding, ...]:
+        """What both failed, as the other execution has it."""
+        own = _failed(self.result)
+        return tuple(f for f in self.other.findings if f.check in own) if self.other else ()
 
 
 def html_page(report: Report) -> str:
@@ -126,7 +127,7 @@ def _model(report: Report) -> dict[str, object]:
         "total": max(1, sum(counts.values())),
         "emulated": sorted({part for result in runs for part in emulated_parts(result)}),
         "failures": _failures(bad[:MOST_FAILURES], report.header),
-        "told_runs": min(len(bad), MOST_FAILURES),
+        "shown_runs": min(len(bad), MOST_FAILURES),
         "short_failures": [format_failure(result, report.header) for result in bad[:MOST_IN_SUMMARY]],
         "bad": len(bad),
         "known": [result for result in runs if result.status in (Status.KNOWN_FAILURE, Status.QUARANTINED)],
@@ -156,7 +157,7 @@ def _failures(bad: Sequence[CaseResult], header: RunHeader) -> list[Failure]:
     for result in bad:
         key = (result.backend, result.case)
         if key in found:
-            found[key] = replace(found[key], twin=result, twin_repro=repro_command(result, header))
+            found[key] = replace(found[key], other=result, other_repro=repro_command(result, header))
         else:
             found[key] = _failure(result, header)
     return list(found.values())
@@ -173,26 +174,42 @@ def _matrices(runs: Sequence[CaseResult]) -> list[Matrix]:
     found = []
     for backend in dict.fromkeys(result.backend for result in runs):
         own = [result for result in runs if result.backend == backend and result.status in RAN]
-        judged = {check for result in own for check in (*result.checks, *_broken(result))}
-        # In the order in which `explain` lists them; an id of another version of the kit comes last.
-        checks = (*(check for check in PROMISES if check in judged), *sorted(judged - PROMISES.keys()))
+        checks = _reading_order(own)
         keys = dict.fromkeys((result.mode, result.execution) for result in own)
         found.append(Matrix(backend, checks, tuple(_matrix_row(own, checks, *key) for key in keys)))
     return [matrix for matrix in found if matrix.checks]
 
 
-def _broken(result: CaseResult) -> set[str]:
+def _reading_order(results: Sequence[CaseResult]) -> tuple[str, ...]:
+    """All ids in the order in which results list theirs, the fullest list first.
+
+    So a page needs no table of checks, which comes with torch, and knows those of another version of the kit.
+    """
+    lists = {kind for result in results for kind in (result.checks, result.not_judged, tuple(sorted(_failed(result))))}
+    order: list[str] = []
+    for ids in sorted(lists, key=lambda ids: (-len(ids), ids)):
+        place = len(order)
+        for check in reversed(ids):
+            if check in order:
+                place = order.index(check)
+            else:
+                order.insert(place, check)
+    return tuple(order)
+
+
+def _failed(result: CaseResult) -> set[str]:
     return {finding.check for finding in result.findings}
 
 
 def _matrix_row(own: Sequence[CaseResult], checks: Sequence[str], mode: str, execution: str) -> MatrixRow:
     group = [result for result in own if (result.mode, result.execution) == (mode, execution)]
-    judged = Counter(check for result in group for check in {*result.checks, *_broken(result)})
-    broken = Counter(check for result in group for check in _broken(result))
+    judged = Counter(check for result in group for check in {*result.checks, *_failed(result)})
+    failed = Counter(check for result in group for check in _failed(result))
+    not_judged = Counter(check for result in group for check in {*result.not_judged} - _failed(result))
     return MatrixRow(
         mode,
         execution,
-        tuple(Cell(judged[check], broken[check]) for check in checks),
+        tuple(Cell(judged[check], failed[check], not_judged[check]) for check in checks),
         lost=sum(result.status in (Status.CRASHED, Status.TIMED_OUT) for result in group),
         emulated=tuple(sorted({part for result in group for part in emulated_parts(result)})),
     )

@@ -82,6 +82,10 @@ class _Drive:
         self.stage = max(self.stage, Stage.REPLAYED if observed.replay else Stage.OBSERVED)
         return light
 
+    def captured(self) -> None:
+        """All graphs are captured."""
+        self.stage = max(self.stage, Stage.CAPTURED)
+
     def record(self, observed: Observation) -> StepRecord:
         """What travels of an observation that was delivered."""
         twin = observed.eager_run
@@ -137,7 +141,7 @@ def _build(backend_class: type[AttentionBackend], drive: _Drive, environment: En
     """Construct everything; a constructor that raises is a finding, ``Unsupported`` for a claimed case included."""
     with drive.clock.phase("setup"):
         harness = _constructed(backend_class, drive.schedules, environment)
-    harness.deliver = drive.deliver
+    harness.deliver, harness.captured = drive.deliver, drive.captured
     drive.stage = max(drive.stage, Stage.CONSTRUCTED)
     drive.kernels = kernels_of(harness.backend)
     return harness

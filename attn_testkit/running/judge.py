@@ -11,9 +11,8 @@ import torch
 from ..cases.case import Case, parse_case
 from ..cases.data import make_step_data, pool_image
 from ..cases.schedule import Schedule, Step, only
-from ..checks import Stage, judged
+from ..checks import NUMERIC, Judgement, Stage, judged
 from ..checks.memory import same_pool
-from ..checks.numeric import NUMERIC, margin
 from ..checks.observation import Observation, StepInputs
 from ..checks.sameness import batch_invariant, repeatable
 from ..checks.step import judge_step
@@ -152,9 +151,9 @@ def step_inputs(schedule: Schedule, step: Step, claims: Capabilities) -> StepInp
 
 
 def _judge_step(outcome: _Outcome, observed: Observation, claims: Capabilities) -> None:
-    expected = expect(observed.schedule, observed.step)
-    found = judge_step(observed, expected, observed.schedule, claims)
-    outcome.margin = max(outcome.margin or 0.0, min(margin(observed, expected), 1e9))
+    judgement = Judgement(observed, expect(observed.schedule, observed.step))
+    found = judge_step(judgement, observed.schedule, claims)
+    outcome.margin = max(outcome.margin or 0.0, min(judgement.margin, 1e9))
     for finding in found:
         outcome.failed.setdefault(finding.check, []).append(observed)
     if not found:
@@ -266,7 +265,9 @@ def _result(
 ) -> CaseResult:
     device = plan.header.device
     failed = [finding.check for finding in outcome.findings]
-    done, not_judged = judged(claims, Execution(item.execution), Stage(outcome.driven.stage), failed)
+    done, not_judged = judged(
+        claims, Execution(item.execution), Stage(outcome.driven.stage), failed, parse_case(item.case)
+    )
     return CaseResult(
         backend=item.backend,
         mode=item.mode,

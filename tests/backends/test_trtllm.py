@@ -68,7 +68,7 @@ def test_every_kind_of_case_passes_and_says_that_its_kernels_are_emulated(
 
 FAULTS = [
     ("LengthsOfThePrefix", "eager", V2, "request 0 has nan in its output"),
-    ("DraftsNotCounted", "eager", VERIFY, "the last 4 keys are missing"),
+    ("DraftsNotCounted", "eager", VERIFY, "the last 4 KV tokens are missing"),
     ("OffsetsOfTheCapture", "graph", V1, "is right in eager"),
     ("StrideOfMinusOne", "graph", VERIFY, "by zero"),
     ("LongestOfTheCapture", "graph", DECODE, "is right in eager"),
@@ -84,7 +84,7 @@ FAULTS = [
     ("PackedRowsAtReplay", "graph", MLA_V1, "is right in eager"),
     ("ViewIfDivisible", "eager", MLA_V1_EVEN, "a uniform stride of 2 gets wrong"),
     ("RowsInFront", "eager", MLA_V1, "it read a slot that is not its own"),
-    ("MLADraftsNotCounted", "eager", MLA_VERIFY, "the last 4 keys are missing"),
+    ("MLADraftsNotCounted", "eager", MLA_VERIFY, "the last 4 KV tokens are missing"),
     ("TableOfThePrefix", "eager", MLA_VERIFY, "has nan in its output"),
     ("MetadataOfTheCapture", "graph", MLA_DECODE, "is right in eager"),
     ("CountersBornInCapture", "graph", MLA_DECODE, "it lives on memory that was born in a capture"),

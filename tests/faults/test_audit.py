@@ -15,7 +15,7 @@ from attn_testkit.audit.processes import Child
 from attn_testkit.audit.show import audit_page, audit_text
 from attn_testkit.audit.tasks import kill_order, run_task, tasks_for
 from attn_testkit.audit.verdicts import FaultVerdict, Task, TwinVerdict
-from attn_testkit.checks.promises import PROMISES
+from attn_testkit.checks import CHECKS
 from attn_testkit.cli import auditing, main
 from attn_testkit.contract import BackendContext, Execution, ForwardMode
 from attn_testkit.examples.off_by_one import OffByOneBackend
@@ -56,7 +56,7 @@ def planted() -> Iterator[None]:
 def verdicts(**missing: str) -> Audit:
     """An audit in which every promise alone catches a fault, but for those named."""
     found = Audit(Settings())
-    for promise in PROMISES:
+    for promise in CHECKS:
         caught = () if promise in missing.values() else (promise,)
         found.faults.append(FaultVerdict(f"breaks-{promise}", "A", "general", (promise,), caught, text=promise))
     return found

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from attn_testkit.audit.show import promises_page
-from attn_testkit.checks.promises import PROMISES
+from attn_testkit.audit.show import checks_page
+from attn_testkit.checks import CHECKS
 from attn_testkit.contract import ForwardMode
 from attn_testkit.faults import all_faults, all_left_out, all_twins
 from attn_testkit.faults.catalogue import CLASSES, fault
@@ -36,8 +36,8 @@ def test_no_two_entries_share_a_slug_and_left_out_ones_are_really_absent() -> No
     assert all(entry.reason for entry in all_left_out())
 
 
-def test_every_promise_is_the_expected_one_of_a_fault() -> None:
-    assert set(PROMISES) == {entry.promises[0] for entry in all_faults()}
+def test_every_check_is_the_expected_one_of_a_fault() -> None:
+    assert set(CHECKS) == {entry.promises[0] for entry in all_faults()}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,6 @@ def test_an_entry_that_cannot_be_audited_is_refused(changes: dict[str, object], 
         fault(**{**entry, **changes})(PlannedBackend)  # type: ignore[arg-type]
 
 
-def test_the_page_of_promises_is_up_to_date() -> None:
-    page = ROOT / "docs" / "promises.md"
-    assert page.read_text() == promises_page(), "run: attn-testkit audit --docs docs/promises.md"
+def test_the_page_of_checks_is_up_to_date() -> None:
+    page = ROOT / "docs" / "checks.md"
+    assert page.read_text() == checks_page(), "run: attn-testkit audit --docs docs/checks.md"

@@ -18,22 +18,22 @@ LONG = "decode-gqa2x2-d64-bf16-p16-k300.70.12-shuffled-gauss-b3prod"
 LONGEST = "decode-gqa2x2-d64-bf16-p16-k4096-shuffled-footprint-b1prod"
 
 
-def told(name: str, case: str) -> Finding:
+def finding_of(name: str, case: str) -> Finding:
     """The first finding of the first step, eager."""
     (result,) = check_backend(HERE + name, device="cpu", executions=["eager"], cases=[case])
     assert result.status is Status.FAILED
     return result.findings[0]
 
 
-TOLD = [
+TEXTS = [
     ("ResultsInAnotherOrder", GAUSS, "request 0 holds the result of request 2", "page or slot"),
     ("ResultsInAnotherOrder", MEAN, "request 0 holds the result of request 2", "page or slot"),
     ("OffsetsAtAUniformStride", PACKED, "a uniform stride of 3 gets wrong", "missing"),
-    ("OffsetsAtAUniformStride", PACKED, "request 1 was computed with keys 0..10 of request 0", "shifted"),
-    ("ReadsNoKV", GAUSS, "all keys are missing, none is used", "seq_lens of this mode"),
-    ("CapacityOf256", LONG, "keys from 256 on are missing: a fixed capacity", "seq_lens of this mode"),
-    ("CapacityOf2048", LONGEST, "keys are missing from somewhere between 192 and", "in the middle"),
-    ("LastKeyLostInSomeHeads", GAUSS, "only heads 0, 2 of 4 used other keys", "seq_lens of this mode"),
+    ("OffsetsAtAUniformStride", PACKED, "request 1 was computed with KV tokens 0..10 of request 0", "shifted"),
+    ("ReadsNoKV", GAUSS, "all KV tokens are missing, none is read", "seq_lens of this mode"),
+    ("CapacityOf256", LONG, "KV tokens from 256 on are missing: a fixed capacity", "seq_lens of this mode"),
+    ("CapacityOf2048", LONGEST, "KV tokens are missing from somewhere between 192 and", "in the middle"),
+    ("LastKeyLostInSomeHeads", GAUSS, "only heads 0, 2 of 4 attended to other KV tokens", "seq_lens of this mode"),
     ("SecondTileOfRows", WIDE, "rows from 16 on are wrong", "seq_lens of this mode"),
     ("PaddedHeadDim", GAUSS, "only dims from 32 on are wrong", "missing"),
     ("RoundsWeights", GAUSS, "precision", "scale"),
@@ -42,17 +42,17 @@ TOLD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "case", "text", "never"), TOLD, ids=[f"{i}-{t[0]}" for i, t in enumerate(TOLD)])
+@pytest.mark.parametrize(("name", "case", "text", "never"), TEXTS, ids=[f"{i}-{t[0]}" for i, t in enumerate(TEXTS)])
 def test_the_hint_points_at_the_bug_and_at_nothing_else(name: str, case: str, text: str, never: str) -> None:
-    finding = told(name, case)
+    finding = finding_of(name, case)
     assert text in finding.hint, finding
     assert never not in finding.hint
 
 
-def test_what_is_attended_is_told_of_the_request_in_the_headline() -> None:
-    finding = told("ReadsNoKV", GAUSS)
+def test_what_is_attended_is_said_of_the_request_in_the_headline() -> None:
+    finding = finding_of("ReadsNoKV", GAUSS)
     request = " ".join(finding.headline.split()[:2])
-    assert finding.attended.startswith(f"{request} used no key, should be 0.."), finding
+    assert finding.attended.startswith(f"{request} attended to no KV token, expected 0.."), finding
 
 
 def test_nan_from_k_and_v_that_are_stored_already_is_not_called_something_kept() -> None:
@@ -66,21 +66,21 @@ def test_nan_from_k_and_v_that_are_stored_already_is_not_called_something_kept()
     assert "kept" not in finding.hint
 
 
-def test_keys_that_were_not_asked_about_are_not_called_missing() -> None:
-    finding = told("CapacityOf2048", LONGEST)
+def test_kv_tokens_that_were_not_asked_about_are_not_called_missing() -> None:
+    finding = finding_of("CapacityOf2048", LONGEST)
     assert "(192..3967 not asked about)" in finding.attended, finding.attended
     assert "of those asked about" in finding.attended
 
 
 def test_the_spread_names_rows_heads_and_dims_that_are_a_part_of_all() -> None:
-    assert "(17 of 33 rows: 16-32)" in told("SecondTileOfRows", WIDE).spread
-    assert "only heads 0, 2 of 4 in every wrong row" in told("LastKeyLostInSomeHeads", GAUSS).spread
-    assert "only dims 32-63 of 64" in told("PaddedHeadDim", GAUSS).spread
-    assert "only" not in told("ReadsNoKV", GAUSS).spread
+    assert "(17 of 33 rows: 16-32)" in finding_of("SecondTileOfRows", WIDE).spread
+    assert "only heads 0, 2 of 4 in every wrong row" in finding_of("LastKeyLostInSomeHeads", GAUSS).spread
+    assert "only dims 32-63 of 64" in finding_of("PaddedHeadDim", GAUSS).spread
+    assert "only" not in finding_of("ReadsNoKV", GAUSS).spread
 
 
 def test_two_wrong_requests_of_which_the_longest_is_right_are_no_stride() -> None:
-    assert "look at the strides" not in told("CapacityOf256", LONG).hint
+    assert "look at the strides" not in finding_of("CapacityOf256", LONG).hint
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ FAULTS = [
         "BakedMaxLength",
         DECODE,
         "replay-follows-batch",
-        "requests of up to 16 keys are right, of 301 and more are wrong",
+        "requests of up to 16 KV tokens are right, of 301 and more are wrong",
     ),
     ("HostRead", DECODE, "captures-cleanly", "Tensor.item"),
     ("FreedWorkspace", DECODE, "addresses-stable", "freed after the capture"),
@@ -44,7 +44,7 @@ def test_the_last_page_example_tells_the_story() -> None:
     assert "request 3 differs from the oracle" in text.splitlines()[0]
     assert "request 3 wrong in" in text
     assert "requests 0-2 right" in text
-    assert "attended request 3 used keys 0..127, should be 0..128" in text
+    assert "attended request 3 attended to KV tokens 0..127, expected 0..128" in text
     assert "only requests with a partly filled last page differ" in text
     assert case.split("-k")[0] in text
     # What is printed as reproduction reproduces.

@@ -1,4 +1,4 @@
-"""A backend that answers wrongly where the kit asks it is told so: it is never a failure of the kit's own."""
+"""A backend that answers wrongly where the kit asks it is blamed for it: it is never a failure of the kit's own."""
 
 import pytest
 
@@ -9,7 +9,7 @@ DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-fp16-p16-k29.125.61-t0.0.1.1.3-reversed-gauss-b5prod"
 
 
-def told(name: str, execution: str, case: str) -> list[Finding]:
+def findings(name: str, execution: str, case: str) -> list[Finding]:
     request = Request((f"wrong_answers:{name}",), executions=(execution,), device="cpu", cases=(case,))
     plan = request.plan()
     (result,) = run_here(plan)
@@ -32,18 +32,18 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "execution", "promise", "headline", "hint"), ANSWERS, ids=[a[0] for a in ANSWERS])
+@pytest.mark.parametrize(("name", "execution", "check", "headline", "hint"), ANSWERS, ids=[a[0] for a in ANSWERS])
 def test_a_wrong_answer_is_the_backends_mistake(
-    name: str, execution: str, promise: str, headline: str, hint: str
+    name: str, execution: str, check: str, headline: str, hint: str
 ) -> None:
-    (finding,) = told(name, execution, DECODE)
-    assert finding.check == promise
+    (finding,) = findings(name, execution, DECODE)
+    assert finding.check == check
     assert headline in finding.headline
     assert hint in finding.hint
 
 
 def test_a_right_number_of_another_type_is_right() -> None:
-    assert told("FillIsATensor", "graph", DECODE) == []
+    assert findings("FillIsATensor", "graph", DECODE) == []
 
 
 MASKS = [
@@ -64,8 +64,10 @@ MASKS = [
 
 
 @pytest.mark.parametrize(("name", "headline", "hint"), MASKS, ids=[m[0] for m in MASKS])
-def test_a_mask_that_cannot_be_filled_is_told_with_what_the_contract_wants(name: str, headline: str, hint: str) -> None:
-    (finding,) = told(name, "graph", VERIFY)
+def test_a_mask_that_cannot_be_filled_is_reported_with_what_the_contract_wants(
+    name: str, headline: str, hint: str
+) -> None:
+    (finding,) = findings(name, "graph", VERIFY)
     assert finding.check == "output-contract"
     assert headline in finding.headline
     assert hint in finding.hint

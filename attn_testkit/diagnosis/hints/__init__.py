@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .evidence import Evidence
-from .keys import elsewhere, key_range, masked_too_late, own_rows_mixed, stand_ins
+from .keys import elsewhere, key_range, masked_too_late, own_rows_mixed, read_twice
 from .numbers import right_keys
 from .rows import (
     kept_from_before,
@@ -38,7 +38,7 @@ _PATTERNS: tuple[Callable[[Evidence], str], ...] = (
     later_requests,
     later_by_number,
     elsewhere,
-    stand_ins,
+    read_twice,
     own_rows_mixed,
     key_range,
     right_keys,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-
-import torch
 
 from ...cases.schedule import Schedule, Step
-from ...checks.numeric import stacked, wrong_requests, wrong_values
+from ...checks import Judgement
 from ...checks.observation import Observation
 from ...oracle.expect import Expected
-from ..attended_keys import Footprint
-from ..swapped_rows import Mixup
+from ..attended_keys import AttendedKeys
+from ..swapped_rows import SwappedRow
 
 __all__ = ["Evidence"]
 
@@ -22,44 +19,44 @@ class Evidence:
     """What is known about one wrong step."""
 
     schedule: Schedule
-    observed: Observation
-    expected: Expected
-    footprint: Footprint | None
+    judgement: Judgement
+    attended: AttendedKeys | None
+    """What one wrong row attended to; None: the backend would not say."""
     passed: list[Observation]
     """Steps of the same case-run that were right."""
     in_graph: bool
     """The eager run of the step is right."""
-    mixups: tuple[Mixup, ...] = ()
+    swapped: tuple[SwappedRow, ...] = ()
     """Wrong rows that hold what others should."""
     right_when_fresh: bool = False
     """An eager step after others, and as the first of a fresh instance it is right."""
     reads_foreign: bool = False
-    """With zeros instead of NaN in slots of nobody the result is finite."""
+    """With zeros instead of NaN in unowned slots the result is finite."""
+
+    @property
+    def observed(self) -> Observation:
+        """What was seen of it."""
+        return self.judgement.observed
+
+    @property
+    def expected(self) -> Expected:
+        """What it should have given."""
+        return self.judgement.expected
 
     @property
     def step(self) -> Step:
         """The wrong step."""
         return self.observed.step
 
-    @cached_property
+    @property
     def wrong(self) -> list[int]:
-        """Requests that are wrong."""
-        return wrong_requests(self.observed, self.expected)
-
-    @cached_property
-    def values(self) -> torch.Tensor:
-        """[L, T, Hq, Dv] bool: values that are wrong."""
-        return wrong_values(self.observed, self.expected)
-
-    @cached_property
-    def rows(self) -> list[int]:
-        """Flat rows that are wrong."""
-        return [int(row) for row in self.values.any(0).flatten(1).any(-1).nonzero().flatten()]
+        """Requests that are wrong, ascending."""
+        return list(self.judgement.wrong_requests)
 
     @property
-    def finite(self) -> bool:
-        """No NaN and no Inf."""
-        return bool(stacked(self.observed, self.expected).isfinite().all())
+    def rows(self) -> list[int]:
+        """Flat rows that are wrong, ascending."""
+        return list(self.judgement.wrong_rows)
 
     @property
     def before(self) -> Step | None:
@@ -68,5 +65,5 @@ class Evidence:
 
     @property
     def lens(self) -> list[int]:
-        """Keys of each request."""
+        """KV tokens of each request, those of this step included."""
         return self.step.lens

@@ -1,34 +1,34 @@
-"""The right keys, and still a wrong result."""
+"""The right KV tokens, and still a wrong result."""
 
 from __future__ import annotations
 
-from ...checks.numeric import margin
-from ..attended_keys import Footprint
+from ..attended_keys import AttendedKeys
 from .evidence import Evidence
 
 __all__ = ["right_keys"]
 
 
 def right_keys(e: Evidence) -> str:
-    print_ = e.footprint
-    if print_ is None or not print_.right or e.reads_foreign or e.mixups:
+    """What else makes a number: softmax, scales, rounding, the mapping of heads."""
+    attended = e.attended
+    if attended is None or not attended.right or e.reads_foreign or e.swapped:
         return ""
     case = e.schedule.case
-    if _cannot_tell(e, print_):
+    if _cannot_tell(e, attended):
         large = not e.observed.replay and ", ".join(_DATA_SUSPECTS.get(case.data, []))
         return f"a NaN where logits are large: look at {large}" if large else ""
-    if not print_.normalised:
+    if not attended.normalised:
         fp8 = "FP8 scales, " if case.kv_dtype != "same" else ""
         cap = " (a soft cap comes before the mask)" if case.logit_cap else ""
         return (
-            f"weights of the right keys sum to {print_.total:.3g} instead of 1: look at {fp8}a denominator that counts "
-            f"masked keys or misses some{cap}, saturation, or partial results that are combined wrongly"
+            f"weights of the right KV tokens sum to {attended.total:.3g} instead of 1: look at {fp8}a denominator that "
+            f"counts masked KV tokens or misses some{cap}, saturation, or partial results that are combined wrongly"
         )
-    few = margin(e.observed, e.expected)
+    few = e.judgement.margin
     if few < _SMALL_ERROR and case.data != "negative":
         return (
-            f"the right keys, and an error of only {few:.2g} times the limit: precision, such as q, logits, weights or "
-            "partial sums rounded to the model's dtype"
+            f"the right KV tokens, and an error of only {few:.2g} times the limit: precision, such as q, logits, "
+            "weights or partial sums rounded to the model's dtype"
         )
     suspects = [_rescaling(e)] if _rescaling(e) and case.data != "cliff" else []
     suspects += _DATA_SUSPECTS["cliff"] if case.data == "cliff" else []
@@ -40,7 +40,7 @@ def right_keys(e: Evidence) -> str:
     suspects += ["the split of a row into latent and rope part"] if case.heads.family == "mla" else []
     suspects += ["row order"] if e.step.tokens > e.step.bs else []
     suspects += _DATA_SUSPECTS.get(case.data, [])
-    return f"the right keys with wrong weights or values: look at {', '.join(dict.fromkeys(suspects))}"
+    return f"the right KV tokens, wrong softmax weights or values: look at {', '.join(dict.fromkeys(suspects))}"
 
 
 _SMALL_ERROR = 5.0
@@ -50,11 +50,11 @@ _TILE = 16
 _RESCALING = "rescaling of what was summed when a later tile of keys has a larger maximum"
 
 
-def _cannot_tell(e: Evidence, print_: Footprint) -> bool:
-    """The keys that were asked about need not be all: behind a window others hide, and so does a NaN of a replay."""
-    seen = len(print_.wanted)
-    hidden = print_.window >= 0 and seen < e.lens[print_.request] - len(print_.not_asked)
-    return not e.finite and (e.observed.replay or hidden)
+def _cannot_tell(e: Evidence, attended: AttendedKeys) -> bool:
+    """What was asked about need not be all: behind a window other KV tokens hide, and so does a NaN of a replay."""
+    seen = len(attended.wanted)
+    hidden = attended.window >= 0 and seen < e.lens[attended.request] - len(attended.not_asked)
+    return not e.judgement.all_finite and (e.observed.replay or hidden)
 
 
 def _rescaling(e: Evidence) -> str:
@@ -65,7 +65,8 @@ def _rescaling(e: Evidence) -> str:
     lowest = min((keys[row] for row in wrong), default=0)
     if not right or lowest <= max(right) or lowest <= _TILE:
         return ""
-    return f"{_RESCALING} or splits are merged (rows of up to {max(right)} keys are right, of {lowest} and more wrong)"
+    known = f"rows of up to {max(right)} KV tokens are right, of {lowest} and more wrong"
+    return f"{_RESCALING} or splits are merged ({known})"
 
 
 _DATA_SUSPECTS = {

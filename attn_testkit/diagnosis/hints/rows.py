@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ...checks.describe import index_ranges
-from ...checks.numeric import stacked
 from ...contract import ForwardMode
 from .evidence import Evidence
 
@@ -25,33 +24,33 @@ __all__ = [
 
 def rows_of_others(e: Evidence) -> str:
     """Wrong rows hold what others should: the numbers are right, and lie in the wrong place."""
-    if not e.mixups:
+    if not e.swapped:
         return ""
-    told = ", ".join(mixup.text for mixup in e.mixups[:2]) + (" and so on" if len(e.mixups) > 2 else "")
-    alike = sorted({request for mixup in e.mixups for request in (mixup.request, mixup.of_request)})
-    if all(mixup.copied for mixup in e.mixups) and max(r.new for r in e.step.requests) == 1:
-        told = f"requests {index_ranges(alike)} hold the same values as each other"
-    return f"{told}: {_mixup_cause(e)}"
+    text = ", ".join(row.text for row in e.swapped[:2]) + (" and so on" if len(e.swapped) > 2 else "")
+    alike = sorted({request for row in e.swapped for request in (row.request, row.of_request)})
+    if all(row.copied for row in e.swapped) and max(r.new for r in e.step.requests) == 1:
+        text = f"requests {index_ranges(alike)} hold the same values as each other"
+    return f"{text}: {_swap_cause(e)}"
 
 
-def _mixup_cause(e: Evidence) -> str:
+def _swap_cause(e: Evidence) -> str:
     several = max(r.new for r in e.step.requests) > 1
-    if any(mixup.copied for mixup in e.mixups):
+    if any(row.copied for row in e.swapped):
         return "offsets of query rows (cu_seqlens_q), or the index of a request"
-    if all(mixup.of_row is not None for mixup in e.mixups):
-        if all(mixup.request == mixup.of_request for mixup in e.mixups):
+    if all(row.of_row is not None for row in e.swapped):
+        if all(row.request == row.of_request for row in e.swapped):
             return "the order of rows in a request"
         if not several:
             return "results go back in another order than the requests came in, or offsets of query rows"
         return "offsets of query rows (cu_seqlens_q), or an order of requests that is not undone"
     # Some rows of a request, or rows one behind the other, are taken for another's: their offsets. All: its table row.
     partly = any(
-        {m.row for m in e.mixups if m.request == i} != set(range(r.new))
+        {m.row for m in e.swapped if m.request == i} != set(range(r.new))
         for i, r in enumerate(e.step.requests)
-        if any(m.request == i for m in e.mixups)
+        if any(m.request == i for m in e.swapped)
     )
-    as_own = all(m.keys == e.step.requests[m.request].prefix + m.row + 1 for m in e.mixups)
-    as_theirs = all(m.keys == e.lens[m.of_request] for m in e.mixups)
+    as_own = all(m.keys == e.step.requests[m.request].prefix + m.row + 1 for m in e.swapped)
+    as_theirs = all(m.keys == e.lens[m.of_request] for m in e.swapped)
     if partly or not (as_own or as_theirs or several) or uneven_offsets(e):
         return "offsets of query rows (cu_seqlens_q)"
     return "the request row (req_pool_indices), the table's stride, or offsets of query rows"
@@ -115,8 +114,8 @@ def kept_from_before(e: Evidence) -> str:
         )
     if min(e.lens[i] for i in e.wrong) > max(lens):
         return (
-            f"the step before had up to {max(lens)} keys, and only requests with more are wrong: a table, buffer or "
-            "grid that was made for it"
+            f"the step before had up to {max(lens)} KV tokens, and only requests with more are wrong: a table, buffer "
+            "or grid that was made for it"
         )
     if min(e.wrong) >= before.bs:
         return f"only requests from {before.bs} on are wrong, and the step before had {before.bs}: sizes made for it"
@@ -125,7 +124,7 @@ def kept_from_before(e: Evidence) -> str:
 
 def part_of_a_head(e: Evidence) -> str:
     """NaN or Inf beside numbers in one row of one head: nothing that is read as a key or value does that."""
-    bad = ~stacked(e.observed, e.expected).isfinite()
+    bad = ~e.judgement.finite
     # An overflow gives Inf and NaN by the signs of the values.
     large = e.schedule.case.data in ("peaked", "negative", "cliff")
     if not (bad.any(-1) & ~bad.all(-1)).any() or e.reads_foreign or large:
@@ -138,19 +137,22 @@ def part_of_a_head(e: Evidence) -> str:
 
 def some_heads(e: Evidence) -> str:
     """Lengths and pages are a row's; heads of one row differ by how heads are packed."""
-    heads = list(e.footprint.heads) if e.footprint else []
+    heads = list(e.attended.heads) if e.attended else []
     if not heads:
         return ""
     case = e.schedule.case
     count, group = case.heads.q_heads, case.heads.q_heads // case.heads.kv_heads
-    told = f"only head{'s' if len(heads) > 1 else ''} {index_ranges(heads)} of {count} used other keys than they should"
+    which = f"only head{'s' if len(heads) > 1 else ''} {index_ranges(heads)} of {count}"
     if group > 1 and {head // group for head in heads} != set(range(case.heads.kv_heads)) and len(heads) % group == 0:
         cause = "an offset or stride of KV heads, or the head mapping"
     elif group > 1:
         cause = "packing of grouped heads (rows x heads of a KV head as one tile), their head mapping, or their masks"
     else:
         cause = "an offset or stride of heads, or a parameter by head"
-    return f"{told}: {cause} (all heads of a row have one length and one page table)"
+    return (
+        f"{which} attended to other KV tokens than they should: {cause} (all heads of a row have one length and one "
+        "page table)"
+    )
 
 
 def row_tile(e: Evidence) -> str:
@@ -174,8 +176,8 @@ def row_tile(e: Evidence) -> str:
 
 def some_dims(e: Evidence) -> str:
     """A run of dims to the last, and the others right. One-hot values make a key of a dim, so there it says nothing."""
-    dims = [int(dim) for dim in e.values.flatten(0, 2).any(0).nonzero().flatten()]
-    size = e.values.shape[-1]
+    dims = [int(dim) for dim in e.judgement.wrong.flatten(0, 2).any(0).nonzero().flatten()]
+    size = e.judgement.wrong.shape[-1]
     if e.schedule.case.data == "footprint" or not dims or dims[0] % 16 or dims[0] == 0 or part_of_a_head(e):
         return ""
     if len(dims) < 8 or size - dims[0] > len(dims) * 3 / 2:
@@ -190,8 +192,8 @@ def length_threshold(e: Evidence) -> str:
     if not e.in_graph or not right or not wrong or max(right) >= min(wrong):
         return ""
     return (
-        f"requests of up to {max(right)} keys are right, of {min(wrong)} and more are wrong: a maximum length, a grid "
-        "or a number of splits of the capture-time batch is still in force"
+        f"requests of up to {max(right)} KV tokens are right, of {min(wrong)} and more are wrong: a maximum length, a "
+        "grid or a number of splits of the capture-time batch is still in force"
     )
 
 

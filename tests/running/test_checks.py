@@ -1,4 +1,4 @@
-"""Every promise has a broken backend that it catches, and the healthy twin passes."""
+"""Every check has a broken backend that it catches, and the healthy control passes."""
 
 import pytest
 from broken_backends import ClaimsWhatNoCaseCanMeet, Healthy
@@ -30,7 +30,7 @@ BROKEN = [
     ("ZeroTimesNan", "eager", FAST, "reads-own-kv", "it read a slot that is not its own"),
     ("FiniteMinusInfinity", "eager", NEGATIVE, "matches-oracle", "differs from the oracle"),
     ("SwapsKeyAndValueOfLayer1", "eager", FAST, "writes-own-kv", "does not hold their K and V"),
-    ("AcceptsAnything", "eager", FAST, "refuses-undeclared", "was accepted by the constructor"),
+    ("AcceptsAnything", "eager", FAST, "refuses-undeclared", "is not claimed, yet the constructor accepted it"),
     ("SumsInAnyOrder", "eager", FAST, "repeatable", "other bits the second time"),
     ("RoundsByBatchSize", "eager", FAST, "batch-invariant", "other bits alone"),
     ("WritesPaddingToTheLastSlot", "graph", FAST, "writes-own-kv", "a slot that no live request owns was written"),
@@ -42,18 +42,18 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "execution", "cases", "promise", "told"), BROKEN, ids=[b[0] for b in BROKEN])
-def test_a_broken_promise_is_named(name: str, execution: str, cases: tuple[str, ...], promise: str, told: str) -> None:
+@pytest.mark.parametrize(("name", "execution", "cases", "check", "headline"), BROKEN, ids=[b[0] for b in BROKEN])
+def test_a_failed_check_is_named(name: str, execution: str, cases: tuple[str, ...], check: str, headline: str) -> None:
     failed = failures(name, execution, cases)
     assert len(failed) == 1, "one case was asked for, and it must fail"
     found = {finding.check: finding for finding in failed[0].findings}
-    assert promise in found, f"told instead: {[(f.check, f.headline) for f in failed[0].findings]}"
-    assert told in found[promise].headline
+    assert check in found, f"found instead: {[(f.check, f.headline) for f in failed[0].findings]}"
+    assert headline in found[check].headline
 
 
 @pytest.mark.parametrize("execution", ["eager", "graph"])
 @pytest.mark.parametrize("cases", [FAST, NAN, NEGATIVE], ids=["prod", "nan", "negative"])
-def test_the_healthy_twin_passes(cases: tuple[str, ...], execution: str) -> None:
+def test_the_healthy_control_passes(cases: tuple[str, ...], execution: str) -> None:
     assert failures("Healthy", execution, cases) == []
 
 
@@ -64,9 +64,9 @@ def test_a_claim_that_no_case_can_meet_fails() -> None:
     assert "no case can satisfy" in result.findings[0].headline
     assert "gqa_ratios" in result.findings[0].hint
     assert verdict(plan.header, [result]) == "NOT CONFORMANT: 1 failed of 1 claimed case-runs"
-    told = format_failure(result, plan.header).splitlines()[-1].split("attn-testkit ")[1]
+    command = format_failure(result, plan.header).splitlines()[-1].split("attn-testkit ")[1]
     spec = "broken_backends:ClaimsWhatNoCaseCanMeet"
-    assert told == f"run --backend {spec} --mode decode --execution eager --device cpu --tier core"
+    assert command == f"run --backend {spec} --mode decode --execution eager --device cpu --tier core"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_claim_that_no_case_can_meet_fails() -> None:
         ({"max_context_len": 20}, "max_context_len 20 has no room"),
     ],
 )
-def test_why_no_case_can_meet_a_claim_is_told(
+def test_why_no_case_can_meet_a_claim_is_said(
     claims: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ClaimsWhatNoCaseCanMeet, "capabilities", Healthy.capabilities.with_changes(**claims))

@@ -1,4 +1,4 @@
-"""After a wrong result the kit says which keys were used, where other weight went, and what that looks like."""
+"""After a wrong result the kit says what was attended to, where other weight went, and what that looks like."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SHORT_FIRST = "decode-gqa3x2-d64-bf16-p4-k0.9.70-shuffled-gauss-b4prod"
 NEGATIVE = "decode-gqa3x2-d64-bf16-p4-k0.9.70-shuffled-negative-b4prod"
 HERE = "attn_testkit.faults."
 
-TOLD = [
+TEXTS = [
     (
         "d_kv_extent:LengthRoundedUpToPage",
         DECODE,
         "reads-own-kv",
         "12% of its weight went to slots behind its last key",
     ),
-    ("d_kv_extent:PageIdUsedAsSlot", DECODE, "reads-own-kv", "none of its own keys is used"),
-    ("d_kv_extent:DecodeMissesItsOwnKey", DECODE, "matches-oracle", "the last key is missing"),
+    ("d_kv_extent:PageIdUsedAsSlot", DECODE, "reads-own-kv", "none of its own KV tokens is read"),
+    ("d_kv_extent:DecodeMissesItsOwnKey", DECODE, "matches-oracle", "the last KV token is missing"),
     ("d_kv_extent:NonMonotonicSlots", REVERSED, "matches-oracle", "mixed up with each other"),
     ("g_scales_and_sinks:SoftCapAfterMask", SOFT_CAP, "matches-oracle", "a soft cap comes before the mask"),
     ("h_empty_and_splits:EmptySplitsNotWritten", SHORT_FIRST, "finite", "memory that nobody wrote"),
@@ -32,11 +32,11 @@ TOLD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "case", "promise", "text"), TOLD, ids=[told[0] for told in TOLD])
-def test_the_failure_says_where_the_weight_went(name: str, case: str, promise: str, text: str) -> None:
+@pytest.mark.parametrize(("name", "case", "check", "text"), TEXTS, ids=[text[0] for text in TEXTS])
+def test_the_failure_says_where_the_weight_went(name: str, case: str, check: str, text: str) -> None:
     (result,) = check_backend(HERE + name, device="cpu", executions=["eager"], cases=[case])
     assert result.status is Status.FAILED
-    assert text in " ".join(f"{f.attended} {f.hint}" for f in result.findings if f.check == promise)
+    assert text in " ".join(f"{f.attended} {f.hint}" for f in result.findings if f.check == check)
 
 
 def test_an_output_that_nobody_wrote_is_not_called_nan() -> None:
@@ -45,14 +45,14 @@ def test_an_output_that_nobody_wrote_is_not_called_nan() -> None:
         assert result.findings[0].check == "output-written", result.findings[0].headline
 
 
-def test_wrong_writes_are_told_before_the_numbers_that_follow_from_them() -> None:
+def test_wrong_writes_are_reported_before_the_numbers_that_follow_from_them() -> None:
     (result,) = check_backend(
         HERE + "i_addressing:LocationsReadAsInt32", device="cpu", executions=["eager"], cases=[DECODE]
     )
     assert result.findings[0].check == "writes-own-kv"
 
 
-def test_what_another_mode_left_behind_is_told_as_such() -> None:
+def test_what_another_mode_left_behind_is_reported_as_such() -> None:
     case = "target-verify-gqa2x2-d64-fp16-p1-k13-t0.0.1-interleaved-footprint-b2prod-mixed"
     spec = HERE + "l_wrappers:LeftoverFallbackFlag"
     (result,) = check_backend(spec, device="cpu", executions=["graph"], cases=[case])

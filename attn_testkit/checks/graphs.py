@@ -1,0 +1,154 @@
+"""Checks of CUDA graphs: clean captures, and replays that follow the batch and nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+from ..cases.case import Case
+from ..results import Finding
+from .check import Check, Stage, in_graphs
+from .describe import number, row_name, spread_text
+from .judgement import BITS, Judgement, place_of_max
+from .observation import Observation
+
+__all__ = ["CHECKS", "addresses_stable", "graph_matches_eager"]
+
+
+def graph_matches_eager(judgement: Judgement, *, same_bits: bool = False) -> list[Finding]:
+    """A replay within the two limits of the eager run of the same step: each may be off by one.
+
+    ``same_bits``: it is promised that a request's bits depend on nothing but the request, so they must be equal. That
+    alone shows a split count that a graph keeps from its capture (sglang #26019): any count is right within the limit.
+    """
+    observed, expected = judgement.observed, judgement.expected
+    out, eager, ratio = judgement.out, judgement.eager, judgement.ratio_to_eager
+    if eager is None or ratio is None:
+        return []
+    wrong = ratio > 1
+    if not wrong.any():
+        bits = BITS[out.itemsize]
+        return _other_bits(judgement, out.view(bits) != eager.view(bits)) if same_bits else []
+    at = layer, row, head, dim = place_of_max(ratio)
+    return [
+        Finding(
+            "graph-matches-eager",
+            f"request {int(expected.data.row_request[row])} gives another result under the graph than in eager",
+            where=f"out[layer {layer}, {row_name(expected.data, row)}, head {head}, dim {dim}]: replay "
+            f"{number(float(out[at]))}, eager {number(float(eager[at]))}, want {number(float(expected.attention[at]))}",
+            spread=spread_text(wrong.any(0), expected.data.row_request, observed.step),
+            step=observed.label,
+        )
+    ]
+
+
+def _other_bits(judgement: Judgement, differs: torch.Tensor) -> list[Finding]:
+    """``differs`` [L, T, Hq, Dv] bool."""
+    if not differs.any():
+        return []
+    observed, row_request = judgement.observed, judgement.expected.data.row_request
+    request = int(row_request[int(differs.any(0).flatten(1).any(-1).nonzero()[0])])
+    return [
+        Finding(
+            "graph-matches-eager",
+            f"request {request} gives other bits under the graph than in eager, and batch invariance is claimed",
+            where=f"{int(differs.sum())} of {differs.numel()} values differ, all within the limit",
+            spread=spread_text(differs.any(0), row_request, observed.step),
+            hint="a split count, a tile size or a kernel that depends on the capture or on padded rows",
+            step=observed.label,
+        )
+    ]
+
+
+def addresses_stable(observed: Observation) -> list[Finding]:
+    """A replay wrote nothing into memory that was freed after capture."""
+    if not observed.damaged:
+        return []
+    return [
+        Finding(
+            "addresses-stable",
+            "the graph writes into memory that was freed after capture",
+            where="; ".join(observed.damaged),
+            hint="a workspace or a metadata tensor of the capture was freed or re-allocated; on a server the block "
+            "belongs to somebody else by now. Allocate it once, in the constructor or in init_cuda_graph_state",
+            step=observed.label,
+        )
+    ]
+
+
+def _has_padded_replays(case: Case) -> bool:
+    """With small padding every bucket is filled up with live requests."""
+    return case.padding != "small"
+
+
+CHECKS = (
+    Check(
+        "graph-matches-eager",
+        "A replay gives what the backend's own eager run of the same batch gives.",
+        "Another kernel, another split or another rounding under capture than in eager.",
+        "sglang #26412; vLLM #25490",
+        "Both are within the limit and differ. Look for what depends on being captured: a split count, a kernel "
+        "choice, a rounding.",
+        judged_from=Stage.COMPLETED,
+        applies=in_graphs,
+        behind_outputs=True,
+        run=lambda judgement, schedule, claims: graph_matches_eager(
+            judgement, same_bits=claims.deterministic and claims.batch_invariant
+        ),
+    ),
+    Check(
+        "captures-cleanly",
+        "Capture meets no host sync, no copy from pageable memory, and leaves no persistent tensor behind.",
+        "int(lengths.max()), .tolist(), torch.tensor(list, device=...), a workspace allocated on first use.",
+        "sglang #25489; aiter #5393",
+        "`where` is the line that a capture cannot record, and the hint what to write instead.",
+        judged_from=Stage.CAPTURED,
+        applies=in_graphs,
+    ),
+    Check(
+        "replay-follows-batch",
+        "Nothing of the capture-time batch leaks into a replay: lengths, widths, slots, mask, max length.",
+        "A Python number baked into a kernel launch, a plan that is not redone, strides of another layout.",
+        "sglang #21987, #27545; vLLM #42444; rtp-llm #378",
+        "Eager is right, and so is the plan: something of the capture is still in force. `attended` says which KV "
+        "tokens were read; a length in the hint is usually the capture's.",
+        judged_from=Stage.REPLAYED,
+        applies=in_graphs,
+        behind_outputs=True,
+    ),
+    Check(
+        "addresses-stable",
+        "A graph reads and writes only memory that is still alive and the same.",
+        "Metadata re-allocated at replay instead of filled in place, a workspace that grew or was freed.",
+        "vLLM #35175, #46067; TensorRT-LLM #16319",
+        "The hint names the attribute that a replay replaced, or the block that was freed. Allocate it once, and fill "
+        "it in place.",
+        judged_from=Stage.REPLAYED,
+        applies=in_graphs,
+        run=lambda judgement, *_: addresses_stable(judgement.observed),
+    ),
+    Check(
+        "padding-inert",
+        "Padded rows change no real row and no slot outside page 0, whatever they hold.",
+        "Metadata built before padding, a negative prefix, statistics over the whole batch, stale tails.",
+        "vLLM #57094, #28579; sglang #31270",
+        "In a bucket of exactly that size it is right. Look for sums, maxima and tails over the padded batch.",
+        judged_from=Stage.COMPLETED,
+        applies=in_graphs,
+        shown_by=_has_padded_replays,
+        behind_outputs=True,
+    ),
+    Check(
+        "buckets-independent",
+        "Graphs of several buckets and modes on one instance, eager steps between them, and another instance that "
+        "plans meanwhile, do not disturb each other.",
+        "One metadata object for all buckets, a workspace that the next capture replaces, a flag left by another mode, "
+        "a planner's workspace that all instances of a process share.",
+        "lmdeploy #4661; vLLM #48261; sglang #33920, #27193",
+        "As the only replay of the only bucket it is right. Look for what two graphs, two modes or an eager step "
+        "share.",
+        judged_from=Stage.COMPLETED,
+        applies=in_graphs,
+        behind_outputs=True,
+    ),
+)
+"""In the order in which they are worth reading."""

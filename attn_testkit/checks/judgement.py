@@ -1,0 +1,144 @@
+"""One observed step beside what it should have given. What several checks ask of the two is computed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from ..oracle.expect import Expected
+from .describe import requests_wrong
+from .observation import Observation
+
+__all__ = ["BITS", "Judgement", "Ratios", "Worst", "place_of_max"]
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Size of an element -> the integers that its bits are compared as: NaN equals NaN, and -0 does not equal 0."""
+
+
+class Ratios(NamedTuple):
+    """Error over limit, float64. 1 is still right, NaN counts as infinitely wrong."""
+
+    element: torch.Tensor
+    """[L, T, Hq, Dv]."""
+    row: torch.Tensor
+    """[L, T, Hq]: of the norm over one row of one head."""
+
+
+class Worst(NamedTuple):
+    """A place in the attention outputs, and by how much it misses its limit."""
+
+    layer: int
+    row: int
+    """Flat: an index into the T live rows."""
+    head: int
+    dim: int
+    ratio: float
+    """Error over limit; above 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Judgement:
+    """Attention outputs of one step, judged. L layers, T live rows, Hq query heads, Dv values a head; host tensors."""
+
+    observed: Observation
+    expected: Expected
+
+    @cached_property
+    def out(self) -> torch.Tensor:
+        """[L, T, Hq, Dv] in the backend's dtype: the outputs of all layers, stacked."""
+        shape = self.expected.attention.shape[1:]
+        return torch.stack([out.reshape(shape) for out in self.observed.attention])
+
+    @cached_property
+    def unwritten(self) -> torch.Tensor:
+        """[L, T, Hq, Dv] bool: elements that still hold the poison's bits, which no computation gives."""
+        return self.out.view(BITS[self.out.dtype.itemsize]) == -1
+
+    @cached_property
+    def finite(self) -> torch.Tensor:
+        """[L, T, Hq, Dv] bool: neither NaN nor Inf. What is unwritten is NaN."""
+        return self.out.isfinite()
+
+    @cached_property
+    def all_finite(self) -> bool:
+        """No NaN and no Inf anywhere."""
+        return bool(self.finite.all())
+
+    @cached_property
+    def ratios(self) -> Ratios:
+        """Error over limit of each element, and of each row of a head."""
+        error = (self.out.double() - self.expected.attention).abs()
+        by_element = error / self.expected.attention_limit
+        by_row = (error * error).sum(-1).sqrt() / self.expected.row_limit
+        return Ratios(by_element.nan_to_num(torch.inf, torch.inf), by_row.nan_to_num(torch.inf, torch.inf))
+
+    @cached_property
+    def margin(self) -> float:
+        """Largest error / limit of the attention outputs: up to 1 is right, NaN is infinity."""
+        return max(float(self.ratios.element.max()), float(self.ratios.row.max()))
+
+    @property
+    def right(self) -> bool:
+        """Every element and every row is written, finite and within its limit."""
+        return self.margin <= 1
+
+    @cached_property
+    def wrong(self) -> torch.Tensor:
+        """[L, T, Hq, Dv] bool: elements out of their limit, NaN included, and whole rows whose norm alone is."""
+        wrong = self.ratios.element > 1
+        return wrong | ((self.ratios.row > 1) & ~wrong.any(-1))[..., None]
+
+    @cached_property
+    def wrong_rows(self) -> tuple[int, ...]:
+        """Flat rows, ascending, with a wrong value in any layer."""
+        return tuple(self.wrong.any(0).flatten(1).any(-1).nonzero().flatten().tolist())
+
+    @cached_property
+    def wrong_requests(self) -> tuple[int, ...]:
+        """Requests, ascending, with a wrong value in any row."""
+        rows = self.wrong.permute(1, 0, 2, 3)
+        return tuple(requests_wrong(rows, self.expected.data.row_request, self.observed.step.bs))
+
+    @cached_property
+    def eager(self) -> torch.Tensor | None:
+        """[L, T, Hq, Dv] in the backend's dtype: ``out`` of the eager run of the same step, where there was one."""
+        run = self.observed.eager_run
+        return None if run is None else Judgement(run, self.expected).out
+
+    @cached_property
+    def ratio_to_eager(self) -> torch.Tensor | None:
+        """[L, T, Hq, Dv] float64: distance from the eager run, over two limits: each may be off by one."""
+        if self.eager is None:
+            return None
+        apart = (self.out.double() - self.eager.double()).abs()
+        return (apart / (2 * self.expected.attention_limit)).nan_to_num(torch.inf, torch.inf)
+
+    @cached_property
+    def worst(self) -> Worst | None:
+        """The finite element that is furthest out of its limit, else one of the row whose norm is; None: neither is."""
+        by_element, by_row = self.ratios
+        elements = torch.where(self.finite, by_element, 0.0)
+        if float(elements.max()) > 1:
+            layer, row, head, dim = place_of_max(elements)
+            return Worst(layer, row, head, dim, float(elements.max()))
+        rows = torch.where(self.finite.all(-1), by_row, 0.0)
+        if float(rows.max()) <= 1:
+            return None
+        layer, row, head = place_of_max(rows)
+        return Worst(layer, row, head, int(by_element[layer, row, head].argmax()), float(rows.max()))
+
+    @cached_property
+    def worst_row(self) -> int | None:
+        """The flat row that a finding's headline is about: unwritten, else NaN or Inf, else the worst; None: right."""
+        for bad in (self.unwritten, ~self.finite):
+            if bad.any():
+                return int(bad.nonzero()[0][1])
+        return None if self.worst is None else self.worst.row
+
+
+def place_of_max(tensor: torch.Tensor) -> tuple[int, ...]:
+    """One index for each dimension: where ``tensor`` is largest."""
+    return tuple(int(i) for i in torch.unravel_index(tensor.argmax(), tensor.shape))
