@@ -11,7 +11,15 @@ from collections.abc import Sequence
 import click
 
 from ..registry import UsageError, unknown
-from . import auditing, looks, reading, running
+from ..running.judge_process import JudgeError
+from .audit import audit
+from .compare import compare
+from .explain import explain
+from .known import known
+from .list import list_
+from .report import report
+from .repro import repro
+from .run import run
 
 __all__ = ["main"]
 
@@ -43,22 +51,13 @@ def commands() -> None:
     """Tests whether an attention backend computes what it claims, eager and under CUDA graphs."""
 
 
-for _command in (
-    running.run,
-    running.repro,
-    looks.list_,
-    looks.explain,
-    reading.report,
-    reading.compare,
-    looks.known,
-    auditing.audit,
-):
+for _command in (run, repro, list_, explain, report, compare, known, audit):
     commands.add_command(_command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    # Before torch is there to read it; see isolation.py for why.
+    # Before torch is there to read it: waiting OpenMP threads spin, and the tensors are tiny.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         code = commands.main(args=argv and list(argv), prog_name="attn-testkit", standalone_mode=False)
@@ -66,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(code or 0)
     except UsageError as error:
         return _complain(str(error))
+    except JudgeError as error:
+        click.echo(f"attn-testkit: the kit itself failed: {error}", err=True)
+        return 3
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return 4

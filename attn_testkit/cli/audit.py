@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..running.request import TIERS
+from .files import write_text
 from .options import Spelled, device_option
-from .running import write_text
 
 if TYPE_CHECKING:
     from ..audit import Settings

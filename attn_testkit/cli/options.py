@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -87,4 +89,5 @@ def selection_options(command: F) -> F:
 def request_from(values: dict[str, Any]) -> Request:
     """Take the shared options out of a command's values."""
     names = ("backends", "modes", "executions", "tier", "device", "seed", "cases")
-    return Request(**{name: values.pop(name) for name in names})
+    command = shlex.join(["attn-testkit", *sys.argv[1:]])
+    return Request(**{name: values.pop(name) for name in names}, command=command)

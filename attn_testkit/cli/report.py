@@ -1,16 +1,14 @@
-"""``report`` and ``compare``: what to do with a record."""
+"""``report``: a record as a page or a summary."""
 
 from __future__ import annotations
-
-import json
 
 import click
 
 from ..registry import UsageError
 from ..reports.record import read_report
-from .running import write_text
+from .files import write_text
 
-__all__ = ["compare", "report"]
+__all__ = ["report"]
 
 
 @click.command(
@@ -35,24 +33,3 @@ def report(file: str, html_file: str | None, markdown: bool) -> int:
     if markdown:
         click.echo(markdown_summary(loaded))
     return 0
-
-
-@click.command(
-    short_help="Say what changed between two records.",
-    epilog="""\b
-Examples:
-  attn-testkit compare yesterday.json today.json
-  attn-testkit compare yesterday.json today.json --json
-\b
-Exit code 1 when something newly fails or vanished.""",
-)
-@click.argument("old", type=click.Path())
-@click.argument("new", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
-def compare(old: str, new: str, as_json: bool) -> int:
-    """Say what changed between two records: newly failing, newly passing, vanished, margins that shrank."""
-    from ..reports.compare import compare_reports, comparison_text
-
-    found = compare_reports(read_report(old), read_report(new))
-    click.echo(json.dumps(found.as_plain(), indent=1) if as_json else comparison_text(found))
-    return found.exit_code

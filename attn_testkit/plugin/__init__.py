@@ -16,10 +16,10 @@ import pytest
 from ..running.gpus import visible_gpus
 from . import options as plugin_options
 from .reporting import Run, complete
-from .session import SESSION, Session, param_id
+from .session import SESSION, Session, param_id, pickled_plan
 
 if TYPE_CHECKING:
-    from ..running.plan import WorkItem
+    from ..running.request import Item
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,12 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
         report=plugin_options.report_file(config),
         min_cases=plugin_options.min_cases(config),
         command=shlex.join(["pytest", *map(str, config.invocation_params.args)]),
+        timeout_s=config.option.attn_timeout,
+        planned=pickled_plan(_workerinput(config).get("attn_plan")),
     )
     config.stash[SESSION] = state
     if _is_worker(config):
-        if state.request.backends:
-            # Tiny tensors, several processes, and OpenMP threads that spin while they wait: see isolation.py.
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
         return
     config.pluginmanager.register(state, "attn_testkit_session")
     if config.pluginmanager.hasplugin("xdist"):
@@ -54,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Close the record if the session broke before its end."""
+    """Close the record if the session broke before its end, and end the processes."""
     if SESSION in config.stash:
         config.stash[SESSION].close()
 
@@ -73,8 +72,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """With workers, refuse a wrong request before they start: a worker could only break over it."""
     config = session.config
     distributed = getattr(config.option, "tx", None) and not _is_worker(config)
-    if config.option.attn_timeout and not distributed and not _is_worker(config):
-        raise pytest.UsageError("--attn-timeout gives up a worker process: it needs -n 1 or more")
     named = config.option.attn_backend or any("attn_testkit.suite" in arg for arg in config.args)
     if distributed and named:
         _refuse(config.stash[SESSION])
@@ -95,9 +92,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     mark = metafunc.definition.get_closest_marker("attn_mode")
     prepared = metafunc.config.stash[SESSION].plan()
-    items: list[WorkItem] = []
+    items: list[Item] = []
     if prepared is not None:
-        items = [item for item in prepared.plan.items if mark is None or item.mode.value == mark.args[0]]
+        items = [item for item in prepared.items if mark is None or item.mode == mark.args[0]]
     if items:
         metafunc.parametrize("attn_item", items, ids=[param_id(item) for item in items])
     else:
@@ -126,9 +123,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture
 def attn_run(request: pytest.FixtureRequest) -> Run:
     """Runs one case-run, keeps its result for the reports, and fails the test if a promise is broken."""
-    config = request.config
-    spool = _workerinput(config).get("attn_spool", "")
-    return Run(config.stash[SESSION], request.node, spool, config.option.attn_timeout)
+    return Run(request.config.stash[SESSION], request.node)
 
 
 @pytest.hookimpl(wrapper=True)

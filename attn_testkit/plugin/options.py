@@ -61,7 +61,7 @@ def add(parser: pytest.Parser) -> None:
     )  # fmt: skip
     group.addoption(
         "--attn-timeout", type=float, default=0.0, metavar="S", dest="attn_timeout",
-        help="Seconds that one case-run may take; it is then given up and reported as timed out. Needs -n.",
+        help="Seconds that one case-run may take (default 300); it is then given up and reported as timed out.",
     )  # fmt: skip
     parser.addini("attn_backends", "Backends to judge.", type="linelist")
     parser.addini("attn_tier", "smoke, core or full.", default="smoke")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,17 +14,34 @@ from ..registry import UsageError
 from ..reports.record import Record, result_from_plain
 from ..reports.tally import text_table, verdict
 from ..results import BAD, RAN, CaseResult, RunHeader, format_failure
-from ..running.request import Prepared, Request, final_code, prepare
+from ..running.judge_process import JudgeError, JudgeProcess
+from ..running.request import Item, Judge, Options, Plan, Prepared, Request, final_code, kit_error, prepare
 
-if TYPE_CHECKING:
-    from ..running.plan import WorkItem
-
-__all__ = ["SESSION", "Session", "param_id"]
+__all__ = ["SESSION", "Session", "param_id", "pickled_plan"]
 
 
-def param_id(item: WorkItem) -> str:
+def param_id(item: Item) -> str:
     """Id of a case-run inside a test's brackets: the same in every worker and from every directory."""
-    return f"{item.backend}-{item.execution.value}-{item.case.id}"
+    return f"{item.backend}-{item.execution}-{item.case}"
+
+
+class _NoJudge:
+    """Stands where a plan is at hand and nobody is to be asked."""
+
+    def plan(self, request: Request) -> Plan:
+        raise UsageError("only the controller plans")
+
+    def run(self, plan: Plan, items: Sequence[Item]) -> Iterator[CaseResult]:
+        raise UsageError("only a judge runs")
+
+    def close(self) -> None:
+        pass
+
+
+def pickled_plan(data: bytes | None) -> Plan | None:
+    """The plan that the controller of an xdist run has sent to this worker."""
+    plan: Plan | None = pickle.loads(data) if data else None
+    return plan
 
 
 @dataclass(eq=False)
@@ -37,17 +55,20 @@ class Session:
     command: str = ""
     refusal: str = ""
     """Why the request cannot be planned."""
-    lost: str = ""
-    """Why nothing more can run in this process."""
+    timeout_s: float = 0.0
+    """Seconds that one case-run may take; 0: as on the command line."""
+    planned: Plan | None = None
+    """The controller's plan, on a worker of xdist."""
     prepared: Prepared | None = None
     header: RunHeader | None = None
-    due: dict[str, WorkItem] = field(default_factory=dict)
+    due: dict[str, Item] = field(default_factory=dict)
     """Node id -> what it runs, for every test of the suite that was selected."""
     results: list[CaseResult] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
     code: int = 0
     _record: Record | None = None
+    _judge: Judge | None = None
 
     def plan(self) -> Prepared | None:
         """The plan, made on first use; None when ``refusal`` says why there is none."""
@@ -55,22 +76,46 @@ class Session:
             try:
                 if not self.request.backends:
                     raise UsageError("which backend? Give --attn-backend=SPEC (`attn-testkit list` shows the names)")
-                self.prepared = prepare(self.request, self.known)
+                if self.planned is None:
+                    request = replace(self.request, command=self.command)
+                    self.prepared = prepare(self.judge(), request, self.known)
+                else:
+                    # Its judge is started for the first case-run, not for collecting.
+                    self.prepared = prepare(_NoJudge(), self.request, self.known, self.planned)
             except UsageError as error:
                 self.refusal = f"attn-testkit: {error}"
         return self.prepared
+
+    def judge(self) -> Judge:
+        """The process that judges, started on first use."""
+        if self._judge is None:
+            self._judge = JudgeProcess(Options(timeout_s=self.timeout_s or Options.timeout_s))
+        return self._judge
+
+    def run(self, item: Item) -> CaseResult:
+        """The result of one case-run, whatever the backend does."""
+        prepared = self.plan()
+        assert prepared is not None
+        try:
+            (result,) = self.judge().run(prepared.plan, [item])
+        except JudgeError as error:
+            if self._judge is not None:
+                self._judge.close()
+                self._judge = None
+            return kit_error(item, str(error))
+        return prepared.ledger.judge(result)
 
     def begin(self, nodeids: Iterable[str]) -> None:
         """Collection is over: these tests were selected. What of them does not run will fail the session."""
         prepared = self.plan()
         if prepared is None or self.header is not None:
             return
-        by_id = {param_id(item): item for item in prepared.plan.items}
+        by_id = {param_id(item): item for item in prepared.items}
         for nodeid in nodeids:
             item = by_id.get(nodeid.partition("[")[2][:-1])
             if item is not None:
                 self.due[nodeid] = item
-        deselected = len(prepared.plan.items) - len(self.due)
+        deselected = len(prepared.items) - len(self.due)
         header = prepared.plan.header
         self.header = replace(header, planned=header.planned - deselected, command=self.command)
         self.problems = prepared.problems()
@@ -79,7 +124,7 @@ class Session:
                 self._record = Record(self.report, self.header)
             except UsageError as error:
                 raise pytest.UsageError(f"attn-testkit: {error}") from error
-        for result in prepared.given:
+        for result in prepared.preset:
             self._keep(result)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -113,7 +158,7 @@ class Session:
             terminal.line(line)
         for hint in dict.fromkeys(hint for result in self.results for hint in result.hints):
             terminal.line(f"hint: {hint}")
-        for result in self.prepared.given if self.prepared else ():
+        for result in self.prepared.preset if self.prepared else ():
             if result.status in BAD:
                 terminal.line(format_failure(result, self.header))
         for item in self._missing()[:5]:
@@ -129,13 +174,16 @@ class Session:
             terminal.line(f"report: {self.report}")
 
     def close(self) -> None:
-        """The session broke: leave the record as it is, readable and unfinished."""
+        """End the judge. If the session broke, leave the record as it is, readable and unfinished."""
         if self._record:
             self._record.close()
+        if self._judge is not None:
+            self._judge.close()
+            self._judge = None
 
     def _missing(self) -> list[str]:
         seen = {(r.backend, r.execution, r.case) for r in self.results}
-        keys = {(i.backend, str(i.execution.value), i.case.id): param_id(i) for i in self.due.values()}
+        keys = {(i.backend, i.execution, i.case): param_id(i) for i in self.due.values()}
         return [name for key, name in keys.items() if key not in seen]
 
     def _keep(self, result: CaseResult) -> None:

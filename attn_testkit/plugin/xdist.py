@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import tempfile
+import pickle
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..reports.record import plain, result_from_plain
+from ..reports.record import plain
 from ..results import Status, format_failure
 from ..running.gpus import GpuSlots, visible_gpus
-from ..running.pool import bare_result
+from ..running.request import bare_result
 from .session import Session
 
 __all__ = ["XdistHooks"]
@@ -27,15 +24,15 @@ class XdistHooks:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._spool = Path(tempfile.mkdtemp(prefix="attn-testkit-"))
         shared = session.request.device in ("auto", "cuda") and bool(session.request.backends)
         self._slots = GpuSlots(visible_gpus(os.environ) if shared else ())
 
     def pytest_configure_node(self, node: Any) -> None:
-        """Before a worker starts: its GPU, and where it leaves word before it dies."""
+        """Before a worker starts: its GPU, and what is planned."""
         worker = node.gateway.id
         node.workerinput["attn_gpu"] = self._slots.take(worker)
-        node.workerinput["attn_spool"] = str(self._spool / f"{worker}.json")
+        prepared = self._session.prepared
+        node.workerinput["attn_plan"] = pickle.dumps(prepared.plan) if prepared else b""
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         """A worker has ended: its GPU is free for the next."""
@@ -48,22 +45,13 @@ class XdistHooks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport, sched: object) -> None:
-        """A worker died over a case-run: its last word, or what xdist knows."""
+        """A worker of pytest died over a case-run. No backend runs in it, so this is rare; told is what xdist knows."""
         item = self._session.due.get(crashitem)
         if item is None:
             return
-        node: Any = report.node
-        word = self._spool / f"{node.gateway.id}.json"
-        if word.exists():
-            result = result_from_plain(json.loads(word.read_text("utf-8")))
-        else:
-            device = self._session.header.device if self._session.header else ""
-            result = bare_result(item, Status.CRASHED, str(report.longrepr), device)
+        device = self._session.header.device if self._session.header else ""
+        result = bare_result(item, Status.CRASHED, str(report.longrepr), device)
         if self._session.prepared:
             result = self._session.prepared.ledger.judge(result)
         report.attn_result = plain(asdict(result))  # type: ignore[attr-defined]
         report.longrepr = format_failure(result, self._session.header)
-
-    def pytest_unconfigure(self) -> None:
-        """Remove what the workers left."""
-        shutil.rmtree(self._spool, ignore_errors=True)

@@ -13,7 +13,7 @@ import inspect
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..registry import UsageError
@@ -33,9 +33,11 @@ class Candidate:
     """The class by value; empty where ``spec`` is enough."""
     fingerprint: str = ""
     """Of the class that the caller holds; what the worker imports must have the same."""
+    here: type[Any] | None = field(default=None, repr=False, compare=False)
+    """The class itself, where it is run in the caller's own process."""
 
 
-def candidate_for(backend: str | type[Any]) -> Candidate:
+def candidate_for(backend: str | type[Any], *, in_process: bool = False) -> Candidate:
     """The candidate for a spec or a class. Raises ``UsageError`` for a class that cannot be taken to a worker."""
     if isinstance(backend, str):
         return Candidate(backend)
@@ -43,6 +45,8 @@ def candidate_for(backend: str | type[Any]) -> Candidate:
         kind = type(backend).__name__
         raise UsageError(f"expected a backend class or its spec, got an instance of {kind}: the kit constructs it")
     spec = f"{backend.__module__}:{backend.__qualname__}"
+    if in_process:
+        return Candidate(spec, here=backend)
     if _importable(backend):
         return Candidate(spec, fingerprint=fingerprint_of(backend))
     import cloudpickle
@@ -131,6 +135,8 @@ def resolve_candidate(candidate: Candidate) -> type[Any]:
     """The class, in the process that is to run it. Raises ``BackendNotFound`` (a ``UsageError``) in one clear line."""
     from ..registry import checked_class, load_backend
 
+    if candidate.here is not None:
+        return checked_class(candidate.spec, candidate.here)
     if candidate.pickled:
         import pickle
 

@@ -133,12 +133,15 @@ class Prepared:
         return any(entry.covers(item.backend, item.execution, item.case) for item in items)
 
 
-def prepare(judge: Judge, request: Request, known: str | Path | None = None) -> Prepared:
-    """Plan, read the known failures, set aside what they quarantine. Raises ``UsageError``."""
+def prepare(judge: Judge, request: Request, known: str | Path | None = None, plan: Plan | None = None) -> Prepared:
+    """Plan, read the known failures, set aside what they quarantine. Raises ``UsageError``.
+
+    ``plan``: made before, for the same request.
+    """
     entries = load_known(known) if known else ()
     if not request.backends:
         raise UsageError("which backend? Name one from `attn-testkit list`, or module:Class")
-    plan = judge.plan(request)
+    plan = plan or judge.plan(request)
     ledger = Ledger(entries, plan.header)
     launched: list[Item] = []
     preset = list(plan.preset)

@@ -8,28 +8,28 @@ import pytest
 
 if TYPE_CHECKING:
     from ..plugin.reporting import Run
-    from ..running.plan import WorkItem
+    from ..running.request import Item
 
 
 @pytest.mark.attn_mode("decode")
-def test_decode(attn_run: Run, attn_item: WorkItem) -> None:
+def test_decode(attn_run: Run, attn_item: Item) -> None:
     """One new token for each request."""
     attn_run(attn_item)
 
 
 @pytest.mark.attn_mode("target-verify")
-def test_target_verify(attn_run: Run, attn_item: WorkItem) -> None:
+def test_target_verify(attn_run: Run, attn_item: Item) -> None:
     """A draft tree for each request, judged by the target model."""
     attn_run(attn_item)
 
 
 @pytest.mark.attn_mode("draft-extend")
-def test_draft_extend(attn_run: Run, attn_item: WorkItem) -> None:
+def test_draft_extend(attn_run: Run, attn_item: Item) -> None:
     """The accepted tokens of each request, packed (v1)."""
     attn_run(attn_item)
 
 
 @pytest.mark.attn_mode("draft-extend-v2")
-def test_draft_extend_v2(attn_run: Run, attn_item: WorkItem) -> None:
+def test_draft_extend_v2(attn_run: Run, attn_item: Item) -> None:
     """The same number of tokens for each request (v2)."""
     attn_run(attn_item)

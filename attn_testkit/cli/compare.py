@@ -1,0 +1,32 @@
+"""``compare``: what changed between two records."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from ..reports.record import read_report
+
+__all__ = ["compare"]
+
+
+@click.command(
+    short_help="Say what changed between two records.",
+    epilog="""\b
+Examples:
+  attn-testkit compare yesterday.json today.json
+  attn-testkit compare yesterday.json today.json --json
+\b
+Exit code 1 when something newly fails or vanished.""",
+)
+@click.argument("old", type=click.Path())
+@click.argument("new", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+def compare(old: str, new: str, as_json: bool) -> int:
+    """Say what changed between two records: newly failing, newly passing, vanished, margins that shrank."""
+    from ..reports.compare import compare_reports, comparison_text
+
+    found = compare_reports(read_report(old), read_report(new))
+    click.echo(json.dumps(found.as_plain(), indent=1) if as_json else comparison_text(found))
+    return found.exit_code

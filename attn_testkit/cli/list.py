@@ -1,0 +1,80 @@
+"""``list``: the registered backends, or the cases that a run would take."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from typing import Any
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from ..registry import BackendInfo, UsageError, registered_backends
+from ..reports.record import plain
+from ..running.judge_process import JudgeProcess
+from ..running.request import Request, prepare
+from .options import request_from, selection_options
+from .show import out
+
+__all__ = ["list_"]
+
+
+@click.command(
+    "list",
+    short_help="Show the registered backends, or the cases a run would take.",
+    epilog="""\b
+Examples:
+  attn-testkit list
+  attn-testkit list --cases --backend triton --mode target-verify --tier core
+  attn-testkit list --json""",
+)
+@click.option("--cases", "show_cases", is_flag=True, help="The case ids that a run with these options would take.")
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+@selection_options
+def list_(show_cases: bool, as_json: bool, **values: Any) -> int:
+    """Show the registered backends and what they claim; with --cases the ids of the cases that a run would take.
+
+    A backend that is not registered needs no listing: name it module:Class.
+    """
+    request = request_from(values)
+    if show_cases:
+        return _list_cases(request, as_json)
+    if request.backends:
+        raise UsageError("list shows every registered backend; did you mean list --cases --backend SPEC?")
+    backends = _described(request.device)
+    if as_json:
+        click.echo(json.dumps([{**plain(dataclasses.asdict(b)), "origin": str(b.origin)} for b in backends], indent=1))
+        return 0
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("backend", "from", "claims"):
+        table.add_column(name, overflow="fold")
+    for backend in backends:
+        claims = Text(backend.capabilities) if not backend.failure else Text(backend.failure, style="red")
+        table.add_row(Text(backend.name), Text(f"{backend.origin}\n{backend.spec}"), claims)
+    out().print(table)
+    return 0
+
+
+def _described(device: str) -> list[BackendInfo]:
+    """Every registered backend with its claims, each imported in a process of its own."""
+    backends = registered_backends()
+    with contextlib.closing(JudgeProcess()) as judge:
+        lines = judge.claims_lines([backend.name for backend in backends], device)
+    return [
+        dataclasses.replace(backend, capabilities=claims, failure=failure)
+        for backend, (claims, failure) in zip(backends, lines, strict=True)
+    ]
+
+
+def _list_cases(request: Request, as_json: bool) -> int:
+    with contextlib.closing(JudgeProcess()) as judge:
+        items = prepare(judge, request).plan.items
+    if as_json:
+        rows = [{"backend": i.backend, "mode": i.mode, "execution": i.execution, "case": i.case} for i in items]
+        click.echo(json.dumps(rows, indent=1))
+    else:
+        for case in dict.fromkeys(item.case for item in items):
+            click.echo(case)
+    return 0 if items else 5

@@ -1,0 +1,59 @@
+"""``repro``: one case again."""
+
+from __future__ import annotations
+
+import contextlib
+
+import click
+
+from ..results import CaseResult, Status, format_failure
+from ..running.judge_process import judge_for
+from ..running.request import Options, Plan, Request, final_code
+from .options import backend_option, device_option, execution_option
+from .run import NO_GATE
+from .show import echo_header
+
+__all__ = ["repro"]
+
+
+@click.command(
+    short_help="Run one case again.",
+    epilog="""\b
+Examples:
+  attn-testkit repro --backend triton decode-gqa4x2-d64-bf16-p16-k33-shuffled-gauss-b1prod
+  python -m pdb -m attn_testkit repro --in-process --backend my_pkg.attn:MyBackend --execution eager CASE""",
+)
+@backend_option
+@click.argument("case")
+@execution_option
+@device_option
+@click.option("--in-process", is_flag=True, help="No child process: a debugger, a sanitizer or a print works as usual.")
+def repro(backends: tuple[str, ...], case: str, executions: tuple[str, ...], device: str, in_process: bool) -> int:
+    """Run one case again, as the run did that reported it: the backend has a process of its own.
+
+    CASE is the id that a failure names; it alone rebuilds the case, whatever the tier.
+    """
+    request = Request(backends, executions=executions, device=device, cases=(case,))
+    with contextlib.closing(judge_for(Options(in_process=in_process))) as judge:
+        plan = judge.plan(request)
+        echo_header(plan.header)
+        if in_process:
+            click.echo(NO_GATE, err=True)
+        results = list(plan.preset)
+        for result in judge.run(plan, plan.items):
+            results.append(result)
+            _report(result, plan)
+    if not plan.items:
+        for row in plan.preset:
+            click.echo(format_failure(row, plan.header))
+        click.echo("attn-testkit: nothing ran", err=True)
+    return final_code(plan.header, results)
+
+
+def _report(result: CaseResult, plan: Plan) -> None:
+    if result.status is not Status.PASSED:
+        click.echo(format_failure(result, plan.header))
+        return
+    margin = "" if result.margin is None else f", margin {result.margin:.2f}"
+    seconds = ", ".join(f"{phase} {spent:.3f} s" for phase, spent in result.seconds.items())
+    click.echo(f"{result.case} ({result.execution}): passed{margin}; {seconds}")
