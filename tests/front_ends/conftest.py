@@ -1,4 +1,4 @@
-"""The doors are tested on a stand-in engine, so that every way a case-run can end is at hand and torch is not."""
+"""Front ends are tested on a fake judge, so that every way a case-run can end is at hand and torch is not."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-import attn_testkit
+from attn_testkit.running import judge_process
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import fake_engine
+import fake_runner
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch):
-    """Put the stand-in where the doors look for the engine."""
-    monkeypatch.setitem(sys.modules, "attn_testkit.running.plan", fake_engine)
-    monkeypatch.setattr(attn_testkit, "engine", fake_engine, raising=False)
-    return fake_engine
+    """Put the fake where the front ends look for what judges."""
+    monkeypatch.setattr(judge_process, "RUNNER", "fake_runner")
+    return fake_runner

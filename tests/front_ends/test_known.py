@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 
-import fake_engine
+import fake_runner
 import pytest
 
 from attn_testkit.registry import UsageError
@@ -43,7 +43,7 @@ def entry(**changes) -> KnownFailure:
 
 
 def ledger(*entries: KnownFailure, **header) -> Ledger:
-    plan = fake_engine.plan_run(backends=["fake:ok"])
+    plan = fake_runner.plan_run(backends=["fake:ok"])
     values = {**vars(plan.header), **header}
     return Ledger(entries, type(plan.header)(**values), TODAY)
 

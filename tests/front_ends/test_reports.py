@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import fake_engine
+import fake_runner
 import jsonschema
 import pytest
 
@@ -19,8 +19,8 @@ from attn_testkit.results import CaseResult, Status, exit_code, format_failure
 
 
 def run_of(words: str, **header) -> Report:
-    plan = fake_engine.plan_run(backends=[f"fake:{words}"])
-    results = (*plan.given, *(fake_engine.run_item(item, plan) for item in plan.items))
+    plan = fake_runner.plan_run(backends=[f"fake:{words}"])
+    results = (*plan.preset, *(fake_runner.run_item(item) for item in plan.items))
     head = replace(plan.header, **header)
     return Report(head, results, finished=True, exit_code=exit_code(head.planned, results))
 
@@ -290,7 +290,7 @@ def test_a_crash_is_told_with_its_command_too():
 
 
 def test_a_long_hint_fits_the_line_and_values_stay_whole():
-    finding = replace(fake_engine.finding(), hint="look here " * 40 + "\nand there", where="x" * 300)
+    finding = replace(fake_runner.finding(), hint="look here " * 40 + "\nand there", where="x" * 300)
     result = replace(run_of("wrong").results[-1], findings=(finding,))
     lines = format_failure(result).splitlines()
     hints = lines[next(i for i, line in enumerate(lines) if line.startswith("  hint")) :]

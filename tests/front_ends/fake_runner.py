@@ -1,0 +1,186 @@
+"""A fake of the judge, without torch: ``fake:ok,wrong,hang`` is a backend with one case for each word.
+
+A word says how its case-run ends. Front ends load it, under this name, in the process that judges.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from attn_testkit.registry import BackendNotFound, UsageError
+from attn_testkit.results import CaseResult, Finding, RunHeader, Status
+from attn_testkit.running.request import Item, Options, Plan, Request, bare_result, kit_error
+
+MODES = ("decode", "target-verify")
+EXECUTIONS = ("eager", "graph")
+
+
+def plan_run(
+    *,
+    backends: Sequence[str],
+    modes: Sequence[str] = (),
+    executions: Sequence[str] = (),
+    tier: str = "smoke",
+    seed: int = 0,
+    cases: Sequence[str] = (),
+    command: str = "attn-testkit run",
+    **_: object,
+) -> Plan:
+    items: list[Item] = []
+    for spec in backends:
+        if not spec.startswith("fake:"):
+            raise BackendNotFound(f"unknown backend {spec!r}; did you mean 'fake:ok'?")
+        words = [w for w in spec[5:].split(",") if w]
+        words += ["full"] if tier == "full" else []
+        for mode in modes or MODES:
+            for execution in executions or EXECUTIONS:
+                for number, word in enumerate(words):
+                    case = f"{mode}-{word}-k{number}"
+                    if not cases or any(fnmatch.fnmatchcase(case, glob) for glob in cases):
+                        items.append(Item(spec, mode, execution, case))
+    if cases and not items:
+        raise UsageError(f"no case matches {cases[0]!r}")
+    preset = (
+        CaseResult(backends[0], "draft-extend", "graph", "", Status.UNSUPPORTED),
+        CaseResult(backends[0], "draft-extend-v2", "graph", "", Status.NOT_RUN_HERE, reason="needs sm100"),
+    )
+    header = RunHeader(
+        kit="0.1.0",
+        started="2026-11-21T04:00:00+00:00",
+        command=command,
+        tier=tier,
+        seed=seed,
+        device="emulated",
+        device_name="CPU (emulated CUDA)",
+        versions={"python": "3.11", "torch": "2.13.0"},
+        backends=dict.fromkeys(backends, "1.0"),
+        planned=len(items),
+        limits=("timing is not emulated",),
+    )
+    return Plan(header, tuple(items), preset)
+
+
+class Runner:
+    """What ``attn_testkit.running.loop.Runner`` is for real."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def plan(self, request: Request) -> Plan:
+        return plan_run(**{**vars(request), "backends": [candidate.spec for candidate in request.candidates]})
+
+    def run(self, plan: Plan, items: Sequence[Item]) -> Iterator[CaseResult]:
+        for item in items:
+            yield run_item(item, self.options)
+
+    def claims_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
+        return [(f"claims of {spec}", "") for spec in specs]
+
+    def close(self) -> None:
+        pass
+
+
+def run_item(item: Item, options: Options | None = None) -> CaseResult:
+    word = item.case[len(item.mode) + 1 :].rpartition("-")[0]
+    return ENDINGS[word](item)
+
+
+def result(item: Item, status: Status = Status.PASSED, **more: object) -> CaseResult:
+    values: dict[str, object] = {"margin": 0.4, "checks": ("matches-oracle", "finite"), **more}
+    return CaseResult(
+        item.backend,
+        item.mode,
+        item.execution,
+        item.case,
+        status,
+        seconds={"eager": 0.25, "checks": 0.25},
+        device="emulated",
+        graph="emulated" if item.execution == "graph" else "",
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def finding(check: str = "matches-oracle") -> Finding:
+    return Finding(
+        check,
+        "request 3 differs from the oracle, 56x over the limit",
+        where="out[request 3, head 5, dim 17] = 0.4121, want 0.1870",
+        spread="request 3 wrong in 33 of 1024 values",
+        hint="only requests with a partly filled last page differ",
+        step="replay 4 of 6",
+    )
+
+
+def _wrong(item: Item) -> CaseResult:
+    return result(item, Status.FAILED, findings=(finding(),), margin=56.0)
+
+
+def _segfault(item: Item) -> CaseResult:
+    return bare_result(item, Status.CRASHED, "the process was killed by SIGSEGV\n  about to read a freed page", "emulated")
+
+
+def _exit(item: Item) -> CaseResult:
+    return bare_result(item, Status.CRASHED, "the process ended itself with exit code 7", "emulated")
+
+
+def _hang(item: Item) -> CaseResult:
+    time.sleep(600)
+    raise AssertionError
+
+
+def _late(item: Item) -> CaseResult:
+    return bare_result(item, Status.TIMED_OUT, "no result after 1 s\n  in _hang", "emulated")
+
+
+def _lost(item: Item) -> CaseResult:
+    return result(item, Status.CRASHED, reason="CUDA error: an illegal memory access was encountered", margin=None)
+
+
+def _not_run(item: Item) -> CaseResult:
+    return bare_result(item, Status.NOT_RUN_HERE, "not run: the device's context was lost in decode-lost-k1", "emulated")
+
+
+def _bug(item: Item) -> CaseResult:
+    return kit_error(item, "ZeroDivisionError: a bug of the kit")
+
+
+def _dies(item: Item) -> CaseResult:
+    print("the judge is out of memory", file=sys.stderr, flush=True)
+    os._exit(9)
+
+
+def _pid(item: Item) -> CaseResult:
+    return result(item, hints=(f"pid {os.getpid()}",))
+
+
+def _gpu(item: Item) -> CaseResult:
+    time.sleep(0.05)
+    return result(item, hints=(f"gpu {os.environ.get('CUDA_VISIBLE_DEVICES', '')}",))
+
+
+def _noisy(item: Item) -> CaseResult:
+    print("noise on stdout")
+    return result(item)
+
+
+ENDINGS = {
+    "ok": result,
+    "full": result,
+    "wrong": _wrong,
+    "segfault": _segfault,
+    "exit": _exit,
+    "hang": _hang,
+    "late": _late,
+    "lost": _lost,
+    "notrun": _not_run,
+    "bug": _bug,
+    "dies": _dies,
+    "pid": _pid,
+    "gpu": _gpu,
+    "noisy": _noisy,
+    "inf": lambda item: result(item, Status.FAILED, findings=(finding("finite"),), margin=float("inf")),
+}
