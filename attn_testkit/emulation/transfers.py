@@ -46,6 +46,6 @@ def copy_across(session: Session, source: Tensor, dtype: torch.dtype, to_device:
 def adopt(session: Session, tensor: Tensor) -> Tensor:
     """Make new host memory device memory; inside a capture it belongs to the graph's pool."""
     tag_device(tensor)
-    if session.capture is not None and session.stream.capturing:
+    if session.capture is not None and session.recording:
         session.capture.block(tensor, in_pool=True)
     return tensor

@@ -22,7 +22,7 @@ _BLOCK_FIELDS = {"element_ty", "shape", "numel", "name"}
 
 
 def replacements(module: Any) -> list[Replacement]:
-    """(object, attribute, faster stand-in) for the interpreter `module`."""
+    """(object, attribute, faster replacement) for the interpreter `module`."""
     found: list[Replacement] = []
     if patches_can_be_shared(module):
         function = module.InterpretedFunction
