@@ -98,7 +98,7 @@ class EmulatedGraph:
         self._program = compile_program(capture.nodes, capture.policy.fill)
 
     def abandon_capture(self) -> None:
-        """End a capture whose program raised: undo its effects and forget it. Nothing if this graph captures not."""
+        """Undo and forget the capture of a program that raised. Does nothing unless this graph is capturing."""
         capture = self.recorded
         if capture is not None and session.require().capture is capture:
             self._stop_recording(capture)

@@ -17,8 +17,8 @@ from typing import Any
 from attn_testkit.emulation import session
 
 Replacement = tuple[Any, str, Any]
-_TENSOR_FIELDS = {"handle", "shape", "numel", "type", "dtype"}
-_BLOCK_FIELDS = {"element_ty", "shape", "numel", "name"}
+_TENSOR_FIELDS = frozenset({"handle", "shape", "numel", "type", "dtype"})
+_BLOCK_FIELDS = frozenset({"element_ty", "shape", "numel", "name"})
 
 
 def replacements(module: Any) -> list[Replacement]:
