@@ -1,6 +1,8 @@
-"""The walls of the house: imports point down, the package list is complete, nothing heavy is imported early."""
+"""The walls of the house: imports point down and in no circle, the package list is complete, nothing heavy is imported
+early."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +84,56 @@ def test_imports_point_down(path: Path) -> None:
         assert room not in ONLY or other in ONLY[room], (
             f"{room} may import {ONLY[room] or 'nothing of ours'}, not {other}"
         )
+
+
+def module_name(path: Path) -> str:
+    parts = ("attn_testkit", *path.relative_to(ROOT if MODES in path.parents else KIT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def imported_modules(name: str, path: Path) -> set[str]:
+    """Modules of the kit that a module imports: at its top, inside a function, or for types alone.
+
+    `from package import x` imports `package.x` where that is a module, else `package`. That Python runs the `__init__`
+    of every package on the way is not counted.
+    """
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            parts = {f"{source}.{alias.name}" for alias in node.names}
+            found |= {part if part in MODULES else source for part in parts}
+    return (found & MODULES.keys()) - {name}
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """One circle of `graph` as a list whose first and last are the same; empty if there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    circle = circle_in({name: imported_modules(name, path) for name, path in MODULES.items()})
+    assert not circle, " imports ".join(reversed(circle))
+
+
+def test_an_import_for_types_or_inside_a_function_closes_a_circle(tmp_path: Path) -> None:
+    lower, upper = "attn_testkit.emulation.session", "attn_testkit.emulation.graph"
+    (tmp_path / "a.py").write_text(f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import {upper}\n")
+    (tmp_path / "b.py").write_text("def f():\n    from . import session\n")
+    graph = {lower: imported_modules(lower, tmp_path / "a.py"), upper: imported_modules(upper, tmp_path / "b.py")}
+    assert graph == {lower: {upper}, upper: {lower}}
+    assert set(circle_in(graph)) == {lower, upper}
 
 
 def test_the_rule_sees_both_ways_of_importing() -> None:

@@ -1,4 +1,19 @@
-"""CUDA graphs on a CPU: ordinary CUDA programs run unmodified, and break where they would break on a GPU."""
+"""CUDA graphs on a CPU: ordinary CUDA programs run unmodified, and break where they would break on a GPU.
+
+Modules import downwards, from `context` (the way in) to plain state that knows nobody. All state that outlives a call:
+
+    session._local                  each thread's session: set by `emulated_cuda` alone, on its way in and out
+    installation.INSTALLED          what is replaced in torch while a thread is inside, and whether this process has
+                                    frozen its garbage and tested its torch: `emulated_cuda` alone
+    tags.DEVICE, tags.PINNED        which storages are device or pinned memory: entered where one is made, forgotten
+                                    when it is gone; kept between contexts, because tensors outlive them
+    pools._pools                    memory pools by handle, held weakly: made by the first capture that names one
+    pools._numbers                  the next pool handle
+    streams._handles                the next handle of a stream or an event
+    torch_cuda._DEFAULT_GENERATOR   the seed of `torch.cuda.manual_seed`; numbers come from torch's CPU generator
+
+Anything else at the top of a module is a constant, or a `functools.cache` of what a schema or a library version says.
+"""
 
 from attn_testkit.emulation.context import emulated_cuda
 from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError, EmulationError, HostSyncError

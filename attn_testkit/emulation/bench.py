@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attn_testkit.emulation import emulated_cuda
 
-_BATCH, _HEADS, _HEAD_DIM, _PAGE, _PAGES = 4, 4, 16, 16, 4
-_HIDDEN = _HEADS * _HEAD_DIM
+_BATCH, _GROUPS, _WIDTH, _PAGE, _PAGES = 4, 4, 16, 16, 4
+_HIDDEN = _GROUPS * _WIDTH
 
 
 def _state(device: str) -> Any:
@@ -27,11 +27,11 @@ def _state(device: str) -> Any:
     return SimpleNamespace(
         tokens=torch.tensor([1, 2, 3, 4]).to(device),
         embedding=weight(97, _HIDDEN),
-        qkv=weight(3 * _HIDDEN, _HIDDEN),
+        split=weight(3 * _HIDDEN, _HIDDEN),
         out=weight(_HIDDEN, _HIDDEN),
         head=weight(97, _HIDDEN),
-        keys=weight(64, _PAGE, _HEADS, _HEAD_DIM),
-        values=weight(64, _PAGE, _HEADS, _HEAD_DIM),
+        keys=weight(64, _PAGE, _GROUPS, _WIDTH),
+        values=weight(64, _PAGE, _GROUPS, _WIDTH),
         slots=torch.tensor([17, 90, 140, 200]).to(device),
         table=torch.arange(1, 1 + _BATCH * _PAGES).view(_BATCH, _PAGES).to(device),
         lens=torch.tensor([2, 11, 13, 9], dtype=torch.int32).to(device),
@@ -39,22 +39,28 @@ def _state(device: str) -> Any:
     )
 
 
-def decode_step(s: Any) -> Tensor:
-    """One small decode step: embedding, projections, KV write, paged attention, head."""
+def small_step(s: Any) -> Tensor:
+    """A few dozen small operations: embedding, projections, a write into a paged store and a weighted lookup in it.
+
+    Returns (4, 97) float32. Of a size where the cost of an operation is its overhead.
+    """
     x = F.embedding(s.tokens, s.embedding)
-    q, k, v = F.linear(x, s.qkv).view(_BATCH, 3, _HEADS, _HEAD_DIM).unbind(1)
-    s.keys.view(-1, _HEADS, _HEAD_DIM)[s.slots] = k
-    s.values.view(-1, _HEADS, _HEAD_DIM)[s.slots] = v
+    wanted, key, value = F.linear(x, s.split).view(_BATCH, 3, _GROUPS, _WIDTH).unbind(1)
+    s.keys.view(-1, _GROUPS, _WIDTH)[s.slots] = key
+    s.values.view(-1, _GROUPS, _WIDTH)[s.slots] = value
     keys = s.keys[s.table].flatten(1, 2)
     values = s.values[s.table].flatten(1, 2)
-    scores = torch.einsum("bhd,bkhd->bhk", q, keys) * _HEAD_DIM**-0.5
+    scores = torch.einsum("bgw,bpgw->bgp", wanted, keys) * _WIDTH**-0.5
     scores = scores.masked_fill((s.positions >= s.lens[:, None])[:, None], float("-inf"))
-    attended = torch.einsum("bhk,bkhd->bhd", scores.softmax(-1), values)
-    return F.linear(x + F.linear(attended.flatten(1), s.out), s.head)
+    found = torch.einsum("bgp,bpgw->bgw", scores.softmax(-1), values)
+    return F.linear(x + F.linear(found.flatten(1), s.out), s.head)
 
 
 def microseconds(run: Callable[[], object], repeats: int = 7, seconds: float = 0.15) -> float:
-    """The best of a few rounds, per call, in processor time: others may use the machine."""
+    """Microseconds of processor time per call of `run`, the best of `repeats` rounds: others may use the machine.
+
+    All rounds together take about `seconds`.
+    """
     run()
     best = float("inf")
     for _ in range(repeats):
@@ -67,20 +73,20 @@ def microseconds(run: Callable[[], object], repeats: int = 7, seconds: float = 0
 
 
 def step_costs() -> dict[str, float]:
-    """Microseconds of one decode step: plain CPU eager, eager under emulation, replay."""
+    """Microseconds of `small_step`: plain CPU eager, eager under emulation, replay."""
     with torch.no_grad():
         plain = _state("cpu")
-        costs = {"plain CPU eager": microseconds(lambda: decode_step(plain))}
+        costs = {"plain CPU eager": microseconds(lambda: small_step(plain))}
         with emulated_cuda():
             emulated = _state("cuda")
-            costs["eager under emulation"] = microseconds(lambda: decode_step(emulated))
+            costs["eager under emulation"] = microseconds(lambda: small_step(emulated))
             graph = torch.cuda.CUDAGraph()
             start = time.process_time()
             with torch.cuda.graph(graph):
-                decode_step(emulated)
+                small_step(emulated)
             costs["capture, once"] = (time.process_time() - start) * 1e6
             costs["replay"] = microseconds(graph.replay)
-        costs["plain CPU eager"] = min(costs["plain CPU eager"], microseconds(lambda: decode_step(plain)))
+        costs["plain CPU eager"] = min(costs["plain CPU eager"], microseconds(lambda: small_step(plain)))
     return costs
 
 
@@ -95,7 +101,7 @@ def enter_cost() -> float:
 
 
 def triton_costs() -> dict[str, float] | None:
-    """Microseconds of one interpreted decode-kernel launch, stock and under emulation; None without triton."""
+    """Microseconds of one launch of the interpreted kernel, stock and under emulation; None without triton."""
     try:
         from attn_testkit.emulation.bench_kernel import launch, problem
     except ImportError:
@@ -109,11 +115,11 @@ def triton_costs() -> dict[str, float] | None:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the costs and their ratios, measured in one thread."""
     torch.set_num_threads(1)
     costs = step_costs()
     plain = costs["plain CPU eager"]
-    print(f"torch {torch.__version__}, one thread; microseconds per decode step (ratio to plain CPU eager)")
+    print(f"torch {torch.__version__}, one thread; microseconds per small step (ratio to plain CPU eager)")
     for name, cost in costs.items():
         print(f"  {name:24s}{cost:10.0f}   {cost / plain:6.2f}x")
     print(f"  {'enter and leave':24s}{enter_cost():10.0f}")
@@ -121,7 +127,7 @@ def main() -> None:
     if triton is None:
         print("  triton is not installed")
         return
-    print("microseconds per launch of an interpreted decode kernel (ratio to the stock interpreter)")
+    print("microseconds per launch of an interpreted kernel (ratio to the stock interpreter)")
     for name, cost in triton.items():
         print(f"  {name:24s}{cost:10.0f}   {cost / triton['stock interpreter']:6.2f}x")
 

@@ -14,7 +14,10 @@ from attn_testkit.emulation.tags import is_device, is_pinned
 
 @dataclass(frozen=True)
 class Call:
-    """One operation as the dispatcher sees it."""
+    """One operation as the dispatcher sees it: its name, its overload ("default" if unnamed), its arguments by name.
+
+    `call["self"]` is an argument's value, None if it was left out and has no default.
+    """
 
     name: str
     overload: str
@@ -24,15 +27,18 @@ class Call:
         return self.values.get(argument)
 
     def on_device(self, argument: str) -> bool:
+        """Whether `argument` is a tensor on the device."""
         value = self.values.get(argument)
         return isinstance(value, Tensor) and is_device(value)
 
     def on_host(self, argument: str) -> bool:
+        """Whether `argument` is a tensor on the host."""
         value = self.values.get(argument)
         return isinstance(value, Tensor) and not is_device(value)
 
 
 def not_the_same_memory(call: Call) -> bool:
+    """torch answers `equal(x, x)` without a look at the values: same storage, offset, sizes and strides."""
     a, b = call["self"], call["other"]
     same = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
     return not (same and a.size() == b.size() and a.stride() == b.stride())
@@ -55,6 +61,7 @@ def _is_plain_masked_fill(call: Call) -> bool:
 
 
 def indexes_by_device_mask(call: Call) -> bool:
+    """x[mask] needs nonzero(), whose result has a size that depends on data; x[mask] = number does not."""
     return any(_is_mask(i) and is_device(i) for i in _indices(call)) and not _is_plain_masked_fill(call)
 
 
@@ -67,29 +74,35 @@ def indexes_by_host_tensor(call: Call) -> bool:
 
 
 def assigns_host_scalar_by_index(call: Call) -> bool:
+    """x[index] = number becomes a host tensor without dimensions, which index_put copies to the device."""
     value = call["values"]
     return value.dim() == 0 and not is_device(value) and not _is_plain_masked_fill(call)
 
 
 def selects_host_scalar(call: Call) -> bool:
+    """`torch.where(mask, x, torch.tensor(1))`: a branch is a host tensor without dimensions."""
     return any(call.on_host(name) and call[name].dim() == 0 for name in ("self", "other"))
 
 
 def histogram_range_open(call: Call) -> bool:
+    """histc takes min == max (the default is 0, 0) as "from the data"."""
     return bool((call["min"] or 0) == (call["max"] or 0))
 
 
 def repeats_decide_the_size(call: Call) -> bool:
+    """repeat_interleave with a tensor of repeats and no output_size must sum them to know its result's size."""
     return isinstance(call["repeats"], Tensor) and call["output_size"] is None
 
 
 def isin_sorts(call: Call) -> bool:
+    """From this many tests on torch sorts, by unique() (the threshold in its TensorCompare.cpp)."""
     elements, tests = call["elements"], call["test_elements"]
     both = isinstance(elements, Tensor) and isinstance(tests, Tensor)
     return both and not call["assume_unique"] and bool(tests.numel() >= 10.0 * elements.numel() ** 0.145)
 
 
 def any_device(*arguments: str) -> Callable[[Call], bool]:
+    """The condition that at least one of `arguments` is a tensor on the device."""
     return lambda call: any(call.on_device(name) for name in arguments)
 
 
@@ -130,10 +143,11 @@ def _written_in_place(target: Tensor, source: Tensor) -> bool:
 
 
 def reduces_at_once(call: Call) -> bool:
-    """segment_reduce checks its lengths on the host unless told not to."""
+    """segment_reduce checks its lengths on the host unless `unsafe` is set."""
     return not call["unsafe"] and any_device("lengths", "offsets")(call)
 
 
 def multiplies_integers(call: Call) -> bool:
+    """CUDA has matrix products of floating point and complex numbers only."""
     first = call["self"]
     return isinstance(first, Tensor) and not (first.is_floating_point() or first.is_complex())

@@ -208,7 +208,7 @@ def _index(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def _empty(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.empty and its family: run, then leave the fill byte where CUDA leaves whatever was there."""
-    result = session.function_mode._run(func, args, kwargs)
+    result = session.function_mode.run(func, args, kwargs)
     if is_device(result) and session.capture is None:
         fill_storage(result.untyped_storage(), session.policy.fill)
     return result
@@ -223,7 +223,7 @@ def _tensor_split(session: Session, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _one_hot(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The CPU kernel checks the values on the host; the CUDA one does not, when it is told the number of classes."""
+    """The CPU kernel checks the values on the host; the CUDA one does not, when the number of classes is given."""
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
     if not is_device(args[0]) or classes == -1:
         return NotImplemented

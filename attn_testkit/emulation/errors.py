@@ -7,7 +7,11 @@ from attn_testkit.emulation.sites import UNKNOWN, Site
 
 
 class EmulationError(RuntimeError):
-    """Base class; also raised itself for programs that fail on a GPU without a graph, such as mixed devices."""
+    """Base class; also raised itself for programs that fail on a GPU without a graph, such as mixed devices.
+
+    `operation` is the call as the author wrote it, `site` its line, `cuda` what CUDA or torch would have done, `cure`
+    the usual remedy. The message says all four. It can be pickled.
+    """
 
     def __init__(self, operation: str, site: Site = UNKNOWN, cuda: str = "", cure: str = "") -> None:
         self.operation = operation

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_testkit.emulation import private
+from attn_testkit.emulation.arguments import map_tensors
 from attn_testkit.emulation.crossings import HANDLERS
 from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.generators import EmulatedGenerator
 from attn_testkit.emulation.private import TorchFunctionMode
-from attn_testkit.emulation.program import map_tensors
 from attn_testkit.emulation.recorder import Watcher
 from attn_testkit.emulation.rules import CHECKED_ON_CPU_ONLY
 from attn_testkit.emulation.session import Session
@@ -96,11 +96,12 @@ class DeviceFunctions(TorchFunctionMode):
                 result = handler(session, func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            return self._run(func, args, kwargs)
+            return self.run(func, args, kwargs)
         finally:
             session.operation = outer
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `func` where its arguments lie: on the device, on the host, or refused if they lie in both."""
         session = self.session
         found = _places(args)
         on_device = found >= _DEVICE

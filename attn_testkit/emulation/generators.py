@@ -16,10 +16,12 @@ class EmulatedGenerator(_RealGenerator):
     """What `torch.Generator(device="cuda")` is inside the emulation."""
 
     def __new__(cls) -> EmulatedGenerator:
+        """A generator on the CPU, with torch's default seed."""
         return super().__new__(cls)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
+        """cuda:0, although the numbers are drawn on the CPU."""
         return _CUDA
 
 
@@ -32,9 +34,13 @@ class _MakesGenerators(type):
 
 
 class GeneratorFactory(metaclass=_MakesGenerators):
-    """Stands in for the name `torch.Generator`."""
+    """What the name `torch.Generator` is inside the emulation; `isinstance` with it sees every generator."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
+        """An EmulatedGenerator for a CUDA `device`, else torch's own.
+
+        Raises CaptureError for a CUDA one inside a capture, as torch does.
+        """
         on_device = isinstance(device, int) or torch.device(device).type == "cuda"
         if not on_device:
             return _RealGenerator(device)

@@ -1,5 +1,4 @@
-"""`torch.cuda.CUDAGraph` on a CPU: what a capture recorded, the memory it uses, and what is checked before it runs
-again."""
+"""`torch.cuda.CUDAGraph` on a CPU: a capture, the calls of its replay, and what is checked before they run."""
 
 from __future__ import annotations
 
@@ -7,17 +6,19 @@ import gc
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attn_testkit.emulation import rules, session
+from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError
-from attn_testkit.emulation.memory import Block, Pool, PoolHandle, new_handle, pool_for
+from attn_testkit.emulation.memory import Block
 from attn_testkit.emulation.policy import Policy
-from attn_testkit.emulation.private import disable_functions, disable_modes, same_generator
+from attn_testkit.emulation.pools import Pool, PoolHandle, new_handle, pool_for
+from attn_testkit.emulation.private import disable_functions, disable_modes
 from attn_testkit.emulation.program import CallNode, DropNode, Node, Step, compile_program
 from attn_testkit.emulation.recorder import Recorder
-from attn_testkit.emulation.sites import Site, author_site
-from attn_testkit.emulation.streams import Stream, StreamContext, check_joined
+from attn_testkit.emulation.sites import author_site
+from attn_testkit.emulation.stream_state import DEFAULT_STREAM_HANDLE, CaptureStreams, StreamState
+from attn_testkit.emulation.streams import StreamContext, fork_error
 
 # The Triton interpreter leaves reference cycles that hold its arguments; a collection before the first replays frees
 # what is dead.
@@ -25,7 +26,7 @@ _COLLECT_BEFORE_REPLAYS = 2
 
 
 class EmulatedGraph:
-    """Stands in for `torch.cuda.CUDAGraph`."""
+    """The emulated `torch.cuda.CUDAGraph`. `recorded` is what its capture noted; None before, and after a reset."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._keep_graph = keep_graph
@@ -33,35 +34,32 @@ class EmulatedGraph:
         self._clear()
 
     def _clear(self) -> None:
-        self.nodes: list[Node] = []
-        self.blocks: dict[int, Block] = {}
-        self.failed = False
-        self.captured = False
-        self.replays = 0
-        self.policy = Policy()
+        self.recorded: Capture | None = None
+        self._replays = 0
         self._pool: Pool | None = None
-        self._live: list[Block] = []
         self._checked: list[Block] = []
         self._program: list[Step] = []
         self._clobbers: list[Block] = []
         self._recorder: Recorder | None = None
-        self._origin: Stream | None = None
-        self._joined: list[tuple[Stream, Site]] = []
         self._has_calls = False
-
-    # ---- the interface of torch.cuda.CUDAGraph
 
     def capture_begin(
         self, pool: PoolHandle | None = None, capture_error_mode: str = "global", check_input_liveness: bool = False
     ) -> None:
+        """Record what this thread does on the current stream, and on streams that wait for it, until `capture_end`.
+
+        `pool` is a handle from `pool()` or `torch.cuda.graph_pool_handle()`; None: a pool of its own. Raises
+        CaptureError inside another capture; RuntimeError, as torch does, on the default stream, for a graph that is
+        captured already, and for an unknown `capture_error_mode` (the known ones behave alike).
+        """
         current = session.require()
         if current.capture is not None:
             current.refuse(rules.NESTED_REPLAY, "CUDAGraph.capture_begin()")
-        if self.captured:
+        if self._captured() is not None:
             raise RuntimeError(
                 "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
             )
-        if current.stream.cuda_stream == 0:
+        if current.stream.cuda_stream == DEFAULT_STREAM_HANDLE:
             raise RuntimeError(
                 "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them"
                 " on the default stream.)"
@@ -72,52 +70,50 @@ class EmulatedGraph:
             )
         gc.collect()
         self._clear()
-        self.policy = current.policy
         self._pool = pool_for(tuple(pool) if pool is not None else new_handle())  # type: ignore[arg-type]
         self._clobbers = self._pool.reusable()
-        self._origin = current.stream
-        self._origin.capture, self._origin.seen = self, {}
-        current.capture = self
-        self._recorder = Recorder(current, self)
+        self.recorded = Capture(current.policy, CaptureStreams(current.stream), self._generators)
+        current.begin_capture(self.recorded, self.abandon_capture)
+        self._recorder = Recorder(current, self.recorded)
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
-        current = session.require()
-        if current.capture is not self:
+        """End the capture: memory outside the pool is as it was before, and the graph can be replayed.
+
+        Raises CaptureError, and discards the capture, where CUDA would have lost it or a side stream was not joined;
+        RuntimeError without a `capture_begin` of this graph.
+        """
+        capture = self.recorded
+        if capture is None or session.require().capture is not capture:
             raise RuntimeError("capture_end() without a capture_begin() of the same graph")
-        error = self._stop_capture()
+        error = self._stop_recording(capture)
         if error is not None:
             self._discard()
             raise error
         assert self._pool is not None
-        self._pool.graphs.add(self)
-        self.captured = True
-        self._checked = [block for block in self.blocks.values() if not block.in_pool] + self._live
-        self._has_calls = any(isinstance(node, CallNode) for node in self.nodes)
-        self._program = compile_program(self.nodes, self.policy.fill)
+        capture.ended = True
+        self._pool.captures.add(capture)
+        self._checked = capture.blocks_to_check()
+        self._has_calls = any(isinstance(node, CallNode) for node in capture.nodes)
+        self._program = compile_program(capture.nodes, capture.policy.fill)
 
     def abandon_capture(self) -> None:
-        """End a capture whose program raised: undo its effects and forget it."""
-        if session.require().capture is self:
-            self._stop_capture()
+        """Undo and forget the capture of a program that raised. Does nothing unless this graph is capturing."""
+        capture = self.recorded
+        if capture is not None and session.require().capture is capture:
+            self._stop_recording(capture)
             self._discard()
 
-    def _stop_capture(self) -> CaptureError | None:
-        current = session.require()
+    def _stop_recording(self, capture: Capture) -> CaptureError | None:
         assert self._recorder is not None
-        assert self._origin is not None
         self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        current.capture = self._recorder = None
-        self.retire_dropped_blocks()
-        error = check_joined(self._origin, self._joined)
-        for stream in [self._origin, *(stream for stream, _ in self._joined)]:
-            stream.capture, stream.seen = None, {}
-        for block in self.blocks.values():  # kernels do not run during a capture on CUDA: undo what they did here
-            if block.in_pool:
-                block.fill(self.policy.fill)
-            else:
-                block.restore()
-        if self.failed:
+        self._recorder = None
+        session.require().end_capture()
+        capture.retire_dropped_blocks()
+        error = fork_error(capture.streams)
+        capture.streams.release()
+        capture.undo()
+        if capture.failed:
             return CaptureError(
                 "CUDAGraph.capture_end()",
                 author_site(),
@@ -133,103 +129,83 @@ class EmulatedGraph:
         self._pool = pool
 
     def instantiate(self) -> None:
+        """Raises RuntimeError before a successful capture; otherwise there is nothing to do."""
         self._require_captured("instantiate")
 
     def replay(self) -> None:
+        """Run the recorded operations again on the same memory, with the host values of the capture.
+
+        Raises DanglingMemoryError, before anything runs, if memory they use is gone (policy "poison": they get a
+        private buffer of fill bytes); CaptureError inside a capture; RuntimeError before a successful capture.
+        """
         current = session.current()
         if current is not None and current.capture is not None:
             current.refuse(rules.NESTED_REPLAY, "CUDAGraph.replay()")
-        self._require_captured("replay")
-        if self._has_calls and self.replays < _COLLECT_BEFORE_REPLAYS:
+        capture = self._require_captured("replay")
+        if self._has_calls and self._replays < _COLLECT_BEFORE_REPLAYS:
             gc.collect()
-        self.check_memory()
+        _check_memory(self._checked, capture.nodes, capture.policy)
         for block in self._clobbers:
-            block.fill(self.policy.fill)
+            block.fill(capture.policy.fill)
         with torch.inference_mode(), disable_modes(), disable_functions():
             for step in self._program:
                 step()
-        self.replays += 1
+        self._replays += 1
 
     def reset(self) -> None:
         """Forget the graph and give its pool memory back."""
         self._clear()
 
     def pool(self) -> PoolHandle:
+        """The handle of the graph's memory pool. Raises RuntimeError before the first capture and after a reset."""
         if self._pool is None:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self._pool.handle
 
     def register_generator_state(self, generator: torch.Generator) -> None:
+        """Allow `generator` in captures of this graph; every replay then draws new numbers from it."""
         self._generators.append(generator)
 
     def enable_debug_mode(self) -> None:
         """Accepted; there is nothing to dump."""
 
     def debug_dump(self, debug_path: str) -> None:
+        """Write the recorded operations to `debug_path`, one a line with the author's line, instead of a DOT graph."""
+        nodes = self.recorded.nodes if self.recorded is not None else []
         with open(debug_path, "w", encoding="utf-8") as file:
-            file.writelines(f"// {node.name} at {node.site}\n" for node in self.nodes)
+            file.writelines(f"// {node.name} at {node.site}\n" for node in nodes)
 
     def raw_cuda_graph(self) -> int:
+        """A number that names this graph in this process; no pointer. Raises RuntimeError before a capture."""
         self._require_captured("raw_cuda_graph")
         return id(self)
 
     def raw_cuda_graph_exec(self) -> int:
+        """The same number as `raw_cuda_graph`."""
         return self.raw_cuda_graph()
 
-    # ---- what the recorder needs
+    def _captured(self) -> Capture | None:
+        return self.recorded if self.recorded is not None and self.recorded.ended else None
 
-    def knows_generator(self, generator: torch.Generator) -> bool:
-        return any(same_generator(known, generator) for known in (*self._generators, *torch.cuda.default_generators))
-
-    def join(self, stream: Stream) -> None:
-        """`stream` waits for captured work: what it does next belongs to the capture."""
-        if stream.capture is not self:
-            stream.capture, stream.seen = self, {}
-            self._joined.append((stream, author_site()))
-
-    def block(self, tensor: Tensor, *, in_pool: bool = False) -> Block:
-        storage = tensor.untyped_storage()
-        block = self.blocks.get(storage._cdata)
-        if block is None:
-            block = self.blocks[storage._cdata] = Block(storage, in_pool=in_pool)
-            if in_pool:
-                self._live.append(block)
-        return block
-
-    def about_to_write(self, tensor: Tensor) -> None:
-        if self.policy.rollback:
-            self.block(tensor).save()
-
-    def retire_dropped_blocks(self) -> None:
-        """Note pool blocks that the program does not refer to any more; from there on their content is undefined."""
-        kept = []
-        for block in self._live:
-            if not block.unreferenced():
-                kept.append(block)
-                continue
-            block.dead = True
-            if not self.captured:
-                self.nodes.append(DropNode("end of a temporary", block.site, [block], self.policy.poison_temporaries))
-        self._live = kept
-
-    # ---- before a replay
-
-    def check_memory(self) -> None:
-        """Raise, or patch (policy "poison"), where memory that this graph uses is gone."""
-        for block in self._checked:
-            trouble = block.trouble()
-            if trouble is None:
-                continue
-            users = [node for node in self.nodes if block in node.blocks and not isinstance(node, DropNode)]
-            if not users:
-                continue
-            if self.policy.dangling == "error":
-                raise _dangling(block, trouble, users)
-            block.replace_by_filled_buffer(0xFF if self.policy.fill is None else self.policy.fill)
-
-    def _require_captured(self, what: str) -> None:
-        if not self.captured:
+    def _require_captured(self, what: str) -> Capture:
+        capture = self._captured()
+        if capture is None:
             raise RuntimeError(f"Called CUDAGraph::{what} without a preceding successful capture.")
+        return capture
+
+
+def _check_memory(blocks: list[Block], nodes: list[Node], policy: Policy) -> None:
+    """Raise, or patch (policy "poison"), where memory that `nodes` use is gone."""
+    for block in blocks:
+        trouble = block.trouble()
+        if trouble is None:
+            continue
+        users = [node for node in nodes if block in node.blocks and not isinstance(node, DropNode)]
+        if not users:
+            continue
+        if policy.dangling == "error":
+            raise _dangling(block, trouble, users)
+        block.replace_by_filled_buffer(0xFF if policy.fill is None else policy.fill)
 
 
 def _dangling(block: Block, trouble: str, users: list[Node]) -> DanglingMemoryError:
@@ -239,18 +215,20 @@ def _dangling(block: Block, trouble: str, users: list[Node]) -> DanglingMemoryEr
         first.site,
         f"the graph would use {block.nbytes} bytes that were {trouble} after the capture (allocated at {block.site});"
         " on a GPU they may belong to somebody else by then",
-        "allocate it once, in the constructor or init_cuda_graph_state, keep it, and refresh it in place with copy_",
+        "allocate it once, before the capture, where the state of the graphs is set up; keep it, and refresh it in"
+        " place with copy_",
     )
 
 
 class graph:
-    """Stands in for `torch.cuda.graph(g, pool=..., stream=...)`."""
+    """The emulated `torch.cuda.graph(g, pool=..., stream=...)`: captures the block into `g`, on `stream` or a stream of
+    its own. Raises what `CUDAGraph.capture_begin` and `capture_end` raise; a block that raises discards the capture."""
 
     def __init__(
         self,
         cuda_graph: EmulatedGraph,
         pool: PoolHandle | None = None,
-        stream: Stream | None = None,
+        stream: StreamState | None = None,
         capture_error_mode: str = "global",
         **_: Any,
     ) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
-import weakref
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,14 +11,9 @@ from attn_testkit.emulation.private import raw_storage, storage_from_weak, use_c
 from attn_testkit.emulation.sites import Site
 from attn_testkit.emulation.tags import allocation_site
 
-if TYPE_CHECKING:
-    from attn_testkit.emulation.graph import EmulatedGraph
-
-PoolHandle = tuple[int, int]
-
 
 def fill_storage(storage: torch.UntypedStorage, byte: int | None) -> None:
-    """Fill memory that the caller holds alive."""
+    """Set every byte of memory that the caller holds alive to `byte`; None leaves it alone."""
     if byte is not None and storage.nbytes():
         ctypes.memset(storage.data_ptr(), byte, storage.nbytes())
 
@@ -30,8 +22,8 @@ class Block:
     """One storage that a graph uses.
 
     `owner` is set for memory of the graph's own pool only. Anything else is outside: it may die at any time, and its
-            address
-    must not be touched before `trouble()` has said that it is still the same memory.
+    address must not be touched before `trouble()` has said that it is still the same memory. `nbytes` and `address`
+    are what they were when the graph met the storage; `site` is the line that allocated it.
     """
 
     __slots__ = ("address", "aliases", "dead", "key", "nbytes", "owner", "raw", "saved", "site", "weak")
@@ -52,6 +44,7 @@ class Block:
 
     @property
     def in_pool(self) -> bool:
+        """Whether the graph owns this memory, so that its bare address is always good."""
         return self.owner is not None
 
     def alias(self, tensor: Tensor) -> Tensor:
@@ -109,36 +102,3 @@ class Block:
     def unreferenced(self) -> bool:
         """Whether only the graph holds this pool memory."""
         return self.owner is not None and use_count(self.key) <= 1
-
-
-class Pool:
-    """Which graphs share memory: blocks that one of them dropped may be given to a later one."""
-
-    def __init__(self, handle: PoolHandle) -> None:
-        self.handle = handle
-        self.graphs: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
-
-    def reusable(self) -> list[Block]:
-        """Blocks of earlier graphs that the next capture could be given: nobody refers to them any more."""
-        blocks: list[Block] = []
-        for graph in self.graphs:
-            graph.retire_dropped_blocks()
-            blocks += [block for block in graph.blocks.values() if block.in_pool and block.dead]
-        return blocks
-
-
-_numbers = itertools.count(1)
-_pools: weakref.WeakValueDictionary[PoolHandle, Pool] = weakref.WeakValueDictionary()
-
-
-def new_handle() -> PoolHandle:
-    """A fresh value for `torch.cuda.graph_pool_handle()`."""
-    return (0, next(_numbers))
-
-
-def pool_for(handle: PoolHandle) -> Pool:
-    """The pool behind a handle; it lasts as long as a graph that uses it."""
-    pool = _pools.get(handle)
-    if pool is None:
-        pool = _pools[handle] = Pool(handle)
-    return pool

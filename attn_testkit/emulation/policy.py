@@ -8,14 +8,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Policy:
-    """How strict the emulation is. The defaults find most.
+    """How strict the emulation is. The defaults find most. Raises ValueError for a value that is none of a field's.
 
     `dangling`            what a replay does when memory it uses is gone: raise, or ("poison") let the graph use a
                           private buffer of fill bytes instead
     `poison_temporaries`  fill memory of a graph's pool as soon as the captured program dropped it, on every replay
     `fill`                the byte found in `torch.empty` memory and in freed pool memory. 0xFF reads as NaN and -1. A
-                          second run with another byte tells "reads uninitialised memory" from "wrong". None leaves
-                          memory as it is
+                          second run with another byte separates "reads uninitialised memory" from "wrong". None
+                          leaves memory as it is
     `rollback`            undo, at the end of a capture, what the captured operations did to memory outside the graph:
                           on a GPU they do not run during capture
     """
@@ -33,7 +33,7 @@ class Policy:
 
 
 LIMITS: tuple[str, ...] = (
-    "Kernels that exist only for CUDA (FlashAttention, FlashInfer, cuBLAS, custom C++ ops) did not run.",
+    "Kernels that exist only for CUDA (cuBLAS, CUTLASS, vendor libraries, custom C++ ops) did not run.",
     "GPU numerics and speed were not tested: every operation ran its CPU kernel.",
     "Streams are serial: races and missing waits are not shown, only side streams that a capture never joins.",
     "Lazy initialisation inside a capture (first cuBLAS handle, JIT compilation, autotuning) is not shown.",

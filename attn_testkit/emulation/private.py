@@ -165,7 +165,7 @@ def _generators_can_be_subclassed() -> bool:
 SELF_TESTS: dict[str, tuple[Callable[[], bool], str]] = {
     "weak storage references": (
         _weak_references_see_death,
-        "StorageWeakRef / UntypedStorage._new_with_weak_ptr no longer tell when memory is freed: dangling memory would"
+        "StorageWeakRef / UntypedStorage._new_with_weak_ptr no longer show when memory is freed: dangling memory would"
         " go unseen",
     ),
     "storage use count": (

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 
+from attn_testkit.emulation.arguments import tensors_in
 from attn_testkit.emulation.memory import Block
 from attn_testkit.emulation.sites import Site
 
@@ -26,6 +27,7 @@ class Node:
     blocks: list[Block] = field(default_factory=list)
 
     def step(self, fill: int | None) -> Step | None:
+        """The ready call for a replay, None if there is nothing to do; `fill` is the policy's byte."""
         raise NotImplementedError
 
 
@@ -39,6 +41,7 @@ class OpNode(Node):
     fresh: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def step(self, fill: int | None) -> Step | None:
+        """The operation, with its fresh outputs written to where the graph keeps them (by out= where there is one)."""
         assert self.op is not None
         if not self.fresh:
             return functools.partial(self.op, *self.args, **self.kwargs)
@@ -61,6 +64,7 @@ class AllocationNode(Node):
     """torch.empty: no kernel on CUDA. What a replay finds there is undefined, so it finds the fill byte."""
 
     def step(self, fill: int | None) -> Step | None:
+        """Fill the new memory; None without a fill byte."""
         return _filler(self.blocks[0], fill)
 
 
@@ -71,6 +75,7 @@ class DropNode(Node):
     poison: bool = True
 
     def step(self, fill: int | None) -> Step | None:
+        """Fill the dropped memory; None without a fill byte or under a policy that leaves temporaries alone."""
         return _filler(self.blocks[0], fill) if self.poison else None
 
 
@@ -81,31 +86,13 @@ class CallNode(Node):
     call: Step | None = None
 
     def step(self, fill: int | None) -> Step | None:
+        """`call` as it is."""
         return self.call
 
 
 def compile_program(nodes: list[Node], fill: int | None) -> list[Step]:
     """The calls of one replay, in order."""
     return [step for step in (node.step(fill) for node in nodes) if step is not None]
-
-
-def tensors_in(value: object, found: list[Tensor]) -> None:
-    """Collect the tensors in an argument or a result."""
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            tensors_in(item, found)
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """`value` with every tensor in it replaced."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, change) for item in value]
-        return items if isinstance(value, list) or hasattr(value, "_fields") else tuple(items)
-    return value
 
 
 def _filler(block: Block, fill: int | None) -> Step | None:

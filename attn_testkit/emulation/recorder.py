@@ -3,16 +3,18 @@ repeat."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from attn_testkit.emulation import private, rules
+from attn_testkit.emulation.arguments import map_tensors, tensors_in
+from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.memory import fill_storage
 from attn_testkit.emulation.private import TorchDispatchMode
-from attn_testkit.emulation.program import AllocationNode, OpNode, map_tensors, tensors_in
+from attn_testkit.emulation.program import AllocationNode, OpNode
 from attn_testkit.emulation.schema import (
     ALLOCATES,
     CHANGES_GEOMETRY,
@@ -29,9 +31,6 @@ from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import is_device, is_pinned, tag_device, tag_pinned
 from attn_testkit.emulation.transfers import copy_across, mixed_devices
-
-if TYPE_CHECKING:
-    from attn_testkit.emulation.graph import EmulatedGraph
 
 _CPU = torch.device("cpu")
 
@@ -145,20 +144,20 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Recorder(Watcher):  # type: ignore[no-untyped-call]
     """Notes what a replay must repeat."""
 
-    def __init__(self, session: Session, graph: EmulatedGraph) -> None:
+    def __init__(self, session: Session, capture: Capture) -> None:
         super().__init__(session)
-        self.graph = graph
+        self.capture = capture
 
     def _check(self, facts: Facts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._check(facts, func, args, kwargs)
         generator = kwargs.get("generator")
-        if generator is not None and not self.graph.knows_generator(generator):
+        if generator is not None and not self.capture.knows_generator(generator):
             self.session.refuse(rules.UNREGISTERED_GENERATOR, str(func))
 
     def _device(
         self, func: OpOverload, facts: Facts, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self.session.stream.capturing:
+        if not self.session.recording:
             # Work on a stream that never joined the capture runs at once on CUDA, and is not part of the graph.
             return super()._device(func, facts, tensors, args, kwargs)
         result = self._open(func, facts, tensors, args, kwargs)
@@ -168,7 +167,7 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         written = written_by(facts, args, kwargs)
         if facts.name not in CHANGES_GEOMETRY:
             for tensor in written:
-                self.graph.about_to_write(tensor)
+                self.capture.about_to_write(tensor)
         if facts.foreign:
             return self._foreign(func, facts, tensors, written, args, kwargs)
         result = func(*args, **kwargs)
@@ -179,10 +178,10 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         self, func: OpOverload, facts: Facts, tensors: list[Tensor], written: list[Tensor], args: Any, kwargs: Any
     ) -> Any:
         """A custom operation: its kernel may be Python made of torch operations; look inside."""
-        before = len(self.graph.nodes)
+        before = len(self.capture.nodes)
         with self.session.function_mode, self:
             result = private.run_kernel(func, args, kwargs)
-        if len(self.graph.nodes) == before:  # a native kernel
+        if len(self.capture.nodes) == before:  # a native kernel
             self._note(func, facts, tensors, written, args, kwargs, result)
         return result
 
@@ -206,14 +205,14 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         for position, output in enumerate(outputs):
             if output.untyped_storage()._cdata not in known:
                 tag_device(output)
-                self.graph.block(output, in_pool=True)
+                self.capture.block(output, in_pool=True)
                 fresh.append((position, output))
-        self.graph.retire_dropped_blocks()
+        self.capture.retire_dropped_blocks()
         if not fresh and not written:
             return  # a view: no kernel
         for tensor in written:
             if not is_device(tensor):  # the host must not see what the device would write only at replay
-                self.graph.block(tensor).restore()
+                self.capture.block(tensor).restore()
         self.session.stream.note_work()
         if facts.name in ALLOCATES:
             self._note_allocations(func, fresh)
@@ -222,9 +221,9 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
 
     def _note_allocations(self, func: OpOverload, fresh: list[tuple[int, Tensor]]) -> None:
         for _, output in fresh:
-            block = self.graph.block(output)
-            block.fill(self.graph.policy.fill)
-            self.graph.nodes.append(AllocationNode(str(func), author_site(), [block]))
+            block = self.capture.block(output)
+            block.fill(self.capture.policy.fill)
+            self.capture.nodes.append(AllocationNode(str(func), author_site(), [block]))
 
     def _note_operation(
         self, func: OpOverload, facts: Facts, args: Any, kwargs: Any, fresh: list[tuple[int, Tensor]]
@@ -240,21 +239,21 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
             node.args = tuple(map_tensors(value, freeze) for value in args)
             node.kwargs = {name: map_tensors(value, freeze) for name, value in kwargs.items()}
             node.fresh = [(position, self._alias(output, node)) for position, output in fresh]
-        self.graph.nodes.append(node)
+        self.capture.nodes.append(node)
 
     def _alias(self, tensor: Tensor, node: OpNode) -> Tensor:
-        block = self.graph.block(tensor)
+        block = self.capture.block(tensor)
         node.blocks.append(block)
         return block.alias(tensor)
 
     def _follow_resized(self, func: OpOverload, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            block = self.graph.blocks.get(storage._cdata)
+            block = self.capture.blocks.get(storage._cdata)
             if block is None or not block.moved(storage):
                 continue
-            users = [node for node in self.graph.nodes if block in node.blocks]
+            users = [node for node in self.capture.nodes if block in node.blocks]
             if not block.in_pool or any(not isinstance(node, AllocationNode) for node in users):
                 self.session.refuse(rules.MOVED_MEMORY, str(func))
-            self.graph.nodes = [node for node in self.graph.nodes if block not in node.blocks]
+            self.capture.nodes = [node for node in self.capture.nodes if block not in node.blocks]
             block.follow(storage)

@@ -367,7 +367,7 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-_OPERATIONS = {name for rule in RULES for name in rule.ops.split()}
+_OPERATIONS = frozenset(name for rule in RULES for name in rule.ops.split())
 BY_OPERATION: dict[str, tuple[Rule, ...]] = {
     name: tuple(rule for rule in RULES if name in rule.ops.split()) for name in _OPERATIONS
 }

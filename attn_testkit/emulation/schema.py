@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from attn_testkit.emulation import private
+from attn_testkit.emulation.arguments import tensors_in
 from attn_testkit.emulation.conditions import Call
-from attn_testkit.emulation.program import tensors_in
 
 ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"})
 CHANGES_GEOMETRY = frozenset({"resize_", "set_", "resize_as_", "_resize_output_"})
@@ -43,7 +43,13 @@ _KEEP_WHOLE = frozenset(
 
 @dataclass(frozen=True)
 class Facts:
-    """What the schema says about an operation, looked up once."""
+    """What the schema says about an operation, looked up once.
+
+    `arguments` are (name, default, or None) in order; `written` the (position, name) of those it writes. `implicit`:
+    torch defines it by other operations on every device. `explicit`: one C++ kernel made of other operations serves
+    CPU and CUDA, and is worth a look inside. `foreign`: a custom operation. `takes_host_scalars`: a host tensor without
+    dimensions may stand beside device tensors.
+    """
 
     name: str
     overload: str
@@ -57,6 +63,7 @@ class Facts:
 
 @functools.cache
 def facts_of(op: OpOverload) -> Facts:
+    """The facts of `op`, remembered for the life of the process."""
     schema = op._schema
     name = schema.name.split("::")[1]
     aliases = any(a.alias_info is not None for a in schema.arguments)
@@ -84,6 +91,7 @@ def facts_of(op: OpOverload) -> Facts:
 
 
 def written_by(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call with these arguments writes in place or as out=."""
     found: list[Tensor] = []
     for position, name in facts.written:
         tensors_in(args[position] if position < len(args) else kwargs.get(name), found)
@@ -91,10 +99,12 @@ def written_by(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def among(tensor: Tensor, others: list[Tensor]) -> bool:
+    """Whether `tensor` is one of these objects (`in` would compare values)."""
     return any(tensor is other for other in others)
 
 
 def call_of(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call as a rule's condition reads it: every argument by name, defaults filled in."""
     values = dict(facts.arguments)
     values.update((name, value) for (name, _), value in zip(facts.arguments, args, strict=False))
     values.update(kwargs)

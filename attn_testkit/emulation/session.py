@@ -1,27 +1,49 @@
-"""What one thread's emulation knows right now."""
+"""What one thread's emulation knows right now, and what it refuses."""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
+from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import CaptureError, EmulationError, HostSyncError
 from attn_testkit.emulation.policy import Policy
+from attn_testkit.emulation.rule import Rule
 from attn_testkit.emulation.sites import author_site
-
-if TYPE_CHECKING:
-    from attn_testkit.emulation.graph import EmulatedGraph
-    from attn_testkit.emulation.rule import Rule
-    from attn_testkit.emulation.streams import Stream
+from attn_testkit.emulation.stream_state import CaptureStreams, StreamState
 
 SYNC_DEFAULT, SYNC_WARN, SYNC_ERROR = 0, 1, 2
 
 
+class FunctionMode(Protocol):
+    """The torch API as this thread's program calls it; `functions.DeviceFunctions` is the only one."""
+
+    def __enter__(self) -> object:
+        """See every call of the torch API from here on."""
+
+    def __exit__(self, *_: Any) -> object:
+        """See no more calls."""
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `func` on the memory that its arguments name, without asking `crossings` first."""
+
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `func` and see every operation below it."""
+
+
 class Session:
-    """The emulation of one thread, from its outermost `emulated_cuda()` to the end of it."""
+    """The emulation of one thread, from its outermost `emulated_cuda()` to the end of it.
+
+    `capture` is the capture in progress, if any; `stream` the current one; `capture_stream` where torch.cuda.graph
+    captures when it is given none. `operation` is the call as the author wrote it. `creating`: operations without
+    tensor arguments make device memory now. `lenient`: the CPU kernel that runs now checks values on the host where
+    the CUDA one does not, so reading them is no finding.
+    """
 
     __slots__ = (
+        "_abandon",
         "capture",
         "capture_stream",
         "creating",
@@ -34,19 +56,53 @@ class Session:
         "sync_mode",
     )
 
-    def __init__(self, policy: Policy, default_stream: Stream, capture_stream: Stream) -> None:
+    function_mode: FunctionMode
+
+    def __init__(self, policy: Policy, default_stream: StreamState, capture_stream: StreamState) -> None:
         self.policy = policy
         self.stream = self.default_stream = default_stream
-        self.capture_stream = capture_stream  # where torch.cuda.graph captures when it is told no stream
-        self.capture: EmulatedGraph | None = None
-        self.creating = False  # operations without tensor arguments make device memory now
-        self.lenient = False  # the CPU kernel validates values on the host where the CUDA one does not
-        self.operation = ""  # the call as the author wrote it
+        self.capture_stream = capture_stream
+        self.capture: Capture | None = None
+        self.creating = False
+        self.lenient = False
+        self.operation = ""
         self.sync_mode = SYNC_DEFAULT
-        self.function_mode: Any = None
+        self._abandon: Callable[[], None] | None = None
+
+    def begin_capture(self, capture: Capture, abandon: Callable[[], None]) -> None:
+        """Record into `capture` from here on. `abandon` ends it if the program leaves the emulation before it does."""
+        self.capture, self._abandon = capture, abandon
+
+    def end_capture(self) -> None:
+        """Record no more."""
+        self.capture = self._abandon = None
+
+    def abandon_capture(self) -> None:
+        """End and forget the capture in progress, if there is one."""
+        if self._abandon is not None:
+            self._abandon()
+
+    def captures(self, streams: CaptureStreams | None) -> bool:
+        """Whether `streams` are those of the capture in progress."""
+        return streams is not None and self.capture is not None and self.capture.streams is streams
+
+    @property
+    def recording(self) -> bool:
+        """Whether work that is issued now is recorded: the current stream belongs to the capture in progress."""
+        return self.captures(self.stream.capture)
+
+    @property
+    def strict(self) -> bool:
+        """Whether host syncs matter now, inside a capture or under sync debug mode."""
+        return self.capture is not None or self.sync_mode != SYNC_DEFAULT
 
     def refuse(self, rule: Rule, operation: str = "") -> None:
-        """Raise if CUDA would not let `rule`'s operation happen now."""
+        """Do what CUDA would if `rule`'s operation happened now.
+
+        Raises CaptureError inside a capture, EmulationError outside for a rule that holds in eager code too, and
+        HostSyncError for one that waits under `set_sync_debug_mode("error")` (a warning under "warn"). Returns where
+        CUDA would let it happen.
+        """
         what = self._describe(operation)
         if self.capture is not None:
             if rule.invalidates:
@@ -65,11 +121,6 @@ class Session:
             return f"{self.operation} ({operation})"
         return operation or self.operation
 
-    @property
-    def strict(self) -> bool:
-        """Whether host syncs matter now, inside a capture or under sync debug mode."""
-        return self.capture is not None or self.sync_mode != SYNC_DEFAULT
-
 
 class _Local(threading.local):
     session: Session | None = None
@@ -84,14 +135,14 @@ def current() -> Session | None:
 
 
 def require() -> Session:
-    """The session of this thread; raises outside `emulated_cuda()`."""
+    """The session of this thread. Raises RuntimeError outside `emulated_cuda()`."""
     if _local.session is None:
-        raise RuntimeError("this torch.cuda stand-in only works inside emulated_cuda()")
+        raise RuntimeError("this emulated torch.cuda only works inside emulated_cuda()")
     return _local.session
 
 
 def install(session: Session | None) -> None:
-    """Make `session` the one of this thread."""
+    """Make `session` the one of this thread; None: the thread leaves the emulation."""
     _local.session = session
 
 

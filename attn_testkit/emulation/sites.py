@@ -12,7 +12,7 @@ import torch
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_STDLIB_GLUE = {os.path.abspath(module.__file__) for module in (contextlib, functools) if module.__file__}
+_STDLIB_GLUE = frozenset(os.path.abspath(module.__file__) for module in (contextlib, functools) if module.__file__)
 
 
 class Site(NamedTuple):

@@ -20,15 +20,20 @@ _FIRST_PURGE = 128
 
 
 class Registry:
-    """Storages of one kind, with the line that allocated each."""
+    """Storages of one kind: (weak reference, allocating line, bytes when it was added) by the storage's identity.
 
-    __slots__ = ("_purge_at", "entries")
+    `peak_bytes` is the most that was live whenever the program asked, since it last reset the peak.
+    """
+
+    __slots__ = ("_purge_at", "entries", "peak_bytes")
 
     def __init__(self) -> None:
         self.entries: dict[int, tuple[StorageWeakRef, Site, int]] = {}
         self._purge_at = _FIRST_PURGE
+        self.peak_bytes = 0
 
     def add(self, tensor: Tensor) -> None:
+        """Enter the storage of `tensor`, allocated by the author's line that runs now; nothing if it is known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.entries:
@@ -62,7 +67,7 @@ _pinned = PINNED.entries
 
 
 def wants_cuda(device: Any) -> bool:
-    """Whether a `device=` argument names the device. There is one."""
+    """Whether a `device=` argument names the device. Raises RuntimeError for cuda:1 and above: there is one."""
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type == "cuda" and device.index:
         raise RuntimeError(f"CUDA error: invalid device ordinal ({device}: the emulation has one device, cuda:0)")

@@ -1,5 +1,5 @@
-"""Stand-ins for the names in `torch.cuda`, as one table, put in place when a context is entered and taken back when it
-is left."""
+"""The emulated names of `torch.cuda`, as one table, put in place when a context is entered and taken back when it is
+left."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from attn_testkit.emulation import rules, session
 from attn_testkit.emulation.generators import EmulatedGenerator
 from attn_testkit.emulation.graph import EmulatedGraph, graph
-from attn_testkit.emulation.memory import new_handle
+from attn_testkit.emulation.pools import new_handle
 from attn_testkit.emulation.session import SYNC_DEFAULT, SYNC_ERROR, SYNC_WARN
+from attn_testkit.emulation.stream_state import StreamState
 from attn_testkit.emulation.streams import Event, ExternalStream, Stream, StreamContext
 from attn_testkit.emulation.tags import DEVICE
 
@@ -45,10 +46,15 @@ class DeviceProperties:
 
 
 def synchronize(device: Any = None) -> None:
+    """A host sync. Raises CaptureError in a capture; sync debug mode does not see it, as on a GPU."""
     session.require().refuse(rules.HOST_WAIT, "torch.cuda.synchronize()")
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
+    """Ignore (0, "default"), warn of (1, "warn") or raise at (2, "error") host syncs of this thread's eager code.
+
+    Raises RuntimeError for another name.
+    """
     if isinstance(debug_mode, str):
         if debug_mode not in _SYNC_MODES:
             raise RuntimeError("invalid value of debug_mode, expected one of `default`, `warn`, `error`")
@@ -57,24 +63,28 @@ def set_sync_debug_mode(debug_mode: int | str) -> None:
 
 
 def get_sync_debug_mode() -> int:
+    """0, 1 or 2: what `set_sync_debug_mode` set in this thread."""
     return session.require().sync_mode
 
 
 def is_current_stream_capturing() -> bool:
-    return session.require().stream.capturing
+    """Whether work issued now becomes part of a graph."""
+    return session.require().recording
 
 
-def current_stream(device: Any = None) -> Stream:
+def current_stream(device: Any = None) -> StreamState:
+    """This thread's current stream, the very object that was made current."""
     return session.require().stream
 
 
-def set_stream(stream: Stream | None) -> None:
+def set_stream(stream: StreamState | None) -> None:
+    """Make `stream` this thread's current one for good; None changes nothing."""
     if stream is not None:
         session.require().stream = stream
 
 
 class DeviceGuard:
-    """Stands in for `torch.cuda.device` and `device_of`: there is only one device."""
+    """The emulated `torch.cuda.device` and `device_of`: there is only one device, so nothing is switched."""
 
     def __init__(self, device: Any = None) -> None:
         self.idx, self.prev_idx = 0, 0
@@ -101,37 +111,39 @@ def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
     torch.default_generator.set_state(state)
 
 
-class _Peak:
-    bytes = 0
-
-
 def memory_allocated(device: Any = None) -> int:
+    """Bytes of device memory that somebody refers to, of all threads."""
     now = DEVICE.live_bytes()
-    _Peak.bytes = max(_Peak.bytes, now)
+    DEVICE.peak_bytes = max(DEVICE.peak_bytes, now)
     return now
 
 
 def max_memory_allocated(device: Any = None) -> int:
+    """The most bytes that any of these functions saw since the last reset; what came and went unseen is not in it."""
     memory_allocated()
-    return _Peak.bytes
+    return DEVICE.peak_bytes
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    _Peak.bytes = DEVICE.live_bytes()
+    """Begin a new peak, at the bytes that are live now."""
+    DEVICE.peak_bytes = DEVICE.live_bytes()
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
+    """torch's keys for bytes and counts of blocks, as if every tensor's memory were a segment of its own."""
     now, count = memory_allocated(), sum(1 for _ in DEVICE.live())
+    peak = DEVICE.peak_bytes
     stats = {}
     for pool in ("all", "small_pool", "large_pool"):
-        for kind, value, peak in (("allocated_bytes", now, _Peak.bytes), ("reserved_bytes", now, _Peak.bytes)):
-            stats[f"{kind}.{pool}.current"], stats[f"{kind}.{pool}.peak"] = value, peak
+        for kind in ("allocated_bytes", "reserved_bytes"):
+            stats[f"{kind}.{pool}.current"], stats[f"{kind}.{pool}.peak"] = now, peak
         for kind in ("allocation", "segment", "active"):
             stats[f"{kind}.{pool}.current"] = count
     return {**stats, "num_alloc_retries": 0, "num_ooms": 0}
 
 
 def memory_snapshot(mempool_id: Any = None) -> list[dict[str, Any]]:
+    """One segment in torch's form for each storage on the device, with the line that allocated it as its only frame."""
     return [
         {
             "device": 0,
@@ -242,30 +254,30 @@ _MODULES: tuple[ModuleType, ...] = (
 )  # fmt: skip
 
 
-def _guarded(stand_in: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
+def _guarded(emulated: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
     """Threads outside the emulation get the real function."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if session.is_active() or original is None:
-            return stand_in(*args, **kwargs)
+            return emulated(*args, **kwargs)
         return original(*args, **kwargs)
 
     return call
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """(object, attribute, stand-in) of everything to replace under torch.cuda."""
+    """(object, attribute, emulated value) of everything to replace under torch.cuda."""
     for module in _MODULES:
-        for name, stand_in in CLASSES.items():
+        for name, emulated in CLASSES.items():
             if hasattr(module, name) and (module is torch.cuda or name in ("CUDAGraph", "graph", "Stream", "Event")):
-                yield module, name, stand_in
-        for name, stand_in in FUNCTIONS.items():
+                yield module, name, emulated
+        for name, emulated in FUNCTIONS.items():
             if hasattr(module, name):
-                yield module, name, _guarded(stand_in, getattr(module, name))
+                yield module, name, _guarded(emulated, getattr(module, name))
     yield torch.cuda, "default_generators", (_DEFAULT_GENERATOR,)
-    for name, stand_in in ACCELERATOR.items():
+    for name, emulated in ACCELERATOR.items():
         if hasattr(torch.accelerator, name):
-            yield torch.accelerator, name, _guarded(stand_in, getattr(torch.accelerator, name))
-    for name, stand_in in _NVTX.items():
+            yield torch.accelerator, name, _guarded(emulated, getattr(torch.accelerator, name))
+    for name, emulated in _NVTX.items():
         if hasattr(torch.cuda.nvtx, name):
-            yield torch.cuda.nvtx, name, stand_in
+            yield torch.cuda.nvtx, name, emulated

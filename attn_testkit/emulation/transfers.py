@@ -25,7 +25,10 @@ def mixed_devices(session: Session, operation: str) -> EmulationError:
 
 
 def copy_across(session: Session, source: Tensor, dtype: torch.dtype, to_device: bool, non_blocking: bool) -> Tensor:
-    """A copy between host and device into new memory, under the rules for such copies."""
+    """A copy of `source` as `dtype` in new memory on the other side; pinned if it goes to the host without blocking.
+
+    Raises what `Session.refuse` raises where CUDA would not let the host wait for it.
+    """
     if session.capture is None and not non_blocking and source.numel():
         session.refuse(rules.TO_DEVICE if to_device else rules.TO_HOST)
     outer, session.creating = session.creating, False
@@ -46,6 +49,6 @@ def copy_across(session: Session, source: Tensor, dtype: torch.dtype, to_device:
 def adopt(session: Session, tensor: Tensor) -> Tensor:
     """Make new host memory device memory; inside a capture it belongs to the graph's pool."""
     tag_device(tensor)
-    if session.capture is not None and session.stream.capturing:
+    if session.capture is not None and session.recording:
         session.capture.block(tensor, in_pool=True)
     return tensor

@@ -20,7 +20,7 @@ _REPLACED = ("cache", "cache_results", "pre_hook", "_bench")
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """(object, attribute, stand-in) for the tuner."""
+    """(object, attribute, replacement) for the tuner."""
     try:
         tuner = importlib.import_module("triton.runtime.autotuner").Autotuner
         return [(tuner, "run", _run_of(tuner.run))]

@@ -72,13 +72,13 @@ def _is_bfloat16(handle: Any) -> bool:
 
 
 def replacements(module: Any) -> list[Replacement]:
-    """(object, attribute, stand-in) for the interpreter `module`; parts that it does not have are left out."""
+    """(object, attribute, replacement) for the interpreter `module`; parts that it does not have are left out."""
     found: list[Replacement] = []
     for part in (_casts, _constants, _elementwise, _fused, _dots, _reductions, _scans, _atomics, _prints):
         try:
             found += part(module)
         except AttributeError:
-            continue  # `complaint` tells whether it matters
+            continue  # `complaint` reports it if it matters
     return found
 
 

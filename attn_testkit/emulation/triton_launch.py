@@ -10,20 +10,18 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_testkit.emulation import session, triton_autotune, triton_floats, triton_speed
+from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import EmulationError, HostPointerError
 from attn_testkit.emulation.private import disable_functions, disable_modes
 from attn_testkit.emulation.program import CallNode
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import is_device, is_pinned
-
-if TYPE_CHECKING:
-    from attn_testkit.emulation.graph import EmulatedGraph
 
 _INTERPRETER = "triton.runtime.interpreter"
 
@@ -39,7 +37,7 @@ def interpreter() -> Any:
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """(object, attribute, stand-in) for the interpreter's launcher, what it computes with, and the tuner above it."""
+    """(object, attribute, replacement) for the launcher, what it computes with, and the tuner above it."""
     module = interpreter()
     if module is None:
         return []
@@ -77,7 +75,7 @@ def _launch_of(module: Any, launcher: Any, stock: Callable[..., Any]) -> Callabl
             pointers = _pointers((*args, *kwargs.values()))
             _refuse_host_pointers(self, pointers)
         capture = current.capture
-        if capture is None or not current.stream.capturing:
+        if capture is None or not current.recording:
             run(self, args, kwargs)
             return
         with disable_modes(), disable_functions():
@@ -88,7 +86,7 @@ def _launch_of(module: Any, launcher: Any, stock: Callable[..., Any]) -> Callabl
 
 
 def _record(
-    capture: EmulatedGraph,
+    capture: Capture,
     launcher: Any,
     executor: Any,
     args: tuple[Any, ...],
@@ -161,7 +159,7 @@ def _refuse_host_pointers(executor: Any, pointers: list[Tensor]) -> None:
             )
 
 
-def _freeze(value: Any, capture: EmulatedGraph, node: CallNode) -> Any:
+def _freeze(value: Any, capture: Capture, node: CallNode) -> Any:
     if isinstance(value, Tensor):
         block = capture.block(value)
         node.blocks.append(block)

@@ -17,12 +17,12 @@ from typing import Any
 from attn_testkit.emulation import session
 
 Replacement = tuple[Any, str, Any]
-_TENSOR_FIELDS = {"handle", "shape", "numel", "type", "dtype"}
-_BLOCK_FIELDS = {"element_ty", "shape", "numel", "name"}
+_TENSOR_FIELDS = frozenset({"handle", "shape", "numel", "type", "dtype"})
+_BLOCK_FIELDS = frozenset({"element_ty", "shape", "numel", "name"})
 
 
 def replacements(module: Any) -> list[Replacement]:
-    """(object, attribute, faster stand-in) for the interpreter `module`."""
+    """(object, attribute, faster replacement) for the interpreter `module`."""
     found: list[Replacement] = []
     if patches_can_be_shared(module):
         function = module.InterpretedFunction

@@ -1,4 +1,4 @@
-"""Programs that say "cuda" run unmodified, and host and device memory are told apart."""
+"""Programs that say "cuda" run unmodified, and host and device memory are kept apart."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ def test_freed_memory_is_an_error_that_names_both_lines(capture):
     assert "test_emulated_memory.py" in str(caught.value)
     assert caught.value.site.filename.endswith("test_emulated_memory.py")
     assert "allocated at" in caught.value.cuda
+    assert caught.value.cure.startswith("allocate it once, before the capture")
 
 
 def test_freed_memory_is_an_error_even_when_the_address_is_used_again(capture):
@@ -118,7 +119,7 @@ def test_use_of_a_dropped_temporary_reads_fill_on_every_replay(capture):
     """Somebody kept a bare pointer to a temporary of the captured forward."""
     x = ones()
     graph, y = capture(lambda: x * 2 + 1)
-    dropped = [block for block in graph.blocks.values() if block.dead]
+    dropped = [block for block in graph.recorded.blocks.values() if block.dead]
     assert len(dropped) == 1
     graph.replay()
     alias = torch.empty(0).set_(dropped[0].raw, 0, (4,), (1,))
@@ -132,7 +133,7 @@ def test_poison_of_temporaries_can_be_turned_off():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = x * 2 + 1
-        dropped = next(block for block in graph.blocks.values() if block.dead)
+        dropped = next(block for block in graph.recorded.blocks.values() if block.dead)
         graph.replay()
         alias = torch.empty(0).set_(dropped.raw, 0, (4,), (1,))
         assert alias.tolist() == [2] * 4
@@ -169,6 +170,21 @@ def test_memory_of_a_reset_graph_may_not_be_used_by_another(capture):
         second.replay()
 
 
+def test_a_graph_that_is_captured_anew_leaves_its_old_pool(capture):
+    x, seen = ones(), torch.zeros(4, device="cuda")
+    stays, _ = capture(lambda: x * 2)
+    moves, _ = capture(lambda: x * 3, pool=stays.pool())
+    moves.reset()
+    with torch.cuda.graph(moves):
+        outputs = [x * 4]
+    reader, _ = capture(lambda: seen.copy_(outputs[0]))
+    outputs.clear()
+    later, _ = capture(lambda: x * 5, pool=stays.pool())
+    for graph in (moves, later, reader):
+        graph.replay()
+    assert seen.tolist() == [4] * 4
+
+
 @pytest.mark.parametrize(("fill", "reads"), [(0xFF, None), (0x00, 0.0), (None, "anything")])
 def test_empty_memory_holds_the_fill_byte_in_eager_code_and_at_replay(fill, reads):
     with emulated_cuda(Policy(fill=fill)):
@@ -189,7 +205,7 @@ def test_empty_memory_holds_the_fill_byte_in_eager_code_and_at_replay(fill, read
                 assert tensor.tolist() == [0] * 4
 
 
-def test_two_fills_tell_uninitialised_memory_from_wrong_results():
+def test_two_fills_separate_uninitialised_memory_from_wrong_results():
     def partly_written(fill: int) -> torch.Tensor:
         with emulated_cuda(Policy(fill=fill)):
             out = torch.empty(4, device="cuda")

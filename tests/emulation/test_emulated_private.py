@@ -1,11 +1,11 @@
-"""The private torch APIs are checked before they are relied on, and a change is told in a sentence."""
+"""The private torch APIs are checked before they are relied on, and a change is reported in a sentence."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from attn_testkit.emulation import context, emulated_cuda, private
+from attn_testkit.emulation import emulated_cuda, installation, private
 
 
 def test_this_torch_passes():
@@ -40,7 +40,7 @@ def test_a_self_test_that_raises_counts_as_failed(monkeypatch):
 
 
 def test_the_context_is_not_entered_on_a_torch_that_fails(monkeypatch):
-    monkeypatch.setattr(context, "_checked", False)
+    monkeypatch.setattr(installation.INSTALLED, "checked", False)
     monkeypatch.setattr(private, "use_count", lambda key: 1)
     with pytest.raises(RuntimeError, match="cannot be emulated on"), emulated_cuda():
         pass

@@ -27,7 +27,7 @@ class Inputs:
         self.q = _on_device(torch.randn(2, 4, 1, 16))
         self.k = _on_device(torch.randn(2, 4, 8, 16))
         self.v = _on_device(torch.randn(2, 4, 8, 16))
-        self.attn_mask = _on_device(torch.arange(16).view(2, 1, 1, 8) % 3 > 0)
+        self.pair_mask = _on_device(torch.arange(16).view(2, 1, 1, 8) % 3 > 0)
         self.h_len = torch.tensor([1, 3, 2, 2])
         self.h_scalar = torch.tensor(2.0)
         self.h_x = torch.arange(8.0) * 2
@@ -42,9 +42,9 @@ class Inputs:
         self._serving_inputs()
 
     def _serving_inputs(self) -> None:
-        """A small paged KV cache (8 pages of 4 slots, 2 heads of 4) and one batch of four requests."""
+        """A small paged cache (8 pages of 4 slots, a slot of 2 x 4 numbers) and one batch of four requests."""
         self.cache = _on_device(torch.randn(8, 4, 2, 4))
-        self.new_kv = _on_device(torch.randn(4, 2, 4))
+        self.new_rows = _on_device(torch.randn(4, 2, 4))
         self.slots = _on_device(torch.tensor([4, 9, 14, 23]))
         self.table = _on_device(torch.tensor([[1, 5, 0], [2, 6, 0], [3, 7, 0], [5, 1, 0]], dtype=torch.int32))
         self.seq = _on_device(torch.tensor([3, 7, 5, 8], dtype=torch.int32))
@@ -60,9 +60,9 @@ class Inputs:
         self.idx.copy_(torch.tensor([7, 3, 3, 0]))
         self.mask.copy_(torch.tensor([1, 0, 1, 0, 0, 0, 0, 1]).bool())
         self.len.copy_(torch.tensor([2, 1, 1, 4]))
-        for tensor in (self.m, self.q, self.k, self.v, self.cache, self.new_kv):
+        for tensor in (self.m, self.q, self.k, self.v, self.cache, self.new_rows):
             tensor.mul_(1.25).add_(0.1)
-        self.attn_mask.copy_(torch.arange(16).view(2, 1, 1, 8) % 2 > 0)
+        self.pair_mask.copy_(torch.arange(16).view(2, 1, 1, 8) % 2 > 0)
         self.h_len.copy_(torch.tensor([4, 1, 1, 2]))
         self.h_scalar.fill_(5.0)
         self.h_x.mul_(3)

@@ -22,7 +22,7 @@ _GRAD_MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
 class Job(NamedTuple):
-    """`kind` is a section of a verdict file."""
+    """A program by name; `kind` is a section of a verdict file: loops, facts, no_grad, inference_mode or sync."""
 
     kind: str
     name: str

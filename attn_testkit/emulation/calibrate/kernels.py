@@ -15,12 +15,14 @@ from attn_testkit.emulation.calibrate.snippet import Snippet, named
 
 @triton.jit
 def scale_add(out, x, factor, n, BLOCK: tl.constexpr):
+    """out = x * factor + 1 for the first `n` elements, BLOCK of them a program; float32."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at, mask=at < n, other=0.0) * factor + 1.0, mask=at < n)
 
 
 @triton.jit
-def kv_indices(table, lens, out, stride, width, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def page_slots(table, lens, out, stride, width, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Row r of `out` (rows, width): the slots of the first lens[r] positions, by row r of `table`."""
     row = tl.program_id(0)
     length = tl.load(lens + row)
     for start in range(tl.cdiv(length, BLOCK)):
@@ -55,7 +57,7 @@ def _launch_between_torch(e: Inputs) -> Tensor:
 
 def _launch_indices(e: Inputs) -> Tensor:
     out = torch.zeros(4, 12, dtype=torch.int32, device=DEVICE)
-    kv_indices[(4,)](e.table, e.seq, out, e.table.stride(0), 12, PAGE=4, BLOCK=4)
+    page_slots[(4,)](e.table, e.seq, out, e.table.stride(0), 12, PAGE=4, BLOCK=4)
     return out
 
 

@@ -1,8 +1,8 @@
-"""A small serving loop with a correct attention backend and ten broken ones. An ordinary CUDA program: it runs on a
-GPU as it is.
+"""A small serving loop, right once and ten times with a planted bug. An ordinary CUDA program: it runs on a GPU as it
+is.
 
-Two graphs (batch sizes 4 and 2) are captured into one pool and replayed with other batches each time, eager prefills
-between; every step is compared with an eager run of the correct backend on a twin runner.
+Two graphs (batch sizes 4 and 2) are captured into one pool and replayed with other batches each time, eager steps with
+new requests between; every step is compared with an eager run of the right loop on a runner of its own.
 """
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"
@@ -20,15 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DEVICE = "cuda"
-HEADS, HEAD_DIM, PAGE, VOCABULARY, MAX_LEN, PAGES = 4, 16, 16, 97, 64, 64
-HIDDEN = HEADS * HEAD_DIM
+GROUPS, WIDTH, PAGE, VOCABULARY, MAX_LEN, PAGES = 4, 16, 16, 97, 64, 64
+HIDDEN = GROUPS * WIDTH
 TOLERANCE = 1e-3
 
-Batch = namedtuple("Batch", "new cached requests")  # new tokens, tokens already cached, request slots
+Batch = namedtuple("Batch", "new cached requests")
+"""Per request: how many new tokens, how many are cached already, which of the 8 requests it is."""
 
 
 class Correct:
-    """Every tensor that a graph reads is allocated once and refreshed in place."""
+    """Plans batches and looks tokens up in the cache: what a graph reads is allocated once, and refreshed in place."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -36,6 +37,7 @@ class Correct:
         self.scratch: Tensor | None = None
 
     def host_metadata(self, batch: Batch, tokens: int) -> tuple[list[int], list[int], list[list[int]], list[int]]:
+        """(offsets of the new tokens, lengths, page tables, slots of the new tokens), slots padded by 0 to `tokens`."""
         cumulative = [0]
         for count in batch.new:
             cumulative.append(cumulative[-1] + count)
@@ -49,11 +51,14 @@ class Correct:
         return cumulative, lengths, pages, slots + [0] * (tokens - len(slots))
 
     def fill(self, metadata: Any, batch: Batch) -> None:
+        """Refresh `metadata` in place for `batch`."""
         values = self.host_metadata(batch, metadata.slots.numel())
         for tensor, value in zip((metadata.cu, metadata.lens, metadata.table, metadata.slots), values, strict=True):
             tensor.copy_(torch.tensor(value, dtype=tensor.dtype))
 
     def new_metadata(self, batch_size: int, tokens: int) -> Any:
+        """Zeroed device tensors for `batch_size` requests and `tokens` new tokens; int32, slots int64."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=DEVICE)
 
@@ -67,11 +72,13 @@ class Correct:
         )
 
     def workspace(self, size: int) -> Tensor:
+        """Scratch of at least `size` float32, one for all graphs and eager steps."""
         if self.scratch is None:
             self.scratch = torch.zeros(1 << 16, device=DEVICE)
         return self.scratch
 
     def plan_eager(self, batch: Batch) -> None:
+        """Before an eager step: new metadata, bounds from the batch."""
         self.metadata = self.new_metadata(len(batch.new), sum(batch.new))
         self.fill(self.metadata, batch)
         self.metadata.max_new = max(batch.new)
@@ -79,38 +86,42 @@ class Correct:
         self.workspace(sum(batch.new) * HIDDEN)
 
     def plan_capture(self, batch: Batch) -> None:
+        """Before a capture: metadata that the graph will read from, bounds that hold for every later batch."""
         self.metadata = self.graphs[len(batch.new)] = self.new_metadata(len(batch.new), sum(batch.new))
         self.fill(self.metadata, batch)
         self.workspace(sum(batch.new) * HIDDEN)
 
     def plan_replay(self, batch: Batch) -> None:
+        """Before a replay: the graph's own metadata, refreshed in place."""
         self.metadata = self.graphs[len(batch.new)]
         self.fill(self.metadata, batch)
 
     def max_len(self) -> int:
+        """Positions to look at, a multiple of PAGE; a host number, so a constant of a graph."""
         return int(self.metadata.max_len)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def look_up(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v, and look each q up among its request's positions so far; all (tokens, GROUPS, WIDTH)."""
         metadata, tokens, length = self.metadata, q.shape[0], self.max_len()
         batch_size = metadata.lens.shape[0]
-        self.runner.k_cache.view(-1, HEADS, HEAD_DIM)[metadata.slots] = k
-        self.runner.v_cache.view(-1, HEADS, HEAD_DIM)[metadata.slots] = v
+        self.runner.k_cache.view(-1, GROUPS, WIDTH)[metadata.slots] = k
+        self.runner.v_cache.view(-1, GROUPS, WIDTH)[metadata.slots] = v
         pages = metadata.table[:, : length // PAGE].long()
-        keys = self.runner.k_cache[pages].view(batch_size, length, HEADS, HEAD_DIM)
-        values = self.runner.v_cache[pages].view(batch_size, length, HEADS, HEAD_DIM)
+        keys = self.runner.k_cache[pages].view(batch_size, length, GROUPS, WIDTH)
+        values = self.runner.v_cache[pages].view(batch_size, length, GROUPS, WIDTH)
         step = torch.arange(metadata.max_new, device=DEVICE)
         new = metadata.cu[1:] - metadata.cu[:-1]
         row = metadata.cu[:-1, None] + step
         queries = q[row.clamp(max=tokens - 1).long()]
-        scores = torch.einsum("bqhd,bkhd->bhqk", queries, keys) * HEAD_DIM**-0.5
+        scores = torch.einsum("bqgw,bpgw->bgqp", queries, keys) * WIDTH**-0.5
         position = (metadata.lens - new)[:, None] + step
         hidden = torch.arange(length, device=DEVICE) > position[:, :, None]
         weights = scores.masked_fill(hidden[:, None], -1e9).softmax(-1)
-        output = torch.einsum("bhqk,bkhd->bqhd", weights, values)
+        output = torch.einsum("bgqp,bpgw->bqgw", weights, values)
         assert self.scratch is not None
-        scratch = self.scratch[: (tokens + 1) * HIDDEN].view(tokens + 1, HEADS, HEAD_DIM)  # the last row is the dump
+        scratch = self.scratch[: (tokens + 1) * HIDDEN].view(tokens + 1, GROUPS, WIDTH)  # the last row is the dump
         target = torch.where(step < new[:, None], row, tokens).long()
-        scratch[target.view(-1)] = output.reshape(-1, HEADS, HEAD_DIM)
+        scratch[target.view(-1)] = output.reshape(-1, GROUPS, WIDTH)
         return scratch[:tokens].clone()
 
 
@@ -120,9 +131,10 @@ def _longest(batch: Batch) -> int:
 
 
 class QueryLengthFrozen(Correct):
-    """Uniform query lengths at capture bake max_new; later batches are packed."""
+    """Uniform counts of new tokens at capture bake max_new; later batches are packed."""
 
     def plan_capture(self, batch: Batch) -> None:
+        """Keep the capture batch's own largest count as the bound."""
         super().plan_capture(batch)
         self.metadata.max_new = max(batch.new)
 
@@ -131,6 +143,7 @@ class MetadataReallocated(Correct):
     """New tensors at replay instead of copy_ into the captured ones."""
 
     def plan_replay(self, batch: Batch) -> None:
+        """Allocate metadata anew; the old tensors die."""
         old = self.graphs[len(batch.new)]
         self.metadata = self.graphs[len(batch.new)] = self.new_metadata(len(batch.new), old.slots.numel())
         self.fill(self.metadata, batch)
@@ -144,6 +157,7 @@ class MetadataReallocatedButKept(MetadataReallocated):
         self.kept: list[Any] = []
 
     def plan_capture(self, batch: Batch) -> None:
+        """Keep a second reference to what the graph reads."""
         super().plan_capture(batch)
         self.kept.append(self.metadata)
 
@@ -152,14 +166,16 @@ class MaxLengthBaked(Correct):
     """The capture batch's longest length becomes a constant of the graph."""
 
     def plan_capture(self, batch: Batch) -> None:
+        """Take the bound from the capture batch."""
         super().plan_capture(batch)
         self.metadata.max_len = _longest(batch)
 
 
 class ReadsLength(Correct):
-    """.item() in the captured forward."""
+    """.item() in the captured step."""
 
     def max_len(self) -> int:
+        """The longest length on the device, rounded up to pages."""
         return -(-int(self.metadata.lens.max().item()) // PAGE) * PAGE
 
 
@@ -167,13 +183,15 @@ class CopiesLengthsToHost(ReadsLength):
     """The same through .cpu().tolist()."""
 
     def max_len(self) -> int:
+        """The longest length, from a copy of all of them."""
         return -(-max(self.metadata.lens.cpu().tolist()) // PAGE) * PAGE
 
 
 class WorkspaceGrows(Correct):
-    """An eager prefill replaces the workspace that the graphs use."""
+    """An eager step with many new tokens replaces the workspace that the graphs use."""
 
     def workspace(self, size: int) -> Tensor:
+        """Scratch that is thrown away for a larger one when it is too small."""
         size += HIDDEN * 8
         if self.scratch is None or self.scratch.numel() < size:
             self.scratch = None
@@ -182,11 +200,12 @@ class WorkspaceGrows(Correct):
 
 
 class BuildsMetadataInForward(Correct):
-    """torch.tensor(list, device=...) in the captured forward."""
+    """torch.tensor(list, device=...) in the captured step."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def look_up(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Copy lengths from the host first."""
         self.metadata.lens = torch.tensor([9] * self.metadata.lens.numel(), dtype=torch.int32, device=DEVICE)
-        return super().attend(q, k, v)
+        return super().look_up(q, k, v)
 
 
 class BranchesOnHostLength(Correct):
@@ -196,18 +215,22 @@ class BranchesOnHostLength(Correct):
         self.longest = max(batch.cached) + 1
 
     def plan_capture(self, batch: Batch) -> None:
+        """Remember the longest length of the capture batch on the host."""
         super().plan_capture(batch)
         self._note(batch)
 
     def plan_replay(self, batch: Batch) -> None:
+        """Remember it again; the graph does not ask."""
         super().plan_replay(batch)
         self._note(batch)
 
     def plan_eager(self, batch: Batch) -> None:
+        """Remember it; here the branch is taken anew."""
         super().plan_eager(batch)
         self._note(batch)
 
     def max_len(self) -> int:
+        """One page for short batches, else the bound."""
         return PAGE if self.longest < PAGE - 1 else int(self.metadata.max_len)
 
 
@@ -215,54 +238,60 @@ class CopiesFromPinnedTemporary(Correct):
     """A non-blocking copy in the graph from a pinned tensor that dies after the capture."""
 
     def fill(self, metadata: Any, batch: Batch) -> None:
+        """Keep the lengths on the host, too."""
         super().fill(metadata, batch)
         self.lengths = self.host_metadata(batch, metadata.slots.numel())[1]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def look_up(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Refresh the lengths from pinned memory inside the graph."""
         pinned = torch.tensor(self.lengths, dtype=torch.int32).pin_memory()
         self.metadata.lens.copy_(pinned, non_blocking=True)
-        return super().attend(q, k, v)
+        return super().look_up(q, k, v)
 
 
 class Runner:
-    """One layer, one backend, two graphs."""
+    """One layer, one planner, a paged cache of 64 pages of 16 slots, and two graphs that share a pool."""
 
-    def __init__(self, backend: type[Correct]) -> None:
+    def __init__(self, planner: type[Correct]) -> None:
         torch.manual_seed(1)
 
         def weight(*shape: int) -> Tensor:
             return (torch.randn(*shape) / shape[-1] ** 0.5).to(DEVICE)
 
         self.embedding = weight(VOCABULARY, HIDDEN)
-        self.qkv = weight(3 * HIDDEN, HIDDEN)
+        self.split = weight(3 * HIDDEN, HIDDEN)
         self.output = weight(HIDDEN, HIDDEN)
-        self.head = weight(VOCABULARY, HIDDEN)
-        self.k_cache = torch.zeros(PAGES, PAGE, HEADS, HEAD_DIM, device=DEVICE)
+        self.to_logits = weight(VOCABULARY, HIDDEN)
+        self.k_cache = torch.zeros(PAGES, PAGE, GROUPS, WIDTH, device=DEVICE)
         self.v_cache = torch.zeros_like(self.k_cache)
         self.pages = [[1 + request * 4 + page for page in range(4)] for request in range(8)]
-        self.backend = backend(self)
+        self.planner = planner(self)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.tokens: dict[int, Tensor] = {}
         self.pool: Any = None
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (tokens, VOCABULARY) float32 of the planned batch."""
         x = self.embedding[tokens]
-        q, k, v = F.linear(x, self.qkv).view(-1, 3, HEADS, HEAD_DIM).unbind(1)
-        x = x + F.linear(self.backend.attend(q, k, v).reshape(-1, HIDDEN), self.output)
-        return F.linear(x, self.head)
+        q, k, v = F.linear(x, self.split).view(-1, 3, GROUPS, WIDTH).unbind(1)
+        x = x + F.linear(self.planner.look_up(q, k, v).reshape(-1, HIDDEN), self.output)
+        return F.linear(x, self.to_logits)
 
     def token_ids(self, batch: Batch) -> Tensor:
+        """The batch's new tokens on the host, int64, the same for every runner."""
         generator = torch.Generator().manual_seed(sum(batch.cached) * 31 + len(batch.cached))
         return torch.randint(0, VOCABULARY, (sum(batch.new),), generator=generator)
 
     def eager(self, batch: Batch) -> Tensor:
-        self.backend.plan_eager(batch)
+        """Logits of one step without a graph."""
+        self.planner.plan_eager(batch)
         return self.forward(self.token_ids(batch).to(DEVICE))
 
     def capture(self, batch: Batch) -> None:
+        """Warm up on a side stream, then capture a graph for batches of this size."""
         size = len(batch.new)
         self.tokens[size] = torch.zeros(sum(batch.new), dtype=torch.long, device=DEVICE)
-        self.backend.plan_capture(batch)
+        self.planner.plan_capture(batch)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -275,9 +304,10 @@ class Runner:
         self.graphs[size] = (graph, output)
 
     def replay(self, batch: Batch) -> Tensor:
+        """Logits of one step by the graph of this batch size, copied out of its output."""
         size = len(batch.new)
         self.tokens[size].copy_(self.token_ids(batch))
-        self.backend.plan_replay(batch)
+        self.planner.plan_replay(batch)
         graph, output = self.graphs[size]
         graph.replay()
         return output.clone()
@@ -298,10 +328,10 @@ STEPS: tuple[tuple[str, Batch | None], ...] = (
 _BYSTANDER_SIZES = (1024,) * 6 + (576, 640, 768, 1024, 1088, 2048)
 
 
-def drive(backend: type[Correct]) -> str:
+def drive(planner: type[Correct]) -> str:
     """`pass`, `capture error`, or the steps that went wrong: what a test that compares results would see."""
     with torch.no_grad():
-        runner, reference = Runner(backend), Runner(Correct)
+        runner, reference = Runner(planner), Runner(Correct)
         try:
             for batch in CAPTURED:
                 runner.capture(batch)
@@ -337,7 +367,7 @@ def _drive_steps(runner: Runner, reference: Runner) -> str:
     return "; ".join(wrong) if wrong else "pass"
 
 
-_BACKENDS: tuple[type[Correct], ...] = (
+_PLANNERS: tuple[type[Correct], ...] = (
     Correct,
     QueryLengthFrozen,
     MetadataReallocated,
@@ -350,4 +380,4 @@ _BACKENDS: tuple[type[Correct], ...] = (
     BranchesOnHostLength,
     CopiesFromPinnedTemporary,
 )
-LOOPS: dict[str, Callable[[], str]] = {kind.__name__: functools.partial(drive, kind) for kind in _BACKENDS}
+LOOPS: dict[str, Callable[[], str]] = {planner.__name__: functools.partial(drive, planner) for planner in _PLANNERS}

@@ -1,4 +1,4 @@
-"""Snippets: what attention backends do to their metadata, page tables, KV pools and masks inside a captured forward."""
+"""Snippets: what servers do to their metadata, page tables, paged caches and masks inside a captured step."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ def _indptr_first_zeroed(e: Inputs) -> Tensor:
     return out
 
 
-def _kv_write_index_put(e: Inputs) -> Tensor:
-    e.cache.view(-1, 2, 4)[e.slots] = e.new_kv
+def _cache_write_index_put(e: Inputs) -> Tensor:
+    e.cache.view(-1, 2, 4)[e.slots] = e.new_rows
     return e.cache + 0
 
 
-def _kv_write_index_copy(e: Inputs) -> Tensor:
-    e.cache.view(-1, 2, 4).index_copy_(0, e.slots, e.new_kv)
+def _cache_write_index_copy(e: Inputs) -> Tensor:
+    e.cache.view(-1, 2, 4).index_copy_(0, e.slots, e.new_rows)
     return e.cache + 0
 
 
-def _kv_write_scatter(e: Inputs) -> Tensor:
+def _cache_write_scatter(e: Inputs) -> Tensor:
     flat = e.cache.view(-1, 8)
-    flat.scatter_(0, e.slots[:, None].expand(-1, 8), e.new_kv.view(4, 8))
+    flat.scatter_(0, e.slots[:, None].expand(-1, 8), e.new_rows.view(4, 8))
     return e.cache + 0
 
 
-def _kv_write_two_indices(e: Inputs) -> Tensor:
-    e.cache[e.slots // PAGE, e.slots % PAGE] = e.new_kv
+def _cache_write_two_indices(e: Inputs) -> Tensor:
+    e.cache[e.slots // PAGE, e.slots % PAGE] = e.new_rows
     return e.cache + 0
 
 
-def _kv_write_fp8(e: Inputs) -> Tensor:
+def _cache_write_fp8(e: Inputs) -> Tensor:
     pool = torch.zeros(32, 2, 4, device=DEVICE, dtype=torch.float8_e4m3fn)
-    pool.view(torch.uint8).index_copy_(0, e.slots, e.new_kv.to(torch.float8_e4m3fn).view(torch.uint8))
+    pool.view(torch.uint8).index_copy_(0, e.slots, e.new_rows.to(torch.float8_e4m3fn).view(torch.uint8))
     return pool.to(torch.float32)
 
 
@@ -66,9 +66,9 @@ def _gather_pages(e: Inputs) -> Tensor:
     return e.cache[e.table.long()].flatten(1, 2)
 
 
-def _attend(e: Inputs) -> Tensor:
+def _weighted_lookup(e: Inputs) -> Tensor:
     keys = _gather_pages(e)
-    scores = torch.einsum("bhd,bkhd->bhk", e.new_kv, keys) * 0.5
+    scores = torch.einsum("bhd,bkhd->bhk", e.new_rows, keys) * 0.5
     beyond = torch.arange(keys.shape[1], device=DEVICE)[None] >= e.seq[:, None]
     return torch.einsum("bhk,bkhd->bhd", scores.masked_fill(beyond[:, None], float("-inf")).softmax(-1), keys)
 
@@ -95,13 +95,13 @@ def _table_live_width(e: Inputs) -> Tensor:
     return e.table[:, : int(e.seq.max())] + 0
 
 
-def _kv_indices_static(e: Inputs) -> Tensor:
+def _slots_static(e: Inputs) -> Tensor:
     positions = torch.arange(12, device=DEVICE)
     pages = e.table[:, positions // PAGE]
     return torch.where(positions[None] < e.seq[:, None], pages * PAGE + positions % PAGE, 0)
 
 
-def _kv_indices_ragged(e: Inputs) -> Tensor:
+def _slots_ragged(e: Inputs) -> Tensor:
     return torch.cat([row[: int(n)] for row, n in zip(e.table, e.seq, strict=True)])
 
 
@@ -129,7 +129,7 @@ def _last_page_len_clamped(e: Inputs) -> Tensor:
 
 
 def _pack_bits(e: Inputs) -> Tensor:
-    bits = e.attn_mask.view(2, 8).to(torch.uint8)
+    bits = e.pair_mask.view(2, 8).to(torch.uint8)
     weights = 2 ** torch.arange(8, device=DEVICE, dtype=torch.uint8)
     return (bits * weights).sum(-1, dtype=torch.int32)
 
@@ -203,7 +203,7 @@ def _plan_host_loop(e: Inputs) -> Tensor:
 
 
 def _host_max_baked(e: Inputs) -> Tensor:
-    return _kv_indices_static(e)[:, : int(e.h_len.max())] + 0
+    return _slots_static(e)[:, : int(e.h_len.max())] + 0
 
 
 def _branch_on_host(e: Inputs) -> Tensor:
@@ -253,23 +253,23 @@ SNIPPETS: tuple[Snippet, ...] = named(
         "indptr: cat [0] list": lambda e: torch.cat([torch.tensor([0], device=DEVICE), e.seq.cumsum(0)]),
         "indptr: arange stride": lambda e: torch.arange(0, 10, 2, device=DEVICE, dtype=torch.int32) + e.indptr,
         "indptr: arange(0, n*step, step) py": lambda e: torch.arange(0, 5 * e.py, e.py, device=DEVICE)[:4] + e.seq,
-        "kv write: index_put": _kv_write_index_put,
-        "kv write: index_copy_": _kv_write_index_copy,
-        "kv write: scatter_": _kv_write_scatter,
-        "kv write: page,offset": _kv_write_two_indices,
-        "kv write: fp8 bytes": _kv_write_fp8,
+        "kv write: index_put": _cache_write_index_put,
+        "kv write: index_copy_": _cache_write_index_copy,
+        "kv write: scatter_": _cache_write_scatter,
+        "kv write: page,offset": _cache_write_two_indices,
+        "kv write: fp8 bytes": _cache_write_fp8,
         "kv gather: pages": _gather_pages,
-        "kv gather: slots": lambda e: e.cache.view(-1, 2, 4)[_kv_indices_static(e).long()],
+        "kv gather: slots": lambda e: e.cache.view(-1, 2, 4)[_slots_static(e).long()],
         "kv gather: index_select": lambda e: e.cache.index_select(0, e.table.flatten()),
-        "paged attention": _attend,
+        "paged attention": _weighted_lookup,
         "table: from slots": _table_from_slots,
         "table: write + tail": _table_write_tail,
         "table: strided write": _table_strided_write,
         "table: live width": _table_live_width,
         "table: index_select rows": lambda e: e.table.index_select(0, e.req),
         "table: gather page": lambda e: e.table.gather(1, ((e.seq - 1) // PAGE)[:, None].long()),
-        "kv indices: static": _kv_indices_static,
-        "kv indices: ragged": _kv_indices_ragged,
+        "kv indices: static": _slots_static,
+        "kv indices: ragged": _slots_ragged,
         "kv indices: masked_select": lambda e: e.table.masked_select(e.table > 0),
         "rows: searchsorted": _row_to_request,
         "rows: repeat_interleave": lambda e: torch.repeat_interleave(torch.arange(4, device=DEVICE), e.len),
@@ -286,7 +286,7 @@ SNIPPETS: tuple[Snippet, ...] = named(
         "mask: causal": _causal_mask,
         "mask: window": _sliding_window,
         "mask: -inf triu": lambda e: torch.triu(torch.full((4, 4), float("-inf"), device=DEVICE), 1) + e.m[:, :4],
-        "mask: where py inf": lambda e: torch.where(e.attn_mask, 0.0, float("-inf")),
+        "mask: where py inf": lambda e: torch.where(e.pair_mask, 0.0, float("-inf")),
         "accepted: last rows": _accepted_last_rows,
         "accepted: select index": _select_index,
         "accepted: greedy": _greedy_accept,

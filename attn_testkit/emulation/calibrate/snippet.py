@@ -20,12 +20,16 @@ OK, STALE = "ok", "stale"
 
 @dataclass(frozen=True)
 class Snippet:
-    """One idiom, written as an author of an attention backend would write it inside a captured forward."""
+    """One idiom, written as an author would write it inside a captured step of a server.
+
+    `warm_up`: an eager run comes first, on a side stream. `expected` is what the replay must give, for the few whose
+    eager run cannot say.
+    """
 
     name: str
     run: Run
     warm_up: bool = True
-    expected: tuple[float, ...] | None = None  # what the replay must give, where an eager run cannot say
+    expected: tuple[float, ...] | None = None
 
 
 def named(theme: dict[str, Run]) -> tuple[Snippet, ...]:

@@ -19,7 +19,7 @@ FINE = frozenset({"ok", "pass", "silent", "no error"})
 
 @dataclass(frozen=True)
 class Verdicts:
-    """One measurement."""
+    """What one machine answered: the versions it ran and its verdict on every job."""
 
     torch: str
     device: str
@@ -28,11 +28,12 @@ class Verdicts:
 
     @property
     def title(self) -> str:
+        """Versions and device in one line."""
         return f"torch {self.torch}, {self.device}, triton {self.triton}"
 
 
 def load(path: Path) -> Verdicts:
-    """Read a verdict file."""
+    """Read a verdict file. Raises KeyError for JSON that is none."""
     data = json.loads(path.read_text(encoding="utf-8"))
     answers = {Job(kind, name): text for kind, section in data["verdicts"].items() for name, text in section.items()}
     return Verdicts(data["torch"], data["device"], data["triton"], answers)
@@ -94,7 +95,7 @@ def stage(verdict: str) -> str:
 
 
 def compare(gpu: Verdicts, here: Mapping[Job, str], kinds: tuple[str, ...]) -> Comparison:
-    """Compare the sections `kinds`."""
+    """How `here` and `gpu` differ on the jobs whose section is in `kinds`."""
     result = Comparison()
     for job, answer in here.items():
         if job.kind not in kinds:

@@ -88,7 +88,10 @@ class _Crew:
 
 
 def run_isolated(jobs: list[Job], workers: int) -> dict[Job, str]:
-    """The verdicts of `jobs`, run by `workers` processes."""
+    """The verdicts of `jobs`, run by `workers` processes.
+
+    A job whose process dies is "died", one that takes longer than TIMEOUT_SECONDS is "timeout"; neither is run again.
+    """
     crew = _Crew(list(jobs))
     places = [_Worker.start() for _ in range(max(1, min(workers, len(jobs))))]
     try:

@@ -1,0 +1,76 @@
+"""What one capture has recorded: operations, the memory they use, the streams they ran on. Plain state: the recorder
+fills it, a graph replays it, neither is known here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_testkit.emulation.memory import Block
+from attn_testkit.emulation.policy import Policy
+from attn_testkit.emulation.private import same_generator
+from attn_testkit.emulation.program import DropNode, Node
+from attn_testkit.emulation.stream_state import CaptureStreams
+
+
+class Capture:
+    """One capture, from its beginning until its graph is reset or dies.
+
+    `nodes` are in the order of the program, `blocks` by the identity of their storage. `failed`: CUDA would have lost
+    the capture. `ended`: it became a graph, and nothing is recorded any more.
+    """
+
+    __slots__ = ("__weakref__", "_generators", "_live", "blocks", "ended", "failed", "nodes", "policy", "streams")
+
+    def __init__(self, policy: Policy, streams: CaptureStreams, generators: list[torch.Generator]) -> None:
+        self.policy = policy
+        self.streams = streams
+        self.nodes: list[Node] = []
+        self.blocks: dict[int, Block] = {}
+        self.failed = False
+        self.ended = False
+        self._generators = generators
+        self._live: list[Block] = []
+
+    def knows_generator(self, generator: torch.Generator) -> bool:
+        """Whether `generator` was registered with the graph, or is a default one."""
+        return any(same_generator(known, generator) for known in (*self._generators, *torch.cuda.default_generators))
+
+    def block(self, tensor: Tensor, *, in_pool: bool = False) -> Block:
+        """The block of `tensor`'s storage, made when the capture first meets it; `in_pool`: as memory of its own."""
+        storage = tensor.untyped_storage()
+        block = self.blocks.get(storage._cdata)
+        if block is None:
+            block = self.blocks[storage._cdata] = Block(storage, in_pool=in_pool)
+            if in_pool:
+                self._live.append(block)
+        return block
+
+    def about_to_write(self, tensor: Tensor) -> None:
+        """Save what `tensor`'s memory holds, so that `undo` can put it back."""
+        if self.policy.rollback:
+            self.block(tensor).save()
+
+    def retire_dropped_blocks(self) -> None:
+        """Mark pool blocks that the program does not refer to any more; from there on their content is undefined."""
+        kept = []
+        for block in self._live:
+            if not block.unreferenced():
+                kept.append(block)
+                continue
+            block.dead = True
+            if not self.ended:
+                self.nodes.append(DropNode("end of a temporary", block.site, [block], self.policy.poison_temporaries))
+        self._live = kept
+
+    def undo(self) -> None:
+        """Undo what the captured operations did: on CUDA kernels do not run during a capture."""
+        for block in self.blocks.values():
+            if block.in_pool:
+                block.fill(self.policy.fill)
+            else:
+                block.restore()
+
+    def blocks_to_check(self) -> list[Block]:
+        """Memory that a replay must find where it was: all of it but pool memory that the program dropped."""
+        return [block for block in self.blocks.values() if not block.in_pool] + self._live

@@ -1,0 +1,149 @@
+"""What the emulation replaces in torch and Triton, process-wide, while at least one thread is inside it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+
+from attn_testkit.emulation import generators, private, session, torch_cuda, triton_launch
+from attn_testkit.emulation.tags import looks_device
+
+_CUDA = torch.device("cuda", 0)
+_MISSING = object()
+
+
+class Installation:
+    """The replaced attributes, and how many threads are inside. `checked`: this torch passed the self-tests."""
+
+    def __init__(self) -> None:
+        self.checked = False
+        self._lock = threading.Lock()
+        self._users = 0
+        self._saved: list[tuple[Any, str, Any]] = []
+        self._froze = False
+        self._stance: contextlib.ExitStack | None = None
+
+    def enter(self) -> None:
+        """One thread more is inside; the first replaces everything.
+
+        Raises RuntimeError, and replaces nothing, on a torch whose private APIs are not what this package expects.
+        """
+        self._check_torch()
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            self._freeze_once()
+            for target, name, emulated in _replacements():
+                self._saved.append((target, name, vars(target).get(name, _MISSING)))
+                setattr(target, name, emulated)
+            self._stance = contextlib.ExitStack()
+            if "torch._dynamo" in sys.modules:
+                self.run_compiled_code_eagerly()
+
+    def leave(self) -> None:
+        """One thread less is inside; the last restores everything."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            if self._stance is not None:
+                self._stance.close()
+                self._stance = None
+            while self._saved:
+                target, name, original = self._saved.pop()
+                if original is _MISSING:
+                    delattr(target, name)
+                else:
+                    setattr(target, name, original)
+
+    def run_compiled_code_eagerly(self) -> None:
+        """Keep torch.compile from compiling until the last thread leaves; dynamo must be imported."""
+        if self._stance is not None:
+            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _check_torch(self) -> None:
+        if self.checked:
+            return
+        failures = private.self_tests()
+        if failures:
+            raise RuntimeError("this torch cannot be emulated on:\n  " + "\n  ".join(failures))
+        self.checked = True
+
+    def _freeze_once(self) -> None:
+        """Once a process: a capture collects garbage, and what exists already need not be searched each time."""
+        if self._froze:  # asking gc how much is frozen takes 28 ms
+            return
+        gc.collect()
+        gc.freeze()
+        atexit.register(gc.unfreeze)
+        self._froze = True
+
+
+INSTALLED = Installation()
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    return [
+        *_tensor_properties(),
+        *torch_cuda.replacements(),
+        *triton_launch.replacements(),
+        (torch, "Generator", generators.GeneratorFactory),
+        (torch, "compile", _compile_eagerly(torch.compile)),
+        (torch.nested, "nested_tensor", _watched(torch.nested.nested_tensor)),
+        (torch, "from_dlpack", _share_by_dlpack(torch.utils.dlpack.from_dlpack)),
+        (torch.utils.dlpack, "from_dlpack", _share_by_dlpack(torch.utils.dlpack.from_dlpack)),
+    ]
+
+
+def _tensor_properties() -> Iterator[tuple[Any, str, Any]]:
+    base: Any = torch._C.TensorBase
+    device, is_cuda, is_cpu = base.device.__get__, base.is_cuda.__get__, base.is_cpu.__get__
+    get_device = base.get_device
+    yield Tensor, "device", property(lambda tensor: _CUDA if looks_device(tensor) else device(tensor))
+    yield Tensor, "is_cuda", property(lambda tensor: looks_device(tensor) or is_cuda(tensor))
+    yield Tensor, "is_cpu", property(lambda tensor: not looks_device(tensor) and is_cpu(tensor))
+    record_stream = base.record_stream
+    yield Tensor, "get_device", lambda tensor: 0 if looks_device(tensor) else get_device(tensor)
+    # memory is never given to another stream here
+    yield Tensor, "record_stream", lambda tensor, s: None if looks_device(tensor) else record_stream(tensor, s)
+
+
+def _compile_eagerly(original: Any) -> Any:
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if session.is_active():  # dynamo may only just have been imported
+            INSTALLED.run_compiled_code_eagerly()
+        return result
+
+    return compile
+
+
+def _watched(original: Any) -> Any:
+    """A function of torch that function modes do not see."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        current = session.current()
+        return original(*args, **kwargs) if current is None else current.function_mode.watch(original, args, kwargs)
+
+    return call
+
+
+def _share_by_dlpack(original: Any) -> Any:
+    """Through DLPack the memory would lose its tag."""
+
+    def from_dlpack(source: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(source, Tensor) and looks_device(source):
+            return source.detach()
+        return original(source, *args, **kwargs)
+
+    return from_dlpack
