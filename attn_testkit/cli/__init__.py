@@ -16,7 +16,7 @@ from .audit import audit
 from .compare import compare
 from .explain import explain
 from .known import known
-from .list import list_
+from .list_ import list_
 from .report import report
 from .repro import repro
 from .run import run

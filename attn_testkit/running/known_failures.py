@@ -3,7 +3,7 @@
 [[known]]
 cases = "decode-*-win*"                  # glob on case ids; must match a case
 kind  = "tolerated"                      # or "quarantine": never launched, because it kills the device
-check = "matches-oracle"                 # promise that may break (a list too); another one is still a failure
+check = "matches-oracle"                 # check that may fail (a list too); another one is still a failure
 issue = "https://example.org/issues/12"  # who owns it
 until = 2027-03-31                       # after this day the entry fails the run
 backend = "my_pkg.attn:*"                # optional glob; default: every backend
@@ -38,7 +38,7 @@ __all__ = ["KnownFailure", "Ledger", "load_known"]
 KINDS = ("tolerated", "quarantine")
 EXECUTIONS = ("eager", "graph")
 ENDINGS = (Status.CRASHED.value, Status.TIMED_OUT.value)
-"""May stand where a promise's id stands: the way a case-run ends instead of a promise that it breaks."""
+"""May stand where a check's id stands: the way a case-run ends instead of a check that it fails."""
 WARN_DAYS = 14
 
 
@@ -130,15 +130,15 @@ def _checks(raw: dict[str, Any], refuse: Callable[[str], UsageError]) -> tuple[s
     check = raw.get("check", [])
     checks = [check] if isinstance(check, str) else check
     if not isinstance(checks, list) or not all(isinstance(c, str) for c in checks):
-        raise refuse("check must be a promise id or a list of them")
+        raise refuse("check must be a check id or a list of them")
     if raw["kind"] == "tolerated" and not checks:
-        raise refuse('check is missing: name the promise that may break, or "crashed" or "timed out"')
+        raise refuse('check is missing: name the check that may fail, or "crashed" or "timed out"')
     from ..checks import CHECKS  # comes with torch, and front ends open without it
 
     names = (*CHECKS, *ENDINGS)
     for name in checks:
         if name not in names:
-            raise refuse(f"no promise {name!r}{did_you_mean(name, names)}")
+            raise refuse(f"no check {name!r}{did_you_mean(name, names)}")
     return tuple(checks)
 
 

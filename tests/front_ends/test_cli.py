@@ -37,7 +37,7 @@ def call(fake, capfd, tmp_path, monkeypatch):
 
 def test_a_conformant_run_is_zero_and_says_what_it_is_worth(call):
     code, out, err = call("run", "--backend", "fake:ok,ok")
-    assert code == 0
+    assert code == 0, err
     assert "fake:ok,ok  decode           graph           2    0.40      1.0  emulated: device, graph" in out
     assert out.splitlines()[-1] == (
         "CONFORMANT: 8 of 8 claimed case-runs passed; emulated device, graph: no proof about hardware"
