@@ -35,16 +35,18 @@ _MAX_OTHER_TOKENS = 512
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One live request of a step."""
+    """One live request of a step. Counts are in tokens."""
 
     prefix: int
+    """Keys in the pool before this step."""
     new: int
     """Rows of this step."""
     pool_row: int
     """Row of ``req_to_token``; never 0."""
     slots: Ints
-    """[prefix + new] KV slots, in token order."""
+    """[prefix + new] int64: KV slots, in token order."""
     tree: Tree | None = None
+    """Target-verify: the draft tree of these rows."""
     accepted: int = 1
     """Draft-extend: accepted tokens; the last of them is the row the draft model continues from."""
     shared: int = 0
@@ -58,12 +60,16 @@ class Step:
     name: str
     """Unique inside a schedule; ``Schedule.step_named`` finds the step again by it, in another process too."""
     index: int
+    """Place among the steps that were laid out, from 0 on; accepted counts and trees follow it."""
     label: str
+    """What it is for, in words; for reports."""
     bucket: int
+    """Batch size of the graph that replays it."""
     requests: tuple[Request, ...]
     req_to_token: npt.NDArray[np.int32]
     """[rows, max_context_len]: live rows, then foreign slots in every tail and every unused row; row 0 is zeros."""
     seed: int
+    """Of its random numbers."""
     part_of: tuple[Step, int] | None = None
     """Another step, and the request of it that this step holds alone, with the same numbers in the same slots."""
     eager_too: bool = False
@@ -119,6 +125,7 @@ class Schedule:
     oversized: Step
     """More requests than the largest graph holds; eager only."""
     max_context_len: int
+    """Columns of ``req_to_token``, in tokens."""
     num_pages: int
     """Pages of the KV pool after page 0."""
     pool_rows: int
@@ -357,7 +364,10 @@ def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int])
 
 @lru_cache(maxsize=256)
 def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
-    """Lay out all steps of a case. The same case always gives the same schedule."""
+    """Lay out all steps of a case. The same case always gives the same schedule. ``matmul_dtype``: see ``Schedule``.
+
+    Cached: what is computed of a schedule is kept by the object.
+    """
     rng = np.random.default_rng(case.digest)
     buckets, plans = _plans(case, rng)
     page, width = case.page_size, case.width
