@@ -45,7 +45,7 @@ class Weights:
 
 @lru_cache(maxsize=64)
 def make_weights(width: int) -> Weights:
-    """Host weights for ``width`` = Hq * Dv: unit normals over the square root of what is summed. Cached, so read only."""
+    """Host weights for ``width`` = Hq * Dv: unit normals over the square root of what is summed. Cached."""
     rng = np.random.default_rng(width)
     return Weights(normals((NUM_LAYERS, width, HIDDEN), rng) / width**0.5, normals((HIDDEN, VOCAB), rng) / HIDDEN**0.5)
 

@@ -16,7 +16,7 @@ from covertable.sorters import hash as by_hash
 
 from ..contract import Capabilities, ForwardMode
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
-from .schedule import context_len
+from .plans import context_len
 from .trees import Tree, chain
 
 __all__ = ["TIERS", "companions", "generate"]
