@@ -1,7 +1,7 @@
 """The model that every mode runs: two attention layers that differ, and a linear head.
 
 A row's q, k and v come out of a table by its ``input_ids``, one row of numbers per token; that is how a case decides
-what a backend is given. Each layer adds ``attention @ W`` to the hidden state in float32, and the head is linear, so
+what a backend receives. Each layer adds ``attention @ W`` to the hidden state in float32, and the head is linear, so
 that a limit on an attention output becomes a limit on hidden states and logits by |W| alone.
 """
 
@@ -22,6 +22,7 @@ from .contract import AttentionBackend, AttentionLayer, ForwardBatch
 __all__ = ["VOCAB", "Model", "Trace", "Weights", "make_weights", "pack"]
 
 VOCAB = 48
+"""Width of the logits."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Weights:
 
 @lru_cache(maxsize=64)
 def make_weights(width: int) -> Weights:
-    """Host weights for ``width`` = Hq * Dv."""
+    """Host weights for ``width`` = Hq * Dv: unit normals over the square root of what is summed. Cached."""
     rng = np.random.default_rng(width)
     return Weights(normals((NUM_LAYERS, width, HIDDEN), rng) / width**0.5, normals((HIDDEN, VOCAB), rng) / HIDDEN**0.5)
 
@@ -62,9 +63,13 @@ class Trace:
     attention: list[torch.Tensor]
     """Copies of it, taken before the next layer ran."""
     hidden: torch.Tensor
+    """[rows, hidden] float32; the mode's driver may prune rows."""
     logits: torch.Tensor | None = None
+    """[rows, vocab] float32, from the mode's driver, as what follows."""
     topk_p: torch.Tensor | None = None
+    """[rows, K] float32."""
     topk_index: torch.Tensor | None = None
+    """[rows, K] int64."""
 
 
 def _heads(rows: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
@@ -112,7 +117,11 @@ class Model:
         look: Callable[[Trace], None],
         save_kv_cache: bool = True,
     ) -> Trace:
-        """All layers. Device work only, so it may be captured. ``look`` is called after each layer."""
+        """All layers. Device work only, so it may be captured. ``look`` is called after each layer.
+
+        ``save_kv_cache`` False: the pool holds the new keys and values already. The trace has hidden states and no
+        logits. Raises what the backend and ``look`` raise.
+        """
         packed = self.table[batch.input_ids]
         hidden = self.hidden_table[batch.input_ids]
         trace = Trace(packed, [], [], [], hidden)
@@ -140,5 +149,5 @@ class Model:
         return q, k, _heads(row[:, second:], layer.tp_v_head_num, layer.v_head_dim)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab] float32."""
+        """[rows, hidden] float32 -> [rows, vocab] float32."""
         return hidden @ self.weights.head

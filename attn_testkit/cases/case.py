@@ -30,8 +30,10 @@ class Heads:
     """Head layout of one rank."""
 
     family: str
+    """``mha``, ``gqa``, ``mqa`` or ``mla``."""
     q_heads: int
     kv_heads: int
+    """A divisor of ``q_heads``: as many (mha), fewer (gqa), 1 (mqa, mla)."""
 
     def __str__(self) -> str:
         ratio = self.q_heads // self.kv_heads
@@ -40,14 +42,20 @@ class Heads:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to try. Lengths are in tokens; every tuple has one entry per request."""
+    """One thing to try. Lengths are in tokens; every tuple has one entry per request.
+
+    Raises ``ValueError`` for a batch that is empty or larger than its bucket, accepted counts that are not one per
+    request and 1 .. width, and a tree in another mode than target-verify, or none there.
+    """
 
     mode: ForwardMode
     heads: Heads
     head_dim: int
     """Width of a value row (MLA: of the latent part)."""
     dtype: str
+    """Of q, k, v and the output: ``fp16``, ``bf16`` or ``fp32``."""
     page_size: int
+    """KV slots a page."""
     prefixes: tuple[int, ...]
     """Keys of each request before this step."""
     new: tuple[int, ...] = ()
@@ -55,21 +63,29 @@ class Case:
     width: int = 1
     """Rows a request in the graph: 1, N (verify, v2) or S + 1 (v1)."""
     tree: Tree | None = None
+    """Target-verify: the draft tree, of ``width`` nodes. None elsewhere."""
     layout: str = "shuffled"
+    """One of ``LAYOUTS``."""
     data: str = "gauss"
+    """One of ``DATA``."""
     rope_dim: int = 0
+    """MLA: width of the part of a key that is no value. 0 elsewhere."""
     kv_dtype: str = "same"
+    """Of the KV pool: ``same`` as ``dtype``, or ``fp8_e4m3``."""
     window: int = -1
     """W of one layer; the other has none, or a wider one: see ``make_layers``."""
     logit_cap: float = 0.0
-    """Soft cap of one layer."""
+    """Soft cap of one layer; 0.0: none."""
     sinks: bool = False
+    """Both layers have attention sinks, one logit a query head."""
     bucket: int = 1
     """Batch size of the graph that the case's own batch runs in."""
     padding: str = "prod"
+    """One of ``PADDINGS``."""
     mixed: bool = False
     """Graph drives of all claimed modes share one backend instance and run interleaved."""
     seed: int = 0
+    """Other data, slots, schedule and choices for the same shapes."""
     host: Case | None = field(default=None, repr=False)
     """The mixed case whose backend instance, and so whose layers, this one shares. No word of the id, because only
     ``companions`` makes such a case, and the id of the host rebuilds it."""

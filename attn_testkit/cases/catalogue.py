@@ -16,7 +16,7 @@ from covertable.sorters import hash as by_hash
 
 from ..contract import Capabilities, ForwardMode
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
-from .schedule import context_len
+from .plans import context_len
 from .trees import Tree, chain
 
 __all__ = ["TIERS", "companions", "generate"]
@@ -323,7 +323,10 @@ def _branching(width: int) -> Tree:
 
 
 def companions(case: Case, modes: Set[ForwardMode], max_q_rows: int, max_topk: int = 1) -> list[Case]:
-    """Cases of the other modes that can share a backend instance with ``case``: same shapes, layers and requests."""
+    """Cases of the other modes that can share a backend instance with ``case``: same shapes, layers and prefixes.
+
+    One for each of ``modes`` but the case's own, in their order. ``max_q_rows``, ``max_topk``: as claimed.
+    """
     width = case.width if case.width > 1 else min(4, max_q_rows)
     bs = case.bs
     others = []

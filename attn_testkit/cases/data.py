@@ -202,7 +202,10 @@ def _drawn(
 
 @lru_cache(maxsize=32)
 def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
-    """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis)."""
+    """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis).
+
+    One request of a step (``Step.part_of``) has the numbers that it has in the whole step.
+    """
     if step.part_of is not None:
         whole, index = step.part_of
         return _one_request(make_step_data(schedule, whole, pattern), whole, index)

@@ -100,7 +100,10 @@ _MAKERS: dict[str, _Maker] = {
 
 
 def draw(pattern: str, q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
-    """Queries, keys and values in float32. A pattern for diagnosis (``probe.``, ``place.``) begins as ``mean``."""
+    """Queries, keys and values of the shapes ``q``, ``k``, ``v``, in float32. Keys lie along the third dimension.
+
+    A pattern for diagnosis (``probe.``, ``place.``) begins as ``mean``, and so does any other name.
+    """
     return _MAKERS.get(pattern, _mean)(q, k, v, rng)
 
 
@@ -114,7 +117,10 @@ def marked_keys(length: int, dim: int, rng: np.random.Generator) -> npt.NDArray[
 
 
 def mark_keys(v: torch.Tensor, lens: list[int], rng: np.random.Generator) -> None:
-    """Write the one-hot values: all keys if there are channels enough, else the last, the first and a random choice."""
+    """Write one-hot values into ``v`` [L, B, S, Hk, Dv], zeros before; ``lens``: keys of each request.
+
+    All keys if there are channels enough, else the last, the first and a random choice.
+    """
     _, _, _, heads, dim = v.shape
     for b, length in enumerate(lens):
         for head in range(heads):
@@ -123,7 +129,7 @@ def mark_keys(v: torch.Tensor, lens: list[int], rng: np.random.Generator) -> Non
 
 
 def probe_values(v: torch.Tensor, pattern: str) -> torch.Tensor:
-    """``probe.R.S``: one-hot values for keys S, S+1, ... of request R, zero elsewhere."""
+    """``probe.R.S``: one-hot values for keys S, S+1, ... of request R, zero elsewhere. ``v``: [L, B, S, Hk, Dv]."""
     request, start = (int(word) for word in pattern.split(".")[1:])
     v = torch.zeros_like(v)
     count = min(v.shape[-1], v.shape[2] - start)

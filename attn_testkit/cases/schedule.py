@@ -1,4 +1,4 @@
-"""From a case to the steps that are run: which requests, in which bucket, in which slots.
+"""From a case to the steps that are run: the lengths of ``plans.py`` become requests, slots, pages and trees.
 
 Eager runs the first step, the same again, and another one, on one instance. A graph drive captures the buckets,
 largest first, and then replays every step: larger batches, then smaller; exact and padded; the other bucket; the first
@@ -13,7 +13,7 @@ order.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -23,28 +23,29 @@ import numpy.typing as npt
 from ..contract import ForwardMode
 from .case import Case
 from .choices import CHOICES, shallow_depth
+from .plans import Plan, context_len_of, make_plans
 from .trees import Tree, chain, random_tree
 
-__all__ = ["Request", "Schedule", "Step", "context_len", "make_schedule", "only"]
+__all__ = ["Request", "Schedule", "Step", "make_schedule", "only"]
 
 Ints = npt.NDArray[np.int64]
 _SECOND = next(choice for choice in CHOICES if choice.name == "second-step")
-_MAX_OTHER_TOKENS = 512
-"""Replays beside the case's own batch keep below this many prefix tokens, so that one long request stays one."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One live request of a step."""
+    """One live request of a step. Counts are in tokens."""
 
     prefix: int
+    """Keys in the pool before this step."""
     new: int
     """Rows of this step."""
     pool_row: int
     """Row of ``req_to_token``; never 0."""
     slots: Ints
-    """[prefix + new] KV slots, in token order."""
+    """[prefix + new] int64: KV slots, in token order."""
     tree: Tree | None = None
+    """Target-verify: the draft tree of these rows."""
     accepted: int = 1
     """Draft-extend: accepted tokens; the last of them is the row the draft model continues from."""
     shared: int = 0
@@ -58,12 +59,16 @@ class Step:
     name: str
     """Unique inside a schedule; ``Schedule.step_named`` finds the step again by it, in another process too."""
     index: int
+    """Place among the steps that were laid out, from 0 on; accepted counts and trees follow it."""
     label: str
+    """What it is for, in words; for reports."""
     bucket: int
+    """Batch size of the graph that replays it."""
     requests: tuple[Request, ...]
     req_to_token: npt.NDArray[np.int32]
     """[rows, max_context_len]: live rows, then foreign slots in every tail and every unused row; row 0 is zeros."""
     seed: int
+    """Of its random numbers."""
     part_of: tuple[Step, int] | None = None
     """Another step, and the request of it that this step holds alone, with the same numbers in the same slots."""
     eager_too: bool = False
@@ -119,6 +124,7 @@ class Schedule:
     oversized: Step
     """More requests than the largest graph holds; eager only."""
     max_context_len: int
+    """Columns of ``req_to_token``, in tokens."""
     num_pages: int
     """Pages of the KV pool after page 0."""
     pool_rows: int
@@ -163,60 +169,6 @@ class Schedule:
         if index >= whole.bs:
             raise KeyError(f"{self.case.id}: {whole.name!r} has {whole.bs} requests, and none of number {index}")
         return only(whole, index)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    label: str
-    bucket: int
-    prefixes: tuple[int, ...]
-    eager_too: bool = False
-    rotated: int | None = None
-    """Lengths are those of the step before, rotated by so many places."""
-
-
-def _plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], list[_Plan]]:
-    """The steps of a drive, and last the eager one with more requests than any graph."""
-    own, big, page = case.prefixes, case.bucket, case.page_size
-    small = big // 2 if big > 1 else 2
-    buckets = tuple(sorted({big, small}, reverse=True))
-
-    def others(count: int, stretch: Callable[[int], int]) -> tuple[int, ...]:
-        lens, left = [], _MAX_OTHER_TOKENS
-        for i in range(count):
-            length = stretch(own[i % len(own)])
-            length = length if length <= left else int(rng.integers(0, min(left, 2 * page) + 1))
-            left -= length
-            lens.append(length)
-        return tuple(lens)
-
-    plans = [
-        _Plan("own batch", big, own),
-        _Plan("longer, exact", big, others(big, lambda k: k + page + 3)),
-        _Plan("one short request", big, others(1, lambda k: max(0, min(k, page) - 1))),
-        _Plan("other bucket", small, others(small, lambda k: k // 2 + 1)),
-        _Plan("own batch, elsewhere", big, own[::-1], eager_too=True),
-        _Plan(
-            "long beside short",
-            big,
-            others(max(1, big - 1), lambda k: int(rng.integers(0, k + 2 * page + 2))),
-            eager_too=True,
-        ),
-        _Plan("other bucket, padded", small, others(max(1, small - 1), lambda k: k + 1)),
-    ]
-    if case.padding == "small":
-        plans = [_filled_up(plan, rng) for plan in plans]
-    elsewhere = plans[4].prefixes
-    rotated = [_Plan("same lengths, other requests", big, elsewhere, rotated=0)]
-    if len(set(elsewhere)) > 1:
-        rotated.append(_Plan("lengths in another order", big, elsewhere[1:] + elsewhere[:1], rotated=1))
-    oversized = _Plan("more requests than any graph", big + 2, others(big + 2, lambda k: k // 3 + 2))
-    return buckets, [*plans[:5], *rotated, *plans[5:], oversized]
-
-
-def _filled_up(plan: _Plan, rng: np.random.Generator) -> _Plan:
-    extra = tuple(int(rng.integers(0, 3)) for _ in range(plan.bucket - len(plan.prefixes)))
-    return replace(plan, prefixes=plan.prefixes + extra)
 
 
 def _accepted(case: Case, index: int, count: int, most: int, rng: np.random.Generator) -> tuple[int, ...]:
@@ -298,7 +250,7 @@ def _table(
 
 
 def _build_step(
-    case: Case, index: int, plan: _Plan, sizes: tuple[int, int, int, int], before: Step | None = None
+    case: Case, index: int, plan: Plan, sizes: tuple[int, int, int, int], before: Step | None = None
 ) -> Step:
     num_pages, rows, ctx, depth = sizes
     seed = (case.digest + 0x9E3779B97F4A7C15 * (index + 1)) % 2**63
@@ -332,24 +284,11 @@ def _build_step(
     return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too)
 
 
-def _context_len(case: Case, plans: Sequence[_Plan]) -> int:
-    longest = max(p for plan in plans for p in plan.prefixes) + case.width
-    if case.pick("context-room"):
-        return longest
-    # Wider than any request needs, and then never a width that a kernel could mistake for the longest request's.
-    return -(-(longest + case.page_size + 1) // case.page_size) * case.page_size
-
-
-def context_len(case: Case) -> int:
-    """``max_context_len`` of the case's schedule, in tokens, without laying it out."""
-    return _context_len(case, _plans(case, np.random.default_rng(case.digest))[1])
-
-
 def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int]) -> Step:
     """One of the steps after the first, or one that has the first one's lengths and nothing else of it."""
     label = _SECOND.values[case.pick(_SECOND.name)].words
     if label == _SECOND.values[0].words:
-        alike = _Plan(label, steps[0].bucket, tuple(request.prefix for request in steps[0].requests), rotated=0)
+        alike = Plan(label, steps[0].bucket, tuple(request.prefix for request in steps[0].requests), rotated=0)
         return _build_step(case, len(steps), alike, sizes, steps[0])
     # Equal lengths have no other order, and "same lengths, other requests" is then the same thing.
     return {step.label: step for step in steps}.get(label, steps[5])
@@ -357,11 +296,14 @@ def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int])
 
 @lru_cache(maxsize=256)
 def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
-    """Lay out all steps of a case. The same case always gives the same schedule."""
+    """Lay out all steps of a case. The same case always gives the same schedule. ``matmul_dtype``: see ``Schedule``.
+
+    Cached: what is computed of a schedule is kept by the object.
+    """
     rng = np.random.default_rng(case.digest)
-    buckets, plans = _plans(case, rng)
+    buckets, plans = make_plans(case, rng)
     page, width = case.page_size, case.width
-    ctx = _context_len(case, plans)
+    ctx = context_len_of(case, plans)
     most = max(sum(-(-(p + width) // page) for p in plan.prefixes) for plan in plans)
     num_pages = most + max(3, most // 4)
     rows = len(plans[-1].prefixes) + 3

@@ -30,7 +30,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Tree:
-    """A draft tree. ``parents[j - 1]`` is the parent of node j; node 0 is the root and a parent's id is smaller."""
+    """A draft tree of N nodes. ``parents[j - 1]`` is the parent of node j; node 0 is the root.
+
+    Raises ``ValueError`` where a parent's id is not smaller than its child's.
+    """
 
     parents: tuple[int, ...]
 
@@ -52,7 +55,7 @@ class Tree:
 
     @cached_property
     def visible(self) -> Bools:
-        """[N, N]: row t sees column c if c is t itself or one of its ancestors."""
+        """[N, N] bool: row t sees column c if c is t itself or one of its ancestors."""
         n = len(self)
         seen = np.eye(n, dtype=np.bool_)
         for node, parent in enumerate(self.parents, start=1):
@@ -61,7 +64,7 @@ class Tree:
 
     @cached_property
     def links(self) -> tuple[Ints, Ints]:
-        """(first child, next sibling) of each node as node ids, -1 for none; siblings ascend."""
+        """([N], [N]) int64: first child and next sibling of each node as node ids, -1 for none; siblings ascend."""
         first, sibling = np.full(len(self), -1, np.int64), np.full(len(self), -1, np.int64)
         for node in range(len(self) - 1, 0, -1):
             parent = self.parents[node - 1]
@@ -80,7 +83,7 @@ class Tree:
 
 
 def chain(n: int) -> Tree:
-    """n nodes, each the child of the one before."""
+    """``n`` nodes, at least 1, each the child of the one before."""
     return Tree(tuple(range(n - 1)))
 
 
@@ -119,7 +122,10 @@ def from_scores(parent_list: Sequence[int], selected_index: Sequence[int], topk:
 
 
 def full_mask(trees: Sequence[Tree], prefixes: Sequence[int]) -> Bools:
-    """FULL_MASK: for each request [N, prefix + N] row-major, one after another, flat."""
+    """FULL_MASK: for each request [N, prefix + N] row-major, one after another, flat. Bool; prefixes in tokens.
+
+    Raises ``ValueError`` where there is not one prefix for each tree.
+    """
     blocks = [
         np.concatenate([np.ones((len(tree), prefix), np.bool_), tree.visible], axis=1).reshape(-1)
         for tree, prefix in zip(trees, prefixes, strict=True)
@@ -128,12 +134,15 @@ def full_mask(trees: Sequence[Tree], prefixes: Sequence[int]) -> Bools:
 
 
 def qlen_only_mask(trees: Sequence[Tree]) -> Bools:
-    """QLEN_ONLY: [bs, N, N] row-major, flat."""
+    """QLEN_ONLY: [bs, N, N] bool, row-major, flat."""
     return np.concatenate([tree.visible.reshape(-1) for tree in trees])
 
 
 def bit_packed(trees: Sequence[Tree]) -> npt.NDArray[np.unsignedinteger]:
-    """QLEN_ONLY_BITPACKING: one item a row, bit c set if node c is visible; uint8, uint16 or uint32 by N."""
+    """QLEN_ONLY_BITPACKING: [bs * N], one item a row, bit c set if node c is visible; uint8, uint16 or uint32 by N.
+
+    Raises ``ValueError`` for trees of more than 32 nodes.
+    """
     n = len(trees[0])
     if n > 32:
         raise ValueError(f"a bit-packed mask holds at most 32 nodes, this tree has {n}")

@@ -18,6 +18,7 @@ class Attention:
     """Result for every live row, [L, T, Hq, Dv] float64 unless said otherwise."""
 
     out: torch.Tensor
+    """The answer."""
     mass: torch.Tensor
     """Sum of p_j |v_j|: what rounding errors of P and of partial sums scale with."""
     logit_noise: torch.Tensor
@@ -30,7 +31,7 @@ class Attention:
 
 
 def windowed(visible: torch.Tensor, data: StepData, window: int) -> torch.Tensor:
-    """Narrow [B, Tmax, S] visibility to keys at positions p - window .. p. -1: no window."""
+    """Narrow [B, Tmax, S] bool visibility to keys at positions p - window .. p. -1: no window, the same tensor."""
     if window < 0:
         return visible
     return visible & (data.key_positions[:, None, :] >= data.query_positions[:, :, None] - window)

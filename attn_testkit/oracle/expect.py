@@ -33,14 +33,19 @@ class Expected:
     hidden: torch.Tensor
     """[R, hidden]."""
     hidden_limit: torch.Tensor
+    """[R, hidden]."""
     logits: torch.Tensor
     """[R, vocab]."""
     logits_limit: torch.Tensor
+    """[R, vocab]."""
 
 
 @lru_cache(maxsize=32)
 def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expected:
-    """Compute it. Cached, because eager, graph and every backend are judged by the same numbers."""
+    """The answer for one step of a schedule, and the limits. ``pattern``: see ``make_step_data``.
+
+    Cached, because eager, graph and every backend are judged by the same numbers.
+    """
     case = schedule.case
     data = make_step_data(schedule, step, pattern)
     attention, limit = attend_with_limit(schedule, data)
@@ -62,7 +67,7 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
 
 
 def attend_with_limit(schedule: Schedule, data: StepData) -> tuple[Attention, torch.Tensor]:
-    """Attention on a step's numbers, and how far each element may be from it."""
+    """Attention on a step's numbers, and how far each element may be from it: [L, T, Hq, Dv] float64."""
     case, matmul_dtype = schedule.case, schedule.matmul_dtype
     # What is rounded in absolute terms: FP8 probabilities, and those of fp16 that a sink made small.
     flat = matmul_dtype != "model" or (case.dtype == "fp16" and case.sinks)

@@ -75,6 +75,9 @@ def row_limit(limit: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def linear_limit(limit: torch.Tensor, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Carry a limit through ``value @ weight`` in float32: |W| times the limit, plus the product's own sums."""
+    """Carry a limit through ``value @ weight`` in float32: |W| times the limit, plus the product's own sums.
+
+    ``limit`` and ``value`` [T, K], ``weight`` [K, N], all float64 -> [T, N] float64.
+    """
     own = (value.shape[-1] + 2) * _FLOAT32
     return limit @ weight.abs() + own * (value.abs() @ weight.abs())

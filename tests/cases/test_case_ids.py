@@ -115,3 +115,29 @@ def test_companions_share_shapes_and_differ_in_mode() -> None:
     assert {o.mode for o in others} == set(ForwardMode) - {ForwardMode.DECODE}
     assert all((o.heads, o.page_size, o.dtype) == (case.heads, 16, "bf16") for o in others)
     assert next(o for o in others if o.mode is ForwardMode.TARGET_VERIFY).tree == chain(4)
+
+
+def test_a_case_may_be_as_full_as_its_bucket_and_accept_as_much_as_its_width() -> None:
+    draft = Case(
+        ForwardMode.DRAFT_EXTEND, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), new=(1, 4), width=4, bucket=2
+    )  # fmt: skip
+    for changes, message in (
+        ({"bucket": 1}, "bucket 1 is smaller than the batch of 2"),
+        ({"new": (1, 5)}, r"accepted counts \(1, 5\) must be one per request, each 1..4"),
+        ({"new": (0, 4)}, r"accepted counts \(0, 4\)"),
+        ({"new": (1,)}, "one per request"),
+        ({"prefixes": ()}, "at least one request"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(draft, **changes)  # type: ignore[arg-type]
+    assert (draft.bs, draft.topk) == (2, 0)
+
+
+def test_a_window_of_0_a_small_cap_and_a_rope_are_written_and_their_absence_is_not() -> None:
+    plain = Case(ForwardMode.DECODE, Heads("mla", 2, 1), 64, "fp16", 1, (0, 0), bucket=2)
+    assert plain.id == "decode-mla2-d64-fp16-p1-k0x2-shuffled-gauss-b2prod"
+    full = replace(
+        plain, rope_dim=16, kv_dtype="fp8_e4m3", window=0, logit_cap=0.5, sinks=True, mixed=True, seed=1, padding="nan"
+    )
+    assert full.id == "decode-mla2-d64r16-fp16-p1-k0x2-shuffled-gauss-kvfp8e4m3-w0-cap0.5-sink-b2nan-mixed-s1"
+    assert parse_case(full.id) == full

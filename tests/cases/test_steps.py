@@ -8,7 +8,8 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.schedule import Schedule, Step, context_len, make_schedule
+from attn_testkit.cases.plans import context_len
+from attn_testkit.cases.schedule import Schedule, Step, make_schedule
 from attn_testkit.contract import ForwardMode
 
 CORE = [case for mode in ForwardMode for case in generate(TorchNativeBackend.capabilities, mode, "core")]

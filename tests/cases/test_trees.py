@@ -1,7 +1,16 @@
 import numpy as np
 import pytest
 
-from attn_testkit.cases.trees import Tree, accept_greedily, bit_packed, chain, from_scores, full_mask, random_tree
+from attn_testkit.cases.trees import (
+    Tree,
+    accept_greedily,
+    bit_packed,
+    chain,
+    from_scores,
+    full_mask,
+    qlen_only_mask,
+    random_tree,
+)
 
 # The servers' tree kernels, executed: K=2, S=3, N=6, prefixes (3, 1). Request 1's beams are not in ascending order.
 PARENT_LISTS = ((-1, 0, 1, 2, 4), (-1, 0, 1, 4, 2))
@@ -65,3 +74,53 @@ def test_random_trees_keep_their_bounds() -> None:
         assert tree.depth <= 3
     with pytest.raises(ValueError, match="no tree of 9 nodes"):
         random_tree(9, topk=2, depth=2, rng=rng)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "dtype"),
+    [(1, np.uint8), (8, np.uint8), (9, np.uint16), (16, np.uint16), (17, np.uint32), (32, np.uint32)],
+)
+def test_a_packed_row_has_a_bit_for_every_node(nodes: int, dtype: type[np.unsignedinteger]) -> None:
+    packed = bit_packed([chain(nodes)])
+    assert packed.dtype == dtype
+    assert packed.tolist() == [2 ** (node + 1) - 1 for node in range(nodes)]
+
+
+def test_more_nodes_than_32_fit_no_packed_mask() -> None:
+    with pytest.raises(ValueError, match="holds at most 32 nodes, this tree has 33"):
+        bit_packed([chain(33)])
+
+
+def test_random_trees_use_all_the_room_they_are_allowed() -> None:
+    rng = np.random.default_rng(0)
+    trees = [random_tree(9, topk=3, depth=4, rng=rng) for _ in range(60)]
+    assert (max(tree.topk for tree in trees), max(tree.depth for tree in trees)) == (3, 4)
+    full = random_tree(7, topk=2, depth=2, rng=rng)
+    assert sorted(full.depths) == [0, 1, 1, 2, 2, 2, 2]
+    with pytest.raises(ValueError, match="no tree of 8 nodes has at most 2 children a node and 2 levels"):
+        random_tree(8, topk=2, depth=2, rng=rng)
+
+
+def test_depth_and_width_of_small_trees() -> None:
+    assert [(t.depth, t.topk, len(t)) for t in (Tree(()), chain(1), chain(2), Tree((0, 0)), Tree((0, 0, 1, 1, 1)))] == [
+        (0, 1, 1),
+        (0, 1, 1),
+        (1, 1, 2),
+        (1, 2, 3),
+        (2, 3, 6),
+    ]
+
+
+@pytest.mark.parametrize(("steps", "accepted"), [(0, 0), (1, 1), (2, 2), (3, 3), (5, 3)])
+def test_the_walk_ends_after_so_many_steps_or_at_a_leaf(steps: int, accepted: int) -> None:
+    tokens = np.array([[4, 5, 6, 7]])
+    predicts, index, counts = accept_greedily([chain(4)], tokens, np.array([[5, 6, 7, 8]]), steps)
+    assert counts.tolist() == [accepted]
+    assert index.tolist() == [[*range(accepted + 1), *[-1] * (steps - accepted)]]
+    assert predicts.tolist() == [5, 6, 7, 8][: accepted + 1] + [0] * (3 - accepted)
+
+
+def test_masks_of_no_request_are_empty_and_those_of_the_drafts_alone_have_no_prefix(trees: list[Tree]) -> None:
+    assert full_mask([], []).shape == (0,)
+    mask = qlen_only_mask(trees)
+    assert mask.reshape(2, 6, 6).tolist() == [[[c == "1" for c in row] for row in BLOCK]] * 2

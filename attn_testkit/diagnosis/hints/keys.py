@@ -25,7 +25,7 @@ def elsewhere(e: Evidence) -> str:
     return {
         "others": "KV tokens of other requests are read: a length too large, a wrong page or slot, a stale table entry",
         "page0": "page 0 is read, where padding lives: entries of the page table that were never filled, or an id of 0",
-        "nobody": "unowned slots are read: a page or slot computed wrongly, or a stale tail of the page table",
+        "unowned": "unowned slots are read: a page or slot computed wrongly, or a stale tail of the page table",
     }[place]
 
 

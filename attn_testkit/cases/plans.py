@@ -1,0 +1,89 @@
+"""How many requests of which lengths each step of a case has, and how long the context must be for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .case import Case
+
+__all__ = ["Plan", "context_len", "context_len_of", "make_plans"]
+
+_MAX_OTHER_TOKENS = 512
+"""Steps beside the case's own batch have at most this many prefix tokens, so that one long request stays one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step before it has slots. See ``Step`` for the fields they share."""
+
+    label: str
+    bucket: int
+    prefixes: tuple[int, ...]
+    """Prefix tokens of each request."""
+    eager_too: bool = False
+    rotated: int | None = None
+    """Lengths are those of the step before, rotated by so many places."""
+
+
+def make_plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], list[Plan]]:
+    """Buckets, largest first, and the steps of a drive; last the eager one with more requests than any graph.
+
+    ``rng`` is drawn from in a fixed order: the same state, the same lengths.
+    """
+    own, big, page = case.prefixes, case.bucket, case.page_size
+    small = big // 2 if big > 1 else 2
+    buckets = tuple(sorted({big, small}, reverse=True))
+
+    def others(count: int, stretch: Callable[[int], int]) -> tuple[int, ...]:
+        lens, left = [], _MAX_OTHER_TOKENS
+        for i in range(count):
+            length = stretch(own[i % len(own)])
+            length = length if length <= left else int(rng.integers(0, min(left, 2 * page) + 1))
+            left -= length
+            lens.append(length)
+        return tuple(lens)
+
+    plans = [
+        Plan("own batch", big, own),
+        Plan("longer, exact", big, others(big, lambda k: k + page + 3)),
+        Plan("one short request", big, others(1, lambda k: max(0, min(k, page) - 1))),
+        Plan("other bucket", small, others(small, lambda k: k // 2 + 1)),
+        Plan("own batch, elsewhere", big, own[::-1], eager_too=True),
+        Plan(
+            "long beside short",
+            big,
+            others(max(1, big - 1), lambda k: int(rng.integers(0, k + 2 * page + 2))),
+            eager_too=True,
+        ),
+        Plan("other bucket, padded", small, others(max(1, small - 1), lambda k: k + 1)),
+    ]
+    if case.padding == "small":
+        plans = [_filled_up(plan, rng) for plan in plans]
+    elsewhere = plans[4].prefixes
+    rotated = [Plan("same lengths, other requests", big, elsewhere, rotated=0)]
+    if len(set(elsewhere)) > 1:
+        rotated.append(Plan("lengths in another order", big, elsewhere[1:] + elsewhere[:1], rotated=1))
+    oversized = Plan("more requests than any graph", big + 2, others(big + 2, lambda k: k // 3 + 2))
+    return buckets, [*plans[:5], *rotated, *plans[5:], oversized]
+
+
+def _filled_up(plan: Plan, rng: np.random.Generator) -> Plan:
+    extra = tuple(int(rng.integers(0, 3)) for _ in range(plan.bucket - len(plan.prefixes)))
+    return replace(plan, prefixes=plan.prefixes + extra)
+
+
+def context_len_of(case: Case, plans: Sequence[Plan]) -> int:
+    """``max_context_len``, in tokens, of a schedule that has these steps."""
+    longest = max(p for plan in plans for p in plan.prefixes) + case.width
+    if case.pick("context-room"):
+        return longest
+    # Wider than any request needs, and then never a width that a kernel could mistake for the longest request's.
+    return -(-(longest + case.page_size + 1) // case.page_size) * case.page_size
+
+
+def context_len(case: Case) -> int:
+    """``max_context_len`` of the case's schedule, in tokens, without laying it out."""
+    return context_len_of(case, make_plans(case, np.random.default_rng(case.digest))[1])
