@@ -1,0 +1,97 @@
+"""Steps and what they should give, written down by hand: round numbers, so that a limit can be met exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.data import draft_topk
+from attn_testkit.cases.schedule import Schedule, Step, make_schedule
+from attn_testkit.checks import Judgement
+from attn_testkit.checks.observation import Observation, Outputs, StepOutputs
+from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.oracle.expect import Expected, expect
+
+DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
+VERIFY = "target-verify-gqa2x2-d32-fp32-p4-k5.9-t0.0.1-shuffled-gauss-b2prod"
+V1_TOP3 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a1.3-shuffled-gauss-b2prod"
+V1_TOP1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a2.3-shuffled-gauss-b2prod"
+CLAIMS = Capabilities(eager={"decode"}, graph={"decode"})
+LIMIT = 0.5
+"""Of every element, logit and hidden value; the right answer to all of them is 0."""
+
+
+def schedule_of(case: str) -> Schedule:
+    return make_schedule(parse_case(case))
+
+
+def expected_zeros(schedule: Schedule, step: Step | None = None, row_limit: float = 1e9) -> Expected:
+    """Right is 0 everywhere, ``LIMIT`` is the limit of every number, and rows have a limit that never matters."""
+    expected = expect(schedule, step or schedule.steps[0])
+
+    def full(like: torch.Tensor, value: float) -> torch.Tensor:
+        return torch.full_like(like, value)
+
+    return replace(
+        expected,
+        attention=full(expected.attention, 0.0),
+        attention_limit=full(expected.attention, LIMIT),
+        row_limit=full(expected.row_limit, row_limit),
+        hidden=full(expected.hidden, 0.0),
+        hidden_limit=full(expected.hidden, LIMIT),
+        logits=full(expected.logits, 0.0),
+        logits_limit=full(expected.logits, LIMIT),
+    )
+
+
+def zeros_like(expected: Expected) -> torch.Tensor:
+    """[L, T, Hq, Dv] float32."""
+    return torch.zeros(expected.attention.shape)
+
+
+def right_outputs(schedule: Schedule, expected: Expected) -> Outputs:
+    """The mode's fields, all as expected."""
+    logits, hidden = expected.logits.float(), expected.hidden.float()
+    k = draft_topk(schedule.case)
+    if schedule.case.mode is not ForwardMode.DRAFT_EXTEND:
+        return Outputs(logits, hidden)
+    index = expected.logits.topk(k, -1)[1]
+    p = torch.ones(index.shape) if k == 1 else torch.softmax(expected.logits, -1).gather(1, index)
+    return Outputs(logits, hidden, p, index)
+
+
+def observation(
+    schedule: Schedule,
+    expected: Expected,
+    out: torch.Tensor | None = None,
+    *,
+    outputs: Outputs | None = None,
+    pool: torch.Tensor | None = None,
+    inputs: tuple[tuple[str, torch.Tensor, torch.Tensor], ...] = (),
+    step: Step | None = None,
+    **fields: object,
+) -> Observation:
+    """A step that is right but for what is given. ``out`` [L, T, Hq, Dv]."""
+    out = zeros_like(expected) if out is None else out
+    outputs = right_outputs(schedule, expected) if outputs is None else outputs
+    after = empty_pool(schedule)
+    left = StepOutputs(tuple(out.unbind(0)), outputs, after if pool is None else pool, after, inputs)
+    return Observation(step or schedule.steps[0], "a step", lambda: left, **fields)  # type: ignore[arg-type]
+
+
+def empty_pool(schedule: Schedule) -> torch.Tensor:
+    """[L, 2, slots, 1, 2] float32."""
+    return torch.zeros(2, 2, (schedule.num_pages + 1) * schedule.case.page_size, 1, 2)
+
+
+def judgement(case: str = DECODE, out: torch.Tensor | None = None, row_limit: float = 1e9) -> Judgement:
+    schedule = schedule_of(case)
+    expected = expected_zeros(schedule, row_limit=row_limit)
+    return Judgement(observation(schedule, expected, out), expected)
+
+
+def next_above(value: float) -> float:
+    """The smallest float32 above."""
+    return float(torch.nextafter(torch.tensor(value), torch.tensor(torch.inf)))

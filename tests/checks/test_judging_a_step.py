@@ -1,0 +1,99 @@
+"""One step: the order of findings, what is not reported twice, and that nothing is computed twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from by_hand import CLAIMS, DECODE, LIMIT, expected_zeros, observation, right_outputs, schedule_of, zeros_like
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attn_testkit.checks import CHECKS, NUMERIC, Judgement
+from attn_testkit.checks.observation import Outputs
+from attn_testkit.checks.step import _ORDER, judge_step
+from attn_testkit.contract import Capabilities
+
+SCHEDULE = schedule_of(DECODE)
+
+
+def wrong_in_everything(value: float) -> Judgement:
+    """Wrong attention, outputs, pool and inputs, and another result than in eager."""
+    expected = expected_zeros(SCHEDULE)
+    out = zeros_like(expected)
+    out[0, 0, 0, 0] = value
+    pool = torch.ones(2, 2, (SCHEDULE.num_pages + 1) * SCHEDULE.case.page_size, 1, 2)
+    logits = right_outputs(SCHEDULE, expected).next_token_logits
+    seen = observation(
+        SCHEDULE,
+        expected,
+        out,
+        outputs=Outputs(logits, None),
+        pool=pool,
+        inputs=(("q", torch.zeros(1), torch.ones(1)),),
+        damaged=("a block",),
+        eager_run=observation(SCHEDULE, expected, -out),
+    )
+    return Judgement(seen, expected)
+
+
+def ids(judgement: Judgement, claims: Capabilities = CLAIMS) -> list[str]:
+    return [finding.check for finding in judge_step(judgement, SCHEDULE, claims)]
+
+
+def test_what_follows_from_wrong_attention_outputs_is_not_reported_twice() -> None:
+    beside = ["inputs-unchanged", "addresses-stable"]
+    assert ids(wrong_in_everything(4 * LIMIT)) == ["writes-own-kv", "matches-oracle", *beside]
+    assert ids(wrong_in_everything(torch.inf)) == ["writes-own-kv", "finite", *beside]
+
+
+def test_with_right_attention_outputs_everything_is_judged() -> None:
+    exact = CLAIMS.with_changes(deterministic=True, batch_invariant=True)
+    assert ids(wrong_in_everything(LIMIT / 4)) == [
+        "writes-own-kv",
+        "mode-outputs",
+        "inputs-unchanged",
+        "addresses-stable",
+    ]
+    assert "graph-matches-eager" in ids(wrong_in_everything(LIMIT / 4), exact), "other bits than in eager"
+    for half in ({"deterministic": True}, {"batch_invariant": True}):
+        assert "graph-matches-eager" not in ids(wrong_in_everything(LIMIT / 4), CLAIMS.with_changes(**half))
+
+
+def test_every_check_that_judges_a_step_is_run_and_the_first_finding_is_the_cause() -> None:
+    assert set(_ORDER) == {check.id for check in CHECKS.values() if check.run}
+    assert len(_ORDER) == len(set(_ORDER))
+    assert _ORDER[0] == "writes-own-kv", "wrong writes make wrong numbers"
+    assert _ORDER[1:4] == NUMERIC
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on whole attention outputs."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.counts = shape, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape == self.shape and result.dtype == torch.float64:
+            self.counts[str(func)] += 1
+        return result
+
+
+def test_judging_a_step_twice_computes_errors_and_ratios_once() -> None:
+    expected = expected_zeros(SCHEDULE)
+    out = zeros_like(expected)
+    run = observation(SCHEDULE, expected, out)
+    for at, wrong in (((0, 0, 0, 0), 0.0), ((1, 1, 1, 1), 3 * LIMIT)):
+        out[at] = wrong
+        found = Judgement(observation(SCHEDULE, expected, out, eager_run=run), expected)
+        with Operations(expected.attention.shape) as first:
+            judge_step(found, SCHEDULE, CLAIMS)
+            assert found.margin == wrong / LIMIT
+        assert first.counts["aten.sub.Tensor"] == (1 if wrong else 2), "from the oracle, and where right from eager"
+        with Operations(expected.attention.shape) as second:
+            judge_step(found, SCHEDULE, CLAIMS)
+            assert found.wrong_requests == ((1,) if wrong else ())
+            assert found.worst_row == (1 if wrong else None)
+        assert not second.counts, second.counts

@@ -1,0 +1,70 @@
+"""Memory that the kit owns: every slot from page 1 on, every bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_hand import DECODE, empty_pool, expected_zeros, observation, schedule_of
+
+from attn_testkit.checks.graphs import addresses_stable
+from attn_testkit.checks.memory import inputs_unchanged, same_pool, writes_own_kv
+
+SCHEDULE = schedule_of(DECODE)
+PAGE = SCHEDULE.case.page_size
+LAST = empty_pool(SCHEDULE).shape[2] - 1
+OWNED = {int(slot) for request in SCHEDULE.steps[0].requests for slot in request.slots}
+
+
+def written(slot: int, layer: int = 0, part: int = 0) -> torch.Tensor:
+    pool = empty_pool(SCHEDULE)
+    pool[layer, part, slot, 0, 1] = 1.0
+    return pool
+
+
+@pytest.mark.parametrize(("slot", "same"), [(0, True), (PAGE - 1, True), (PAGE, False), (LAST, False)])
+@pytest.mark.parametrize(("layer", "part"), [(0, 0), (1, 1)])
+def test_padding_may_write_page_0_and_nothing_else(slot: int, same: bool, layer: int, part: int) -> None:
+    pool = written(slot, layer, part)
+    assert same_pool(pool, empty_pool(SCHEDULE), PAGE) is same
+    findings = writes_own_kv(observation(SCHEDULE, expected_zeros(SCHEDULE), pool=pool), SCHEDULE.case)
+    assert bool(findings) is not same
+    for finding in findings:
+        name, page, offset = "KV"[part], slot // PAGE, slot % PAGE
+        assert finding.where.startswith(f"layer {layer}, {name}, slot {slot} (page {page}, offset {offset})")
+
+
+def test_bits_are_compared_so_that_nan_equals_nan_and_minus_zero_is_another_number() -> None:
+    pool, other = empty_pool(SCHEDULE), empty_pool(SCHEDULE)
+    pool[0, 0, PAGE] = other[0, 0, PAGE] = torch.nan
+    assert same_pool(pool, other, PAGE)
+    other[1, 1, LAST] = -0.0
+    assert not same_pool(pool, other, PAGE)
+
+
+def test_whose_slot_is_wrong_is_said() -> None:
+    request = SCHEDULE.steps[0].requests[1]
+    unowned = next(slot for slot in range(PAGE, LAST) if slot not in OWNED)
+    for slot, headline, spread in (
+        (int(request.slots[request.prefix]), "a slot of this step's tokens", "1 of this step's tokens"),
+        (int(request.slots[request.prefix - 1]), "a slot of an earlier token was overwritten", "1 of earlier tokens"),
+        (unowned, "a slot that no live request owns was written", "1 unowned"),
+    ):
+        seen = observation(SCHEDULE, expected_zeros(SCHEDULE), pool=written(slot))
+        (finding,) = writes_own_kv(seen, SCHEDULE.case)
+        assert headline in finding.headline
+        assert finding.spread == f"slots that are wrong: {spread}"
+
+
+def test_an_input_is_modified_by_a_single_bit_and_not_by_holding_nan() -> None:
+    expected, kept = expected_zeros(SCHEDULE), torch.full((3,), torch.nan)
+    zero, minus = torch.zeros(3), torch.tensor([0.0, 0.0, -0.0])
+    seen = observation(SCHEDULE, expected, inputs=(("q", kept, kept.clone()), ("seq_lens", zero, minus)))
+    (finding,) = inputs_unchanged(seen)
+    assert finding.where == "seq_lens"
+    assert inputs_unchanged(observation(SCHEDULE, expected, inputs=(("q", kept, kept.clone()),))) == []
+
+
+def test_damage_to_freed_memory_is_reported() -> None:
+    expected = expected_zeros(SCHEDULE)
+    assert addresses_stable(observation(SCHEDULE, expected)) == []
+    assert addresses_stable(observation(SCHEDULE, expected, damaged=("a block",)))[0].where == "a block"

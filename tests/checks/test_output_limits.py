@@ -1,0 +1,131 @@
+"""What a mode returns: its fields, its rows, and numbers that may differ from the oracle's by a limit and no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from by_hand import (
+    DECODE,
+    LIMIT,
+    V1_TOP1,
+    V1_TOP3,
+    VERIFY,
+    expected_zeros,
+    next_above,
+    observation,
+    right_outputs,
+    schedule_of,
+)
+
+from attn_testkit.cases.data import draft_topk
+from attn_testkit.checks import Judgement
+from attn_testkit.checks.observation import Outputs
+from attn_testkit.checks.outputs import _accepted_path, mode_outputs
+from attn_testkit.oracle.expect import Expected
+from attn_testkit.results import Finding
+
+SLACK = 2 * LIMIT
+"""By so much may two logits differ that each may be off by a limit."""
+
+
+def findings(case: str, expected: Expected | None = None, **fields: torch.Tensor | None) -> list[Finding]:
+    schedule = schedule_of(case)
+    expected = expected_zeros(schedule) if expected is None else expected
+    outputs = replace(right_outputs(schedule, expected), **fields)  # type: ignore[arg-type]
+    return mode_outputs(Judgement(observation(schedule, expected, outputs=outputs), expected), schedule.case)
+
+
+def changed(tensor: torch.Tensor, value: float, *at: int) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor[at] = value
+    return tensor
+
+
+@pytest.mark.parametrize("case", [DECODE, VERIFY, V1_TOP1, V1_TOP3])
+def test_right_outputs_pass(case: str) -> None:
+    assert findings(case) == []
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "next_token_logits"])
+@pytest.mark.parametrize("at", [(0, 0), (-1, -1)])
+def test_a_value_at_its_limit_is_right_and_the_next_above_is_wrong(name: str, at: tuple[int, int]) -> None:
+    schedule = schedule_of(DECODE)
+    right = getattr(right_outputs(schedule, expected_zeros(schedule)), name)
+    assert findings(DECODE, **{name: changed(right, -LIMIT, *at)}) == []
+    (finding,) = findings(DECODE, **{name: changed(right, -next_above(LIMIT), *at)})
+    assert finding.headline.startswith(name)
+    assert findings(DECODE, **{name: changed(right, torch.nan, *at)})
+    assert "has shape" in findings(DECODE, **{name: right[:-1]})[0].headline
+
+
+def test_exactly_the_fields_of_the_mode_are_returned() -> None:
+    some = torch.zeros(2, 1)
+    assert "returned fields" in findings(DECODE, topk_p=some)[0].headline
+    assert "returned fields" in findings(DECODE, hidden_states=None)[0].headline
+    assert "returned fields" in findings(V1_TOP1, topk_index=None)[0].headline
+
+
+def ranked() -> tuple[Expected, torch.Tensor]:
+    """Right logits 8, 7, 6 and then 5, with the three best tokens at 0, 1, 2; and their indices."""
+    schedule = schedule_of(V1_TOP3)
+    assert draft_topk(schedule.case) == 3
+    expected = expected_zeros(schedule)
+    logits = torch.zeros_like(expected.logits)
+    logits[:, :4] = torch.tensor([8.0, 7.0, 6.0, 5.0])
+    return replace(expected, logits=logits), torch.arange(3).expand(logits.shape[0], 3)
+
+
+def test_a_token_may_stand_for_another_whose_logit_is_two_limits_away_and_no_further() -> None:
+    expected, index = ranked()
+    assert SLACK == 1.0, "the distance of two neighbours among the logits"
+    chosen = changed(index, 3, -1, 2)
+    p = torch.softmax(expected.logits, -1).gather(1, chosen)
+    assert findings(V1_TOP3, expected, topk_index=chosen, topk_p=p) == []
+    closer = changed(expected.logits, 5.0 - 1e-6, -1, 3)
+    (finding,) = findings(V1_TOP3, replace(expected, logits=closer), topk_index=chosen, topk_p=p)
+    assert "are not the 3 most likely tokens" in finding.headline
+    assert findings(V1_TOP3, expected, topk_index=changed(index, 4, 0, 0))[0].headline.startswith("topk_index")
+
+
+@pytest.mark.parametrize("index", [-1, 10**6])
+def test_an_index_outside_the_vocabulary_is_wrong_even_beside_a_tie(index: int) -> None:
+    schedule = schedule_of(V1_TOP1)
+    expected = expected_zeros(schedule)
+    chosen = torch.zeros(expected.logits.shape[0], 1, dtype=torch.int64)
+    assert findings(V1_TOP1, topk_index=chosen) == []
+    assert findings(V1_TOP1, topk_index=changed(chosen, index, 0, 0))
+
+
+def test_probabilities_have_the_limit_of_their_logits() -> None:
+    expected, index = ranked()
+    # By so little that a probability's limit is no larger than the probability.
+    expected = replace(expected, logits_limit=torch.full_like(expected.logits, 2.0**-8))
+    want = torch.softmax(expected.logits, -1).gather(1, index)
+    limit = want * 2 * 2 * 2.0**-8 + 1e-6
+    for part, wrong in ((1 - 1e-6, False), (1 + 1e-6, True), (-1 + 1e-6, False), (-1 - 1e-6, True)):
+        p = want.clone()
+        p[-1, 1] += part * limit[-1, 1]
+        assert bool(findings(V1_TOP3, expected, topk_index=index, topk_p=p)) is wrong
+
+
+def test_one_best_token_has_probability_one_exactly() -> None:
+    schedule = schedule_of(V1_TOP1)
+    assert draft_topk(schedule.case) == 1
+    ones = right_outputs(schedule, expected_zeros(schedule)).topk_p
+    assert ones is not None
+    assert findings(V1_TOP1, topk_p=ones) == []
+    assert "topk_p" in findings(V1_TOP1, topk_p=changed(ones, next_above(1.0), -1, 0))[0].headline
+
+
+def test_the_greedy_path_is_judged_unless_an_argmax_ties_within_two_limits() -> None:
+    schedule = schedule_of(VERIFY)
+    expected = expected_zeros(schedule)
+    for gap, judged in ((SLACK, False), (SLACK + 1e-6, True)):
+        logits = torch.zeros_like(expected.logits)
+        logits[:, 3] = gap
+        other = torch.zeros(logits.shape)
+        other[:, 3], other[0, 7] = 1.0, 2.0  # another argmax at the root of the first tree
+        seen = observation(schedule, expected, outputs=Outputs(other, None))
+        assert bool(_accepted_path(seen, other, replace(expected, logits=logits))) is judged

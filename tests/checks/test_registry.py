@@ -1,0 +1,129 @@
+"""Checks are registered once, with all that is said of them; and what a case-run judged is never more than it did."""
+
+from __future__ import annotations
+
+import pytest
+from by_hand import CLAIMS
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.checks import CHECKS, NUMERIC, REPORTED_INSTEAD, Stage, judged
+from attn_testkit.contract import Execution
+
+EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
+ALONE = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-b1prod")
+FILLED = parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4small")
+EXACT = CLAIMS.with_changes(deterministic=True, batch_invariant=True, needs_cpu_seq_lens=False)
+
+
+def test_every_check_says_all_that_is_asked_of_it() -> None:
+    for id_, check in CHECKS.items():
+        assert check.id == id_
+        for text in (check.text, check.cause, check.source, check.how_to_read):
+            assert text.strip(), f"{id_} leaves a text out"
+        for text in (check.text, check.cause, check.how_to_read):
+            assert text.endswith("."), f"{id_}: {text}"
+    assert set(NUMERIC) | set(REPORTED_INSTEAD) <= CHECKS.keys()
+
+
+def test_ids_are_those_that_records_and_known_failures_name() -> None:
+    assert list(CHECKS) == [
+        "completes",
+        "output-contract",
+        "matches-oracle",
+        "finite",
+        "output-written",
+        "mode-outputs",
+        "reads-own-kv",
+        "writes-own-kv",
+        "inputs-unchanged",
+        "graph-matches-eager",
+        "captures-cleanly",
+        "replay-follows-batch",
+        "addresses-stable",
+        "padding-inert",
+        "buckets-independent",
+        "steps-independent",
+        "leaves-process-alone",
+        "no-host-lengths",
+        "claims-honest",
+        "refuses-undeclared",
+        "repeatable",
+        "batch-invariant",
+    ]
+
+
+def test_a_case_run_that_came_to_its_end_has_judged_all_that_applies() -> None:
+    done, missing = judged(EXACT, EAGER, Stage.COMPLETED, ())
+    assert missing == ()
+    assert {"steps-independent", "refuses-undeclared", "repeatable", "batch-invariant", "no-host-lengths"} <= set(done)
+    assert not {"captures-cleanly", "replay-follows-batch", "graph-matches-eager", "claims-honest"} & set(done)
+    done, missing = judged(EXACT, GRAPH, Stage.COMPLETED, ())
+    assert missing == ()
+    assert {"captures-cleanly", "replay-follows-batch", "graph-matches-eager", "claims-honest"} <= set(done)
+    assert not {"steps-independent", "refuses-undeclared", "repeatable", "batch-invariant"} & set(done)
+
+
+def test_what_is_not_claimed_is_not_listed_at_all() -> None:
+    done, missing = judged(CLAIMS.with_changes(needs_cpu_seq_lens=True), EAGER, Stage.STARTED, ())
+    assert not {"repeatable", "batch-invariant", "no-host-lengths"} & {*done, *missing}
+
+
+def test_a_constructor_that_raises_leaves_nothing_judged_but_that() -> None:
+    done, missing = judged(EXACT, GRAPH, Stage.STARTED, {"completes"})
+    assert done == ("completes",)
+    assert set(done) | set(missing) == set(judged(EXACT, GRAPH, Stage.COMPLETED, ())[0])
+
+
+def test_nothing_is_called_kept_in_a_case_run_that_has_not_begun() -> None:
+    assert judged(EXACT, EAGER, Stage.STARTED, ())[0] == ()
+
+
+FROM = [
+    (EAGER, Stage.CONSTRUCTED, set()),
+    (EAGER, Stage.OBSERVED, {"output-contract", "matches-oracle", "finite", "writes-own-kv", "reads-own-kv"}),
+    (GRAPH, Stage.CAPTURED, {"captures-cleanly"}),
+    (GRAPH, Stage.REPLAYED, {"replay-follows-batch", "addresses-stable", "no-host-lengths"}),
+    (GRAPH, Stage.COMPLETED, {"completes", "padding-inert", "buckets-independent", "leaves-process-alone"}),
+]
+
+
+@pytest.mark.parametrize(("execution", "stage", "new"), FROM, ids=[f"{e}-{s.name}" for e, s, _ in FROM])
+def test_a_check_is_judged_from_its_stage_on_and_not_before(execution: Execution, stage: Stage, new: set[str]) -> None:
+    now, before = judged(EXACT, execution, stage, ())[0], judged(EXACT, execution, Stage(stage - 1), ())[0]
+    assert new <= set(now)
+    assert not new & set(before)
+
+
+def test_a_failed_check_counts_as_judged_however_early_it_ended() -> None:
+    done, missing = judged(EXACT, GRAPH, Stage.CONSTRUCTED, {"captures-cleanly"})
+    assert done == ("captures-cleanly",)
+    assert "captures-cleanly" not in missing
+    assert judged(EXACT, EAGER, Stage.COMPLETED, {"captures-cleanly"})[0].count("captures-cleanly") == 1
+    assert judged(EXACT, EAGER, Stage.STARTED, {"of-another-version"})[0] == ("of-another-version",)
+
+
+@pytest.mark.parametrize("check", [*NUMERIC, *REPORTED_INSTEAD])
+def test_wrong_attention_outputs_hide_what_is_judged_behind_them(check: str) -> None:
+    done, missing = judged(EXACT, GRAPH, Stage.COMPLETED, {check})
+    assert check in done
+    assert {"mode-outputs", "graph-matches-eager"} <= set(missing)
+    assert {"writes-own-kv", "inputs-unchanged", "matches-oracle"} <= set(done)
+    for other in {"replay-follows-batch", "padding-inert", "buckets-independent", "reads-own-kv"} - {check}:
+        assert other in missing, "one cause is named, of the others nothing is known"
+
+
+def test_other_failures_hide_nothing() -> None:
+    assert judged(EXACT, GRAPH, Stage.COMPLETED, {"mode-outputs", "writes-own-kv"})[1] == ()
+
+
+def test_what_a_case_cannot_show_is_not_listed_either_way() -> None:
+    assert "batch-invariant" not in {*sum(judged(EXACT, EAGER, Stage.COMPLETED, (), ALONE), ())}
+    assert "batch-invariant" in judged(EXACT, EAGER, Stage.COMPLETED, (), FILLED)[0]
+    assert "padding-inert" not in {*sum(judged(EXACT, GRAPH, Stage.STARTED, (), FILLED), ())}
+    assert "padding-inert" in judged(EXACT, GRAPH, Stage.COMPLETED, (), ALONE)[0]
+
+
+def test_ids_come_in_reading_order() -> None:
+    order = list(CHECKS)
+    for ids in judged(EXACT, GRAPH, Stage.CAPTURED, {"finite"}):
+        assert list(ids) == sorted(ids, key=order.index)

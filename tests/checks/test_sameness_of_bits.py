@@ -1,0 +1,50 @@
+"""Bits that must be the same: in every layer, in every row of the request, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_hand import VERIFY, expected_zeros, observation, schedule_of, zeros_like
+
+from attn_testkit.cases.schedule import only
+from attn_testkit.checks.sameness import batch_invariant, repeatable
+
+SCHEDULE = schedule_of(VERIFY)
+STEP = SCHEDULE.steps[0]
+EXPECTED = expected_zeros(SCHEDULE)
+LAYERS, ROWS, HEADS, DIMS = zeros_like(EXPECTED).shape
+OWN = ROWS // 2
+"""The first row of request 1."""
+
+
+def changed(*at: int) -> torch.Tensor:
+    out = zeros_like(EXPECTED)
+    out[at] = -0.0
+    return out
+
+
+@pytest.mark.parametrize("at", [(0, 0, 0, 0), (LAYERS - 1, ROWS - 1, HEADS - 1, DIMS - 1), (1, 0, 0, 0)])
+def test_a_second_run_that_differs_in_one_bit_of_any_layer_is_not_repeatable(at: tuple[int, ...]) -> None:
+    first = observation(SCHEDULE, EXPECTED)
+    assert repeatable(first, observation(SCHEDULE, EXPECTED)) == []
+    (finding,) = repeatable(first, observation(SCHEDULE, EXPECTED, changed(*at)))
+    assert finding.where == f"layer {at[0]}: 1 of {ROWS * HEADS * DIMS} values differ"
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("row", [OWN, ROWS - 1])
+def test_a_request_that_gives_another_bit_alone_is_not_batch_invariant(layer: int, row: int) -> None:
+    alone = observation(SCHEDULE, EXPECTED, zeros_like(EXPECTED)[:, OWN:], step=only(STEP, 1))
+    together = observation(SCHEDULE, EXPECTED, changed(layer, row, 0, 0))
+    (finding,) = batch_invariant(together, alone, 1)
+    assert finding.where == f"layer {layer}: 1 of {(ROWS - OWN) * HEADS * DIMS} values differ"
+
+
+def test_rows_of_other_requests_may_differ() -> None:
+    alone = observation(SCHEDULE, EXPECTED, zeros_like(EXPECTED)[:, OWN:], step=only(STEP, 1))
+    assert batch_invariant(observation(SCHEDULE, EXPECTED, changed(0, OWN - 1, 0, 0)), alone, 1) == []
+
+
+def test_equal_nan_is_the_same_bits() -> None:
+    out = torch.full((LAYERS, ROWS, HEADS, DIMS), torch.nan)
+    assert repeatable(observation(SCHEDULE, EXPECTED, out), observation(SCHEDULE, EXPECTED, out.clone())) == []

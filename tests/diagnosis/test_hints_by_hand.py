@@ -1,0 +1,114 @@
+"""Where a hint begins and where it ends, on evidence that is written down by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.schedule import Schedule, make_schedule
+from attn_testkit.checks import Judgement
+from attn_testkit.checks.observation import Observation, Outputs, StepOutputs
+from attn_testkit.diagnosis.attended_keys import AttendedKeys
+from attn_testkit.diagnosis.hints import Evidence
+from attn_testkit.diagnosis.hints.keys import key_range, read_twice
+from attn_testkit.diagnosis.hints.numbers import right_keys
+from attn_testkit.diagnosis.hints.rows import later_by_number, part_of_a_head
+from attn_testkit.oracle.expect import expect
+
+SCHEDULE = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p16-k299.40-shuffled-gauss-b2prod"))
+LENGTH = 300
+"""KV tokens of request 0."""
+
+
+def evidence(attended: AttendedKeys | None, errors: float = 2.0, schedule: Schedule = SCHEDULE) -> Evidence:
+    """A step whose first value is ``errors`` limits from what is right."""
+    step = schedule.steps[0]
+    expected = expect(schedule, step)
+    expected = replace(
+        expected,
+        attention=torch.zeros_like(expected.attention),
+        attention_limit=torch.ones_like(expected.attention_limit),
+        row_limit=torch.full_like(expected.row_limit, 1e9),
+    )
+    out = torch.zeros(expected.attention.shape)
+    out[0, 0, 0, 0] = errors
+    outputs = StepOutputs(tuple(out.unbind(0)), Outputs(None, None), out, out)
+    seen = Observation(step, "", lambda: outputs)
+    return Evidence(schedule, Judgement(seen, expected), attended, [], in_graph=False)
+
+
+def attended(used: range | set[int], **fields: object) -> AttendedKeys:
+    """What row 0 of request 0 attended to, of all its KV tokens."""
+    every = frozenset(range(LENGTH))
+    right = AttendedKeys(0, 0, frozenset(used), every, frozenset(), every, LENGTH, {}, 1.0)
+    return replace(right, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("errors", "small"), [(4.99, True), (5.0, False), (5.01, False)])
+def test_an_error_of_less_than_five_limits_is_called_rounding(errors: float, small: bool) -> None:
+    text = right_keys(evidence(attended(range(LENGTH)), errors))
+    assert ("precision" in text) is small
+    assert ("the right KV tokens, wrong softmax weights or values: look at" in text) is not small
+
+
+@pytest.mark.parametrize(
+    ("total", "whole"), [(0.99, True), (0.981, True), (0.979, False), (1.019, True), (1.021, False)]
+)
+def test_weights_that_sum_to_one_within_rounding_are_not_called_wrong(total: float, whole: bool) -> None:
+    found = attended(range(LENGTH), total=total)
+    assert found.normalised is whole
+    assert ("sum to" in found.text) is not whole
+    assert ("instead of 1" in right_keys(evidence(found))) is not whole
+
+
+@pytest.mark.parametrize(
+    ("used", "text"),
+    [
+        (range(LENGTH - 1), "the last KV token is missing"),
+        (range(LENGTH - 2), "the last 2 KV tokens are missing"),
+        (range(288), "the KV tokens of the last page are missing"),
+        (range(256), "KV tokens from 256 on are missing: a fixed capacity of 256"),
+        (range(255), "the last 45 KV tokens are missing"),
+        (range(128), "the last 172 KV tokens are missing"),
+        (range(1, LENGTH), "the first KV token is missing"),
+        (range(2, LENGTH), "the first 2 KV tokens are missing"),
+        (set(range(LENGTH)) - {7}, "KV tokens in the middle are missing"),
+        (set(), "all KV tokens are missing, none is read"),
+    ],
+)
+def test_what_is_missing_is_said(used: range | set[int], text: str) -> None:
+    assert text in key_range(evidence(attended(used)))
+
+
+def test_as_many_read_twice_as_missing_are_one_mistake() -> None:
+    twice = attended(set(range(LENGTH)) - {5, 6}, doubled=frozenset({3, 4}))
+    assert read_twice(evidence(twice)).startswith("some KV tokens are read twice, others never")
+    assert read_twice(evidence(replace(twice, doubled=frozenset({3})))) == ""
+    assert read_twice(evidence(attended(range(LENGTH)))) == ""
+
+
+def test_the_text_says_what_was_attended_to_and_what_was_expected() -> None:
+    assert attended(set()).text == "request 0 attended to no KV token, expected 0..299"
+    assert attended(range(9)).text == "request 0 attended to KV tokens 0..8, expected 0..299"
+    assert attended(range(LENGTH)).text == "request 0 attended to the right KV tokens, 0..299"
+
+
+@pytest.mark.parametrize(("first", "said"), [(7, False), (8, True)])
+def test_requests_from_the_eighth_on_are_a_block_of_requests(first: int, said: bool) -> None:
+    schedule = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p16-k5x12-shuffled-gauss-b12prod"))
+    found = evidence(None, 0.0, schedule)
+    for out in found.observed.attention:
+        out[first:] = 3.0
+    assert found.wrong == list(range(first, 12))
+    assert bool(later_by_number(found)) is said
+
+
+def test_a_part_of_a_head_is_some_of_its_values_and_not_all() -> None:
+    found = evidence(None, torch.nan)
+    assert "only a part of a head's values" in part_of_a_head(found)
+    whole = evidence(None, 0.0)
+    whole.observed.attention[0][0, 0] = torch.nan
+    assert part_of_a_head(whole) == ""
