@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ..backends.torch_native import _gather
 from ..contract import (
     AttentionBackend,
     AttentionLayer,
@@ -28,6 +27,7 @@ from ..contract import (
     ForwardMode,
     VerifyInput,
 )
+from .pool_reads import read_slots
 
 __all__ = ["CountingBackend", "Metadata", "PlannedBackend"]
 
@@ -66,7 +66,8 @@ class PlannedBackend(AttentionBackend):
         gqa_ratios=frozenset(range(1, 9)),
         max_q_rows=64,
         max_topk=8,
-        max_context_len=1 << 14,  # leaves out the case of 66,000 keys, which costs each twin a minute without a device
+        max_context_len=1
+        << 14,  # leaves out the case of 66,000 keys, which costs each control a minute without a device
         sliding_window=frozenset(ForwardMode),
         window_in_trees=True,
         logit_cap=True,
@@ -234,12 +235,18 @@ class PlannedBackend(AttentionBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Store the new rows, then attend."""
+        """[T, Hq, Dv] in q's dtype, from q [T, Hq, D], k [T, Hk, D] and v [T, Hk, Dv], which are stored first."""
         meta = self.metadata
         assert meta is not None, "a step is planned before its forward"
         if save_kv_cache:
             self.write_kv(layer, k, v, meta)
-        return self.attend(q, layer, meta)
+        out = self.attend(q, layer, meta)
+        if layer.layer_id == len(self.context.layers) - 1:
+            self.finish(batch)
+        return out
+
+    def finish(self, batch: ForwardBatch) -> None:
+        """The last layer is through: where a backend keeps books of its own. This one does nothing."""
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         """Rows to their slots."""
@@ -305,7 +312,7 @@ class PlannedBackend(AttentionBackend):
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, C, Hk, D] float32, not yet multiplied by an FP8 pool's scales."""
         key, value = self.context.kv_pool.get_kv_buffer(layer.layer_id)
-        return _gather(key, slots), _gather(value, slots)
+        return read_slots(key, slots), read_slots(value, slots)
 
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         """Slots that no row may see hold anything, NaN included, and 0 * NaN is NaN."""
