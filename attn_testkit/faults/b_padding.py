@@ -229,3 +229,41 @@ class PiecewiseCropDropsPrefix(PlannedBackend):
         if not self.in_graph:
             return seen
         return seen & (self.index[: seen.shape[-1]] < meta.cu_seqlens_q.diff()[:, None, None])
+
+
+@fault(
+    slug="padding-taken-for-a-preempted-request",
+    source="general",
+    modes=_DECODE,
+    executions=_GRAPH,
+    checks=("buckets-independent", "padding-inert"),
+    hint="only replays with padded rows|as the only replay",
+)
+class PaddingTakenForAPreemptedRequest(PlannedBackend):
+    """A padded row whose position falls back to 0 counts as a preempted request, and the row before it goes with it."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.last = torch.zeros(context.max_num_tokens, dtype=torch.int64, device=context.device)
+        """Positions of the replay before."""
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        assert self.metadata is not None
+        padded = self.metadata.slots < self.context.page_size
+        preempted = padded & (batch.positions < self.last[: len(q)]) & (batch.positions == 0)
+        out = super().forward(q, k, v, layer, batch, save_kv_cache)
+        return out.masked_fill((preempted.roll(-1) & ~padded)[:, None, None], 0.0)
+
+    @override
+    def finish(self, batch: ForwardBatch) -> None:
+        if self.in_graph and batch.forward_mode.is_decode():
+            self.last[: len(batch.positions)].copy_(batch.positions)

@@ -316,3 +316,33 @@ class NewRowsAlwaysFromRegisters(RegisterRowsBackend):
     @override
     def registers(self, k: torch.Tensor, v: torch.Tensor, store: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         return k, v
+
+
+@fault(
+    slug="padding-stored-behind-page-zero",
+    source="general",
+    modes=_ALL,
+    executions=_GRAPH,
+    checks=("writes-own-kv",),
+    hint=r"offset 0\)",
+    modelled="rows are stored again when attention is through, so that only the memory shows it",
+)
+class PaddingStoredBehindPageZero(PlannedBackend):
+    """The sink of padded rows is taken for slot page_size, which is the first one behind page 0."""
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        out, page, meta = super().forward(q, k, v, layer, batch, save_kv_cache), self.context.page_size, self.metadata
+        assert meta is not None
+        padded = meta.slots < page
+        # Live rows are stored where they are already.
+        self.write_kv(layer, k, v, replace(meta, slots=torch.where(padded, page, meta.slots)))
+        return out

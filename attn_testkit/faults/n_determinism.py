@@ -81,15 +81,36 @@ class OrderOfSumsVaries(PlannedBackend):
         super().__init__(context)
         self.calls = 0
 
+    def backwards(self, layer: AttentionLayer) -> bool:
+        """Whether this call adds the splits from the last to the first."""
+        return self.calls // len(self.context.layers) % 2 == 0
+
     @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         self.calls += 1
         top = lse.amax(1, keepdim=True).clamp(min=-1e30)
         weight = torch.exp(lse - top)
-        order = range(self.max_splits) if self.calls // len(self.context.layers) % 2 else range(self.max_splits)[::-1]
+        order = range(self.max_splits)[::-1] if self.backwards(layer) else range(self.max_splits)
         total = sum(((acc[:, i] * weight[:, i, ..., None]) for i in order), torch.zeros_like(acc[:, 0]))
         sink = 0.0 if layer.sinks is None else torch.exp(layer.sinks - top[:, 0])
         return total / (weight.sum(1) + sink).clamp(min=1e-30)[..., None]
+
+
+@fault(
+    slug="last-layer-sums-in-arrival-order",
+    source="general",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("repeatable",),
+    hint="layer 1",
+    modelled="every other call adds the splits backwards",
+)
+class LastLayerSumsInArrivalOrder(OrderOfSumsVaries):
+    """The last layer alone, whose kernel is another one, adds partial sums in the order in which they arrive."""
+
+    @override
+    def backwards(self, layer: AttentionLayer) -> bool:
+        return layer.layer_id == len(self.context.layers) - 1 and super().backwards(layer)
 
 
 @fault(
