@@ -81,6 +81,8 @@ def _cell(verdict: FaultVerdict, check: str) -> str:
 
 
 def _check_table(audit: Audit) -> list[str]:
+    if not audit.faults:
+        return []
     first, alone = audit.first_catches, audit.caught_alone
     lines = ["   #  check                  first    of those only it"]
     for number, check in enumerate(_columns(audit), start=1):

@@ -196,7 +196,7 @@ def all_faults() -> tuple[Fault, ...]:
 @lru_cache(maxsize=1)
 def all_controls() -> tuple[Control, ...]:
     """Every healthy control."""
-    for module in ("controls", "controls_of_builds"):
+    for module in ("controls", "controls_of_builds", "controls_of_process"):
         importlib.import_module(f"{__package__}.{module}")
     return tuple(_CONTROLS.values())
 
