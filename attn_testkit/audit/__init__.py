@@ -1,4 +1,4 @@
-"""The kit judged by its faults: every broken backend must be caught, every healthy twin must pass."""
+"""The kit judged by its faults: every broken backend must be caught, every healthy control must pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ __all__ = ["Audit", "Settings", "audit"]
 
 
 def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = None) -> Audit:
-    """Run everything. ``see`` is called with each verdict, how many are done, and how many there are."""
+    """Run everything that ``settings`` ask for. ``see`` gets each verdict, how many are done, and how many there are.
+
+    Raises ``UsageError`` when the settings name nothing, or a device that is not here.
+    """
     tasks = tasks_for(settings)
     started = time.perf_counter()
     result = Audit(settings, device=resolve(settings.device).name)
@@ -25,11 +28,11 @@ def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = 
         if isinstance(verdict, FaultVerdict):
             result.faults.append(verdict)
         else:
-            result.twins.append(verdict)
+            result.controls.append(verdict)
         if see:
             see(verdict, count, len(tasks))
     order = {fault.slug: index for index, fault in enumerate(all_faults())}
     result.faults.sort(key=lambda verdict: order[verdict.slug])
-    result.twins.sort(key=lambda verdict: (verdict.name, verdict.mode, verdict.execution))
+    result.controls.sort(key=lambda verdict: (verdict.name, verdict.mode, verdict.execution))
     result.seconds = time.perf_counter() - started
     return result

@@ -13,11 +13,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from ..faults import all_faults, all_twins
+from ..faults import all_controls, all_faults
 from ..graphs.capture import settle
 from ..running.pool import ending
 from .tasks import run_task
-from .verdicts import FaultVerdict, Settings, Task, TwinVerdict, Verdict
+from .verdicts import ControlVerdict, FaultVerdict, Settings, Task, Verdict
 
 __all__ = ["run_in_processes"]
 
@@ -44,8 +44,8 @@ class Child:
     def give(self, task: Task, settings: Settings) -> None:
         """Start a task."""
         self.task = task
-        # A first task waits for the imports; a twin runs all cases of a mode.
-        self.deadline = time.monotonic() + settings.timeout_s * (5 if task.kind == "twin" else 1) + 60
+        # A first task waits for the imports; a control runs all cases of a mode.
+        self.deadline = time.monotonic() + settings.timeout_s * (5 if task.kind == "control" else 1) + 60
         self.connection.send(task)
 
     def collect(self) -> tuple[Verdict | None, bool]:
@@ -71,13 +71,13 @@ class Child:
         self.connection.close()
 
 
-def _lost(task: Task, how: str, told: str) -> Verdict:
-    text = f"{task.name}: its process {told}"
-    if task.kind == "twin":
-        return TwinVerdict(task.name, task.mode, task.execution, 1, 1, (text,), lost=True)
+def _lost(task: Task, how: str, message: str) -> Verdict:
+    text = f"{task.name}: its process {message}"
+    if task.kind == "control":
+        return ControlVerdict(task.name, task.mode, task.execution, 1, 1, (text,), lost=True)
     fault = next(fault for fault in all_faults() if fault.slug == task.name)
     return FaultVerdict(
-        fault.slug, fault.bug_class, fault.source, fault.promises, (how,), text=text, case_runs=1, lost=True
+        fault.slug, fault.bug_class, fault.source, fault.checks, (how,), text=text, case_runs=1, lost=True
     )
 
 
@@ -114,7 +114,7 @@ def _serve(connection: Any, settings: Settings) -> None:
 
     torch.set_num_threads(1)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    all_faults(), all_twins()
+    all_faults(), all_controls()
     settle()
     while True:
         try:

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jinja2
 
 from ..checks import CHECKS
-from ..faults import all_faults, all_left_out, all_twins
+from ..faults import all_controls, all_faults, all_left_out
 from ..faults.catalogue import CLASSES, Fault
-from .verdicts import Audit, FaultVerdict
+from .verdicts import Audit, ControlVerdict, FaultVerdict
 
 __all__ = ["audit_page", "audit_text", "checks_page"]
 
 
 def audit_text(audit: Audit, *, verbose: bool = False) -> str:
-    """Survivors and false alarms first, then the kill matrix, then each promise's part."""
+    """Survivors and false alarms first, then the kill matrix, then each check's part."""
     lines: list[str] = []
     for verdict in audit.survivors:
         why = verdict.not_run and f"not run: {verdict.not_run}"
         lines.append(f"SURVIVED  {verdict.slug}  {why or f'{verdict.case_runs} case-runs, {verdict.seconds:.1f} s'}")
-    for twin in audit.alarms:
-        lines.append(f"FALSE ALARM  {twin.name} {twin.mode} {twin.execution}: {twin.alarms} of {twin.case_runs}")
-        lines += [f"  {line}" for line in twin.texts[0].splitlines()]
+    for alarm in audit.alarms:
+        lines.append(f"FALSE ALARM  {alarm.name} {alarm.mode} {alarm.execution}: {alarm.alarms} of {alarm.case_runs}")
+        lines += [f"  {line}" for line in alarm.texts[0].splitlines()]
     unexpected = [verdict for verdict in audit.faults if verdict.caught and not verdict.as_expected]
     for verdict in unexpected:
         lines.append(
             f"OTHERWISE  {verdict.slug}: caught by {', '.join(verdict.caught_by)}, not by {', '.join(verdict.expected)}"
         )
-    lines += ["", *_matrix(audit), "", *_promise_table(audit), ""]
+    lines += ["", *_matrix(audit), "", *_check_table(audit), ""]
     if verbose:
         lines += [line for verdict in audit.faults if verdict.text for line in (verdict.text, "")]
     lines.append(verdict_line(audit))
@@ -39,13 +38,13 @@ def audit_text(audit: Audit, *, verbose: bool = False) -> str:
 def verdict_line(audit: Audit) -> str:
     """The whole audit in a line."""
     caught = sum(verdict.caught for verdict in audit.faults)
-    case_runs = sum(v.case_runs for v in audit.faults) + sum(v.case_runs for v in audit.twins)
-    alarms = sum(verdict.alarms for verdict in audit.twins)
-    idle = audit.idle_promises
+    case_runs = sum(v.case_runs for v in audit.faults) + sum(v.case_runs for v in audit.controls)
+    alarms = sum(verdict.alarms for verdict in audit.controls)
+    idle, controls = audit.idle_checks, {verdict.name for verdict in audit.controls}
     parts = [
         f"{caught} of {len(audit.faults)} faults caught",
-        *([f"{alarms} false alarms in {len({twin.name for twin in audit.twins})} twins"] if audit.twins else []),
-        *([f"promises that catch nothing that others do not: {', '.join(idle)}"] if idle else []),
+        *([f"{alarms} false alarms in {len(controls)} healthy controls"] if controls else []),
+        *([f"checks that catch nothing that others do not: {', '.join(idle)}"] if idle else []),
         f"{case_runs} case-runs in {audit.seconds:.0f} s",
         f"tier {audit.settings.tier}, seed {audit.settings.seed}",
         audit.device,
@@ -54,10 +53,10 @@ def verdict_line(audit: Audit) -> str:
 
 
 def _columns(audit: Audit) -> list[str]:
-    """Promises that faults can be caught by: all, or in a part those that caught or were expected to."""
-    used = {promise for verdict in audit.faults for promise in verdict.caught_by}
-    asked = {p for v in audit.faults for p in v.expected} | used if audit.settings.partial else CHECKS.keys() | used
-    return [promise for promise in (*CHECKS, "crashed", "timed out") if promise in asked]
+    """Checks that faults can be caught by: all, or in a part those that caught or were expected to."""
+    used = {check for verdict in audit.faults for check in verdict.caught_by}
+    asked = {check for v in audit.faults for check in v.expected} if audit.settings.partial else set(CHECKS)
+    return [check for check in (*CHECKS, "crashed", "timed out") if check in asked | used]
 
 
 def _matrix(audit: Audit) -> list[str]:
@@ -67,24 +66,26 @@ def _matrix(audit: Audit) -> list[str]:
     numbers = " ".join(f"{i:>2}" for i in range(1, len(columns) + 1))
     lines = [f"  {'':<{wide}}  {numbers}  runs   s  first caught by"]
     for verdict in audit.faults:
-        cells = " ".join(f"{_cell(verdict, promise):>2}" for promise in columns)
+        cells = " ".join(f"{_cell(verdict, check):>2}" for check in columns)
         place = f"{verdict.case} ({verdict.execution})" if verdict.case else verdict.first or "SURVIVED"
         cost = f"{verdict.case_runs:>4} {verdict.seconds:>3.0f}"
         lines.append(f"{verdict.bug_class} {verdict.slug:<{wide}}  {cells}  {cost}  {place}")
     return lines
 
 
-def _cell(verdict: FaultVerdict, promise: str) -> str:
-    if promise == verdict.first:
+def _cell(verdict: FaultVerdict, check: str) -> str:
+    if check == verdict.first:
         return "#"
-    return "+" if promise in verdict.caught_by else "·"
+    return "+" if check in verdict.caught_by else "·"
 
 
-def _promise_table(audit: Audit) -> list[str]:
+def _check_table(audit: Audit) -> list[str]:
+    if not audit.faults:
+        return []
     first, alone = audit.first_catches, audit.caught_alone
-    lines = ["   #  promise                first    of those only it"]
-    for number, promise in enumerate(_columns(audit), start=1):
-        lines.append(f"  {number:>2}  {promise:<22} {first.get(promise, 0):>5}  {alone.get(promise, 0):>5}")
+    lines = ["   #  check                  first    of those only it"]
+    for number, check in enumerate(_columns(audit), start=1):
+        lines.append(f"  {number:>2}  {check:<22} {first.get(check, 0):>5}  {alone.get(check, 0):>5}")
     return lines
 
 
@@ -100,23 +101,23 @@ def _template(name: str, *, autoescape: bool) -> jinja2.Template:
 
 
 def audit_page(audit: Audit) -> str:
-    """A page that needs nothing else."""
+    """The kill matrix as an HTML page that needs nothing else."""
     faults = {fault.slug: fault for fault in all_faults()}
     groups = [
         (letter, words, [(verdict, faults[verdict.slug]) for verdict in audit.faults if verdict.bug_class == letter])
         for letter, words in CLASSES.items()
     ]
-    twins: dict[str, list[Any]] = {}
-    for verdict in audit.twins:
-        twins.setdefault(verdict.name, []).append(verdict)
+    controls: dict[str, list[ControlVerdict]] = {}
+    for verdict in audit.controls:
+        controls.setdefault(verdict.name, []).append(verdict)
     return _template("audit.html.j2", autoescape=True).render(
         audit=audit,
         columns=_columns(audit),
         first=audit.first_catches,
         alone=audit.caught_alone,
         groups=[group for group in groups if group[2]],
-        twins=twins,
-        whys={twin.name: twin.why for twin in all_twins()},
+        controls=controls,
+        whys={control.name: control.why for control in all_controls()},
         checks=CHECKS,
         partial=audit.settings.partial,
         line=verdict_line(audit),
@@ -130,10 +131,10 @@ def checks_page() -> str:
         checks=[(check, _proofs(faults, check.id)) for check in CHECKS.values()],
         classes=CLASSES,
         faults=faults,
-        twins=all_twins(),
+        controls=all_controls(),
         left_out=all_left_out(),
     )
 
 
 def _proofs(faults: Sequence[Fault], check: str) -> list[Fault]:
-    return [fault for fault in faults if fault.promises[0] == check]
+    return [fault for fault in faults if fault.checks[0] == check]

@@ -1,4 +1,4 @@
-"""One task: a fault, tried until the first case that catches it, or one mode of a twin, tried to the end."""
+"""One task: a fault, tried until the first case that catches it, or one mode of a healthy control, tried to the end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 
-from ..faults import all_faults, all_twins
+from ..faults import all_controls, all_faults
 from ..registry import UsageError, did_you_mean
 from ..results import BAD, CaseResult, Status, format_failure
 from ..running.plan import RunPlan, WorkItem, plan_run, run_item
-from .verdicts import FaultVerdict, Settings, Task, TwinVerdict, Verdict
+from .verdicts import ControlVerdict, FaultVerdict, Settings, Task, Verdict
 
 __all__ = ["kill_order", "run_task", "tasks_for"]
 
@@ -26,7 +26,7 @@ _TURNS = 3
 
 
 def tasks_for(settings: Settings) -> list[Task]:
-    """Faults and twins that the globs name. Raises ``UsageError`` when they name nothing."""
+    """Faults and controls that the globs name, the longest first. Raises ``UsageError`` when they name nothing."""
 
     def chosen(name: str) -> bool:
         return not settings.faults or any(fnmatch.fnmatchcase(name, glob) for glob in settings.faults)
@@ -37,12 +37,14 @@ def tasks_for(settings: Settings) -> list[Task]:
         for fault in all_faults()
         if chosen(fault.slug) and (not letters or fault.bug_class in letters)
     ]
-    for twin in () if letters else all_twins():
-        claims = twin.backend.capabilities
+    for control in () if letters else all_controls():
+        claims = control.backend.capabilities
         for execution, modes in (("graph", claims.graph), ("eager", claims.eager)):
-            tasks += [Task("twin", twin.name, mode.value, execution) for mode in sorted(modes) if chosen(twin.name)]
+            tasks += [
+                Task("control", control.name, mode.value, execution) for mode in sorted(modes) if chosen(control.name)
+            ]
     if not tasks:
-        names = [fault.slug for fault in all_faults()] + [twin.name for twin in all_twins()]
+        names = [fault.slug for fault in all_faults()] + [control.name for control in all_controls()]
         asked = settings.faults or (settings.classes,)
         raise UsageError(f"no fault matches {', '.join(asked)}{did_you_mean(asked[0], names)}")
     # The longest first, so that no process is left alone with one at the end.
@@ -80,7 +82,7 @@ def _taking_turns(items: Sequence[WorkItem]) -> list[WorkItem]:
 
 def run_task(task: Task, settings: Settings) -> Verdict:
     """One task, in this process."""
-    return _run_fault(task, settings) if task.kind == "fault" else _run_twin(task, settings)
+    return _run_fault(task, settings) if task.kind == "fault" else _run_control(task, settings)
 
 
 def _plan(spec: str, settings: Settings, modes: Sequence[str], executions: Sequence[str]) -> RunPlan:
@@ -96,7 +98,7 @@ def _plan(spec: str, settings: Settings, modes: Sequence[str], executions: Seque
 
 def _run_fault(task: Task, settings: Settings) -> FaultVerdict:
     fault = next(fault for fault in all_faults() if fault.slug == task.name)
-    verdict = FaultVerdict(fault.slug, fault.bug_class, fault.source, fault.promises)
+    verdict = FaultVerdict(fault.slug, fault.bug_class, fault.source, fault.checks)
     started = time.perf_counter()
     plan = _plan(fault.spec, settings, [m.value for m in fault.modes], [e.value for e in fault.executions])
     given = (row for row in plan.given if row.status in BAD)
@@ -112,28 +114,30 @@ def _run_fault(task: Task, settings: Settings) -> FaultVerdict:
 
 
 def _caught(verdict: FaultVerdict, result: CaseResult, plan: RunPlan, count: int, seconds: float) -> FaultVerdict:
-    promises = tuple(finding.check for finding in result.findings) or (str(result.status),)
+    checks = tuple(finding.check for finding in result.findings) or (str(result.status),)
     return FaultVerdict(
-        **{**asdict(verdict), "caught_by": promises, "case": result.case, "mode": result.mode,
+        **{**asdict(verdict), "caught_by": checks, "case": result.case, "mode": result.mode,
            "execution": result.execution, "text": format_failure(result, plan.header), "case_runs": count,
            "seconds": seconds, "lost": result.status is Status.CRASHED}
     )  # fmt: skip
 
 
-def _turn(items: Sequence[WorkItem], twin: int, settings: Settings) -> Sequence[WorkItem]:
-    """Every third case: another third for the next twin and for the next seed, so three seeds run all of every twin.
+def _turn(items: Sequence[WorkItem], control: int, settings: Settings) -> Sequence[WorkItem]:
+    """Every third case: another third for the next control and for the next seed, so three seeds run all of each.
 
-    Twins run to the end, and their graph cases cost more than all faults together.
+    Controls run to the end, and their graph cases cost more than all faults together.
     """
-    return items if settings.tier == "smoke" else items[(twin + settings.seed) % _TURNS :: _TURNS]
+    return items if settings.tier == "smoke" else items[(control + settings.seed) % _TURNS :: _TURNS]
 
 
-def _run_twin(task: Task, settings: Settings) -> TwinVerdict:
-    twin = next(twin for twin in all_twins() if twin.name == task.name)
+def _run_control(task: Task, settings: Settings) -> ControlVerdict:
+    control = next(control for control in all_controls() if control.name == task.name)
     started = time.perf_counter()
-    plan = _plan(twin.spec, settings, [task.mode], [task.execution])
+    plan = _plan(control.spec, settings, [task.mode], [task.execution])
     texts, count, alarms, lost = [], 0, 0, False
-    items = _turn(plan.items, list(all_twins()).index(twin), settings) if task.execution == "graph" else plan.items
+    items = (
+        _turn(plan.items, list(all_controls()).index(control), settings) if task.execution == "graph" else plan.items
+    )
     for result in (*plan.given, *(run_item(item, plan) for item in items)):
         count += bool(result.case)
         if result.status is not Status.PASSED:
@@ -142,4 +146,6 @@ def _run_twin(task: Task, settings: Settings) -> TwinVerdict:
         if lost := result.status is Status.CRASHED:
             break
     seconds = time.perf_counter() - started
-    return TwinVerdict(task.name, task.mode, task.execution, count, alarms, tuple(texts[:_MOST_TEXTS]), seconds, lost)
+    return ControlVerdict(
+        task.name, task.mode, task.execution, count, alarms, tuple(texts[:_MOST_TEXTS]), seconds, lost
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checks import CHECKS
 
-__all__ = ["Audit", "FaultVerdict", "Settings", "Task", "TwinVerdict", "Verdict"]
+__all__ = ["Audit", "ControlVerdict", "FaultVerdict", "Settings", "Task", "Verdict"]
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class Settings:
     device: str = "auto"
     seed: int = 0
     faults: tuple[str, ...] = ()
-    """Globs on slugs and on names of twins; empty: all."""
+    """Globs on slugs of faults and on names of controls; empty: all."""
     classes: str = ""
-    """Letters of classes of bugs, and no twins; empty: all."""
+    """Letters of classes of bugs, and no controls; empty: all."""
     jobs: int = 2
     timeout_s: float = 240.0
-    """For one task; twins get five times as long."""
+    """For one task; controls get five times as long."""
 
     @property
     def partial(self) -> bool:
@@ -34,10 +34,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """A fault, or one mode and execution of a twin."""
+    """A fault, or one mode and execution of a control."""
 
     kind: str
-    """``fault`` or ``twin``."""
+    """``fault`` or ``control``."""
     name: str
     mode: str = ""
     execution: str = ""
@@ -52,7 +52,7 @@ class FaultVerdict:
     source: str
     expected: tuple[str, ...]
     caught_by: tuple[str, ...] = ()
-    """Promises of the first case that caught it, as reported; ``crashed`` and ``timed out`` among them."""
+    """Checks that the first case to catch it failed, as reported; ``crashed`` and ``timed out`` among them."""
     case: str = ""
     mode: str = ""
     execution: str = ""
@@ -73,18 +73,18 @@ class FaultVerdict:
 
     @property
     def first(self) -> str:
-        """The promise that was reported first."""
+        """The check that was reported first."""
         return self.caught_by[0] if self.caught_by else ""
 
     @property
     def as_expected(self) -> bool:
-        """Whether a promise that must catch it did."""
+        """Whether a check that must catch it did."""
         return bool(set(self.caught_by) & set(self.expected))
 
 
 @dataclass(frozen=True)
-class TwinVerdict:
-    """What became of one mode and execution of a twin."""
+class ControlVerdict:
+    """What became of one mode and execution of a control."""
 
     name: str
     mode: str
@@ -97,7 +97,7 @@ class TwinVerdict:
     """Whether it took the device context along, and with it the process."""
 
 
-Verdict = FaultVerdict | TwinVerdict
+Verdict = FaultVerdict | ControlVerdict
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Audit:
 
     settings: Settings
     faults: list[FaultVerdict] = field(default_factory=list)
-    twins: list[TwinVerdict] = field(default_factory=list)
+    controls: list[ControlVerdict] = field(default_factory=list)
     seconds: float = 0.0
     device: str = ""
 
@@ -116,36 +116,36 @@ class Audit:
         return [verdict for verdict in self.faults if not verdict.caught]
 
     @property
-    def alarms(self) -> list[TwinVerdict]:
-        """Twins that were found fault with."""
-        return [verdict for verdict in self.twins if verdict.alarms]
+    def alarms(self) -> list[ControlVerdict]:
+        """Controls that were found fault with."""
+        return [verdict for verdict in self.controls if verdict.alarms]
 
     @property
     def first_catches(self) -> dict[str, int]:
-        """Promise -> faults of which it is reported first."""
+        """Check -> faults for which it is reported first."""
         counts = Counter(verdict.first for verdict in self.faults if verdict.caught)
-        return {promise: counts[promise] for promise in (*CHECKS, "crashed", "timed out") if promise in CHECKS
-                or counts[promise]}  # fmt: skip
+        listed = (*CHECKS, *(word for word in ("crashed", "timed out") if counts[word]))
+        return {check: counts[check] for check in listed}
 
     @property
     def caught_alone(self) -> dict[str, int]:
-        """Promise -> faults that it and no other reports."""
+        """Check -> faults that it and no other reports."""
         counts = Counter(verdict.first for verdict in self.faults if len(verdict.caught_by) == 1)
-        return {promise: counts[promise] for promise in self.first_catches}
+        return {check: counts[check] for check in self.first_catches}
 
     @property
-    def idle_promises(self) -> list[str]:
-        """Promises that catch nothing that others do not. Not known when only some faults were tried."""
+    def idle_checks(self) -> list[str]:
+        """Checks that catch nothing that others do not. Not known when only some faults were tried."""
         if self.settings.partial:
             return []
-        return [promise for promise, count in self.caught_alone.items() if promise in CHECKS and not count]
+        return [check for check, count in self.caught_alone.items() if check in CHECKS and not count]
 
     @property
     def exit_code(self) -> int:
-        """1 on any survivor, false alarm or idle promise; 5 when nothing was tried."""
-        if not self.faults and not self.twins:
+        """1 on any survivor, false alarm or idle check; 5 when nothing was tried."""
+        if not self.faults and not self.controls:
             return 5
-        return 1 if self.survivors or self.alarms or self.idle_promises else 0
+        return 1 if self.survivors or self.alarms or self.idle_checks else 0
 
     def as_plain(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -156,9 +156,9 @@ class Audit:
             "exit_code": self.exit_code,
             "first_catches": self.first_catches,
             "caught_alone": self.caught_alone,
-            "idle_promises": self.idle_promises,
+            "idle_checks": self.idle_checks,
             "survivors": [verdict.slug for verdict in self.survivors],
-            "false_alarms": sum(verdict.alarms for verdict in self.twins),
+            "false_alarms": sum(verdict.alarms for verdict in self.controls),
             "faults": [asdict(verdict) for verdict in self.faults],
-            "twins": [asdict(verdict) for verdict in self.twins],
+            "controls": [asdict(verdict) for verdict in self.controls],
         }

@@ -29,13 +29,13 @@ Examples:
   attn-testkit audit --device cpu --html audit.html
   attn-testkit audit --fault 'qlens-*' --verbose
   attn-testkit audit --device cuda --class ABCJK
-  attn-testkit audit --docs docs/promises.md
+  attn-testkit audit --docs docs/checks.md
 \b
-Exit code 1 when a fault survives, a healthy twin fails, or a promise catches nothing that
+Exit code 1 when a fault survives, a healthy control fails, or a check catches nothing that
 others do not.""",
 )
 @click.option("--tier", type=Spelled("tier", TIERS), default="core", show_default=True, help="How many cases.")
-@click.option("--fault", "faults", multiple=True, metavar="GLOB", help="Only faults and twins so named; repeatable.")
+@click.option("--fault", "faults", multiple=True, metavar="GLOB", help="Only faults and controls so named; repeatable.")
 @click.option("--class", "classes", default="", metavar="LETTERS", help="Only faults of these classes, as ABCJK.")
 @device_option
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Other random data.")
@@ -58,7 +58,7 @@ def audit(
     verbose: bool,
     docs: str | None,
 ) -> int:
-    """Run every broken backend until a case catches it, and every healthy twin to the end."""
+    """Run every broken backend until a case catches it, and every healthy control to the end."""
     from ..audit import Settings
     from ..audit import audit as run_audit
     from ..audit.show import audit_page, audit_text, checks_page

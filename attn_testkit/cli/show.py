@@ -20,7 +20,7 @@ from ..results import BAD, CaseResult, RunHeader, Status, format_failure
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
 
 FULL_TEXTS = 3
-"""Failures of one backend, mode, execution and promise that are told in full; the rest get a line each."""
+"""Failures of one backend, mode, execution and check that are told in full; the rest get a line each."""
 LOG_SECONDS = 15.0
 
 
@@ -82,15 +82,15 @@ class Watch:
             click.echo(f"  {self._done} of {self._total} case-runs{trouble}, {now - self._started:.0f} s", err=True)
 
     def _tell(self, result: CaseResult) -> None:
-        promise = result.findings[0].check if result.findings else result.status.value
-        group = (result.backend, result.mode, result.execution, promise)
+        check = result.findings[0].check if result.findings else result.status.value
+        group = (result.backend, result.mode, result.execution, check)
         self._told[group] += 1
         text = format_failure(result, self._header)
         first, _, rest = text.partition("\n")
         if self._verbose or self._told[group] <= FULL_TEXTS:
             more = "\n" + rest + "\n"
         else:
-            more = f" [{promise}; {result.backend} {result.execution}]"
+            more = f" [{check}; {result.backend} {result.execution}]"
         if self._bar:
             self._bar.stop()
         click.echo(click.style(first, fg="red", bold=True) + more)

@@ -1,5 +1,5 @@
-"""Broken backends, their healthy twins, and the audit that judges the kit by them."""
+"""Broken backends, healthy controls, and the catalogue that the audit judges the kit by."""
 
-from .catalogue import Fault, LeftOut, Twin, all_faults, all_left_out, all_twins
+from .catalogue import Control, Fault, LeftOut, all_controls, all_faults, all_left_out
 
-__all__ = ["Fault", "LeftOut", "Twin", "all_faults", "all_left_out", "all_twins"]
+__all__ = ["Control", "Fault", "LeftOut", "all_controls", "all_faults", "all_left_out"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .catalogue import fault
@@ -17,19 +18,21 @@ _GRAPH = ("graph",)
 
 @fault(
     slug="capture-zero-lens-nan",
-    bug_class="A",
     source="sglang #26521",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="capture binds a zeroed length buffer and never copies seq_lens in: the warm-up divides 0 by 0",
-    promises=("finite",),
+    checks=("finite",),
     hint="capture metadata do not hold seq_lens",
 )
 class CaptureZeroLensNan(PlannedBackend):
+    """Capture binds a zeroed length buffer and never copies seq_lens in: the warm-up divides 0 by 0."""
+
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "kv_lens" or not self.capturing:
             super().copy_in(name, target, source)
 
+    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         empty = (lse == -torch.inf).all(1)[..., None]
         return super().combine(acc, lse, layer).masked_fill(empty, torch.nan)
@@ -37,15 +40,16 @@ class CaptureZeroLensNan(PlannedBackend):
 
 @fault(
     slug="fresh-tensor-instead-of-copy",
-    bug_class="A",
     source="sglang #26019 (review)",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="replay assigns new tensors to the metadata object instead of copying into the captured buffers",
-    promises=("addresses-stable", "replay-follows-batch"),
+    checks=("addresses-stable", "replay-follows-batch"),
     hint="fill it in place|allocate it once|captured",
 )
 class FreshTensorInsteadOfCopy(PlannedBackend):
+    """Replay assigns new tensors to the metadata object instead of copying into the captured buffers."""
+
+    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         if self.capturing:
             super().fill(views, plan, batch)
@@ -54,20 +58,22 @@ class FreshTensorInsteadOfCopy(PlannedBackend):
 
 @fault(
     slug="fp8-sched-meta-fresh-tensors",
-    bug_class="A",
     source="vLLM #35175, #33638",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="with an FP8 pool the split plan is put on the metadata as a new tensor; its graph buffer is dead",
-    promises=("addresses-stable", "replay-follows-batch"),
+    checks=("addresses-stable", "replay-follows-batch"),
     hint="fill it in place|allocate it once",
 )
 class Fp8SchedMetaFreshTensors(PlannedBackend):
+    """With an FP8 pool the split plan is put on the metadata as a new tensor; its graph buffer is dead."""
+
+    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         if self.context.kv_pool.dtype.itemsize == 1:
             views.chunk = plan.chunk
 
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "chunk" or self.capturing or self.context.kv_pool.dtype.itemsize > 1:
             super().copy_in(name, target, source)
@@ -75,21 +81,23 @@ class Fp8SchedMetaFreshTensors(PlannedBackend):
 
 @fault(
     slug="plan-kernel-not-recorded",
-    bug_class="A",
     source="vLLM #42444",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="the first forward makes the schedule; that is a warm-up, so the planning kernel is not in the graph",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="in eager it is right",
 )
 class PlanKernelNotRecorded(PlannedBackend):
+    """The first forward makes the schedule; that is a warm-up, so the planning kernel is not in the graph."""
+
+    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         if not hasattr(meta, "schedule"):
             meta.chunk = self.plan_splits(meta.kv_lens)
             meta.schedule = True  # type: ignore[attr-defined]
         return super().in_split(meta)
 
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "chunk":
             super().copy_in(name, target, source)
@@ -97,15 +105,16 @@ class PlanKernelNotRecorded(PlannedBackend):
 
 @fault(
     slug="plan-not-refreshed-before-replay",
-    bug_class="A",
     source="rtp-llm #378, #1084",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="replay updates the page table in place but not the plan: chunk sizes stay those of capture",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="KV tokens are right, of|KV tokens are missing",
 )
 class PlanNotRefreshedBeforeReplay(PlannedBackend):
+    """Replay updates the page table in place but not the plan: chunk sizes stay those of capture."""
+
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "chunk" or self.capturing:
             super().copy_in(name, target, source)
@@ -113,16 +122,17 @@ class PlanNotRefreshedBeforeReplay(PlannedBackend):
 
 @fault(
     slug="replay-page-count-mismatch-hang",
-    bug_class="A",
     source="TensorRT-LLM #15556",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="the captured kernel waits for as many page tiles as there were at capture, and replay has another count",
-    promises=("replay-follows-batch", "output-written"),
+    checks=("replay-follows-batch", "output-written"),
     hint="in eager it is right",
     modelled="a request whose tiles never all come keeps its unfinished partial result, where the kernel hung",
 )
 class ReplayPageCountMismatch(CountingBackend):
+    """The captured kernel waits for as many page tiles as there were at capture, and replay has another count."""
+
+    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         if self.in_graph:
             assert self.metadata is not None
@@ -133,16 +143,17 @@ class ReplayPageCountMismatch(CountingBackend):
 
 @fault(
     slug="split-count-grows-past-capture",
-    bug_class="A",
     source="vLLM #20301, #25490",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="accumulators are sized for the number of splits at capture, and replay chooses more splits",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="KV tokens are right, of|KV tokens are missing",
     modelled="splits past the accumulators are dropped, where the kernel wrote behind them",
 )
 class SplitCountGrowsPastCapture(PlannedBackend):
+    """Accumulators are sized for the number of splits at capture, and replay chooses more splits."""
+
+    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         sized = 1 if self.in_graph else self.max_splits
         return super().combine(acc[:, :sized], lse[:, :sized], layer)
@@ -150,20 +161,22 @@ class SplitCountGrowsPastCapture(PlannedBackend):
 
 @fault(
     slug="row-stride-from-live-batch-max",
-    bug_class="A",
     source="vLLM #41834 (comment)",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="rows of a flat page list are laid out by the longest live request; the captured kernel has full width",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="request 0 is right and all others are wrong|in eager it is right",
 )
 class RowStrideFromLiveBatchMax(PlannedBackend):
+    """Rows of a flat page list are laid out by the longest live request; the captured kernel has full width."""
+
+    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         pages = (lens.amax() + self.context.page_size - 1) // self.context.page_size
         self.row_width = torch.exp2(pages.clamp(1, self.pages).float().log2().ceil()).long().clamp(max=self.pages)
         return super().plan_splits(lens)
 
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "page_table":
             return super().copy_in(name, target, source)
@@ -177,16 +190,17 @@ class RowStrideFromLiveBatchMax(PlannedBackend):
 
 @fault(
     slug="extend-branch-missing-in-graph-path",
-    bug_class="A",
     source="sglang #26019 (review)",
     modes=_V2,
     executions=_GRAPH,
-    mechanism="when capture and replay were merged one mode's branch was not ported: it falls through without metadata",
-    promises=("completes",),
+    checks=("completes",),
     hint="planned",
     modelled="draft-extend v2 stands for the plain extend",
 )
 class BranchMissingInGraphPath(PlannedBackend):
+    """When capture and replay were merged one mode's branch was not ported: it falls through without metadata."""
+
+    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         self.metadata = None
         if batch.forward_mode is not ForwardMode.DRAFT_EXTEND_V2:
@@ -195,15 +209,16 @@ class BranchMissingInGraphPath(PlannedBackend):
 
 @fault(
     slug="graph-key-missing-query-len",
-    bug_class="A",
     source="lmdeploy #4661; vLLM #48261",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="metadata of graphs are kept by batch size alone: another mode of that size is captured with its views",
-    promises=("completes", "buckets-independent"),
+    checks=("completes", "buckets-independent"),
     modelled="the key is the backend's, where upstream it was the runner's",
 )
 class GraphKeyMissingQueryLen(PlannedBackend):
+    """Metadata of graphs are kept by batch size alone: another mode of that size is captured with its views."""
+
+    @override
     def views(self, batch: ForwardBatch) -> Metadata:
         known = [meta for (_, bs), meta in self.graphs.items() if bs == batch.batch_size]
         return known[0] if known else super().views(batch)
@@ -211,20 +226,22 @@ class GraphKeyMissingQueryLen(PlannedBackend):
 
 @fault(
     slug="replay-bucket-recomputed",
-    bug_class="A",
     source="lmdeploy #3372, #4005",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="replay fills as many rows as the next power of two of the live batch, not as many as the bucket has",
-    promises=("replay-follows-batch", "writes-own-kv", "padding-inert"),
+    checks=("replay-follows-batch", "writes-own-kv", "padding-inert"),
 )
 class ReplayBucketRecomputed(PlannedBackend):
+    """Replay fills as many rows as the next power of two of the live batch, not as many as the bucket has."""
+
+    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         live = -(-batch.out_cache_loc.shape[0] // views.max_q_len)
         self.filled = min(batch.batch_size, 1 << (live - 1).bit_length())
         self.filled_rows = self.filled * views.max_q_len
         super().fill(views, plan, batch)
 
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         count = self.filled_rows if name == "slots" else self.filled + (name == "cu_seqlens_q")
         super().copy_in(name, target[:count], source[:count])
@@ -232,15 +249,16 @@ class ReplayBucketRecomputed(PlannedBackend):
 
 @fault(
     slug="frozen-kv-step-offset-baked",
-    bug_class="A",
     source="sglang 0.5.23 (frozen_kv_mtp_cuda_graph_runner)",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="the recorded rebuild adds a draft step to the lengths, so every replay reads one slot never written",
-    promises=("replay-follows-batch", "reads-own-kv"),
+    checks=("replay-follows-batch", "reads-own-kv"),
     hint="in eager it is right",
 )
 class FrozenKvStepOffsetBaked(PlannedBackend):
+    """The recorded rebuild adds a draft step to the lengths, so every replay reads one slot never written."""
+
+    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert self.metadata is not None
         self.metadata.kv_lens += 1
@@ -248,23 +266,25 @@ class FrozenKvStepOffsetBaked(PlannedBackend):
 
 @fault(
     slug="grid-covers-the-capture-lengths",
-    bug_class="A",
     source="flashinfer #639, #641",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="the launch grid follows the longest request, as a Python number: a graph covers the capture's lengths",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="KV tokens are right, of|KV tokens are missing",
     modelled="the grid runs over keys, where upstream it ran over query rows",
 )
 class GridCoversTheCaptureLengths(PlannedBackend):
+    """The launch grid follows the longest request, as a Python number: a graph covers the capture's lengths."""
+
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
+    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         assert batch.seq_lens_cpu is not None
         self.longest = int(batch.seq_lens_cpu[: batch.batch_size].max()) + self.width
         return super().plan(batch)
 
+    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         keys = super().in_split(meta)
         return keys & (self.index[: keys.shape[-1]] < -(-self.longest // self.tile) * self.tile)
@@ -272,31 +292,33 @@ class GridCoversTheCaptureLengths(PlannedBackend):
 
 @fault(
     slug="swa-draft-extend-has-no-window-buffers",
-    bug_class="A",
     source="sglang #29858, #22679",
     modes=_V1 + _V2,
     executions=_GRAPH,
-    mechanism="three of four graph paths build the windowed layer's indices; draft-extend leaves them at None",
-    promises=("replay-follows-batch", "matches-oracle"),
+    checks=("replay-follows-batch", "matches-oracle"),
     hint="before the window|in eager it is right",
     modelled="with one pool for all layers the missing indices show as a missing window",
 )
 class SwaDraftExtendHasNoWindowBuffers(PlannedBackend):
+    """Three of four graph paths build the windowed layer's indices; draft-extend leaves them at None."""
+
+    @override
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return torch.zeros_like(position) if self.in_graph else super().window_start(position, layer)
 
 
 @fault(
     slug="tree-mask-of-the-capture",
-    bug_class="A",
     source="general",
     modes=_VERIFY,
     executions=_GRAPH,
-    mechanism="lengths and pages are refreshed at replay, and the mask buffer is not",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="tree mask|in eager it is right",
 )
 class TreeMaskOfTheCapture(PlannedBackend):
+    """Lengths and pages are refreshed at replay, and the mask buffer is not."""
+
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "mask" or self.capturing:
             super().copy_in(name, target, source)
@@ -304,15 +326,16 @@ class TreeMaskOfTheCapture(PlannedBackend):
 
 @fault(
     slug="page-table-refreshed-for-the-first-pages-only",
-    bug_class="A",
     source="general",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="a replay copies as many page-table columns as the capture batch used",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="in eager it is right",
 )
 class PageTableRefreshedForTheFirstPagesOnly(PlannedBackend):
+    """A replay copies as many page-table columns as the capture batch used."""
+
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name == "page_table" and not self.capturing:
             target[:, :1].copy_(source[:, :1])
@@ -322,17 +345,18 @@ class PageTableRefreshedForTheFirstPagesOnly(PlannedBackend):
 
 @fault(
     slug="kv-splits-not-refreshed",
-    bug_class="A",
     source="sglang #26019 (review), MUTATION_FIXES.md M23",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="replay keeps the number of splits of the capture, : right numbers, and other bits than eager",
-    promises=("graph-matches-eager",),
+    checks=("graph-matches-eager",),
     hint="split count",
 )
 class KvSplitsNotRefreshed(PlannedBackend):
+    """Replay keeps the number of splits of the capture: right numbers, and other bits than eager."""
+
     capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)
 
+    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         splits = super().in_split(meta)
         if not self.in_graph:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from ..contract import BackendContext, DraftExtendInput, ForwardBatch, ForwardMode
+from .builds import FixedStrideBackend
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
@@ -13,52 +15,34 @@ _V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
 _GRAPH = ("graph",)
 
 
-class _FixedStride(PlannedBackend):
-    """Captured kernels find rows by a fixed stride."""
-
-    def stride(self, meta: Metadata) -> int:
-        """Rows between two requests; 0: packed."""
-        return meta.max_q_len
-
-    def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
-        if not self.in_graph or not self.stride(meta):
-            return super().row_of(meta, tokens)
-        first = self.index[: len(meta.kv_lens), None] * self.stride(meta)
-        return (first + self.index[: meta.max_q_len]).clamp(0, tokens - 1)
-
-    def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
-        if not self.in_graph or not self.stride(meta):
-            return super().scatter(out, meta, tokens)
-        row, stride = self.index[:tokens], self.stride(meta)
-        place = (row // stride).clamp(max=len(out) - 1) * meta.max_q_len + (row % stride).clamp(max=meta.max_q_len - 1)
-        return out.flatten(0, 1)[place]
-
-
 @fault(
     slug="qlens-packed-vs-uniform-stride",
-    bug_class="A",
     source="sglang #21987, #19807",
     modes=_V1,
     executions=_GRAPH,
-    mechanism="replay packs query offsets by accepted counts; the captured kernel keeps the fixed stride of capture",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="rows are packed",
 )
-class QlensPackedVsUniformStride(_FixedStride):
-    pass
+class QlensPackedVsUniformStride(FixedStrideBackend):
+    """Replay packs query offsets by accepted counts; the captured kernel keeps the fixed stride of capture."""
+
+    @override
+    def stride(self, meta: Metadata) -> int:
+        return meta.max_q_len
 
 
 @fault(
     slug="draft-extend-qlens-seeded-once",
-    bug_class="A",
     source="sglang #26019 (review)",
     modes=_V1,
     executions=_GRAPH,
-    mechanism="query offsets are written once per bucket, at capture, and not refreshed from the accepted counts",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="rows are packed",
 )
 class DraftExtendQlensSeededOnce(PlannedBackend):
+    """Query offsets are written once per bucket, at capture, and not refreshed from the accepted counts."""
+
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "cu_seqlens_q" or self.capturing:
             super().copy_in(name, target, source)
@@ -66,34 +50,37 @@ class DraftExtendQlensSeededOnce(PlannedBackend):
 
 @fault(
     slug="qo-stride-steps-plus-one",
-    bug_class="A",
     source="sglang #27545",
     modes=_V2,
     executions=_GRAPH,
-    mechanism="the query stride is num_steps + 1 while the runner lays out num_draft_tokens rows a request",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="in eager it is right",
 )
-class QoStrideStepsPlusOne(_FixedStride):
+class QoStrideStepsPlusOne(FixedStrideBackend):
+    """The query stride is num_steps + 1 while the runner lays out num_draft_tokens rows a request."""
+
+    @override
     def views(self, batch: ForwardBatch) -> Metadata:
         self.is_v2 = batch.forward_mode.is_draft_extend_v2()
         return super().views(batch)
 
+    @override
     def stride(self, meta: Metadata) -> int:
-        return self.context.speculative_num_steps + 1 if self.is_v2 else 0
+        return self.context.speculative_num_steps + 1 if self.is_v2 else super().stride(meta)
 
 
 @fault(
     slug="capture-spec-width-left-at-minus-one",
-    bug_class="A",
     source="sglang #31367",
     modes=_V2,
     executions=_GRAPH,
-    mechanism="the captured rebuild of query offsets takes its stride from spec_info, which is not yet set at capture",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="in eager it is right",
 )
 class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
+    """The captured rebuild of query offsets takes its stride from spec_info, which is not yet set at capture."""
+
+    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert self.metadata is not None
         assert isinstance(batch.spec_info, DraftExtendInput)
@@ -103,15 +90,16 @@ class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
 
 @fault(
     slug="capture-zeroes-query-start-loc",
-    bug_class="A",
     source="vLLM #53821",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="a shared builder zeroes the query offsets for capture, to spare an old kernel; nobody restores them",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="in eager it is right",
 )
 class CaptureZeroesQueryStartLoc(PlannedBackend):
+    """A shared builder zeroes the query offsets for capture, to spare an old kernel; nobody restores them."""
+
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "cu_seqlens_q":
             super().copy_in(name, target, source)
@@ -119,21 +107,22 @@ class CaptureZeroesQueryStartLoc(PlannedBackend):
 
 @fault(
     slug="host-cumsum-inside-captured-forward",
-    bug_class="A",
     source="TensorRT-LLM #17273 (review)",
     modes=_V1,
     executions=_GRAPH,
-    mechanism="the captured forward sums query lengths on the host into pinned memory; a replay re-runs the copy alone",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="rows are packed|in eager it is right",
 )
 class HostCumsumInsideCapturedForward(PlannedBackend):
+    """The captured forward sums query lengths on the host into pinned memory; a replay re-runs the copy alone."""
+
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.pinned = torch.zeros(context.max_bs + 1, dtype=torch.int32, pin_memory=True)
 
+    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert self.metadata is not None
         assert isinstance(batch.spec_info, DraftExtendInput)
@@ -145,14 +134,15 @@ class HostCumsumInsideCapturedForward(PlannedBackend):
 
 @fault(
     slug="offsets-restart-after-a-warp",
-    bug_class="A",
     source="vLLM #27840; flash-attention #2520",
     modes=_ALL,
-    mechanism="query offsets are summed by one warp, and those of requests from number 32 on begin again at 0",
-    promises=("matches-oracle", "output-written", "replay-follows-batch"),
+    checks=("matches-oracle", "output-written", "replay-follows-batch"),
     hint="offset of its query rows",
 )
 class OffsetsRestartAfterAWarp(PlannedBackend):
+    """Query offsets are summed by one warp, and those of requests from number 32 on begin again at 0."""
+
+    @override
     def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         parts = [part.cumsum(0) for part in torch.split(counts, 32)]
         return torch.nn.functional.pad(torch.cat(parts), (1, 0)).to(torch.int32)
@@ -160,13 +150,14 @@ class OffsetsRestartAfterAWarp(PlannedBackend):
 
 @fault(
     slug="plan-of-one-block",
-    bug_class="A",
     source="general",
     modes=_ALL,
-    mechanism="one block of 128 threads plans the splits, without a loop: requests from number 128 on have no plan",
-    promises=("matches-oracle", "replay-follows-batch"),
+    checks=("matches-oracle", "replay-follows-batch"),
     hint="128",
 )
 class PlanOfOneBlock(PlannedBackend):
+    """One block of 128 threads plans the splits, without a loop: requests from number 128 on have no plan."""
+
+    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return torch.where(self.index[: len(lens)] < 128, super().plan_splits(lens), 0)

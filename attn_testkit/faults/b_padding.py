@@ -1,10 +1,12 @@
-"""Class B: padded rows. What fills the rows between the live batch and its bucket reaches somebody."""
+"""Class B: padded rows. What fills the rows between the live batch and its bucket reaches live rows."""
 
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from .builds import WorkListBackend
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
@@ -15,50 +17,40 @@ _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXT
 _GRAPH = ("graph",)
 
 
-class _WorkList(PlannedBackend):
-    """Pairs of a row and a key are work items, numbered through; items past the total are nobody's."""
-
-    def total(self, meta: Metadata, position: torch.Tensor) -> torch.Tensor:
-        """How many items there are."""
-        return (position + 1).clamp(min=0).sum()
-
-    def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
-        seen = super().visible(meta, layer, position)
-        return seen & (seen.flatten().cumsum(0).view_as(seen) <= self.total(meta, position))
-
-
 @fault(
     slug="pad-fill-underflows-uniform-width",
-    bug_class="B",
     source="sglang #31270, #30378",
     modes=_V2,
     executions=_GRAPH,
-    mechanism="a padded request's length of 1, expanded to the uniform width, gives negative row lengths",
-    promises=("padding-inert",),
+    checks=("padding-inert",),
     hint="bucket of exactly|padded rows",
     modelled="negative lengths shorten the work list; upstream they faulted",
 )
-class PadFillUnderflowsUniformWidth(_WorkList):
+class PadFillUnderflowsUniformWidth(WorkListBackend):
+    """A padded request's length of 1, expanded to the uniform width, gives negative row lengths."""
+
+    @override
     def total(self, meta: Metadata, position: torch.Tensor) -> torch.Tensor:
         return (position + 1).sum()
 
 
 @fault(
     slug="pad-indptr-tail-runs-backwards",
-    bug_class="B",
     source="ROCm/ATOM #2148",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="only live entries of kv_indptr are refreshed: padded ones are of an earlier batch, and run backwards",
-    promises=("padding-inert", "replay-follows-batch"),
+    checks=("padding-inert", "replay-follows-batch"),
     hint="bucket of exactly|padded rows|in eager it is right",
     modelled="the last entry is the length of the work list; upstream the negative length faulted",
 )
-class PadIndptrTailRunsBackwards(_WorkList):
+class PadIndptrTailRunsBackwards(WorkListBackend):
+    """Only live entries of kv_indptr are refreshed: padded ones are of an earlier batch, and run backwards."""
+
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.indptr = torch.zeros(context.max_bs + 1, dtype=torch.int64, device=context.device)
 
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         super().copy_in(name, target, source)
         if name == "kv_lens":
@@ -67,37 +59,49 @@ class PadIndptrTailRunsBackwards(_WorkList):
             live = len(source)
             self.indptr[1 : live + 1].copy_(self.lens[:live].cumsum(0))
 
+    @override
     def total(self, meta: Metadata, position: torch.Tensor) -> torch.Tensor:
         return self.indptr[len(meta.kv_lens)] if self.in_graph else super().total(meta, position)
 
 
 @fault(
     slug="pad-req-row-aliases-live-request",
-    bug_class="B",
     source="sglang #24243; tokenspeed #618",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="write slots are derived from request rows, and padding points at a row that a live request may own",
-    promises=("writes-own-kv",),
+    checks=("writes-own-kv",),
     hint="slot of an earlier token|no live request|this step",
     modelled="row 1 plays the part of row 0, which this contract reserves",
 )
 class PadReqRowAliasesLiveRequest(PlannedBackend):
+    """Write slots are derived from request rows, and padding points at a row that a live request may own."""
+
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         super().copy_in(name, target, source)
         if name == "slots" and len(source) < len(target):
             target[len(source) :] = self.context.req_to_token[1, 0].long()
 
 
-class _LiveRowsOnly(PlannedBackend):
-    """Buffers are filled for the live batch; what lies behind is left."""
+@fault(
+    slug="metadata-built-before-graph-padding",
+    source="vLLM #28579, #25265; xLLM #1939",
+    modes=_UNIFORM,
+    executions=_GRAPH,
+    checks=("writes-own-kv", "padding-inert"),
+    hint="no live request|an earlier token|this step|padded rows",
+)
+class MetadataForLiveRowsOnly(PlannedBackend):
+    """Metadata are built before the batch is padded, so they describe live rows and the graph runs the bucket."""
 
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ("page_table", "kv_lens", "cu_seqlens_q", "chunk", "slots")
 
+    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         self.live = -(-batch.out_cache_loc.shape[0] // views.max_q_len)
         super().fill(views, plan, batch)
 
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name not in self.names or self.capturing:
             return super().copy_in(name, target, source)
@@ -107,46 +111,33 @@ class _LiveRowsOnly(PlannedBackend):
 
 
 @fault(
-    slug="metadata-built-before-graph-padding",
-    bug_class="B",
-    source="vLLM #28579, #25265; xLLM #1939",
-    modes=_UNIFORM,
-    executions=_GRAPH,
-    mechanism="metadata are built before the batch is padded, so they describe live rows and the graph runs the bucket",
-    promises=("writes-own-kv", "padding-inert"),
-    hint="no live request|an earlier token|this step|padded rows",
-)
-class MetadataForLiveRowsOnly(_LiveRowsOnly):
-    names = ("page_table", "kv_lens", "cu_seqlens_q", "chunk", "slots")
-
-
-@fault(
     slug="prefill-slot-tail-stale",
-    bug_class="B",
     source="sglang 0.5.23 (prefill_cuda_graph_runner)",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="slots past the live rows keep the previous replay's destinations, and padded rows are written there",
-    promises=("writes-own-kv",),
+    checks=("writes-own-kv",),
     hint="no live request|an earlier token|this step",
     modelled="KV rows stand for the state checkpoints of a hybrid model",
 )
-class SlotsTailStale(_LiveRowsOnly):
+class SlotsTailStale(MetadataForLiveRowsOnly):
+    """Slots past the live rows keep the previous replay's destinations, and padded rows are written there."""
+
     names = ("slots",)
 
 
 @fault(
     slug="q-longer-than-cu-seqlens",
-    bug_class="B",
     source="sglang 0.5.23 (flashattention_backend, skip-KV path)",
     modes=_V1,
     executions=_GRAPH,
-    mechanism="q has rows behind the last query offset, and the kernel's last block spoils the last real row",
-    promises=("replay-follows-batch", "padding-inert"),
+    checks=("replay-follows-batch", "padding-inert"),
     hint="in eager it is right|bucket of exactly",
     modelled="the last real row gets its successor's result",
 )
 class QLongerThanCuSeqlens(PlannedBackend):
+    """q has rows behind the last query offset, and the kernel's last block spoils the last real row."""
+
+    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         result, last = super().scatter(out, meta, tokens), meta.cu_seqlens_q[-1].long()
         row = self.index[:tokens]
@@ -155,15 +146,16 @@ class QLongerThanCuSeqlens(PlannedBackend):
 
 @fault(
     slug="left-aligned-padded-q-shifts-causal",
-    bug_class="B",
     source="rtp-llm 6b88d7528",
     modes=_V1,
     executions=_GRAPH,
-    mechanism="rows are left-aligned in slots of the full width, and the causal mask is aligned to the end of the slot",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="rows are packed|KV tokens are missing|in eager it is right",
 )
 class LeftAlignedPaddedQShiftsCausal(PlannedBackend):
+    """Rows are left-aligned in slots of the full width, and the causal mask is aligned to the end of the slot."""
+
+    @override
     def row_positions(self, meta: Metadata) -> torch.Tensor:
         if not self.in_graph:
             return super().row_positions(meta)
@@ -172,18 +164,20 @@ class LeftAlignedPaddedQShiftsCausal(PlannedBackend):
 
 @fault(
     slug="pad-row-nan-spreads-via-batch-scale",
-    bug_class="B",
     source="vLLM #57094, #57017",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="a padded row of length 0 gives NaN, and the scale of the whole batch is taken from its largest value",
-    promises=("padding-inert",),
+    checks=("padding-inert",),
     hint="bucket of exactly|padded rows",
 )
 class PadRowNanSpreadsViaBatchScale(PlannedBackend):
+    """A padded row of length 0 gives NaN, and the scale of the whole batch is taken from its largest value."""
+
+    @override
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
 
+    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         empty = (lse == -torch.inf).all(1)[..., None]
         out = super().combine(acc, lse, layer).masked_fill(empty, torch.nan)
@@ -194,21 +188,23 @@ class PadRowNanSpreadsViaBatchScale(PlannedBackend):
 
 @fault(
     slug="all-zero-lens-scheduler-oob",
-    bug_class="B",
     source="vLLM #51970",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="capture plans a batch whose lengths are all zero, which the scheduler was never written for",
-    promises=("completes",),
+    checks=("completes",),
     hint="ZeroDivisionError",
     modelled="a division by zero on the host, where upstream a kernel read out of bounds",
 )
 class AllZeroLensScheduler(PlannedBackend):
+    """Capture plans a batch whose lengths are all zero, which the scheduler was never written for."""
+
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
+    @override
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
 
+    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         assert batch.seq_lens_cpu is not None
         lens = batch.seq_lens_cpu[: batch.batch_size].tolist()
@@ -218,17 +214,56 @@ class AllZeroLensScheduler(PlannedBackend):
 
 @fault(
     slug="piecewise-crop-drops-prefix",
-    bug_class="B",
     source="sglang KNOWN_FAILURES.md C.4",
     modes=_V1 + _V2,
     executions=_GRAPH,
-    mechanism="to shed padding, keys are cropped to the number of query rows, which drops all but that many",
-    promises=("replay-follows-batch",),
+    checks=("replay-follows-batch",),
     hint="KV tokens are right, of|KV tokens are missing|in eager it is right",
 )
 class PiecewiseCropDropsPrefix(PlannedBackend):
+    """To shed padding, keys are cropped to the number of query rows, which drops all but that many."""
+
+    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen = super().visible(meta, layer, position)
         if not self.in_graph:
             return seen
         return seen & (self.index[: seen.shape[-1]] < meta.cu_seqlens_q.diff()[:, None, None])
+
+
+@fault(
+    slug="padding-taken-for-a-preempted-request",
+    source="general",
+    modes=_DECODE,
+    executions=_GRAPH,
+    checks=("buckets-independent", "padding-inert"),
+    hint="only replays with padded rows|as the only replay",
+)
+class PaddingTakenForAPreemptedRequest(PlannedBackend):
+    """A padded row whose position falls back to 0 counts as a preempted request, and the row before it goes with it."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.last = torch.zeros(context.max_num_tokens, dtype=torch.int64, device=context.device)
+        """Positions of the replay before."""
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        assert self.metadata is not None
+        padded = self.metadata.slots < self.context.page_size
+        preempted = padded & (batch.positions < self.last[: len(q)]) & (batch.positions == 0)
+        out = super().forward(q, k, v, layer, batch, save_kv_cache)
+        return out.masked_fill((preempted.roll(-1) & ~padded)[:, None, None], 0.0)
+
+    @override
+    def finish(self, batch: ForwardBatch) -> None:
+        if self.in_graph and batch.forward_mode.is_decode():
+            self.last[: len(batch.positions)].copy_(batch.positions)

@@ -1,8 +1,9 @@
-"""Healthy backends that are built otherwise than their parent, for faults to be overrides of, and twins to be."""
+"""Healthy backends that are built otherwise than their parent, for faults to be overrides of, and controls to be."""
 
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch, VerifyInput
 from .parent import Metadata, PlannedBackend
@@ -17,6 +18,7 @@ class KeptPlansBackend(PlannedBackend):
         super().__init__(context)
         self.kept: dict[tuple[object, ...], Metadata] = {}
 
+    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.in_graph = self.capturing = False
         key = self.plan_key(batch)
@@ -44,6 +46,7 @@ class CascadeBackend(PlannedBackend):
     common: torch.Tensor
     """[] int64: shared keys."""
 
+    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         self.common = self.common_pages(meta) * self.context.page_size
         return super().attend(q, layer, meta)
@@ -55,10 +58,12 @@ class CascadeBackend(PlannedBackend):
         same = (table == table[:1]).all(0) & (len(table) > 1)
         return torch.minimum(same.long().cumprod(0).sum(), whole.long())
 
+    @override
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         slots = super().key_slots(meta)
         return torch.where(self.index[: slots.shape[1]] < self.common, slots[:1], slots)
 
+    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         key, own = self.index[: self.pages * self.context.page_size], meta.kv_lens.long() - self.common
         chunk = ((own + self.max_splits - 2) // (self.max_splits - 1)).clamp(min=1)[:, None]
@@ -74,6 +79,7 @@ class RegisterRowsBackend(PlannedBackend):
 
     new: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -95,6 +101,7 @@ class RegisterRowsBackend(PlannedBackend):
         """What is attended from registers; None: everything is in the pool."""
         return (k, v) if store else None
 
+    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().gather(layer, slots)
         if self.new is None:
@@ -119,6 +126,7 @@ class TiledBackend(PlannedBackend):
     keys_in_tile = 32
     slack = 5.5
 
+    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -144,3 +152,66 @@ class TiledBackend(PlannedBackend):
     def product(self, p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """P V of a tile."""
         return torch.einsum("bnwhgs,bshd->bnwhgd", p, values)
+
+
+class FixedStrideBackend(PlannedBackend):
+    """Captured kernels find a request's rows by a fixed stride, where each request has equally many; else packed."""
+
+    packed = False
+
+    def views(self, batch: ForwardBatch) -> Metadata:
+        self.packed = batch.forward_mode.is_draft_extend()
+        return super().views(batch)
+
+    def stride(self, meta: Metadata) -> int:
+        """Rows from one request's first row to the next one's, in a graph; 0: rows are packed."""
+        return 0 if self.packed else meta.max_q_len
+
+    def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
+        if not self.in_graph or not self.stride(meta):
+            return super().row_of(meta, tokens)
+        first = self.index[: len(meta.kv_lens), None] * self.stride(meta)
+        return (first + self.index[: meta.max_q_len]).clamp(0, tokens - 1)
+
+    def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
+        if not self.in_graph or not self.stride(meta):
+            return super().scatter(out, meta, tokens)
+        row, stride = self.index[:tokens], self.stride(meta)
+        place = (row // stride).clamp(max=len(out) - 1) * meta.max_q_len + (row % stride).clamp(max=meta.max_q_len - 1)
+        return out.flatten(0, 1)[place]
+
+
+class WorkListBackend(PlannedBackend):
+    """Pairs of a row and a key are work items, numbered through; items past the total are not worked on."""
+
+    def total(self, meta: Metadata, position: torch.Tensor) -> torch.Tensor:
+        """[] int64: how many items there are, from the rows' positions [B, W] int64."""
+        return (position + 1).clamp(min=0).sum()
+
+    def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
+        seen = super().visible(meta, layer, position)
+        return seen & (seen.flatten().cumsum(0).view_as(seen) <= self.total(meta, position))
+
+
+class BatchInvariantBackend(PlannedBackend):
+    """How keys are split depends on the request's own length alone, so its bits do not depend on others.
+
+    Requests are computed one by one: a batched matrix product chooses its way of summing by the size of the batch.
+    """
+
+    capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)
+
+    def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        one_by_one = zip(_singly(rows), _singly(keys), strict=True)
+        return torch.cat([super(BatchInvariantBackend, self).logits(q, k, layer) for q, k in one_by_one])
+
+    def partials(
+        self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        for one in zip(*(_singly(x) for x in (logits, seen, values, acc, lse)), strict=True):
+            super().partials(*one)
+
+
+def _singly(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Views of one row each, which keep their first dimension."""
+    return [rows[i : i + 1] for i in range(len(rows))]

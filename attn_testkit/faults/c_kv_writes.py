@@ -1,15 +1,16 @@
-"""Class C: writing K and V. To the wrong slot, to nobody's, too much, or not what the model computed."""
+"""Class C: writing K and V. To the wrong slot, to an unowned one, too much, or not what the model computed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
+from typing_extensions import override
 
-from ..backends.torch_native import TorchNativeBackend
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .builds import RegisterRowsBackend
 from .catalogue import fault
+from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
 _ALL = tuple(ForwardMode)
@@ -22,15 +23,16 @@ _GRAPH = ("graph",)
 
 @fault(
     slug="pad-slot-minus-one-hits-last-slot",
-    bug_class="C",
     source="vLLM #43810, #43869",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="padding slots of -1 go into plain indexing, which counts them from the end of the pool",
-    promises=("writes-own-kv",),
+    checks=("writes-own-kv",),
     hint="slot",
 )
 class PadSlotMinusOneHitsLastSlot(PlannedBackend):
+    """Padding slots of -1 go into plain indexing, which counts them from the end of the pool."""
+
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         super().copy_in(name, target, source)
         if name == "slots":
@@ -39,21 +41,24 @@ class PadSlotMinusOneHitsLastSlot(PlannedBackend):
 
 @fault(
     slug="padding-sink-slot-gets-nan",
-    bug_class="C",
     source="sglang #32477, #35351, #36003, #36207",
     modes=_ALL,
-    mechanism="page-table padding points at page 0, whose values are multiplied by a weight of 0 instead of masked",
-    promises=("reads-own-kv", "finite"),
+    checks=("reads-own-kv", "finite"),
     hint="not its own|zeros instead of NaN|in eager it is right",
 )
 class PaddingSinkSlotGetsNan(PlannedBackend):
+    """Page-table padding points at page 0, whose values are multiplied by a weight of 0 instead of masked."""
+
+    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         self.pages_used = -(-super().plan_lengths(batch, counts) // self.context.page_size)
         return super().plan_lengths(batch, counts)
 
+    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         return super().plan_pages(batch) * (self.index[: self.pages] < self.pages_used[:, None])
 
+    @override
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         sink = self.key_slots(meta) < self.context.page_size
         return torch.where(sink[:, :, None, None], values, super().mask_values(values, seen, meta))
@@ -61,20 +66,22 @@ class PaddingSinkSlotGetsNan(PlannedBackend):
 
 @fault(
     slug="dummy-draft-steps-write-stale-blocks",
-    bug_class="C",
     source="vLLM #56734",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="slots of padded rows are looked up through request rows of an earlier batch, whose blocks live on",
-    promises=("writes-own-kv",),
+    checks=("writes-own-kv",),
     hint="slot",
     modelled="padded rows of a decode stand for the dummy draft steps of an idle rank",
 )
 class PaddingWritesThroughStaleRows(PlannedBackend):
+    """Slots of padded rows are looked up through request rows of an earlier batch, whose blocks live on."""
+
+    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self.rows = torch.zeros(max_bs, dtype=torch.int64, device=self.context.device)
 
+    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         live, bs = batch.out_cache_loc.shape[0], batch.batch_size
@@ -84,15 +91,16 @@ class PaddingWritesThroughStaleRows(PlannedBackend):
 
 @fault(
     slug="verify-append-uses-capture-host-slots",
-    bug_class="C",
     source="TensorRT-LLM #17110",
     modes=_VERIFY,
     executions=_GRAPH,
-    mechanism="write positions of drafts were computed by a host loop and frozen at capture: replays scatter to those",
-    promises=("writes-own-kv", "replay-follows-batch"),
+    checks=("writes-own-kv", "replay-follows-batch"),
     hint="K and V|in eager it is right",
 )
 class VerifyAppendUsesCaptureHostSlots(PlannedBackend):
+    """Write positions of drafts were computed by a host loop and frozen at capture: replays scatter to those."""
+
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "slots" or self.capturing:
             super().copy_in(name, target, source)
@@ -100,14 +108,15 @@ class VerifyAppendUsesCaptureHostSlots(PlannedBackend):
 
 @fault(
     slug="swa-write-locs-synthesised-zero",
-    bug_class="C",
     source="sglang #27091 (review)",
     modes=_V1 + _V2,
-    mechanism="the windowed layer's write locations are derived from zeros: everything goes to the dummy slot",
-    promises=("writes-own-kv", "reads-own-kv"),
+    checks=("writes-own-kv", "reads-own-kv"),
     hint="K and V|not its own|slots",
 )
 class SwaWriteLocsSynthesisedZero(PlannedBackend):
+    """The windowed layer's write locations are derived from zeros: everything goes to the dummy slot."""
+
+    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         if layer.sliding_window_size >= 0:
             meta = replace(meta, slots=torch.zeros_like(meta.slots))
@@ -116,16 +125,17 @@ class SwaWriteLocsSynthesisedZero(PlannedBackend):
 
 @fault(
     slug="alignment-rows-materialised-into-draft-kv",
-    bug_class="C",
     source="sglang 0.5.23 (dflash_worker_v2)",
     modes=_V1,
     executions=_GRAPH,
-    mechanism="rows behind the live ones are stored too, with the live locations taken round again",
-    promises=("writes-own-kv",),
+    checks=("writes-own-kv",),
     hint="K and V|slot",
     modelled="rejected rows of a graph stand for rows from rounding to the parallel size",
 )
 class AlignmentRowsMaterialised(PlannedBackend):
+    """Rows behind the live ones are stored too, with the live locations taken round again."""
+
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name == "slots":
             source = source[self.index[: len(target)] % max(1, len(source))]
@@ -134,14 +144,15 @@ class AlignmentRowsMaterialised(PlannedBackend):
 
 @fault(
     slug="scatter-dest-includes-source-row",
-    bug_class="C",
     source="aiter #5034",
     modes=_EXTENDS,
-    mechanism="rows are stored two a block, and the destination of the second adds its place in the block once more",
-    promises=("writes-own-kv", "reads-own-kv"),
+    checks=("writes-own-kv", "reads-own-kv"),
     hint="K and V|slot|not its own",
 )
 class ScatterDestIncludesSourceRow(PlannedBackend):
+    """Rows are stored two a block, and the destination of the second adds its place in the block once more."""
+
+    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         moved = meta.slots + self.index[: len(meta.slots)] % 2
         super().write_kv(layer, k, v, replace(meta, slots=moved.clamp(max=self.context.kv_pool.num_slots - 1)))
@@ -149,14 +160,15 @@ class ScatterDestIncludesSourceRow(PlannedBackend):
 
 @fault(
     slug="block-zeroing-spills-into-neighbour",
-    bug_class="C",
     source="vLLM #43990, #51718",
     modes=_ALL,
-    mechanism="a fresh page is zeroed from an offset into it, for a whole page: the next page loses its first rows",
-    promises=("writes-own-kv",),
+    checks=("writes-own-kv",),
     hint="slot",
 )
 class BlockZeroingSpillsIntoNeighbour(PlannedBackend):
+    """A fresh page is zeroed from an offset into it, for a whole page: the next page loses its first rows."""
+
+    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         page, pool = self.context.page_size, self.context.kv_pool
         fresh = (meta.slots % page == 0)[:, None]
@@ -168,15 +180,16 @@ class BlockZeroingSpillsIntoNeighbour(PlannedBackend):
 
 @fault(
     slug="int8-scale-writes-overlap-kv",
-    bug_class="C",
     source="lmdeploy #4764",
     modes=_ALL,
-    mechanism="the offset of the quantisation scales lacks the base of their region: they are written over keys",
-    promises=("writes-own-kv", "matches-oracle"),
-    hint="K and V|wrong weights",
+    checks=("writes-own-kv", "matches-oracle"),
+    hint="K and V|wrong weights|wrong softmax weights",
     modelled="an FP8 pool, and one byte a row",
 )
 class Int8ScaleWritesOverlapKv(PlannedBackend):
+    """The offset of the quantisation scales lacks the base of their region: they are written over keys."""
+
+    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
         if self.context.kv_pool.dtype.itemsize == 1:
@@ -185,43 +198,46 @@ class Int8ScaleWritesOverlapKv(PlannedBackend):
 
 @fault(
     slug="warmup-leaves-nan-in-kv",
-    bug_class="C",
     source="rtp-llm afa6eb101",
     modes=_ALL,
-    mechanism="masked lanes are multiplied by a weight of 0, which is right only in a pool that was cleared at start",
-    promises=("reads-own-kv", "finite"),
+    checks=("reads-own-kv", "finite"),
     hint="not its own|zeros instead of NaN",
 )
 class WarmupLeavesNanInKv(PlannedBackend):
+    """Masked lanes are multiplied by a weight of 0, which is right only in a pool that was cleared at start."""
+
+    @override
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         return values
 
 
 @fault(
     slug="v-stored-with-the-scale-of-k",
-    bug_class="C",
     source="general",
     modes=_ALL,
-    mechanism="an FP8 value row is stored with the key's scale",
-    promises=("writes-own-kv", "matches-oracle"),
+    checks=("writes-own-kv", "matches-oracle"),
     hint="FP8 scales|K and V",
 )
 class VStoredWithScaleOfK(PlannedBackend):
+    """An FP8 value row is stored with the key's scale."""
+
+    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(replace(layer, v_scale=layer.k_scale), k, v, meta)
 
 
 @fault(
     slug="new-keys-attended-but-not-stored",
-    bug_class="C",
     source="vllm-plugin-FL #353",
     modes=_V1 + _V2,
-    mechanism="the last new row of a step is attended from registers, and its store is left to somebody else",
-    promises=("writes-own-kv", "reads-own-kv"),
+    checks=("writes-own-kv", "reads-own-kv"),
     hint="K and V|slots",
     modelled="the row is stored, attended and taken back, so that only the memory shows it",
 )
-class NewKeysAttendedButNotStored(TorchNativeBackend):
+class NewKeysAttendedButNotStored(DenseBackend):
+    """The last new row of a step is attended from registers, and its store is left to the caller."""
+
+    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -239,15 +255,16 @@ class NewKeysAttendedButNotStored(TorchNativeBackend):
 
 @fault(
     slug="captured-store-leaves-a-head-out",
-    bug_class="C",
     source="general",
     modes=_DECODE,
     executions=_GRAPH,
-    mechanism="the captured store is launched for one KV head too few",
-    promises=("writes-own-kv", "replay-follows-batch"),
+    checks=("writes-own-kv", "replay-follows-batch"),
     hint="K and V|in eager it is right",
 )
 class StoresOneHeadTooFew(PlannedBackend):
+    """The captured store is launched for one KV head too few."""
+
+    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         pool, last = self.context.kv_pool, layer.tp_k_head_num - 1
         if not self.in_graph or last == 0:
@@ -261,15 +278,16 @@ class StoresOneHeadTooFew(PlannedBackend):
 
 @fault(
     slug="save-kv-cache-ignored",
-    bug_class="C",
     source="vllm-ascend #11791; tpu-inference #2601",
     modes=_ALL,
     executions=("eager",),
-    mechanism="rows are stored whatever save_kv_cache says, over those of a layer that shares its keys and values",
-    promises=("writes-own-kv",),
+    checks=("writes-own-kv",),
     hint="save_kv_cache=False",
 )
 class SaveKvCacheIgnored(PlannedBackend):
+    """Rows are stored whatever save_kv_cache says, over those of a layer that shares its keys and values."""
+
+    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -284,17 +302,47 @@ class SaveKvCacheIgnored(PlannedBackend):
 
 @fault(
     slug="new-rows-always-from-registers",
-    bug_class="C",
     source="general; tpu-inference #2601",
     modes=_ALL,
     executions=("eager",),
-    mechanism="the kernel attends the new rows from k and v, also where save_kv_cache is False and only the pool has "
-    "them",
-    promises=("finite", "reads-own-kv", "matches-oracle"),
+    checks=("finite", "reads-own-kv", "matches-oracle"),
     hint="save_kv_cache=False",
 )
 class NewRowsAlwaysFromRegisters(RegisterRowsBackend):
+    """The kernel attends the new rows from k and v, also where save_kv_cache is False and only the pool has them."""
+
     capabilities = RegisterRowsBackend.capabilities.with_changes(kv_dtypes={"same"})
 
+    @override
     def registers(self, k: torch.Tensor, v: torch.Tensor, store: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         return k, v
+
+
+@fault(
+    slug="padding-stored-behind-page-zero",
+    source="general",
+    modes=_ALL,
+    executions=_GRAPH,
+    checks=("writes-own-kv",),
+    hint=r"offset 0\)",
+    modelled="rows are stored again when attention is through, so that only the memory shows it",
+)
+class PaddingStoredBehindPageZero(PlannedBackend):
+    """The sink of padded rows is taken for slot page_size, which is the first one behind page 0."""
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        out, page, meta = super().forward(q, k, v, layer, batch, save_kv_cache), self.context.page_size, self.metadata
+        assert meta is not None
+        padded = meta.slots < page
+        # Live rows are stored where they are already.
+        self.write_kv(layer, k, v, replace(meta, slots=torch.where(padded, page, meta.slots)))
+        return out

@@ -1,4 +1,4 @@
-"""The list of faults, twins and what was left out: who registers, and where to look things up."""
+"""The list of faults, healthy controls and what was left out: who registers, and where to look things up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 from ..checks import CHECKS
 from ..contract import AttentionBackend, Execution, ForwardMode
 
-__all__ = ["CLASSES", "Fault", "LeftOut", "Twin", "all_faults", "all_left_out", "all_twins", "fault", "twin"]
+__all__ = ["CLASSES", "Control", "Fault", "LeftOut", "all_controls", "all_faults", "all_left_out", "control", "fault"]
 
 CLASSES = {
     "A": "graph capture and replay metadata",
@@ -42,21 +42,28 @@ class Fault:
     """One real bug, re-created as a small broken backend."""
 
     slug: str
-    bug_class: str
-    """Key of ``CLASSES``."""
     source: str
     """Project and number; ``general`` where the mechanism is common knowledge."""
     modes: tuple[ForwardMode, ...]
     executions: tuple[Execution, ...]
-    mechanism: str
-    """What the code does wrong, in a sentence."""
-    promises: tuple[str, ...]
-    """Promises that must catch it; the first is the one expected."""
+    checks: tuple[str, ...]
+    """Ids of checks that must catch it; the first is the one expected."""
     backend: type[AttentionBackend]
     hint: str = ""
     """Regular expression that a failure text which points at the cause matches; empty: none is asked for."""
     modelled: str = ""
     """How it is scaled down from the real bug, if it is."""
+
+    @property
+    def bug_class(self) -> str:
+        """Key of ``CLASSES``, which the file's name begins with; empty where it begins with none."""
+        letter, separator, _ = self.backend.__module__.rpartition(".")[2].partition("_")
+        return letter.upper() if separator and letter.upper() in CLASSES else ""
+
+    @property
+    def mechanism(self) -> str:
+        """What the code does wrong, in a sentence: the class's own docstring."""
+        return _docstring(self.backend)
 
     @property
     def spec(self) -> str:
@@ -73,13 +80,16 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Twin:
+class Control:
     """A healthy backend that differs from the others in a way in which good backends may: it must pass."""
 
     name: str
-    why: str
-    """Which liberty it takes, and who takes it in production."""
     backend: type[AttentionBackend]
+
+    @property
+    def why(self) -> str:
+        """Which liberty it takes, and who takes it in production: the class's own docstring."""
+        return _docstring(self.backend)
 
     @property
     def spec(self) -> str:
@@ -87,33 +97,38 @@ class Twin:
         return f"{self.backend.__module__}:{self.backend.__qualname__}"
 
 
+def _docstring(backend: type[AttentionBackend]) -> str:
+    """In one line. Not inherited: a class without one has none."""
+    return " ".join((backend.__doc__ or "").split())
+
+
 _FAULTS: dict[str, Fault] = {}
-_TWINS: dict[str, Twin] = {}
+_CONTROLS: dict[str, Control] = {}
 
 
 def fault(
     *,
     slug: str,
-    bug_class: str,
     source: str,
     modes: Iterable[ForwardMode | str],
-    mechanism: str,
-    promises: Iterable[str],
+    checks: Iterable[str],
     executions: Iterable[Execution | str] = tuple(Execution),
     hint: str = "",
     modelled: str = "",
 ) -> Callable[[B], B]:
-    """Register the decorated backend class as a fault. Raises ``ValueError`` for an entry that cannot be audited."""
+    """Register the decorated backend class as a fault.
+
+    Its docstring is the mechanism, and the first letter of its file is the class of bug. Raises ``ValueError`` for an
+    entry that cannot be audited.
+    """
 
     def register(backend: B) -> B:
         entry = Fault(
             slug=slug,
-            bug_class=bug_class,
             source=source,
             modes=tuple(ForwardMode(m) for m in modes),
             executions=tuple(Execution(e) for e in executions),
-            mechanism=mechanism,
-            promises=tuple(promises),
+            checks=tuple(checks),
             backend=backend,
             hint=hint,
             modelled=modelled,
@@ -129,29 +144,36 @@ def fault(
 
 def _wrong(entry: Fault) -> str:
     known = _FAULTS.get(entry.slug)
-    unknown = [p for p in entry.promises if p not in CHECKS]
+    unknown = [check for check in entry.checks if check not in CHECKS]
     offered = {(m, e) for m in entry.modes for e in entry.executions if entry.backend.capabilities.offers(m, e)}
     re.compile(entry.hint)
     problems = {
         "the slug is taken": known is not None and known.spec != entry.spec,
         "slugs are lower-case words joined by hyphens": not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry.slug),
-        f"class {entry.bug_class!r} is not one of {', '.join(CLASSES)}": entry.bug_class not in CLASSES,
-        "source and mechanism must be told": not entry.source or not entry.mechanism,
-        f"unknown promises {unknown}": bool(unknown),
-        "at least one promise must catch it": not entry.promises,
+        f"its file begins with no letter of {', '.join(CLASSES)} and an underscore": not entry.bug_class,
+        "its source is missing": not entry.source,
+        "the docstring of its class says what is wrong, and is missing": not entry.mechanism,
+        f"unknown checks {unknown}": bool(unknown),
+        "at least one check must catch it": not entry.checks,
         "its backend offers none of its modes and executions": not offered,
         "its backend must be reachable as module:Class": "." in entry.backend.__qualname__,
     }
     return next((text for text, bad in problems.items() if bad), "")
 
 
-def twin(*, name: str, why: str) -> Callable[[B], B]:
-    """Register the decorated backend class as a healthy twin."""
+def control(name: str) -> Callable[[B], B]:
+    """Register the decorated backend class as a healthy control.
+
+    Its docstring says why it is one. Raises ``ValueError`` without it, and for a name that is taken.
+    """
 
     def register(backend: B) -> B:
-        if name in _TWINS and _TWINS[name].spec != f"{backend.__module__}:{backend.__qualname__}":
-            raise ValueError(f"twin {name!r}: the name is taken")
-        _TWINS[name] = Twin(name, why, backend)
+        if name in _CONTROLS and _CONTROLS[name].spec != f"{backend.__module__}:{backend.__qualname__}":
+            raise ValueError(f"control {name!r}: the name is taken")
+        entry = Control(name, backend)
+        if not entry.why:
+            raise ValueError(f"control {name!r}: the docstring of its class is missing")
+        _CONTROLS[name] = entry
         return backend
 
     return register
@@ -172,11 +194,11 @@ def all_faults() -> tuple[Fault, ...]:
 
 
 @lru_cache(maxsize=1)
-def all_twins() -> tuple[Twin, ...]:
-    """Every healthy twin."""
-    for module in ("twins", "twins_of_builds"):
+def all_controls() -> tuple[Control, ...]:
+    """Every healthy control."""
+    for module in ("controls", "controls_of_builds", "controls_of_process"):
         importlib.import_module(f"{__package__}.{module}")
-    return tuple(_TWINS.values())
+    return tuple(_CONTROLS.values())
 
 
 def all_left_out() -> tuple[LeftOut, ...]:

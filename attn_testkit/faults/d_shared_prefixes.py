@@ -18,7 +18,7 @@ _ALL = tuple(ForwardMode)
     source="vLLM #11635, #55227",
     modes=_ALL,
     mechanism="the prefix that all requests share is attended once for all of them, and the window is not passed on",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="KV tokens before the window are visible",
 )
 class SharedPrefixWithoutWindow(CascadeBackend):
@@ -34,7 +34,7 @@ class SharedPrefixWithoutWindow(CascadeBackend):
     source="vLLM #22003",
     modes=_ALL,
     mechanism="the shared part's log-sum-exps lie head by head, and the merge reads them row by row",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
 )
 class SharedPrefixLseTransposed(CascadeBackend):
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -51,7 +51,7 @@ class SharedPrefixLseTransposed(CascadeBackend):
     modes=_ALL,
     mechanism="the page table has max_context_len // page columns, and a context that is full to its last, partly used "
     "page has one more",
-    promises=("reads-own-kv", "matches-oracle"),
+    checks=("reads-own-kv", "matches-oracle"),
     hint="not its own|page 0",
     modelled="the column that is missing reads as page 0",
 )
@@ -67,7 +67,7 @@ class PageColumnsRoundedDown(PlannedBackend):
     source="general",
     modes=_ALL,
     mechanism="positions are compared with < max_context_len - 1: the token that fills the context is never attended",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="missing",
 )
 class LastTokenOfContextLeftOut(PlannedBackend):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
-from ..backends.torch_native import TorchNativeBackend
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .catalogue import fault
+from .dense import DenseBackend
 
 _ALL = tuple(ForwardMode)
 _DECODE = (ForwardMode.DECODE,)
@@ -14,14 +15,15 @@ _DECODE = (ForwardMode.DECODE,)
 
 @fault(
     slug="mla-rope-slice-of-folded-k",
-    bug_class="G",
     source="sglang #38666",
     modes=_DECODE,
-    mechanism="k already holds the rope part, and it is split off again and stored behind the row, on the next slot",
-    promises=("writes-own-kv", "matches-oracle"),
+    checks=("writes-own-kv", "matches-oracle"),
     hint="slot",
 )
-class MlaRopeStoredBehindTheRow(TorchNativeBackend):
+class MlaRopeStoredBehindTheRow(DenseBackend):
+    """k already holds the rope part, and it is split off again and stored behind the row, on the next slot."""
+
+    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -42,14 +44,15 @@ class MlaRopeStoredBehindTheRow(TorchNativeBackend):
 
 @fault(
     slug="v-dims-taken-from-k",
-    bug_class="G",
     source="flash-attention e3b2400a, 6d199aa2, 9e07d6d3",
     modes=_ALL,
-    mechanism="the output epilogue walks rows of K's width, where MLA's V and output are narrower",
-    promises=("matches-oracle", "output-written"),
+    checks=("matches-oracle", "output-written"),
     hint="values",
 )
-class VDimsTakenFromK(TorchNativeBackend):
+class VDimsTakenFromK(DenseBackend):
+    """The output epilogue walks rows of K's width, where MLA's V and output are narrower."""
+
+    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -66,76 +69,81 @@ class VDimsTakenFromK(TorchNativeBackend):
 
 @fault(
     slug="finite-mask-sentinel",
-    bug_class="G",
     source="flashinfer #4401, #4267, #4450",
     modes=_ALL,
-    mechanism="masked logits are -5e4, and a valid logit below that never becomes the maximum",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="minus infinity",
 )
-class FiniteMaskSentinel(TorchNativeBackend):
-    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+class FiniteMaskSentinel(DenseBackend):
+    """Masked logits are -5e4, and a valid logit below that never becomes the maximum."""
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         masked = logits.masked_fill(~seen[:, None, None], -5e4)
-        return super()._weights(masked, torch.ones_like(seen), layer).masked_fill(~seen[:, None, None], 0.0)
+        return super().weights(masked, torch.ones_like(seen), layer).masked_fill(~seen[:, None, None], 0.0)
 
 
 @fault(
     slug="fp8-p-saturation",
-    bug_class="G",
     source="flash-attention #2717",
     modes=_ALL,
-    mechanism="the running maximum may be 2^4 too small and P is scaled by 2^8: it reaches 4096 and saturates at 448",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="saturation",
     modelled="P keeps its precision; only the saturation is there, and without sinks",
 )
-class Fp8PSaturation(TorchNativeBackend):
-    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        p = super()._weights(logits, seen, layer)
+class Fp8PSaturation(DenseBackend):
+    """The running maximum may be 2^4 too small and P is scaled by 2^8: it reaches 4096 and saturates at 448."""
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        p = super().weights(logits, seen, layer)
         top = p.amax(-1, keepdim=True).clamp(min=1e-30)
         return (p / top * 4096).clamp(max=448) / 4096 * top
 
 
 @fault(
     slug="logits-in-bf16",
-    bug_class="G",
     source="general",
     modes=_ALL,
-    mechanism="QK^T is kept in bfloat16 between the product and the softmax",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="weights",
 )
-class LogitsInBf16(TorchNativeBackend):
-    def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        return super()._logits(rows, keys, layer).bfloat16().float()
+class LogitsInBf16(DenseBackend):
+    """QK^T is kept in bfloat16 between the product and the softmax."""
+
+    @override
+    def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().logits(rows, keys, layer).bfloat16().float()
 
 
 @fault(
     slug="p-in-fp8-unclaimed",
-    bug_class="G",
     source="general",
     modes=_ALL,
-    mechanism="with an FP8 pool the probabilities are rounded to FP8 as well, which nobody declared",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="FP8",
 )
-class PInFp8(TorchNativeBackend):
-    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        p = super()._weights(logits, seen, layer)
+class PInFp8(DenseBackend):
+    """With an FP8 pool the probabilities are rounded to FP8 as well, which nobody declared."""
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        p = super().weights(logits, seen, layer)
         return p.to(torch.float8_e4m3fn).float() if self.context.kv_pool.dtype.itemsize == 1 else p
 
 
 @fault(
     slug="no-maximum-subtracted",
-    bug_class="G",
     source="general",
     modes=_ALL,
-    mechanism="exp of the bare logit: right for small logits, 0 / 0 or inf for large ones",
-    promises=("finite", "matches-oracle"),
+    checks=("finite", "matches-oracle"),
     hint="nan",
 )
-class NoMaximumSubtracted(TorchNativeBackend):
-    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+class NoMaximumSubtracted(DenseBackend):
+    """exp of the bare logit: right for small logits, 0 / 0 or inf for large ones."""
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         e = logits.masked_fill(~seen[:, None, None], -torch.inf).exp()
         total = e.sum(-1, keepdim=True)
         if layer.sinks is not None:
@@ -145,14 +153,15 @@ class NoMaximumSubtracted(TorchNativeBackend):
 
 @fault(
     slug="heads-mapped-round-robin",
-    bug_class="G",
     source="general",
     modes=_ALL,
-    mechanism="query head h uses KV head h % Hk, where heads of a group are neighbours: h // G",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="head mapping",
 )
-class HeadsMappedRoundRobin(TorchNativeBackend):
+class HeadsMappedRoundRobin(DenseBackend):
+    """Query head h uses KV head h % Hk, where heads of a group are neighbours: h // G."""
+
+    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -169,45 +178,48 @@ class HeadsMappedRoundRobin(TorchNativeBackend):
 
 @fault(
     slug="heads-mapped-by-power-of-two",
-    bug_class="G",
     source="general",
     modes=_ALL,
-    mechanism="the group size is rounded up to a power of two, so groups of 3, 5, 6 or 7 straddle KV heads",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="head mapping",
 )
-class HeadsMappedByPowerOfTwo(TorchNativeBackend):
-    def _queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+class HeadsMappedByPowerOfTwo(DenseBackend):
+    """The group size is rounded up to a power of two, so groups of 3, 5, 6 or 7 straddle KV heads."""
+
+    @override
+    def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         group = layer.q_per_kv
         padded = 1 << (group - 1).bit_length()
         at = torch.arange(layer.tp_k_head_num, device=q.device)[:, None] * padded + torch.arange(group, device=q.device)
-        return super()._queries(q[:, at.clamp(max=layer.tp_q_head_num - 1).reshape(-1)], layer)
+        return super().queries(q[:, at.clamp(max=layer.tp_q_head_num - 1).reshape(-1)], layer)
 
 
 @fault(
     slug="kv-of-layer-zero",
-    bug_class="G",
     source="general",
     modes=_ALL,
-    mechanism="the KV buffer of the first layer is captured in the plan and read by every layer",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="only layer 1",
 )
-class KvOfLayerZero(TorchNativeBackend):
-    def _values(self, layer: AttentionLayer) -> torch.Tensor:
-        return super()._values(self.context.layers[0])
+class KvOfLayerZero(DenseBackend):
+    """The KV buffer of the first layer is captured in the plan and read by every layer."""
+
+    @override
+    def values(self, layer: AttentionLayer) -> torch.Tensor:
+        return super().values(self.context.layers[0])
 
 
 @fault(
     slug="last-kv-head-repeated",
-    bug_class="G",
     source="general",
     modes=_ALL,
-    mechanism="the KV head is found by a shift for group sizes that are powers of two and clamped for all others",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="head mapping",
 )
-class LastKvHeadRepeated(TorchNativeBackend):
-    def _keys(self, layer: AttentionLayer) -> torch.Tensor:
-        keys = super()._keys(layer)
+class LastKvHeadRepeated(DenseBackend):
+    """The KV head is found by a shift for group sizes that are powers of two and clamped for all others."""
+
+    @override
+    def keys(self, layer: AttentionLayer) -> torch.Tensor:
+        keys = super().keys(layer)
         return keys[:, :, -1:].expand_as(keys) if layer.q_per_kv & (layer.q_per_kv - 1) else keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from ..contract import ForwardMode
 from .builds import TiledBackend
@@ -13,15 +14,17 @@ _ALL = tuple(ForwardMode)
 
 @fault(
     slug="rescale-takes-tile-maximum",
-    bug_class="G",
     source="FlyDSL #1033",
     modes=_ALL,
-    mechanism="a row past the threshold sends its whole group into the rescale, which takes each row's tile maximum "
-    "though the old one may be larger",
-    promises=("finite", "matches-oracle"),
+    checks=("finite", "matches-oracle"),
     hint="nan|weights",
 )
 class RescaleTakesTileMaximum(TiledBackend):
+    """A row past the threshold sends its whole group into the rescale, which takes each row's tile maximum though the
+    old one may be larger.
+    """
+
+    @override
     def raise_maximum(self, top: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
         largest = tile.amax(-1)
         grown = (largest > top + self.slack).flatten(2).any(2)[:, :, None, None, None]

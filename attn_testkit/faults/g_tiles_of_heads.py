@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
-from ..backends.torch_native import TorchNativeBackend
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .catalogue import fault
+from .dense import DenseBackend
 
 _ALL = tuple(ForwardMode)
 
 
 @fault(
     slug="head-tiles-straddle-groups",
-    bug_class="G",
     source="vLLM #40792 (review); FreeToken #177",
     modes=_ALL,
-    mechanism="heads are walked in tiles of 16, and a tile past a group's last whole one reaches into the next group",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="head mapping",
 )
-class HeadTilesStraddleGroups(TorchNativeBackend):
+class HeadTilesStraddleGroups(DenseBackend):
+    """Heads are walked in tiles of 16, and a tile past a group's last whole one reaches into the next group."""
+
     tile = 16
 
+    @override
     def forward(
         self,
         q: torch.Tensor,

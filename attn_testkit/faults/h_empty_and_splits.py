@@ -1,12 +1,14 @@
-"""Class H: parts of the keys that are empty, partial results and how they are combined, NaN in slots of nobody."""
+"""Class H: parts of the keys that are empty, partial results and how they are combined, NaN in unowned slots."""
 
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
-from ..backends.torch_native import TorchNativeBackend
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from .builds import CascadeBackend
 from .catalogue import fault
+from .dense import DenseBackend, Visibility
 from .parent import Metadata, PlannedBackend
 
 _ALL = tuple(ForwardMode)
@@ -15,15 +17,16 @@ _EXTENDS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRA
 
 @fault(
     slug="combine-all-minus-inf",
-    bug_class="H",
     source="flash-attention 26d7d92f",
     modes=_ALL,
-    mechanism="partial results are merged one after the other, and merging two empty ones computes -inf minus -inf",
-    promises=("finite", "matches-oracle"),
+    checks=("finite", "matches-oracle"),
     hint="nan",
     modelled="a window empties the first splits, where upstream a row had no keys at all",
 )
 class CombineAllMinusInf(PlannedBackend):
+    """Partial results are merged one after the other, and merging two empty ones computes -inf minus -inf."""
+
+    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         out, running = acc[:, 0], lse[:, 0]
         for split in range(1, self.max_splits):
@@ -36,15 +39,17 @@ class CombineAllMinusInf(PlannedBackend):
 
 @fault(
     slug="uniform-splits-give-empty-splits",
-    bug_class="H",
     source="aiter #4117, #3641",
     modes=_ALL,
-    mechanism="every request gets all splits; those without keys write nothing, and the combine takes what the "
-    "workspace held",
-    promises=("finite", "repeatable", "matches-oracle", "replay-follows-batch"),
+    checks=("finite", "repeatable", "matches-oracle", "replay-follows-batch"),
     hint="partial results of splits that are empty",
 )
 class EmptySplitsNotWritten(PlannedBackend):
+    """Every request gets all splits; those without keys write nothing, and the combine takes what the workspace
+    held.
+    """
+
+    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -56,14 +61,15 @@ class EmptySplitsNotWritten(PlannedBackend):
 
 @fault(
     slug="early-exit-without-writing",
-    bug_class="H",
     source="lmdeploy #788; flash-attention a3a257c7",
     modes=_ALL,
-    mechanism="the kernel returns early when there is no context before the step's tokens, and writes no output",
-    promises=("output-written", "finite"),
+    checks=("output-written", "finite"),
     hint="never written",
 )
 class EarlyExitWithoutWriting(PlannedBackend):
+    """The kernel returns early when there is no context before the step's tokens, and writes no output."""
+
+    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         right = super().attend(q, layer, meta)
         row = torch.searchsorted(meta.cu_seqlens_q[1:].long(), self.index[: len(q)], right=True)
@@ -73,15 +79,17 @@ class EarlyExitWithoutWriting(PlannedBackend):
 
 @fault(
     slug="zero-kv-rows-in-chunk-merge",
-    bug_class="H",
     source="sglang #22688, #22291; flashinfer #3047, #3779",
     modes=_ALL,
-    mechanism="in later chunks shorter requests have no keys, and the kernel leaves the previous chunk's result for "
-    "the merge",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="weights",
 )
 class EmptyChunkKeepsThePrevious(PlannedBackend):
+    """In later chunks shorter requests have no keys, and the kernel leaves the previous chunk's result for the
+    merge.
+    """
+
+    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -94,14 +102,15 @@ class EmptyChunkKeepsThePrevious(PlannedBackend):
 
 @fault(
     slug="empty-kv-modes-disagree",
-    bug_class="H",
     source="flashinfer #353, #363, #440, #868",
     modes=_ALL,
-    mechanism="a part without keys reports a log-sum-exp of 0 instead of -inf, so it takes weight in the merge",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="weights",
 )
 class EmptyPartHasLseZero(PlannedBackend):
+    """A part without keys reports a log-sum-exp of 0 instead of -inf, so it takes weight in the merge."""
+
+    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -111,17 +120,19 @@ class EmptyPartHasLseZero(PlannedBackend):
 
 @fault(
     slug="chunk-not-multiple-of-tile",
-    bug_class="H",
     source="flashinfer #1206",
     modes=_ALL,
-    mechanism="a split's length is no multiple of the tile, and the lanes of its last tile past the end are not masked",
-    promises=("matches-oracle", "reads-own-kv"),
+    checks=("matches-oracle", "reads-own-kv"),
     hint="more than once",
 )
 class ChunkNotMultipleOfTile(PlannedBackend):
+    """A split's length is no multiple of the tile, and the lanes of its last tile past the end are not masked."""
+
+    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return (lens + self.max_splits - 1) // self.max_splits
 
+    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         chunk = meta.chunk.long()[:, None, None].clamp(min=1)
         key, split = self.index[: self.pages * self.context.page_size], self.index[: self.max_splits, None]
@@ -131,49 +142,51 @@ class ChunkNotMultipleOfTile(PlannedBackend):
 
 @fault(
     slug="recycled-block-bytes-decode-to-nan",
-    bug_class="H",
     source="vLLM #35219, #47574; flash-attention #1745",
     modes=_ALL,
-    mechanism="slots behind the last key are loaded and multiplied by a weight of 0: NaN left there by others gets "
-    "through",
-    promises=("reads-own-kv",),
+    checks=("reads-own-kv",),
     hint=r"0 \* NaN is NaN",
 )
 class ZeroTimesNan(PlannedBackend):
+    """Slots behind the last key are loaded and multiplied by a weight of 0: NaN left there by others gets through."""
+
+    @override
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         return values
 
 
 @fault(
     slug="oob-page-id-folds-to-slot0",
-    bug_class="H",
     source="aiter #4245; sglang comments in aiter_backend",
     modes=_ALL,
-    mechanism="page ids behind a request's own resolve to page 0, which is loaded with a weight of 0 and holds "
-    "padding's NaN",
-    promises=("reads-own-kv", "padding-inert"),
+    checks=("reads-own-kv", "padding-inert"),
     hint=r"0 \* NaN is NaN",
 )
 class TailPagesFoldToPageZero(PlannedBackend):
+    """Page ids behind a request's own resolve to page 0, which is loaded with a weight of 0 and holds padding's NaN."""
+
+    @override
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         slots = super().key_slots(meta)
         return torch.where(self.index[: slots.shape[1]] < meta.kv_lens[:, None], slots, 0)
 
+    @override
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         return values
 
 
 @fault(
     slug="partial-stats-collide",
-    bug_class="H",
     source="flashinfer #3393",
     modes=_EXTENDS,
-    mechanism="offsets of the partial statistics count CTAs, not tokens: the rows of a request overwrite each other's",
-    promises=("matches-oracle", "finite"),
+    checks=("matches-oracle", "finite"),
     hint="row",
     modelled="the last row's statistics are what the others find",
 )
 class PartialStatsCollide(PlannedBackend):
+    """Offsets of the partial statistics count CTAs, not tokens: the rows of a request overwrite each other's."""
+
+    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -183,56 +196,60 @@ class PartialStatsCollide(PlannedBackend):
 
 @fault(
     slug="varlen-paged-takes-split-path",
-    bug_class="H",
     source="flash-attention #2550",
     modes=_EXTENDS,
-    mechanism="splits are set up for several query rows, whose kernel does not combine: only the first split comes out",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="missing",
 )
 class VarlenTakesSplitPath(PlannedBackend):
+    """Splits are set up for several query rows, whose kernel does not combine: only the first split comes out."""
+
+    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().combine(acc[:, :1], lse[:, :1], layer)
 
 
 @fault(
     slug="last-keys-in-no-split",
-    bug_class="H",
     source="general",
     modes=_ALL,
-    mechanism="keys in one split are len // splits rounded down, so the last keys belong to none",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="missing",
 )
 class LastKeysInNoSplit(PlannedBackend):
+    """Keys in one split are len // splits rounded down, so the last keys belong to none."""
+
+    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return (lens // (self.max_splits * self.tile) * self.tile).clamp(min=self.tile)
 
 
 @fault(
     slug="splits-averaged",
-    bug_class="H",
     source="general",
     modes=_ALL,
-    mechanism="partial results are averaged over the splits that have keys, without their log-sum-exps",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="weights",
 )
 class SplitsAveraged(PlannedBackend):
+    """Partial results are averaged over the splits that have keys, without their log-sum-exps."""
+
+    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().combine(acc, torch.where(lse == -torch.inf, lse, 0.0), layer)
 
 
 @fault(
     slug="combine-without-maximum",
-    bug_class="H",
     source="general",
     modes=_ALL,
-    mechanism="the combine takes exp of the bare log-sum-exps: 0 / 0 or inf / inf far from zero",
-    promises=("finite", "matches-oracle"),
+    checks=("finite", "matches-oracle"),
     hint="near -6e4",
 )
 class CombineWithoutMaximum(PlannedBackend):
+    """The combine takes exp of the bare log-sum-exps: 0 / 0 or inf / inf far from zero."""
+
+    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         weight = torch.exp(lse)
         total = weight.sum(1) + (0.0 if layer.sinks is None else torch.exp(layer.sinks))
@@ -241,14 +258,15 @@ class CombineWithoutMaximum(PlannedBackend):
 
 @fault(
     slug="partial-results-in-bf16",
-    bug_class="H",
     source="general",
     modes=_ALL,
-    mechanism="partial results are kept in bfloat16, whatever the model's dtype",
-    promises=("matches-oracle",),
+    checks=("matches-oracle",),
     hint="weights",
 )
 class PartialResultsInBf16(PlannedBackend):
+    """Partial results are kept in bfloat16, whatever the model's dtype."""
+
+    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -257,89 +275,50 @@ class PartialResultsInBf16(PlannedBackend):
 
 
 @fault(
-    slug="lse-base-mismatch-chunked-prefix",
-    bug_class="G",
-    source="sglang #35045, #40903",
-    modes=_ALL,
-    mechanism="partial results carry a log-sum-exp in base 2, and the merge takes it for a natural one",
-    promises=("matches-oracle",),
-    hint="weights",
-)
-class LseBaseMismatch(PlannedBackend):
-    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        return super().combine(acc, lse * 1.4426950408889634, layer)
-
-
-@fault(
-    slug="lse-wrong-when-split",
-    bug_class="G",
-    source="flashinfer #58, #50",
-    modes=_ALL,
-    mechanism="a split stores the logarithm of its sum without its own maximum",
-    promises=("matches-oracle",),
-    hint="weights",
-)
-class LseWithoutMaximum(PlannedBackend):
-    def partials(
-        self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
-    ) -> None:
-        super().partials(logits, seen, values, acc, lse)
-        top = logits[:, None].masked_fill(~seen[:, :, :, None, None], -torch.inf).amax(-1).flatten(3, 4)
-        lse.copy_(torch.where(top == -torch.inf, lse, lse - top))
-
-
-@fault(
-    slug="sink-counted-per-split",
-    bug_class="G",
-    source="rocm-libraries #12229",
-    modes=_ALL,
-    mechanism="every split that has keys adds the sink to its own denominator, and the combine does not",
-    promises=("matches-oracle",),
-    hint="sinks",
-)
-class SinkCountedPerSplit(PlannedBackend):
-    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        if layer.sinks is None:
-            return super().combine(acc, lse, layer)
-        mine = torch.exp(lse - torch.logaddexp(lse, layer.sinks))
-        lse = torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, layer.sinks))
-        top = lse.amax(1, keepdim=True)
-        weight = torch.exp(lse - top.masked_fill(top == -torch.inf, 0.0))
-        return (acc * (mine * weight)[..., None]).sum(1) / weight.sum(1).clamp(min=1e-30)[..., None]
-
-
-@fault(
     slug="mask-is-added",
-    bug_class="H",
     source="general",
     modes=_ALL,
-    mechanism="the mask is added to the logits as 0 or -inf: NaN from a slot of nobody stays NaN",
-    promises=("reads-own-kv",),
+    checks=("reads-own-kv",),
     hint="added mask",
 )
-class MaskIsAdded(TorchNativeBackend):
-    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+class MaskIsAdded(DenseBackend):
+    """The mask is added to the logits as 0 or -inf: NaN from an unowned slot stays NaN."""
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         added = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf)
-        return super()._weights(logits + added[:, None, None], torch.ones_like(seen), layer)
+        return super().weights(logits + added[:, None, None], torch.ones_like(seen), layer)
 
 
 @fault(
     slug="longest-request-sets-the-loop",
-    bug_class="H",
     source="sglang #22688",
     modes=_ALL,
-    mechanism="the loop over keys runs to the longest request, and shorter ones go on reading behind their end",
-    promises=("reads-own-kv", "matches-oracle"),
+    checks=("reads-own-kv", "matches-oracle"),
     hint="are read",
 )
-class LongestRequestSetsTheLoop(TorchNativeBackend):
-    def _kv_lens(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
-        self._own = super()._kv_lens(batch, counts)
-        return self._own
+class LongestRequestSetsTheLoop(DenseBackend):
+    """The loop over keys runs to the longest request, and shorter ones go on reading behind their end."""
 
-    def _visibility(
-        self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        position, key, visible = super()._visibility(batch, counts, offset)
-        behind = (self._key >= self._own[:, None]) & (self._key < self._own.amax())
+    @override
+    def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
+        position, key, visible = super().visibility(batch, counts, offset)
+        behind = (self.key >= self.kv_lens[:, None]) & (self.key < self.kv_lens.amax())
         return position, key, visible | behind[:, None]
+
+
+@fault(
+    slug="shared-prefix-lse-transposed",
+    source="vLLM #22003",
+    modes=_ALL,
+    checks=("matches-oracle",),
+)
+class SharedPrefixLseTransposed(CascadeBackend):
+    """The shared part's log-sum-exps lie head by head, and the merge reads them row by row."""
+
+    @override
+    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        part = lse[:, 0].flatten(0, 1)
+        lse = lse.clone()
+        lse[:, 0] = torch.where(self.common > 0, part.t().reshape(part.shape), part).view_as(lse[:, 0])
+        return super().combine(acc, lse, layer)

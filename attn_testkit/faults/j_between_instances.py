@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from ..contract import BackendContext, ForwardBatch, ForwardMode
 from .catalogue import fault
@@ -13,15 +14,15 @@ _PLANNER_WORKSPACES: dict[torch.device, torch.Tensor] = {}
 
 @fault(
     slug="planner-workspace-of-the-process",
-    bug_class="J",
     source="sglang #27193 (target and draft model)",
     modes=tuple(ForwardMode),
     executions=("graph",),
-    mechanism="all instances plan into one workspace; the draft model's plan replaces the target's before it is run",
-    promises=("buckets-independent",),
+    checks=("buckets-independent",),
     hint="no other instance plans meanwhile",
 )
 class PlannerWorkspaceOfTheProcess(PlannedBackend):
+    """All instances plan into one workspace; the draft model's plan replaces the target's before it is run."""
+
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         kept = _PLANNER_WORKSPACES.get(context.device)
@@ -30,6 +31,7 @@ class PlannerWorkspaceOfTheProcess(PlannedBackend):
             _PLANNER_WORKSPACES[context.device] = kept
         self.planner_workspace = kept
 
+    @override
     def views(self, batch: ForwardBatch) -> Metadata:
         views = super().views(batch)
         views.chunk = self.planner_workspace[: batch.batch_size]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import torch
+from typing_extensions import override
 
 from ..contract import BackendContext, ForwardBatch, ForwardMode
 from .catalogue import fault
@@ -23,21 +24,22 @@ def _lens_of(batch: ForwardBatch) -> tuple[int, ...]:
 
 @fault(
     slug="plan-cache-key-without-mask",
-    bug_class="J",
     source="TensorRT-LLM #6163",
     modes=(ForwardMode.TARGET_VERIFY,),
     executions=_EAGER,
-    mechanism="plans are kept by their lengths, and a plan holds the tree mask, which the key does not",
-    promises=("steps-independent",),
+    checks=("steps-independent",),
     hint="something of an earlier step is kept",
 )
 class PlanCacheKeyWithoutMask(PlannedBackend):
+    """Plans are kept by their lengths, and a plan holds the tree mask, which the key does not."""
+
     capabilities = _HOST_LENGTHS
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.masks: dict[tuple[int, ...], torch.Tensor] = {}
 
+    @override
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
         key = _lens_of(batch)
         if self.in_graph or key not in self.masks:
@@ -47,18 +49,19 @@ class PlanCacheKeyWithoutMask(PlannedBackend):
 
 @fault(
     slug="page-table-kept-while-lengths-agree",
-    bug_class="J",
     source="general; LightLLM #1367 (review)",
     modes=_ALL,
     executions=_EAGER,
-    mechanism="the page table is uploaded only when a length changed, and other requests of the same lengths get it",
-    promises=("steps-independent",),
+    checks=("steps-independent",),
     hint="something of an earlier step is kept",
 )
 class PageTableKeptWhileLengthsAgree(PlannedBackend):
+    """The page table is uploaded only when a length changed, and other requests of the same lengths get it."""
+
     capabilities = _HOST_LENGTHS
     lens: tuple[int, ...] = ()
 
+    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         if self.in_graph or self.lens != _lens_of(batch):
             self.lens, self.table = _lens_of(batch), super().plan_pages(batch)
@@ -67,19 +70,20 @@ class PageTableKeptWhileLengthsAgree(PlannedBackend):
 
 @fault(
     slug="page-table-sized-by-first-batch",
-    bug_class="J",
     source="vLLM #21525, #19825",
     modes=_ALL,
     executions=_EAGER,
-    mechanism="the eager page table is made at the first step, as wide as its longest request needs, and kept",
-    promises=("steps-independent",),
+    checks=("steps-independent",),
     hint="something of an earlier step is kept",
     modelled="columns that do not fit read as page 0",
 )
 class PageTableSizedByFirstBatch(PlannedBackend):
+    """The eager page table is made at the first step, as wide as its longest request needs, and kept."""
+
     capabilities = _HOST_LENGTHS
     columns = 0
 
+    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         table = super().plan_pages(batch)
         if self.in_graph:
@@ -91,27 +95,29 @@ class PageTableSizedByFirstBatch(PlannedBackend):
 
 @fault(
     slug="page-table-kept-by-pool-row",
-    bug_class="J",
     source="kekzl/imp #538; general",
     modes=_ALL,
     executions=_EAGER,
-    mechanism="a row's pages are appended to as its request grows, and the next request in the row inherits them",
-    promises=("steps-independent",),
+    checks=("steps-independent",),
     hint="something of an earlier step is kept",
     modelled="a shorter request is noticed as a new one",
 )
 class PageTableKeptByPoolRow(PlannedBackend):
+    """A row's pages are appended to as its request grows, and the next request in the row inherits them."""
+
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         rows = len(context.req_to_token)
         self.table = torch.zeros(rows, self.pages, dtype=torch.int32, device=context.device)
         self.known = torch.zeros(rows, dtype=torch.int64, device=context.device)
 
+    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         lens = super().plan_lengths(batch, counts)
         self.used = -(-lens.long() // self.context.page_size)
         return lens
 
+    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         fresh, rows = super().plan_pages(batch), batch.req_pool_indices[: batch.batch_size].long()
         if self.in_graph:
@@ -124,21 +130,22 @@ class PageTableKeptByPoolRow(PlannedBackend):
 
 @fault(
     slug="replan-skipped-for-permuted-lengths",
-    bug_class="J",
     source="LightLLM #1367",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="replanning is skipped while batch size, longest length and sum stay as they are, in any order",
-    promises=("buckets-independent",),
+    checks=("buckets-independent",),
     hint="as the only replay of the only bucket it is right",
 )
 class ReplanSkippedForPermutedLengths(PlannedBackend):
+    """Replanning is skipped while batch size, longest length and sum stay as they are, in any order."""
+
     capabilities = _HOST_LENGTHS
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.last: dict[tuple[ForwardMode, int], tuple[int, ...]] = {}
 
+    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         key, lens = self.key(batch), _lens_of(batch)
         proxy = (max(lens), sum(lens))
@@ -146,6 +153,7 @@ class ReplanSkippedForPermutedLengths(PlannedBackend):
         self.last[key] = proxy
         super().fill(views, plan, batch)
 
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "chunk" or not self.skip:
             super().copy_in(name, target, source)
@@ -153,16 +161,16 @@ class ReplanSkippedForPermutedLengths(PlannedBackend):
 
 @fault(
     slug="split-table-evicted-under-a-graph",
-    bug_class="J",
     source="ROCm/aiter #4587",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="a table that captured graphs read is owned by a cache of bounded size alone, and later shapes evict it",
-    promises=("addresses-stable", "buckets-independent"),
+    checks=("addresses-stable", "buckets-independent"),
     hint="allocate it once",
     modelled="the cache holds four tables, where upstream it held 128",
 )
 class SplitTableEvictedUnderAGraph(PlannedBackend):
+    """A table that captured graphs read is owned by a cache of bounded size alone, and later shapes evict it."""
+
     capabilities = _HOST_LENGTHS
     most = 4
 
@@ -170,10 +178,12 @@ class SplitTableEvictedUnderAGraph(PlannedBackend):
         super().__init__(context)
         self.tables: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
 
+    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.shape = (batch.batch_size, 0 if self.in_graph else sum(_lens_of(batch)))
         return super().plan(batch)
 
+    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         if self.shape not in self.tables:
             self.tables[self.shape] = self.index[: self.max_splits].clone()
@@ -186,15 +196,16 @@ class SplitTableEvictedUnderAGraph(PlannedBackend):
 
 @fault(
     slug="eager-batch-in-graph-buffers",
-    bug_class="J",
     source="sglang #28767 (review)",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="eager steps share the graphs' buffers, and an eager batch may be larger than the largest graph",
-    promises=("completes",),
+    checks=("completes",),
     hint="size of tensor",
 )
 class EagerBatchInGraphBuffers(PlannedBackend):
+    """Eager steps share the graphs' buffers, and an eager batch may be larger than the largest graph."""
+
+    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         if self.graphs and self.metadata is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
-from ..backends.torch_native import TorchNativeBackend
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .catalogue import fault
+from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
 _ALL = tuple(ForwardMode)
@@ -19,25 +20,27 @@ _NEEDS_HOST = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
 @fault(
     slug="stale-cpu-mirror-defeats-none-guard",
-    bug_class="K",
     source="sglang 0.5.23 (decode and draft-extend runners)",
     modes=_VERIFY + _V1 + _V2,
     executions=_GRAPH,
-    mechanism="the host lengths of an older batch say how many page-table columns to refresh; the rest stay stale",
-    promises=("replay-follows-batch", "buckets-independent"),
+    checks=("replay-follows-batch", "buckets-independent"),
     hint="in eager it is right|alone",
     modelled="the backend keeps the older lengths itself, where the runner's pinned buffer did",
 )
 class StaleCpuMirrorSizesPageTable(PlannedBackend):
+    """The host lengths of an older batch say how many page-table columns to refresh; the rest stay stale."""
+
     capabilities = _NEEDS_HOST
     older_pages = 1
 
+    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         assert batch.seq_lens_cpu is not None
         longest = int(batch.seq_lens_cpu[: batch.batch_size].max()) + views.max_q_len
         self.older_pages = -(-longest // self.context.page_size)
 
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name == "page_table" and not self.capturing:
             target, source = target[:, : self.older_pages], source[:, : self.older_pages]
@@ -46,15 +49,16 @@ class StaleCpuMirrorSizesPageTable(PlannedBackend):
 
 @fault(
     slug="plan-blocks-on-d2h",
-    bug_class="K",
     source="sglang #27689, #26128, #28854",
     modes=_VERIFY + _V1 + _V2,
     executions=_GRAPH,
-    mechanism="the plan copies query offsets and lengths to the host, and waits for them, at every replay",
-    promises=("no-host-lengths",),
+    checks=("no-host-lengths",),
     hint="waits for the device",
 )
 class PlanBlocksOnD2H(PlannedBackend):
+    """The plan copies query offsets and lengths to the host, and waits for them, at every replay."""
+
+    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         plan = super().plan(batch)
         self.offsets_on_host = plan.cu_seqlens_q.to("cpu")
@@ -64,15 +68,16 @@ class PlanBlocksOnD2H(PlannedBackend):
 
 @fault(
     slug="length-resync-reintroduced",
-    bug_class="K",
     source="sglang #28765 (review)",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="lengths are fetched with tolist() at every step although the device could keep them",
-    promises=("no-host-lengths",),
+    checks=("no-host-lengths",),
     hint="waits for the device",
 )
 class LengthResyncReintroduced(PlannedBackend):
+    """Lengths are fetched with tolist() at every step although the device could keep them."""
+
+    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         self.longest = max(batch.seq_lens[: batch.batch_size].tolist())
         return super().plan_lengths(batch, counts)
@@ -80,15 +85,16 @@ class LengthResyncReintroduced(PlannedBackend):
 
 @fault(
     slug="plan-uploads-a-host-list",
-    bug_class="K",
     source="sglang #26824",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="a Python list is made into a device tensor at every replay, from memory that is not pinned",
-    promises=("no-host-lengths",),
+    checks=("no-host-lengths",),
     hint="waits for the device",
 )
 class PlanUploadsAHostList(PlannedBackend):
+    """A Python list is made into a device tensor at every replay, from memory that is not pinned."""
+
+    @override
     def plan_counts(self, batch: ForwardBatch) -> torch.Tensor:
         counts = super().plan_counts(batch)
         self.bounds = torch.tensor(list(range(batch.batch_size + 1)), device=self.context.device)
@@ -97,14 +103,15 @@ class PlanUploadsAHostList(PlannedBackend):
 
 @fault(
     slug="reads-mirrors-it-does-not-ask-for",
-    bug_class="K",
     source="sglang #26824; vLLM #40654 (review)",
     modes=_ALL,
-    mechanism="needs_cpu_seq_lens is False, and the plan reads seq_lens_cpu all the same",
-    promises=("no-host-lengths",),
+    checks=("no-host-lengths",),
     hint="needs_cpu_seq_lens is False",
 )
 class ReadsMirrorsItDoesNotAskFor(PlannedBackend):
+    """needs_cpu_seq_lens is False, and the plan reads seq_lens_cpu all the same."""
+
+    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         self.longest = int(batch.seq_lens_cpu.max())  # type: ignore[union-attr]
         return super().plan_lengths(batch, counts)
@@ -112,15 +119,16 @@ class ReadsMirrorsItDoesNotAskFor(PlannedBackend):
 
 @fault(
     slug="item-in-the-captured-forward",
-    bug_class="K",
     source="sglang #25489",
     modes=_ALL,
     executions=_GRAPH,
-    mechanism="the forward reads the longest length on the host, to slice the keys",
-    promises=("captures-cleanly",),
+    checks=("captures-cleanly",),
     hint="cannot be captured",
 )
 class ItemInTheCapturedForward(PlannedBackend):
+    """The forward reads the longest length on the host, to slice the keys."""
+
+    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         self.longest = int(meta.kv_lens.max().item())
         return super().visible(meta, layer, position)
@@ -128,34 +136,36 @@ class ItemInTheCapturedForward(PlannedBackend):
 
 @fault(
     slug="data-dependent-shape-in-capture",
-    bug_class="K",
     source="general",
     modes=_VERIFY,
     executions=_GRAPH,
-    mechanism="rows are compacted with nonzero() inside the captured forward",
-    promises=("captures-cleanly",),
+    checks=("captures-cleanly",),
     hint="cannot be captured",
 )
-class DataDependentShapeInCapture(TorchNativeBackend):
-    def _in_window(self, layer: AttentionLayer) -> torch.Tensor:
-        seen = super()._in_window(layer)
-        self._pairs = seen.nonzero()
+class DataDependentShapeInCapture(DenseBackend):
+    """Rows are compacted with nonzero() inside the captured forward."""
+
+    @override
+    def in_window(self, layer: AttentionLayer) -> torch.Tensor:
+        seen = super().in_window(layer)
+        self.pairs = seen.nonzero()
         return seen
 
 
 @fault(
     slug="cpu-lengths-advanced-in-place",
-    bug_class="K",
     source="general",
     modes=_VERIFY,
     executions=("eager",),
-    mechanism="the plan adds the draft rows to the caller's host lengths",
-    promises=("inputs-unchanged",),
+    checks=("inputs-unchanged",),
     hint="work on a copy",
 )
 class CpuLengthsAdvancedInPlace(PlannedBackend):
+    """The plan adds the draft rows to the caller's host lengths."""
+
     capabilities = _NEEDS_HOST
 
+    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         assert batch.seq_lens_cpu is not None
         self.longest = int(batch.seq_lens_cpu.add_(self.width).max())
@@ -164,15 +174,16 @@ class CpuLengthsAdvancedInPlace(PlannedBackend):
 
 @fault(
     slug="extend-fields-read-at-replay",
-    bug_class="K",
     source="sglang #26019 (review)",
     modes=_V1,
     executions=_GRAPH,
-    mechanism="draft-extend takes its row counts from extend_seq_lens, which a replay view does not have",
-    promises=("completes",),
+    checks=("completes",),
     hint="view without extend_",
 )
 class ExtendFieldsReadAtReplay(PlannedBackend):
+    """Draft-extend takes its row counts from extend_seq_lens, which a replay view does not have."""
+
+    @override
     def plan_counts(self, batch: ForwardBatch) -> torch.Tensor:
         if self.in_graph and not self.capturing:
             assert batch.extend_seq_lens is not None

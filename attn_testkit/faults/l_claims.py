@@ -1,4 +1,4 @@
-"""Class L, claims: what a class says of itself, and nobody could hold it to."""
+"""Class L, claims: what a class says of itself, and no case could hold it to."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .parent import PlannedBackend
 
 @fault(
     slug="claim-that-no-case-can-meet",
-    bug_class="L",
     source="general",
     modes=(ForwardMode.TARGET_VERIFY,),
-    mechanism="verify is claimed with the max_context_len of a unit test's class: nothing was ever run",
-    promises=("claims-honest",),
+    checks=("claims-honest",),
     hint="no case can satisfy",
 )
 class ClaimThatNoCaseCanMeet(PlannedBackend):
+    """Verify is claimed with the max_context_len of a unit test's class: nothing was ever run."""
+
     capabilities = PlannedBackend.capabilities.with_changes(max_context_len=4)

@@ -34,7 +34,7 @@ _SERVERS = (
     LeftOut("stale-request-state-fakes-prefill", "state of requests that a scheduler keeps; a backend is not given it"),
     LeftOut("freed-duplicate-pages-still-mapped", "a scheduler's page table; the kit makes its own"),
     LeftOut("kv-move-ignores-page-layout", "moving accepted rows is the server's; a backend has no hand in it"),
-    LeftOut("graph-output-view-escapes", "the runner returned views; a backend may reuse its output (a twin does)"),
+    LeftOut("graph-output-view-escapes", "the runner returned views; a backend may reuse its output (a control does)"),
     LeftOut("upper-bound-treated-as-exact", "CPU lengths of this contract are exact, or absent"),
 )
 _NO_EFFECT = (

@@ -7,8 +7,8 @@ allocated, and combines them.
 
 Every step of the two is one small method, so that a bug is one override.
 
-Shapes: T query rows, B requests (padding included), W most rows a request, P pages a request, C = P * page_size keys,
-S splits.
+Shapes: T query rows, B requests (padding included), W most rows a request, N draft tokens a request, P pages a request,
+C = P * page_size keys, S = ``max_splits``, Hk KV heads, Hq = Hk * G query heads, D and Dv the widths of key and value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ..backends.torch_native import _gather
 from ..contract import (
     AttentionBackend,
     AttentionLayer,
@@ -28,6 +27,7 @@ from ..contract import (
     ForwardMode,
     VerifyInput,
 )
+from .pool_reads import read_slots
 
 __all__ = ["CountingBackend", "Metadata", "PlannedBackend"]
 
@@ -53,7 +53,10 @@ class Metadata:
 
 
 class PlannedBackend(AttentionBackend):
-    """Paged attention with a plan, in plain torch. Healthy."""
+    """Paged attention with a plan, in plain torch. Healthy.
+
+    Raises ``Unsupported`` for a context that its ``capabilities`` exclude.
+    """
 
     capabilities = Capabilities(
         eager=frozenset(ForwardMode),
@@ -66,7 +69,8 @@ class PlannedBackend(AttentionBackend):
         gqa_ratios=frozenset(range(1, 9)),
         max_q_rows=64,
         max_topk=8,
-        max_context_len=1 << 14,  # leaves out the case of 66,000 keys, which costs each twin a minute without a device
+        max_context_len=1
+        << 14,  # leaves out the case of 66,000 keys, which costs each control a minute without a device
         sliding_window=frozenset(ForwardMode),
         window_in_trees=True,
         logit_cap=True,
@@ -123,7 +127,7 @@ class PlannedBackend(AttentionBackend):
         self.metadata = self.plan(batch)
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """A capture makes the views of its bucket; a replay fills them."""
+        """A capture makes the views of its bucket; a replay, whose batch has live slots alone, fills them."""
         self.in_graph, self.capturing = True, in_capture
         key = self.key(batch)
         if in_capture:
@@ -132,7 +136,7 @@ class PlannedBackend(AttentionBackend):
         self.fill(self.metadata, self.plan(batch), batch)
 
     def key(self, batch: ForwardBatch) -> tuple[ForwardMode, int]:
-        """Which graph's metadata."""
+        """Which graph a batch belongs to: its mode and its bucket."""
         return batch.forward_mode, batch.batch_size
 
     def views(self, batch: ForwardBatch) -> Metadata:
@@ -176,13 +180,13 @@ class PlannedBackend(AttentionBackend):
         )
 
     def max_q_len(self, mode: ForwardMode) -> int:
-        """W."""
+        """W of a mode: a constant of the instance."""
         if mode is ForwardMode.DRAFT_EXTEND:
             return self.context.speculative_num_steps + 1
         return 1 if mode.is_decode() else self.context.num_draft_tokens
 
     def plan_counts(self, batch: ForwardBatch) -> torch.Tensor:
-        """[B] int32: query rows of each request."""
+        """[B] int32: query rows of each request, padded ones included."""
         if batch.forward_mode is ForwardMode.DRAFT_EXTEND:
             assert isinstance(batch.spec_info, DraftExtendInput)
             return batch.spec_info.num_accept_tokens[: batch.batch_size].to(torch.int32)
@@ -195,7 +199,7 @@ class PlannedBackend(AttentionBackend):
         return lens + counts if batch.forward_mode.is_target_verify() else lens
 
     def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[B + 1] int32."""
+        """[B + 1] int32: running sum of ``counts`` [B] int32, from 0."""
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
@@ -205,7 +209,7 @@ class PlannedBackend(AttentionBackend):
         return (rows[:, ::page] // page).to(torch.int32)
 
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
-        """[B] int32: keys in one split; ``max_splits`` of them hold all keys, and short requests leave some empty."""
+        """[B] int32: keys in one split, so that S of them hold all keys; short requests leave some empty."""
         return (lens + self.max_splits * self.tile - 1) // (self.max_splits * self.tile) * self.tile
 
     def plan_slots(self, batch: ForwardBatch) -> torch.Tensor:
@@ -234,19 +238,25 @@ class PlannedBackend(AttentionBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Store the new rows, then attend."""
+        """[T, Hq, Dv] in q's dtype, from q [T, Hq, D], k [T, Hk, D] and v [T, Hk, Dv], which are stored first."""
         meta = self.metadata
         assert meta is not None, "a step is planned before its forward"
         if save_kv_cache:
             self.write_kv(layer, k, v, meta)
-        return self.attend(q, layer, meta)
+        out = self.attend(q, layer, meta)
+        if layer.layer_id == len(self.context.layers) - 1:
+            self.finish(batch)
+        return out
+
+    def finish(self, batch: ForwardBatch) -> None:
+        """The last layer is through: where a backend keeps books of its own. This one does nothing."""
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
-        """Rows to their slots."""
+        """Rows k [T, Hk, D] and v [T, Hk, Dv] to ``meta.slots``, in the pool's dtype."""
         self.context.kv_pool.set_kv_buffer(layer, meta.slots, k, v)
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
-        """[T, Hq, Dv] in q's dtype."""
+        """[T, Hq, Dv] in q's dtype, of q [T, Hq, D] against the pool."""
         position = self.row_positions(meta)
         seen = self.visible(meta, layer, position)
         rows = q.reshape(len(q), layer.tp_k_head_num, layer.q_per_kv, layer.head_dim)[self.row_of(meta, len(q))]
@@ -277,12 +287,12 @@ class PlannedBackend(AttentionBackend):
         return prefix[:, None] + meta.mask.sum(-1) - 1
 
     def key_slots(self, meta: Metadata) -> torch.Tensor:
-        """[B, C] int64."""
+        """[B, C] int64: KV slot of each key, by the page table."""
         page = self.context.page_size
         return (meta.page_table.long()[:, :, None] * page + self.index[:page]).flatten(1)
 
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
-        """[B, W, C] bool."""
+        """[B, W, C] bool: whether a row may see a key, from the rows' positions [B, W] int64; windows included."""
         key = self.index[: self.pages * self.context.page_size]
         key_position = key[None, None]
         if meta.mask is None:
@@ -299,20 +309,20 @@ class PlannedBackend(AttentionBackend):
         return seen & (key_position >= self.window_start(position, layer)[..., None])
 
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """[B, W] int64: the first position in the window."""
+        """[B, W] int64: the first position in the window of each row; for windowed layers alone."""
         return position - layer.sliding_window_size
 
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, C, Hk, D] float32, not yet multiplied by an FP8 pool's scales."""
         key, value = self.context.kv_pool.get_kv_buffer(layer.layer_id)
-        return _gather(key, slots), _gather(value, slots)
+        return read_slots(key, slots), read_slots(value, slots)
 
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
-        """Slots that no row may see hold anything, NaN included, and 0 * NaN is NaN."""
+        """[B, C, Hk, Dv], zero where no row may see the slot: it holds anything, NaN included, and 0 * NaN is NaN."""
         return values.masked_fill(~seen.any(1)[:, :, None, None], 0.0)
 
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """[B, W, Hk, G, C]: scaled, capped, not yet masked."""
+        """[B, W, Hk, G, C] float32 of rows [B, W, Hk, G, D] and keys [B, C, Hk, D]: scaled, capped, not yet masked."""
         logits = torch.einsum("bwhgd,bshd->bwhgs", rows, keys) * (layer.scaling * layer.k_scale)
         return layer.logit_cap * torch.tanh(logits / layer.logit_cap) if layer.logit_cap else logits
 
@@ -332,7 +342,11 @@ class PlannedBackend(AttentionBackend):
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        """The softmax of every split by itself. ``seen`` [B, S, W, C]. A split that sees nothing gives 0 and -inf."""
+        """The softmax of every split by itself, into ``acc`` and ``lse``. One that sees nothing gives 0 and -inf.
+
+        ``logits`` [B, W, Hk, G, C], ``seen`` [B, S, W, C] bool, ``values`` [B, C, Hk, Dv], ``acc`` [B, S, W, Hq, Dv],
+        ``lse`` [B, S, W, Hq]; all float32 but ``seen``.
+        """
         masked = logits[:, None].masked_fill(~seen[:, :, :, None, None], -torch.inf)
         top = masked.amax(-1, keepdim=True)
         p = torch.exp(masked - top.masked_fill(top == -torch.inf, 0.0))
@@ -369,7 +383,7 @@ class CountingBackend(PlannedBackend):
         return torch.zeros(count, dtype=torch.int32, device=self.context.device)
 
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """As the parent where the count came to the number of splits; elsewhere nobody combined."""
+        """As the parent where the count came to the number of splits; elsewhere the first split's result."""
         counters = self.counters_of(len(acc))
         counters += self.max_splits
         done = counters == self.max_splits
@@ -378,7 +392,7 @@ class CountingBackend(PlannedBackend):
         return out
 
     def counters_of(self, bs: int) -> torch.Tensor:
-        """[B] int32: a view."""
+        """[B] int32: a view of the counters of ``bs`` requests."""
         return self.counters[:bs]
 
     def reset(self, counters: torch.Tensor) -> None:

@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from attn_testkit.checks.promises import PROMISES as CHECKS
 
 from attn_testkit.audit import Audit, Settings, audit
 from attn_testkit.audit.processes import Child
 from attn_testkit.audit.show import audit_page, audit_text
 from attn_testkit.audit.tasks import kill_order, run_task, tasks_for
-from attn_testkit.audit.verdicts import FaultVerdict, Task, TwinVerdict
-from attn_testkit.checks import CHECKS
+from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, Task
 from attn_testkit.cli import auditing, main
 from attn_testkit.contract import BackendContext, Execution, ForwardMode
 from attn_testkit.examples.off_by_one import OffByOneBackend
-from attn_testkit.faults import all_faults, all_twins, catalogue
-from attn_testkit.faults.catalogue import Fault, Twin
+from attn_testkit.faults import all_controls, all_faults, catalogue
+from attn_testkit.faults.catalogue import Control, Fault
 from attn_testkit.faults.parent import PlannedBackend
 from attn_testkit.registry import UsageError
 from attn_testkit.running.plan import plan_run
@@ -35,30 +35,30 @@ class AssertingBackend(PlannedBackend):
 
 @pytest.fixture
 def planted() -> Iterator[None]:
-    """Faults and twins that are none, in a catalogue of their own."""
-    kept = all_faults(), all_twins()
+    """Faults and controls that are none, in the catalogue for a while."""
+    kept = all_faults(), all_controls()
     for slug, backend in (("healthy", PlannedBackend), ("asserting", AssertingBackend)):
         catalogue._FAULTS[slug] = Fault(
-            slug, "A", "nobody", (ForwardMode.DECODE,), (Execution.EAGER,), "none", ("matches-oracle",), backend
+            slug, "nobody", (ForwardMode.DECODE,), (Execution.EAGER,), ("matches-oracle",), backend
         )
-    catalogue._TWINS["broken"] = Twin("broken", "it is not", OffByOneBackend)
-    catalogue._TWINS["asserting-twin"] = Twin("asserting-twin", "it is not", AssertingBackend)
+    catalogue._CONTROLS["broken"] = Control("broken", OffByOneBackend)
+    catalogue._CONTROLS["asserting-control"] = Control("asserting-control", AssertingBackend)
     all_faults.cache_clear()
-    all_twins.cache_clear()
+    all_controls.cache_clear()
     yield
     del catalogue._FAULTS["healthy"], catalogue._FAULTS["asserting"]
-    del catalogue._TWINS["broken"], catalogue._TWINS["asserting-twin"]
+    del catalogue._CONTROLS["broken"], catalogue._CONTROLS["asserting-control"]
     all_faults.cache_clear()
-    all_twins.cache_clear()
-    assert (all_faults(), all_twins()) == kept
+    all_controls.cache_clear()
+    assert (all_faults(), all_controls()) == kept
 
 
 def verdicts(**missing: str) -> Audit:
-    """An audit in which every promise alone catches a fault, but for those named."""
+    """An audit in which every check alone catches a fault, but for those named."""
     found = Audit(Settings())
-    for promise in CHECKS:
-        caught = () if promise in missing.values() else (promise,)
-        found.faults.append(FaultVerdict(f"breaks-{promise}", "A", "general", (promise,), caught, text=promise))
+    for check in CHECKS:
+        caught = () if check in missing.values() else (check,)
+        found.faults.append(FaultVerdict(f"breaks-{check}", "A", "general", (check,), caught, text=check))
     return found
 
 
@@ -67,48 +67,48 @@ def test_everything_caught_and_no_alarm_is_good() -> None:
     assert audit_text(verdicts()).splitlines()[-1].startswith("GOOD: ")
 
 
-def test_a_survivor_an_alarm_and_an_idle_promise_each_fail_the_audit() -> None:
-    survived = verdicts(promise="finite")
+def test_a_survivor_an_alarm_and_an_idle_check_each_fail_the_audit() -> None:
+    survived = verdicts(check="finite")
     assert survived.exit_code == 1
     assert audit_text(survived).startswith("SURVIVED  breaks-finite")
     alarmed = verdicts()
-    alarmed.twins.append(TwinVerdict("twin", "decode", "graph", 10, 1, ("a text",)))
+    alarmed.controls.append(ControlVerdict("control", "decode", "graph", 10, 1, ("a text",)))
     assert alarmed.exit_code == 1
-    assert audit_text(alarmed).startswith("FALSE ALARM  twin decode graph: 1 of 10")
+    assert audit_text(alarmed).startswith("FALSE ALARM  control decode graph: 1 of 10")
     idle = verdicts()
     idle.faults[0] = FaultVerdict("both", "A", "general", ("completes",), ("completes", "finite"))
     assert idle.first_catches["completes"] == 1
-    assert idle.idle_promises == ["completes"]
+    assert idle.idle_checks == ["completes"]
     assert audit_text(idle).splitlines()[-1].startswith("NOT GOOD: ")
     assert idle.exit_code == 1
     assert Audit(Settings()).exit_code == 5
 
 
-def test_a_healthy_fault_survives_and_a_broken_twin_alarms(planted: None) -> None:
+def test_a_healthy_fault_survives_and_a_broken_control_alarms(planted: None) -> None:
     survived = audit(Settings(tier="smoke", device="cpu", faults=("healthy",), jobs=1))
     assert [verdict.slug for verdict in survived.survivors] == ["healthy"]
     assert survived.faults[0].case_runs > 3
     assert survived.exit_code == 1
-    twin = run_task(Task("twin", "broken", "decode", "eager"), Settings(device="cpu"))
-    assert isinstance(twin, TwinVerdict)
-    assert twin.alarms
-    assert "differs from the oracle" in twin.texts[0]
+    control = run_task(Task("control", "broken", "decode", "eager"), Settings(device="cpu"))
+    assert isinstance(control, ControlVerdict)
+    assert control.alarms
+    assert "differs from the oracle" in control.texts[0]
 
 
 def test_a_lost_device_context_ends_the_process_so_that_later_tasks_are_judged_for_themselves(planted: None) -> None:
     fault = run_task(Task("fault", "asserting"), Settings(device="cpu"))
-    twin = run_task(Task("twin", "asserting-twin", "decode", "eager"), Settings(device="cpu"))
-    assert isinstance(twin, TwinVerdict)
-    assert twin.alarms == 1, "what comes after a lost context is not tried"
-    ordinary = run_task(Task("twin", "broken", "decode", "eager"), Settings(device="cpu", tier="smoke"))
-    for verdict, spent in ((fault, True), (twin, True), (ordinary, False)):
+    control = run_task(Task("control", "asserting-control", "decode", "eager"), Settings(device="cpu"))
+    assert isinstance(control, ControlVerdict)
+    assert control.alarms == 1, "what comes after a lost context is not tried"
+    ordinary = run_task(Task("control", "broken", "decode", "eager"), Settings(device="cpu", tier="smoke"))
+    for verdict, spent in ((fault, True), (control, True), (ordinary, False)):
         ours, theirs = multiprocessing.Pipe()
         theirs.send(verdict)
-        child = Child(ours, multiprocessing.current_process(), Task("twin", "any"))
+        child = Child(ours, multiprocessing.current_process(), Task("control", "any"))
         assert child.collect() == (verdict, spent)
 
 
-def test_faults_and_twins_run_in_processes_and_the_record_and_the_page_tell_them(tmp_path: Path) -> None:
+def test_faults_and_controls_run_in_processes_and_the_record_and_the_page_show_them(tmp_path: Path) -> None:
     files = [str(tmp_path / "audit.json"), str(tmp_path / "audit.html")]
     chosen = ["--fault", "draft-extend-qlens-seeded-once", "--fault", "query-scaled-in-place"]
     code = main(["audit", "--device", "cpu", "--jobs", "2", "--json", files[0], "--html", files[1], *chosen])
@@ -139,13 +139,13 @@ def test_eager_cases_come_before_dear_graph_cases_and_every_mode_gets_its_turn()
 def test_the_page_of_an_audit_shows_survivors_first() -> None:
     found = Audit(Settings())
     entry = all_faults()[0]
-    found.faults.append(FaultVerdict(entry.slug, entry.bug_class, entry.source, entry.promises, case_runs=7))
+    found.faults.append(FaultVerdict(entry.slug, entry.bug_class, entry.source, entry.checks, case_runs=7))
     page = audit_page(found)
     assert page.index("Survivors") < page.index("Kill matrix")
     assert "7 case-runs saw nothing" in page
 
 
-def test_classes_choose_faults_without_twins() -> None:
+def test_classes_choose_faults_without_controls() -> None:
     tasks = tasks_for(Settings(classes="nk"))
     kinds = {fault.slug: fault.bug_class for fault in all_faults()}
     assert {kinds[task.name] for task in tasks} == {"N", "K"}

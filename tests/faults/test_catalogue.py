@@ -1,4 +1,4 @@
-"""The catalogue itself: complete, well-formed, importable from the command line."""
+"""The catalogue itself: complete, well-formed, importable from the command line, and built on healthy parents alone."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ import importlib
 from pathlib import Path
 
 import pytest
+from attn_testkit.checks.promises import PROMISES as CHECKS
 
-from attn_testkit.audit.show import checks_page
-from attn_testkit.checks import CHECKS
-from attn_testkit.contract import ForwardMode
-from attn_testkit.faults import all_faults, all_left_out, all_twins
-from attn_testkit.faults.catalogue import CLASSES, fault
+from attn_testkit.audit.show import audit_page
+from attn_testkit.audit.verdicts import Audit, FaultVerdict, Settings
+from attn_testkit.contract import AttentionBackend, ForwardMode
+from attn_testkit.faults import all_controls, all_faults, all_left_out
+from attn_testkit.faults.catalogue import CLASSES, Fault, control, fault
 from attn_testkit.faults.parent import PlannedBackend
 
 ROOT = Path(__file__).resolve().parents[2]
+NOT_OF_THE_BODY = {"__module__", "__doc__", "__firstlineno__", "__static_attributes__", "__abstractmethods__",
+                   "_abc_impl", "capabilities"}  # fmt: skip
+"""What a class that changes nothing but its claims holds."""
 
 
-def test_there_are_at_least_a_hundred_faults_of_every_class_and_a_dozen_twins() -> None:
+def test_there_are_at_least_a_hundred_faults_of_every_class_and_a_dozen_controls() -> None:
     assert len(all_faults()) >= 100
     assert {entry.bug_class for entry in all_faults()} == set(CLASSES)
-    assert len(all_twins()) >= 12
+    assert len(all_controls()) >= 12
 
 
 def test_every_spec_names_the_class_that_registered() -> None:
-    for entry in (*all_faults(), *all_twins()):
+    for entry in (*all_faults(), *all_controls()):
         module, _, name = entry.spec.partition(":")
         assert getattr(importlib.import_module(module), name) is entry.backend
 
@@ -37,33 +41,82 @@ def test_no_two_entries_share_a_slug_and_left_out_ones_are_really_absent() -> No
 
 
 def test_every_check_is_the_expected_one_of_a_fault() -> None:
-    assert set(CHECKS) == {entry.promises[0] for entry in all_faults()}
+    assert set(CHECKS) == {entry.checks[0] for entry in all_faults()}
+
+
+def test_the_file_of_a_fault_gives_its_class_of_bug() -> None:
+    for entry in all_faults():
+        name = Path(importlib.import_module(entry.backend.__module__).__file__ or "").name
+        assert name.startswith(f"{entry.bug_class.lower()}_")
+
+
+def nearest_parent(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    broken = {entry.backend for entry in all_faults()}
+    return next(base for base in backend.__mro__[1:] if base not in broken)
+
+
+def test_what_a_fault_breaks_is_a_healthy_parent_and_a_control_runs_that_parent_as_it_is() -> None:
+    as_they_are = {entry.backend.__base__ for entry in all_controls() if not set(vars(entry.backend)) - NOT_OF_THE_BODY}
+    assert {nearest_parent(entry.backend) for entry in all_faults()} <= as_they_are
+
+
+def test_no_fault_and_no_control_is_made_of_an_adapter() -> None:
+    for entry in (*all_faults(), *all_controls()):
+        rooms = {base.__module__.split(".")[1] for base in entry.backend.__mro__ if base.__module__.startswith("attn_")}
+        assert rooms == {"faults", "contract"}, entry.spec
+
+
+def test_what_is_wrong_is_written_once_in_the_docstring_of_the_class_and_the_page_shows_it() -> None:
+    found = Audit(Settings())
+    for entry in all_faults():
+        assert entry.mechanism.endswith("."), entry.slug
+        found.faults.append(FaultVerdict(entry.slug, entry.bug_class, entry.source, entry.checks))
+    page = audit_page(found)
+    assert (
+        "Replay packs query offsets by accepted counts; the captured kernel keeps the fixed stride of capture." in page
+    )
+    assert all(entry.why.endswith(".") for entry in all_controls())
+
+
+def test_a_docstring_of_a_parent_is_no_mechanism_and_no_reason() -> None:
+    bare = type("Bare", (PlannedBackend,), {"__module__": "attn_testkit.faults.a_query_offsets"})
+    assert Fault("bare", "general", (), (), (), bare).mechanism == ""
+    with pytest.raises(ValueError, match="docstring of its class is missing"):
+        control("bare")(bare)
+
+
+def broken(**changes: object) -> type[AttentionBackend]:
+    """A class as a module of class A would define it."""
+    body = {"__module__": "attn_testkit.faults.a_query_offsets", "__doc__": "It is wrong."}
+    return type("Broken", (PlannedBackend,), {**body, **changes})
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "backend", "message"),
     [
-        ({"promises": ("matches-orakle",)}, "unknown promises"),
-        ({"promises": ()}, "at least one promise"),
-        ({"bug_class": "Z"}, "class 'Z'"),
-        ({"slug": "Not A Slug"}, "lower-case words"),
-        ({"slug": "qlens-packed-vs-uniform-stride"}, "taken"),
-        ({"modes": ()}, "none of its modes"),
-        ({"source": ""}, "must be told"),
+        ({"checks": ("matches-orakle",)}, broken(), "unknown checks"),
+        ({"checks": ()}, broken(), "at least one check"),
+        ({}, broken(__module__="attn_testkit.faults.z_nothing"), "begins with no letter of A, B"),
+        ({}, broken(__module__="attn_testkit.faults.parent"), "begins with no letter of A, B"),
+        ({}, broken(__doc__=None), "says what is wrong, and is missing"),
+        ({"slug": "Not A Slug"}, broken(), "lower-case words"),
+        ({"slug": "qlens-packed-vs-uniform-stride"}, broken(), "taken"),
+        ({"modes": ()}, broken(), "none of its modes"),
+        ({"source": ""}, broken(), "source is missing"),
     ],
 )
-def test_an_entry_that_cannot_be_audited_is_refused(changes: dict[str, object], told: str) -> None:
+def test_an_entry_that_cannot_be_audited_is_refused(
+    changes: dict[str, object], backend: type[AttentionBackend], message: str
+) -> None:
     all_faults()
     entry: dict[str, object] = {
         "slug": "a-slug",
-        "bug_class": "A",
         "source": "general",
         "modes": (ForwardMode.DECODE,),
-        "mechanism": "does it wrong",
-        "promises": ("matches-oracle",),
+        "checks": ("matches-oracle",),
     }
-    with pytest.raises(ValueError, match=told):
-        fault(**{**entry, **changes})(PlannedBackend)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        fault(**{**entry, **changes})(backend)  # type: ignore[arg-type]
 
 
 def test_the_page_of_checks_is_up_to_date() -> None:

@@ -1,4 +1,4 @@
-"""Faults of extents, masks, windows, numbers, splits, addresses, contracts, rows and bits: caught, and told truly.
+"""Faults of extents, masks, windows, numbers, splits, addresses, contracts, rows and bits: caught, and named truly.
 
 A sample, two or three of a class; ``attn-testkit audit`` runs them all.
 """
@@ -12,7 +12,7 @@ import pytest
 from attn_testkit.faults import all_faults
 from attn_testkit.faults.left_out_eager import LEFT_OUT_EAGER
 from attn_testkit.results import Status, format_failure
-from attn_testkit.running.plan import check_backend, plan_run, run
+from attn_testkit.running.plan import plan_run, run
 
 SAMPLE = (
     "draft-extend-v2-prefix-only",
@@ -45,7 +45,7 @@ FAULTS = {fault.slug: fault for fault in all_faults()}
 
 
 @pytest.mark.parametrize("slug", SAMPLE)
-def test_a_fault_is_caught_by_its_promise_and_the_text_points_at_it(slug: str) -> None:
+def test_a_fault_is_caught_by_its_check_and_the_text_points_at_it(slug: str) -> None:
     fault = FAULTS[slug]
     plan = plan_run(
         backends=[fault.spec],
@@ -57,18 +57,8 @@ def test_a_fault_is_caught_by_its_promise_and_the_text_points_at_it(slug: str) -
     caught = next((result for result in run(plan) if result.status is Status.FAILED), None)
     assert caught is not None, f"{slug} survived"
     text = " ".join(format_failure(caught, plan.header).split())
-    assert caught.findings[0].check in fault.promises, text
+    assert caught.findings[0].check in fault.checks, text
     assert re.search(fault.hint, text), text
-
-
-@pytest.mark.parametrize(
-    "parent",
-    ["f_windows:_Windowed", "l_wrappers:_Hybrid", "l_wrappers:_Wrapper", "n_determinism:_Invariant"],
-)
-@pytest.mark.parametrize("mode", ["decode", "target-verify"])
-def test_what_faults_are_made_of_is_healthy(parent: str, mode: str) -> None:
-    results = check_backend(f"attn_testkit.faults.{parent}", device="cpu", modes=[mode], executions=["eager"])
-    assert [result.case for result in results if result.status is not Status.PASSED] == []
 
 
 def test_a_known_bug_is_a_fault_or_left_out_and_never_both() -> None:

@@ -1,4 +1,4 @@
-"""Faults of graphs, padding, writes, lifetimes, the host: the promise that is told, and a text that names the cause."""
+"""Faults of graphs, padding, writes, lifetimes, the host: the check that reports each, and a text naming the cause."""
 
 from __future__ import annotations
 

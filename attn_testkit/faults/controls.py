@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from typing_extensions import override
 
 from ..contract import (
     AttentionLayer,
@@ -20,7 +21,7 @@ from ..contract import (
     TreeMaskMode,
     VerifyMask,
 )
-from .catalogue import twin
+from .catalogue import control
 from .parent import CountingBackend, Metadata, PlannedBackend
 
 _WHOLE = PlannedBackend.capabilities
@@ -33,61 +34,75 @@ def _in(*modes: str, **changes: Any) -> Any:
     return _LEAN.with_changes(eager=modes, graph=modes, sliding_window=modes, **trees, **changes)
 
 
-@twin(
-    name="plan-outside-the-graph", why="the parent of the faults: plan, split KV, workspace; table tails as they come"
-)
+@control("plan-outside-the-graph")
 class PlanOutsideTheGraph(PlannedBackend):
-    pass
+    """The parent of the faults: plan, split KV, workspace; table tails as they come."""
 
 
-@twin(name="fill-value-zero", why="padded requests have no key at all; FlashInfer wants them so (sglang #1094)")
+@control("fill-value-zero")
 class FillValueZero(PlannedBackend):
+    """Padded requests have no key at all; FlashInfer wants them so (sglang #1094)."""
+
     capabilities = _in("decode", "target-verify")
 
+    @override
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
 
 
-@twin(name="plan-inside-the-graph", why="the plan is recorded, and rebuilt on the device by every replay")
+@control("plan-inside-the-graph")
 class PlanInsideTheGraph(PlannedBackend):
+    """The plan is recorded, and rebuilt on the device by every replay."""
+
     capabilities = _in("draft-extend")
 
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         """Nothing outside."""
 
+    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert self.metadata is not None
         super().fill(self.metadata, self.plan(batch), batch)
 
 
-@twin(name="page-tails-zero", why="table entries past a request's pages are 0 (trtllm)")
+@control("page-tails-zero")
 class PageTailsZero(PlannedBackend):
+    """Table entries past a request's pages are 0 (trtllm)."""
+
     capabilities = _in("target-verify")
     tail = 0
 
+    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         lens = super().plan_lengths(batch, counts)
         self.used = -(-lens // self.context.page_size)
         return lens
 
+    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         past = self.index[: self.pages] >= self.used[:, None]
         return super().plan_pages(batch).masked_fill(past, self.tail)
 
 
-@twin(name="page-tails-minus-one", why="table entries past a request's pages are -1 (FlashMLA), and never looked up")
+@control("page-tails-minus-one")
 class PageTailsMinusOne(PageTailsZero):
+    """Table entries past a request's pages are -1 (FlashMLA), and never looked up."""
+
     capabilities = _in("decode")
     tail = -1
 
+    @override
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         return super().key_slots(meta).clamp(min=0)
 
 
-@twin(name="page-tails-of-earlier-batches", why="only the pages in use are refreshed; the rest keep what they held")
+@control("page-tails-of-earlier-batches")
 class PageTailsOfEarlierBatches(PageTailsZero):
+    """Only the pages in use are refreshed; the rest keep what they held."""
+
     capabilities = _in("draft-extend-v2")
 
+    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "page_table":
             return super().copy_in(name, target, source)
@@ -95,37 +110,48 @@ class PageTailsOfEarlierBatches(PageTailsZero):
         return None
 
 
-@twin(name="indices-int64", why="lengths, offsets and page ids of 64 bits")
+@control("indices-int64")
 class IndicesInt64(PlannedBackend):
+    """Lengths, offsets and page ids of 64 bits."""
+
     capabilities = _in("draft-extend")
 
+    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         for name in ("page_table", "kv_lens", "cu_seqlens_q", "chunk"):
             setattr(self.buffers, name, getattr(self.buffers, name).long())
 
 
-@twin(name="counters-zero-at-first-use", why="the workspace has counters that must be zero once, and are left zero")
+@control("counters-zero-at-first-use")
 class CountersZeroAtFirstUse(CountingBackend):
+    """The workspace has counters that must be zero once, and are left zero."""
+
     capabilities = _in("draft-extend-v2")
 
 
-@twin(name="workspace-at-first-use", why="the workspace is made by the first forward, which no capture is")
+@control("workspace-at-first-use")
 class WorkspaceAtFirstUse(PlannedBackend):
+    """The workspace is made by the first forward, which no capture is."""
+
     capabilities = _in("decode")
 
+    @override
     def new_workspace(self, numbers: int) -> torch.Tensor:
         self.numbers = numbers
         return torch.empty(0, device=self.context.device)
 
+    @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.workspace.numel():
             self.workspace = super().new_workspace(self.numbers)
         return super().partial_views(bs, width, layer)
 
 
-@twin(name="cpu-lengths-needed", why="the plan is made from host lengths and uploaded from pinned memory (FlashInfer)")
+@control("cpu-lengths-needed")
 class CpuLengthsNeeded(PlannedBackend):
+    """The plan is made from host lengths and uploaded from pinned memory (FlashInfer)."""
+
     capabilities = _in("target-verify", "draft-extend", needs_cpu_seq_lens=True)
 
     def __init__(self, context: BackendContext) -> None:
@@ -133,6 +159,7 @@ class CpuLengthsNeeded(PlannedBackend):
         # Two, taken in turns: the copy of the step before may still be under way.
         self.pinned = [torch.zeros(context.max_bs, dtype=torch.int32, pin_memory=True) for _ in range(2)]
 
+    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         assert batch.seq_lens_cpu is not None
         bs = batch.batch_size
@@ -142,12 +169,13 @@ class CpuLengthsNeeded(PlannedBackend):
         return self.pinned[0][:bs].to(self.context.device, non_blocking=True)
 
 
-@twin(
-    name="kernel-by-batch-size", why="small batches are split over the keys, large ones are not; no bits are promised"
-)
+@control("kernel-by-batch-size")
 class KernelByBatchSize(PlannedBackend):
+    """Small batches are split over the keys, large ones are not; no bits are promised."""
+
     capabilities = _in("decode")
 
+    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         splits = super().in_split(meta)
         if len(meta.kv_lens) <= 2:
@@ -155,10 +183,13 @@ class KernelByBatchSize(PlannedBackend):
         return torch.stack([splits.any(1), *[torch.zeros_like(splits[:, 0])] * (self.max_splits - 1)], 1)
 
 
-@twin(name="strided-v1-behind-a-scatter", why="packed rows are spread to a uniform stride, and gathered again (trtllm)")
+@control("strided-v1-behind-a-scatter")
 class StridedV1BehindAScatter(PlannedBackend):
+    """Packed rows are spread to a uniform stride, and gathered again (trtllm)."""
+
     capabilities = _in("draft-extend")
 
+    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         bs, width = len(meta.kv_lens), meta.max_q_len
         strided = q[super().row_of(meta, len(q)).flatten()]
@@ -169,27 +200,31 @@ class StridedV1BehindAScatter(PlannedBackend):
         out = super().attend(strided, layer, uniform)
         return self.scatter(out.view(bs, width, *out.shape[1:]), meta, len(q))
 
+    @override
     def row_positions(self, meta: Metadata) -> torch.Tensor:
         return (meta.kv_lens - self.counts).long()[:, None] + self.index[: meta.max_q_len]
 
 
-@twin(name="splits-in-any-order", why="splits are summed as they finish: other bits each time, and none are promised")
+@control("splits-in-any-order")
 class SplitsInAnyOrder(PlannedBackend):
+    """Splits are summed as they finish: other bits each time, and none are promised."""
+
     capabilities = _in("decode", deterministic=False)
     turn = 0
 
+    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         self.turn += 1
         return super().combine(acc.roll(self.turn, 1), lse.roll(self.turn, 1), layer)
 
 
-@twin(
-    name="finite-page-tails",
-    why="unused slots of the last page meet a weight of 0, and it says that they must be finite",
-)
+@control("finite-page-tails")
 class FinitePageTails(PlannedBackend):
+    """Unused slots of the last page meet a weight of 0, and it says that they must be finite."""
+
     capabilities = _in("target-verify", finite_page_tails={"same", "fp8_e4m3"})
 
+    @override
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         page = self.context.page_size
         end = -(-meta.kv_lens // page) * page
@@ -197,8 +232,10 @@ class FinitePageTails(PlannedBackend):
         return values.masked_fill(past[:, :, None, None], 0.0)
 
 
-@twin(name="one-output-buffer", why="every layer returns the same buffer, which the next layer overwrites")
+@control("one-output-buffer")
 class OneOutputBuffer(PlannedBackend):
+    """Every layer returns the same buffer, which the next layer overwrites."""
+
     capabilities = _in("draft-extend")
 
     def __init__(self, context: BackendContext) -> None:
@@ -208,54 +245,69 @@ class OneOutputBuffer(PlannedBackend):
             context.max_num_tokens, first.tp_q_head_num, first.v_head_dim, dtype=context.dtype, device=context.device
         )
 
+    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return self.out[: len(q)].copy_(super().attend(q, layer, meta))
 
 
-@twin(name="flat-output", why="the output is [T, Hq * Dv]")
+@control("flat-output")
 class FlatOutput(PlannedBackend):
+    """The output is [T, Hq * Dv]."""
+
     capabilities = _in("decode")
 
+    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return super().attend(q, layer, meta).flatten(1)
 
 
-@twin(name="metadata-objects-rebuilt", why="a new metadata object for each step, around the same buffers")
+@control("metadata-objects-rebuilt")
 class MetadataObjectsRebuilt(PlannedBackend):
+    """A new metadata object for each step, around the same buffers."""
+
     capabilities = _in("target-verify")
 
+    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         self.graphs[self.key(batch)] = self.views(batch)
         super().init_forward_metadata_out_graph(batch, in_capture)
 
 
-@twin(name="full-mask-buffer", why="it lends the draft stage a FULL_MASK buffer of its own, filled in place")
+@control("full-mask-buffer")
 class FullMaskBuffer(PlannedBackend):
-    capabilities = _in("target-verify")
-    lent: VerifyMask | None = None
+    """It hands the draft stage a FULL_MASK buffer of its own, filled in place."""
 
+    capabilities = _in("target-verify")
+    mask_buffer: VerifyMask | None = None
+
+    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         n = self.context.num_draft_tokens
         cells = max_bs * n * (self.context.max_context_len + n)
         buffer = torch.zeros(cells, dtype=torch.bool, device=self.context.device)
-        self.lent = VerifyMask(buffer, TreeMaskMode.FULL_MASK, max_bs)
+        self.mask_buffer = VerifyMask(buffer, TreeMaskMode.FULL_MASK, max_bs)
 
     @property
+    @override
     def verify_mask(self) -> VerifyMask | None:
-        return self.lent
+        return self.mask_buffer
 
 
-@twin(name="older-graph-hooks", why="the pair of hooks of servers up to mid-2026; K and V go where the batch says")
+@control("older-graph-hooks")
 class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
+    """The pair of hooks of servers up to mid-2026; K and V go where the batch says."""
+
     capabilities = _in("decode", "draft-extend")
 
-    def init_forward_metadata_capture_cuda_graph(self, *given: Any) -> None:
-        bs, _, rows, lens, _, mode, spec = given
+    @override
+    def init_forward_metadata_capture_cuda_graph(self, *args: Any) -> None:
+        bs, _, rows, lens, _, mode, spec = args
         self.prepare(bs, rows, lens, mode, spec, True)
 
-    def init_forward_metadata_replay_cuda_graph(self, *given: Any) -> None:
-        bs, rows, lens, _, _, mode, spec, _ = given
+    @override
+    def init_forward_metadata_replay_cuda_graph(self, *args: Any) -> None:
+        bs, rows, lens, _, _, mode, spec, _ = args
         self.prepare(bs, rows, lens, mode, spec, False)
 
     def prepare(
@@ -272,6 +324,7 @@ class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
         )
         PlannedBackend.init_forward_metadata_out_graph(self, cast(ForwardBatch, batch), capture)
 
+    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -286,10 +339,13 @@ class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
         return super().forward(q, k, v, layer, batch, save_kv_cache=False)
 
 
-@twin(name="nan-in-padded-rows", why="rows of padded requests hold NaN: nobody may look at them")
+@control("nan-in-padded-rows")
 class NanInPaddedRows(PlannedBackend):
+    """Rows of padded requests hold NaN: nobody may look at them."""
+
     capabilities = _in("decode", "draft-extend")
 
+    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         # A batch of padding alone is a capture's, and servers want its warm-up finite.
         live = meta.slots >= self.context.page_size
@@ -297,14 +353,17 @@ class NanInPaddedRows(PlannedBackend):
         return super().attend(q, layer, meta).masked_fill(padded[:, None, None], torch.nan)
 
 
-@twin(name="forked-stream", why="the store runs on a stream of its own, which forks and joins inside the capture")
+@control("forked-stream")
 class ForkedStream(PlannedBackend):
+    """The store runs on a stream of its own, which forks and joins inside the capture."""
+
     capabilities = _in("draft-extend-v2")
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.side = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
 
+    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
@@ -312,10 +371,13 @@ class ForkedStream(PlannedBackend):
         torch.cuda.current_stream().wait_stream(self.side)
 
 
-@twin(name="waits-in-eager-only", why="an eager plan reads the longest length back; replays never wait")
+@control("waits-in-eager-only")
 class WaitsInEagerOnly(PlannedBackend):
+    """An eager plan reads the longest length back; replays never wait."""
+
     capabilities = _in("decode")
 
+    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.longest = int(batch.seq_lens.max())
         super().init_forward_metadata(batch)

@@ -1,0 +1,142 @@
+"""Healthy controls of the parents that are built otherwise, and of what they keep, share and size by what."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from typing_extensions import override
+
+from ..contract import ForwardBatch, ForwardMode
+from .builds import (
+    BatchInvariantBackend,
+    CascadeBackend,
+    FixedStrideBackend,
+    KeptPlansBackend,
+    RegisterRowsBackend,
+    TiledBackend,
+    WorkListBackend,
+)
+from .catalogue import control
+from .dense import DenseBackend
+from .parent import PlannedBackend
+from .wrapping import HybridBackend, WrapperBackend
+
+_LEAN = PlannedBackend.capabilities.with_changes(families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64})
+
+
+@control("plans-kept-by-complete-key")
+class PlansKeptByCompleteKey(KeptPlansBackend):
+    """Eager plans are kept by all that they are made from, mask included."""
+
+    capabilities = _LEAN.with_changes(graph={"target-verify"}, eager={"target-verify", "draft-extend"})
+
+
+@control("cascade")
+class Cascade(CascadeBackend):
+    """A prefix that all requests share is attended once, and merged by log-sum-exp (vLLM)."""
+
+    capabilities = _LEAN.with_changes(graph={"decode", "draft-extend"}, eager={"decode", "draft-extend"})
+
+
+@control("new-rows-from-registers")
+class NewRowsFromRegisters(RegisterRowsBackend):
+    """One kernel attends the new rows from k and v and stores them too."""
+
+    capabilities = _LEAN.with_changes(
+        graph={"decode", "target-verify"}, eager={"decode", "target-verify", "draft-extend"}, kv_dtypes={"same"}
+    )
+
+
+@control("lazy-rescale")
+class LazyRescale(TiledBackend):
+    """The running maximum is raised only by more than a threshold (FlashAttention 4)."""
+
+    capabilities = _LEAN.with_changes(graph={"draft-extend-v2"}, eager={"decode", "draft-extend-v2"})
+
+
+@control("fixed-query-stride")
+class FixedQueryStride(FixedStrideBackend):
+    """Captured kernels find rows by a fixed stride where all requests have equally many, and by offsets elsewhere."""
+
+    capabilities = _LEAN.with_changes(graph={"draft-extend", "draft-extend-v2"}, eager=())
+
+
+@control("work-list")
+class WorkList(WorkListBackend):
+    """Work items of the whole batch are numbered through, and a kernel stops at their total."""
+
+    capabilities = _LEAN.with_changes(graph={"decode"}, eager={"draft-extend-v2"})
+
+
+@control("batch-invariant")
+class BatchInvariant(BatchInvariantBackend):
+    """A request's bits do not depend on its batch, and that is claimed."""
+
+    capabilities = BatchInvariantBackend.capabilities.with_changes(
+        graph={"decode"}, eager=frozenset(ForwardMode), families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}
+    )
+
+
+@control("a-child-for-each-layer")
+class AChildForEachLayer(HybridBackend):
+    """A wrapper holds a backend for each layer, and every hook reaches all of them."""
+
+    capabilities = _LEAN.with_changes(graph={"draft-extend"}, eager={"target-verify"})
+
+
+@control("a-child-behind-every-hook")
+class AChildBehindEveryHook(WrapperBackend):
+    """A wrapper adds nothing: every hook and the mask buffer are its child's."""
+
+    capabilities = _LEAN.with_changes(graph={"target-verify"}, eager={"decode"}, max_context_len=1 << 14)
+
+
+@control("everything-in-the-graph")
+class EverythingInTheGraph(DenseBackend):
+    """Nothing is planned or kept: the graph rebuilds everything from the batch's own tensors."""
+
+    # Without the case of 66,000 keys, which costs minutes without a device.
+    capabilities = DenseBackend.capabilities.with_changes(max_context_len=1 << 14)
+
+
+@control("graph-buffers-in-eager-too")
+class GraphBuffersInEagerToo(PlannedBackend):
+    """Eager steps that fit use the graphs' buffers, larger ones fresh memory."""
+
+    capabilities = _LEAN.with_changes(graph={"decode", "draft-extend"}, eager={"decode", "draft-extend"})
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        plan = self.metadata
+        assert plan is not None
+        if not self.fits(batch):
+            return
+        views = self.views(batch)
+        for field in fields(views):
+            target, source = getattr(views, field.name), getattr(plan, field.name)
+            if field.name != "slots" and isinstance(target, torch.Tensor):
+                target.copy_(source)
+        views.slots = plan.slots
+        self.metadata = views
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Before the graphs there are no buffers."""
+        return hasattr(self, "buffers") and batch.batch_size <= len(self.buffers.kv_lens)
+
+
+@control("context-to-the-last-token")
+class ContextToTheLastToken(DenseBackend):
+    """Tables and masks of exactly max_context_len keys, whole pages or not."""
+
+    capabilities = DenseBackend.capabilities.with_changes(
+        graph={"target-verify"},
+        eager={"target-verify", "draft-extend-v2"},
+        families={"gqa"},
+        dtypes={"bf16"},
+        head_dims={64},
+        page_sizes={4, 16, 64},
+        gqa_ratios={2, 3, 24},
+        max_q_rows=40,
+    )

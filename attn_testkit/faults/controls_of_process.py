@@ -1,0 +1,76 @@
+"""Healthy controls that touch what belongs to the whole process: they put it back, or have one of their own."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from typing_extensions import override
+
+from ..contract import BackendContext, ForwardBatch
+from .catalogue import control
+from .parent import Metadata, PlannedBackend
+
+_LEAN = PlannedBackend.capabilities.with_changes(
+    families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}, logit_cap=False, sinks=False, sliding_window=()
+)
+
+
+@contextmanager
+def _put_back() -> Iterator[None]:
+    """Leave default dtype, grad mode, random state, warnings filters and one signal's handler as they were."""
+    dtype, grad, state = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_rng_state()
+    handler = signal.getsignal(signal.SIGUSR1)
+    with warnings.catch_warnings():
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(grad)
+            torch.set_rng_state(state)
+            signal.signal(signal.SIGUSR1, handler)
+
+
+@control("process-state-put-back")
+class ProcessStatePutBack(PlannedBackend):
+    """While it plans, default dtype, grad mode, seed, warning filters and a signal handler change, and are put back."""
+
+    capabilities = _LEAN.with_changes(eager={"decode"}, graph={"draft-extend"}, max_topk=0)
+
+    def __init__(self, context: BackendContext) -> None:
+        with _put_back():
+            self.change_everything(context.dtype)
+            super().__init__(context)
+
+    @override
+    def plan(self, batch: ForwardBatch) -> Metadata:
+        with _put_back():
+            self.change_everything(self.context.dtype)
+            return super().plan(batch)
+
+    def change_everything(self, dtype: torch.dtype) -> None:
+        """What libraries do to have a quiet, repeatable run of their own."""
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(True)
+        torch.manual_seed(17)
+        warnings.simplefilter("ignore")
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+@control("random-numbers-of-its-own")
+class RandomNumbersOfItsOwn(PlannedBackend):
+    """A generator of its own fills the workspace with random numbers, before every step."""
+
+    capabilities = _LEAN.with_changes(eager={"draft-extend"}, graph={"decode"}, max_topk=0)
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.generator = torch.Generator(context.device).manual_seed(17)
+
+    @override
+    def plan(self, batch: ForwardBatch) -> Metadata:
+        self.workspace.uniform_(generator=self.generator)
+        return super().plan(batch)

@@ -1,0 +1,17 @@
+"""Reading a KV pool by slots, for both healthy parents."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["read_slots"]
+
+
+def read_slots(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """``buffer[slots]`` in float32: [*slots.shape, H, D] from [num_slots, H, D] and int64 slots.
+
+    Indexing is not implemented for FP8 on every device, so its bytes are gathered.
+    """
+    if buffer.dtype.itemsize > 1:
+        return buffer[slots].float()
+    return buffer.view(torch.uint8)[slots].view(buffer.dtype).float()
