@@ -13,8 +13,8 @@ if [[ -n "${ATTN_PYTHON:-}" ]]; then
 fi
 
 python="${PYTHON:-python3}"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-  { echo "ci/setup.sh: $("$python" --version) is too old, attn-testkit needs 3.10; set PYTHON" >&2; exit 4; }
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  { echo "ci/setup.sh: $("$python" --version) is too old, attn-testkit needs 3.11; set PYTHON" >&2; exit 4; }
 
 # The directory belongs to it: an environment that was copied or moved runs somebody else's code.
 wanted="$(pwd) $("$python" --version) $(cat ci/constraints.txt ci/vendor.txt pyproject.toml | sha256sum)"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from . import options as plugin_options
 from ..running.gpus import visible_gpus
+from . import options as plugin_options
 from .reporting import Run, complete
 from .session import SESSION, Session, param_id
 

@@ -192,7 +192,7 @@ _WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
 def _header(backends: Sequence[str], tier: str, seed: int, environment: Environment, planned: int) -> RunHeader:
     return RunHeader(
         kit=importlib.metadata.version("attn-testkit"),
-        started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=" ".join(["attn-testkit", *sys.argv[1:]]),
         tier=tier,
         seed=seed,
