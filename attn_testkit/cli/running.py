@@ -157,7 +157,7 @@ def _write_html(report: Report, values: dict[str, Any]) -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file, or say in one line why not."""
+    """Write a file. Raises ``UsageError``, in one line, when it cannot be written."""
     try:
         Path(path).write_text(text, "utf-8")
     except OSError as error:

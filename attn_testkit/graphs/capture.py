@@ -31,7 +31,8 @@ class Captured(Generic[T]):
 def capture(run_once: Callable[[], T], pool: Any, warmups: int = 2) -> tuple[Captured[T], T]:
     """Warm ``run_once`` up on a side stream and record it once. Returns the graph and what the last warm-up returned.
 
-    ``pool`` is shared by all graphs of a server, so that one graph's dead outputs are another's scratch memory.
+    ``pool`` is shared by all graphs of a server, so that one graph's dead outputs are another's scratch memory. What
+    ``run_once`` raises under capture is raised on, after the capture has been ended.
     """
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
@@ -63,8 +64,10 @@ def _abandon(graph: Any) -> None:
 
 
 def settle() -> None:
-    """Set what is alive aside from the garbage collector: with torch and Triton loaded each collection costs 85 ms,
-    and every capture begins with one."""
+    """Set what is alive aside from the garbage collector.
+
+    With torch and Triton loaded each collection costs 85 ms, and every capture begins with one.
+    """
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)  # otherwise native modules complain about leaks when the interpreter ends
     gc.collect()
