@@ -92,7 +92,11 @@ def unknown(what: str, word: str, known: Iterable[str]) -> str:
 
 
 def load_backend(spec: str) -> type[AttentionBackend]:
-    """The class that a short name or ``module:Class`` names; ``BackendNotFound`` with one clear line otherwise."""
+    """The class that a short name or ``module:Class`` names.
+
+    Imports its module, and so torch. Raises ``BackendNotFound``, with one line that says what is wrong, when the name
+    is unknown, the module does not import, or what it names is no backend.
+    """
     if ":" not in spec:
         spec = _registered_spec(spec)
     module_name, _, class_path = spec.partition(":")

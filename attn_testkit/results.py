@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 __all__ = [
     "EXECUTIONS",
@@ -37,7 +37,7 @@ WIDTH = 120
 """Columns of a failure's prose."""
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """How one case-run ended. Never merged: each of these means something else to the reader."""
 
     PASSED = "passed"
@@ -55,9 +55,6 @@ class Status(str, Enum):
     """Not claimed by the backend."""
     NOT_RUN_HERE = "not run here"
     """Claimed, but this machine lacks the hardware or a package."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 BAD = frozenset({Status.FAILED, Status.CRASHED, Status.TIMED_OUT, Status.UNEXPECTEDLY_PASSED})

@@ -3,8 +3,9 @@
 #
 #   ci/nightly.sh OUT [PREVIOUS.json]
 #
-# Writes OUT/report.json, junit.xml, report.html, summary.md and, with a previous report, compare.txt. Fails when a
-# backend is not conformant, or when something newly fails or vanished since PREVIOUS.
+# Writes OUT/report.json, junit.xml, report.html, summary.md and, with a previous report, compare.txt; with an audit
+# also audit.json, audit.html and audit.txt. Fails when a backend is not conformant, when something newly fails or
+# vanished since PREVIOUS, or when the audit fails.
 #
 #   ATTN_TIER=full         smoke, core or full
 #   ATTN_BACKENDS="a b"    instead of every registered backend
@@ -12,6 +13,9 @@
 #   ATTN_WORKERS=auto      a worker for each GPU, or for each core without one
 #   ATTN_TIMEOUT=600       seconds that one case-run may take
 #   ATTN_KNOWN=FILE        known failures
+#   ATTN_AUDIT=1           also judge the kit by its catalogue of faults, on the same device
+#   ATTN_AUDIT_JOBS=N      processes of the audit, instead of as many as fit
+# shellcheck source=ci/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 out="$(realpath -m "${1:?usage: ci/nightly.sh OUT [PREVIOUS.json]}")"
 previous="${2:-}"
@@ -45,5 +49,11 @@ if [[ -f "$out/report.json" ]]; then
     "$python" -m attn_testkit compare "$previous" "$out/report.json" | tee "$out/compare.txt" ||
       { worse=$?; [[ $status -ne 0 ]] || status=$worse; }
   fi
+fi
+
+if [[ -n "${ATTN_AUDIT:-}" ]]; then
+  "$python" -m attn_testkit audit --device "${ATTN_DEVICE:-auto}" ${ATTN_AUDIT_JOBS:+--jobs "$ATTN_AUDIT_JOBS"} \
+    --json "$out/audit.json" --html "$out/audit.html" | tee "$out/audit.txt" ||
+    { worse=$?; [[ $status -ne 0 ]] || status=$worse; }
 fi
 exit "$status"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Sets everything up and runs what a pull request must pass, on a CPU. Further arguments go to pytest.
+# shellcheck source=ci/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$root"
 

@@ -3,6 +3,7 @@
 #
 #   PYTHON=python3.12     the interpreter that .venv is made with
 #   ATTN_PYTHON=python3   no .venv: use this interpreter and the packages it has (an image with its own torch)
+#   ATTN_TORCH_INDEX=URL  take torch from this package index, such as torch's own of CPU builds: without CUDA's libraries
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,11 +14,12 @@ if [[ -n "${ATTN_PYTHON:-}" ]]; then
 fi
 
 python="${PYTHON:-python3}"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-  { echo "ci/setup.sh: $("$python" --version) is too old, attn-testkit needs 3.10; set PYTHON" >&2; exit 4; }
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  { echo "ci/setup.sh: $("$python" --version) is too old, attn-testkit needs 3.11; set PYTHON" >&2; exit 4; }
 
 # The directory belongs to it: an environment that was copied or moved runs somebody else's code.
-wanted="$(pwd) $("$python" --version) $(cat ci/constraints.txt ci/vendor.txt pyproject.toml | sha256sum)"
+torch_index="${ATTN_TORCH_INDEX:-}"
+wanted="$(pwd) $("$python" --version) $({ cat ci/constraints.txt ci/vendor.txt pyproject.toml; echo "$torch_index"; } | sha256sum)"
 [[ -f .venv/ready && "$(cat .venv/ready)" == "$wanted" ]] && exit 0
 
 echo "ci/setup.sh: installing into .venv" >&2
@@ -25,7 +27,9 @@ if [[ ! -x .venv/bin/python ]] || ! head -n 1 .venv/ready 2>/dev/null | grep -qF
   "$python" -m venv --clear .venv
 fi
 pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check install -c ci/constraints.txt)
-"${pip[@]}" setuptools torch
+"${pip[@]}" setuptools
+# An index of torch's own need not have its dependencies: they come with the kit's, below.
+"${pip[@]}" ${torch_index:+--no-deps --index-url "$torch_index"} torch
 # torch's CUDA builds bring the one triton that they work with; its CPU builds bring none.
 .venv/bin/python -c 'import importlib.metadata as m; m.version("triton")' 2>/dev/null || "${pip[@]}" 'triton<=3.9.0'
 "${pip[@]}" --no-build-isolation -e '.[dev]'

@@ -5,10 +5,10 @@ import ast
 import graphlib
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 KIT = ROOT / "attn_testkit"

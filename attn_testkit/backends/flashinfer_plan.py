@@ -15,7 +15,10 @@ _workspaces: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
 
 def workspace(device: torch.device, emulated: bool) -> torch.Tensor:
-    """The float workspace, one for all wrappers of the process, as servers have it. Scratch: a run leaves no state."""
+    """The float workspace, one for all wrappers of a device and process, as servers have it: [bytes] uint8.
+
+    Scratch: a run leaves no state in it.
+    """
     key = (device, emulated)
     if key not in _workspaces:
         size = _WORKSPACE_BYTES >> 7 if emulated else _WORKSPACE_BYTES

@@ -140,7 +140,7 @@ class TorchNativeBackend(AttentionBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Store, gather, mask, softmax, sum."""
+        """Store, gather, mask, softmax, sum; in float32. Shapes as in ``AttentionBackend.forward``."""
         if save_kv_cache:
             self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
         seen = self._in_window(layer)

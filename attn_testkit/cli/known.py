@@ -37,7 +37,7 @@ An entry:
 def known(file: str, backends: tuple[str, ...]) -> int:
     """Check a file of known failures: its form, its dates, and with --backend that every entry matches a case."""
     entries = load_known(file)
-    today = datetime.datetime.now(datetime.timezone.utc).date()
+    today = datetime.datetime.now(datetime.UTC).date()
     for entry in entries:
         left = (entry.until - today).days
         click.echo(f"{entry.number:3}  {entry.kind:<10}  {left:5} days left  {entry.cases}  {entry.issue}")

@@ -194,7 +194,10 @@ class LegacyGraphHooks:
         forward_mode: ForwardMode,
         spec_info: Any,
     ) -> None:
-        """Before a capture. Tensors have exactly ``bs`` rows."""
+        """Before a capture. Tensors have exactly ``bs`` rows.
+
+        ``req_pool_indices`` and ``seq_lens`` [bs] int64, on the device; ``encoder_lens`` is None.
+        """
         raise NotImplementedError("a backend with LegacyGraphHooks implements init_forward_metadata_capture_cuda_graph")
 
     def init_forward_metadata_replay_cuda_graph(
@@ -208,7 +211,11 @@ class LegacyGraphHooks:
         spec_info: Any,
         seq_lens_cpu: torch.Tensor | None,
     ) -> None:
-        """Before a replay. Tensors may be longer than ``bs``: slice them."""
+        """Before a replay. Tensors may be longer than ``bs``: slice them.
+
+        As at a capture; ``seq_lens_cpu`` is int64 on the host, and None, as is ``seq_lens_sum``, where the backend
+        declares that it needs no CPU lengths.
+        """
         raise NotImplementedError("a backend with LegacyGraphHooks implements init_forward_metadata_replay_cuda_graph")
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:

@@ -119,7 +119,7 @@ class KernelBackend(AttentionBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Store the new rows and call the kernel."""
+        """Store the new rows and call the kernel. Shapes as in ``AttentionBackend.forward``."""
         context = self.context
         if save_kv_cache:
             context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)

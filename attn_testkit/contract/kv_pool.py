@@ -27,7 +27,11 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """Allocate zeroed memory. ``size`` is in slots and a multiple of ``page_size``, else ``ValueError``."""
+        """Allocate zeroed memory.
+
+        ``size`` is in slots and a multiple of ``page_size``, and ``v_head_dim`` equals ``head_dim`` but for MLA, else
+        ``ValueError``. All layers have the head layout of the first.
+        """
         if size % page_size:
             raise ValueError(f"a KV pool of {size} slots is not a whole number of {page_size}-slot pages")
         self.size, self.page_size, self.dtype = size, page_size, dtype
@@ -63,7 +67,7 @@ class KVPool:
         return self.storage[layer_id, 1]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value buffer of a layer."""
+        """Key [slots, Hk, D] and value [slots, Hk, Dv] buffer of a layer. Views, not copies."""
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def set_kv_buffer(
@@ -73,7 +77,7 @@ class KVPool:
 
         ``loc`` [T] int64 or int32: slots, as in ``out_cache_loc``. ``k`` [T, Hk, D], ``v`` [T, Hk, Dv] in the model's
         dtype; ``v`` is ignored for MLA. In an FP8 pool the rows are divided by ``layer.k_scale`` / ``layer.v_scale``
-        and clamped to the largest FP8 value.
+        and clamped to the largest FP8 value. Raises ``ValueError`` when a pool that is not MLA gets no ``v``.
         """
         self._put(self.storage[layer.layer_id, 0], loc, k, layer.k_scale)
         if not self.is_mla:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 __all__ = ["Execution", "ForwardMode"]
 
 
-class ForwardMode(str, Enum):
+class ForwardMode(StrEnum):
     """The forward modes of a server with speculative decoding (EAGLE-style draft and target).
 
     ============================ ==================== ===================== ========================================
@@ -50,15 +50,9 @@ class ForwardMode(str, Enum):
             include_draft_extend_v2 and self is ForwardMode.DRAFT_EXTEND_V2
         )
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Execution(str, Enum):
+class Execution(StrEnum):
     """Eager: the Python runs at every step. Graph: it ran once, at capture, and only kernels are replayed."""
 
     EAGER = "eager"
     GRAPH = "graph"
-
-    def __str__(self) -> str:
-        return self.value

@@ -23,7 +23,7 @@ class MinimalBackend(KernelBackend):
     )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
-        """Every query row against every slot of its request, masked."""
+        """Every query row against every slot of its request, masked; in float32. Shapes as in ``KernelBackend.run``."""
         request, visible = self.visible(q, plan)
         k, v = (cache[plan.page_table.long()].flatten(1, 2)[request].float() for cache in kv)
         rows = q.view(len(q), plan.layer.tp_k_head_num, plan.layer.q_per_kv, -1).float()

@@ -102,7 +102,7 @@ class LongPathWithoutWindow(PlannedBackend):
     source="vLLM #11635, #55227",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="keys before the window are visible",
+    hint="KV tokens before the window are visible",
 )
 class SharedPrefixWithoutWindow(CascadeBackend):
     """The prefix that all requests share is attended once for all of them, and the window is not passed on."""

@@ -71,8 +71,10 @@ def _abandon(graph: Any) -> None:
 
 
 def settle() -> None:
-    """Set what is alive aside from the garbage collector: with torch and Triton loaded each collection costs 85 ms,
-    and every capture begins with one."""
+    """Set what is alive aside from the garbage collector.
+
+    With torch and Triton loaded each collection costs 85 ms, and every capture begins with one.
+    """
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)  # otherwise native modules complain about leaks when the interpreter ends
     gc.collect()

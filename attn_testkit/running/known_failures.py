@@ -16,7 +16,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata as metadata
 import re
-import sys
+import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -27,11 +27,6 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from ..registry import UsageError, did_you_mean
 from ..results import CaseResult, RunHeader, Status
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover
-    import tomli as tomllib
 
 __all__ = ["KnownFailure", "Ledger", "load_known"]
 
@@ -171,7 +166,7 @@ class Ledger:
 
     entries: tuple[KnownFailure, ...]
     header: RunHeader
-    today: datetime.date = field(default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).date())
+    today: datetime.date = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).date())
 
     def __post_init__(self) -> None:
         self._active = tuple(e for e in self.entries if all(holds(self.header) for holds in _conditions(e.when)))

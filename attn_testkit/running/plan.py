@@ -162,7 +162,7 @@ _WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
 def _header(request: Request, environment: Environment, planned: int) -> RunHeader:
     return RunHeader(
         kit=importlib.metadata.version("attn-testkit"),
-        started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=request.command,
         tier=request.tier,
         seed=request.seed,

@@ -321,7 +321,9 @@ sys.exit(main())
 def test_an_interrupted_run_is_two_leaves_a_record_and_no_process(tmp_path, number):
     (tmp_path / "cli.py").write_text(SCRIPT.format(here=str(HERE)))
     command = [sys.executable, "cli.py", "run", "-b", "fake:pid,hang", "--mode", "decode", "--json", "out.json"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup a child would inherit "ignored"
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     record = tmp_path / "out.json"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (record.exists() and "pid " in record.read_text()):

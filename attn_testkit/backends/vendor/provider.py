@@ -119,7 +119,10 @@ def _why_not_real(entry: EntryPoint, device: torch.device) -> str:
 
 @functools.cache
 def real(entry: EntryPoint) -> Any:
-    """The package's own function or class, whether or not it can run here."""
+    """The package's own function or class, whether or not it can run here.
+
+    Raises ``VendorMissing`` when the package does not import, ``VendorMismatch`` when it has no such name.
+    """
     try:
         return _attribute(entry.path)
     except ImportError as error:

@@ -1,0 +1,233 @@
+"""Mutates the kit, and says which mutants no test notices.
+
+    python ci/mutants.py --list --only attn_testkit/oracle
+    python ci/mutants.py --sample 40
+    python ci/mutants.py --jobs 16 --json mutants.json
+
+A mutant is the kit with one small change: a boundary moved, a term dropped, a condition turned. The first test that
+fails kills it, or else a fault that is no longer caught, or a healthy backend that no longer passes. A survivor is a
+line
+that could be wrong without anybody knowing: it wants a test, or an entry in ci/mutants_equivalent.toml that says why
+nobody can see the difference. ci/mutants.toml says what is mutated and what judges it.
+
+Interrupted, it goes on where it was: verdicts stay in a journal (--journal), and hold until the kit or a test changes.
+Nothing is written into the tree: a process that judges a mutant imports its text in place of the module's, and so does
+every process that it starts.
+
+Exit code 0 when no mutant survived, 1 when one did, 2 interrupted, 3 when a test fails without a mutant, 4 wrong usage.
+
+Why no library: cosmic-ray writes each mutant into the tree and starts a fresh interpreter for it, which imports torch
+for longer than most mutants live here; it has no operator for statements, elements or slices. mutmut mutates bodies of
+functions alone, and much of what this kit gets right stands in tables at the top of modules; it wraps each function,
+which tracebacks that are judged here would show; its constants only ever grow by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from mutation.config import Config, ConfigError, Stage, load_config
+from mutation.judge import Judge, Trial, Verdict
+from mutation.operators import Mutant, read_mutants
+from mutation.records import Journal, read_equivalent
+
+HERE = Path(__file__).resolve().parent
+SURVIVED, KILLED, TIMED_OUT, EQUIVALENT = "survived", "killed", "timed out", "equivalent"
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the mutants, and judge none")
+    parser.add_argument("--only", action="append", default=[], metavar="PATH", help="a file or folder; repeatable")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="only those that survived in this --json of before")
+    parser.add_argument("--sample", type=int, metavar="N", help="only so many, by lot, of every room alike")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another lot; default 0")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time; default 1")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=30.0,
+        metavar="S",
+        dest="limit_s",
+        help="least seconds for one stage; five times what it takes without a mutant where that is more",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything")
+    parser.add_argument("--journal", type=Path, metavar="FILE", help="default build/mutants.jsonl")
+    parser.add_argument("--config", type=Path, default=HERE / "mutants.toml", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--equivalent", type=Path, metavar="FILE", help="default mutants_equivalent.toml beside --config"
+    )
+    return parser  # fmt: skip
+
+
+def room(path: str) -> str:
+    """The folder of a file: what scores are counted by."""
+    return str(PurePosixPath(path).parent)
+
+
+def lot(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
+    """So many mutants, of every room alike, in an order that does not change when others come or go."""
+    rooms: dict[str, list[Mutant]] = {}
+    for mutant in sorted(mutants, key=lambda m: hashlib.sha256(f"{seed} {m.id}".encode()).digest()):
+        rooms.setdefault(room(mutant.path), []).append(mutant)
+    turns = [[(turn, name) for turn in range(len(inside))] for name, inside in sorted(rooms.items())]
+    return [rooms[name][turn] for turn, name in sorted(pair for turn in turns for pair in turn)[:count]]
+
+
+def survivors_of(file: Path) -> set[str]:
+    """Ids that survived in an earlier run. Raises ``ConfigError`` for a file that is not of ``--json``."""
+    try:
+        return {row["id"] for row in json.loads(file.read_text())["mutants"] if row["status"] == SURVIVED}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came out."""
+
+    config: Config
+    mutants: Sequence[Mutant]
+    verdicts: dict[str, Verdict]
+    """Id -> verdict, of all that have one."""
+
+    def counts(self, name: str = "") -> dict[str, int]:
+        """Status -> how many, in one room or in all."""
+        kept = [
+            self.verdicts[m.id].status for m in self.mutants if m.id in self.verdicts and name in ("", room(m.path))
+        ]
+        return {status: kept.count(status) for status in (KILLED, TIMED_OUT, SURVIVED, EQUIVALENT)}
+
+    @staticmethod
+    def score(counts: dict[str, int]) -> float:
+        """Killed, or out of time, of those that mean something else than the kit; 1 when there are none."""
+        noticed = counts[KILLED] + counts[TIMED_OUT]
+        return noticed / (noticed + counts[SURVIVED]) if noticed + counts[SURVIVED] else 1.0
+
+    @property
+    def survivors(self) -> list[Mutant]:
+        """Those that nothing noticed."""
+        return [m for m in self.mutants if m.id in self.verdicts and self.verdicts[m.id].status == SURVIVED]
+
+    def diff(self, mutant: Mutant) -> str:
+        """Unified."""
+        return mutant.diff((self.config.root / mutant.path).read_bytes())
+
+    def text(self) -> str:
+        """For a terminal."""
+        lines = []
+        for mutant in self.survivors:
+            lines.append(f"\nsurvived {mutant.path}:{mutant.line} {mutant.operator}, in {mutant.scope or 'the module'}")
+            lines += self.diff(mutant).splitlines()[2:]
+        lines.append(f"\n{'room':40} {'killed':>9} {TIMED_OUT:>9} {'survived':>9} {'equivalent':>10}  score")
+        for name in [*sorted({room(m.path) for m in self.mutants}), ""]:
+            counts = self.counts(name)
+            columns = " ".join(f"{counts[s]:9}" for s in (KILLED, TIMED_OUT, SURVIVED)) + f" {counts[EQUIVALENT]:10}"
+            lines.append(f"{name or 'all':40} {columns}  {self.score(counts):5.3f}")
+        return "\n".join(lines)
+
+    def plain(self) -> dict[str, object]:
+        """JSON-ready."""
+        rooms = {name: self.counts(name) for name in sorted({room(m.path) for m in self.mutants})}
+        rows = [
+            {"id": m.id, "path": m.path, "line": m.line, "scope": m.scope, "operator": m.operator, "was": m.was,
+             "becomes": m.becomes, "status": v.status, "by": v.by, "seconds": round(v.seconds, 2),
+             "diff": self.diff(m) if v.status == SURVIVED else ""}
+            for m in self.mutants if (v := self.verdicts.get(m.id))
+        ]  # fmt: skip
+        scores = {name: round(self.score(counts), 4) for name, counts in rooms.items()}
+        return {"score": round(self.score(self.counts()), 4), "scores": scores, "rooms": rooms, "mutants": rows}
+
+
+def choose(args: argparse.Namespace, config: Config) -> tuple[list[Mutant], dict[str, str]]:
+    """The mutants that are asked for, and id -> reason of those that are named equivalent."""
+    files = list(dict.fromkeys(config.files(args.only)))
+    mutants = [mutant for file in files for mutant in read_mutants(config.root, file)]
+    listed = args.equivalent or args.config.parent / "mutants_equivalent.toml"
+    everywhere = [str(file.relative_to(config.root)) for file in config.files()]
+    read = [str(file.relative_to(config.root)) for file in files]
+    reasons = read_equivalent(listed, mutants, read, everywhere) if listed.exists() or args.equivalent else {}
+    if args.again:
+        again = survivors_of(args.again)
+        mutants = [mutant for mutant in mutants if mutant.id in again]
+    return (mutants if args.sample is None else lot(mutants, args.sample, args.seed)), reasons
+
+
+def judge(args: argparse.Namespace, config: Config, mutants: Sequence[Mutant], journal: Journal) -> int:
+    """Judge those that the journal does not know; 0, or 3 when a stage fails without a mutant."""
+    stages: dict[str, list[Stage]] = {path: config.stages(path) for path in dict.fromkeys(m.path for m in mutants)}
+    waiting = [mutant for mutant in mutants if mutant.id not in journal.verdicts]
+    if not waiting:
+        return 0
+    jury = Judge(config, args.limit_s)
+    jury.seconds.update(journal.stages)
+    for stage in dict.fromkeys(stage for mutant in waiting for stage in stages[mutant.path]):
+        if stage.name in journal.stages:
+            continue
+        verdict = jury.baseline(stage)
+        if verdict.status != SURVIVED:
+            print(f"{verdict.output}\nfails without a mutant: {stage.name} ({verdict.by})", file=sys.stderr)
+            return 3
+        journal.passed(stage.name, verdict.seconds)
+        print(f"passes without a mutant in {verdict.seconds:.0f} s: {stage.name}", file=sys.stderr)
+
+    def trials() -> Iterator[Trial]:
+        for mutant in waiting:
+            yield mutant, stages[mutant.path], journal.killers(mutant.path)
+
+    started = time.monotonic()
+    for count, (mutant, verdict) in enumerate(jury.run(trials(), args.jobs), start=1):
+        assert mutant
+        journal.add(mutant, verdict)
+        done = f"{count}/{len(waiting)} {time.monotonic() - started:.0f} s"
+        what = f"{verdict.status:9} {mutant.path}:{mutant.line} {mutant.operator}"
+        print(f"{done}  {what}  {verdict.by}"[:150], file=sys.stderr)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    args = arguments().parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        config = load_config(args.config)
+        mutants, reasons = choose(args, config)
+        if args.list:
+            for mutant in mutants:
+                print(
+                    f"{mutant.id} {mutant.path}:{mutant.line} {mutant.operator}: {mutant.was!r} -> {mutant.becomes!r}"
+                )
+            print(f"{len(mutants)} mutants, {sum(m.id in reasons for m in mutants)} named equivalent", file=sys.stderr)
+            return 0
+        journal = Journal(args.journal or config.root / "build" / "mutants.jsonl", config.fingerprint())
+        interrupted = False
+        try:
+            if code := judge(args, config, [m for m in mutants if m.id not in reasons], journal):
+                return code
+        except KeyboardInterrupt:
+            interrupted = True
+    except ConfigError as error:
+        print(f"ci/mutants.py: {error}", file=sys.stderr)
+        return 4
+    verdicts = journal.verdicts | {key: Verdict(EQUIVALENT, reason) for key, reason in reasons.items()}
+    report = Report(config, mutants, verdicts)
+    print(report.text())
+    if args.json:
+        args.json.write_text(json.dumps(report.plain(), indent=1) + "\n")
+    if interrupted:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return 2
+    return 1 if report.survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
