@@ -6,13 +6,19 @@ import fnmatch
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from itertools import chain
 
+from ..cases.case import parse_case
+from ..contract import Capabilities
 from ..faults import all_controls, all_faults
 from ..registry import UsageError, did_you_mean
 from ..results import BAD, CaseResult, Status, format_failure
-from ..running.plan import RunPlan, WorkItem, plan_run, run_item
+from ..running.candidate import Candidate
+from ..running.loop import Runner
+from ..running.plan import plan_run
+from ..running.request import Item, Plan, Request
 from .verdicts import ControlVerdict, FaultVerdict, Settings, Task, Verdict
 
 __all__ = ["kill_order", "run_task", "tasks_for"]
@@ -51,26 +57,27 @@ def tasks_for(settings: Settings) -> list[Task]:
     return sorted(tasks, key=lambda task: (task.kind == "fault", task.execution == "eager"))
 
 
-def kill_order(items: Sequence[WorkItem]) -> list[WorkItem]:
+def kill_order(items: Sequence[Item]) -> list[Item]:
     """Cheap first: modes and executions take turns, each as often as its cost allows. The order knows no fault.
 
     As in a run, everything under no_grad comes before everything under inference_mode.
     """
-    by_mode = [[item for item in items if item.case.inference_mode is mode] for mode in (False, True)]
+    modes = [parse_case(item.case).inference_mode for item in items]
+    by_mode = [[item for item, mode in zip(items, modes, strict=True) if mode is wanted] for wanted in (False, True)]
     return [*_taking_turns(by_mode[0]), *_taking_turns(by_mode[1])]
 
 
-def _taking_turns(items: Sequence[WorkItem]) -> list[WorkItem]:
-    streams: dict[tuple[str, str], deque[WorkItem]] = {}
+def _taking_turns(items: Sequence[Item]) -> list[Item]:
+    streams: dict[tuple[str, str], deque[Item]] = {}
     for item in items:
-        streams.setdefault((item.execution.value, item.mode.value), deque()).append(item)
+        streams.setdefault((item.execution, item.mode), deque()).append(item)
     for stream in streams.values():
-        mixed = [item for item in stream if item.case.mixed]
+        mixed = [item for item in stream if parse_case(item.case).mixed]
         for item in mixed:
             stream.remove(item)
             stream.insert(_MIXED_AT, item)
     spent = dict.fromkeys(streams, 0.0)
-    order: list[WorkItem] = []
+    order: list[Item] = []
     while streams:
         key = min(streams, key=lambda k: (spent[k], k))
         order.append(streams[key].popleft())
@@ -80,40 +87,45 @@ def _taking_turns(items: Sequence[WorkItem]) -> list[WorkItem]:
     return order
 
 
-def run_task(task: Task, settings: Settings) -> Verdict:
-    """One task, in this process."""
-    return _run_fault(task, settings) if task.kind == "fault" else _run_control(task, settings)
+def run_task(task: Task, settings: Settings, runner: Runner) -> Verdict:
+    """One task, on workers of ``runner``: a process for this backend alone."""
+    return _run_fault(task, settings, runner) if task.kind == "fault" else _run_control(task, settings, runner)
 
 
-def _plan(spec: str, settings: Settings, modes: Sequence[str], executions: Sequence[str]) -> RunPlan:
-    return plan_run(
-        backends=[spec],
-        modes=modes,
-        executions=executions,
+def _plan(spec: str, claims: Capabilities, settings: Settings, modes: Sequence[str], executions: Sequence[str]) -> Plan:
+    request = Request(
+        backends=(Candidate(spec),),
+        modes=tuple(modes),
+        executions=tuple(executions),
         tier=settings.tier,
         device=settings.device,
         seed=settings.seed,
+        command="attn-testkit audit",
     )
+    # Broken backends of the kit's own are at hand: no worker need be asked what they claim.
+    return plan_run(request, lambda _: claims)
 
 
-def _run_fault(task: Task, settings: Settings) -> FaultVerdict:
+def _run_fault(task: Task, settings: Settings, runner: Runner) -> FaultVerdict:
     fault = next(fault for fault in all_faults() if fault.slug == task.name)
     verdict = FaultVerdict(fault.slug, fault.bug_class, fault.source, fault.checks)
     started = time.perf_counter()
-    plan = _plan(fault.spec, settings, [m.value for m in fault.modes], [e.value for e in fault.executions])
-    given = (row for row in plan.given if row.status in BAD)
+    claims = fault.backend.capabilities
+    plan = _plan(fault.spec, claims, settings, [m.value for m in fault.modes], [e.value for e in fault.executions])
+    preset = (row for row in plan.preset if row.status in BAD)
     count = 0
-    for count, result in enumerate(chain(given, (run_item(item, plan) for item in kill_order(plan.items))), start=1):
-        if result.status in BAD:
-            return _caught(verdict, result, plan, count, time.perf_counter() - started)
-    absent = next((row.reason for row in plan.given if row.status is Status.NOT_RUN_HERE), "")
+    with closing(runner.run(plan, kill_order(plan.items))) as results:
+        for count, result in enumerate(chain(preset, results), start=1):
+            if result.status in BAD:
+                return _caught(verdict, result, plan, count, time.perf_counter() - started)
+    absent = next((row.reason for row in plan.preset if row.status is Status.NOT_RUN_HERE), "")
     return FaultVerdict(
         **{**asdict(verdict), "case_runs": count, "seconds": time.perf_counter() - started,
            "not_run": "" if count else absent or "none of its modes is claimed"}
     )  # fmt: skip
 
 
-def _caught(verdict: FaultVerdict, result: CaseResult, plan: RunPlan, count: int, seconds: float) -> FaultVerdict:
+def _caught(verdict: FaultVerdict, result: CaseResult, plan: Plan, count: int, seconds: float) -> FaultVerdict:
     checks = tuple(finding.check for finding in result.findings) or (str(result.status),)
     return FaultVerdict(
         **{**asdict(verdict), "caught_by": checks, "case": result.case, "mode": result.mode,
@@ -122,7 +134,7 @@ def _caught(verdict: FaultVerdict, result: CaseResult, plan: RunPlan, count: int
     )  # fmt: skip
 
 
-def _turn(items: Sequence[WorkItem], control: int, settings: Settings) -> Sequence[WorkItem]:
+def _turn(items: Sequence[Item], control: int, settings: Settings) -> Sequence[Item]:
     """Every third case: another third for the next control and for the next seed, so three seeds run all of each.
 
     Controls run to the end, and their graph cases cost more than all faults together.
@@ -130,21 +142,22 @@ def _turn(items: Sequence[WorkItem], control: int, settings: Settings) -> Sequen
     return items if settings.tier == "smoke" else items[(control + settings.seed) % _TURNS :: _TURNS]
 
 
-def _run_control(task: Task, settings: Settings) -> ControlVerdict:
+def _run_control(task: Task, settings: Settings, runner: Runner) -> ControlVerdict:
     control = next(control for control in all_controls() if control.name == task.name)
     started = time.perf_counter()
-    plan = _plan(control.spec, settings, [task.mode], [task.execution])
+    plan = _plan(control.spec, control.backend.capabilities, settings, [task.mode], [task.execution])
     texts, count, alarms, lost = [], 0, 0, False
     items = (
         _turn(plan.items, list(all_controls()).index(control), settings) if task.execution == "graph" else plan.items
     )
-    for result in (*plan.given, *(run_item(item, plan) for item in items)):
-        count += bool(result.case)
-        if result.status is not Status.PASSED:
-            alarms += 1
-            texts.append(format_failure(result, plan.header))
-        if lost := result.status is Status.CRASHED:
-            break
+    with closing(runner.run(plan, items)) as results:
+        for result in chain(plan.preset, results):
+            count += bool(result.case)
+            if result.status is not Status.PASSED:
+                alarms += 1
+                texts.append(format_failure(result, plan.header))
+            if lost := result.status is Status.CRASHED:
+                break
     seconds = time.perf_counter() - started
     return ControlVerdict(
         task.name, task.mode, task.execution, count, alarms, tuple(texts[:_MOST_TEXTS]), seconds, lost

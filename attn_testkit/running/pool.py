@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
@@ -17,7 +18,7 @@ from ..results import Status
 from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
 from .candidate import Candidate
 
-__all__ = ["Worker", "WorkerLost", "WorkerStartError", "ending"]
+__all__ = ["Worker", "WorkerLost", "WorkerStartError", "ending", "preload"]
 
 START_SECONDS = 300.0
 """For a worker to import the backend on a busy machine."""
@@ -38,10 +39,19 @@ class WorkerStartError(Exception):
     """A worker could not be started, and that is no fault of a backend. The message ends with its last words."""
 
 
+_preloaded = [SERVE, "torch._dynamo"]
+"""Modules of the process that workers are forked from: torch and the kit, and no candidate. It never meets CUDA."""
+
+
+def preload(module: str) -> None:
+    """Have workers forked from a process that has imported this too. To be said before the first one starts."""
+    if module not in _preloaded:
+        _preloaded.append(module)
+
+
 def _context() -> ForkServerContext:
-    """Workers are forked from a process that has imported torch and the kit, and no backend, and has not met CUDA."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([SERVE, "torch._dynamo"])
+    context.set_forkserver_preload(_preloaded)
     return context
 
 
@@ -61,7 +71,7 @@ class Worker:
         os.close(handle)
         self._connection, theirs = multiprocessing.Pipe()
         self._process = _context().Process(
-            target=_serve, args=(theirs, candidate, device, gpu, timeout_s, self._words), daemon=True
+            target=_serve, args=(SERVE, theirs, candidate, device, gpu, timeout_s, self._words), daemon=True
         )
         try:
             self._process.start()
@@ -172,11 +182,9 @@ class Worker:
         return "".join(f"\n  {line}" for line in _last_lines(lines))
 
 
-def _serve(*args: Any) -> None:
-    # Imported in the child: in the process that forks workers it is there already.
-    import importlib
-
-    importlib.import_module(SERVE).serve(*args)
+def _serve(module: str, *args: Any) -> None:
+    # In the process that workers are forked from it is imported already.
+    importlib.import_module(module).serve(*args)
 
 
 def _last_lines(lines: list[str]) -> list[str]:

@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton was set up without its interpreter (TRITON_INTERPRET=1)", allow_module_level=True)
 
+from in_process import check_backend
+
 from attn_testkit.results import Status
-from attn_testkit.running.plan import check_backend
 
 CASES = [
     "decode-gqa4x2-d64-bf16-p16-k3.9.6-shuffled-gauss-b4prod",

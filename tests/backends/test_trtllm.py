@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("flashinfer", reason="the flashinfer extra is not installed")
 
+from in_process import check_backend
+
 from attn_testkit.results import CaseResult, Status
-from attn_testkit.running.plan import check_backend
 
 XQA = "attn_testkit.backends.trtllm_mha:XQABackend"
 needs_tokenspeed = pytest.mark.skipif(

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from attn_testkit.audit.processes import Child
 from attn_testkit.checks.promises import PROMISES as CHECKS
+from in_process import plan_run
 
 from attn_testkit.audit import Audit, Settings, audit
-from attn_testkit.audit.processes import Child
 from attn_testkit.audit.show import audit_page, audit_text
 from attn_testkit.audit.tasks import kill_order, run_task, tasks_for
 from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, Task
@@ -23,7 +24,6 @@ from attn_testkit.faults import all_controls, all_faults, catalogue
 from attn_testkit.faults.catalogue import Control, Fault
 from attn_testkit.faults.parent import PlannedBackend
 from attn_testkit.registry import UsageError
-from attn_testkit.running.plan import plan_run
 
 
 class AssertingBackend(PlannedBackend):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from in_process import plan_run, run
 
 from attn_testkit.faults import all_faults
 from attn_testkit.faults.left_out_eager import LEFT_OUT_EAGER
 from attn_testkit.results import Status, format_failure
-from attn_testkit.running.plan import plan_run, run
 
 SAMPLE = (
     "draft-extend-v2-prefix-only",

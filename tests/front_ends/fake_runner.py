@@ -120,7 +120,9 @@ def _wrong(item: Item) -> CaseResult:
 
 
 def _segfault(item: Item) -> CaseResult:
-    return bare_result(item, Status.CRASHED, "the process was killed by SIGSEGV\n  about to read a freed page", "emulated")
+    return bare_result(
+        item, Status.CRASHED, "the process was killed by SIGSEGV\n  about to read a freed page", "emulated"
+    )
 
 
 def _exit(item: Item) -> CaseResult:
@@ -141,7 +143,9 @@ def _lost(item: Item) -> CaseResult:
 
 
 def _not_run(item: Item) -> CaseResult:
-    return bare_result(item, Status.NOT_RUN_HERE, "not run: the device's context was lost in decode-lost-k1", "emulated")
+    return bare_result(
+        item, Status.NOT_RUN_HERE, "not run: the device's context was lost in decode-lost-k1", "emulated"
+    )
 
 
 def _bug(item: Item) -> CaseResult:

@@ -12,6 +12,7 @@ from attn_testkit.runner_modes.eager import run_eager
 from attn_testkit.runner_modes.graphs import drive_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
 from attn_testkit.runner_modes.options import DriveOptions
+from in_process import plan_run, run
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.catalogue import companions
@@ -22,7 +23,6 @@ from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.oracle.expect import expect
 from attn_testkit.results import Status
-from attn_testkit.running.plan import plan_run, run
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p16-k3.15.40-chain3-shuffled-gauss-b4prod"

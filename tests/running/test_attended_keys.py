@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from in_process import check_backend
 
 from attn_testkit.results import Status
-from attn_testkit.running.plan import check_backend
 
 DECODE = "decode-gqa3x2-d32-fp16-p4-k3.9.6-shuffled-gauss-b4prod"
 SOFT_CAP = "decode-gqa3x2-d32-fp16-p4-k3.9.6-shuffled-gauss-cap1.5-b4prod"

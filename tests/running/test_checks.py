@@ -2,10 +2,10 @@
 
 import pytest
 from broken_backends import ClaimsWhatNoCaseCanMeet, Healthy
+from in_process import check_backend, plan_run, run
 
 from attn_testkit.reports.tally import verdict
 from attn_testkit.results import CaseResult, Status, format_failure
-from attn_testkit.running.plan import check_backend, plan_run, run
 
 FAST = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod",)
 NAN = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4nan",)

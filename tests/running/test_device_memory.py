@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import plan_run
 
 from attn_testkit.checks.failures import from_exception
 from attn_testkit.graphs.allocator import give_back_idle_memory
 from attn_testkit.graphs.poison import churn
 from attn_testkit.results import Status
-from attn_testkit.running.plan import plan_run
 from attn_testkit.running.pool import KIT_ERROR, kit_error
 
 KIB, MIB = 1 << 10, 1 << 20

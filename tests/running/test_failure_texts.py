@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from in_process import check_backend
 
 from attn_testkit.checks.describe import times
 from attn_testkit.results import Finding, Results, Status
-from attn_testkit.running.plan import check_backend
 
 HERE = "confused_backends:"
 GAUSS = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"

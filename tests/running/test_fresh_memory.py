@@ -7,13 +7,13 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from in_process import plan_run, run_item
 
 from attn_testkit.emulation import Policy, emulated_cuda
 from attn_testkit.environment import Environment
 from attn_testkit.faults import all_faults
 from attn_testkit.graphs.poison import FreshMemory
 from attn_testkit.results import Status
-from attn_testkit.running.plan import plan_run, run_item
 
 
 @pytest.mark.parametrize("byte", [0xFF, 0xBC])

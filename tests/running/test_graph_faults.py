@@ -1,9 +1,9 @@
 """The five planted graph faults: each is right in eager, is caught under the graph, and its text names the cause."""
 
 import pytest
+from in_process import check_backend, plan_run, run
 
 from attn_testkit.results import Status, format_failure, repro_command
-from attn_testkit.running.plan import check_backend, plan_run, run
 
 DECODE = "decode-gqa2x2-d64-fp16-p16-k300.12-reversed-peaked-b2prod"
 V1 = "draft-extend-gqa2x2-d64-bf16-p16-k5.9-n4a1.3-shuffled-gauss-b2prod"

@@ -1,9 +1,9 @@
 """A bit-packed tree mask is filled as the contract says, in eager steps and at replays."""
 
 import pytest
+from in_process import check_backend
 
 from attn_testkit.results import CaseResult, Status
-from attn_testkit.running.plan import check_backend
 
 _CASE = "target-verify-gqa2x2-d64-fp16-p16-k29.125.61-{tree}-reversed-gauss-b5{padding}"
 TREES = {

@@ -3,13 +3,13 @@
 from typing import ClassVar
 
 import pytest
+from in_process import plan_run
 
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.contract import Capabilities, ForwardMode, Requires
 from attn_testkit.environment import Environment, missing_here
 from attn_testkit.examples.minimal import MinimalBackend
 from attn_testkit.results import Status
-from attn_testkit.running.plan import plan_run
 
 CONTEXT_ONLY = Requires(sm=(100, 103), why="no such kernel below SM100")
 

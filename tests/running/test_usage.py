@@ -1,9 +1,9 @@
 """Unhelpful input: one clear line, with the right spelling, and never a skip."""
 
 import pytest
+from in_process import UsageError, check_backend, plan_run, run
 
 from attn_testkit.results import Status, exit_code
-from attn_testkit.running.plan import UsageError, check_backend, plan_run, run
 
 CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 

@@ -1,0 +1,41 @@
+"""Running a backend in the test's own process: quick, and what most tests of judging and diagnosis need.
+
+How a backend in a process of its own is judged is held by ``tests/running/test_pool.py`` and its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attn_testkit
+from attn_testkit.results import CaseResult, Results
+from attn_testkit.running.candidate import candidate_for
+from attn_testkit.running.loop import Runner
+from attn_testkit.running.request import Item, Options, Plan, Request
+
+__all__ = ["check_backend", "plan_run", "run", "run_item"]
+
+
+def check_backend(backend: Any, **more: Any) -> Results:
+    """As ``attn_testkit.check_backend``, without processes."""
+    return attn_testkit.check_backend(backend, in_process=True, **more)
+
+
+def plan_run(*, backends: Sequence[Any], **more: Any) -> Plan:
+    """A plan for backends that are named or given."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in more.items()}
+    candidates = tuple(candidate_for(backend, in_process=True) for backend in backends)
+    return Runner(Options(in_process=True)).plan(Request(candidates, **values))
+
+
+def run(plan: Plan, items: Sequence[Item] | None = None) -> Iterator[CaseResult]:
+    """What is known without running, then a result for each item."""
+    yield from plan.preset
+    yield from Runner(Options(in_process=True)).run(plan, plan.items if items is None else items)
+
+
+def run_item(item: Item, plan: Plan) -> CaseResult:
+    """One result."""
+    (result,) = Runner(Options(in_process=True)).run(plan, [item])
+    return result
