@@ -1,8 +1,9 @@
 """Unhelpful input: one clear line, with the right spelling, and never a skip."""
 
 import pytest
-from in_process import UsageError, check_backend, plan_run, run
+from in_process import check_backend, plan_run, run
 
+from attn_testkit.registry import UsageError
 from attn_testkit.results import Status, exit_code
 
 CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
