@@ -48,7 +48,7 @@ def test_a_conformant_run_is_zero_and_says_what_it_is_worth(call):
 def test_a_failure_is_told_in_full_with_its_command(call):
     code, out, _ = call("run", "--backend", "fake:wrong", "--mode", "decode", "--execution", "graph")
     assert code == 1
-    assert out.startswith("decode-wrong-k0: request 3 differs from the oracle, 56x over the limit\n  promise  matches-")
+    assert out.startswith("decode-wrong-k0: request 3 differs from the oracle, 56x over the limit\n  check    matches-")
     assert "attn-testkit repro --backend fake:wrong --execution graph --device cpu decode-wrong-k0" in out
     assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 1 claimed case-runs"
 
@@ -201,10 +201,10 @@ def test_a_wrong_request_is_one_line_and_four(call, argv, message):
     assert "Traceback" not in err
 
 
-def test_explain_tells_a_promise_its_cause_and_the_right_spelling(call):
+def test_explain_says_what_a_check_is_its_cause_and_the_right_spelling(call):
     code, out, _ = call("explain", "reads-own-kv")
     assert code == 0
-    assert "promise" in out
+    assert "check  " in out
     assert "cause" in out
     code, _, err = call("explain", "read-own-kv")
     assert code == 4
