@@ -163,7 +163,7 @@ An entry:
   [[known]]
   cases = "decode-*-w*"                    # glob on case ids
   kind  = "tolerated"                      # or "quarantine": never launched
-  check = "matches-oracle"                 # the promise that may break, or a list
+  check = "matches-oracle"                 # the check that may fail, or a list
   issue = "https://example.org/issues/12"
   until = 2027-03-31                       # after this day the run fails
   # optional: backend = "my_pkg*", execution = "graph", when = "sm90 and my-pkg<0.4\"""",

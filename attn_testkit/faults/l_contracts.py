@@ -120,7 +120,7 @@ class ReturnsWholeBuffer(PlannedBackend):
     executions=("eager",),
     mechanism="the constructor does not compare the context with the claims, and takes what nobody claimed",
     promises=("refuses-undeclared",),
-    hint="was accepted",
+    hint="the constructor accepted it",
 )
 class ConstructorChecksNothing(TorchNativeBackend):
     def __init__(self, context: BackendContext) -> None:
