@@ -173,7 +173,7 @@ class BlockZeroingSpillsIntoNeighbour(PlannedBackend):
     modes=_ALL,
     mechanism="the offset of the quantisation scales lacks the base of their region: they are written over keys",
     promises=("writes-own-kv", "matches-oracle"),
-    hint="K and V|wrong weights",
+    hint="K and V|wrong softmax weights",
     modelled="an FP8 pool, and one byte a row",
 )
 class Int8ScaleWritesOverlapKv(PlannedBackend):
