@@ -194,8 +194,8 @@ class Results(list[CaseResult]):
     def __str__(self) -> str:
         runs = [result for result in self if result.case]
         bad = [result for result in runs if result.status in BAD]
-        told = [format_failure(result) for result in bad]
-        lines = [*(text + "\n" for text in told[:TOLD]), *(text.partition("\n")[0] for text in told[TOLD:])]
+        texts = [format_failure(result) for result in bad]
+        lines = [*(text + "\n" for text in texts[:IN_FULL]), *(text.partition("\n")[0] for text in texts[IN_FULL:])]
         lines += [f"not run: {format_failure(result)}" for result in self if result.status is Status.NOT_RUN_HERE]
         counts = Counter(result.status for result in runs)
         parts = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
@@ -204,8 +204,8 @@ class Results(list[CaseResult]):
         return "\n".join([*lines, f"{verdict}: {parts or 'no case-run'}{emulated}"])
 
 
-TOLD = 3
-"""Failures that ``Results`` tells in full; of the rest it has the first line."""
+IN_FULL = 3
+"""Failures that ``Results`` shows in full; of the rest it has the first line."""
 
 
 def _row(name: str, text: str) -> list[str]:

@@ -17,7 +17,7 @@ __all__ = ["CHECKS", "addresses_stable", "graph_matches_eager"]
 def graph_matches_eager(judgement: Judgement, *, same_bits: bool = False) -> list[Finding]:
     """A replay within the two limits of the eager run of the same step: each may be off by one.
 
-    ``same_bits``: it is promised that a request's bits depend on nothing but the request, so they must be equal. That
+    ``same_bits``: it is claimed that a request's bits depend on nothing but the request, so they must be equal. That
     alone shows a split count that a graph keeps from its capture (sglang #26019): any count is right within the limit.
     """
     observed, expected = judgement.observed, judgement.expected

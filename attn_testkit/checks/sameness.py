@@ -56,7 +56,7 @@ def batch_invariant(together: Observation, alone: Observation, index: int) -> li
 CHECKS = (
     Check(
         "repeatable",
-        "Where promised: the same batch gives the same bits each time.",
+        "Where claimed: the same batch gives the same bits each time.",
         "Atomic adds, a split count that depends on timing, a counter that is not reset.",
         "flash-attention 1a58058a; sglang #26412",
         "The same step twice on one instance: look for counters left dirty, atomics, memory not cleared.",
@@ -65,7 +65,7 @@ CHECKS = (
     ),
     Check(
         "batch-invariant",
-        "Where promised: a request gives the same bits whatever else is in the batch.",
+        "Where claimed: a request gives the same bits whatever else is in the batch.",
         "A split count or tile size chosen from the batch.",
         "flash-attention #2450; aiter #4378",
         "A request alone and in company: look for sizes and splits that are taken from the batch.",

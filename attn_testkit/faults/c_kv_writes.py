@@ -183,7 +183,7 @@ class BlockZeroingSpillsIntoNeighbour(PlannedBackend):
     source="lmdeploy #4764",
     modes=_ALL,
     checks=("writes-own-kv", "matches-oracle"),
-    hint="K and V|wrong weights|wrong softmax weights",
+    hint="K and V|wrong softmax weights",
     modelled="an FP8 pool, and one byte a row",
 )
 class Int8ScaleWritesOverlapKv(PlannedBackend):

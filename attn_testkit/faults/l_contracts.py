@@ -125,7 +125,7 @@ class ReturnsWholeBuffer(PlannedBackend):
     modes=_ALL,
     executions=("eager",),
     checks=("refuses-undeclared",),
-    hint="accepted",
+    hint="the constructor accepted it",
 )
 class ConstructorChecksNothing(DenseBackend):
     """The constructor does not compare the context with the claims, and takes what nobody claimed."""

@@ -19,8 +19,8 @@ WORTH_A_LOOK = 0.25
 """... once it takes this part of the limit."""
 SHOWN = 20
 """Changes of a kind that the text lists ..."""
-TOLD = 5
-"""... and tells in full."""
+SHOWN_IN_FULL = 5
+"""... and shows in full."""
 
 Key = tuple[str, str, str, str]
 
@@ -34,8 +34,11 @@ class Change:
     execution: str
     case: str
     old: str
+    """What it was: its status, or its margin."""
     new: str
+    """What it is now."""
     text: str = ""
+    """The failure's text, where it fails now."""
 
     def __str__(self) -> str:
         return f"{self.backend} {self.execution} {self.case}: {self.old} -> {self.new}"
@@ -108,7 +111,7 @@ def comparison_text(found: Comparison) -> str:
         lines.append(f"{title}: {len(changes)}")
         for index, change in enumerate(changes[:SHOWN]):
             lines.append(f"  {change}")
-            if index < TOLD:
+            if index < SHOWN_IN_FULL:
                 lines += [f"    {line}" for line in change.text.splitlines()]
         if len(changes) > SHOWN:
             lines.append(f"  and {len(changes) - SHOWN} more")

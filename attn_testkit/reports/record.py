@@ -57,7 +57,7 @@ def plain(value: object) -> Any:
 
 
 def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
-    """The inverse of ``plain(asdict(result))``."""
+    """The inverse of ``plain(asdict(result))``; ``KeyError``, ``TypeError`` or ``ValueError`` for anything else."""
     values = dict(data)
     margin = values["margin"]
     values |= {
@@ -79,7 +79,10 @@ def cannot_write(path: Path, error: OSError) -> UsageError:
 
 
 class Record:
-    """Writes results as they come. The file is a whole JSON document after every call; ``finished`` tells the rest."""
+    """Writes results as they come. The file is a whole JSON document after every call; ``finished`` says the rest.
+
+    Raises ``UsageError`` where the file cannot be opened.
+    """
 
     def __init__(self, path: str | Path, header: RunHeader) -> None:
         self._path = Path(path)

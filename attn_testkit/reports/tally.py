@@ -1,4 +1,4 @@
-"""A run in one table and one sentence: what every door and every report shows at the end."""
+"""A run in one table and one sentence: what every front end and every report shows at the end."""
 
 from __future__ import annotations
 

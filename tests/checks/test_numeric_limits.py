@@ -26,6 +26,7 @@ def test_an_element_at_its_limit_is_right_and_the_next_above_is_wrong(at: tuple[
     met, missed = with_value(sign * LIMIT, at), with_value(sign * next_above(LIMIT), at)
     assert matches_oracle(met) == []
     assert met.right
+    assert not met.wrong.any()
     assert met.margin == 1
     (finding,) = matches_oracle(missed)
     assert not missed.right
@@ -39,6 +40,7 @@ def test_a_row_at_its_norms_limit_is_right_and_the_next_above_is_wrong() -> None
     out[1, 2, 3, :2] = torch.tensor([0.1875, 0.25])  # 3, 4 and 5 sixteenths
     met = judgement(out=out, row_limit=0.3125)
     assert matches_oracle(met) == []
+    assert not met.wrong.any()
     assert met.margin == 1
     out[1, 2, 3, 1] = next_above(0.25)
     missed = judgement(out=out, row_limit=0.3125)

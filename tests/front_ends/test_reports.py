@@ -13,7 +13,7 @@ import pytest
 from attn_testkit.registry import UsageError
 from attn_testkit.reports.compare import compare_reports, comparison_text
 from attn_testkit.reports.record import Record, Report, plain, read_report, schema
-from attn_testkit.reports.render import html_page, markdown_summary
+from attn_testkit.reports.render import _matrices, _reading_order, html_page, markdown_summary
 from attn_testkit.reports.tally import rows, text_table, verdict
 from attn_testkit.results import CaseResult, Status, exit_code, format_failure
 
@@ -34,7 +34,7 @@ def written(tmp_path, report: Report, name: str = "out.json"):
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path):
-    report = replace(run_of("ok,wrong,inf,lost"), problems=("an entry expired",))
+    report = replace(cut_short(run_of("ok,wrong,inf,lost")), problems=("an entry expired",))
     assert read_report(written(tmp_path, report)) == report
 
 
@@ -132,12 +132,76 @@ def test_the_page_needs_nothing_else_and_tells_failures_before_tables():
     page = Page(html_page(run_of("ok,wrong")))
     assert page.outside == []
     text = page.text
-    assert (
-        text.index("request 3 differs from the oracle") < text.index("By mode and execution") < text.index("Promises")
-    )
+    assert text.index("request 3 differs from the oracle") < text.index("By mode and execution") < text.index("Checks")
     assert "attn-testkit repro --backend fake:ok,wrong --execution graph --device cpu decode-wrong-k1" in text
     assert "✗ 1/2" in text
     assert "✓ 2" in text
+
+
+def cut_short(report: Report) -> Report:
+    """Its last result failed in the constructor, so that all else could not be judged."""
+    finding = replace(fake_engine.finding("completes"), headline="the constructor raised OSError: no library")
+    last = replace(
+        report.results[-1],
+        status=Status.FAILED,
+        findings=(finding,),
+        checks=("completes",),
+        not_judged=("matches-oracle", "finite", "writes-own-kv"),
+    )
+    return replace(report, results=(*report.results[:-1], last))
+
+
+def test_what_could_not_be_judged_is_shown_apart_and_never_as_kept():
+    report = cut_short(run_of("ok"))
+    mode, execution = report.results[-1].mode, report.results[-1].execution
+    (matrix,) = _matrices([result for result in report.results if result.case])
+    (row,) = (row for row in matrix.rows if (row.mode, row.execution) == (mode, execution))
+    kinds = dict(zip(matrix.checks, (cell.kind for cell in row.cells), strict=True))
+    assert kinds == {
+        "completes": "failed",
+        "matches-oracle": "unjudged",
+        "finite": "unjudged",
+        "writes-own-kv": "unjudged",
+    }
+    text = Page(html_page(report)).text
+    assert "? 1" in text
+    assert "? not judged in so many" in text
+
+
+def test_what_was_judged_in_some_case_runs_and_not_in_others_shows_both_numbers():
+    report = run_of("ok,ok")
+    page = Page(html_page(cut_short(report))).text
+    assert "✓ 1 ? 1" in page
+    assert "✓ 2" in page
+
+
+def test_the_text_names_a_few_checks_that_were_not_judged_and_counts_many():
+    result = cut_short(run_of("ok")).results[-1]
+    assert "  unjudged matches-oracle, finite, writes-own-kv" in format_failure(result).splitlines()
+    many = replace(result, not_judged=tuple(f"check-{n}" for n in range(1, 9)))
+    assert "  unjudged check-1, check-2, check-3, check-4, check-5 and 3 more" in format_failure(many).splitlines()
+    six = replace(result, not_judged=many.not_judged[:6])
+    assert "  unjudged check-1, check-2, check-3, check-4, check-5, check-6" in format_failure(six).splitlines()
+    assert "unjudged" not in format_failure(replace(result, not_judged=()))
+
+
+def test_a_record_of_a_version_that_did_not_know_what_was_not_judged_is_read(tmp_path):
+    path = written(tmp_path, run_of("ok,wrong"))
+    data = json.loads(path.read_text())
+    for result in data["results"]:
+        assert result.pop("not_judged") == []
+    path.write_text(json.dumps(data))
+    jsonschema.validate(data, schema())
+    assert read_report(path).results == run_of("ok,wrong").results
+
+
+def test_columns_come_in_the_order_in_which_results_list_their_checks():
+    long, short = ("completes", "finite", "padding-inert", "claims-honest"), ("finite", "steps", "claims-honest", "x")
+    first = run_of("ok").results[-1]
+    results = [replace(first, checks=short), replace(first, checks=long[:2], not_judged=long)]
+    order = _reading_order(results)
+    assert order == ("completes", "finite", "padding-inert", "steps", "claims-honest", "x")
+    assert _reading_order(results[::-1]) == order
 
 
 def test_what_was_emulated_is_labelled_on_page_and_summary():

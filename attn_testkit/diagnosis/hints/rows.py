@@ -57,6 +57,7 @@ def _swap_cause(e: Evidence) -> str:
 
 
 def uneven_offsets(e: Evidence) -> str:
+    """Ragged rows of draft-extend v1, and offsets that suit equal counts alone."""
     if e.schedule.case.mode is not ForwardMode.DRAFT_EXTEND:
         return ""
     if not e.in_graph:
@@ -186,6 +187,7 @@ def some_dims(e: Evidence) -> str:
 
 
 def length_threshold(e: Evidence) -> str:
+    """Longer requests are wrong and shorter ones right, under a graph."""
     right = [n for i, n in enumerate(e.lens) if i not in e.wrong]
     right += [n for o in e.passed if o.replay for n in o.step.lens]
     wrong = [e.lens[i] for i in e.wrong]
@@ -198,6 +200,7 @@ def length_threshold(e: Evidence) -> str:
 
 
 def last_page(e: Evidence) -> str:
+    """Wrong are exactly the requests whose last page is partly filled."""
     page = e.schedule.case.page_size
     if page == 1 or not e.wrong:
         return ""
@@ -208,6 +211,7 @@ def last_page(e: Evidence) -> str:
 
 
 def later_requests(e: Evidence) -> str:
+    """Request 0 is right, and all others are wrong."""
     # Two requests say little, and where request 0 is the longest, what is wrong may be all that are shorter.
     shorter = e.lens[0] < max(e.lens)
     if e.step.bs > 2 and shorter and e.wrong == list(range(1, e.step.bs)):
@@ -227,6 +231,7 @@ def later_by_number(e: Evidence) -> str:
 
 
 def only_padded(e: Evidence) -> str:
+    """Replays without padding are right."""
     replays = [o for o in e.passed if o.replay]
     if e.observed.padded and replays and all(o.padded == 0 for o in replays):
         return "only replays with padded rows are wrong"
