@@ -6,10 +6,10 @@ import importlib
 from pathlib import Path
 
 import pytest
-from attn_testkit.checks.promises import PROMISES as CHECKS
 
-from attn_testkit.audit.show import audit_page
+from attn_testkit.audit.show import audit_page, checks_page
 from attn_testkit.audit.verdicts import Audit, FaultVerdict, Settings
+from attn_testkit.checks import CHECKS
 from attn_testkit.contract import AttentionBackend, ForwardMode
 from attn_testkit.faults import all_controls, all_faults, all_left_out
 from attn_testkit.faults.catalogue import CLASSES, Fault, control, fault

@@ -109,7 +109,7 @@ def test_case_runs_that_were_not_run_are_not_green(call):
 
 
 def test_a_judge_that_dies_is_three_and_leaves_a_record(call):
-    code, out, err = call("run", "--backend", "fake:ok,dies,ok", "--mode", "decode", "--json", "out.json")
+    code, _, err = call("run", "--backend", "fake:ok,dies,ok", "--mode", "decode", "--json", "out.json")
     assert code == 3
     assert "the judge is out of memory" in err
     assert "the kit itself failed" in err

@@ -140,7 +140,7 @@ def test_the_page_needs_nothing_else_and_tells_failures_before_tables():
 
 def cut_short(report: Report) -> Report:
     """Its last result failed in the constructor, so that all else could not be judged."""
-    finding = replace(fake_engine.finding("completes"), headline="the constructor raised OSError: no library")
+    finding = replace(fake_runner.finding("completes"), headline="the constructor raised OSError: no library")
     last = replace(
         report.results[-1],
         status=Status.FAILED,

@@ -1,18 +1,18 @@
 """A backend that answers wrongly where the kit asks it is blamed for it: it is never a failure of the kit's own."""
 
 import pytest
+from in_process import plan_run, run
 
 from attn_testkit.results import Finding, Status
-from attn_testkit.running.request import Request, final_code, run_here
+from attn_testkit.running.request import final_code
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-fp16-p16-k29.125.61-t0.0.1.1.3-reversed-gauss-b5prod"
 
 
 def findings(name: str, execution: str, case: str) -> list[Finding]:
-    request = Request((f"wrong_answers:{name}",), executions=(execution,), device="cpu", cases=(case,))
-    plan = request.plan()
-    (result,) = run_here(plan)
+    plan = plan_run(backends=[f"wrong_answers:{name}"], executions=[execution], device="cpu", cases=[case])
+    (result,) = (result for result in run(plan) if result.case)
     assert final_code(plan.header, [result]) == (1 if result.findings else 0), result.reason
     assert result.status is (Status.FAILED if result.findings else Status.PASSED)
     return list(result.findings)
