@@ -159,6 +159,7 @@ class FixedStrideBackend(PlannedBackend):
 
     packed = False
 
+    @override
     def views(self, batch: ForwardBatch) -> Metadata:
         self.packed = batch.forward_mode.is_draft_extend()
         return super().views(batch)
@@ -167,12 +168,14 @@ class FixedStrideBackend(PlannedBackend):
         """Rows from one request's first row to the next one's, in a graph; 0: rows are packed."""
         return 0 if self.packed else meta.max_q_len
 
+    @override
     def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
         if not self.in_graph or not self.stride(meta):
             return super().row_of(meta, tokens)
         first = self.index[: len(meta.kv_lens), None] * self.stride(meta)
         return (first + self.index[: meta.max_q_len]).clamp(0, tokens - 1)
 
+    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         if not self.in_graph or not self.stride(meta):
             return super().scatter(out, meta, tokens)
@@ -188,6 +191,7 @@ class WorkListBackend(PlannedBackend):
         """[] int64: how many items there are, from the rows' positions [B, W] int64."""
         return (position + 1).clamp(min=0).sum()
 
+    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen = super().visible(meta, layer, position)
         return seen & (seen.flatten().cumsum(0).view_as(seen) <= self.total(meta, position))
@@ -201,10 +205,12 @@ class BatchInvariantBackend(PlannedBackend):
 
     capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)
 
+    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         one_by_one = zip(_singly(rows), _singly(keys), strict=True)
         return torch.cat([super(BatchInvariantBackend, self).logits(q, k, layer) for q, k in one_by_one])
 
+    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:

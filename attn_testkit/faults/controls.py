@@ -56,6 +56,7 @@ class PlanInsideTheGraph(PlannedBackend):
 
     capabilities = _in("draft-extend")
 
+    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         """Nothing outside."""
 

@@ -13,6 +13,7 @@ Shapes: T query rows, B requests (padding included), W most rows a request, N dr
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from ..contract import (
     AttentionBackend,
@@ -87,6 +88,7 @@ class DenseBackend(AttentionBackend):
         self.mask_buffer: VerifyMask | None = None
         """QLEN_ONLY, of [max_bs * N * N] bool; None before there are graphs, and without trees."""
 
+    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """One mask buffer for every graph; the draft stage fills it in place."""
         n = self.context.num_draft_tokens
@@ -95,10 +97,12 @@ class DenseBackend(AttentionBackend):
             self.mask_buffer = VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, max_bs)
 
     @property
+    @override
     def verify_mask(self) -> VerifyMask | None:
         """``mask_buffer``."""
         return self.mask_buffer
 
+    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Where the rows of each request are, where its keys are, and which row sees which key."""
         width, self.counts = self.rows_of_requests(batch)
@@ -165,6 +169,7 @@ class DenseBackend(AttentionBackend):
             line = (prefix.cumsum(0) - prefix) * n + index * n * n + offset * (prefix + n) + prefix
         return spec.custom_mask.bool()[line[..., None] + node[:, None]]
 
+    @override
     def forward(
         self,
         q: torch.Tensor,

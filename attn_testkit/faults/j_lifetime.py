@@ -81,6 +81,7 @@ class SemaphoreNotReset(CountingBackend):
         self.counters.zero_()
         return super().plan(batch)
 
+    @override
     def reset(self, counters: torch.Tensor) -> None:
         """Left to the next plan."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
+from typing_extensions import override
 
 from ..contract import (
     AttentionBackend,
@@ -105,6 +106,7 @@ class PlannedBackend(AttentionBackend):
 
     # Planning: outside the graph
 
+    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """The buffers that every graph reads, at their largest size."""
         n, device = self.context.num_draft_tokens, self.context.device
@@ -121,11 +123,13 @@ class PlannedBackend(AttentionBackend):
             mask=buffer(max_bs, n, n, dtype=torch.bool) if self.context.topk else None,
         )
 
+    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Eager: tensors of this step alone."""
         self.in_graph = self.capturing = False
         self.metadata = self.plan(batch)
 
+    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         """A capture makes the views of its bucket; a replay, whose batch has live slots alone, fills them."""
         self.in_graph, self.capturing = True, in_capture
@@ -229,6 +233,7 @@ class PlannedBackend(AttentionBackend):
 
     # The kernel: recorded
 
+    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -382,6 +387,7 @@ class CountingBackend(PlannedBackend):
         """[count] int32, zero."""
         return torch.zeros(count, dtype=torch.int32, device=self.context.device)
 
+    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         """As the parent where the count came to the number of splits; elsewhere the first split's result."""
         counters = self.counters_of(len(acc))

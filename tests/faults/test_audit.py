@@ -67,6 +67,13 @@ def test_everything_caught_and_no_alarm_is_good() -> None:
     assert audit_text(verdicts()).splitlines()[-1].startswith("GOOD: ")
 
 
+def test_a_control_counts_once_however_many_modes_of_it_ran_and_alone_it_has_no_matrix() -> None:
+    found = Audit(Settings(faults=("control",)))
+    found.controls += [ControlVerdict("control", mode, "graph", 10) for mode in ("decode", "draft-extend")]
+    (line,) = audit_text(found).splitlines()
+    assert "0 false alarms in 1 healthy controls; 20 case-runs" in line
+
+
 def test_a_survivor_an_alarm_and_an_idle_check_each_fail_the_audit() -> None:
     survived = verdicts(check="finite")
     assert survived.exit_code == 1
@@ -116,6 +123,7 @@ def test_faults_and_controls_run_in_processes_and_the_record_and_the_page_show_t
     record = json.loads(Path(files[0]).read_text())
     assert [fault["slug"] for fault in record["faults"]] == ["draft-extend-qlens-seeded-once", "query-scaled-in-place"]
     assert record["faults"][0]["caught_by"] == ["replay-follows-batch"]
+    assert record["idle_checks"] == record["controls"] == []
     assert "accepted counts are" in record["faults"][0]["text"]
     page = Path(files[1]).read_text()
     assert "rows are packed" in page
