@@ -49,9 +49,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the mutants, and judge none")
     parser.add_argument("--only", action="append", default=[], metavar="PATH", help="a file or folder; repeatable")
     parser.add_argument("--again", type=Path, metavar="FILE", help="only those that survived in this --json of before")
-    parser.add_argument("--sample", type=int, metavar="N", help="only so many, by lot, of every room alike")
+    parser.add_argument("--sample", type=_at_least_one, metavar="N", help="only so many, by lot, of every room alike")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another lot; default 0")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time; default 1")
+    parser.add_argument("--jobs", type=_at_least_one, default=1, metavar="N", help="mutants at a time; default 1")
     parser.add_argument(
         "--limit",
         type=float,
@@ -67,6 +67,12 @@ def arguments() -> argparse.ArgumentParser:
         "--equivalent", type=Path, metavar="FILE", help="default mutants_equivalent.toml beside --config"
     )
     return parser  # fmt: skip
+
+
+def _at_least_one(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
 
 
 def room(path: str) -> str:
@@ -149,9 +155,14 @@ class Report:
 
 
 def choose(args: argparse.Namespace, config: Config) -> tuple[list[Mutant], dict[str, str]]:
-    """The mutants that are asked for, and id -> reason of those that are named equivalent."""
+    """The mutants that are asked for, and id -> reason of those that are named equivalent.
+
+    Raises ``ConfigError`` for paths that hold none, and for an entry that matches none.
+    """
     files = list(dict.fromkeys(config.files(args.only)))
     mutants = [mutant for file in files for mutant in read_mutants(config.root, file)]
+    if not mutants:
+        raise ConfigError(f"nothing to mutate in {', '.join(args.only or config.paths)}")
     listed = args.equivalent or args.config.parent / "mutants_equivalent.toml"
     everywhere = [str(file.relative_to(config.root)) for file in config.files()]
     read = [str(file.relative_to(config.root)) for file in files]
@@ -196,7 +207,10 @@ def judge(args: argparse.Namespace, config: Config, mutants: Sequence[Mutant], j
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    args = arguments().parse_args(argv)
+    try:
+        args = arguments().parse_args(argv)
+    except SystemExit as end:
+        return 4 if end.code else 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         config = load_config(args.config)

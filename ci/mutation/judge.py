@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .bootstrap import mutant_hook
-from .config import Config, Stage
+from .config import Config, ConfigError, Stage
 from .operators import Mutant
 
 __all__ = ["Judge", "Trial", "Verdict"]
@@ -69,7 +69,7 @@ class Judge:
         limit_s: least seconds that a stage gets before its mutant counts as timed out.
 
     Raises:
-        RuntimeError: a package that is to be mutated has been imported by what ``warm`` names.
+        ConfigError: a package that is to be mutated has been imported by what ``warm`` names.
     """
 
     def __init__(self, config: Config, limit_s: float) -> None:
@@ -82,7 +82,7 @@ class Judge:
             importlib.import_module(name)
         early = sorted({name.split(".")[0] for name in config.packages.values()} & set(sys.modules))
         if early:
-            raise RuntimeError(f"{', '.join(early)} is imported already; a mutant of it would not be seen")
+            raise ConfigError(f"warm imports {', '.join(early)}; a mutant of it would not be seen")
         gc.collect()
         gc.freeze()
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -300,6 +301,35 @@ def test_tests_that_fail_without_a_mutant_judge_nothing(toy):
     assert code == 3
     assert "fails without a mutant: pytest tests/test_core.py" in text
     assert not found
+
+
+def test_what_is_mutated_is_not_imported_before_the_processes_fork(operators, toy):
+    from mutation.config import ConfigError, load_config
+    from mutation.judge import Judge
+
+    config = load_config(toy() / "mutants.toml")
+    with pytest.raises(ConfigError, match="warm imports pytest; a mutant of it would not be seen"):
+        Judge(replace(config, packages={"toy": "pytest"}), 30.0)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--jobs", "0"], "0 is less than 1"),
+        (["--only", "nowhere"], "no Python file at nowhere"),
+        (["--only", ".."], "no Python file at .."),
+        (["--only", "tests"], "nothing to mutate in tests"),
+        (["--only", "other.py"], "no tests are named for other.py"),
+        (["--again", "nowhere.json"], "cannot read nowhere.json"),
+    ],
+)
+def test_wrong_usage_is_four_with_a_line_that_says_why(toy, args, message):
+    folder = toy()
+    (folder / "other.py").write_text("x = 3\n")
+    code, _, text = mutate(folder, *args)
+    assert code == 4
+    assert message in text
+    assert "Traceback" not in text
 
 
 def test_a_lot_draws_from_every_room_and_another_seed_draws_another(operators):
