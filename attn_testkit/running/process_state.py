@@ -124,7 +124,7 @@ def take_state() -> ProcessState:
         for name, (_, attributes) in owners.items()
         if name.startswith(_KIT)
         for key, value in attributes.items()
-        if type(value) is dict and not key.startswith("__") and name in sys.modules
+        if type(value) is dict and key.lstrip("_").isupper()
     }
     values = {name: read() for name, read, _ in _SETTINGS}
     return ProcessState({**values, _MODES: _modes_left()}, owners, tables)
