@@ -77,8 +77,7 @@ def copies_of(tensors: Iterable[tuple[Group, str, torch.Tensor]], pool: torch.Te
     held = None if pool is None else pool.to("cpu", non_blocking=True)
     raw = [tensor.reshape(-1).view(torch.uint8) for _, _, tensor in ordered]
     on_device = [piece for piece in raw if piece.device.type != "cpu"]
-    sizes = [len(piece) for piece in on_device]
-    moved = iter(torch.cat(on_device).cpu().split(sizes) if on_device else ())
+    moved = iter(torch.split(torch.cat(on_device).cpu(), [len(piece) for piece in on_device]) if on_device else ())
     flat = torch.cat([piece if piece.device.type == "cpu" else next(moved) for piece in raw])
     layout = tuple((group, name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for group, name, t in ordered)
     return Copies(flat.numpy(), layout, None if held is None else held.contiguous().view(torch.uint8).numpy())

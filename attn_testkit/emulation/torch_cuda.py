@@ -73,7 +73,7 @@ def is_current_stream_capturing() -> bool:
 
 
 def current_stream(device: Any = None) -> StreamState:
-    """This thread's current stream, the very object that was made current."""
+    """The thread's current stream, the very object that was made current."""
     return session.require().stream
 
 

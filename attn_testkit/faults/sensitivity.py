@@ -21,7 +21,7 @@ from ..cases.data import DTYPES, make_layers
 from ..cases.schedule import Schedule, make_schedule
 from ..checks import Judgement
 from ..checks.numeric import matches_oracle
-from ..checks.observation import Observation, Outputs, StepOutputs
+from ..checks.observation import Observation, copies_of
 from ..oracle.expect import Expected, expect
 
 __all__ = ["KINDS", "LENGTHS", "Point", "markdown", "measure", "svg"]
@@ -96,8 +96,9 @@ def _kit(kind: str, schedule: Schedule, size: float) -> bool:
     expected = expect(schedule, step)
     wrong = expected.attention.clone()
     wrong[0] -= size * _error(kind, schedule, expected)
-    outs = tuple(wrong.to(DTYPES[schedule.case.dtype]))
-    observed = Observation(step, "", lambda: StepOutputs(outs, Outputs(None, None), outs[0], outs[0]))
+    outs = wrong.to(DTYPES[schedule.case.dtype]).unbind(0)
+    copies = copies_of([("attention", str(layer), out) for layer, out in enumerate(outs)], None)
+    observed = Observation(schedule, step, "", copies)
     return bool(matches_oracle(Judgement(observed, expected)))
 
 

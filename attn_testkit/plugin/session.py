@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class _NoJudge:
     def plan(self, request: Request) -> Plan:
         raise UsageError("only the controller plans")
 
-    def run(self, plan: Plan, items: Sequence[Item]) -> Iterator[CaseResult]:
+    def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
         raise UsageError("only a judge runs")
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -70,7 +70,7 @@ class JudgeProcess:
         lines: list[tuple[str, str]] = self._receive("claims")
         return lines
 
-    def run(self, plan: Plan, items: Sequence[Item]) -> Iterator[CaseResult]:
+    def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
         """Results as they come. One that is given up before its end takes the judge along."""
         self._send(("run", plan, tuple(items)))
         done = False

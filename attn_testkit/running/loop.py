@@ -11,7 +11,7 @@ import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 from ..contract import Capabilities
@@ -70,7 +70,7 @@ class Runner:
                 found.append(("", str(error)))
         return found
 
-    def run(self, plan: Plan, items: Sequence[Item]) -> Iterator[CaseResult]:
+    def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
         """Results as they come, one for each item. Closing the generator ends what is running."""
         waiting = deque(_groups(items))
         jobs = 1 if self.options.in_process else max(1, min(self.options.jobs, len(waiting)))
@@ -89,7 +89,7 @@ class Runner:
         for worker in workers:
             worker.close()
 
-    def _run_threads(self, plan: Plan, waiting: deque[_Group], jobs: int) -> Iterator[CaseResult]:
+    def _run_threads(self, plan: Plan, waiting: deque[_Group], jobs: int) -> Generator[CaseResult, None, None]:
         found: queue.SimpleQueue[CaseResult | BaseException | None] = queue.SimpleQueue()
 
         def work(gpu: str) -> None:
@@ -120,7 +120,7 @@ class Runner:
                 self.close()
                 self._closed = False
 
-    def _results(self, plan: Plan, waiting: deque[_Group], gpu: str) -> Iterator[CaseResult]:
+    def _results(self, plan: Plan, waiting: deque[_Group], gpu: str) -> Generator[CaseResult, None, None]:
         """What one thread does."""
         candidates = {candidate.spec: candidate for candidate in plan.candidates}
         place = _Place(self, plan.device, gpu)

@@ -63,7 +63,8 @@ def _signals() -> dict[int, Any]:
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    name, keys, *rest = np.random.get_state(legacy=True)
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, *rest = state
     return (name, keys.tobytes(), *rest)
 
 
@@ -100,7 +101,10 @@ _SETTINGS: tuple[_Setting, ...] = (
 
 def _modes_left() -> tuple[str, ...]:
     """Function and dispatch modes that are entered at the moment, by class."""
-    stacks = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    stacks: tuple[object, ...] = (
+        *_get_current_function_mode_stack(),  # type: ignore[no-untyped-call]
+        *_get_current_dispatch_mode_stack(),
+    )
     return tuple(type(mode).__qualname__ for mode in stacks)
 
 

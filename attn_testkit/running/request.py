@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -97,7 +97,7 @@ class Judge(Protocol):
     def plan(self, request: Request) -> Plan:
         """Decide what to run. Raises ``UsageError``."""
 
-    def run(self, plan: Plan, items: Sequence[Item]) -> Iterator[CaseResult]:
+    def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
         """Results as they come, one for each item, whatever the backend does."""
 
     def close(self) -> None:

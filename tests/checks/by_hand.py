@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields as fields_of
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import draft_topk
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule
 from attn_testkit.checks import Judgement
-from attn_testkit.checks.observation import Observation, Outputs, StepOutputs
+from attn_testkit.checks.observation import Observation, Outputs, StepInputs, copies_of
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.oracle.expect import Expected, expect
 
@@ -77,8 +78,14 @@ def observation(
     out = zeros_like(expected) if out is None else out
     outputs = right_outputs(schedule, expected) if outputs is None else outputs
     after = empty_pool(schedule)
-    left = StepOutputs(tuple(out.unbind(0)), outputs, after if pool is None else pool, after, inputs)
-    return Observation(step or schedule.steps[0], "a step", lambda: left, **fields)  # type: ignore[arg-type]
+    pieces = [("attention", str(layer), each) for layer, each in enumerate(out.unbind(0))]
+    named = ((each.name, getattr(outputs, each.name)) for each in fields_of(outputs))
+    pieces += [("outputs", name, value) for name, value in named if value is not None]
+    for name, before, now in inputs:
+        pieces += [("before", name, before), ("now", name, now)]
+    given = StepInputs(expected.data, torch.zeros(0), after)
+    copies = copies_of(pieces, after if pool is None else pool)
+    return Observation(schedule, step or schedule.steps[0], "a step", copies, inputs=given, **fields)  # type: ignore[arg-type]
 
 
 def empty_pool(schedule: Schedule) -> torch.Tensor:

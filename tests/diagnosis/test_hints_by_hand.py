@@ -10,7 +10,7 @@ import torch
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Judgement
-from attn_testkit.checks.observation import Observation, Outputs, StepOutputs
+from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence
 from attn_testkit.diagnosis.hints.keys import key_range, read_twice
@@ -35,8 +35,8 @@ def evidence(attended: AttendedKeys | None, errors: float = 2.0, schedule: Sched
     )
     out = torch.zeros(expected.attention.shape)
     out[0, 0, 0, 0] = errors
-    outputs = StepOutputs(tuple(out.unbind(0)), Outputs(None, None), out, out)
-    seen = Observation(step, "", lambda: outputs)
+    copies = copies_of([("attention", str(layer), each) for layer, each in enumerate(out.unbind(0))], None)
+    seen = Observation(schedule, step, "", copies)
     return Evidence(schedule, Judgement(seen, expected), attended, [], in_graph=False)
 
 
