@@ -37,11 +37,12 @@ class ShapeError(Exception):
 def blame(phase: str, label: str = "") -> Iterator[None]:
     """Whatever is raised inside, the backend raised it.
 
-    Raises ``DriveError`` from it; one from an inner ``blame`` passes as it is.
+    ``SystemExit`` and the like too: a kernel wrapper that exits would end the caller's program. Raises ``DriveError``
+    from it; one from an inner ``blame`` passes as it is.
     """
     try:
         yield
-    except DriveError:
+    except (DriveError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise DriveError(phase, label) from error

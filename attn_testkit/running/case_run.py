@@ -115,7 +115,11 @@ def drive_case(
     driven = Driven()
     try:
         with environment.active(), gradients_off(case):
+            before = _gradient_modes()
             driven = run(backend_class, drive, environment)
+            if _gradient_modes() != before:
+                # The block ends the modes; a server has no such block around a backend.
+                driven = replace(driven, changed=(f"the grad mode: {before} -> {_gradient_modes()}",))
     except DriveError as error:
         cause = error.__cause__
         assert cause is not None
@@ -135,6 +139,11 @@ def drive_case(
         kernels=drive.kernels,
         records=driven.records if drive.stage is Stage.COMPLETED else tuple(map(drive.record, drive.copied)),
     )
+
+
+def _gradient_modes() -> str:
+    inference = "inference_mode" if torch.is_inference_mode_enabled() else "no inference_mode"
+    return f"grad {'on' if torch.is_grad_enabled() else 'off'}, {inference}"
 
 
 def _build(backend_class: type[AttentionBackend], drive: _Drive, environment: Environment) -> ServerHarness:

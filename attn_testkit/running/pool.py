@@ -18,10 +18,12 @@ from ..results import Status
 from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
 from .candidate import Candidate
 
-__all__ = ["Worker", "WorkerLost", "WorkerStartError", "ending", "preload"]
+__all__ = ["STARTED", "Worker", "WorkerLost", "WorkerStartError", "ending", "preload"]
 
 START_SECONDS = 300.0
 """For a worker to import the backend on a busy machine."""
+STARTED = "started"
+"""What a worker says before it imports its backend."""
 LAST_LINES = 12
 FRAMES = 5
 SERVE = "attn_testkit.running.worker"
@@ -88,6 +90,11 @@ class Worker:
     def describe(self) -> Described:
         """What the backend claims. Raises ``BackendNotFound`` when importing it fails, kills the process, or hangs."""
         if self.described is None:
+            try:
+                begun = self._wait(START_SECONDS, lambda _: None)
+            except WorkerLost as error:
+                raise WorkerStartError(f"a worker could not start: {error.reason}") from error
+            assert begun == STARTED, begun
             try:
                 answer = self._wait(max(START_SECONDS, self._timeout_s), lambda _: None)
             except WorkerLost as error:

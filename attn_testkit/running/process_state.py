@@ -6,6 +6,8 @@ replaced function behind breaks the others, and here it could bend what the kit 
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
 import random
 import signal
@@ -149,15 +151,16 @@ def changes(before: ProcessState, *, skip: tuple[str, ...] = ()) -> list[str]:
     found += [
         f"{name}.{key} was {'removed' if current is _GONE else 'replaced'}" for name, key, current in _replaced(before)
     ]
-    return found + [f"{name} was modified" for name, (table, was) in before.tables.items() if not _alike(table, was)]
+    return found + [f"{name} was modified" for name, (table, was) in before.tables.items() if not _same(table, was)]
 
 
 def _alike(now: Any, was: dict[str, Any]) -> bool:
-    """Whether everything is the same object. Equality asks for identity first, and at the speed of C."""
-    try:
-        return bool(now == was) or all(now.get(key, _GONE) is value for key, value in was.items())
-    except Exception:  # an attribute whose == raises, and which is another one now
-        return False
+    """Whether every value is the same object, asked at the speed of C: there are thousands."""
+    return all(map(operator.is_, map(now.get, was, itertools.repeat(_GONE)), was.values()))
+
+
+def _same(table: dict[Any, Any], was: dict[Any, Any]) -> bool:
+    return len(table) == len(was) and _alike(table, was)
 
 
 def _replaced(before: ProcessState) -> Iterator[tuple[str, str, Any]]:
@@ -215,6 +218,6 @@ def restore(before: ProcessState) -> None:
         owner, was = before.owners[name]
         setattr(owner, key, was[key])
     for table, content in before.tables.values():
-        if not _alike(table, content):
+        if not _same(table, content):
             table.clear()
             table.update(content)

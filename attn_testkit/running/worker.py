@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import threading
 import traceback
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -19,6 +20,7 @@ from ..registry import UsageError
 from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
 from .candidate import Candidate, resolve_candidate
 from .case_run import drive_case, rerun
+from .pool import STARTED
 from .process_state import ProcessState, changes, restore, take_state
 
 __all__ = ["LocalWorker", "serve"]
@@ -91,9 +93,7 @@ class LocalWorker:
 
 
 def _with_changes(driven: Driven, changed: tuple[str, ...]) -> Driven:
-    from dataclasses import replace
-
-    return replace(driven, changed=changed) if changed else driven
+    return replace(driven, changed=(*driven.changed, *changed)) if changed else driven
 
 
 def serve(connection: Connection, candidate: Candidate, device: str, gpu: str, timeout_s: float, words: str) -> None:
@@ -108,6 +108,8 @@ def serve(connection: Connection, candidate: Candidate, device: str, gpu: str, t
     threading.Thread(target=_die_with_judge, daemon=True).start()
     faulthandler.enable(all_threads=False)
     torch.set_num_threads(1)
+    # From here on, what goes wrong is the backend's.
+    connection.send(STARTED)
     # Shortly before the judge gives up, say where it hangs.
     patience = max(timeout_s - 0.5, timeout_s * 0.7)
     faulthandler.dump_traceback_later(patience, exit=False)

@@ -1,0 +1,209 @@
+"""Backends that do something to their process, each in one place. Right otherwise, unless the name says more."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.contract import BackendContext
+
+
+class Wrong(TorchNativeBackend):
+    """Three quarters of the right output."""
+
+    def forward(self, *args: Any, **more: Any) -> torch.Tensor:
+        return super().forward(*args, **more) * 0.75
+
+
+class AfterForward(TorchNativeBackend):
+    """Does something in every forward of a batch of three."""
+
+    def forward(self, *args: Any, **more: Any) -> torch.Tensor:
+        out = super().forward(*args, **more)
+        batch = args[4]
+        if batch.batch_size == 3:
+            self.act()
+        return out
+
+    def act(self) -> None:
+        raise NotImplementedError
+
+
+class Segfaults(AfterForward):
+    def act(self) -> None:
+        print("about to read a freed page", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class ExitsInForward(AfterForward):
+    def act(self) -> None:
+        os._exit(0)
+
+
+class QuitsInForward(AfterForward):
+    def act(self) -> None:
+        sys.exit(0)
+
+
+class RaisesBaseException(AfterForward):
+    def act(self) -> None:
+        raise GeneratorExit("a BaseException that nobody catches")
+
+
+class HangsInForward(AfterForward):
+    def act(self) -> None:
+        time.sleep(600)
+
+
+class LosesTheDevice(AfterForward):
+    def act(self) -> None:
+        print("kernel.cu:12: Assertion `slot < size` failed.", file=sys.stderr, flush=True)
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+class TellsPid(TorchNativeBackend):
+    """Fails, and its message names the process and its GPUs."""
+
+    def forward(self, *args: Any, **more: Any) -> torch.Tensor:
+        raise ValueError(f"pid {os.getpid()} gpu {os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
+
+
+class TellsPidAgain(TellsPid):
+    """The same by another name: another backend."""
+
+
+class ExitsInConstructor(TorchNativeBackend):
+    def __init__(self, context: BackendContext) -> None:
+        os._exit(0)
+
+
+class WrongAndExitsAtExit(Wrong):
+    def __init__(self, context: BackendContext) -> None:
+        import atexit
+
+        super().__init__(context)
+        atexit.register(os._exit, 0)
+
+
+class WrongAndReplacesJudge(Wrong):
+    """Replaces what would judge it, if that were in this process."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        import attn_testkit.checks.numeric
+        import attn_testkit.checks.step
+        import attn_testkit.results
+        import attn_testkit.running.judge
+
+        attn_testkit.checks.step.judge_step = lambda *args: []
+        attn_testkit.running.judge.judge_step = lambda *args: []
+        attn_testkit.checks.numeric.matches_oracle = lambda *args: []
+        attn_testkit.results.BAD = frozenset()
+        attn_testkit.results.exit_code = lambda *args, **more: 0
+
+
+class ReplacesAFunctionOfTheHarness(TorchNativeBackend):
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        import attn_testkit.runner_modes.eager as eager
+
+        original = eager.observe
+        eager.observe = lambda *args, **more: original(*args, **more)
+
+
+class ReplacesAConstantOfTheHarness(TorchNativeBackend):
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        import attn_testkit.runner_modes.observe as observe
+
+        observe._BATCH_TENSORS = ()
+
+
+class ReplacesAnEntryOfATable(TorchNativeBackend):
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        from dataclasses import replace
+
+        from attn_testkit.runner_modes.drivers import DRIVERS
+
+        from attn_testkit.contract import ForwardMode
+
+        DRIVERS[ForwardMode.DECODE] = replace(DRIVERS[ForwardMode.DECODE])
+
+
+class ReplacesAMethodOfTheHarness(TorchNativeBackend):
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        from attn_testkit.runner_modes.harness import ServerHarness
+
+        original = ServerHarness.load
+        ServerHarness.load = lambda self, *args, **more: original(self, *args, **more)
+
+
+class ReplacesAFunctionOfTorch(TorchNativeBackend):
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        torch.allclose = lambda *args, **more: True
+
+
+class LeavesDefaultDtype(AfterForward):
+    def act(self) -> None:
+        torch.set_default_dtype(torch.float64)
+
+
+class LeavesGradModeInConstructor(TorchNativeBackend):
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        torch.autograd.set_grad_enabled(not torch.is_grad_enabled())
+
+
+class LeavesSeed(AfterForward):
+    def act(self) -> None:
+        torch.manual_seed(0)
+
+
+class LeavesNumpySeed(AfterForward):
+    def act(self) -> None:
+        random.seed(0)
+
+
+class LeavesWarningsFilter(AfterForward):
+    def act(self) -> None:
+        warnings.simplefilter("ignore")
+
+
+class LeavesSignalHandler(AfterForward):
+    def act(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class LeavesEnvironment(AfterForward):
+    def act(self) -> None:
+        os.environ["SOME_SWITCH_OF_A_SERVER"] = "1"
+
+
+class LeavesDeterminism(AfterForward):
+    def act(self) -> None:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+class PutsBack(AfterForward):
+    """Changes and restores: what a good component does."""
+
+    def act(self) -> None:
+        dtype, state = torch.get_default_dtype(), torch.get_rng_state()
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(0)
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+        os.environ["TRITON_CACHE_DIR"] = "/tmp/a-cache"
