@@ -81,7 +81,7 @@ Examples:
 )
 @click.argument("what", required=False, metavar="[PROMISE|CASE]")
 def explain(what: str | None) -> int:
-    """Say what a promise means and what usually breaks it, or what a case id stands for.
+    """Say what a promise means and what usually breaks it, or what a case id stands for and what it chose.
 
     Without an argument: every promise in one line.
     """
