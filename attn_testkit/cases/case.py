@@ -159,7 +159,7 @@ class Case:
     def pick(self, name: str, n: int | None = None) -> int:
         """The value 0 .. n - 1 of a choice of ``cases/choices.py``: a hash of the case's id and the choice's name.
 
-        ``n`` comes from the table, and is given for choices alone whose values the asker counts. Raises ``ValueError``
+        ``n`` comes from the table, and is passed for choices alone whose values the asker counts. Raises ``ValueError``
         for a name that the table lacks, a choice that does not apply to this case, and an ``n`` that is not the
         table's.
         """

@@ -57,7 +57,7 @@ def test_ids_never_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "told"),
+    ("bad", "message"),
     [
         ("decod-mha2-d64", "did you mean decode"),
         ("decode-mha2-d64-bf16-p16-k5-shufled-gauss-b1prod", "did you mean 'shuffled'"),
@@ -68,8 +68,8 @@ def test_ids_never_change() -> None:
         ("target-verify-mha2-d64-bf16-p16-k5-shuffled-gauss-b1prod", "a tree goes with target-verify"),
     ],
 )
-def test_an_unreadable_id_says_what_it_could_not_read(bad: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_an_unreadable_id_says_what_it_could_not_read(bad: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_case(bad)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.places import PLACES, marked_slots, place_pattern
-from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.cases.places import PLACES, marked_slots, place_pattern, tail_slots
+from attn_testkit.cases.schedule import Request, make_schedule
 
 CASES = [
     "decode-gqa3x2-d32-fp16-p4-k3.9.6-shuffled-gauss-b4prod",
@@ -25,3 +26,9 @@ def test_places_and_own_slots_divide_the_pool(case_id: str) -> None:
             # The live keys of others are marked by their values, not by unowned slots.
             found += [int(s) for request in step.requests for s in request.slots]
             assert sorted(found) == list(range(slots))
+
+
+@pytest.mark.parametrize(("used", "tail"), [(1, [9, 10, 11]), (3, [11]), (4, []), (5, [21, 22, 23]), (8, [])])
+def test_a_tail_is_what_is_left_of_the_last_page(used: int, tail: list[int]) -> None:
+    slots = np.array([8, 9, 10, 11, 20, 21, 22, 23])[:used]
+    assert tail_slots(Request(used - 1, 1, 1, slots), 4).tolist() == tail

@@ -14,7 +14,7 @@ DECODE = "decode-gqa4x2-d64-bf16-p16-k15.16.17-{layout}-gauss-b4prod"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
-def test_live_requests_share_no_slot_but_those_of_common_prefix_pages_and_page_0_is_nobodys(case: Case) -> None:
+def test_live_requests_share_no_slot_but_those_of_common_prefix_pages_and_page_0_is_unowned(case: Case) -> None:
     schedule = make_schedule(case)
     for step in (*schedule.steps, schedule.oversized):
         slots = np.concatenate([r.slots for r in step.requests])

@@ -129,6 +129,10 @@ def test_sinks_weigh_about_as_much_as_the_keys_of_the_longest_request_in_every_o
     assert torch.allclose(means[0], torch.tensor([1 + log, 1.0] * 4), atol=0.6)
     assert torch.allclose(means[1], torch.tensor([log - 0.5, -0.5] * 4), atol=0.6)
     assert float((sinks - means).std()) == pytest.approx(1.5, rel=0.1)
+    # One key weighs as much as none: its logarithm is 0.
+    lone = parse_case("decode-gqa4x2-d32-bf16-p4-k0-shuffled-gauss-sink-b1prod")
+    firsts = [make_layers(lone.with_seed(seed))[0].sinks for seed in range(80)]
+    assert torch.allclose(torch.stack([x for x in firsts if x is not None]).mean(0), torch.ones(8), atol=0.6)
 
 
 def test_a_large_query_of_an_fp8_pool_moves_its_size_into_the_keys() -> None:
