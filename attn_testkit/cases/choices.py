@@ -12,14 +12,59 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..contract import Execution, ForwardMode
 
-if TYPE_CHECKING:
-    from .case import Case
-
 __all__ = ["CHOICES", "Choice", "Value", "chosen", "pick", "shallow_depth"]
+
+
+class Chooses(Protocol):
+    """What a choice looks at: a ``Case``, which asks here and so is not known here."""
+
+    @property
+    def id(self) -> str:
+        """Its name: hashed."""
+
+    @property
+    def mode(self) -> ForwardMode:
+        """The forward mode."""
+
+    @property
+    def bs(self) -> int:
+        """Live requests."""
+
+    @property
+    def bucket(self) -> int:
+        """Batch size of its graph."""
+
+    @property
+    def new(self) -> tuple[int, ...]:
+        """Accepted tokens of each request, in the draft-extends."""
+
+    @property
+    def width(self) -> int:
+        """Rows a request in the graph."""
+
+    @property
+    def layout(self) -> str:
+        """How tokens lie in the KV pool."""
+
+    @property
+    def padding(self) -> str:
+        """What fills rows between live requests and the bucket."""
+
+    @property
+    def window(self) -> int:
+        """W of a layer; -1 for none."""
+
+    @property
+    def logit_cap(self) -> float:
+        """Soft cap of a layer; 0 for none."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether all modes share the instance."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +84,7 @@ class Choice:
     """What is decided, in plain words."""
     values: tuple[Value, ...]
     """In the order of what ``pick`` returns. Empty: whoever asks says how many there are."""
-    applies: Callable[[Case], bool] = lambda case: True
+    applies: Callable[[Chooses], bool] = lambda case: True
     execution: Execution | None = None
     """The only execution that it changes; None: both."""
 
@@ -49,12 +94,12 @@ class Choice:
         return sum(value.weight for value in self.values)
 
 
-def shallow_depth(case: Case) -> int:
+def shallow_depth(case: Chooses) -> int:
     """S of the shallowest draft tree that allows the case's accepted counts. Draft-extend only."""
     return min(case.width - 1, max(1, max(case.new) - 1))
 
 
-def _has_window(case: Case) -> bool:
+def _has_window(case: Chooses) -> bool:
     return case.window >= 0
 
 
@@ -171,7 +216,7 @@ def _hashed(case_id: str, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{case_id}\n{name}".encode(), digest_size=8).digest(), "little")
 
 
-def pick(case: Case, name: str, n: int | None = None) -> int:
+def pick(case: Chooses, name: str, n: int | None = None) -> int:
     """See ``Case.pick``."""
     choice = _BY_NAME.get(name)
     if choice is None:
@@ -195,7 +240,7 @@ def pick(case: Case, name: str, n: int | None = None) -> int:
     raise AssertionError("weights are positive")
 
 
-def chosen(case: Case) -> Iterator[tuple[Choice, Value | None]]:
+def chosen(case: Chooses) -> Iterator[tuple[Choice, Value | None]]:
     """Every choice that applies to a case, and its value; None where the values are not known without a backend."""
     for choice in CHOICES:
         if choice.applies(case):

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from ..checks.failures import device_full
 from ..contract import AttentionBackend
 from ..environment import Environment, resolve
 from ..graphs.capture import settle
@@ -23,7 +24,7 @@ from .case_run import drive_case, rerun
 from .pool import STARTED
 from .process_state import ProcessState, changes, restore, take_state
 
-__all__ = ["LocalWorker", "serve"]
+__all__ = ["LocalWorker", "given_up", "serve"]
 
 _SETTLE_AFTER = (1, 8)
 _SETTLE_EVERY = 200
@@ -137,7 +138,14 @@ def _answer(worker: LocalWorker, request: DriveCase | Rerun, connection: Connect
     try:
         return worker.drive(request, send)
     except Exception as error:
-        return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
+        return given_up(error)
+
+
+def given_up(error: Exception) -> Driven | str:
+    """The answer where the harness raised: a device that is full is nobody's fault, anything else is the kit's."""
+    if full := device_full(error):
+        return Driven(lost=full)
+    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
 def _die_with_judge() -> None:

@@ -124,7 +124,7 @@ def test_a_copy_into_replaced_tensors_mends_the_graph_that_reads_them() -> None:
 
 
 def test_a_warm_up_with_nan_is_reported_by_schedule() -> None:
-    case = DECODE.case
+    case = replace(DECODE.case, mixed=True)
     schedules = [make_schedule(c) for c in (case, *companions(case, MinimalBackend.capabilities.graph, 8))]
     harness = ServerHarness(NaNInWarmUp, schedules, torch.device("cuda"))
     run = drive_graphs(harness, schedules, Clock(), DriveOptions(eager_steps=False))
@@ -144,7 +144,7 @@ def test_without_eager_steps_only_replays_are_observed() -> None:
 def test_an_eager_step_comes_before_graphs_in_half_of_the_cases_and_is_reported_last() -> None:
     seeds = {parse_case(DECODE.case.id).with_seed(seed) for seed in range(1, 9)}
     for early in (True, False):
-        case = min((c for c in seeds if bool(c.digest >> 13 & 1) is early), key=lambda c: c.id)
+        case = min((c for c in seeds if bool(c.pick("eager-before-graphs")) is early), key=lambda c: c.id)
         run = drive(MinimalBackend, schedule=make_schedule(case))
         labels = [observed.label for _, observed in run.observed]
         assert ("eager run before there are graphs" in labels) is early
@@ -157,7 +157,7 @@ def test_a_replay_is_found_by_its_step() -> None:
         observed = run.replay_of(step)
         assert observed is not None
         assert (observed.step, observed.replay) == (step, True)
-    assert run.replay_of(DECODE.crowd) is None, "it ran, eagerly"
+    assert run.replay_of(DECODE.oversized) is None, "it ran, eagerly"
 
 
 def test_what_a_drive_returns_keeps_no_backend_and_no_device_memory_alive() -> None:

@@ -303,7 +303,7 @@ class KeepsAModulesWorkspace(MinimalBackend):
 def test_what_a_process_keeps_is_not_spoiled_by_the_change_from_no_grad_to_inference_mode() -> None:
     spec = f"{__name__}:KeepsAModulesWorkspace"
     plan = plan_run(backends=[spec], modes=["decode"], executions=["eager"], device="cpu")
-    ways = [item.case.inference_mode for item in plan.items]
+    ways = [parse_case(item.case).inference_mode for item in plan.items]
     assert ways == sorted(ways)
     assert set(ways) == {False, True}
     assert [result.status for result in run(plan)] == [Status.PASSED] * len(plan.items)

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import plan_run
+from attn_testkit.runner_modes.messages import Driven
 
 from attn_testkit.checks.failures import from_exception
 from attn_testkit.graphs.allocator import give_back_idle_memory
 from attn_testkit.graphs.poison import churn
-from attn_testkit.results import Status
-from attn_testkit.running.pool import KIT_ERROR, kit_error
+from attn_testkit.running.worker import given_up
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -127,10 +126,8 @@ def test_a_full_device_is_told_as_that_and_not_as_a_mistake_in_a_capture(phase: 
 
 
 def test_a_device_that_is_full_when_the_kit_needs_memory_is_no_bug_of_the_kit() -> None:
-    item = plan_run(backends=["torch_native"], tier="smoke", device="cpu").items[0]
-    result = kit_error(item, FULL)
-    assert result.status is Status.CRASHED
-    assert result.reason.startswith("CUDA out of memory. Tried to allocate 2.00 MiB.")
-    assert "fewer --jobs" in result.reason
-    assert KIT_ERROR not in result.reason
-    assert KIT_ERROR in kit_error(item, ValueError("x")).reason
+    answer = given_up(FULL)
+    assert isinstance(answer, Driven)
+    assert answer.lost.startswith("CUDA out of memory. Tried to allocate 2.00 MiB.")
+    assert "fewer --jobs" in answer.lost
+    assert str(given_up(ValueError("x"))).startswith("ValueError: x")

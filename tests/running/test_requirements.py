@@ -32,7 +32,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Environment:
 
 def test_only_the_mode_without_kernels_is_not_run(hopper: Environment) -> None:
     plan = plan_run(backends=["test_requirements:Partly"], executions=["eager"], device="cpu")
-    (row,) = [row for row in plan.given if row.status is Status.NOT_RUN_HERE]
+    (row,) = [row for row in plan.preset if row.status is Status.NOT_RUN_HERE]
     assert row.mode == "draft-extend"
     assert row.reason == "needs SM100-SM103, this device is SM90 (no such kernel below SM100)"
     assert {item.mode for item in plan.items} == set(ForwardMode) - {ForwardMode.DRAFT_EXTEND}
