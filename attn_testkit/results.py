@@ -103,7 +103,7 @@ class CaseResult:
     graph: str = ""
     """``cuda`` or ``emulated``; empty in eager."""
     device: str = ""
-    """``cuda`` or ``emulated`` (a CPU that stands in for a device)."""
+    """``cuda`` or ``emulated`` (a CPU that emulates a device)."""
     kernels: str = "real"
     """``real`` or ``emulated``."""
     reason: str = ""

@@ -63,7 +63,7 @@ def make_page_plan(context: BackendContext, batch: ForwardBatch) -> PagePlan:
     q_lens = _query_rows(batch, bs)
     kv_lens = seq_lens + q_lens if mode.is_target_verify() else seq_lens
     # A padded request of a draft-extend graph has the fill value of 1 key and a full row count. Its rows would see
-    # nothing, which these kernels do not promise to survive; it may as well read the dummy page.
+    # nothing, which these kernels need not survive; it may as well read the dummy page.
     kv_lens = torch.maximum(kv_lens, q_lens)
     pages = -(-kv_lens // context.page_size)
     mask = _tree_mask(batch, q_lens, kv_lens) if mode.is_target_verify() else None

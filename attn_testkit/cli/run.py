@@ -45,7 +45,7 @@ Examples:
 @click.option("--in-process", is_flag=True, help="No child process: for debuggers, and no gate.")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N case-runs that did not pass.")
 @click.option("-x", "stop_first", is_flag=True, help="The same with N = 1.")
-@click.option("--verbose", "-v", is_flag=True, help="Tell every failure in full.")
+@click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 def run(**values: Any) -> int:
     """Judge backends in every mode and execution that they claim.
 

@@ -92,15 +92,15 @@ class Config:
 def load_config(file: Path) -> Config:
     """Read the file. ``root`` in it is relative to its folder. Raises ``ConfigError`` for one that is none."""
     try:
-        told = tomllib.loads(file.read_text())
+        found = tomllib.loads(file.read_text())
         return Config(
-            root=(file.parent / told["root"]).resolve(),
-            paths=tuple(told["paths"]),
-            packages=dict(told["packages"]),
-            tests={folder: tuple(tests) for folder, tests in told["tests"].items()},
-            smoke=tuple(tuple(argv) for argv in told.get("smoke", ())),
-            warm=tuple(told.get("warm", ())),
-            watched=tuple(told["watched"]),
+            root=(file.parent / found["root"]).resolve(),
+            paths=tuple(found["paths"]),
+            packages=dict(found["packages"]),
+            tests={folder: tuple(tests) for folder, tests in found["tests"].items()},
+            smoke=tuple(tuple(argv) for argv in found.get("smoke", ())),
+            warm=tuple(found.get("warm", ())),
+            watched=tuple(found["watched"]),
         )
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"cannot read {file}: {type(error).__name__}: {error}") from error

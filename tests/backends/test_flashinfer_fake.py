@@ -1,4 +1,4 @@
-"""The stand-ins of FlashInfer's wrappers refuse and remember what the wrappers do."""
+"""The fakes of FlashInfer's wrappers refuse and remember what the wrappers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vendor seam: the real thing where it runs, a stand-in bound to the real signature elsewhere."""
+"""The vendor seam: the real thing where it runs, a fake bound to the real signature elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RealWrapper:
         return "real"
 
 
-class StandInWrapper:
+class FakeWrapper:
     def __init__(self, workspace: int, layout: str = "NHD") -> None:
         self.layout = layout
 
@@ -57,7 +57,7 @@ def make_derived(original: type) -> type:
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A vendor's package, and stand-ins of it."""
+    """A vendor's package, and fakes of it."""
     module = ModuleType("a_vendor")
     module.__dict__.update(Wrapper=RealWrapper, decode=real_decode)
     monkeypatch.setitem(sys.modules, "a_vendor", module)
@@ -112,12 +112,12 @@ def test_a_stand_in_that_takes_more_than_the_real_function_does_not_hide_it(pack
 
 
 def test_constructor_and_methods_are_bound_too(package: ModuleType) -> None:
-    wrapper = emulated(entry("Wrapper", "StandInWrapper"))(8, layout="HND")
+    wrapper = emulated(entry("Wrapper", "FakeWrapper"))(8, layout="HND")
     assert wrapper.plan(3, scale=2.0) == "emulated 3 2.0 HND"
     with pytest.raises(TypeError, match="window_left"):
         wrapper.plan(3, window_left=1)
     with pytest.raises(TypeError, match="backend"):
-        emulated(entry("Wrapper", "StandInWrapper"))(8, backend="fa2")
+        emulated(entry("Wrapper", "FakeWrapper"))(8, backend="fa2")
 
 
 def test_a_stand_in_may_derive_from_the_real_class(package: ModuleType) -> None:

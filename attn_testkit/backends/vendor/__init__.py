@@ -1,4 +1,4 @@
-"""One door to the vendors' packages: the real entry point where it can run, a torch stand-in of it elsewhere."""
+"""The way to the vendors' packages: the real entry point where it can run, a torch fake of it elsewhere."""
 
 from .provider import (
     EntryPoint,

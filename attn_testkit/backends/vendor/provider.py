@@ -1,11 +1,11 @@
 """Entry points of vendor packages, real or emulated.
 
 An adapter names an entry point and a device. It gets the package's own function or class where the package imports, the
-device is a real CUDA device and its SM is in range. Elsewhere it gets a stand-in of the same entry point that computes
-in torch. Every call of a stand-in is first bound to the *installed* package's signature, so that an adapter cannot rot
+device is a real CUDA device and its SM is in range. Elsewhere it gets a fake of the same entry point that computes
+in torch. Every call of a fake is first bound to the *installed* package's signature, so that an adapter cannot rot
 unseen where no GPU is: an argument that was renamed or dropped raises ``TypeError`` here as it would there.
 
-The better a stand-in, the more of the package's own Python runs in it. Where the package separates Python from compiled
+The better a fake, the more of the package's own Python runs in it. Where the package separates Python from compiled
 code, replace the compiled module only (``swapped``): then state, checks and exceptions are the package's own.
 """
 
@@ -41,7 +41,7 @@ class VendorMissing(ImportError):
 
 
 class VendorMismatch(RuntimeError):
-    """The installed package no longer has what a stand-in replaces: the tested range of versions is too wide."""
+    """The installed package no longer has what a fake replaces: the tested range of versions is too wide."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class EntryPoint:
     sm: tuple[tuple[int, int], ...]
     """Ranges of compute capability with a kernel, ends inclusive, as ``((90, 90), (100, 103))``."""
     emulation: str
-    """``module:attribute`` of the stand-in, imported when it is first needed. A function takes the real one's
+    """``module:attribute`` of the fake, imported when it is first needed. A function takes the real one's
     parameters, defaults filled in. A class has the real one's methods. A ``make_...`` function takes the real thing and
-    returns the stand-in (for stand-ins that derive from the real class)."""
+    returns the fake (for fakes that derive from the real class)."""
     extra: str
     """Extra of this project that installs the package."""
 
@@ -95,11 +95,11 @@ def forced(kind: Literal["real", "emulated"]) -> Iterator[None]:
 
 
 def provide(entry: EntryPoint, device: torch.device) -> Provided:
-    """The real entry point, or its stand-in and the reason. Raises ``VendorMissing`` when there is no package."""
+    """The real entry point, or its fake and the reason. Raises ``VendorMissing`` when there is no package."""
     original = real(entry)
     why = _why_not_real(entry, device)
     if _forced and _forced[-1] == "emulated":
-        why = why or "a stand-in was asked for"
+        why = why or "a fake was asked for"
     if not why:
         return Provided(original, emulated=False)
     if _forced and _forced[-1] == "real":
@@ -135,7 +135,7 @@ def real(entry: EntryPoint) -> Any:
 
 @functools.cache
 def emulated(entry: EntryPoint) -> Any:
-    """The stand-in, its calls bound to the real signature."""
+    """The fake, its calls bound to the real signature."""
     original, stand_in = real(entry), _attribute(entry.emulation)
     if entry.emulation.partition(":")[2].startswith("make_"):
         return stand_in(original)
@@ -175,7 +175,7 @@ def _bound_class(original: type, stand_in: type) -> type:
 
 @contextmanager
 def swapped(stand_ins: Mapping[str, Any]) -> Iterator[None]:
-    """Put stand-ins in place of ``module:name`` of a package for the length of a call.
+    """Put fakes in place of ``module:name`` of a package for the length of a call.
 
     Raises ``VendorMismatch`` when one of the names is not there: then the package changed, and nothing is emulated.
     """
@@ -184,7 +184,7 @@ def swapped(stand_ins: Mapping[str, Any]) -> Iterator[None]:
         module, _, name = path.partition(":")
         owner = importlib.import_module(module)
         if not hasattr(owner, name):
-            raise VendorMismatch(f"the installed package has no {path}, which the stand-in replaces")
+            raise VendorMismatch(f"the installed package has no {path}, which the fake replaces")
         patches.append(mock.patch.object(owner, name, stand_in))
     for patch in patches:
         patch.start()

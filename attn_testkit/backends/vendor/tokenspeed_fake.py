@@ -1,4 +1,4 @@
-"""Stand-in of ``tokenspeed_mla_decode``: the package's own Python over a compiled kernel that computes in torch.
+"""Fake of ``tokenspeed_mla_decode``: the package's own Python over a compiled kernel that computes in torch.
 
 Checks, tiles, the number of splits and the slice of the workspace are the package's; the kernel that its compiler would
 make is replaced.
@@ -41,7 +41,7 @@ def _compiled(
 ) -> Callable[..., None]:  # fmt: skip
     """``_get_compiled_mla_kernel`` for what the adapter uses."""
     if not causal_mask or window_left >= 0 or cp_world > 1 or return_lse or has_local_visible_lens:
-        raise NotImplementedError("the stand-in is causal, without window, context parallelism, LSE or visible lengths")
+        raise NotImplementedError("the fake is causal, without window, context parallelism, LSE or visible lengths")
     return _fp8_kernel if torch_dtype == paged.FP8 else _half_kernel
 
 
