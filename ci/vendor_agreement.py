@@ -27,7 +27,7 @@ from attn_testkit.runner_modes.graphs import drive_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
 
 from attn_testkit.backends.vendor import VendorMissing, forced
-from attn_testkit.cases.case import Case
+from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.schedule import Schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation
@@ -36,7 +36,8 @@ from attn_testkit.environment import Environment, resolve
 from attn_testkit.oracle.expect import expect
 from attn_testkit.registry import load_backend
 from attn_testkit.running.case_run import gradients_off, schedule_for
-from attn_testkit.running.plan import WorkItem, plan_run
+from attn_testkit.running.plan import plan_run
+from attn_testkit.running.request import Item, Request
 
 
 def _flashinfer(case: Case) -> str:
@@ -99,12 +100,12 @@ class Tally:
 _Seen = list[tuple[Schedule, Observation]]
 
 
-def _steps(backend: type[AttentionBackend], item: WorkItem, environment: Environment, kind: Any) -> _Seen:
+def _steps(backend: type[AttentionBackend], item: Item, environment: Environment, kind: Any) -> _Seen:
     """Drive one case on the real kernel or on its fake."""
-    schedule = schedule_for(item.case, backend.capabilities)
-    with environment.active(), gradients_off(item.case), forced(kind) if kind else nullcontext():
+    schedule = schedule_for(parse_case(item.case), backend.capabilities)
+    with environment.active(), gradients_off(schedule.case), forced(kind) if kind else nullcontext():
         harness = ServerHarness(backend, [schedule], environment.device)
-        if item.execution is Execution.GRAPH:
+        if item.execution == Execution.GRAPH:
             return list(drive_graphs(harness, [schedule], Clock()).observed)
         return [(schedule, run_eager(harness, schedule, schedule.steps[0], Clock()))]
 
@@ -118,7 +119,7 @@ def _compared(first: _Seen, second: _Seen) -> Iterator[tuple[float, float, float
         yield float(part.max()), one.margin, other.margin
 
 
-def _compare(item: WorkItem, environment: Environment) -> list[tuple[float, float, float]]:
+def _compare(item: Item, environment: Environment) -> list[tuple[float, float, float]]:
     backend = load_backend(item.backend)
     kind = None if environment.emulated else "real"
     real = _steps(backend, item, environment, kind)
@@ -157,10 +158,10 @@ class Comparison:
         """Largest difference, as a part of the limit."""
         return max((tally.difference for tally in self.tallies.values()), default=0.0)
 
-    def one(self, item: WorkItem, environment: Environment) -> None:
+    def one(self, item: Item, environment: Environment) -> None:
         """Compare a case-run. What is wrong is printed at once: a run that is cut short has printed what it found."""
-        name = f"{item.backend}: {ENTRY_POINTS.get(item.backend, lambda case: str(case.mode))(item.case)}"
-        run = f"{item.execution} {item.case.id}"
+        name = f"{item.backend}: {ENTRY_POINTS.get(item.backend, lambda case: str(case.mode))(parse_case(item.case))}"
+        run = f"{item.execution} {item.case}"
         try:
             found = _compare(item, environment)
         except Exception as error:
@@ -176,7 +177,7 @@ class Comparison:
             click.echo(f"apart by {apart:.3g} of the limit: {name}: {run}")
 
 
-def _compare_all(items: tuple[WorkItem, ...], environment: Environment, seconds: float | None) -> Comparison:
+def _compare_all(items: tuple[Item, ...], environment: Environment, seconds: float | None) -> Comparison:
     done, start, absent = Comparison(), time.perf_counter(), set()
     for count, item in enumerate(items, 1):
         spent = time.perf_counter() - start
@@ -215,9 +216,11 @@ def main(
 ) -> None:
     backends = backends or tuple(ENTRY_POINTS)
     environment = resolve(device)
-    plan = plan_run(backends=backends, tier=tier, device=device, modes=modes, executions=executions, cases=cases)
+    environment.prepare_process()
+    request = Request(backends, tuple(modes), tuple(executions), tier, device, cases=tuple(cases))
+    plan = plan_run(request, lambda candidate: load_backend(candidate.spec).capabilities)
     click.echo(f"{plan.header.device_name}, {dict(plan.header.versions)}, {len(plan.items)} case-runs")
-    for row in plan.given:
+    for row in plan.preset:
         click.echo(f"{row.backend} {row.mode} {row.execution}: {row.status}: {row.reason}")
     done = _compare_all(plan.items, environment, seconds)
     _report(done.tallies)

@@ -223,7 +223,7 @@ def test_explain_gives_a_check_its_cause_and_the_right_spelling(call):
     assert "matches-oracle" in out
 
 
-def test_explain_tells_what_a_case_id_stands_for(call):
+def test_explain_says_what_a_case_id_stands_for(call):
     from attn_testkit.cases.case import Case, Heads
     from attn_testkit.contract import ForwardMode
 
