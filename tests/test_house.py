@@ -136,6 +136,17 @@ def test_the_rule_sees_both_ways_of_importing() -> None:
     assert "model" in imported_rooms(MODES / "forward.py"), "absolute"
 
 
+def test_docs_name_tests_that_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "isolation.md").read_text()))
+    defined = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)\(", path.read_text())
+    }
+    assert named
+    assert named <= defined, named - defined
+
+
 def test_the_package_list_is_complete() -> None:
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     found = {".".join(p.parent.relative_to(ROOT).parts) for p in KIT.rglob("__init__.py")}
