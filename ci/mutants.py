@@ -4,9 +4,8 @@
     python ci/mutants.py --sample 40
     python ci/mutants.py --jobs 16 --json mutants.json
 
-A mutant is the kit with one small change: a boundary moved, a term dropped, a condition turned. The first test that
-fails kills it, or else a fault that is no longer caught, or a healthy backend that no longer passes. A survivor is a
-line
+A mutant is the kit with one small change: a boundary moved, a term dropped, a condition negated. The first test that
+fails kills it, or else a fault that is no longer caught, or a healthy backend that no longer passes. A survivor is a line
 that could be wrong without anybody knowing: it wants a test, or an entry in ci/mutants_equivalent.toml that says why
 nobody can see the difference. ci/mutants.toml says what is mutated and what judges it.
 
