@@ -5,9 +5,9 @@
     python ci/mutants.py --jobs 16 --json mutants.json
 
 A mutant is the kit with one small change: a boundary moved, a term dropped, a condition negated. The first test that
-fails kills it, or else a fault that is no longer caught, or a healthy backend that no longer passes. A survivor is a line
-that could be wrong without anybody knowing: it wants a test, or an entry in ci/mutants_equivalent.toml that says why
-nobody can see the difference. ci/mutants.toml says what is mutated and what judges it.
+fails kills it, or else a fault that is no longer caught, or a healthy backend that no longer passes. A survivor is a
+line that could be wrong without anybody knowing: it wants a test, or an entry in ci/mutants_equivalent.toml that says
+why nobody can see the difference. ci/mutants.toml says what is mutated and what judges it.
 
 Interrupted, it goes on where it was: verdicts stay in a journal (--journal), and hold until the kit or a test changes.
 Nothing is written into the tree: a process that judges a mutant imports its text in place of the module's, and so does

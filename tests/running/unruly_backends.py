@@ -69,14 +69,14 @@ class LosesTheDevice(AfterForward):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
-class TellsPid(TorchNativeBackend):
+class ReportsPid(TorchNativeBackend):
     """Fails, and its message names the process and its GPUs."""
 
     def forward(self, *args: Any, **more: Any) -> torch.Tensor:
         raise ValueError(f"pid {os.getpid()} gpu {os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
 
 
-class TellsPidAgain(TellsPid):
+class ReportsPidAgain(ReportsPid):
     """The same by another name: another backend."""
 
 
