@@ -81,7 +81,7 @@ class Tally:
     steps: int = 0
     difference: float = 0.0
     real: float = 0.0
-    stand_in: float = 0.0
+    fake: float = 0.0
     worst: str = ""
     failures: list[str] = field(default_factory=list)
 
@@ -89,10 +89,10 @@ class Tally:
         """Count one case; ``found``: (difference, real, fake) of every step."""
         self.cases += 1
         self.steps += len(found)
-        for difference, real, stand_in in found:
+        for difference, real, fake in found:
             if difference > self.difference:
                 self.difference, self.worst = difference, case
-            self.real, self.stand_in = max(self.real, real), max(self.stand_in, stand_in)
+            self.real, self.fake = max(self.real, real), max(self.fake, fake)
         if max(step[0] for step in found) > 1:
             self.failures.append(case)
 
@@ -111,9 +111,9 @@ def _steps(backend: type[AttentionBackend], item: Item, environment: Environment
 
 
 def _compared(first: _Seen, second: _Seen) -> Iterator[tuple[float, float, float]]:
-    for (schedule, real), (_, stand_in) in zip(first, second, strict=True):
+    for (schedule, real), (_, fake) in zip(first, second, strict=True):
         expected = expect(schedule, real.step)
-        one, other = Judgement(real, expected), Judgement(stand_in, expected)
+        one, other = Judgement(real, expected), Judgement(fake, expected)
         apart = (one.out.double() - other.out.double()).abs()
         part = (apart / expected.attention_limit).nan_to_num(torch.inf, torch.inf)
         yield float(part.max()), one.margin, other.margin
@@ -123,7 +123,7 @@ def _compare(item: Item, environment: Environment) -> list[tuple[float, float, f
     backend = load_backend(item.backend)
     kind = None if environment.emulated else "real"
     real = _steps(backend, item, environment, kind)
-    return list(_compared(real, _steps(backend, item, environment, "emulated")))
+    return list(_compared(real, _steps(backend, item, environment, "fake")))
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -135,7 +135,7 @@ def _report(tallies: dict[str, Tally]) -> None:
     for name, tally in tallies.items():
         click.echo(
             f"{name:<62} {tally.cases:>5} {tally.steps:>5} {tally.difference:>6.3f} {tally.real:>6.3f} "
-            f"{tally.stand_in:>8.3f}  {tally.worst}"
+            f"{tally.fake:>8.3f}  {tally.worst}"
         )
 
 

@@ -14,14 +14,14 @@ _WORKSPACE_BYTES = 128 << 20
 _workspaces: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
 
-def workspace(device: torch.device, emulated: bool) -> torch.Tensor:
+def workspace(device: torch.device, fake: bool) -> torch.Tensor:
     """The float workspace, one for all wrappers of a device and process, as servers have it: [bytes] uint8.
 
     Scratch: a run leaves no state in it.
     """
-    key = (device, emulated)
+    key = (device, fake)
     if key not in _workspaces:
-        size = _WORKSPACE_BYTES >> 7 if emulated else _WORKSPACE_BYTES
+        size = _WORKSPACE_BYTES >> 7 if fake else _WORKSPACE_BYTES
         _workspaces[key] = torch.empty(size, dtype=torch.uint8, device=device)
     return _workspaces[key]
 

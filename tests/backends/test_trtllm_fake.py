@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("flashinfer", reason="the flashinfer extra is not installed")
 
 from attn_testkit.backends.trtllm_mha import _packed_causal_mask
-from attn_testkit.backends.vendor import emulated
+from attn_testkit.backends.vendor import fake_of
 from attn_testkit.backends.vendor.trtllm_fake import CONTEXT, DECODE_GEN, DECODE_MLA, DECODE_XQA, SEMAPHORE_BYTES
 from attn_testkit.emulation import emulated_cuda
 
@@ -73,7 +73,7 @@ def loop(given: dict[str, Any], n: int, window: int = -1, sinks: torch.Tensor | 
 def decode(entry: Any, given: dict[str, Any], n: int, **changes: Any) -> torch.Tensor:
     mask = _packed_causal_mask(len(LENS), n, torch.device("cuda"))[: len(LENS)] if n > 1 else None
     arguments = {**given, "max_seq_len": max(LENS), "q_len_per_req": n, "mask": mask, **changes}
-    return emulated(entry)(**arguments).cpu().double()
+    return fake_of(entry)(**arguments).cpu().double()
 
 
 @pytest.mark.parametrize("entry", [DECODE_XQA, DECODE_GEN], ids=["xqa", "trtllm-gen"])
@@ -91,7 +91,7 @@ def test_context_takes_packed_rows_and_leaves_unowned_rows_alone() -> None:
     q = torch.randn(8, HEADS, DIM).bfloat16().cuda()
     out = torch.full_like(q, 7.0)
     ends = [0, 2, 3, 6]
-    emulated(CONTEXT)(
+    fake_of(CONTEXT)(
         **{**given, "query": q}, max_q_len=4, max_kv_len=64, batch_size=3, out=out,
         cum_seq_lens_q=torch.tensor(ends, dtype=torch.int32).cuda(),
         cum_seq_lens_kv=torch.tensor([0, *torch.tensor(LENS).cumsum(0)], dtype=torch.int32).cuda(),
@@ -150,7 +150,7 @@ def test_int64_lengths_are_misread_not_converted() -> None:
 
 
 def mla(given: dict[str, Any], **changes: Any) -> torch.Tensor:
-    out: torch.Tensor = emulated(DECODE_MLA)(**{**given, **changes})
+    out: torch.Tensor = fake_of(DECODE_MLA)(**{**given, **changes})
     return out
 
 

@@ -278,9 +278,9 @@ def _planning_in_torch(original: Any, method: str) -> Any:
 
 def make_paged_wrapper(original: type) -> type:
     """A class that is FlashInfer's decode or prefill wrapper, planned onto torch."""
-    return type(f"Emulated{original.__name__}", (original,), {"plan": _planning_in_torch(original, "plan")})
+    return type(f"Fake{original.__name__}", (original,), {"plan": _planning_in_torch(original, "plan")})
 
 
 def make_mla_wrapper(original: type) -> type:
     """A class that is FlashInfer's MLA wrapper, planned onto torch."""
-    return type(f"Emulated{original.__name__}", (original,), {"plan": _planning_in_torch(original, "plan")})
+    return type(f"Fake{original.__name__}", (original,), {"plan": _planning_in_torch(original, "plan")})

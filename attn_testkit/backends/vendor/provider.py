@@ -1,4 +1,4 @@
-"""Entry points of vendor packages, real or emulated.
+"""Entry points of vendor packages, real or fake.
 
 An adapter names an entry point and a device. It gets the package's own function or class where the package imports, the
 device is a real CUDA device and its SM is in range. Elsewhere it gets a fake of the same entry point that computes
@@ -28,7 +28,7 @@ __all__ = [
     "VendorMismatch",
     "VendorMissing",
     "device_is_real",
-    "emulated",
+    "fake_of",
     "forced",
     "provide",
     "real",
@@ -52,7 +52,7 @@ class EntryPoint:
     """``flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper``."""
     sm: tuple[tuple[int, int], ...]
     """Ranges of compute capability with a kernel, ends inclusive, as ``((90, 90), (100, 103))``."""
-    emulation: str
+    fake: str
     """``module:attribute`` of the fake, imported when it is first needed. A function takes the real one's
     parameters, defaults filled in. A class has the real one's methods. A ``make_...`` function takes the real thing and
     returns the fake (for fakes that derive from the real class)."""
@@ -69,7 +69,7 @@ class Provided:
     """What an adapter calls."""
 
     call: Any
-    emulated: bool
+    is_fake: bool
     why: str = ""
     """Why it is not the real one; empty when it is."""
 
@@ -81,11 +81,11 @@ def device_is_real(device: torch.device) -> bool:
     return "emulated" not in torch.cuda.get_device_name(device).lower()
 
 
-_forced: list[Literal["real", "emulated"]] = []
+_forced: list[Literal["real", "fake"]] = []
 
 
 @contextmanager
-def forced(kind: Literal["real", "emulated"]) -> Iterator[None]:
+def forced(kind: Literal["real", "fake"]) -> Iterator[None]:
     """Inside, ``provide`` gives this kind wherever it can; for comparing the two on one device."""
     _forced.append(kind)
     try:
@@ -98,13 +98,13 @@ def provide(entry: EntryPoint, device: torch.device) -> Provided:
     """The real entry point, or its fake and the reason. Raises ``VendorMissing`` when there is no package."""
     original = real(entry)
     why = _why_not_real(entry, device)
-    if _forced and _forced[-1] == "emulated":
+    if _forced and _forced[-1] == "fake":
         why = why or "a fake was asked for"
     if not why:
-        return Provided(original, emulated=False)
+        return Provided(original, is_fake=False)
     if _forced and _forced[-1] == "real":
         raise VendorMissing(f"{entry.path} was asked for, and {why}")
-    return Provided(emulated(entry), emulated=True, why=why)
+    return Provided(fake_of(entry), is_fake=True, why=why)
 
 
 def _why_not_real(entry: EntryPoint, device: torch.device) -> str:
@@ -134,14 +134,14 @@ def real(entry: EntryPoint) -> Any:
 
 
 @functools.cache
-def emulated(entry: EntryPoint) -> Any:
+def fake_of(entry: EntryPoint) -> Any:
     """The fake, its calls bound to the real signature."""
-    original, stand_in = real(entry), _attribute(entry.emulation)
-    if entry.emulation.partition(":")[2].startswith("make_"):
-        return stand_in(original)
-    if inspect.isclass(stand_in):
-        return _bound_class(original, stand_in)
-    return _bound_function(original, stand_in)
+    original, fake = real(entry), _attribute(entry.fake)
+    if entry.fake.partition(":")[2].startswith("make_"):
+        return fake(original)
+    if inspect.isclass(fake):
+        return _bound_class(original, fake)
+    return _bound_function(original, fake)
 
 
 def _attribute(path: str) -> Any:
@@ -152,40 +152,40 @@ def _attribute(path: str) -> Any:
     return found
 
 
-def _bound_function(original: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+def _bound_function(original: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return stand_in(*bound.args, **bound.kwargs)
+        return fake(*bound.args, **bound.kwargs)
 
     return call
 
 
-def _bound_class(original: type, stand_in: type) -> type:
-    names = [n for n in vars(stand_in) if callable(getattr(stand_in, n)) and (n == "__init__" or not n.startswith("_"))]
+def _bound_class(original: type, fake: type) -> type:
+    names = [n for n in vars(fake) if callable(getattr(fake, n)) and (n == "__init__" or not n.startswith("_"))]
     missing = [n for n in names if not hasattr(original, n)]
     if missing:
         raise VendorMismatch(f"{original.__qualname__} has no {', '.join(missing)}")
-    methods = {name: _bound_function(getattr(original, name), getattr(stand_in, name)) for name in names}
-    return type(f"Emulated{original.__name__}", (stand_in,), methods)
+    methods = {name: _bound_function(getattr(original, name), getattr(fake, name)) for name in names}
+    return type(f"Fake{original.__name__}", (fake,), methods)
 
 
 @contextmanager
-def swapped(stand_ins: Mapping[str, Any]) -> Iterator[None]:
+def swapped(fakes: Mapping[str, Any]) -> Iterator[None]:
     """Put fakes in place of ``module:name`` of a package for the length of a call.
 
-    Raises ``VendorMismatch`` when one of the names is not there: then the package changed, and nothing is emulated.
+    Raises ``VendorMismatch`` when one of the names is not there: then the package changed, and nothing is faked.
     """
     patches = []
-    for path, stand_in in stand_ins.items():
+    for path, fake in fakes.items():
         module, _, name = path.partition(":")
         owner = importlib.import_module(module)
         if not hasattr(owner, name):
             raise VendorMismatch(f"the installed package has no {path}, which the fake replaces")
-        patches.append(mock.patch.object(owner, name, stand_in))
+        patches.append(mock.patch.object(owner, name, fake))
     for patch in patches:
         patch.start()
     try:

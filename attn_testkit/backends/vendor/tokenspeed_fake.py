@@ -79,7 +79,7 @@ def _fp8_kernel(
 def make_decode(original: Callable[..., Any]) -> Callable[..., Any]:
     """``tokenspeed_mla_decode`` as on SM100."""
     signature = inspect.signature(original)
-    stand_ins = {
+    fakes = {
         "tokenspeed_mla.mla_decode:_get_compiled_mla_kernel": _compiled,
         "tokenspeed_mla.mla_decode:get_num_sm": lambda device: MULTIPROCESSORS,
         "torch.cuda:get_device_capability": lambda device=None: (10, 0),
@@ -89,7 +89,7 @@ def make_decode(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         signature.bind(*args, **kwargs)
-        with swapped(stand_ins):
+        with swapped(fakes):
             return original(*args, **kwargs)
 
     return call

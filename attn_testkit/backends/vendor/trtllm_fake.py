@@ -226,13 +226,13 @@ def _on(sm: int, module: str, *names: str) -> dict[str, Callable[..., Any]]:
     return {f"{module}:{name}": answers[name] for name in names}
 
 
-def _over(original: Callable[..., Any], stand_ins: Mapping[str, Any]) -> Callable[..., Any]:
+def _over(original: Callable[..., Any], fakes: Mapping[str, Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         signature.bind(*args, **kwargs)
-        with swapped(stand_ins):
+        with swapped(fakes):
             return original(*args, **kwargs)
 
     return call
