@@ -226,7 +226,7 @@ class LatentScaleForgotten(TRTLLMMLABackend):
         return super()._attend(q, latent, metadata, replace(layer, k_scale=1.0)) * layer.k_scale
 
 
-class WorkspaceBornInForward(TokenspeedMLABackend):
+class WorkspaceMadeInForward(TokenspeedMLABackend):
     """Allocates its workspace when a batch first needs that much: in a capture, and in the next again (#25489)."""
 
     def _make_workspace(self) -> None:

@@ -71,12 +71,12 @@ FAULTS = [
     ("LengthsOfThePrefix", "eager", V2, "request 0 has nan in its output"),
     ("DraftsNotCounted", "eager", VERIFY, "the last 4 KV tokens are missing"),
     ("OffsetsOfTheCapture", "graph", V1, "is right in eager"),
-    ("StrideOfMinusOne", "graph", VERIFY, "by zero"),
+    ("StrideOfMinusOne", "graph", VERIFY, "inconsistent with step sign"),
     ("LongestOfTheCapture", "graph", DECODE, "is right in eager"),
     ("ReadsHostLengths", "eager", DECODE, "no-host-lengths"),
     ("WaitsForLengths", "graph", DECODE, "preparing a replay waits for the device"),
     ("ValueScaleForgotten", "eager", FP8, "look at FP8 scales"),
-    ("WindowOfW", "eager", WINDOW, "the first key is missing"),
+    ("WindowOfW", "eager", WINDOW, "the first KV token is missing"),
     ("MaskNotPassed", "eager", VERIFY, "Mask is required for speculative decoding"),
     ("MaskRowsAreBytes", "eager", VERIFY, "XQA reads 32 bytes of mask"),
     ("WorkspaceNotZeroed", "eager", DECODE, "has nan in its output"),
@@ -92,7 +92,7 @@ FAULTS = [
     ("LatentScaleForgotten", "eager", MLA_FP8, "look at scale, FP8 scales"),
 ]
 TOKENSPEED_FAULTS = [
-    ("WorkspaceBornInForward", "graph", TS_MIXED, "the graph uses memory that is gone"),
+    ("WorkspaceMadeInForward", "graph", TS_MIXED, "the graph uses memory that is gone"),
     ("OutputScaleForgotten", "eager", TS_DECODE, "look at FP8 scales"),
     ("QueriesNotRounded", "eager", TS_DECODE, "must match query dtype"),
 ]
