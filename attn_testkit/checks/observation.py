@@ -125,7 +125,7 @@ class Observation:
 
     @cached_property
     def written(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of the KV pool that changed, [n] int64 ascending, and their bits now, [L, 2 or 1, n, Hk, Dqk] integers."""
+        """Slots of the KV pool that changed, [n] int64 ascending, and their bits now: [L, 2 or 1, n, Hk, Dqk]."""
         pieces = self._pieces["pool"]
         return pieces["slots"], pieces["rows"]
 
