@@ -134,7 +134,7 @@ class Worker:
         """Begin a drive that is asked for next, while the judge is busy with the one before."""
         if not self.ended and self._ahead is None:
             self._ahead = request
-            with contextlib.suppress(WorkerLost):  # it is told when the answer is asked for
+            with contextlib.suppress(WorkerLost):  # it is raised when the answer is asked for
                 self._send(request)
 
     def _send(self, request: DriveCase | Rerun) -> None:
