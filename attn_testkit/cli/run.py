@@ -74,7 +74,7 @@ def _run(request: Request, values: dict[str, Any]) -> int:
     )
     if not request.backends:
         raise UsageError("which backend? Name one from `attn-testkit list`, or module:Class")
-    with contextlib.closing(judge_for(options)) as judge:
+    with contextlib.closing(judge_for(options, request.device)) as judge:
         prepared = prepare(judge, request, values["known_failures"])
         echo_header(prepared.plan.header)
         if options.in_process:

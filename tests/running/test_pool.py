@@ -15,7 +15,7 @@ import pytest
 
 from attn_testkit.registry import BackendNotFound
 from attn_testkit.results import KIT_ERROR, CaseResult, Status, exit_code
-from attn_testkit.running import loop, pool
+from attn_testkit.running import forking, loop
 from attn_testkit.running.loop import Runner
 from attn_testkit.running.pool import WorkerStartError
 from attn_testkit.running.request import Options, Plan, Request
@@ -140,7 +140,7 @@ def test_the_kits_own_exception_is_no_verdict_on_the_backend(monkeypatch: pytest
 
 def test_a_worker_that_cannot_start_says_why_and_blames_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken installation would otherwise be blamed on every backend in turn."""
-    monkeypatch.setattr(pool, "SERVE", "no_such_module")
+    monkeypatch.setattr(forking, "SERVE", "no_such_module")
     with pytest.raises(WorkerStartError, match="could not start: the process ended itself with exit code 1"):
         results_of("Wrong")
 
