@@ -70,6 +70,7 @@ def observation(
     *,
     outputs: Outputs | None = None,
     pool: torch.Tensor | None = None,
+    before: torch.Tensor | None = None,
     inputs: tuple[tuple[str, torch.Tensor, torch.Tensor], ...] = (),
     step: Step | None = None,
     **fields: object,
@@ -81,11 +82,25 @@ def observation(
     pieces = [("attention", str(layer), each) for layer, each in enumerate(out.unbind(0))]
     named = ((each.name, getattr(outputs, each.name)) for each in fields_of(outputs))
     pieces += [("outputs", name, value) for name, value in named if value is not None]
-    for name, before, now in inputs:
-        pieces += [("before", name, before), ("now", name, now)]
-    given = StepInputs(expected.data, torch.zeros(0), after)
-    copies = copies_of(pieces, after if pool is None else pool)
+    for name, was, now in inputs:
+        pieces += [("before", name, was), ("now", name, now)]
+    before = after if before is None else before
+    slots, rows = changed(before, before if pool is None else pool)
+    pieces += [("pool", "slots", slots), ("pool", "rows", rows)]
+    given = StepInputs(expected.data, torch.zeros(0), lambda _: before, NO_SLOTS, before[:, :, :0])
+    copies = copies_of(pieces)
     return Observation(schedule, step or schedule.steps[0], "a step", copies, inputs=given, **fields)  # type: ignore[arg-type]
+
+
+NO_SLOTS = torch.zeros(0, dtype=torch.int64)
+"""The step is to write nothing: what it wrote all the same is wrong."""
+
+
+def changed(before: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots that hold other bits, and the bits that they hold."""
+    bits = now.view(torch.int32)
+    slots = (bits != before.view(torch.int32)).flatten(3).any(-1).any(0).any(0).nonzero().flatten()
+    return slots, bits[:, :, slots]
 
 
 def empty_pool(schedule: Schedule) -> torch.Tensor:
