@@ -37,14 +37,18 @@ class Config:
     packages: dict[str, str]
     """Folder -> the package that it is imported as."""
     tests: dict[str, tuple[str, ...]]
-    """Folder -> what pytest runs for a mutant in it, the most telling first; the longest folder that fits counts.
+    """Folder or file -> what pytest runs for a mutant in it, the most telling first; the longest that fits counts.
+
+    Several tests in one entry, with spaces between them, share a process.
 
     ``tests/<name of the folder>``, where there is such a folder, comes before all of them.
     """
     smoke: tuple[tuple[str, ...], ...]
     """What runs after the tests, whatever was mutated: module and arguments."""
     warm: tuple[str, ...]
-    """Modules that are imported once, before the processes fork."""
+    """Modules that are imported once, before the processes fork, where they are installed."""
+    unseen: frozenset[str]
+    """Keyword arguments that say nothing of behaviour: never mutated, whoever is called."""
     watched: tuple[str, ...]
     """Files and folders whose change makes earlier verdicts void."""
 
@@ -73,9 +77,9 @@ class Config:
         folder = max(folders, key=len)
         own = f"tests/{PurePosixPath(folder).name}"
         tests = dict.fromkeys([*([own] if (self.root / own).is_dir() else []), *self.tests[folder]])
-        if missing := [test for test in tests if not (self.root / test).exists()]:
+        if missing := [test for entry in tests for test in entry.split() if not (self.root / test).exists()]:
             raise ConfigError(f"no such tests: {', '.join(missing)}")
-        return [*(Stage(("pytest", test)) for test in tests), *(Stage(argv) for argv in self.smoke)]
+        return [*(Stage(("pytest", *test.split())) for test in tests), *(Stage(argv) for argv in self.smoke)]
 
     def fingerprint(self) -> str:
         """Changes with every file that a verdict depends on."""
@@ -100,6 +104,7 @@ def load_config(file: Path) -> Config:
             tests={folder: tuple(tests) for folder, tests in told["tests"].items()},
             smoke=tuple(tuple(argv) for argv in told.get("smoke", ())),
             warm=tuple(told.get("warm", ())),
+            unseen=frozenset(told.get("unseen", ())),
             watched=tuple(told["watched"]),
         )
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError) as error:

@@ -17,7 +17,7 @@ from attn_testkit.oracle.expect import Expected, expect
 
 DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d32-fp32-p4-k5.9-t0.0.1-shuffled-gauss-b2prod"
-V1_TOP3 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a1.3-shuffled-gauss-b2prod"
+V1_TOP3 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a1.3-shuffled-gauss-b2prod-s3"
 V1_TOP1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a2.3-shuffled-gauss-b2prod"
 CLAIMS = Capabilities(eager={"decode"}, graph={"decode"})
 LIMIT = 0.5

@@ -74,13 +74,13 @@ def test_a_complete_entry_is_read(tmp_path):
         ({"issue": None}, "entry 1: issue is missing"),
         ({"until": None}, "entry 1: until is missing"),
         ({"cases": '""'}, "entry 1: cases is missing"),
-        ({"check": None}, "entry 1: check is missing: name the promise that may break"),
+        ({"check": None}, "entry 1: check is missing: name the check that may fail"),
         ({"kind": '"tolerate"'}, "entry 1: kind = 'tolerate'; did you mean 'tolerated'?"),
         ({"until": '"2027-01-31"'}, "until must be a date without quotes, like 2027-03-31"),
         ({"until": "2027-01-31T00:00:00"}, "until must be a date"),
         ({"case": '"x"'}, "unknown key 'case'; did you mean 'cases'?"),
-        ({"check": "3"}, "check must be a promise id or a list of them"),
-        ({"check": '"matchs-oracle"'}, "no promise 'matchs-oracle'; did you mean 'matches-oracle'?"),
+        ({"check": "3"}, "check must be a check id or a list of them"),
+        ({"check": '"matchs-oracle"'}, "no check 'matchs-oracle'; did you mean 'matches-oracle'?"),
         ({"cases": "3"}, "cases must be text"),
         ({"execution": '"graphs"'}, "execution = 'graphs'; did you mean 'graph'?"),
         ({"when": '"on hopper"'}, "when: 'on hopper' is none of smNN, cuda, emulated, PACKAGE<version"),
@@ -105,7 +105,7 @@ def test_a_malformed_file_is_one_clear_line(tmp_path, text, message):
         load_known(tmp_path / "known.toml")
 
 
-def test_another_promise_than_the_named_one_is_still_a_failure():
+def test_another_check_than_the_named_one_is_still_a_failure():
     """A tolerated rounding error must not hide a write outside the batch's slots."""
     book = ledger(entry())
     assert book.judge(failed("matches-oracle")).status is Status.KNOWN_FAILURE
@@ -113,7 +113,7 @@ def test_another_promise_than_the_named_one_is_still_a_failure():
     assert book.judge(failed("matches-oracle", "writes-own-kv")).status is Status.FAILED
 
 
-def test_two_entries_together_excuse_two_promises():
+def test_two_entries_together_excuse_two_checks():
     book = ledger(entry(), entry(number=2, checks=("writes-own-kv",), issue="#13"))
     result = book.judge(failed("matches-oracle", "writes-own-kv"))
     assert result.status is Status.KNOWN_FAILURE
