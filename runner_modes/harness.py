@@ -80,7 +80,7 @@ class ServerHarness:
         """
         self.device, self.unowned, self.fill = device, unowned, fill
         self.deliver: Callable[[Observation], Observation] = lambda observed: observed
-        """Takes every observation as soon as it is made; what it returns is kept by the drive."""
+        """Hears of every observation as soon as it is made, also of a drive that then breaks off."""
         self.captured: Callable[[], None] = lambda: None
         """Called when all graphs are captured."""
         self.copies_pool = True
@@ -91,6 +91,7 @@ class ServerHarness:
             for layer in make_layers(self.case)
         )
         self.context = context_for(schedules, device, layers)
+        self._pool_before = torch.empty_like(self.context.kv_pool.storage)
         self.capabilities = backend_class.capabilities
         self.model = Model(self.case, layers, self.context.max_num_tokens, self.context.dtype, device)
         # Rows of the table that no step has filled yet are finite: graphs are captured on token 0.
@@ -125,6 +126,29 @@ class ServerHarness:
         if slots < pool.shape[2]:
             raw[:, :, slots:] = (0x7F if math.isnan(self.unowned) else 0) if raw.dtype == torch.uint8 else self.unowned
         raw[:, :, :slots].copy_(image.view(raw.dtype))
+        if self.copies_pool:
+            self._pool_before.copy_(pool)
         rows, ctx = step.req_to_token.shape
         self.context.req_to_token[:rows, :ctx].copy_(torch.from_numpy(step.req_to_token))
         return LoadedStep(schedule, step, data, slots)
+
+    def written(self, loaded: LoadedStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """What changed in the KV pool since the step was loaded, compared bit for bit on the device.
+
+        Slots [n] int64, ascending, and what they hold now [L, 2 or 1, n, Hk, Dqk] as integers of the dtype's size.
+        """
+        # A drive of several modes has a pool as large as the largest of them needs.
+        now = self.context.kv_pool.storage[:, :, : loaded.slots]
+        before = self._pool_before[:, :, : loaded.slots]
+        differs = (_wide(now) != _wide(before)).any(-1).flatten(0, 1).any(0)
+        slots = differs.nonzero().flatten()
+        return slots, now.view(_BITS[now.dtype.itemsize])[:, :, slots]
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _wide(pool: torch.Tensor) -> torch.Tensor:
+    """[L, 2 or 1, slots, n]: the bits of each slot, in integers as wide as a slot's row allows."""
+    size = pool.shape[3] * pool.shape[4] * pool.dtype.itemsize
+    return pool.flatten(3).view(torch.int64 if size % 8 == 0 else torch.uint8)

@@ -17,7 +17,7 @@ from attn_testkit.results import Finding
 
 from .options import DriveOptions
 
-__all__ = ["Copied", "Described", "DriveCase", "Driven", "Rerun", "StepRecord"]
+__all__ = ["Described", "DriveCase", "Driven", "Rerun", "StepRecord"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Described:
 
 @dataclass(frozen=True)
 class DriveCase:
-    """Drive a case, as a server would. Answered by ``Copied`` for each step and then ``Driven``."""
+    """Drive a case, as a server would."""
 
     case: str
     """Case id."""
@@ -53,29 +53,21 @@ class Rerun:
 
 
 @dataclass(frozen=True)
-class Copied:
-    """Host copies of one step, sent as soon as they are made, so that nobody keeps many."""
+class StepRecord:
+    """What a step was in its drive, and host copies of what it left behind."""
 
     schedule: int
     """Place of its schedule in the drive: 0, and more where modes are mixed."""
     step: str
     """Name of the step in its schedule."""
     copies: Copies
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What a step was in its drive. The copies of it came before."""
-
-    copied: int
-    """Which of the drive's ``Copied`` it is."""
     label: str
     among: Literal["", "steps", "graphs"] = ""
     damaged: tuple[str, ...] = ()
     replay: bool = False
     padded: int = 0
     eager_run: int | None = None
-    """Which of the drive's ``Copied`` is the eager run of the same step."""
+    """Which record of the drive is the eager run of the same step."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +75,7 @@ class Driven:
     """How a drive went. The judge holds it against what was due: a step that is missing is a failure."""
 
     records: tuple[StepRecord, ...] = ()
+    """In the order in which their messages should come."""
     findings: tuple[Finding, ...] = ()
     """What was raised, and what the constructor accepted though it is not claimed."""
     stage: int = 0

@@ -67,12 +67,10 @@ def observe(
         value = getattr(outputs, each.name)
         if value is not None:
             found.append(("outputs", each.name, value))
-    pool = None
     if harness.copies_pool:
-        pool = harness.context.kv_pool.storage
-        # A drive of several modes has a pool as large as the largest of them needs.
-        pool = pool[:, :, : loaded.slots] if loaded.slots < pool.shape[2] else pool
-    copies = copies_of(found, pool)
+        slots, rows = harness.written(loaded)
+        found += [("pool", "slots", slots), ("pool", "rows", rows)]
+    copies = copies_of(found)
     observed = Observation(
         loaded.schedule, loaded.step, label, copies, among, damaged=damaged, replay=replay, padded=padded
     )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
 
 from ..environment import resolve
 from ..faults import all_faults
+from ..running.judge_process import WORKERS_OF_ONE
 from ..running.loop import Runner
-from ..running.pool import preload
+from ..running.pool import ending, preload
 from ..running.request import Options
 from .tasks import run_task, tasks_for
 from .verdicts import Audit, FaultVerdict, Settings, Task, Verdict
@@ -44,10 +48,54 @@ def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = 
 
 
 def _verdicts(tasks: Sequence[Task], settings: Settings) -> Iterator[Verdict]:
+    """As they come, from as many judging processes as a run with so many jobs has."""
+    jobs = max(1, min(settings.jobs, len(tasks)))
+    count = -(-jobs // WORKERS_OF_ONE)
+    if count == 1:
+        yield from judged_here(tasks, settings, jobs)
+        return
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    for index in range(count):
+        ours, theirs = context.Pipe()
+        threads = jobs // count + (index < jobs % count)
+        process = context.Process(target=_judge, args=(theirs, tasks[index::count], settings, threads))
+        process.start()
+        theirs.close()
+        pipes.append((ours, process))
+    try:
+        waiting = dict(pipes)
+        while waiting:
+            for ready in wait(list(waiting)):
+                assert isinstance(ready, Connection)
+                try:
+                    yield ready.recv()
+                except EOFError:
+                    process = waiting.pop(ready)
+                    process.join()
+                    if process.exitcode:
+                        raise RuntimeError(f"a process of the audit {ending(process.exitcode)}") from None
+    finally:
+        for ours, process in pipes:
+            ours.close()
+            process.terminate()
+            process.join()
+
+
+def _judge(connection: Connection, tasks: Sequence[Task], settings: Settings, threads: int) -> None:
+    """What one process of several does. Ctrl-C is for the first, which then ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resolve(settings.device).prepare_process()
+    preload("attn_testkit.faults.everything")
+    for verdict in judged_here(tasks, settings, threads):
+        connection.send(verdict)
+
+
+def judged_here(tasks: Sequence[Task], settings: Settings, jobs: int) -> Iterator[Verdict]:
     """As they come. Each thread judges what its worker did; a worker is forked for each task and ends with it."""
     waiting = deque(tasks)
     found: queue.SimpleQueue[Verdict | BaseException | None] = queue.SimpleQueue()
-    runners = [Runner(Options(timeout_s=settings.timeout_s)) for _ in range(max(1, min(settings.jobs, len(tasks))))]
+    runners = [Runner(Options(timeout_s=settings.timeout_s)) for _ in range(jobs)]
 
     def work(runner: Runner) -> None:
         try:

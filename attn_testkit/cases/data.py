@@ -18,7 +18,7 @@ from .patterns import draw, mark_keys, normals, probe_values
 from .places import marked_slots, tail_slots, values_of_place
 from .schedule import Schedule, Step
 
-__all__ = ["DTYPES", "StepData", "make_layers", "make_step_data", "pool_image"]
+__all__ = ["DTYPES", "StepData", "make_layers", "make_step_data", "new_kv", "pool_image"]
 
 DTYPES = {
     "fp16": torch.float16,
@@ -306,6 +306,16 @@ def pool_image(
         for part, source in enumerate(stored):
             image[:, part, owned] = _bytes_if_fp8(source)[:, b, :count]
     return image.view(dtype)
+
+
+def new_kv(step: Step, data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a step stores: its slots [n] int64, ascending, and [L, 2 or 1, n, Hk, Dqk] in the pool's dtype for them."""
+    b = data.row_request
+    at = data.row_offset + torch.tensor([request.prefix for request in step.requests])[b]
+    stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
+    rows = torch.stack([_bytes_if_fp8(source)[:, b, at] for source in stored], 1)
+    slots, order = data.out_cache_loc.sort()
+    return slots, rows[:, :, order].view(data.stored_keys.dtype)
 
 
 def _bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,26 +10,32 @@ from .check import Check, Stage
 from .judgement import BITS
 from .observation import Observation
 
-__all__ = ["CHECKS", "inputs_unchanged", "same_pool", "writes_own_kv"]
+__all__ = ["CHECKS", "inputs_unchanged", "pool_is_right", "writes_own_kv"]
 
 
 def _raw(pool: torch.Tensor) -> torch.Tensor:
     return pool.view(BITS[pool.dtype.itemsize])
 
 
-def same_pool(got: torch.Tensor, want: torch.Tensor, page_size: int) -> bool:
-    """Bit for bit outside page 0, where padding may write.
+def pool_is_right(observed: Observation, page_size: int) -> bool:
+    """The slots behind page 0 that changed are those of the batch, and hold its K and V bit for bit.
 
-    ``got``, ``want`` [L, 2 or 1, slots, Hk, Dqk] of one dtype; ``page_size`` in slots.
+    In page 0 padding may write. ``page_size`` in slots. What a slot held before never equals what it should hold: it
+    was NaN.
     """
-    return got is want or torch.equal(_raw(got)[:, :, page_size:], _raw(want)[:, :, page_size:])
+    assert observed.inputs is not None
+    slots, rows = observed.written
+    own = slots >= page_size
+    want_slots, want_rows = observed.inputs.new_slots, observed.inputs.new_rows
+    return torch.equal(slots[own], want_slots) and torch.equal(_raw(rows[:, :, own]), _raw(want_rows))
 
 
 def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:
     """The pool outside page 0 is bit for bit what it should be."""
-    page, pool_after = case.page_size, observed.pool_after
-    if same_pool(observed.pool, pool_after, page):
+    page = case.page_size
+    if pool_is_right(observed, page):
         return []
+    pool_after = observed.pool_after
     got, want = _raw(observed.pool)[:, :, page:], _raw(pool_after)[:, :, page:]
     differs = (got != want).flatten(3).any(-1)
     owner = _owners(observed, pool_after.shape[2])[page:]

@@ -6,8 +6,8 @@ schedule, a step and inputs of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from ..cases.schedule import Schedule, Step
 
 __all__ = ["Copies", "Observation", "Outputs", "StepInputs", "copies_of"]
 
-Group = Literal["attention", "activations", "before", "now", "outputs"]
+Group = Literal["attention", "activations", "before", "now", "outputs", "pool"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,6 @@ class Copies:
     """All tensors, one after the other, wide elements first."""
     layout: tuple[tuple[Group, str, str, tuple[int, ...]], ...] = field(repr=False)
     """(group, name, dtype, shape) of each."""
-    pool: npt.NDArray[np.uint8] | None = field(repr=False)
-    """Bytes of the KV pool after the step. None: not asked for, or the judge found it right and let it go."""
 
     def cut(self) -> dict[Group, dict[str, torch.Tensor]]:
         """The tensors, by group and name."""
@@ -60,27 +58,17 @@ class Copies:
             start = end
         return found
 
-    def without_pool(self) -> Copies:
-        """The same, and no KV pool."""
-        return replace(self, pool=None)
 
-    def forgotten(self) -> Copies:
-        """Nothing of it: a mark of what was sent."""
-        return Copies(self.flat[:0], (), None)
-
-
-def copies_of(tensors: Iterable[tuple[Group, str, torch.Tensor]], pool: torch.Tensor | None) -> Copies:
-    """Copies of all of them, those of the device in one transfer. ``pool``: the KV pool, or what of it is in use."""
+def copies_of(tensors: Iterable[tuple[Group, str, torch.Tensor]]) -> Copies:
+    """Copies of all of them, those of the device in one transfer."""
     # Wide elements first, so that each piece stands at a multiple of its element's size.
     ordered = sorted(tensors, key=lambda entry: -entry[2].dtype.itemsize)
-    # The transfer of the pool is under way while the small ones are put together.
-    held = None if pool is None else pool.to("cpu", non_blocking=True)
     raw = [tensor.reshape(-1).view(torch.uint8) for _, _, tensor in ordered]
     on_device = [piece for piece in raw if piece.device.type != "cpu"]
     moved = iter(torch.split(torch.cat(on_device).cpu(), [len(piece) for piece in on_device]) if on_device else ())
     flat = torch.cat([piece if piece.device.type == "cpu" else next(moved) for piece in raw])
     layout = tuple((group, name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for group, name, t in ordered)
-    return Copies(flat.numpy(), layout, None if held is None else held.contiguous().view(torch.uint8).numpy())
+    return Copies(flat.numpy(), layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +79,12 @@ class StepInputs:
     """With ``save_kv_cache`` False, ``k`` and ``v`` are NaN."""
     packed: torch.Tensor
     """[T, L, width] in the model's dtype: the rows of the model's table that q, k and v are views of."""
-    pool_after: torch.Tensor
-    """[L, 2 or 1, slots, Hk, Dqk] in the pool's dtype: the KV pool as it should be after the step."""
+    image: Callable[[bool], torch.Tensor] = field(repr=False)
+    """The KV pool before the step or, with True, as it should be after it. Made where somebody asks: it is large."""
+    new_slots: torch.Tensor
+    """[n] int64, ascending: slots that the step should write. None with ``save_kv_cache`` False."""
+    new_rows: torch.Tensor
+    """[L, 2 or 1, n, Hk, Dqk] in the pool's dtype: what they should hold."""
 
 
 @dataclass(frozen=True)
@@ -131,19 +123,27 @@ class Observation:
         found: dict[str, Any] = {"next_token_logits": None, "hidden_states": None}
         return Outputs(**{**found, **self._pieces.get("outputs", {})})
 
-    @property
-    def pool(self) -> torch.Tensor:
-        """The KV pool after the step. The same tensor as ``pool_after`` where that is right."""
-        want = self.pool_after
-        if self.copies.pool is None:
-            return want
-        return torch.from_numpy(self.copies.pool).view(want.dtype).view(want.shape)
+    @cached_property
+    def written(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of the KV pool that changed, [n] int64 ascending, and their bits now: [L, 2 or 1, n, Hk, Dqk]."""
+        pieces = self._pieces["pool"]
+        return pieces["slots"], pieces["rows"]
 
-    @property
-    def pool_after(self) -> torch.Tensor:
-        """What the KV pool should hold after the step."""
+    @cached_property
+    def pool(self) -> torch.Tensor:
+        """[L, 2 or 1, slots, Hk, Dqk] in the pool's dtype: the KV pool after the step."""
         assert self.inputs is not None
-        return self.inputs.pool_after
+        pool = self.inputs.image(False).clone()
+        slots, rows = self.written
+        raw = pool.view(rows.dtype)
+        raw[:, :, slots] = rows
+        return pool
+
+    @cached_property
+    def pool_after(self) -> torch.Tensor:
+        """[L, 2 or 1, slots, Hk, Dqk] in the pool's dtype: what the KV pool should hold after the step."""
+        assert self.inputs is not None
+        return self.inputs.image(True)
 
     @cached_property
     def modified(self) -> tuple[str, ...]:

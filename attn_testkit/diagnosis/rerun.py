@@ -8,7 +8,7 @@ from ..cases.schedule import Schedule, Step
 from ..checks.observation import Observation
 from ..environment import Environment
 from ..runner_modes.graphs import AllocatedInCapture, GraphRun
-from ..runner_modes.messages import Copied, Driven, Rerun
+from ..runner_modes.messages import Driven, Rerun
 from ..runner_modes.options import DriveOptions
 
 __all__ = ["OTHER_FILL", "POISON", "Rerunner"]
@@ -20,7 +20,7 @@ POISON, OTHER_FILL = 0xFF, 0xBC
 class Rerunner:
     """Re-runs of one backend, each on a fresh instance. A run that raises, crashes or hangs counts as wrong."""
 
-    def __init__(self, drive: Callable[[Rerun, Callable[[Copied], None]], Driven], environment: Environment) -> None:
+    def __init__(self, drive: Callable[[Rerun], Driven], environment: Environment) -> None:
         self._drive, self.environment = drive, environment
 
     def eager(
@@ -68,16 +68,15 @@ class Rerunner:
 
     def _ask(self, request: Rerun, step_of: Callable[[str], Step]) -> tuple[Driven, list[Observation]] | None:
         """The judge's own steps take the place of the copies that travelled: answers are found by identity."""
-        copied: list[Copied] = []
-        driven = self._drive(request, copied.append)
+        driven = self._drive(request)
         if not driven.records:
             return None
         return driven, [
             Observation(
                 request.schedule,
-                step_of(copied[record.copied].step),
+                step_of(record.step),
                 record.label,
-                copied[record.copied].copies,
+                record.copies,
                 record.among,
                 damaged=record.damaged,
                 replay=record.replay,

@@ -97,7 +97,7 @@ def _kit(kind: str, schedule: Schedule, size: float) -> bool:
     wrong = expected.attention.clone()
     wrong[0] -= size * _error(kind, schedule, expected)
     outs = wrong.to(DTYPES[schedule.case.dtype]).unbind(0)
-    copies = copies_of([("attention", str(layer), out) for layer, out in enumerate(outs)], None)
+    copies = copies_of([("attention", str(layer), out) for layer, out in enumerate(outs)])
     observed = Observation(schedule, step, "", copies)
     return bool(matches_oracle(Judgement(observed, expected)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -24,11 +24,9 @@ from ..runner_modes.errors import DriveError
 from ..runner_modes.graphs import GraphRun, drive_graphs
 from ..runner_modes.harness import ServerHarness
 from ..runner_modes.hook_answers import kernels_of
-from ..runner_modes.messages import Copied, DriveCase, Driven, Rerun, StepRecord
+from ..runner_modes.messages import DriveCase, Driven, Rerun, StepRecord
 
 __all__ = ["drive_case", "gradients_off", "request_to_isolate", "rerun", "schedule_for", "schedules_of"]
-
-Receive = Callable[[Copied], None]
 
 
 @contextmanager
@@ -66,50 +64,46 @@ class _Drive:
     """What is known so far, kept outside the drive so that an exception does not lose it."""
 
     schedules: Sequence[Schedule]
-    receive: Receive
     stage: Stage = Stage.STARTED
     clock: Clock = field(default_factory=Clock)
     kernels: str = "real"
     findings: list[Finding] = field(default_factory=list)
-    copied: list[Observation] = field(default_factory=list)
+    observed: list[Observation] = field(default_factory=list)
 
     def deliver(self, observed: Observation) -> Observation:
-        """Send the copies of a step at once: a drive makes a dozen, of tens of megabytes each for long requests."""
-        schedule = next(i for i, s in enumerate(self.schedules) if s is observed.schedule)
-        self.receive(Copied(schedule, observed.step.name, observed.copies))
-        light = replace(observed, copies=observed.copies.forgotten())
-        self.copied.append(light)
+        """A step is over."""
+        self.observed.append(observed)
         self.stage = max(self.stage, Stage.REPLAYED if observed.replay else Stage.OBSERVED)
-        return light
+        return observed
 
     def captured(self) -> None:
         """All graphs are captured."""
         self.stage = max(self.stage, Stage.CAPTURED)
 
-    def record(self, observed: Observation) -> StepRecord:
-        """What travels of an observation that was delivered."""
-        twin = observed.eager_run
-        return StepRecord(
-            copied=self._number(observed),
-            label=observed.label,
-            among=observed.among,
-            damaged=observed.damaged,
-            replay=observed.replay,
-            padded=observed.padded,
-            eager_run=None if twin is None else self._number(twin),
+    def records(self, observed: Sequence[Observation]) -> tuple[StepRecord, ...]:
+        """What travels of observations of this drive."""
+        numbers = {id(each.copies): number for number, each in enumerate(observed)}
+        return tuple(
+            StepRecord(
+                schedule=next(i for i, schedule in enumerate(self.schedules) if schedule is each.schedule),
+                step=each.step.name,
+                copies=each.copies,
+                label=each.label,
+                among=each.among,
+                damaged=each.damaged,
+                replay=each.replay,
+                padded=each.padded,
+                eager_run=None if each.eager_run is None else numbers[id(each.eager_run.copies)],
+            )
+            for each in observed
         )
 
-    def _number(self, observed: Observation) -> int:
-        return next(i for i, each in enumerate(self.copied) if each.copies is observed.copies)
 
-
-def drive_case(
-    backend_class: type[AttentionBackend], request: DriveCase, environment: Environment, receive: Receive
-) -> Driven:
+def drive_case(backend_class: type[AttentionBackend], request: DriveCase, environment: Environment) -> Driven:
     """Drive a backend through one case. Whatever it raises becomes a finding; nothing of the backend's escapes."""
     case, claims = parse_case(request.case), backend_class.capabilities
     schedules = schedules_of(case, request.execution, claims, environment)
-    drive = _Drive(schedules, receive)
+    drive = _Drive(schedules)
     run = _drive_graph if request.execution is Execution.GRAPH else _drive_eager
     lost = ""
     driven = Driven()
@@ -137,7 +131,7 @@ def drive_case(
         lost=lost,
         seconds=drive.clock.seconds,
         kernels=drive.kernels,
-        records=driven.records if drive.stage is Stage.COMPLETED else tuple(map(drive.record, drive.copied)),
+        records=driven.records if drive.stage is Stage.COMPLETED else drive.records(drive.observed),
     )
 
 
@@ -186,7 +180,7 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
         seen.append(run_eager(harness, schedule, alone, drive.clock, label=alone.label))
     with drive.clock.phase("setup"):
         drive.findings += refuses_undeclared(backend_class, schedule, harness.context)
-    return Driven(records=tuple(map(drive.record, seen)))
+    return Driven(records=drive.records(seen))
 
 
 def _drive_graph(backend_class: type[AttentionBackend], drive: _Drive, environment: Environment) -> Driven:
@@ -195,7 +189,7 @@ def _drive_graph(backend_class: type[AttentionBackend], drive: _Drive, environme
     if drive.schedules[0].case.mixed:
         neighbour = _constructed(backend_class, drive.schedules[:1], environment)
     run = drive_graphs(harness, drive.schedules, drive.clock, neighbour=neighbour)
-    return replace(_found(run, drive.schedules), records=tuple(drive.record(observed) for _, observed in run.observed))
+    return replace(_found(run, drive.schedules), records=drive.records([observed for _, observed in run.observed]))
 
 
 def _found(run: GraphRun, schedules: Sequence[Schedule]) -> Driven:
@@ -209,10 +203,10 @@ def _found(run: GraphRun, schedules: Sequence[Schedule]) -> Driven:
     )
 
 
-def rerun(backend_class: type[AttentionBackend], request: Rerun, environment: Environment, receive: Receive) -> Driven:
-    """Answer a question of the diagnosis on a fresh instance. A run that raises has no records: it counts as wrong."""
+def rerun(backend_class: type[AttentionBackend], request: Rerun, environment: Environment) -> Driven:
+    """Answer a question of the diagnosis on a fresh instance. One that raises has no records: it counts as wrong."""
     schedule = request.schedule
-    drive = _Drive([schedule], receive)
+    drive = _Drive([schedule])
     unowned = {} if request.unowned is None else {"unowned": request.unowned}
     try:
         with environment.active(request.fill, controlled=True), gradients_off(schedule.case):
@@ -226,10 +220,9 @@ def rerun(backend_class: type[AttentionBackend], request: Rerun, environment: En
                 run = drive_graphs(harness, [schedule], drive.clock, request.options)
                 seen = [observed for _, observed in run.observed]
                 found = _found(run, [schedule])
-            records = tuple(map(drive.record, seen))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         cause = error.__cause__ if isinstance(error, DriveError) and error.__cause__ else error
         return Driven(lost=str(cause).splitlines()[0] if context_lost(cause) else "")
-    return replace(found, records=records, stage=int(Stage.COMPLETED))
+    return replace(found, records=drive.records(seen), stage=int(Stage.COMPLETED))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from ..cases.case import Case, parse_case
-from ..cases.data import make_step_data, pool_image
+from ..cases.data import StepData, make_step_data, new_kv, pool_image
 from ..cases.schedule import Schedule, Step, only
 from ..checks import NUMERIC, Judgement, Stage, judged
-from ..checks.memory import same_pool
 from ..checks.observation import Observation, StepInputs
 from ..checks.sameness import batch_invariant, repeatable
 from ..checks.step import judge_step
@@ -23,15 +23,15 @@ from ..environment import Environment, resolve
 from ..model import pack
 from ..oracle.expect import expect
 from ..results import CaseResult, Finding, Status
-from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
+from ..runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
 from .case_run import request_to_isolate, schedules_of
 from .pool import WorkerLost
 from .request import Item, Plan
 
 __all__ = ["Drive", "judge_item"]
 
-Drive = Callable[[DriveCase | Rerun, Callable[[Copied], None]], Driven]
-"""Has a worker drive something and hands over the copies of each step. May raise ``pool.WorkerLost``."""
+Drive = Callable[[DriveCase | Rerun], Driven]
+"""Has a worker drive something. May raise ``pool.WorkerLost``."""
 
 
 @dataclass
@@ -67,9 +67,9 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
 def _unless_lost(drive: Drive) -> Drive:
     """For questions after a failure: a worker that dies over one has answered that it was wrong."""
 
-    def ask(request: DriveCase | Rerun, receive: Callable[[Copied], None]) -> Driven:
+    def ask(request: DriveCase | Rerun) -> Driven:
         try:
-            return drive(request, receive)
+            return drive(request)
         except WorkerLost:
             return Driven()
 
@@ -81,10 +81,9 @@ def _judged(
 ) -> tuple[_Outcome, dict[str, float]]:
     claims = described.claims
     schedules = schedules_of(case, execution, claims, environment)
-    received = _Received(schedules, claims)
-    driven = drive(DriveCase(case.id, execution), received)
+    driven = drive(DriveCase(case.id, execution))
     started = time.perf_counter()
-    outcome = _Outcome(driven, received.observations(driven), list(driven.findings))
+    outcome = _Outcome(driven, _observations(driven, schedules, claims), list(driven.findings))
     for observed in outcome.observed:
         _judge_step(outcome, observed, claims)
     if driven.stage >= Stage.COMPLETED:
@@ -96,58 +95,47 @@ def _judged(
             outcome.findings += [_not_finite(schedules[i], driven) for i in driven.not_finite_in_warm_up[:1]]
     outcome.findings += _left_behind((*described.changed, *driven.changed))
     spent = time.perf_counter() - started
-    return outcome, {**driven.seconds, "oracle and checks": spent + received.seconds}
+    return outcome, {**driven.seconds, "oracle and checks": spent}
 
 
-class _Received:
-    """Takes the copies of each step as they come. A pool that is right is compared once and let go."""
+def _observations(driven: Driven, schedules: Sequence[Schedule], claims: Capabilities) -> list[Observation]:
+    """What came, with schedules, steps and inputs of the judge's own. Raises ``KeyError`` for a step there is not."""
 
-    def __init__(self, schedules: Sequence[Schedule], claims: Capabilities) -> None:
-        self.seconds = 0.0
-        self._schedules, self._claims = schedules, claims
-        self._steps: list[Observation] = []
+    def of(record: StepRecord) -> Observation:
+        schedule = schedules[record.schedule]
+        step = schedule.step_named(record.step)
+        return Observation(
+            schedule,
+            step,
+            record.label,
+            record.copies,
+            record.among,
+            record.damaged,
+            record.replay,
+            record.padded,
+            None if record.eager_run is None else of(driven.records[record.eager_run]),
+            step_inputs(schedule, step, claims),
+        )
 
-    def __call__(self, copied: Copied) -> None:
-        started = time.perf_counter()
-        schedule = self._schedules[copied.schedule]
-        step = schedule.step_named(copied.step)
-        inputs = step_inputs(schedule, step, self._claims)
-        observed = Observation(schedule, step, "", copied.copies, inputs=inputs)
-        if copied.copies.pool is None:
-            raise ValueError(f"the worker sent no KV pool with {copied.step} of {schedule.case.id}")
-        if same_pool(observed.pool, inputs.pool_after, schedule.case.page_size):
-            observed = replace(observed, copies=copied.copies.without_pool())
-        self._steps.append(observed)
-        self.seconds += time.perf_counter() - started
-
-    def observations(self, driven: Driven) -> list[Observation]:
-        """In the order in which their messages should come."""
-        seen = {record.copied: record for record in driven.records}
-
-        def of(number: int) -> Observation:
-            record = seen[number]
-            eager = None if record.eager_run is None else of(record.eager_run)
-            return replace(
-                self._steps[number],
-                label=record.label,
-                among=record.among,
-                damaged=record.damaged,
-                replay=record.replay,
-                padded=record.padded,
-                eager_run=eager,
-            )
-
-        return [of(record.copied) for record in driven.records]
+    return [of(record) for record in driven.records]
 
 
 def step_inputs(schedule: Schedule, step: Step, claims: Capabilities) -> StepInputs:
-    """What a step is given, and the KV pool as it should be after it."""
+    """What a step is given, and what it should leave in the KV pool."""
     data = make_step_data(schedule, step)
     tails = schedule.case.kv_dtype in claims.finite_page_tails
-    after = pool_image(schedule, step, data, tails, after=True)
+    image = partial(_pool, schedule, step, data, tails)
+    slots, rows = new_kv(step, data)
     if step.stored:
+        # They are in the pool already, and k and v are not to be looked at.
+        slots, rows = slots[:0], rows[:, :, :0]
         data = replace(data, k=torch.full_like(data.k, torch.nan), v=torch.full_like(data.v, torch.nan))
-    return StepInputs(data, pack(data.q, data.k, data.v, mla=schedule.case.heads.family == "mla"), after)
+    packed = pack(data.q, data.k, data.v, mla=schedule.case.heads.family == "mla")
+    return StepInputs(data, packed, image, slots, rows)
+
+
+def _pool(schedule: Schedule, step: Step, data: StepData, tails: bool, after: bool) -> torch.Tensor:
+    return pool_image(schedule, step, data, tails, after=after or step.stored)
 
 
 def _judge_step(outcome: _Outcome, observed: Observation, claims: Capabilities) -> None:

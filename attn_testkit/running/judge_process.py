@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -118,8 +121,73 @@ class JudgeProcess:
         return JudgeError(f"the process that judges ended with exit code {code}; what it printed stands above")
 
 
+class JudgeProcesses:
+    """Several judges that share a run: one process judges what about four workers do."""
+
+    def __init__(self, options: Options) -> None:
+        count = -(-options.jobs // WORKERS_OF_ONE)
+        shares = [options.jobs // count + (index < options.jobs % count) for index in range(count)]
+        gpus = [options.gpus[index::count] or options.gpus for index in range(count)]
+        self._judges = [
+            JudgeProcess(replace(options, jobs=jobs, gpus=mine)) for jobs, mine in zip(shares, gpus, strict=True)
+        ]
+
+    def plan(self, request: Request) -> Plan:
+        """Decide what to run. Raises ``UsageError``."""
+        return self._judges[0].plan(request)
+
+    def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
+        """Results as they come. One that is given up before its end takes the judges along."""
+        found: queue.SimpleQueue[CaseResult | BaseException | None] = queue.SimpleQueue()
+
+        def follow(judge: JudgeProcess, mine: Sequence[Item]) -> None:
+            try:
+                for result in judge.run(plan, mine):
+                    found.put(result)
+            except BaseException as error:
+                found.put(error)
+            found.put(None)
+
+        shares = _shares(items, len(self._judges))
+        for judge, mine in zip(self._judges, shares, strict=True):
+            threading.Thread(target=follow, args=(judge, mine), daemon=True).start()
+        left = len(self._judges)
+        try:
+            while left:
+                result = found.get()
+                if isinstance(result, BaseException):
+                    raise result
+                if result is None:
+                    left -= 1
+                else:
+                    yield result
+        finally:
+            if left:
+                self.close()
+
+    def close(self) -> None:
+        """End every judge and every worker."""
+        for judge in self._judges:
+            judge.close()
+
+
+WORKERS_OF_ONE = 4
+"""Judging takes about a fifth of a worker's time, and a process of Python judges one thing at a time."""
+
+
+def _shares(items: Sequence[Item], count: int) -> list[list[Item]]:
+    """The items dealt out, what shares a case to the same judge, so that each has cheap ones and dear ones."""
+    shares: list[list[Item]] = [[] for _ in range(count)]
+    groups = itertools.groupby(items, key=lambda item: (item.backend, item.case))
+    for share, (_, group) in zip(itertools.cycle(shares), groups, strict=False):
+        share += group
+    return shares
+
+
 def judge_for(options: Options) -> Judge:
-    """The judge for a run: a process, or with ``in_process`` this one."""
+    """The judge for a run: a process, several for many jobs, or with ``in_process`` this one."""
+    if options.jobs > WORKERS_OF_ONE:
+        return JudgeProcesses(options)
     if not options.in_process:
         return JudgeProcess(options)
     judge: Judge = importlib.import_module(RUNNER).Runner(options)

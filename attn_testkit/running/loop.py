@@ -7,18 +7,19 @@ takes the copies, judges them, and asks further where something is wrong; while 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 
-from ..contract import Capabilities
+from ..contract import Capabilities, Execution
 from ..environment import resolve
 from ..registry import UsageError, capabilities_line
 from ..results import CaseResult, Status
-from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
+from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from .candidate import Candidate
 from .judge import judge_item
 from .plan import plan_run
@@ -41,6 +42,7 @@ class Runner:
         self._busy: set[Worker | LocalWorker] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self._alone = True
         self._lost = ""
         """In this process: which case-run lost the device's context."""
 
@@ -74,6 +76,7 @@ class Runner:
         """Results as they come, one for each item. Closing the generator ends what is running."""
         waiting = deque(_groups(items))
         jobs = 1 if self.options.in_process else max(1, min(self.options.jobs, len(waiting)))
+        self._alone = jobs == 1
         if jobs == 1:
             with contextlib.closing(self._results(plan, waiting, self._gpu(0))) as results:
                 yield from results
@@ -130,7 +133,12 @@ class Runner:
                     group = waiting.popleft()
                 except IndexError:
                     return
-                for item in group:
+                for item, following in itertools.pairwise([*group, None]):
+                    assert item is not None
+                    after = following or _first(waiting)
+                    same = after is not None and after.backend == item.backend
+                    # Where several threads take from the list, the next group may be another one's.
+                    place.next = _request(after) if after and same and (following or self._alone) else None
                     yield self._result(item, plan, place, candidates[item.backend])
         finally:
             place.leave()
@@ -192,12 +200,25 @@ class Runner:
         return gpus[index % len(gpus)] if gpus else ""
 
 
+def _request(item: Item) -> DriveCase:
+    return DriveCase(item.case, Execution(item.execution))
+
+
+def _first(waiting: deque[_Group]) -> Item | None:
+    try:
+        return waiting[0][0]
+    except IndexError:
+        return None
+
+
 class _Place:
     """One thread's worker: replaced when it ended, or when another backend is due."""
 
     def __init__(self, runner: Runner, device: str, gpu: str) -> None:
         self._runner, self._device, self._gpu = runner, device, gpu
         self._worker: Worker | LocalWorker | None = None
+        self.next: DriveCase | None = None
+        """What the same backend is to do after this: begun while the judge is busy."""
 
     def take(self, candidate: Candidate) -> Worker | LocalWorker:
         """A worker of this backend that lives."""
@@ -207,10 +228,20 @@ class _Place:
             worker = self._worker = self._runner._worker_for(candidate, self._device, self._gpu)
         return worker
 
-    def drive(self, request: DriveCase | Rerun, receive: Callable[[Copied], None]) -> Driven:
+    def drive(self, request: DriveCase | Rerun) -> Driven:
         """Have the backend driven, by another worker if the one before has ended. Raises ``WorkerLost``."""
         assert self._worker is not None
-        return self.take(self._worker.candidate).drive(request, receive)
+        try:
+            answer = self.take(self._worker.candidate).drive(request)
+        except WorkerLost as error:
+            if not error.of_another:
+                raise
+            # What was begun ahead took the worker along. It will be begun again, and blamed, in its turn.
+            self.next = None
+            answer = self.take(self._worker.candidate).drive(request)
+        if isinstance(request, DriveCase) and self.next is not None and self.next != request:
+            self._worker.ahead(self.next)
+        return answer
 
     def last_words(self) -> str:
         """What the worker printed since it was last asked."""

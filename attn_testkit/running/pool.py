@@ -9,13 +9,12 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from typing import Any, NoReturn
 
 from ..registry import BackendNotFound
 from ..results import Status
-from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
+from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from .candidate import Candidate
 
 __all__ = ["STARTED", "Worker", "WorkerLost", "WorkerStartError", "ending", "preload"]
@@ -30,11 +29,14 @@ SERVE = "attn_testkit.running.worker"
 
 
 class WorkerLost(Exception):
-    """The process died or hung over what it was asked. ``status`` is ``CRASHED`` or ``TIMED_OUT``."""
+    """The process died or hung over what it was asked. ``status`` is ``CRASHED`` or ``TIMED_OUT``.
 
-    def __init__(self, status: Status, reason: str) -> None:
+    ``of_another``: over a drive that was begun ahead, and not over this request.
+    """
+
+    def __init__(self, status: Status, reason: str, *, of_another: bool = False) -> None:
         super().__init__(reason)
-        self.status, self.reason = status, reason
+        self.status, self.reason, self.of_another = status, reason, of_another
 
 
 class WorkerStartError(Exception):
@@ -69,6 +71,9 @@ class Worker:
         self.described: Described | None = None
         self._timeout_s = timeout_s
         self._mark = 0
+        self._deadline = 0.0
+        self._ahead: DriveCase | Rerun | None = None
+        self._kept: dict[DriveCase | Rerun, Driven | str] = {}
         handle, self._words = tempfile.mkstemp(prefix="attn-testkit-worker-")
         os.close(handle)
         self._connection, theirs = multiprocessing.Pipe()
@@ -91,12 +96,13 @@ class Worker:
         """What the backend claims. Raises ``BackendNotFound`` when importing it fails, kills the process, or hangs."""
         if self.described is None:
             try:
-                begun = self._wait(START_SECONDS, lambda _: None)
+                begun = self._wait(time.monotonic() + START_SECONDS, START_SECONDS)
             except WorkerLost as error:
                 raise WorkerStartError(f"a worker could not start: {error.reason}") from error
             assert begun == STARTED, begun
             try:
-                answer = self._wait(max(START_SECONDS, self._timeout_s), lambda _: None)
+                patience = max(START_SECONDS, self._timeout_s)
+                answer = self._wait(time.monotonic() + patience, patience)
             except WorkerLost as error:
                 raise BackendNotFound(f"backend {self.candidate.spec!r}: importing it: {error.reason}") from error
             if isinstance(answer, str):
@@ -107,19 +113,43 @@ class Worker:
             self.described = answer
         return self.described
 
-    def drive(self, request: DriveCase | Rerun, receive: Callable[[Copied], None]) -> Driven:
-        """Have it driven; ``receive`` takes the copies of each step as they come. Raises ``WorkerLost``."""
+    def drive(self, request: DriveCase | Rerun) -> Driven:
+        """Have it driven. Raises ``WorkerLost``, and ``RuntimeError`` when the harness itself failed there."""
         self.describe()
+        if self._ahead is not None and self._ahead != request:
+            # Asked between: what was begun is kept for when it is asked for.
+            begun, self._ahead = self._ahead, None
+            try:
+                self._kept[begun] = self._answer()
+            except WorkerLost as error:
+                raise WorkerLost(error.status, error.reason, of_another=True) from error
+        if request in self._kept:
+            return self._judged(self._kept.pop(request))
+        if self._ahead is None:
+            self._send(request)
+        self._ahead = None
+        return self._judged(self._answer())
+
+    def ahead(self, request: DriveCase) -> None:
+        """Begin a drive that is asked for next, while the judge is busy with the one before."""
+        if not self.ended and self._ahead is None:
+            self._ahead = request
+            with contextlib.suppress(WorkerLost):  # it is told when the answer is asked for
+                self._send(request)
+
+    def _send(self, request: DriveCase | Rerun) -> None:
         self._mark = os.path.getsize(self._words)
+        self._deadline = time.monotonic() + self._timeout_s
         try:
             self._connection.send(request)
-            answer = self._wait(self._timeout_s, receive)
         except OSError:
             self._died()
-        except BaseException:
-            # What it still sends would be taken for the answer to the next question.
-            self.close()
-            raise
+
+    def _answer(self) -> Driven | str:
+        answer: Driven | str = self._wait(self._deadline, self._timeout_s)
+        return answer
+
+    def _judged(self, answer: Driven | str) -> Driven:
         if isinstance(answer, Driven):
             # A lost device context outlives the case-run; the next one needs a fresh process.
             if answer.lost:
@@ -153,19 +183,13 @@ class Worker:
         with contextlib.suppress(OSError):
             os.unlink(self._words)
 
-    def _wait(self, seconds: float, receive: Callable[[Copied], None]) -> Any:
-        deadline = time.monotonic() + seconds
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                if not self._connection.poll(max(0.0, left)):
-                    raise self._lost(Status.TIMED_OUT, f"no result after {seconds:g} s")
-                message = self._connection.recv()
-            except (EOFError, OSError):
-                self._died()
-            if not isinstance(message, Copied):
-                return message
-            receive(message)
+    def _wait(self, deadline: float, seconds: float) -> Any:
+        try:
+            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                raise self._lost(Status.TIMED_OUT, f"no result after {seconds:g} s")
+            return self._connection.recv()
+        except (EOFError, OSError):
+            self._died()
 
     def _died(self) -> NoReturn:
         self._process.join(timeout=5)

@@ -18,7 +18,7 @@ from ..contract import AttentionBackend
 from ..environment import Environment, resolve
 from ..graphs.capture import settle
 from ..registry import UsageError
-from ..runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun
+from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from .candidate import Candidate, resolve_candidate
 from .case_run import drive_case, rerun
 from .pool import STARTED
@@ -60,16 +60,15 @@ class LocalWorker:
         """What the backend claims."""
         return self.described
 
-    def drive(self, request: DriveCase | Rerun, receive: object) -> Driven:
-        """Have it driven; ``receive`` takes the ``Copied`` of each step as they come."""
-        assert callable(receive)
+    def drive(self, request: DriveCase | Rerun) -> Driven:
+        """Have it driven."""
         self._drives += 1
         if self._drives in _SETTLE_AFTER or self._drives % _SETTLE_EVERY == 0:
             settle()
         try:
             if isinstance(request, Rerun):
-                return rerun(self.backend_class, request, self.environment, receive)
-            driven = drive_case(self.backend_class, request, self.environment, receive)
+                return rerun(self.backend_class, request, self.environment)
+            driven = drive_case(self.backend_class, request, self.environment)
         except BaseException as error:
             changed = self._changed()
             if not changed or isinstance(error, (KeyboardInterrupt, MemoryError)):
@@ -83,6 +82,9 @@ class LocalWorker:
         if changed:
             restore(self._state)
         return changed
+
+    def ahead(self, request: DriveCase) -> None:
+        """Nothing: there is no other process to work meanwhile."""
 
     def last_words(self) -> str:
         """Nothing: what it prints is on the terminal."""
@@ -127,16 +129,13 @@ def serve(connection: Connection, candidate: Candidate, device: str, gpu: str, t
         except EOFError:
             os._exit(0)
         faulthandler.dump_traceback_later(patience, exit=False)
-        connection.send(_answer(worker, request, connection))
+        connection.send(_answer(worker, request))
         faulthandler.cancel_dump_traceback_later()
 
 
-def _answer(worker: LocalWorker, request: DriveCase | Rerun, connection: Connection) -> Driven | str:
-    def send(copied: Copied) -> None:
-        connection.send(copied)
-
+def _answer(worker: LocalWorker, request: DriveCase | Rerun) -> Driven | str:
     try:
-        return worker.drive(request, send)
+        return worker.drive(request)
     except Exception as error:
         return given_up(error)
 

@@ -35,7 +35,7 @@ def evidence(attended: AttendedKeys | None, errors: float = 2.0, schedule: Sched
     )
     out = torch.zeros(expected.attention.shape)
     out[0, 0, 0, 0] = errors
-    copies = copies_of([("attention", str(layer), each) for layer, each in enumerate(out.unbind(0))], None)
+    copies = copies_of([("attention", str(layer), each) for layer, each in enumerate(out.unbind(0))])
     seen = Observation(schedule, step, "", copies)
     return Evidence(schedule, Judgement(seen, expected), attended, [], in_graph=False)
 

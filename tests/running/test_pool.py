@@ -40,11 +40,9 @@ def plan_for(runner: Runner, *names: str, cases: tuple[str, ...] = (THREE, TWO))
     return runner.plan(Request(specs, executions=("eager",), device="cpu", cases=cases))
 
 
-def results_of(
-    *names: str, cases: tuple[str, ...] = (THREE, TWO), execution: str = "eager", **options
-) -> list[CaseResult]:
+def results_of(*names: str, cases: tuple[str, ...] = (THREE, TWO), **options) -> list[CaseResult]:
     with contextlib.closing(Runner(Options(**options))) as runner:
-        plan = plan_for(runner, *names, cases=cases, execution=execution)
+        plan = plan_for(runner, *names, cases=cases)
         return list(runner.run(plan, plan.items))
 
 
