@@ -83,9 +83,26 @@ def observation(
     pieces += [("outputs", name, value) for name, value in named if value is not None]
     for name, before, now in inputs:
         pieces += [("before", name, before), ("now", name, now)]
-    given = StepInputs(expected.data, torch.zeros(0), after)
-    copies = copies_of(pieces, after if pool is None else pool)
-    return Observation(schedule, step or schedule.steps[0], "a step", copies, inputs=given, **fields)  # type: ignore[arg-type]
+    return with_pool(
+        Observation(schedule, step or schedule.steps[0], "a step", copies_of(pieces), **fields),  # type: ignore[arg-type]
+        expected, after, after if pool is None else pool,
+    )  # fmt: skip
+
+
+def with_pool(seen: Observation, expected: Expected, after: torch.Tensor, held: torch.Tensor) -> Observation:
+    """The same step with another pool. ``after``: what it should hold; ``held``: what it holds."""
+    new = sorted(int(slot) for r in seen.step.requests for slot in r.slots[r.prefix :])
+    slots = torch.tensor([] if seen.step.stored else new, dtype=torch.int64)
+    before = after.clone()
+    before[:, :, slots] = torch.nan
+    bits, was = held.view(torch.int32), before.view(torch.int32)
+    changed = (bits != was).flatten(3).any(-1).any(0).any(0).nonzero().flatten()
+    rest = [(g, n, t) for g, named in seen.copies.cut().items() for n, t in named.items() if g != "pool"]
+    copies = copies_of([*rest, ("pool", "slots", changed), ("pool", "rows", bits[:, :, changed])])
+    given = StepInputs(
+        expected.data, torch.zeros(0), lambda later: after if later else before, slots, after[:, :, slots]
+    )
+    return replace(seen, copies=copies, inputs=given)
 
 
 def empty_pool(schedule: Schedule) -> torch.Tensor:

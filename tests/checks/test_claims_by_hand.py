@@ -142,11 +142,11 @@ def test_every_way_is_asked_in_some_case(monkeypatch: pytest.MonkeyPatch) -> Non
         def __init__(self, context: BackendContext) -> None:
             made.append(context)
 
-    every = list(outside_claims(Takes.capabilities, context()))
+    schedule, every = schedule_of(DECODE), list(outside_claims(Takes.capabilities, context()))
     assert len(every) >= 4
     for number, (name, _) in enumerate(every):
         monkeypatch.setattr(type(parse_case(DECODE)), "pick", lambda self, what, n, number=number: number)
-        (finding,) = refuses_undeclared(Takes, schedule_of(DECODE), context())
+        (finding,) = refuses_undeclared(Takes, schedule, context())
         assert finding.check == "refuses-undeclared"
         assert finding.headline == f"{name} is not claimed, yet the constructor accepted it"
         assert "super().__init__(context)" in finding.hint

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import DECODE, empty_pool, expected_zeros, observation, schedule_of
+from by_hand import DECODE, empty_pool, expected_zeros, observation, schedule_of, with_pool
 
 from attn_testkit.checks.graphs import addresses_stable
-from attn_testkit.checks.memory import inputs_unchanged, same_pool, writes_own_kv
+from attn_testkit.checks.memory import inputs_unchanged, pool_is_right, writes_own_kv
 
 SCHEDULE = schedule_of(DECODE)
 PAGE = SCHEDULE.case.page_size
@@ -25,8 +25,9 @@ def written(slot: int, layer: int = 0, part: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(("layer", "part"), [(0, 0), (1, 1)])
 def test_padding_may_write_page_0_and_nothing_else(slot: int, same: bool, layer: int, part: int) -> None:
     pool = written(slot, layer, part)
-    assert same_pool(pool, empty_pool(SCHEDULE), PAGE) is same
-    findings = writes_own_kv(observation(SCHEDULE, expected_zeros(SCHEDULE), pool=pool), SCHEDULE.case)
+    seen = observation(SCHEDULE, expected_zeros(SCHEDULE), pool=pool)
+    assert pool_is_right(seen, PAGE) is same
+    findings = writes_own_kv(seen, SCHEDULE.case)
     assert bool(findings) is not same
     for finding in findings:
         name, page, offset = "KV"[part], slot // PAGE, slot % PAGE
@@ -34,11 +35,25 @@ def test_padding_may_write_page_0_and_nothing_else(slot: int, same: bool, layer:
 
 
 def test_bits_are_compared_so_that_nan_equals_nan_and_minus_zero_is_another_number() -> None:
+    def right(held: torch.Tensor, after: torch.Tensor) -> bool:
+        expected = expected_zeros(SCHEDULE)
+        return pool_is_right(with_pool(observation(SCHEDULE, expected), expected, after, held), PAGE)
+
     pool, other = empty_pool(SCHEDULE), empty_pool(SCHEDULE)
     pool[0, 0, PAGE] = other[0, 0, PAGE] = torch.nan
-    assert same_pool(pool, other, PAGE)
+    assert right(pool, other)
     other[1, 1, LAST] = -0.0
-    assert not same_pool(pool, other, PAGE)
+    assert not right(pool, other)
+    own = int(SCHEDULE.steps[0].requests[0].slots[-1])
+    pool, other = empty_pool(SCHEDULE), empty_pool(SCHEDULE)
+    other[0, 1, own] = -0.0
+    assert not right(pool, other), "a slot of this step's tokens"
+
+
+def test_a_slot_that_should_have_been_written_and_was_not_is_wrong() -> None:
+    pool = empty_pool(SCHEDULE)
+    pool[:, :, int(SCHEDULE.steps[0].requests[0].slots[-1])] = torch.nan
+    assert writes_own_kv(observation(SCHEDULE, expected_zeros(SCHEDULE), pool=pool), SCHEDULE.case)
 
 
 def test_whose_slot_is_wrong_is_said() -> None:

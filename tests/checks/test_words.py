@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from by_hand import CLAIMS, DECODE, VERIFY, expected_zeros, observation, schedule_of
+from by_hand import CLAIMS, DECODE, VERIFY, empty_pool, expected_zeros, observation, schedule_of, with_pool
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import CHECKS, Stage, judged
@@ -161,15 +161,12 @@ def pool_hint(
     step = replace(SCHEDULE.steps[0], stored=stored)
     expected = expected_zeros(SCHEDULE)
     seen = observation(SCHEDULE, expected, step=step)
-    assert seen.inputs is not None
-    after, held = seen.inputs.pool_after.clone(), seen.inputs.pool_after.clone()
+    after, held = empty_pool(SCHEDULE), empty_pool(SCHEDULE)
     for layer, part, slot, value in want:
         after[layer, part, slot] = held[layer, part, slot] = value
     for layer, part, slot, value in rows:
         held[layer, part, slot] = value
-    inputs = replace(seen.inputs, pool_after=after)
-    seen = observation(SCHEDULE, expected, step=step, pool=held)
-    (finding,) = writes_own_kv(replace(seen, inputs=inputs), SCHEDULE.case)
+    (finding,) = writes_own_kv(with_pool(seen, expected, after, held), SCHEDULE.case)
     return finding.hint
 
 

@@ -19,7 +19,7 @@ from attn_testkit.diagnosis.rerun import OTHER_FILL, POISON, Rerunner
 from attn_testkit.oracle.expect import expect
 from attn_testkit.results import Finding
 from attn_testkit.runner_modes.graphs import AllocatedInCapture, GraphRun
-from attn_testkit.runner_modes.messages import Copied, Driven, Rerun, StepRecord
+from attn_testkit.runner_modes.messages import Driven, Rerun, StepRecord
 
 SCHEDULE = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"))
 PADDED = next(step for step in SCHEDULE.steps if step.bucket > step.bs)
@@ -39,7 +39,7 @@ def seen(
         out[0, 0, 0] = torch.full((4,), OTHER_FILL, dtype=torch.uint8).view(torch.float32)
     elif value != "right":
         out[0, 0, 0, 0] = torch.nan if value == "nan" else 9.0
-    copies = copies_of([("attention", str(i), each) for i, each in enumerate(out.unbind(0))], None)
+    copies = copies_of([("attention", str(i), each) for i, each in enumerate(out.unbind(0))])
     return Observation(schedule, step, "a step", copies, replay=replay, **more)
 
 
@@ -268,10 +268,10 @@ def test_one_number_that_has_the_fills_bits_by_chance_is_not_left_alone() -> Non
 def test_a_question_travels_whole_and_its_answer_is_found_by_step() -> None:
     requests: list[Rerun] = []
 
-    def drive(request: Rerun, receive: Callable[[Copied], None]) -> Driven:
+    def drive(request: Rerun) -> Driven:
         requests.append(request)
-        receive(Copied(0, FULL.name, seen(FULL).copies))
-        record = StepRecord(0, "replay", "graphs", ("a block",), replay=request.step is None, padded=2)
+        replay = request.step is None
+        record = StepRecord(0, FULL.name, seen(FULL).copies, "replay", "graphs", ("a block",), replay, padded=2)
         return Driven((record,), fill=7, allocated_in_capture=(("a", "b"),), replaced=("c",))
 
     rerunner = Rerunner(drive, None)  # type: ignore[arg-type]

@@ -6,10 +6,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from attn_testkit.runner_modes.messages import Copied, Described, DriveCase, Driven, Rerun, StepRecord
+from attn_testkit.runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
@@ -38,7 +37,7 @@ def schedules() -> list[Schedule]:
     return schedules_of(parse_case(CASE), EAGER, Invariant.capabilities, resolve("cpu"))
 
 
-Recorded = tuple[Described, list[Copied], Driven]
+Recorded = tuple[Described, Driven]
 
 
 class Invariant(TorchNativeBackend):
@@ -48,9 +47,7 @@ class Invariant(TorchNativeBackend):
 @functools.cache
 def recorded(case: str = CASE, execution: Execution = EAGER, invariant: bool = True) -> Recorded:
     worker = LocalWorker(candidate_for(Invariant if invariant else TorchNativeBackend, in_process=True), "cpu")
-    copied: list[Copied] = []
-    driven = worker.drive(DriveCase(case, execution), copied.append)
-    return worker.described, copied, driven
+    return worker.described, worker.drive(DriveCase(case, execution))
 
 
 @functools.cache
@@ -62,13 +59,11 @@ def plan(case: str = CASE, execution: Execution = EAGER) -> Plan:
 def judged(found: Recorded, execution: Execution = EAGER, case: str = CASE, probe: bool = False) -> CaseResult:
     """The result of what was driven. Nothing that is asked afterwards is answered."""
 
-    def drive(request: DriveCase | Rerun, receive: Callable[[Copied], None]) -> Driven:
+    def drive(request: DriveCase | Rerun) -> Driven:
         if isinstance(request, Rerun):
             raise WorkerLost(Status.CRASHED, "it died over the question")
         assert request == DriveCase(case, execution)
-        for each in found[1]:
-            receive(each)
-        return found[2]
+        return found[1]
 
     return judge_item(drive, found[0], plan(case, execution), Item(SPEC, "decode", execution.value, case, probe))
 
@@ -77,11 +72,16 @@ def with_copies(
     found: Recorded, number: int, change: Callable[[dict[tuple[str, str], torch.Tensor]], None]
 ) -> Recorded:
     """The same, and copies of one step changed in place."""
-    described, copied, driven = found
-    old = copied[number].copies
-    new = Copies(old.flat.copy(), old.layout, old.pool)
+    old = found[1].records[number].copies
+    new = Copies(old.flat.copy(), old.layout)
     change({(group, name): tensor for group, named in new.cut().items() for name, tensor in named.items()})
-    return described, [*copied[:number], replace(copied[number], copies=new), *copied[number + 1 :]], driven
+    return with_record(found, number, copies=new)
+
+
+def with_record(found: Recorded, number: int, **changes: object) -> Recorded:
+    records = list(found[1].records)
+    records[number] = replace(records[number], **changes)  # type: ignore[arg-type]
+    return with_driven(found, records=tuple(records))
 
 
 def flip(layer: str, row: int = 0) -> Callable[[dict[tuple[str, str], torch.Tensor]], None]:
@@ -100,8 +100,14 @@ def wrong(layer: str = "0") -> Callable[[dict[tuple[str, str], torch.Tensor]], N
     return change
 
 
+def without(record: StepRecord, place: int) -> StepRecord:
+    """The same where another record is taken out."""
+    number = record.eager_run
+    return replace(record, eager_run=None if number is None or number == place else number - (number > place))
+
+
 def with_driven(found: Recorded, **changes: object) -> Recorded:
-    return found[0], found[1], replace(found[2], **changes)  # type: ignore[arg-type]
+    return found[0], replace(found[1], **changes)  # type: ignore[arg-type]
 
 
 def checks(result: CaseResult) -> list[str]:
@@ -121,7 +127,7 @@ def test_a_right_drive_passes_and_says_how_near_the_limit_it_came(execution: Exe
     assert ("padding-inert" in result.checks) is (execution is GRAPH)
     assert (result.device, result.graph) == ("emulated", "emulated" if execution is GRAPH else "")
     assert (result.kernels, result.reason) == ("real", "")
-    assert result.seconds.keys() == {*found[2].seconds, "oracle and checks"}
+    assert result.seconds.keys() == {*found[1].seconds, "oracle and checks"}
     assert result.seconds["oracle and checks"] > 0
     assert all(value == round(value, 6) for value in result.seconds.values())
 
@@ -131,14 +137,15 @@ def test_a_right_drive_passes_and_says_how_near_the_limit_it_came(execution: Exe
 def test_a_step_that_was_due_and_is_missing_is_no_pass(execution: Execution, stage: Stage) -> None:
     """Whichever it is, the eager steps between replays included."""
     found = recorded(CASE, execution)
-    records, (schedule,) = found[2].records, schedules()
-    names = [(found[1][record.copied].step, record.replay) for record in records]
+    records, (schedule,) = found[1].records, schedules()
+    names = [(record.step, record.replay) for record in records]
     assert len(records) > (3 if execution is EAGER else 8)
-    for record, (name, replay) in zip(records, names, strict=True):
-        if names.count((name, replay)) > 1 or not (replay or schedule.step_named(name).eager_too or execution is EAGER):
+    for place, (name, replay) in enumerate(names):
+        due = replay or execution is EAGER or schedule.step_named(name).eager_too
+        if names.count((name, replay)) > 1 or not due:
             continue
-        rest = [replace(r, eager_run=None if r.eager_run == record.copied else r.eager_run) for r in records]
-        rest = [each for each in rest if each.copied != record.copied]
+        rest = [without(record, place) for record in records]
+        del rest[place]
         if execution is EAGER:
             rest.insert(1, rest[0])  # what is compared with the first
         result = judged(with_driven(found, records=tuple(rest), stage=int(stage)), execution)
@@ -163,11 +170,11 @@ def test_of_many_missing_steps_three_are_named() -> None:
 def test_a_request_alone_is_due_only_where_batch_invariance_is_claimed_and_there_is_company() -> None:
     for invariant, case, count in ((True, CASE, 4), (False, CASE, 3), (True, ONE, 3)):
         found = recorded(case, EAGER, invariant)
-        assert len(found[2].records) == count
+        assert len(found[1].records) == count
         assert judged(found, case=case).status is Status.PASSED
     found = recorded(CASE)
     claims = replace(found[0], claims=TorchNativeBackend.capabilities)
-    assert judged((claims, *with_driven(found, records=found[2].records[:3])[1:])).status is Status.PASSED
+    assert judged((claims, with_driven(found, records=found[1].records[:3])[1])).status is Status.PASSED
 
 
 @pytest.mark.parametrize("layer", ["0", "1"])
@@ -194,8 +201,8 @@ def test_another_bit_in_a_step_of_other_numbers_is_nobodys() -> None:
 @pytest.mark.parametrize(("execution", "number"), [(EAGER, 0), (EAGER, 1), (EAGER, 2), (EAGER, 3), (GRAPH, 0)])
 def test_a_wrong_number_in_any_step_fails_though_no_question_is_answered(execution: Execution, number: int) -> None:
     found = recorded(CASE, execution)
-    bad = found[2].records[number]
-    result = judged(with_copies(found, bad.copied, wrong()), execution)
+    bad = found[1].records[number]
+    result = judged(with_copies(found, number, wrong()), execution)
     assert result.status is Status.FAILED
     assert result.findings[0].headline.startswith("request 0 differs from the oracle")
     assert result.findings[0].step == bad.label
@@ -242,7 +249,7 @@ def test_nan_in_a_warm_up_is_reported_once_with_the_fill_value_unless_replays_sh
     result = judged(found, GRAPH)
     assert checks(result) == ["finite"]
     assert result.findings[0].where == "bucket 2, every seq_lens at the fill value 7"
-    at = found[2].records[0].copied
+    at = next(i for i, record in enumerate(found[1].records) if record.replay)
     assert "the warm-up" not in " ".join(f.headline for f in judged(with_copies(found, at, wrong()), GRAPH).findings)
     assert judged(with_driven(recorded(), not_finite_in_warm_up=(0,))).status is Status.PASSED
 
@@ -256,44 +263,34 @@ def test_what_was_left_behind_is_reported_from_the_import_and_from_the_drive() -
     assert judged(with_driven(recorded(), changed=("b",))).status is Status.FAILED
 
 
-def test_a_slot_that_is_wrong_in_one_step_is_found_there_and_page_0_is_free() -> None:
-    described, copied, driven = recorded()
-    for slot, status in ((3, Status.PASSED), (4, Status.FAILED)):
-        old = copied[0].copies
-        assert old.pool is not None
-        pool = old.pool.copy()
-        pool.reshape(2, 2, -1, 2 * 32 * 4)[0, 0, slot, 0] ^= 1
-        changed = replace(copied[0], copies=Copies(old.flat, old.layout, pool))
-        result = judged((described, [changed, *copied[1:]], driven))
-        assert result.status is status
-        assert checks(result) == (["writes-own-kv"] if status is Status.FAILED else [])
+def test_a_slot_that_is_wrong_in_one_step_is_found_there() -> None:
+    def change(tensors: dict[tuple[str, str], torch.Tensor]) -> None:
+        tensors["pool", "rows"].reshape(-1).view(torch.uint8)[-1] ^= 1
+
+    for number in range(4):
+        assert checks(judged(with_copies(recorded(), number, change))) == ["writes-own-kv"]
 
 
-def test_a_worker_that_sends_no_pool_failed_and_not_the_backend() -> None:
-    described, copied, driven = recorded()
-    less = replace(copied[0], copies=copied[0].copies.without_pool())
-    with pytest.raises(ValueError, match=f"no KV pool with step 0 of {CASE}"):
-        judged((described, [less, *copied[1:]], driven))
+def test_a_step_that_there_is_not_is_no_step() -> None:
+    with pytest.raises(KeyError):
+        judged(with_record(recorded(), 0, step="step 99"))
 
 
 def test_a_graph_that_works_and_is_not_claimed_is_a_hint_and_no_more() -> None:
     eager, graph = recorded(), recorded(CASE, GRAPH)
     hint = f"{SPEC}: decode captures and replays correctly under a graph, and is not claimed"
-    at = graph[2].records[0].copied
+    at = next(i for i, record in enumerate(graph[1].records) if record.replay)
     lost = with_driven(graph, lost="gone")
     raised = with_driven(graph, findings=(Finding("completes", "it raised"),))
 
     def result(first: Recorded, second: Recorded, probe: bool) -> tuple[CaseResult, list[Execution]]:
         asked: list[Execution] = []
 
-        def drive(request: DriveCase | Rerun, receive: Callable[[Copied], None]) -> Driven:
+        def drive(request: DriveCase | Rerun) -> Driven:
             if isinstance(request, Rerun):
                 return Driven()
             asked.append(request.execution)
-            found = first if request.execution is EAGER else second
-            for each in found[1]:
-                receive(each)
-            return found[2]
+            return (first if request.execution is EAGER else second)[1]
 
         return judge_item(drive, eager[0], plan(), Item(SPEC, "decode", "eager", CASE, probe)), asked
 
@@ -322,11 +319,8 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def outcome(*found: Finding, steps: bool = True) -> _Outcome:
-    _, copied, driven = recorded()
-    received = judge._Received(schedules(), recorded()[0].claims)
-    for each in copied:
-        received(each)
-    observed = received.observations(driven)
+    described, driven = recorded()
+    observed = judge._observations(driven, schedules(), described.claims)
     named = [
         replace(observed[0], label=label) for label in ("replay 1 of 7", "replay 3 of 7", "eager", "replay 3 of 7")
     ]
@@ -358,19 +352,16 @@ def test_other_replays_with_the_same_finding_are_named_once(explained: list[str]
 
 
 def test_an_observation_has_what_its_record_says() -> None:
-    _, copied, _ = recorded()
-    received = judge._Received(schedules(), Invariant.capabilities)
-    for each in copied:
-        received(each)
-    assert received.seconds > 0
-    first = StepRecord(0, "eager twin", among="graphs")
-    second = StepRecord(1, "replay 2", "steps", ("a block",), replay=True, padded=3, eager_run=0)
-    a, b = received.observations(Driven(records=(second, first)))
+    described, driven = recorded()
+    first = replace(driven.records[0], label="eager twin", among="graphs")
+    copies = driven.records[1].copies
+    second = StepRecord(0, "step 0", copies, "replay 2", "steps", ("a block",), replay=True, padded=3, eager_run=1)
+    a, b = judge._observations(Driven(records=(second, first)), schedules(), described.claims)
     assert (a.label, a.among, a.damaged, a.replay, a.padded) == ("replay 2", "steps", ("a block",), True, 3)
+    assert (a.schedule, a.step, a.copies) == (schedules()[0], schedules()[0].steps[0], copies)
     assert a.eager_run is not None
-    assert (a.eager_run.label, a.eager_run.copies.flat.tobytes()) == ("eager twin", copied[0].copies.flat.tobytes())
+    assert (a.eager_run.label, a.eager_run.copies) == ("eager twin", first.copies)
     assert b.eager_run is None
-    assert a.copies.pool is None, "it was right, and is compared once"
 
 
 def test_a_stored_step_is_given_nan_for_keys_and_values_and_holds_them_already() -> None:
@@ -383,6 +374,10 @@ def test_a_stored_step_is_given_nan_for_keys_and_values_and_holds_them_already()
     assert stored.data.k.isnan().all()
     assert stored.data.v.isnan().all()
     assert plain.packed.shape == stored.packed.shape
-    assert np.array_equal(plain.pool_after.isnan().numpy(), stored.pool_after.isnan().numpy())
+    assert (len(plain.new_slots), len(stored.new_slots), stored.new_rows.shape[2]) == (step.tokens, 0, 0)
+    own = plain.image(True)[:, :, plain.new_slots]
+    assert torch.equal(own, plain.new_rows)
+    assert plain.image(False)[:, :, plain.new_slots].isnan().all()
+    assert torch.equal(stored.image(False)[:, :, plain.new_slots], own), "they are there already"
     tails = judge.step_inputs(schedule, step, Invariant.capabilities.with_changes(finite_page_tails={"same"}))
-    assert tails.pool_after.isnan().sum() < plain.pool_after.isnan().sum()
+    assert tails.image(True).isnan().sum() < plain.image(True).isnan().sum()

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from attn_testkit.runner_modes.messages import Described, Driven
 
 from attn_testkit.contract import Capabilities
 from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, RunHeader, Status
-from attn_testkit.runner_modes.messages import Described, Driven
 from attn_testkit.running import loop, pool, worker
 from attn_testkit.running.candidate import Candidate, candidate_for
 from attn_testkit.running.gpus import GpuSlots
@@ -45,7 +45,7 @@ class FakeWorker:
     def last_words(self) -> str:
         return "\n  last words"
 
-    def drive(self, request: object, receive: object) -> Driven:
+    def drive(self, request: object, following: object = None) -> Driven:
         return Driven()
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ def test_whatever_is_raised_costs_one_case_run(
 def test_a_worker_that_ended_is_replaced_even_in_the_middle_of_a_case(judging: list[Judging]) -> None:
     def judge(drive: Callable[..., Driven], described: Described, plan: Plan, each: Item) -> CaseResult:
         FakeWorker.made[-1].close()
-        drive(None, None)
+        drive(None)
         return passed(each)
 
     judging.append(judge)
@@ -354,9 +354,9 @@ def test_what_a_drive_changes_is_added_and_put_back(monkeypatch: pytest.MonkeyPa
     found = LocalWorker(candidate_for(SPEC), "cpu")
     monkeypatch.setattr(worker, "drive_case", lambda *_: Driven(changed=("a",), stage=5))
     restored = state_of(monkeypatch, [], ["b"])
-    assert found.drive("any", print) == Driven(changed=("a",), stage=5)  # type: ignore[arg-type]
+    assert found.drive("any") == Driven(changed=("a",), stage=5)  # type: ignore[arg-type]
     assert restored == []
-    assert found.drive("any", print) == Driven(changed=("a", "b"), stage=5)  # type: ignore[arg-type]
+    assert found.drive("any") == Driven(changed=("a", "b"), stage=5)  # type: ignore[arg-type]
     assert len(restored) == 1
     assert (found.ended, found.last_words()) == (False, "")
     found.close()
@@ -374,13 +374,13 @@ def test_what_is_raised_in_a_changed_process_is_the_backends_and_else_the_kits(
     monkeypatch.setattr(worker, "drive_case", drive)
     state_of(monkeypatch, [], ["b"])
     with pytest.raises(type(error)):
-        found.drive("any", print)  # type: ignore[arg-type]
+        found.drive("any")  # type: ignore[arg-type]
     if isinstance(error, (KeyboardInterrupt, MemoryError)):
         with pytest.raises(type(error)):
-            found.drive("any", print)  # type: ignore[arg-type]
+            found.drive("any")  # type: ignore[arg-type]
     else:
         told = f"and then {type(error).__name__} was raised: {error}"
-        assert found.drive("any", print) == Driven(changed=("b", told))  # type: ignore[arg-type]
+        assert found.drive("any") == Driven(changed=("b", told))  # type: ignore[arg-type]
 
 
 def test_survivors_are_set_aside_after_the_first_the_eighth_and_every_two_hundredth_drive(
@@ -391,7 +391,7 @@ def test_survivors_are_set_aside_after_the_first_the_eighth_and_every_two_hundre
     monkeypatch.setattr(worker, "drive_case", lambda *_: Driven())
     monkeypatch.setattr(worker, "settle", lambda: settled.append(found._drives))
     for _ in range(401):
-        found.drive("any", print)  # type: ignore[arg-type]
+        found.drive("any")  # type: ignore[arg-type]
     assert settled == [1, 8, 200, 400]
 
 

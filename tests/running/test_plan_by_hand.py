@@ -12,7 +12,6 @@ from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, Finding, RunHeader, Status
 from attn_testkit.running import plan as planning
 from attn_testkit.running.candidate import Candidate
-from attn_testkit.running.known_failures import KnownFailure
 from attn_testkit.running.plan import _unsatisfiable, plan_run
 from attn_testkit.running.request import Item, Options, Plan, Request, bare_result, final_code, kit_error, prepare
 
