@@ -2,10 +2,10 @@
 
     python ci/mutants.py --list --only attn_testkit/oracle
     python ci/mutants.py --sample 40
-    python ci/mutants.py --jobs 16 --json mutants.json
+    python ci/mutants.py --sample 240 --jobs 16 --minutes 8 --json mutants.json
 
-A mutant is the kit with one small change: a boundary moved, a term dropped, a condition negated. The first test that
-fails kills it, or else a fault that is no longer caught, or a healthy backend that no longer passes. A survivor is a
+A mutant is the kit with one small change: a boundary moved, a term dropped, a condition turned. The first test that
+fails kills it; among the tests are faults that must be caught, and healthy backends that must pass. A survivor is a
 line that could be wrong without anybody knowing: it wants a test, or an entry in ci/mutants_equivalent.toml that says
 why nobody can see the difference. ci/mutants.toml says what is mutated and what judges it.
 
@@ -13,7 +13,7 @@ Interrupted, it goes on where it was: verdicts stay in a journal (--journal), an
 Nothing is written into the tree: a process that judges a mutant imports its text in place of the module's, and so does
 every process that it starts.
 
-Exit code 0 when no mutant survived, 1 when one did, 2 interrupted, 3 when a test fails without a mutant, 4 wrong usage.
+Exit code 0 when no mutant survived, 1 when one did, 2 interrupted or out of time, 3 when a test fails without a mutant, 4 wrong usage.
 
 Why no library: cosmic-ray writes each mutant into the tree and starts a fresh interpreter for it, which imports torch
 for longer than most mutants live here; it has no operator for statements, elements or slices. mutmut mutates bodies of
@@ -58,6 +58,10 @@ def arguments() -> argparse.ArgumentParser:
         metavar="S",
         dest="limit_s",
         help="least seconds for one stage; five times what it takes without a mutant where that is more",
+    )
+    parser.add_argument("--minutes", type=float, metavar="M", help="stop then, and report what there is")
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="TEST", help="a test that cannot run here; repeatable"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything")
     parser.add_argument("--journal", type=Path, metavar="FILE", help="default build/mutants.jsonl")
@@ -159,7 +163,7 @@ def choose(args: argparse.Namespace, config: Config) -> tuple[list[Mutant], dict
     Raises ``ConfigError`` for paths that hold none, and for an entry that matches none.
     """
     files = list(dict.fromkeys(config.files(args.only)))
-    mutants = [mutant for file in files for mutant in read_mutants(config.root, file)]
+    mutants = [mutant for file in files for mutant in read_mutants(config.root, file, config.unseen)]
     if not mutants:
         raise ConfigError(f"nothing to mutate in {', '.join(args.only or config.paths)}")
     listed = args.equivalent or args.config.parent / "mutants_equivalent.toml"
@@ -173,17 +177,17 @@ def choose(args: argparse.Namespace, config: Config) -> tuple[list[Mutant], dict
 
 
 def judge(args: argparse.Namespace, config: Config, mutants: Sequence[Mutant], journal: Journal) -> int:
-    """Judge those that the journal does not know; 0, or 3 when a stage fails without a mutant."""
+    """Judge those that the journal does not know; 0, 2 when time is up, or 3 when a stage fails without a mutant."""
+    started = time.monotonic()
+    until = float("inf") if args.minutes is None else started + 60 * args.minutes
     stages: dict[str, list[Stage]] = {path: config.stages(path) for path in dict.fromkeys(m.path for m in mutants)}
     waiting = [mutant for mutant in mutants if mutant.id not in journal.verdicts]
     if not waiting:
         return 0
-    jury = Judge(config, args.limit_s)
+    jury = Judge(config, args.limit_s, args.without)
     jury.seconds.update(journal.stages)
-    for stage in dict.fromkeys(stage for mutant in waiting for stage in stages[mutant.path]):
-        if stage.name in journal.stages:
-            continue
-        verdict = jury.baseline(stage)
+    unknown = dict.fromkeys(stage for mutant in waiting for stage in stages[mutant.path])
+    for stage, verdict in jury.baselines([stage for stage in unknown if stage.name not in journal.stages], args.jobs):
         if verdict.status != SURVIVED:
             print(f"{verdict.output}\nfails without a mutant: {stage.name} ({verdict.by})", file=sys.stderr)
             return 3
@@ -194,14 +198,14 @@ def judge(args: argparse.Namespace, config: Config, mutants: Sequence[Mutant], j
         for mutant in waiting:
             yield mutant, stages[mutant.path], journal.killers(mutant.path)
 
-    started = time.monotonic()
-    for count, (mutant, verdict) in enumerate(jury.run(trials(), args.jobs), start=1):
+    count = 0
+    for count, (mutant, verdict) in enumerate(jury.run(trials(), args.jobs, until), start=1):
         assert mutant
         journal.add(mutant, verdict)
         done = f"{count}/{len(waiting)} {time.monotonic() - started:.0f} s"
         what = f"{verdict.status:9} {mutant.path}:{mutant.line} {mutant.operator}"
         print(f"{done}  {what}  {verdict.by}"[:150], file=sys.stderr)
-    return 0
+    return 0 if count == len(waiting) else 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -222,12 +226,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{len(mutants)} mutants, {sum(m.id in reasons for m in mutants)} named equivalent", file=sys.stderr)
             return 0
         journal = Journal(args.journal or config.root / "build" / "mutants.jsonl", config.fingerprint())
-        interrupted = False
+        unfinished = ""
         try:
-            if code := judge(args, config, [m for m in mutants if m.id not in reasons], journal):
+            code = judge(args, config, [m for m in mutants if m.id not in reasons], journal)
+            if code == 3:
                 return code
+            unfinished = "time is up" if code else ""
         except KeyboardInterrupt:
-            interrupted = True
+            unfinished = "interrupted"
     except ConfigError as error:
         print(f"ci/mutants.py: {error}", file=sys.stderr)
         return 4
@@ -236,8 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(report.text())
     if args.json:
         args.json.write_text(json.dumps(report.plain(), indent=1) + "\n")
-    if interrupted:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+    if unfinished:
+        print(f"{unfinished}: the same command goes on from here", file=sys.stderr)
         return 2
     return 1 if report.survivors else 0
 

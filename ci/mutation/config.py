@@ -37,14 +37,18 @@ class Config:
     packages: dict[str, str]
     """Folder -> the package that it is imported as."""
     tests: dict[str, tuple[str, ...]]
-    """Folder -> what pytest runs for a mutant in it, the most telling first; the longest folder that fits counts.
+    """Folder or file -> what pytest runs for a mutant in it, the most telling first; the longest that fits counts.
+
+    Several tests in one entry, with spaces between them, share a process.
 
     ``tests/<name of the folder>``, where there is such a folder, comes before all of them.
     """
     smoke: tuple[tuple[str, ...], ...]
     """What runs after the tests, whatever was mutated: module and arguments."""
     warm: tuple[str, ...]
-    """Modules that are imported once, before the processes fork."""
+    """Modules that are imported once, before the processes fork, where they are installed."""
+    unseen: frozenset[str]
+    """Keyword arguments that say nothing of behaviour: never mutated, whoever is called."""
     watched: tuple[str, ...]
     """Files and folders whose change makes earlier verdicts void."""
 
@@ -73,9 +77,9 @@ class Config:
         folder = max(folders, key=len)
         own = f"tests/{PurePosixPath(folder).name}"
         tests = dict.fromkeys([*([own] if (self.root / own).is_dir() else []), *self.tests[folder]])
-        if missing := [test for test in tests if not (self.root / test).exists()]:
+        if missing := [test for entry in tests for test in entry.split() if not (self.root / test).exists()]:
             raise ConfigError(f"no such tests: {', '.join(missing)}")
-        return [*(Stage(("pytest", test)) for test in tests), *(Stage(argv) for argv in self.smoke)]
+        return [*(Stage(("pytest", *test.split())) for test in tests), *(Stage(argv) for argv in self.smoke)]
 
     def fingerprint(self) -> str:
         """Changes with every file that a verdict depends on."""
@@ -92,15 +96,16 @@ class Config:
 def load_config(file: Path) -> Config:
     """Read the file. ``root`` in it is relative to its folder. Raises ``ConfigError`` for one that is none."""
     try:
-        found = tomllib.loads(file.read_text())
+        told = tomllib.loads(file.read_text())
         return Config(
-            root=(file.parent / found["root"]).resolve(),
-            paths=tuple(found["paths"]),
-            packages=dict(found["packages"]),
-            tests={folder: tuple(tests) for folder, tests in found["tests"].items()},
-            smoke=tuple(tuple(argv) for argv in found.get("smoke", ())),
-            warm=tuple(found.get("warm", ())),
-            watched=tuple(found["watched"]),
+            root=(file.parent / told["root"]).resolve(),
+            paths=tuple(told["paths"]),
+            packages=dict(told["packages"]),
+            tests={folder: tuple(tests) for folder, tests in told["tests"].items()},
+            smoke=tuple(tuple(argv) for argv in told.get("smoke", ())),
+            warm=tuple(told.get("warm", ())),
+            unseen=frozenset(told.get("unseen", ())),
+            watched=tuple(told["watched"]),
         )
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"cannot read {file}: {type(error).__name__}: {error}") from error

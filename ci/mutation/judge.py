@@ -42,6 +42,8 @@ class Verdict:
     seconds: float = 0.0
     output: str = ""
     """The end of what the stage that failed printed."""
+    last: str = ""
+    """The stage that gave it."""
 
 
 Trial = tuple[Mutant | None, list[Stage], Sequence[str]]
@@ -67,44 +69,51 @@ class Judge:
     Args:
         config: what is mutated and by which stages it is judged.
         limit_s: least seconds that a stage gets before its mutant counts as timed out.
+        without: tests that cannot run here: files, or names as pytest prints them.
 
     Raises:
         ConfigError: a package that is to be mutated has been imported by what ``warm`` names.
     """
 
-    def __init__(self, config: Config, limit_s: float) -> None:
+    def __init__(self, config: Config, limit_s: float, without: Sequence[str] = ()) -> None:
         self._config = config
         self._limit_s = limit_s
+        self._without = without
         self.seconds: dict[str, float] = {}
         """Stage -> seconds that it takes without a mutant."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a fork inherits no threads, and jobs share cores
         for name in config.warm:
-            importlib.import_module(name)
+            with contextlib.suppress(ImportError):  # then no test that runs here needs it
+                importlib.import_module(name)
         early = sorted({name.split(".")[0] for name in config.packages.values()} & set(sys.modules))
         if early:
             raise ConfigError(f"warm imports {', '.join(early)}; a mutant of it would not be seen")
         gc.collect()
         gc.freeze()
 
-    def baseline(self, stage: Stage) -> Verdict:
-        """Run a stage without a mutant, and learn how long it takes. A verdict of ``survived`` is what must come."""
-        ((_, verdict),) = self.run([(None, [stage], ())], jobs=1)
-        self.seconds[stage.name] = verdict.seconds
-        return verdict
+    def baselines(self, stages: Iterable[Stage], jobs: int) -> Iterator[tuple[Stage, Verdict]]:
+        """Run stages without a mutant, and learn how long they take. A verdict of ``survived`` is what must come."""
+        trials = {stage.name: stage for stage in stages}
+        for _, verdict in self.run([(None, [stage], ()) for stage in trials.values()], jobs):
+            self.seconds[verdict.last] = verdict.seconds
+            yield trials[verdict.last], verdict
 
-    def run(self, trials: Iterable[Trial], jobs: int) -> Iterator[tuple[Mutant | None, Verdict]]:
+    def run(
+        self, trials: Iterable[Trial], jobs: int, until: float = float("inf")
+    ) -> Iterator[tuple[Mutant | None, Verdict]]:
         """Mutants with their verdicts, as they come.
 
         Args:
             trials: asked for one by one, when a process is free.
             jobs: processes at a time.
+            until: of ``time.monotonic``; what is under way then is ended without a verdict.
         """
         waiting = iter(trials)
         running: list[_UnderWay] = []
         more = True
         with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
             try:
-                while more or running:
+                while (more or running) and time.monotonic() < until:
                     while more and len(running) < jobs:
                         trial = next(waiting, None)
                         more = trial is not None
@@ -137,7 +146,7 @@ class Judge:
 
     def _fork(self, trial: _UnderWay) -> None:
         stage = trial.stages[0]
-        trial.deadline = time.monotonic() + max(self._limit_s, 5 * self.seconds.get(stage.name, float("inf")))
+        trial.deadline = time.monotonic() + max(self._limit_s, 5 * self.seconds.get(stage.name, 120.0))
         trial.pid = os.fork()
         if not trial.pid:
             code = 70
@@ -161,13 +170,15 @@ class Judge:
         code = os.waitstatus_to_exitcode(status) if pid else 0
         if pid and code == 0:
             if not trial.stages:
-                return Verdict("survived", seconds=seconds)
+                return Verdict("survived", seconds=seconds, last=stage.name)
             self._fork(trial)
             return None
         by = trial.folder / "by"
         output = (trial.folder / "output").read_text(errors="replace")[-KEPT:]
         named = by.read_text() if by.exists() else f"{stage.name} (exit code {code})"
-        return Verdict("killed", named, seconds, output) if pid else Verdict("timed out", stage.name, seconds, output)
+        if pid:
+            return Verdict("killed", named, seconds, output, stage.name)
+        return Verdict("timed out", stage.name, seconds, output, stage.name)
 
     def _child(self, trial: _UnderWay, stage: Stage) -> int:
         """The child's side: the exit code of a stage."""
@@ -186,7 +197,7 @@ class Judge:
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
             mutant_hook.install()
         if stage.argv[0] == "pytest":
-            return _pytest(stage.argv[1:], trial)
+            return _pytest(stage.argv[1:], trial, self._without)
         sys.argv = list(stage.argv)
         try:
             runpy.run_module(stage.argv[0], run_name="__main__", alter_sys=True)
@@ -195,11 +206,13 @@ class Judge:
         return 0
 
 
-def _pytest(args: Sequence[str], trial: _UnderWay) -> int:
+def _pytest(args: Sequence[str], trial: _UnderWay, without: Sequence[str]) -> int:
     import pytest
 
     # Rewritten asserts fail like plain ones, and the rewriting would import modules of plugins past the mutant's hook.
     options = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"]
+    for name in without:
+        options += ["--deselect", name] if "::" in name else ["--ignore", name]
     sys.argv = ["pytest", *args]
     return int(pytest.main([*options, *args], plugins=[_Watch(trial)]))
 

@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -65,8 +65,8 @@ class Mutant:
 class Code:
     """A file's bytes and its tree, with places in bytes."""
 
-    def __init__(self, source: bytes) -> None:
-        self.source = source
+    def __init__(self, source: bytes, unseen: Collection[str] = ()) -> None:
+        self.source, self.unseen = source, unseen
         self.tree = ast.parse(source)
         self._lines = [0]
         for line in source.splitlines(keepends=True):
@@ -217,7 +217,8 @@ def _element(node: ast.AST, code: Code) -> Iterator[Edit]:
         values: Sequence[ast.AST] = [*node.args, *node.keywords]
         spans = [(code.start(v), code.end(v)) for v in values]
         first = len(spans) - len(keywords) if len(keywords) == len(node.keywords) else len(spans)
-        yield from (_without(spans, index) for index in range(first, len(spans)))
+        seen = [index for index in range(first, len(spans)) if keywords[index - first].arg not in code.unseen]
+        yield from (_without(spans, index) for index in seen)
         return
     yield from (_without(spans, index) for index in range(len(spans)))
 
@@ -254,9 +255,12 @@ OPERATORS: dict[str, Callable[[ast.AST, Code], Iterator[Edit]]] = {
 """Name -> edits of one node. None where it does not apply."""
 
 
-def mutants_of(source: bytes, path: str) -> list[Mutant]:
-    """All mutants of a file, in its order. Raises ``SyntaxError`` when it is not Python."""
-    code = Code(source)
+def mutants_of(source: bytes, path: str, unseen: Collection[str] = ()) -> list[Mutant]:
+    """All mutants of a file, in its order. Raises ``SyntaxError`` when it is not Python.
+
+    ``unseen``: keyword arguments that are left as they are.
+    """
+    code = Code(source, unseen)
     seen: set[Edit] = set()
     counts: Counter[tuple[str, str, str]] = Counter()
     found = []
@@ -264,7 +268,7 @@ def mutants_of(source: bytes, path: str) -> list[Mutant]:
         start = min(code.start(node) for node in (statement, *getattr(statement, "decorator_list", ())))
         around = _Statement(start, code.end(statement), ast.dump(statement))
         holder = ast.Module([statement], [])
-        for node, scope in _nodes(holder, ""):
+        for node, scope in _nodes(holder, "", unseen):
             for name, operator in OPERATORS.items():
                 for edit in operator(node, code):
                     if edit in seen or not around.changed(source, edit):
@@ -293,16 +297,16 @@ class _Statement(NamedTuple):
         return [ast.dump(statement) for statement in parsed] != [self.tree]
 
 
-def _nodes(node: ast.AST, scope: str) -> Iterator[tuple[ast.AST, str]]:
+def _nodes(node: ast.AST, scope: str, unseen: Collection[str]) -> Iterator[tuple[ast.AST, str]]:
     """Every node that may be mutated, with the class and function that hold it."""
     for child in ast.iter_child_nodes(node):
-        if _out_of_bounds(node, child):
+        if _out_of_bounds(node, child) or (isinstance(child, ast.keyword) and child.arg in unseen):
             continue
         yield child, scope
         inner = scope
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inner = f"{scope}.{child.name}".lstrip(".")
-        yield from _nodes(child, inner)
+        yield from _nodes(child, inner, unseen)
 
 
 def _out_of_bounds(node: ast.AST, child: ast.AST) -> bool:
@@ -323,6 +327,6 @@ def _out_of_bounds(node: ast.AST, child: ast.AST) -> bool:
     return isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING"
 
 
-def read_mutants(root: Path, file: Path) -> list[Mutant]:
-    """All mutants of a file below ``root``."""
-    return mutants_of(file.read_bytes(), file.relative_to(root).as_posix())
+def read_mutants(root: Path, file: Path, unseen: Collection[str] = ()) -> list[Mutant]:
+    """All mutants of a file below ``root``. ``unseen``: see ``mutants_of``."""
+    return mutants_of(file.read_bytes(), file.relative_to(root).as_posix(), unseen)

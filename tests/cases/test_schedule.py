@@ -5,7 +5,7 @@ import torch
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.data import make_layers, make_step_data, pool_images
+from attn_testkit.cases.data import make_layers, make_step_data, pool_image
 from attn_testkit.cases.schedule import make_schedule, only
 from attn_testkit.contract import ForwardMode
 
@@ -199,7 +199,7 @@ def test_the_pool_holds_nan_wherever_no_request_lives(case: Case) -> None:
     schedule = make_schedule(case)
     step = schedule.steps[0]
     data = make_step_data(schedule, step)
-    before, after = pool_images(schedule, step, data, False)
+    before, after = (pool_image(schedule, step, data, False, after=after) for after in (False, True))
     owned = torch.zeros(before.shape[2], dtype=torch.bool)
     new = torch.zeros_like(owned)
     for request in step.requests:
@@ -215,7 +215,7 @@ def test_the_pool_holds_nan_wherever_no_request_lives(case: Case) -> None:
 def test_finite_tails_hold_numbers_in_the_last_page_alone() -> None:
     schedule = make_schedule(parse_case(DECODE.format(layout="shuffled")))
     step = schedule.steps[0]
-    before, _ = pool_images(schedule, step, make_step_data(schedule, step), True)
+    before = pool_image(schedule, step, make_step_data(schedule, step), True, after=False)
     last = step.requests[0].slots[-1]
     assert len(step.requests[0].slots) == 16, "this request fills its page; its neighbour does not"
     tail = int(step.requests[1].slots[-1]) + 1

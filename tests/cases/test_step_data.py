@@ -15,7 +15,7 @@ from attn_testkit.cases.data import (
     _store,  # the rule that KVPool.set_kv_buffer must agree with
     make_layers,
     make_step_data,
-    pool_images,
+    pool_image,
 )
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule
 from attn_testkit.contract import KVPool
@@ -54,7 +54,7 @@ def test_rows_positions_and_slots_follow_the_requests(case_id: str) -> None:
 def test_the_pool_slot_by_slot(case_id: str, finite_tails: bool) -> None:
     schedule, step, data = first_step(case_id)
     page = schedule.case.page_size
-    before, after = pool_images(schedule, step, data, finite_tails)
+    before, after = (pool_image(schedule, step, data, finite_tails, after=after) for after in (False, True))
     parts = [data.stored_keys] + ([] if data.stored_values is None else [data.stored_values])
     assert before.shape[:3] == (2, len(parts), (schedule.num_pages + 1) * page)
     assert before.dtype == after.dtype == data.stored_keys.dtype
@@ -85,7 +85,7 @@ def test_the_pool_slot_by_slot(case_id: str, finite_tails: bool) -> None:
 def test_unowned_slots_hold_a_number_where_one_is_asked_for(case_id: str) -> None:
     schedule, step, data = first_step(case_id)
     for tails in (False, True):
-        before, _ = pool_images(schedule, step, data, tails, unowned=0.0)
+        before = pool_image(schedule, step, data, tails, after=False, unowned=0.0)
         owned = np.concatenate([request.slots for request in step.requests])
         rest = np.setdiff1d(np.arange(before.shape[2]), owned)
         assert bool((before[:, :, torch.from_numpy(rest)].float() == 0).all())

@@ -17,7 +17,7 @@ from attn_testkit.oracle.expect import Expected, expect
 
 DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d32-fp32-p4-k5.9-t0.0.1-shuffled-gauss-b2prod"
-V1_TOP3 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a1.3-shuffled-gauss-b2prod"
+V1_TOP3 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a1.3-shuffled-gauss-b2prod-s3"
 V1_TOP1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a2.3-shuffled-gauss-b2prod"
 CLAIMS = Capabilities(eager={"decode"}, graph={"decode"})
 LIMIT = 0.5
@@ -70,7 +70,6 @@ def observation(
     *,
     outputs: Outputs | None = None,
     pool: torch.Tensor | None = None,
-    before: torch.Tensor | None = None,
     inputs: tuple[tuple[str, torch.Tensor, torch.Tensor], ...] = (),
     step: Step | None = None,
     **fields: object,
@@ -82,25 +81,28 @@ def observation(
     pieces = [("attention", str(layer), each) for layer, each in enumerate(out.unbind(0))]
     named = ((each.name, getattr(outputs, each.name)) for each in fields_of(outputs))
     pieces += [("outputs", name, value) for name, value in named if value is not None]
-    for name, was, now in inputs:
-        pieces += [("before", name, was), ("now", name, now)]
-    before = after if before is None else before
-    slots, rows = changed(before, before if pool is None else pool)
-    pieces += [("pool", "slots", slots), ("pool", "rows", rows)]
-    given = StepInputs(expected.data, torch.zeros(0), lambda _: before, NO_SLOTS, before[:, :, :0])
-    copies = copies_of(pieces)
-    return Observation(schedule, step or schedule.steps[0], "a step", copies, inputs=given, **fields)  # type: ignore[arg-type]
+    for name, before, now in inputs:
+        pieces += [("before", name, before), ("now", name, now)]
+    return with_pool(
+        Observation(schedule, step or schedule.steps[0], "a step", copies_of(pieces), **fields),  # type: ignore[arg-type]
+        expected, after, after if pool is None else pool,
+    )  # fmt: skip
 
 
-NO_SLOTS = torch.zeros(0, dtype=torch.int64)
-"""The step is to write nothing: what it wrote all the same is wrong."""
-
-
-def changed(before: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots that hold other bits, and the bits that they hold."""
-    bits = now.view(torch.int32)
-    slots = (bits != before.view(torch.int32)).flatten(3).any(-1).any(0).any(0).nonzero().flatten()
-    return slots, bits[:, :, slots]
+def with_pool(seen: Observation, expected: Expected, after: torch.Tensor, held: torch.Tensor) -> Observation:
+    """The same step with another pool. ``after``: what it should hold; ``held``: what it holds."""
+    new = sorted(int(slot) for r in seen.step.requests for slot in r.slots[r.prefix :])
+    slots = torch.tensor([] if seen.step.stored else new, dtype=torch.int64)
+    before = after.clone()
+    before[:, :, slots] = torch.nan
+    bits, was = held.view(torch.int32), before.view(torch.int32)
+    changed = (bits != was).flatten(3).any(-1).any(0).any(0).nonzero().flatten()
+    rest = [(g, n, t) for g, named in seen.copies.cut().items() for n, t in named.items() if g != "pool"]
+    copies = copies_of([*rest, ("pool", "slots", changed), ("pool", "rows", bits[:, :, changed])])
+    given = StepInputs(
+        expected.data, torch.zeros(0), lambda later: after if later else before, slots, after[:, :, slots]
+    )
+    return replace(seen, copies=copies, inputs=given)
 
 
 def empty_pool(schedule: Schedule) -> torch.Tensor:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from by_hand import DECODE, empty_pool, expected_zeros, observation, schedule_of
+from by_hand import DECODE, empty_pool, expected_zeros, observation, schedule_of, with_pool
 
 from attn_testkit.checks.graphs import addresses_stable
 from attn_testkit.checks.memory import inputs_unchanged, pool_is_right, writes_own_kv
-from attn_testkit.checks.observation import copies_of
 
 SCHEDULE = schedule_of(DECODE)
 PAGE = SCHEDULE.case.page_size
@@ -38,31 +35,25 @@ def test_padding_may_write_page_0_and_nothing_else(slot: int, same: bool, layer:
 
 
 def test_bits_are_compared_so_that_nan_equals_nan_and_minus_zero_is_another_number() -> None:
-    pool, before = empty_pool(SCHEDULE), empty_pool(SCHEDULE)
-    pool[0, 0, PAGE] = before[0, 0, PAGE] = torch.nan
-    assert pool_is_right(observation(SCHEDULE, expected_zeros(SCHEDULE), pool=pool, before=before), PAGE)
-    pool[1, 1, LAST] = -0.0
-    assert not pool_is_right(observation(SCHEDULE, expected_zeros(SCHEDULE), pool=pool, before=before), PAGE)
+    def right(held: torch.Tensor, after: torch.Tensor) -> bool:
+        expected = expected_zeros(SCHEDULE)
+        return pool_is_right(with_pool(observation(SCHEDULE, expected), expected, after, held), PAGE)
+
+    pool, other = empty_pool(SCHEDULE), empty_pool(SCHEDULE)
+    pool[0, 0, PAGE] = other[0, 0, PAGE] = torch.nan
+    assert right(pool, other)
+    other[1, 1, LAST] = -0.0
+    assert not right(pool, other)
+    own = int(SCHEDULE.steps[0].requests[0].slots[-1])
+    pool, other = empty_pool(SCHEDULE), empty_pool(SCHEDULE)
+    other[0, 1, own] = -0.0
+    assert not right(pool, other), "a slot of this step's tokens"
 
 
-def judged_writes(slots: list[int], value: float) -> bool:
-    """A step that is to write 1 into two slots."""
-    seen = observation(SCHEDULE, expected_zeros(SCHEDULE))
-    due = torch.tensor([PAGE, PAGE + 1])
-    rows = torch.ones(2, 2, 2, 1, 2)
-    given = replace(seen.inputs, new_slots=due, new_rows=rows)
-    written_rows = torch.full((2, 2, len(slots), 1, 2), value).view(torch.int32)
-    return pool_is_right(replace(seen, inputs=given, copies=copies_of(
-        [("pool", "slots", torch.tensor(slots)), ("pool", "rows", written_rows)]
-    )), PAGE)  # fmt: skip
-
-
-def test_the_slots_of_the_step_are_written_all_of_them_and_with_their_numbers() -> None:
-    assert judged_writes([PAGE, PAGE + 1], 1.0)
-    assert judged_writes([0, PAGE, PAGE + 1], 1.0), "padding may write page 0"
-    assert not judged_writes([PAGE], 1.0)
-    assert not judged_writes([PAGE, PAGE + 1, PAGE + 2], 1.0)
-    assert not judged_writes([PAGE, PAGE + 1], 1.5)
+def test_a_slot_that_should_have_been_written_and_was_not_is_wrong() -> None:
+    pool = empty_pool(SCHEDULE)
+    pool[:, :, int(SCHEDULE.steps[0].requests[0].slots[-1])] = torch.nan
+    assert writes_own_kv(observation(SCHEDULE, expected_zeros(SCHEDULE), pool=pool), SCHEDULE.case)
 
 
 def test_whose_slot_is_wrong_is_said() -> None:

@@ -1,0 +1,185 @@
+"""What is not claimed: each way of asking for it, and what a constructor may answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from by_hand import DECODE, schedule_of
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.data import make_layers
+from attn_testkit.checks import claims as ways
+from attn_testkit.checks.claims import outside_claims, refuses_undeclared
+from attn_testkit.contract import AttentionBackend, BackendContext, Capabilities, ForwardMode, KVPool, Unsupported
+
+CLAIMS = TorchNativeBackend.capabilities
+CPU = torch.device("cpu")
+
+
+def context(case: str = DECODE, **fields: Any) -> BackendContext:
+    layers = make_layers(parse_case(case))
+    values = {
+        "device": CPU, "dtype": torch.float32, "layers": layers, "page_size": 4,
+        "kv_pool": KVPool(64, 4, layers, torch.float32, CPU), "req_to_token": torch.zeros(4, 32, dtype=torch.int32),
+        "max_context_len": 32, "max_bs": 4, "max_num_tokens": 16, "num_draft_tokens": 4, "topk": 1,
+        "modes": frozenset({ForwardMode.DECODE}),
+    }  # fmt: skip
+    known = BackendContext.__dataclass_fields__
+    return BackendContext(**{name: value for name, value in {**values, **fields}.items() if name in known})
+
+
+def outside(claims: Capabilities = CLAIMS, **fields: Any) -> dict[str, BackendContext]:
+    return dict(outside_claims(claims, context(**fields)))
+
+
+@pytest.mark.parametrize(
+    ("pages", "page"), [({1, 16}, 48), ({48}, 3), ({48, 3}, 5), ({48, 3, 5}, 256), ({48, 3, 5, 256}, None)]
+)
+def test_a_page_size_that_is_not_claimed(pages: set[int], page: int | None) -> None:
+    found = [name for name in outside(CLAIMS.with_changes(page_sizes=pages)) if name.startswith("page size")]
+    assert found == ([] if page is None else [f"page size {page}"])
+    if page is not None:
+        asked = outside(CLAIMS.with_changes(page_sizes=pages))[found[0]]
+        assert asked.page_size == page
+        assert asked.kv_pool.page_size == page
+        assert asked.layers == context().layers
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "name", "dtype"),
+    [
+        ({"fp16", "bf16"}, "fp32", torch.float32),
+        ({"fp32"}, "bf16", torch.bfloat16),
+        ({"fp32", "bf16"}, "fp16", torch.float16),
+    ],
+)
+def test_a_dtype_that_is_not_claimed(dtypes: set[str], name: str, dtype: torch.dtype) -> None:
+    asked = outside(CLAIMS.with_changes(dtypes=dtypes))[f"dtype {name}"]
+    assert asked.dtype == dtype == asked.kv_pool.dtype
+    pool = KVPool(64, 4, context().layers, torch.float8_e4m3fn, CPU)
+    assert f"dtype {name}" not in outside(CLAIMS.with_changes(dtypes=dtypes), kv_pool=pool)
+    assert not any(key.startswith("dtype") for key in outside(CLAIMS))
+
+
+@pytest.mark.parametrize(("dims", "dim"), [({64}, 48), ({48}, 80), ({48, 80}, 24), ({48, 80, 24}, None)])
+def test_a_head_dim_that_is_not_claimed(dims: set[int], dim: int | None) -> None:
+    found = outside(CLAIMS.with_changes(head_dims=dims))
+    if dim is None:
+        assert not any(key.startswith("head dim") for key in found)
+        return
+    asked = found[f"head dim {dim}"]
+    assert {(layer.head_dim, layer.v_head_dim) for layer in asked.layers} == {(dim, dim)}
+    mla = outside(CLAIMS.with_changes(head_dims=dims), case="decode-mla2-d32r16-bf16-p16-k5.9-shuffled-gauss-b2prod")
+    assert not any(key.startswith("head dim") for key in mla)
+
+
+def test_a_window_a_cap_and_sinks_that_are_not_claimed() -> None:
+    assert not {"a sliding window", "a soft cap", "attention sinks"} & set(outside())
+    for changes, name in (
+        ({"sliding_window": {"target-verify"}}, "a sliding window"),
+        ({"logit_cap": False}, "a soft cap"),
+        ({"sinks": False}, "attention sinks"),
+    ):
+        found = outside(CLAIMS.with_changes(**changes))
+        assert [key for key in found if key.startswith(("a ", "attention"))] == [name]
+        for layer in found[name].layers:
+            assert (layer.sliding_window_size >= 0) is (name == "a sliding window")
+            assert bool(layer.logit_cap) is (name == "a soft cap")
+            assert (layer.sinks is not None) is (name == "attention sinks")
+            assert layer.sinks is None or layer.sinks.shape == (layer.tp_q_head_num,)
+
+
+VERIFY = frozenset({ForwardMode.TARGET_VERIFY})
+
+
+@pytest.mark.parametrize(
+    ("mode", "most", "rows"),
+    [
+        (ForwardMode.DECODE, 8, None),
+        (ForwardMode.DRAFT_EXTEND, 8, None),
+        (ForwardMode.DRAFT_EXTEND_V2, 8, 9),
+        (ForwardMode.TARGET_VERIFY, 8, 9),
+        (ForwardMode.TARGET_VERIFY, 1023, 1024),
+        (ForwardMode.TARGET_VERIFY, 1024, None),
+    ],
+)
+def test_one_row_more_than_is_claimed(mode: ForwardMode, most: int, rows: int | None) -> None:
+    found = outside(CLAIMS.with_changes(max_q_rows=most), modes=frozenset({mode}))
+    names = [key for key in found if key.endswith("query rows per request")]
+    assert names == ([] if rows is None else [f"{rows} query rows per request"])
+    if rows is not None:
+        asked = found[names[0]]
+        assert (asked.num_draft_tokens, asked.max_num_tokens) == (rows, rows * asked.max_bs)
+
+
+@pytest.mark.parametrize(("most", "topk"), [(1, 2), (4, 5), (1023, 1024), (1024, None)])
+def test_one_child_more_than_is_claimed(most: int, topk: int | None) -> None:
+    found = outside(CLAIMS.with_changes(max_topk=most), modes=VERIFY)
+    assert [key for key in found if key.startswith("topk")] == ([] if topk is None else [f"topk {topk}"])
+    assert topk is None or found[f"topk {topk}"].topk == topk
+    assert not any(key.startswith("topk") for key in outside(CLAIMS.with_changes(max_topk=most)))
+
+
+def test_a_mode_that_is_claimed_neither_eagerly_nor_in_graphs() -> None:
+    some = CLAIMS.with_changes(eager={"decode"}, graph={"target-verify"})
+    found = outside(some)
+    (name,) = (key for key in found if key.startswith("mode"))
+    assert name == "mode draft-extend"
+    assert found[name].modes == {ForwardMode.DRAFT_EXTEND}
+    assert not any(key.startswith("mode") for key in outside())
+
+
+def test_every_way_is_asked_in_some_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Takes(TorchNativeBackend):
+        capabilities = CLAIMS.with_changes(sinks=False, logit_cap=False)
+
+        def __init__(self, context: BackendContext) -> None:
+            made.append(context)
+
+    schedule, every = schedule_of(DECODE), list(outside_claims(Takes.capabilities, context()))
+    assert len(every) >= 4
+    for number, (name, _) in enumerate(every):
+        monkeypatch.setattr(type(parse_case(DECODE)), "pick", lambda self, what, n, number=number: number)
+        (finding,) = refuses_undeclared(Takes, schedule, context())
+        assert finding.check == "refuses-undeclared"
+        assert finding.headline == f"{name} is not claimed, yet the constructor accepted it"
+        assert "super().__init__(context)" in finding.hint
+    assert len(made) == len(every)
+
+
+def test_unsupported_is_right_and_anything_else_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raises(TorchNativeBackend):
+        error: Exception = Unsupported("no")
+
+        def __init__(self, context: BackendContext) -> None:
+            raise self.error
+
+    assert refuses_undeclared(Raises, schedule_of(DECODE), context()) == []
+    Raises.error = KeyError("x")
+    (finding,) = refuses_undeclared(Raises, schedule_of(DECODE), context())
+    assert finding.headline.endswith("and the constructor raised KeyError instead of Unsupported")
+    monkeypatch.setattr(ways, "_WAYS", ())
+    assert refuses_undeclared(Raises, schedule_of(DECODE), context()) == []
+
+
+def test_the_kits_own_constructor_refuses_all_of_it() -> None:
+    class Plain(AttentionBackend):
+        capabilities = CLAIMS.with_changes(
+            eager={"decode", "target-verify"}, graph=(), sinks=False, logit_cap=False, sliding_window=(), max_topk=2,
+            max_q_rows=8, dtypes={"fp32"},
+        )  # fmt: skip
+
+        forward = init_forward_metadata = None  # type: ignore[assignment]
+
+    found = dict(outside_claims(Plain.capabilities, context(modes=VERIFY)))
+    assert len(found) == 9
+    for name, asked in found.items():
+        with pytest.raises(Unsupported):
+            Plain(asked)
+        assert replace(asked) == asked, name

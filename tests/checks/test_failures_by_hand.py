@@ -1,0 +1,165 @@
+"""Which check an exception fails, in every phase, and what is said about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attn_testkit.checks.failures import _first_line, _foreign, _site, context_lost, device_full, from_exception
+from attn_testkit.contract import AttentionBackend
+
+
+def named(name: str, message: str = "it broke", **fields: Any) -> Exception:
+    error = type(name, (Exception,), fields)(message)
+    return error  # type: ignore[no-any-return]
+
+
+SYNC = "called a synchronizing CUDA operation"
+TABLE: list[tuple[str, Exception, str, bool, str, str, str]] = [
+    ("shape", named("ShapeError", "8 rows"), "capture", True, "output-contract", "8 rows", ""),
+    ("contract", named("ContractError", "fill is 5"), "fill value", True, "output-contract", "fill is 5", ""),
+    ("full", named("OutOfMemoryError", "full. Process 3 has"), "forward", True, "completes", "forward: full.", "fewer --jobs"),
+    ("dangling", named("DanglingMemoryError"), "replay", True, "addresses-stable", "memory that is gone: it b", "fill it in place"),
+    ("capture", named("RuntimeError"), "capture", True, "captures-cleanly", "cannot be captured: it broke", "no .item()"),
+    ("sync by name", named("HostSyncError"), "plan for replay", True, "no-host-lengths", "waits for the device", "keep lengths"),
+    ("sync by text", named("E", SYNC), "plan for replay", True, "no-host-lengths", "waits for the device", "keep lengths"),
+    ("sync elsewhere", named("E", SYNC), "plan", True, "completes", "init_forward_metadata raised E: called", ""),
+    ("none", named("T", "NoneType"), "plan", False, "no-host-lengths", "init_forward_metadata raised T: NoneType", "are None"),
+    ("none, with mirrors", named("T", "NoneType"), "plan", True, "completes", "init_forward_metadata raised T", ""),
+    *((f"none in {phase}", named("T", "NoneType"), phase, False, "completes", "raised T: NoneType", "")
+      for phase in ("constructor", "graph state", "verify mask", "fill value", "kernels")),
+    ("view", named("AttributeError"), "plan for replay", True, "completes", "before a replay raised Attr", "a view without extend_*"),
+    ("attribute", named("AttributeError"), "plan", True, "completes", "raised AttributeError", ""),
+    ("other in replay plan", named("KeyError"), "plan for replay", True, "completes", "raised KeyError", ""),
+    ("lost", named("R", "device-side assert triggered"), "forward", True, "completes", "forward raised R", "surface late"),
+    ("an unknown phase", named("R"), "somewhere", True, "completes", "somewhere raised R: it broke", ""),
+    ("no message", named("R", ""), "replay", True, "completes", "replay raised R: (no message)", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "phase", "needs", "check", "headline", "hint"), [t[1:] for t in TABLE], ids=[t[0] for t in TABLE]
+)
+def test_what_was_raised_where_says_which_check_fails(
+    error: Exception, phase: str, needs: bool, check: str, headline: str, hint: str
+) -> None:
+    found = from_exception(error, phase, "a step", needs_cpu_lengths=needs)
+    assert found.check == check
+    assert headline in found.headline
+    assert hint in found.hint
+    assert bool(hint) is bool(found.hint)
+    assert found.step == "a step"
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("constructor", "the constructor"), ("graph state", "init_cuda_graph_state"), ("plan", "init_forward_metadata"),
+        ("forward", "forward"), ("plan for capture", "init_forward_metadata_out_graph(in_capture=True)"),
+        ("warm-up", "a warm-up before capture"), ("plan for replay", "init_forward_metadata_out_graph before a replay"),
+        ("replay", "replay"), ("read back", "reading the results back"), ("verify mask", "verify_mask"),
+        ("fill value", "get_cuda_graph_seq_len_fill_value"), ("kernels", "kernels"),
+    ],
+)  # fmt: skip
+def test_a_phase_is_called_by_what_its_author_wrote(phase: str, words: str) -> None:
+    assert from_exception(named("R"), phase, "", needs_cpu_lengths=True).headline == f"{words} raised R: it broke"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["CUDA error: device-side assert triggered", "an Illegal memory access was met", "unspecified launch failure",
+     "misaligned address", "an illegal instruction was met", "hardware stack error", "CUDA_ERROR_ILLEGAL_ADDRESS",
+     "CUDA_ERROR_ASSERT", "CUDA_ERROR_LAUNCH_FAILED"],
+)  # fmt: skip
+def test_a_lost_context_is_known_by_the_first_line(text: str) -> None:
+    assert context_lost(RuntimeError(f"\n{text}\nmore"))
+    assert not context_lost(RuntimeError(f"CUDA error: invalid argument\n{text}"))
+    assert not context_lost(RuntimeError(""))
+
+
+def test_a_full_device_is_said_without_the_list_of_its_processes() -> None:
+    said = device_full(named("OutOfMemoryError", "no memory. Including non-PyTorch memory, Process 1 has"))
+    assert said.startswith("no memory. If others use this device")
+    assert device_full(named("RuntimeError", "no memory")) == ""
+
+
+def test_what_the_emulation_knows_comes_first() -> None:
+    error = named("RuntimeError", "x\ny", operation="a copy", cuda="on CUDA it waits", cure="pin it", site="mine.py:3")
+    found = from_exception(error, "capture", "", needs_cpu_lengths=True)
+    assert found.headline == "cannot be captured: a copy"
+    assert found.hint == "on CUDA it waits\npin it"
+    assert found.where == "mine.py:3"
+    assert _first_line(error) == "x"
+
+
+class Parent(AttentionBackend):
+    def __init__(self) -> None:
+        self.table = 1
+        self.other.field = 2  # type: ignore[attr-defined]
+
+
+class Child(Parent):
+    forward = init_forward_metadata = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        pass
+
+
+class Grandchild(Child):
+    pass
+
+
+def test_an_attribute_that_a_parents_constructor_sets_was_forgotten() -> None:
+    for made, who in (
+        (Child, "Child.__init__ did not run that of Parent, which sets table"),
+        (Grandchild, "Grandchild.__init__ did"),
+    ):
+        with pytest.raises(AttributeError) as raised:
+            made().table  # noqa: B018
+        assert who in from_exception(raised.value, "plan", "", needs_cpu_lengths=True).hint
+    with pytest.raises(AttributeError) as raised:
+        Child().unheard_of  # noqa: B018  # type: ignore[attr-defined]
+    assert from_exception(raised.value, "plan", "", needs_cpu_lengths=True).hint == ""
+    with pytest.raises(AttributeError) as raised:
+        object().table  # type: ignore[attr-defined]  # noqa: B018
+    assert from_exception(raised.value, "plan", "", needs_cpu_lengths=True).hint == ""
+
+
+def test_the_line_is_the_authors_innermost_of_what_was_raised_first() -> None:
+    def inner() -> None:
+        raise KeyError("inner")
+
+    def outer() -> None:
+        try:
+            inner()
+        except KeyError:
+            raise ValueError("outer")  # noqa: B904
+
+    def hides() -> None:
+        try:
+            inner()
+        except KeyError:
+            raise ValueError("outer") from None
+
+    for call, where in ((outer, " in inner: raise KeyError"), (hides, " in hides: raise ValueError")):
+        with pytest.raises(ValueError, match="outer") as raised:
+            call()
+        assert where in _site(raised.value)
+        assert _site(raised.value).startswith("test_failures_by_hand.py:")
+    assert _site(ValueError("never raised")) == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "foreign"),
+    [
+        ("/x/site-packages/torch/a.py", True), ("/x/site-packages/triton/a.py", True), ("/x/runner_modes/eager.py", True),
+        ("C:\\site-packages\\torch\\a.py", True), ("/x/site-packages/torchvision/a.py", False), ("/home/me/mine.py", False),
+        ("KIT/running/loop.py", True), ("KIT/backends/triton.py", False), ("KIT/examples/minimal.py", False),
+        ("KIT/faults/dense.py", False),
+    ],
+)  # fmt: skip
+def test_frames_that_an_author_cannot_mend_are_passed_over(path: str, foreign: bool) -> None:
+    from attn_testkit.checks import failures
+
+    assert _foreign(path.replace("KIT", failures._KIT)) is foreign

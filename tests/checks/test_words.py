@@ -1,0 +1,192 @@
+"""Words for numbers and places, and which checks were judged at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from by_hand import CLAIMS, DECODE, VERIFY, empty_pool, expected_zeros, observation, schedule_of, with_pool
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.checks import CHECKS, Stage, judged
+from attn_testkit.checks.describe import index_ranges, number, requests_wrong, row_name, spread_text, times
+from attn_testkit.checks.memory import writes_own_kv
+from attn_testkit.contract import Execution
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [(1.0, "just"), (1.004, "just"), (1.005, "1.00x"), (1.02, "1.02x"), (1.994, "1.99x"), (2.0, "2x"), (3.44, "3.4x"), (9.94, "9.9x"),
+     (10.0, "10x"), (56.4, "56x"), (999999.0, "999999x"), (1e6, "over a million times"), (float("inf"), "over a million times")],
+)  # fmt: skip
+def test_a_ratio_is_as_exact_as_one_needs_it(ratio: float, text: str) -> None:
+    assert times(ratio) == text
+
+
+def test_numbers_and_ranges() -> None:
+    assert [number(x) for x in (float("nan"), float("inf"), 1e-30, 0.123456)] == ["nan", "inf", "1e-30", "0.1235"]
+    assert index_ranges([]) == ""
+    assert index_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert index_ranges([3, 3]) == "3, 3"
+
+
+def test_a_row_is_named_where_a_request_has_several() -> None:
+    one, several = (expected_zeros(schedule_of(case)).data for case in (DECODE, VERIFY))
+    assert [row_name(one, row) for row in range(3)] == ["request 0", "request 1", "request 2"]
+    assert row_name(several, 0) == "request 0 row 0"
+    assert row_name(several, len(several.row_request) - 1) == f"request 1 row {int(several.row_offset[-1])}"
+
+
+STEP = schedule_of(VERIFY).steps[0]
+"""Two requests, four rows each."""
+ROWS = expected_zeros(schedule_of(VERIFY)).data.row_request
+
+
+def wrong(*at: tuple[object, ...]) -> torch.Tensor:
+    found = torch.zeros(len(ROWS), 4, 32, dtype=torch.bool)
+    for place in at:
+        found[place] = True
+    return found
+
+
+def test_which_requests_are_wrong() -> None:
+    assert requests_wrong(wrong((0, 0, 0)), ROWS, 2) == [0]
+    assert requests_wrong(wrong((-1, 3, 31)), ROWS, 2) == [1]
+    assert requests_wrong(wrong(), ROWS, 2) == []
+    assert requests_wrong(wrong((0,), (-1,))[:, 0, 0], ROWS, 2) == [0, 1]
+
+
+N = len(ROWS) // 2
+SPREADS = [
+    (((0, 0, 5),), f"request 0 wrong in 1 of {N * 128} values (1 of {N} rows: 0); request 1 right; only head 0 of 4"),
+    (((slice(0, N),),), f"request 0 wrong in {N * 128} of {N * 128} values ({N} of {N} rows); request 1 right"),
+    (((slice(None),),), f"requests 0-1 wrong in {N * 256} of {N * 256} values ({2 * N} of {2 * N} rows)"),
+    (((1,), (N + 1,)), f"requests 0-1 wrong in 256 of {N * 256} values (2 of {2 * N} rows: 1)"),
+    (((1,), (N + 2,)), f"requests 0-1 wrong in 256 of {N * 256} values (2 of {2 * N} rows)"),
+    (
+        ((0, slice(1, 3)), (1, slice(1, 3))),
+        f"request 0 wrong in 128 of {N * 128} values (2 of {N} rows: 0-1); request 1 right; only heads 1-2 of 4 in every wrong row",
+    ),
+    (
+        ((0, 1), (1, 2)),
+        f"request 0 wrong in 64 of {N * 128} values (2 of {N} rows: 0-1); request 1 right; only heads 1-2 of 4",
+    ),
+    (
+        ((0, slice(None), slice(8, 16)),),
+        f"request 0 wrong in 32 of {N * 128} values (1 of {N} rows: 0); request 1 right; only dims 8-15 of 32",
+    ),
+    (
+        ((0, slice(None), slice(8, 15)),),
+        f"request 0 wrong in 28 of {N * 128} values (1 of {N} rows: 0); request 1 right",
+    ),
+    (
+        ((0, slice(None), slice(6, 14)),),
+        f"request 0 wrong in 32 of {N * 128} values (1 of {N} rows: 0); request 1 right",
+    ),
+    (
+        ((0, slice(None), slice(8, 12)), (0, slice(None), slice(16, 20))),
+        f"request 0 wrong in 32 of {N * 128} values (1 of {N} rows: 0); request 1 right",
+    ),
+]
+
+
+@pytest.mark.parametrize(("places", "text"), SPREADS, ids=range(len(SPREADS)))
+def test_how_far_a_difference_spreads(places: tuple[tuple[object, ...], ...], text: str) -> None:
+    assert spread_text(wrong(*places), ROWS, STEP) == text
+
+
+def test_what_has_no_heads_names_none() -> None:
+    flat = wrong((0, 0, 5))[:, 0]
+    assert (
+        spread_text(flat, ROWS, STEP) == f"request 0 wrong in 1 of {N * 32} values (1 of {N} rows: 0); request 1 right"
+    )
+
+
+GRAPH, EAGER = Execution.GRAPH, Execution.EAGER
+
+
+def test_a_check_was_judged_from_its_stage_on_and_is_listed_as_not_judged_before() -> None:
+    for execution in (EAGER, GRAPH):
+        applies = [check.id for check in CHECKS.values() if check.applies(CLAIMS, execution)]
+        for stage in Stage:
+            done, left = judged(CLAIMS, execution, stage, [])
+            assert sorted((*done, *left), key=list(CHECKS).index) == applies
+            assert list(done) == [check for check in applies if CHECKS[check].judged_from <= stage]
+            assert list(left) == [check for check in applies if check not in done]
+
+
+@pytest.mark.parametrize("failed", ["matches-oracle", "finite", "output-written", "reads-own-kv", "padding-inert"])
+def test_with_wrong_outputs_what_lies_behind_them_was_not_judged(failed: str) -> None:
+    done, left = judged(CLAIMS, GRAPH, Stage.COMPLETED, [failed])
+    assert failed in done
+    assert set(left) == {c.id for c in CHECKS.values() if c.behind_outputs and c.applies(CLAIMS, GRAPH)} - {failed}
+    assert judged(CLAIMS, GRAPH, Stage.COMPLETED, ["writes-own-kv"])[1] == ()
+
+
+def test_a_failed_check_was_judged_at_any_stage_and_one_that_is_unknown_comes_last() -> None:
+    done, left = judged(CLAIMS, EAGER, Stage.STARTED, ["zzz", "finite", "completes", "aaa"])
+    assert done == ("completes", "finite", "aaa", "zzz")
+    assert "finite" not in left
+
+
+def test_what_a_case_cannot_show_is_neither() -> None:
+    claims = CLAIMS.with_changes(batch_invariant=True, deterministic=True)
+    one = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-b2prod")
+    two = parse_case(DECODE)
+    small = parse_case(DECODE.replace("prod", "small"))
+    assert "batch-invariant" in judged(claims, EAGER, Stage.COMPLETED, [], two)[0]
+    assert "batch-invariant" not in sum(judged(claims, EAGER, Stage.COMPLETED, [], one), ())
+    assert "padding-inert" in judged(claims, GRAPH, Stage.COMPLETED, [], two)[0]
+    assert "padding-inert" not in sum(judged(claims, GRAPH, Stage.COMPLETED, [], small), ())
+    for check, changes in (("repeatable", {"deterministic": False}), ("batch-invariant", {"batch_invariant": False})):
+        assert check in judged(claims, EAGER, Stage.COMPLETED, [])[0]
+        assert check not in judged(claims.with_changes(**changes), EAGER, Stage.COMPLETED, [])[0]
+        assert check not in judged(claims, GRAPH, Stage.COMPLETED, [])[0]
+    without = claims.with_changes(needs_cpu_seq_lens=True)
+    assert "no-host-lengths" not in judged(without, EAGER, Stage.COMPLETED, [])[0]
+    assert "no-host-lengths" in judged(claims.with_changes(needs_cpu_seq_lens=False), EAGER, Stage.COMPLETED, [])[0]
+
+
+# What a slot holds instead.
+
+SCHEDULE = schedule_of(DECODE)
+PAGE = SCHEDULE.case.page_size
+
+
+def pool_hint(
+    *rows: tuple[int, int, int, float], stored: bool = False, want: tuple[tuple[int, int, int, float], ...] = ()
+) -> str:
+    """(layer, part, slot, value) of what is held, where 0 is elsewhere; and of what should be."""
+    step = replace(SCHEDULE.steps[0], stored=stored)
+    expected = expected_zeros(SCHEDULE)
+    seen = observation(SCHEDULE, expected, step=step)
+    after, held = empty_pool(SCHEDULE), empty_pool(SCHEDULE)
+    for layer, part, slot, value in want:
+        after[layer, part, slot] = held[layer, part, slot] = value
+    for layer, part, slot, value in rows:
+        held[layer, part, slot] = value
+    (finding,) = writes_own_kv(with_pool(seen, expected, after, held), SCHEDULE.case)
+    return finding.hint
+
+
+NEW = [int(r.slots[r.prefix]) for r in SCHEDULE.steps[0].requests]
+OLD = int(SCHEDULE.steps[0].requests[1].slots[0])
+
+
+def distinct() -> tuple[tuple[int, int, int, float], ...]:
+    """Each new row of each layer and part has a number of its own."""
+    return tuple((a, b, slot, 1.0 + 10 * a + 5 * b + i) for a in (0, 1) for b in (0, 1) for i, slot in enumerate(NEW))
+
+
+def test_whose_row_a_wrong_slot_holds_is_said() -> None:
+    want = distinct()
+    assert "row of the new token at position" in pool_hint((0, 0, NEW[0], 2.0), want=want)
+    assert "of request 1: row order" in pool_hint((0, 0, NEW[0], 2.0), want=want)
+    assert pool_hint((0, 0, NEW[0], 6.0), want=want) == "it holds K where V belongs, or V where K does"
+    assert pool_hint((0, 0, NEW[0], 11.0), want=want) == "it holds the other layer's row"
+    assert pool_hint((0, 0, NEW[0], 0.0), want=want).startswith("it was not written, or written with the NaN")
+    assert pool_hint((0, 0, NEW[0], 99.0), want=want).startswith("no row of this step: k and v may be strided views")
+    assert pool_hint((0, 0, OLD, 99.0), want=want) == ""
+    assert "row of the new token" in pool_hint((0, 0, OLD, 1.0), want=want)
+    assert pool_hint((0, 0, NEW[0], 2.0), want=want, stored=True).startswith("save_kv_cache was False")

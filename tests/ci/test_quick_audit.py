@@ -1,0 +1,51 @@
+"""A part of the audit in seconds: a fault of each kind is caught, and healthy backends pass. Mutants are judged by it."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_testkit.audit.tasks import run_task
+from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, Settings, Task
+from attn_testkit.running.loop import Runner
+from attn_testkit.running.request import Options
+
+FAULTS = [
+    "item-in-the-captured-forward",
+    "advances-seq-lens-in-place",
+    "plan-blocks-on-d2h",
+    "swa-decode-one-key-more",
+    "logits-in-bf16",
+    "v1-counts-without-the-bonus-token",
+    "length-rounded-up-to-page",
+    "pad-req-row-aliases-live-request",
+    "page-table-kept-while-lengths-agree",
+    "tree-mask-by-depth",
+    "new-keys-attended-but-not-stored",
+    "early-exit-without-writing",
+]
+CONTROLS = [
+    ("page-tails-minus-one", "decode", "graph"),
+    ("finite-page-tails", "target-verify", "eager"),
+    ("one-output-buffer", "draft-extend", "eager"),
+    ("plan-outside-the-graph", "draft-extend-v2", "eager"),
+    ("batch-invariant", "decode", "eager"),
+]
+
+
+def runner() -> Runner:
+    return Runner(Options(in_process=True))
+
+
+@pytest.mark.parametrize("slug", FAULTS)
+def test_a_fault_is_caught_by_a_check_that_may_catch_it(slug: str) -> None:
+    verdict = run_task(Task("fault", slug), Settings(device="cpu"), runner())
+    assert isinstance(verdict, FaultVerdict)
+    assert verdict.as_expected, verdict
+
+
+@pytest.mark.parametrize(("name", "mode", "execution"), CONTROLS)
+def test_a_healthy_backend_passes(name: str, mode: str, execution: str) -> None:
+    verdict = run_task(Task("control", name, mode, execution), Settings(tier="smoke", device="cpu"), runner())
+    assert isinstance(verdict, ControlVerdict)
+    assert verdict.case_runs > 0
+    assert not verdict.texts

@@ -1,0 +1,313 @@
+"""Which check a wrong number really fails: each question is answered by hand, and the answers decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.schedule import Schedule, Step, make_schedule
+from attn_testkit.checks import Judgement
+from attn_testkit.checks.observation import Observation, copies_of
+from attn_testkit.diagnosis import blame
+from attn_testkit.diagnosis.blame import explain_numeric
+from attn_testkit.diagnosis.rerun import OTHER_FILL, POISON, Rerunner
+from attn_testkit.oracle.expect import expect
+from attn_testkit.results import Finding
+from attn_testkit.runner_modes.graphs import AllocatedInCapture, GraphRun
+from attn_testkit.runner_modes.messages import Driven, Rerun, StepRecord
+
+SCHEDULE = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"))
+PADDED = next(step for step in SCHEDULE.steps if step.bucket > step.bs)
+FULL = next(step for step in SCHEDULE.steps if step.bucket == step.bs)
+
+Answer = Callable[[Rerun], Any]
+
+
+def seen(
+    step: Step, value: object = "right", replay: bool = False, schedule: Schedule = SCHEDULE, **more: Any
+) -> Observation:
+    """A step with right numbers, or with one that is wrong."""
+    out = expect(SCHEDULE, step).attention.float().clone()
+    if value == "poison":
+        out[0, 0, 0] = torch.full((1,), -1, dtype=torch.int32).view(torch.float32)
+    elif value == "other fill":
+        out[0, 0, 0] = torch.full((4,), OTHER_FILL, dtype=torch.uint8).view(torch.float32)
+    elif value != "right":
+        out[0, 0, 0, 0] = torch.nan if value == "nan" else 9.0
+    copies = copies_of([("attention", str(i), each) for i, each in enumerate(out.unbind(0))])
+    return Observation(schedule, step, "a step", copies, replay=replay, **more)
+
+
+class Asked:
+    """Answers by name: eager, stored, zeros, fill, graph, calm, alone, exact, copied."""
+
+    def __init__(self, step: Step, **answers: object) -> None:
+        self.step, self.answers, self.questions = step, answers, list[str]()
+
+    def eager(
+        self, schedule: Schedule, step: Step, *, unowned: Any = None, pattern: Any = None, fill: int = POISON
+    ) -> Any:
+        assert schedule is SCHEDULE
+        name = "fill" if fill == OTHER_FILL else "zeros" if unowned == 0.0 else "eager"
+        if name == "eager" and self.step.stored and not step.stored:
+            name = "stored"
+        return self._answer(name, lambda value: seen(self.step, value))
+
+    def graph(
+        self,
+        schedule: Schedule,
+        *,
+        poison_allocated: bool = True,
+        copy_into_replaced: bool = False,
+        fill: int = POISON,
+        **_: Any,
+    ) -> Any:
+        only = schedule.steps[0] if schedule is not SCHEDULE else self.step
+        name = "graph"
+        if schedule is not SCHEDULE:
+            assert len(schedule.steps) == 1
+            assert schedule.buckets == (only.bucket,)
+            name = "exact" if only.bucket == only.bs != self.step.bucket else "alone"
+        if not poison_allocated:
+            name = "calm"
+        if copy_into_replaced:
+            name = "copied"
+        if fill == OTHER_FILL:
+            name = "fill"
+
+        def run(value: object) -> GraphRun:
+            allocated = (AllocatedInCapture("work.space", "bucket 4"),) if "calm allocated" in self.answers else ()
+            replaced = ("a", "b", "c", "d") if name == "alone" and "copied" in self.answers else ()
+            found = replace(seen(self.step, value, replay=True), step=only)
+            return GraphRun(((schedule, found),) if value != "empty" else (), 1, (), allocated, replaced)
+
+        return self._answer(name, run)
+
+    def _answer(self, name: str, make: Callable[[object], Any]) -> Any:
+        self.questions.append(name)
+        value = self.answers.get(name, "wrong")
+        return None if value is None else make(value)
+
+
+@pytest.fixture(autouse=True)
+def nothing_attended(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Whose keys and rows it was is another matter; how it was asked is kept."""
+    kept: dict[str, Any] = {}
+
+    def attended(rerunner: Any, schedule: Any, judgement: Any, *, in_graph: bool) -> None:
+        kept["attended"] = in_graph
+
+    def swapped(rerunner: Any, schedule: Any, judgement: Any, *, in_graph: bool) -> tuple[Any, ...]:
+        kept["swapped"] = None if rerunner is None else in_graph
+        return ()
+
+    def hints(evidence: Any) -> list[str]:
+        kept["evidence"] = evidence
+        return kept.get("hints", [])
+
+    monkeypatch.setattr(blame, "find_attended", attended)
+    monkeypatch.setattr(blame, "find_swapped", swapped)
+    monkeypatch.setattr(blame, "hints", hints)
+    return kept
+
+
+def explained(
+    check: str = "matches-oracle",
+    step: Step = FULL,
+    value: str = "wrong",
+    among: Any = "",
+    replay: bool = False,
+    **answers: object,
+) -> tuple[Finding, list[str]]:
+    finding = Finding(check, "request 0 is off", where="out[0] still holds the poison", step="here")
+    if check == "output-written":
+        finding = replace(finding, headline="request 0 has output that was never written")
+    asked = Asked(step, **answers)
+    found = explain_numeric(asked, finding, SCHEDULE, seen(step, value, replay, among=among), [])  # type: ignore[arg-type]
+    return found, asked.questions
+
+
+REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
+    ("alone on the instance", FULL, {"graph": "right"}, "buckets-independent", "after other replays, and is right alone", "no other mode"),
+    ("born in a capture", FULL, {"calm": "right", "calm allocated": 1}, "captures-cleanly", "born in a capture", "self.work.space was allocated while bucket 4"),
+    ("right without poison, nothing born", FULL, {"calm": "right"}, "replay-follows-batch", "at a replay, and is right in eager", "in eager it is right"),
+    ("born, and still wrong", FULL, {"calm allocated": 1}, "replay-follows-batch", "at a replay", "in eager it is right"),
+    ("the only replay", FULL, {"alone": "right"}, "buckets-independent", "right alone", "as the only replay of the only bucket"),
+    ("replaced", FULL, {"copied": "right"}, "addresses-stable", "because planning replaced tensors", "replaced self.a, self.b, self.c at a"),
+    ("replaced, no answer", FULL, {"copied": None}, "addresses-stable", "because planning replaced tensors", "fill it in place"),
+    ("replaced, and still wrong", FULL, {"copied": "wrong"}, "replay-follows-batch", "at a replay", "in eager it is right"),
+    ("padding", PADDED, {"exact": "right"}, "padding-inert", "and is right without padded rows", f"in a bucket of exactly {PADDED.bs} it"),
+    ("padding, and still wrong", PADDED, {}, "replay-follows-batch", "at a replay", "in eager it is right"),
+    ("padding, no answer", PADDED, {"exact": None}, "replay-follows-batch", "at a replay", "in eager it is right"),
+    ("no answers", PADDED, {"graph": None, "calm": None, "alone": None}, "replay-follows-batch", "at a replay", "in eager"),
+    ("no replays", FULL, {"alone": "empty"}, "replay-follows-batch", "at a replay", "in eager it is right"),
+    ("wrong in eager too", FULL, {"eager": "wrong", "graph": "right"}, "matches-oracle", "request 0 is off", ""),
+    ("no eager run", FULL, {"eager": None, "graph": "right"}, "matches-oracle", "request 0 is off", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("step", "answers", "check", "headline", "hint"), [r[1:] for r in REPLAYS], ids=[r[0] for r in REPLAYS]
+)
+def test_a_wrong_replay_is_blamed_on_what_makes_it_right(
+    nothing_attended: dict[str, Any], step: Step, answers: dict[str, object], check: str, headline: str, hint: str
+) -> None:
+    found, questions = explained(step=step, replay=True, **{"eager": "right", **answers})
+    assert found.check == check
+    assert headline in found.headline
+    assert found.hint.startswith(hint) or hint in found.hint
+    assert ("exact" in questions) is (step is PADDED)
+    in_graph = answers.get("eager", "right") == "right"
+    by_itself = check == "buckets-independent"
+    assert nothing_attended.get("attended") == (None if by_itself else in_graph)
+    assert nothing_attended["swapped"] == (None if by_itself else in_graph)
+    assert nothing_attended["evidence"].in_graph is (in_graph and not by_itself)
+
+
+@pytest.mark.parametrize(
+    ("among", "eager", "check", "headline"),
+    [
+        ("steps", "right", "steps-independent", ", after another step; on a fresh instance it is right"),
+        ("graphs", "right", "buckets-independent", " after other replays, and is right alone"),
+        ("steps", "wrong", "matches-oracle", ""),
+        ("", "right", "matches-oracle", ""),
+    ],
+)
+def test_an_eager_step_that_is_right_on_a_fresh_instance(
+    nothing_attended: dict[str, Any], among: str, eager: str, check: str, headline: str
+) -> None:
+    found, _ = explained(among=among, eager=eager)
+    assert (found.check, found.headline) == (check, f"request 0 is off{headline}")
+    assert nothing_attended["evidence"].right_when_fresh is (check == "steps-independent")
+    assert nothing_attended["evidence"].reads_foreign is False
+
+
+STORED = replace(FULL, stored=True)
+
+
+@pytest.mark.parametrize(
+    ("step", "answers", "check", "hint"),
+    [
+        (FULL, {"zeros": "right"}, "reads-own-kv", "with zeros instead of NaN in unowned slots the result is finite"),
+        (FULL, {"zeros": "wrong"}, "reads-own-kv", "with zeros instead of NaN"),
+        (FULL, {"zeros": "nan"}, "finite", ""),
+        (FULL, {"zeros": None}, "finite", ""),
+        (STORED, {"stored": "right"}, "finite", "right with save_kv_cache=True; with False, k and v hold NaN"),
+        (STORED, {"stored": "wrong", "zeros": "right"}, "reads-own-kv", "with zeros"),
+        (FULL, {"stored": "right", "zeros": "nan"}, "finite", ""),
+    ],
+)
+def test_a_nan_was_read_somewhere(
+    nothing_attended: dict[str, Any], step: Step, answers: dict[str, object], check: str, hint: str
+) -> None:
+    found, _ = explained("finite", step, "nan", eager="nan", fill="nan", **answers)
+    assert found.check == check
+    assert found.hint.startswith(hint)
+    assert bool(found.hint) is bool(hint)
+    assert (": it read a slot that is not its own" in found.headline) is (check == "reads-own-kv")
+    assert nothing_attended["evidence"].reads_foreign is (check == "reads-own-kv")
+
+
+def test_a_nan_that_goes_with_another_fill_was_read_from_memory_that_nobody_wrote() -> None:
+    found, questions = explained("finite", value="nan", eager="nan", fill="right")
+    assert found.check == "finite"
+    assert found.hint.startswith("with numbers instead of NaN in fresh memory it is finite")
+    assert "zeros" not in questions
+    found, questions = explained("finite", value="nan", eager="right", fill="right", replay=True)
+    assert "fill" in questions
+
+
+def test_what_stays_poison_with_another_fill_was_not_written_and_what_does_not_was_computed() -> None:
+    found, _ = explained("output-written", value="poison", eager="poison", fill="other fill")
+    assert (found.check, found.step) == ("output-written", "here")
+    assert found.headline == "request 0 has output that was never written"
+    computed, _ = explained("output-written", value="poison", eager="poison", fill="nan", zeros="nan")
+    assert (computed.check, computed.headline) == ("finite", "request 0 has nan in its output")
+    assert computed.where == "out[0] is nan"
+    unknown, _ = explained("output-written", value="poison", eager="poison", fill=None)
+    assert unknown.check == "output-written"
+
+
+def test_a_wrong_number_where_a_fresh_instance_leaves_poison_was_not_written() -> None:
+    found, _ = explained(value="wrong", eager="poison", fill="other fill")
+    assert found.check == "output-written"
+    found, questions = explained(value="wrong", eager="poison", fill="right")
+    assert found.check == "matches-oracle"
+    assert "fill" in questions
+    assert "fill" not in explained(value="wrong", eager="wrong")[1], "nothing holds poison"
+    assert "fill" not in explained(value="wrong", eager=None)[1]
+    assert "fill" not in explained(value="wrong", eager="poison", replay=True)[1], "the graph is what is wrong"
+
+
+def test_three_lines_of_hints_are_enough(nothing_attended: dict[str, Any]) -> None:
+    nothing_attended["hints"] = ["a", "b", "c"]
+    assert explained()[0].hint == "a\nb\nc"
+    assert explained(among="steps", eager="right")[0].hint.splitlines()[1:] == ["a", "b"]
+
+
+def test_one_number_that_has_the_fills_bits_by_chance_is_not_left_alone() -> None:
+    def judged(*values: str) -> Judgement:
+        return Judgement(seen(FULL, values[0]), expect(SCHEDULE, FULL))
+
+    poison, filled = judged("poison"), judged("other fill")
+    assert blame._left_alone(poison, filled, OTHER_FILL)
+    assert not blame._left_alone(poison, filled, POISON)
+    assert not blame._left_alone(judged("right"), filled, OTHER_FILL)
+    filled.out[0, 0, 0, 3] = 1.0
+    assert not blame._left_alone(poison, filled, OTHER_FILL)
+
+
+# What is asked of a worker.
+
+
+def test_a_question_travels_whole_and_its_answer_is_found_by_step() -> None:
+    requests: list[Rerun] = []
+
+    def drive(request: Rerun) -> Driven:
+        requests.append(request)
+        replay = request.step is None
+        record = StepRecord(0, FULL.name, seen(FULL).copies, "replay", "graphs", ("a block",), replay, padded=2)
+        return Driven((record,), fill=7, allocated_in_capture=(("a", "b"),), replaced=("c",))
+
+    rerunner = Rerunner(drive, None)  # type: ignore[arg-type]
+    one = rerunner.eager(SCHEDULE, FULL, unowned=0.0, pattern="gauss", fill=3)
+    assert one is not None
+    assert one.step is FULL
+    assert (requests[0].step, requests[0].unowned, requests[0].fill, requests[0].options.pattern) == (
+        FULL,
+        0.0,
+        3,
+        "gauss",
+    )
+    run = rerunner.graph(SCHEDULE, unowned=1.0, pattern="mean", poison_allocated=False, copy_into_replaced=True, fill=4)
+    assert run is not None
+    assert (run.fill, run.replaced, run.allocated_in_capture) == (7, ("c",), (AllocatedInCapture("a", "b"),))
+    found = run.replay_of(FULL)
+    assert found is not None
+    assert (found.label, found.among, found.damaged, found.padded, found.schedule) == (
+        "replay",
+        "graphs",
+        ("a block",),
+        2,
+        SCHEDULE,
+    )
+    options = requests[1].options
+    assert (requests[1].step, requests[1].unowned, requests[1].fill) == (None, 1.0, 4)
+    assert (options.pattern, options.poison_allocated, options.copy_into_replaced) == ("mean", False, True)
+    assert (options.watch_replaced, options.eager_steps) == (True, False)
+    rerunner.graph(SCHEDULE)
+    plain = requests[2]
+    assert (plain.unowned, plain.fill, plain.options.poison_allocated, plain.options.copy_into_replaced) == (
+        None,
+        0xFF,
+        True,
+        False,
+    )
+    silent = Rerunner(lambda *_: Driven(), None)  # type: ignore[arg-type]
+    assert silent.eager(SCHEDULE, FULL) is None
+    assert silent.graph(SCHEDULE) is None

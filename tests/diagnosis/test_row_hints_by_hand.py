@@ -1,0 +1,476 @@
+"""Each hint about rows, heads and requests: evidence that just fits it, and evidence that just does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Of
+from typing import Any
+
+import pytest
+import torch
+
+from attn_testkit.contract import ForwardMode
+from attn_testkit.diagnosis.hints import keys, rows
+from attn_testkit.diagnosis.swapped_rows import SwappedRow
+
+
+def request(new: int = 1, prefix: int = 9, topk: int = 0) -> Any:
+    return Of(new=new, prefix=prefix, tree=Of(topk=topk) if topk else None)
+
+
+def case(**fields: Any) -> Any:
+    heads = {"q_heads": fields.pop("q_heads", 4), "kv_heads": fields.pop("kv_heads", 2)}
+    values = {"mode": ForwardMode.DECODE, "width": 4, "page_size": 4, "data": "gauss", "layout": "shuffled", **fields}
+    return Of(heads=Of(**heads), **values)
+
+
+def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None = None, **fields: Any) -> Any:  # noqa: B006
+    requests = requests or [request(prefix=n - 1) for n in lens]
+    step = Of(requests=requests, bs=len(requests), tokens=sum(r.new for r in requests))
+    values = {
+        "step": step, "lens": lens, "wrong": wrong, "rows": [], "passed": [], "in_graph": False, "swapped": (),
+        "schedule": Of(case=case()), "attended": None, "before": None, "reads_foreign": False,
+    }  # fmt: skip
+    return Of(**{**values, **fields})
+
+
+def mine(request: int, row: int, of: int, of_row: int | None = None, **fields: Any) -> SwappedRow:
+    return SwappedRow(request, row, of, of_row, **fields)
+
+
+ONE_EACH = [request(prefix=4), request(prefix=7)]
+TWO_EACH = [request(2, 4), request(2, 7)]
+SWAPS: list[tuple[str, Any, tuple[SwappedRow, ...], str]] = [
+    ("copied", ONE_EACH, (mine(0, 0, 1, 0, copied=True),), "requests 0-1 hold the same values as each other: offsets of"),
+    ("copied of several", TWO_EACH, (mine(0, 0, 1, 0, copied=True),), "request 0 holds the same values as request 1: off"),
+    ("inside", TWO_EACH, (mine(0, 0, 0, 1), mine(0, 1, 0, 0)), "the order of rows in a request"),
+    ("one row each", ONE_EACH, (mine(0, 0, 1, 0), mine(1, 0, 0, 0)), "results go back in another order than"),
+    ("several rows", TWO_EACH, (mine(0, 0, 1, 0), mine(1, 0, 0, 0)), "or an order of requests that is not undone"),
+    ("as long as its own", ONE_EACH, (mine(0, 0, 1, None, keys=5),), "the request row (req_pool_indices)"),
+    ("as long as theirs", ONE_EACH, (mine(0, 0, 1, None, keys=8),), "the request row (req_pool_indices)"),
+    ("of no length", ONE_EACH, (mine(0, 0, 1, None, keys=6),), ": offsets of query rows (cu_seqlens_q)"),
+    ("a part of the rows", TWO_EACH, (mine(0, 0, 1, None, keys=5),), ": offsets of query rows (cu_seqlens_q)"),
+    (
+        "all rows of one", TWO_EACH, (mine(0, 0, 1, None, keys=5), mine(0, 1, 1, None, keys=6)),
+        "the request row (req_pool_indices)",
+    ),
+    (
+        "all rows of one, of any length", TWO_EACH, (mine(0, 0, 1, None, keys=3), mine(0, 1, 1, None, keys=3)),
+        "the request row (req_pool_indices)",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("requests", "swapped", "text"), [s[1:] for s in SWAPS], ids=[s[0] for s in SWAPS])
+def test_whose_rows_they_are_says_what_was_mixed_up(requests: Any, swapped: tuple[SwappedRow, ...], text: str) -> None:
+    lens = [r.prefix + r.new for r in requests]
+    assert text in rows.rows_of_others(evidence(lens, requests=requests, swapped=swapped))
+
+
+def test_two_swapped_rows_are_named() -> None:
+    swaps = tuple(mine(i, 0, 1 - i, 0) for i in (0, 1))
+    text = rows.rows_of_others(evidence([5, 8], swapped=swaps))
+    assert text.startswith("request 0 holds the result of request 1, request 1 holds the result of request 0: ")
+    third = rows.rows_of_others(evidence([5, 8], swapped=(*swaps, swaps[0])))
+    assert "of request 0 and so on: " in third
+    assert rows.rows_of_others(evidence([5, 8])) == ""
+    mixed = (mine(0, 0, 1, 0, copied=True), mine(1, 0, 0, 0))
+    assert "hold the same values as each other" not in rows.rows_of_others(evidence([5, 8], swapped=mixed))
+
+
+def test_a_swapped_row_is_named_with_what_tells_it_apart() -> None:
+    assert mine(1, 0, 0, 2).text == "request 1 holds the result of request 0 row 2"
+    assert mine(1, 2, 0, 0).text == "request 1 row 2 holds the result of request 0"
+    assert mine(1, 2, 1, 0).text == "request 1 row 2 holds the result of request 1 row 0"
+    assert mine(1, 0, 0, 0, copied=True).text == "request 1 holds the same values as request 0"
+    assert mine(1, 0, 0, None, keys=4).text == "request 1 was computed with KV tokens 0..3 of request 0"
+
+
+def v1(
+    counts: list[int], wrong: list[int], flat: list[int], in_graph: bool = False, passed: Any = (), width: int = 4
+) -> Any:
+    schedule = Of(case=case(mode=ForwardMode.DRAFT_EXTEND, width=width))
+    requests = [request(new) for new in counts]
+    return evidence([9] * len(counts), wrong, requests, rows=flat, in_graph=in_graph, passed=passed, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("counts", "flat", "said"),
+    [
+        ([1, 3], [1, 2, 3], "a uniform stride of 4"),
+        ([2, 4], [2, 3, 4, 5], "a uniform stride of 4"),
+        ([2, 4], [4, 5], "a uniform stride of 2"),
+        ([1, 4], [1, 2, 3], "a uniform stride of 2"),
+        ([4, 4], [4], ""),
+        ([3], [0], ""),
+        ([1, 3], [0], ""),
+        ([1, 3], [], ""),
+    ],
+)
+def test_in_eager_the_wrong_rows_must_be_those_of_a_uniform_stride(
+    counts: list[int], flat: list[int], said: str
+) -> None:
+    found = rows.uneven_offsets(v1(counts, [0], flat))
+    if said and flat in rows._wrong_under(int(said.split()[-1]), counts):
+        assert said in found
+        assert found.startswith(f"accepted counts are {', '.join(map(str, counts))} of 4, and the wrong rows")
+    elif not said:
+        assert found == ""
+
+
+def test_rows_that_a_stride_gets_wrong_are_counted_from_both_ends() -> None:
+    assert rows._wrong_under(2, [2, 2]) == []
+    assert rows._wrong_under(2, [1, 2]) == [[0, 1, 2], [1, 2]]
+    assert rows._wrong_under(3, [3, 1]) == [[3]]
+    assert rows._wrong_under(2, [2, 1, 2]) == [[2, 3, 4], [3, 4]]
+
+
+EVEN, UNEVEN = Of(requests=[request(4), request(4)]), Of(requests=[request(1), request(4)])
+
+
+@pytest.mark.parametrize(
+    ("counts", "wrong", "passed", "said"),
+    [
+        ([1, 4], [1], [], True),
+        ([3, 3], [1], [], True),
+        ([4, 4], [1], [], False),
+        ([1, 4], [0, 1], [], False),
+        ([1, 4], [0, 1], [Of(step=EVEN, replay=True)], True),
+        ([1, 4], [0, 1], [Of(step=EVEN, replay=False)], False),
+        ([1, 4], [0, 1], [Of(step=UNEVEN, replay=True)], False),
+        ([1, 4, 4], [0, 1], [], True),
+    ],
+)
+def test_under_a_graph_uneven_counts_are_named_unless_everything_is_wrong(
+    counts: list[int], wrong: list[int], passed: Any, said: bool
+) -> None:
+    found = rows.uneven_offsets(v1(counts, wrong, [], in_graph=True, passed=passed))
+    assert bool(found) is said
+    if said:
+        assert found.startswith(f"accepted counts are {', '.join(map(str, counts))} of 4: rows are packed")
+
+
+def test_other_modes_have_no_uneven_rows() -> None:
+    assert rows.uneven_offsets(evidence([5, 8], [1], [request(1), request(2)], in_graph=True)) == ""
+
+
+def test_what_the_step_before_has_in_common() -> None:
+    def told(before: list[int], lens: list[int], wrong: list[int]) -> str:
+        return rows.kept_from_before(evidence(lens, wrong, before=Of(lens=before, bs=len(before))))
+
+    assert "has the same lengths and other requests" in told([3, 9], [9, 3], [0])
+    assert told([3, 8], [9, 3], [0]).startswith("the step before had up to 8 KV tokens, and only requests with more")
+    assert told([3, 9], [9, 4], [0]) == ""
+    assert told([3, 9], [2, 10, 11], [1, 2]).startswith("the step before had up to 9")
+    assert told([3, 9], [2, 10, 9], [1, 2]) == ""
+    assert told([3, 9], [2, 4, 5], [2]).startswith("only requests from 2 on are wrong, and the step before had 2")
+    assert told([3, 9], [2, 4, 5], [1, 2]) == ""
+    assert told([3, 9], [9, 3], []) == ""
+    assert rows.kept_from_before(evidence([3], [0])) == ""
+    same = evidence([3, 9], [0])
+    same.before = same.step
+    same.step.lens = [3, 9]
+    assert "the same step was right the first time" in rows.kept_from_before(same)
+
+
+def finite(**bad: bool) -> Any:
+    values = torch.ones(1, 1, 2, 4, dtype=torch.bool)
+    values[0, 0, 0, 1:] = not bad.get("part", True)
+    if bad.get("whole"):
+        values[0, 0, 0] = False
+    return Of(finite=values)
+
+
+def test_a_part_of_a_head_that_is_nan_is_a_layout() -> None:
+    def told(judgement: Any, **fields: Any) -> str:
+        return rows.part_of_a_head(evidence([5], [0], judgement=judgement, **fields))
+
+    assert told(finite()).startswith("only a part of a head's values is NaN or Inf")
+    assert told(finite(whole=True)) == ""
+    assert told(finite(part=False)) == ""
+    assert told(finite(), reads_foreign=True) == ""
+    for data in ("peaked", "negative", "cliff"):
+        assert told(finite(), schedule=Of(case=case(data=data))) == ""
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "heads", "text"),
+    [
+        (
+            4,
+            2,
+            (2, 3),
+            "only heads 2-3 of 4 attended to other KV tokens than they should: an offset or stride of KV heads",
+        ),
+        (4, 2, (2,), "only head 2 of 4 attended to other KV tokens than they should: packing of grouped heads"),
+        (4, 2, (0, 2), "packing of grouped heads"),
+        (6, 2, (0, 1, 2, 3), "packing of grouped heads"),
+        (6, 2, (1, 2), "packing of grouped heads"),
+        (2, 2, (1,), "only head 1 of 2 attended to other KV tokens than they should: an offset or stride of heads, or"),
+        (4, 2, (), ""),
+    ],
+)
+def test_heads_that_differ_say_how_heads_are_packed(q_heads: int, kv_heads: int, heads: Any, text: str) -> None:
+    schedule = Of(case=case(q_heads=q_heads, kv_heads=kv_heads))
+    found = rows.some_heads(evidence([5], [0], schedule=schedule, attended=Of(heads=heads)))
+    assert text in found
+    assert bool(found) is bool(text)
+    assert rows.some_heads(evidence([5], [0])) == ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "topk", "text"),
+    [
+        (
+            range(8, 12),
+            0,
+            "rows from 8 on are wrong, those before are right: the second tile of rows (tiles of 8, or of 16",
+        ),
+        (range(8, 12), 1, "rows from 8 on"),
+        (range(8, 12), 2, ""),
+        (range(8, 11), 0, ""),
+        (range(7, 12), 0, ""),
+        (range(4, 12), 0, ""),
+        (range(0, 12), 0, ""),
+        ([8, 10, 11], 0, ""),
+        ([11], 0, ""),
+    ],
+)
+def test_rows_from_a_multiple_of_eight_on_are_a_tile(wrong: Any, topk: int, text: str) -> None:
+    data = Of(row_request=torch.zeros(12, dtype=torch.int64), row_offset=torch.arange(12))
+    expected = Of(data=data)
+    found = rows.row_tile(evidence([20], [0], [request(12, 8, topk)], rows=list(wrong), expected=expected))
+    assert bool(found) is bool(text)
+    assert text in found
+
+
+def test_a_tile_of_rows_begins_at_one_place_in_all_requests() -> None:
+    data = Of(row_request=torch.arange(2).repeat_interleave(24), row_offset=torch.arange(24).repeat(2))
+    for starts, said in (((8, 8), True), ((8, 16), False), ((16, 16), True)):
+        flat = [*range(starts[0], 24), *range(24 + starts[1], 48)]
+        found = evidence([40, 40], [0, 1], [request(24), request(24)], rows=flat, expected=Of(data=data))
+        assert bool(rows.row_tile(found)) is said
+    alone = evidence([40], [0], [request(24)], rows=list(range(8, 24)), expected=Of(data=data))
+    alone.schedule = Of(case=case(q_heads=2, kv_heads=2))
+    assert rows.row_tile(alone).endswith("(tiles of 8)")
+    nothing = evidence([40], [], [request(24)], expected=Of(data=data))
+    assert rows.row_tile(nothing) == ""
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "data", "said"),
+    [
+        (16, 32, "gauss", True),
+        (16, 32, "footprint", False),
+        (0, 32, "gauss", False),
+        (8, 32, "gauss", False),
+        (16, 24, "gauss", False),
+        (16, 27, "gauss", True),
+        (16, 26, "gauss", False),
+    ],
+)
+def test_dims_to_the_last_are_a_padded_head(first: int, last: int, data: str, said: bool) -> None:
+    wrong = torch.zeros(1, 2, 2, 32, dtype=torch.bool)
+    wrong[0, 1, 1, first:last] = True
+    judgement = Of(wrong=wrong, finite=torch.ones_like(wrong))
+    found = rows.some_dims(evidence([5], [0], judgement=judgement, schedule=Of(case=case(data=data))))
+    assert bool(found) is said
+    if said:
+        assert found.startswith(f"only dims from {first} on are wrong: a head dim of 32")
+
+
+def test_a_few_dims_say_nothing() -> None:
+    for count, size in ((7, 23), (8, 24)):
+        wrong = torch.zeros(1, 1, 1, size, dtype=torch.bool)
+        wrong[..., 16:] = True
+        judgement = Of(wrong=wrong, finite=torch.ones_like(wrong))
+        assert bool(rows.some_dims(evidence([5], [0], judgement=judgement))) is (count == 8)
+    none = Of(wrong=torch.zeros(1, 1, 1, 32, dtype=torch.bool), finite=torch.ones(1, 1, 1, 32, dtype=torch.bool))
+    assert rows.some_dims(evidence([5], judgement=none)) == ""
+    nan = Of(wrong=wrong, finite=~wrong)
+    assert rows.some_dims(evidence([5], judgement=nan)) == "", "part of a head says so"
+
+
+def test_a_length_from_which_on_replays_are_wrong() -> None:
+    def told(lens: list[int], wrong: list[int], passed: Any = (), in_graph: bool = True) -> str:
+        return rows.length_threshold(evidence(lens, wrong, passed=passed, in_graph=in_graph))
+
+    assert told([3, 9], [1]).startswith("requests of up to 3 KV tokens are right, of 9 and more are wrong: a maximum")
+    assert told([3, 9], [1], in_graph=False) == ""
+    assert told([3, 9], [0]) == ""
+    assert told([3, 3], [1]) == ""
+    assert told([9], [0]) == ""
+    assert told([9], []) == ""
+    assert "up to 8" in told([9], [0], [Of(replay=True, step=Of(lens=[8]))])
+    assert told([9], [0], [Of(replay=True, step=Of(lens=[9]))]) == ""
+    assert told([9], [0], [Of(replay=False, step=Of(lens=[8]))]) == ""
+
+
+@pytest.mark.parametrize(
+    ("lens", "wrong", "page", "said"),
+    [([4, 5], [1], 4, True), ([4, 5], [0], 4, False), ([3, 5], [0, 1], 4, False), ([4, 8], [], 4, False),
+     ([4, 5], [1], 1, False), ([4, 5, 6], [1], 4, False)],
+)  # fmt: skip
+def test_requests_with_a_partly_filled_last_page(lens: list[int], wrong: list[int], page: int, said: bool) -> None:
+    found = rows.last_page(evidence(lens, wrong, schedule=Of(case=case(page_size=page))))
+    assert bool(found) is said
+    assert found in ("", "only requests with a partly filled last page differ")
+
+
+@pytest.mark.parametrize(
+    ("lens", "wrong", "said"),
+    [([3, 4, 5], [1, 2], True), ([5, 4, 3], [1, 2], False), ([4, 4, 4], [1, 2], False), ([3, 5], [1], False),
+     ([3, 4, 5], [1], False), ([3, 4, 5], [0, 1, 2], False)],
+)  # fmt: skip
+def test_all_but_request_0_are_at_a_stride(lens: list[int], wrong: list[int], said: bool) -> None:
+    assert bool(rows.later_requests(evidence(lens, wrong))) is said
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [(range(8, 12), True), (range(7, 12), False), (range(8, 11), False), (range(9, 12), True), ((), False)],
+)
+def test_requests_from_a_number_on(wrong: Any, said: bool) -> None:
+    found = rows.later_by_number(evidence([5] * 12, list(wrong)))
+    assert bool(found) is said
+    assert not said or found.startswith(f"requests from {wrong[0]} on are wrong")
+
+
+def test_only_padded_replays() -> None:
+    def told(padded: int, *passed: tuple[bool, int]) -> bool:
+        seen = [Of(replay=replay, padded=n) for replay, n in passed]
+        return bool(rows.only_padded(evidence([5], [0], observed=Of(padded=padded), passed=seen)))
+
+    assert told(1, (True, 0))
+    assert told(2, (True, 0), (False, 3))
+    assert not told(0, (True, 0))
+    assert not told(1)
+    assert not told(1, (False, 0))
+    assert not told(1, (True, 0), (True, 1))
+
+
+# Hints about KV tokens.
+
+
+def attended(used: Any, wanted: Any, **fields: Any) -> Any:
+    used, wanted = frozenset(used), frozenset(wanted)
+    values = {"request": 0, "row": 0, "used": used, "wanted": wanted, "doubled": frozenset(), "elsewhere": {},
+              "heads": (), "length": len(wanted), "not_asked": [], "right": used == wanted}  # fmt: skip
+    return Of(**{**values, **fields})
+
+
+def of_keys(found: Any, requests: list[Any] | None = None, window: bool = False, **fields: Any) -> Any:
+    requests = requests or [request(prefix=found.length - 1)]
+    visible = torch.zeros(1, 1, 100000 if found.length > 4096 else 4096, dtype=torch.bool)
+    visible[0, 0, : found.length] = window
+    expected = Of(data=Of(visible=visible, row_request=torch.zeros(1), row_offset=torch.zeros(1)))
+    return evidence([found.length], [0], requests, attended=found, expected=expected, rows=[0], **fields)
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "used", "text"),
+    [
+        ({"tail": 0.5, "page0": 0.1}, (), "slots behind the last KV token are read"),
+        ({"tail": 0.1, "page0": 0.5}, (0,), "page 0 is read"),
+        ({"others": 0.5}, (0,), "KV tokens of other requests are read"),
+        ({"unowned": 0.5}, (0,), "unowned slots are read"),
+        ({"unowned": 0.5}, (), "none of its own KV tokens is read"),
+        ({"unowned": 0.5}, (7,), "none of its own KV tokens is read"),
+        ({}, (0,), ""),
+    ],
+)
+def test_where_the_weight_went(elsewhere: dict[str, float], used: Any, text: str) -> None:
+    found = of_keys(attended(used, range(5), elsewhere=elsewhere))
+    assert text in keys.elsewhere(found)
+    assert bool(keys.elsewhere(found)) is bool(text)
+    found.swapped = (mine(0, 0, 1, 0),)
+    assert keys.elsewhere(found) == ""
+    assert keys.elsewhere(evidence([5])) == ""
+
+
+def test_a_mask_that_comes_too_late() -> None:
+    right, wrong = attended(range(5), range(5)), attended(range(4), range(5))
+    assert keys.masked_too_late(of_keys(right, reads_foreign=True)).startswith("foreign slots have no weight")
+    assert keys.masked_too_late(of_keys(right)) == ""
+    assert keys.masked_too_late(of_keys(wrong, reads_foreign=True)) == ""
+    assert keys.masked_too_late(evidence([5], reads_foreign=True)) == ""
+
+
+@pytest.mark.parametrize(
+    ("used", "new", "layout", "said"),
+    [
+        ({0, 1, 2, 4}, 2, "shuffled", True),
+        ({0, 1, 2, 4}, 2, "contiguous", False),
+        ({0, 1, 2, 4}, 1, "shuffled", False),
+        ({0, 1, 3, 4}, 2, "shuffled", False),
+        ({0, 1, 2}, 2, "shuffled", False),
+        ({0, 1, 2, 3}, 2, "shuffled", False),
+        ({0, 1, 2, 4, 5}, 2, "shuffled", False),
+    ],
+)
+def test_new_tokens_that_are_mixed_up(used: set[int], new: int, layout: str, said: bool) -> None:
+    found = of_keys(attended(used, range(4)), [request(new, 3)], schedule=Of(case=case(layout=layout)))
+    assert bool(keys.own_rows_mixed(found)) is said
+    assert keys.own_rows_mixed(evidence([4])) == ""
+
+
+LONG = 2000
+KEYS: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("twice", attended(range(5), range(5), doubled=frozenset({1})), {}, "KV tokens are counted more than once"),
+    ("all right", attended(range(5), range(5)), {}, ""),
+    ("the last", attended(range(6), range(7)), {}, "the last KV token is missing: seq_lens of this mode, or an end that"),
+    ("the last of a page", attended(range(4), range(5)), {}, "which is alone in the last page"),
+    ("a page", attended(range(4), range(7)), {}, "the KV tokens of the last page are missing"),
+    ("two", attended(range(5), range(7)), {}, "the last 2 KV tokens are missing: seq_lens of this mode, or an end that is off by 2"),
+    ("pages of one", attended(range(4), range(5)), {"page": 1}, "the last KV token is missing: seq_lens"),
+    ("128", attended(range(128), range(LONG)), {}, "the last 1872 KV tokens are missing"),
+    ("256", attended(range(256), range(LONG)), {}, "from 256 on are missing: a fixed capacity of 256"),
+    ("257", attended(range(257), range(LONG)), {}, "the last 1743 KV tokens"),
+    ("1024", attended(range(1024), range(LONG)), {}, "from 1024 on are missing"),
+    ("3072", attended(range(3072), range(3500)), {}, "from 3072 on are missing"),
+    ("3000", attended(range(3000), range(3500)), {}, "the last 500 KV tokens"),
+    ("first", attended(range(1, 5), range(5)), {}, "the first KV token is missing: the start of a window"),
+    ("first two", attended(range(2, 5), range(5)), {}, "the first 2 KV tokens are missing"),
+    ("middle", attended({0, 3}, range(4)), {}, "KV tokens in the middle are missing: a page or a split is skipped"),
+    ("none", attended((), range(4)), {}, "all KV tokens are missing, none is read"),
+    ("none of one", attended((), range(1)), {}, "the last KV token is missing"),
+    ("later", attended(range(6), range(5)), {}, "later tokens are visible: causality"),
+    ("behind a window", attended(range(5), range(2, 5)), {}, "KV tokens before the window are visible"),
+    ("in sight", attended(range(5), {0, 4}, length=5), {"window": True}, "KV tokens before the window are visible"),
+    ("shifted", attended(range(1, 6), range(5)), {}, "all KV tokens are shifted by 1: the length or position"),
+    ("shifted back", attended(range(1, 4), range(2, 5)), {}, "all KV tokens are shifted by -1"),
+    ("others", attended({0, 1, 2, 6}, range(4)), {}, "other KV tokens than the right ones"),
+    ("a node too much", attended(range(6), {0, 1, 2, 5}, length=6), {"topk": 1}, "draft nodes that are no ancestors"),
+    ("before the tree", attended(range(6), {0, 3, 4, 5}, length=6), {"topk": 1}, "before the window are visible"),
+    ("a node too few", attended({0, 1, 2, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 2}, "draft nodes that should be vis"),
+    ("a chain", attended({0, 1, 2, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 1}, "in the middle are missing"),
+    ("of the prefix", attended({0, 1, 3, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 2}, "in the middle are missing"),
+    ("a heads own", attended(range(4), range(5), heads=(1,)), {}, ""),
+    ("nowhere", attended((), range(5), elsewhere={"tail": 1.0}), {}, ""),
+    ("partly nowhere", attended(range(4), range(5), elsewhere={"tail": 0.2}), {}, "the last KV token is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("found", "more", "text"), [k[1:] for k in KEYS], ids=[k[0] for k in KEYS])
+def test_what_was_attended_to_says_what_is_wrong(found: Any, more: dict[str, Any], text: str) -> None:
+    requests = [request(3, 3, more["topk"])] if "topk" in more else None
+    schedule = Of(case=case(page_size=more.get("page", 4)))
+    told = keys.key_range(of_keys(found, requests, more.get("window", False), schedule=schedule))
+    assert text in told
+    assert bool(told) is bool(text)
+
+
+def test_what_says_nothing_of_keys() -> None:
+    found = of_keys(attended(range(4), range(5)))
+    found.swapped = (mine(0, 0, 1, 0),)
+    assert keys.key_range(found) == ""
+    assert keys.key_range(evidence([5])) == ""
+
+
+@pytest.mark.parametrize(("length", "bits"), [(60000, False), (65536, False), (65537, True), (70000, True)])
+def test_where_not_all_was_asked_about_a_range_is_said(length: int, bits: bool) -> None:
+    asked = {*range(96), *range(length - 96, length)}
+    told = keys.key_range(of_keys(attended(range(96), asked, length=length, not_asked=[*range(96, length - 96)])))
+    assert told.startswith(f"KV tokens are missing from somewhere between 96 and {length - 96} on: a fixed capacity")
+    assert ("16 bits" in told) is bits
+    near = keys.key_range(of_keys(attended(range(95), range(96), length=length, not_asked=[97])))
+    assert near.startswith("the last KV token is missing")

@@ -1,0 +1,410 @@
+"""The loop over case-runs: who gets which worker, what becomes of a worker that dies, and words about how it ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from attn_testkit.runner_modes.messages import Described, Driven
+
+from attn_testkit.contract import Capabilities
+from attn_testkit.registry import UsageError
+from attn_testkit.results import KIT_ERROR, CaseResult, RunHeader, Status
+from attn_testkit.running import loop, pool, worker
+from attn_testkit.running.candidate import Candidate, candidate_for
+from attn_testkit.running.gpus import GpuSlots
+from attn_testkit.running.loop import Runner, _groups
+from attn_testkit.running.pool import WorkerLost, _last_lines, ending
+from attn_testkit.running.request import Item, Options, Plan
+from attn_testkit.running.worker import LocalWorker, given_up
+
+HEADER = RunHeader("1", "", "", "smoke", 0, "emulated", "CPU", {}, {}, 0)
+A, B = Candidate("m:A"), Candidate("m:B")
+CLAIMS = Capabilities(eager={"decode"})
+
+
+class FakeWorker:
+    """In the place of ``pool.Worker``."""
+
+    made: list[FakeWorker]
+    alive = 0
+    most = 0
+
+    def __init__(self, candidate: Candidate, device: str, timeout_s: float, *, gpu: str = "") -> None:
+        self.candidate, self.device, self.timeout_s, self.gpu = candidate, device, timeout_s, gpu
+        self.ended = False
+        FakeWorker.made.append(self)
+        FakeWorker.alive += 1
+        FakeWorker.most = max(FakeWorker.most, FakeWorker.alive)
+
+    def describe(self) -> Described:
+        return Described(CLAIMS)
+
+    def last_words(self) -> str:
+        return "\n  last words"
+
+    def drive(self, request: object, following: object = None) -> Driven:
+        return Driven()
+
+    def close(self) -> None:
+        FakeWorker.alive -= not self.ended
+        self.ended = True
+
+
+Judging = Callable[[Callable[..., Driven], Described, Plan, Item], CaseResult]
+
+
+@pytest.fixture
+def judging(monkeypatch: pytest.MonkeyPatch) -> list[Judging]:
+    """How items are judged: the last entry counts."""
+    FakeWorker.made, FakeWorker.alive, FakeWorker.most = [], 0, 0
+    how: list[Judging] = [lambda drive, described, plan, item: passed(item)]
+    monkeypatch.setattr(loop, "Worker", FakeWorker)
+    monkeypatch.setattr(loop, "LocalWorker", lambda candidate, device: FakeWorker(candidate, device, 0))
+    monkeypatch.setattr(loop, "judge_item", lambda *args: how[-1](*args))
+    return how
+
+
+def passed(item: Item) -> CaseResult:
+    return CaseResult(item.backend, item.mode, item.execution, item.case, Status.PASSED)
+
+
+def item(backend: str, case: str, execution: str = "eager") -> Item:
+    return Item(backend, "decode", execution, case)
+
+
+def plan(*items: Item) -> Plan:
+    return Plan(HEADER, items, (), (A, B), "cpu")
+
+
+def results(*items: Item, **options: object) -> list[CaseResult]:
+    runner = Runner(Options(**options))  # type: ignore[arg-type]
+    found = list(runner.run(plan(*items), items))
+    runner.close()
+    return found
+
+
+SIX = [item(spec, case, execution) for spec in ("m:A", "m:B") for case in "xy" for execution in ("eager", "graph")]
+
+
+def test_neighbours_that_share_backend_and_case_are_one_group() -> None:
+    assert [[(i.backend, i.case) for i in group] for group in _groups(SIX)] == [
+        [(spec, case)] * 2 for spec in ("m:A", "m:B") for case in "xy"
+    ]
+    apart = [item("m:A", "x"), item("m:A", "y"), item("m:A", "x")]
+    assert [len(group) for group in _groups(apart)] == [1, 1, 1]
+    assert _groups([]) == []
+
+
+def test_one_worker_a_backend_and_never_two_at_a_time(judging: list[Judging]) -> None:
+    found = results(*SIX, timeout_s=7.0)
+    assert [(r.backend, r.case, r.execution) for r in found] == [(i.backend, i.case, i.execution) for i in SIX]
+    assert [w.candidate for w in FakeWorker.made] == [A, B]
+    assert {(w.device, w.timeout_s, w.gpu) for w in FakeWorker.made} == {("cpu", 7.0, "")}
+    assert (FakeWorker.most, FakeWorker.alive) == (1, 0)
+
+
+def test_an_idle_worker_of_the_same_backend_is_used_again_and_one_of_another_is_ended(judging: list[Judging]) -> None:
+    runner = Runner()
+    assert runner.claims(A, "cpu") is CLAIMS
+    assert runner.claims(A, "cpu") is CLAIMS
+    assert len(FakeWorker.made) == 1, "asked once"
+    list(runner.run(plan(SIX[0]), [SIX[0]]))
+    assert len(FakeWorker.made) == 1
+    runner.claims(B, "cpu")
+    assert [w.ended for w in FakeWorker.made] == [True, False]
+    FakeWorker.made[1].close()
+    list(runner.run(plan(SIX[4]), [SIX[4]]))
+    assert len(FakeWorker.made) == 3, "one that ended is not used again"
+    runner.close()
+    assert all(w.ended for w in FakeWorker.made)
+
+
+def test_a_worker_of_another_gpu_is_not_used(judging: list[Judging]) -> None:
+    runner = Runner(Options(gpus=("0", "1")))
+    a = runner._worker_for(A, "cpu", "0")
+    runner._give_back(a)
+    b = runner._worker_for(A, "cpu", "1")
+    assert b is not a
+    assert (a.ended, b.gpu) == (True, "1")  # type: ignore[union-attr]
+    runner._give_back(b)
+    assert runner._worker_for(A, "cpu", "1") is b
+    runner.close()
+    assert b.ended, "busy ones are ended, too"
+    c = runner._worker_for(A, "cpu", "1")
+    runner._give_back(c)
+    assert c.ended, "nothing is kept once it is closed"
+
+
+def test_jobs_share_the_groups_the_gpus_and_lose_nothing(judging: list[Judging]) -> None:
+    together = threading.Barrier(2, timeout=20)
+
+    def judge(drive: object, described: Described, plan: Plan, each: Item) -> CaseResult:
+        if each.case == "x" and each.execution == "eager":
+            together.wait()
+        return passed(each)
+
+    judging.append(judge)
+    found = results(*SIX, jobs=2, gpus=("g0", "g1"))
+    assert sorted((r.backend, r.case, r.execution) for r in found) == sorted(
+        (i.backend, i.case, i.execution) for i in SIX
+    )
+    assert {w.gpu for w in FakeWorker.made} == {"g0", "g1"}
+    assert FakeWorker.alive == 0
+    runner = Runner(Options(gpus=("g0", "g1")))
+    assert [runner._gpu(i) for i in range(4)] == ["g0", "g1", "g0", "g1"]
+
+
+def test_there_are_no_more_threads_than_groups_and_one_in_this_process(judging: list[Judging]) -> None:
+    seen: set[int] = set()
+
+    def judge(drive: object, described: Described, plan: Plan, each: Item) -> CaseResult:
+        seen.add(threading.get_ident())
+        return passed(each)
+
+    judging.append(judge)
+    for options in ({"jobs": 8, "in_process": True}, {"jobs": 0}, {"jobs": 1}):
+        assert len(results(*SIX, **options)) == len(SIX)
+        assert seen == {threading.get_ident()}, options
+    assert len(results(*SIX[:2], jobs=8)) == 2
+    assert seen == {threading.get_ident()}, "one group is one job"
+    assert results(jobs=8) == []
+
+
+def test_what_ends_programs_in_a_thread_ends_the_run(judging: list[Judging]) -> None:
+    def judge(drive: object, described: Described, plan: Plan, each: Item) -> CaseResult:
+        raise KeyboardInterrupt
+
+    judging.append(judge)
+    with pytest.raises(KeyboardInterrupt):
+        results(*SIX, jobs=2)
+
+
+def test_a_generator_that_is_given_up_ends_its_workers_and_the_runner_goes_on(judging: list[Judging]) -> None:
+    for jobs in (1, 2):
+        runner = Runner(Options(jobs=jobs))
+        running = runner.run(plan(*SIX), SIX)
+        assert next(running).status is Status.PASSED
+        running.close()
+        assert len(list(runner.run(plan(*SIX[:2]), SIX[:2]))) == 2
+        runner.close()
+        assert FakeWorker.alive == 0
+        assert list(runner.run(plan(*SIX), SIX)) == [], "once closed it begins nothing"
+
+
+ENDS: list[tuple[Exception, Status, str]] = [
+    (WorkerLost(Status.TIMED_OUT, "no result"), Status.TIMED_OUT, "no result"),
+    (WorkerLost(Status.CRASHED, "killed"), Status.CRASHED, "killed"),
+    (UsageError("gone"), Status.CRASHED, "gone"),
+    (RuntimeError("ours"), Status.CRASHED, f"{KIT_ERROR}RuntimeError: ours\nTraceback"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "reason"), ENDS, ids=[str(end[2])[:12] for end in ENDS])
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_whatever_is_raised_costs_one_case_run(
+    judging: list[Judging], error: Exception, status: Status, reason: str, jobs: int
+) -> None:
+    def judge(drive: object, described: Described, plan: Plan, each: Item) -> CaseResult:
+        if each.case == "x":
+            raise error
+        return passed(each)
+
+    judging.append(judge)
+    for found in results(*SIX, jobs=jobs):
+        if found.case == "x":
+            assert found.status is status
+            assert found.reason.startswith(reason)
+            assert found.device == ("" if "kit" in reason else "emulated")
+        else:
+            assert found.status is Status.PASSED
+
+
+def test_a_worker_that_ended_is_replaced_even_in_the_middle_of_a_case(judging: list[Judging]) -> None:
+    def judge(drive: Callable[..., Driven], described: Described, plan: Plan, each: Item) -> CaseResult:
+        FakeWorker.made[-1].close()
+        drive(None)
+        return passed(each)
+
+    judging.append(judge)
+    assert [r.status for r in results(*SIX[:2])] == [Status.PASSED] * 2
+    assert [w.candidate for w in FakeWorker.made] == [A, A, A]
+
+
+def test_a_lost_context_in_this_process_leaves_the_rest_not_run(judging: list[Judging]) -> None:
+    judging.append(lambda drive, described, plan, each: replace(passed(each), status=Status.CRASHED, reason="lost"))
+    first, *rest = results(*SIX, in_process=True)
+    assert (first.status, first.reason) == (Status.CRASHED, "lost\n  last words")
+    assert {(r.status, r.reason) for r in rest} == {
+        (Status.NOT_RUN_HERE, "not run: the device's context was lost in x")
+    }
+    assert [r.status for r in results(*SIX)] == [Status.CRASHED] * len(SIX), "processes are replaced"
+
+
+def test_a_run_of_another_plan_in_this_process_does_not_begin_after_a_lost_context(judging: list[Judging]) -> None:
+    runner = Runner(Options(in_process=True))
+    judging.append(lambda drive, described, plan, each: replace(passed(each), status=Status.CRASHED, reason="lost"))
+    list(runner.run(plan(SIX[0]), SIX[:1]))
+    judging.append(lambda drive, described, plan, each: passed(each))
+    assert [r.status for r in runner.run(plan(SIX[1]), SIX[1:2])] == [Status.NOT_RUN_HERE]
+
+
+def test_a_line_of_claims_or_why_it_cannot_be_imported(judging: list[Judging], monkeypatch: pytest.MonkeyPatch) -> None:
+    def claims(self: Runner, candidate: Candidate, device: str) -> Capabilities:
+        if candidate.spec == "m:B":
+            raise UsageError("no such thing")
+        return CLAIMS
+
+    monkeypatch.setattr(Runner, "claims", claims)
+    (line, why), refused = Runner().claims_lines(["m:A", "m:B"], "cpu")
+    assert "decode" in line
+    assert (why, refused) == ("", ("", "no such thing"))
+
+
+# Words about how a process ended.
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended itself with exit code 0"),
+        (3, "ended itself with exit code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-11, "was killed by SIGSEGV"),
+        (-200, "was killed by signal 200"),
+    ],
+)
+def test_how_a_process_ended_is_said_in_words(code: int, words: str) -> None:
+    assert ending(code) == words
+
+
+def test_of_many_lines_the_last_dozen_are_kept() -> None:
+    lines = [f"line {i}" for i in range(20)]
+    assert _last_lines(lines) == lines[8:]
+    assert _last_lines(lines[:3]) == lines[:3]
+
+
+def test_of_a_stack_dump_the_innermost_frames_of_the_thread_that_matters_are_kept() -> None:
+    def frames(name: str, count: int) -> list[str]:
+        return [f'  File "{name}.py", line {i} in f' for i in range(count)]
+
+    other = ["Thread 0x1 (most recent call first):", *frames("other", 3)]
+    current = ["Current thread 0x2 (most recent call first):", *frames("mine", 3), "Extension modules: x"]
+    printed = [f"printed {i}" for i in range(12)]
+    assert _last_lines(["said", "Fatal Python error", *other, *current]) == [
+        "said", "Fatal Python error", *frames("mine", 3)
+    ]  # fmt: skip
+    assert _last_lines([*printed, *current]) == [*printed[3:], *frames("mine", 3)]
+    timer = ["Timeout (0:00:01)!", *other, "Thread 0x3 (most recent call first):", *frames("main", 9)]
+    assert _last_lines(["said", *timer]) == ["said", *frames("main", 5)], "a timer's dump has the main thread last"
+    kit = [
+        '  File "/x/attn_testkit/running/worker.py", line 1 in serve', '  File "<string>", line 1 in <module>',
+        '  File "/lib/multiprocessing/spawn.py", line 1 in main',
+    ]  # fmt: skip
+    assert _last_lines([current[0], *kit, *frames("mine", 2)]) == frames("mine", 2)
+
+
+def test_a_module_is_preloaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_preloaded", ["a"])
+    for name in ("b", "a", "b"):
+        pool.preload(name)
+    assert pool._preloaded == ["a", "b"]
+
+
+class OutOfMemoryError(Exception):
+    """Called as torch calls its own."""
+
+
+def test_a_full_device_is_a_lost_one_and_what_else_the_harness_raises_is_the_kits() -> None:
+    full = given_up(OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Process 12 has it"))
+    assert isinstance(full, Driven)
+    assert full.lost.startswith("CUDA out of memory. Tried to allocate 2 GiB. If others use this device")
+    told = given_up(KeyError("x"))
+    assert isinstance(told, str)
+    assert told.startswith("KeyError: 'x'\nKeyError")
+    assert not told.endswith("\n")
+
+
+# The worker's own side, in this process.
+
+SPEC = "attn_testkit.backends.torch_native:TorchNativeBackend"
+
+
+def state_of(monkeypatch: pytest.MonkeyPatch, *found: list[str]) -> list[object]:
+    """What is found changed, one answer after another; and what was restored."""
+    answers, restored = list(found), list[object]()
+    monkeypatch.setattr(worker, "changes", lambda before, skip=(): answers.pop(0) if answers else [])
+    monkeypatch.setattr(worker, "restore", restored.append)
+    return restored
+
+
+def test_what_importing_changes_is_described_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored = state_of(monkeypatch, ["a"])
+    found = LocalWorker(Candidate(SPEC), "cpu")
+    assert found.describe() == Described(found.backend_class.capabilities, ("a",))
+    assert len(restored) == 1
+    restored = state_of(monkeypatch, [])
+    assert LocalWorker(Candidate(SPEC), "cpu").describe().changed == ()
+    assert restored == []
+
+
+def test_what_a_drive_changes_is_added_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = LocalWorker(candidate_for(SPEC), "cpu")
+    monkeypatch.setattr(worker, "drive_case", lambda *_: Driven(changed=("a",), stage=5))
+    restored = state_of(monkeypatch, [], ["b"])
+    assert found.drive("any") == Driven(changed=("a",), stage=5)  # type: ignore[arg-type]
+    assert restored == []
+    assert found.drive("any") == Driven(changed=("a", "b"), stage=5)  # type: ignore[arg-type]
+    assert len(restored) == 1
+    assert (found.ended, found.last_words()) == (False, "")
+    found.close()
+    assert found.ended
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), SystemExit(1), KeyboardInterrupt(), MemoryError()])
+def test_what_is_raised_in_a_changed_process_is_the_backends_and_else_the_kits(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def drive(*_: object) -> Driven:
+        raise error
+
+    found = LocalWorker(Candidate(SPEC), "cpu")
+    monkeypatch.setattr(worker, "drive_case", drive)
+    state_of(monkeypatch, [], ["b"])
+    with pytest.raises(type(error)):
+        found.drive("any")  # type: ignore[arg-type]
+    if isinstance(error, (KeyboardInterrupt, MemoryError)):
+        with pytest.raises(type(error)):
+            found.drive("any")  # type: ignore[arg-type]
+    else:
+        told = f"and then {type(error).__name__} was raised: {error}"
+        assert found.drive("any") == Driven(changed=("b", told))  # type: ignore[arg-type]
+
+
+def test_survivors_are_set_aside_after_the_first_the_eighth_and_every_two_hundredth_drive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, settled = LocalWorker(Candidate(SPEC), "cpu"), list[int]()
+    state_of(monkeypatch)
+    monkeypatch.setattr(worker, "drive_case", lambda *_: Driven())
+    monkeypatch.setattr(worker, "settle", lambda: settled.append(found._drives))
+    for _ in range(401):
+        found.drive("any")  # type: ignore[arg-type]
+    assert settled == [1, 8, 200, 400]
+
+
+# GPUs.
+
+
+def test_the_least_used_gpu_is_given_and_taken_back() -> None:
+    slots = GpuSlots(("3", "5"))
+    assert [slots.take(name) for name in "abc"] == ["3", "5", "3"]
+    slots.free("b")
+    slots.free("nobody")
+    assert slots.take("d") == "5"
+    slots.free("a")
+    slots.free("c")
+    assert slots.take("e") == "3"
+    assert GpuSlots(()).take("a") == ""
