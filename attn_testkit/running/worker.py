@@ -84,11 +84,12 @@ class LocalWorker:
     def _changed(self) -> tuple[str, ...]:
         # A package that is first imported in the middle of a drive sets what others set where their module is imported.
         imported = len(sys.modules) > self._modules and _packages() > self._packages
-        changed = tuple(changes(self._state, skip=_FIRST_SEEN_AT_IMPORT if imported else ()))
+        skip = _FIRST_SEEN_AT_IMPORT if imported else ()
+        changed = tuple(changes(self._state, skip=skip))
+        if changed:
+            restore(self._state, skip=skip)
         if imported:
             self._state, self._packages = take_state(), _packages()
-        elif changed:
-            restore(self._state)
         return changed
 
     def last_words(self) -> str:
