@@ -207,3 +207,22 @@ class PutsBack(AfterForward):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
         os.environ["TRITON_CACHE_DIR"] = "/tmp/a-cache"
+
+
+class _Exit:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (0,)
+
+
+class SpeaksToTheJudge(AfterForward):
+    """Finds the pipe in its process and sends something that would end whoever reads it."""
+
+    def act(self) -> None:
+        from multiprocessing.connection import Connection
+
+        frame = sys._getframe()
+        while frame is not None:
+            for found in list(frame.f_locals.values()):
+                if isinstance(found, Connection):
+                    found.send(_Exit())
+            frame = frame.f_back
