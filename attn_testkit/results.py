@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 __all__ = [
+    "CHECK_IDS",
     "EXECUTIONS",
     "KIT_ERROR",
     "MODES",
@@ -31,6 +32,31 @@ EXECUTIONS = ("eager", "graph")
 
 KIT_ERROR = "the kit itself failed: "
 """How the reason of a result begins when the fault is ours, not the backend's."""
+# The ids of checks/, which comes with torch, in its reading order. A test compares.
+CHECK_IDS = (
+    "completes",
+    "output-contract",
+    "matches-oracle",
+    "finite",
+    "output-written",
+    "mode-outputs",
+    "reads-own-kv",
+    "writes-own-kv",
+    "inputs-unchanged",
+    "graph-matches-eager",
+    "captures-cleanly",
+    "replay-follows-batch",
+    "addresses-stable",
+    "padding-inert",
+    "buckets-independent",
+    "steps-independent",
+    "leaves-process-alone",
+    "no-host-lengths",
+    "claims-honest",
+    "refuses-undeclared",
+    "repeatable",
+    "batch-invariant",
+)
 NO_CASE = "(no case)"
 """Stands for a case in the row of a mode that is claimed and that no case can satisfy."""
 WIDTH = 120

@@ -314,7 +314,7 @@ def test_the_conftest_line_works_in_a_checkout_and_installed(pytester):
     assert pytester.runpytest_subprocess("-p", "no:attn_testkit.plugin").ret == 0
 
 
-@pytest.mark.parametrize("module", ["plugin", "cli", "plugin.xdist"])
+@pytest.mark.parametrize("module", ["plugin", "cli", "plugin.xdist", "cli.run", "running.check_backend"])
 def test_loading_a_front_end_does_not_load_torch(module):
     """The plugin loads in every pytest run of every user; --help must not take seconds."""
     code = f"import sys, attn_testkit.{module}; sys.exit('torch' in sys.modules or 'jinja2' in sys.modules)"
