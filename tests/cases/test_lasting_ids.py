@@ -19,15 +19,23 @@ from attn_testkit.examples import MinimalBackend
 
 CLAIMS = {"torch_native": TorchNativeBackend.capabilities, "minimal": MinimalBackend.capabilities}
 IDS = [
-    *(f"decode-gqa2x2-d32-bf16-p4-k0.5.20-{layout}-gauss{words}-b{rest}"
-      for layout, words, rest in (
-          ("shuffled", "", "3prod"), ("shared", "", "4prod"), ("contiguous", "-w4", "4small"), ("reversed", "-cap1.5", "6prod-s1"),
-          ("interleaved", "-sink", "3prod-mixed"),
-      )),
+    *(
+        f"decode-gqa2x2-d32-bf16-p4-k0.5.20-{layout}-gauss{words}-b{rest}"
+        for layout, words, rest in (
+            ("shuffled", "", "3prod"),
+            ("shared", "", "4prod"),
+            ("contiguous", "-w4", "4small"),
+            ("reversed", "-cap1.5", "6prod-s1"),
+            ("interleaved", "-sink", "3prod-mixed"),
+        )
+    ),
     "target-verify-gqa2x2-d32-fp16-p4-k5.9-t0.0.1.1.3-interleaved-gauss-b2prod",
     "draft-extend-mqa4-d32-bf16-p16-k5.9-n4a1.3-reversed-gauss-b2prod",
-    *(f"draft-extend-v2-mha2-d32-bf16-p16-k7.9-n4a1.3-shared-shifted-kvfp8e4m3-b2prod{seed}" for seed in ("", "-s1", "-s2")),
-]  # fmt: skip
+    *(
+        f"draft-extend-v2-mha2-d32-bf16-p16-k7.9-n4a1.3-shared-shifted-kvfp8e4m3-b2prod{seed}"
+        for seed in ("", "-s1", "-s2")
+    ),
+]
 
 
 def digest(lines: list[str]) -> str:

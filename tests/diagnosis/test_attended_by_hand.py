@@ -272,8 +272,9 @@ def test_a_copy_of_a_wrong_row_of_another_request_is_seen_and_of_its_own_is_not(
         out[:, 1] = out[:, 0]
 
     assert swaps(with_rows(v1(), copied)) == [
-        "request 0 holds the same values as request 2", "request 2 holds the same values as request 0"
-    ]  # fmt: skip
+        "request 0 holds the same values as request 2",
+        "request 2 holds the same values as request 0",
+    ]
     assert swaps(with_rows(v1(), its_own)) == []
 
 

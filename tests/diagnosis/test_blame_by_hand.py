@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from attn_testkit.runner_modes.graphs import AllocatedInCapture, GraphRun
+from attn_testkit.runner_modes.messages import Driven, Rerun, StepRecord
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule
@@ -18,8 +20,6 @@ from attn_testkit.diagnosis.blame import explain_numeric
 from attn_testkit.diagnosis.rerun import OTHER_FILL, POISON, Rerunner
 from attn_testkit.oracle.expect import expect
 from attn_testkit.results import Finding
-from attn_testkit.runner_modes.graphs import AllocatedInCapture, GraphRun
-from attn_testkit.runner_modes.messages import Driven, Rerun, StepRecord
 
 SCHEDULE = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"))
 PADDED = next(step for step in SCHEDULE.steps if step.bucket > step.bs)
@@ -133,22 +133,92 @@ def explained(
 
 
 REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
-    ("alone on the instance", FULL, {"graph": "right"}, "buckets-independent", "after other replays, and is right alone", "no other mode"),
-    ("born in a capture", FULL, {"calm": "right", "calm allocated": 1}, "captures-cleanly", "born in a capture", "self.work.space was allocated while bucket 4"),
-    ("right without poison, nothing born", FULL, {"calm": "right"}, "replay-follows-batch", "at a replay, and is right in eager", "in eager it is right"),
-    ("born, and still wrong", FULL, {"calm allocated": 1}, "replay-follows-batch", "at a replay", "in eager it is right"),
-    ("the only replay", FULL, {"alone": "right"}, "buckets-independent", "right alone", "as the only replay of the only bucket"),
-    ("replaced", FULL, {"copied": "right"}, "addresses-stable", "because planning replaced tensors", "replaced self.a, self.b, self.c at a"),
-    ("replaced, no answer", FULL, {"copied": None}, "addresses-stable", "because planning replaced tensors", "fill it in place"),
-    ("replaced, and still wrong", FULL, {"copied": "wrong"}, "replay-follows-batch", "at a replay", "in eager it is right"),
-    ("padding", PADDED, {"exact": "right"}, "padding-inert", "and is right without padded rows", f"in a bucket of exactly {PADDED.bs} it"),
+    (
+        "alone on the instance",
+        FULL,
+        {"graph": "right"},
+        "buckets-independent",
+        "after other replays, and is right alone",
+        "no other mode",
+    ),
+    (
+        "born in a capture",
+        FULL,
+        {"calm": "right", "calm allocated": 1},
+        "captures-cleanly",
+        "born in a capture",
+        "self.work.space was allocated while bucket 4",
+    ),
+    (
+        "right without poison, nothing born",
+        FULL,
+        {"calm": "right"},
+        "replay-follows-batch",
+        "at a replay, and is right in eager",
+        "in eager it is right",
+    ),
+    (
+        "born, and still wrong",
+        FULL,
+        {"calm allocated": 1},
+        "replay-follows-batch",
+        "at a replay",
+        "in eager it is right",
+    ),
+    (
+        "the only replay",
+        FULL,
+        {"alone": "right"},
+        "buckets-independent",
+        "right alone",
+        "as the only replay of the only bucket",
+    ),
+    (
+        "replaced",
+        FULL,
+        {"copied": "right"},
+        "addresses-stable",
+        "because planning replaced tensors",
+        "replaced self.a, self.b, self.c at a",
+    ),
+    (
+        "replaced, no answer",
+        FULL,
+        {"copied": None},
+        "addresses-stable",
+        "because planning replaced tensors",
+        "fill it in place",
+    ),
+    (
+        "replaced, and still wrong",
+        FULL,
+        {"copied": "wrong"},
+        "replay-follows-batch",
+        "at a replay",
+        "in eager it is right",
+    ),
+    (
+        "padding",
+        PADDED,
+        {"exact": "right"},
+        "padding-inert",
+        "and is right without padded rows",
+        f"in a bucket of exactly {PADDED.bs} it",
+    ),
     ("padding, and still wrong", PADDED, {}, "replay-follows-batch", "at a replay", "in eager it is right"),
     ("padding, no answer", PADDED, {"exact": None}, "replay-follows-batch", "at a replay", "in eager it is right"),
-    ("no answers", PADDED, {"graph": None, "calm": None, "alone": None}, "replay-follows-batch", "at a replay", "in eager"),
+    (
+        "no answers",
+        PADDED,
+        {"graph": None, "calm": None, "alone": None},
+        "replay-follows-batch",
+        "at a replay",
+        "in eager",
+    ),
     ("no replays", FULL, {"alone": "empty"}, "replay-follows-batch", "at a replay", "in eager it is right"),
     ("wrong in eager too", FULL, {"eager": "wrong", "graph": "right"}, "matches-oracle", "request 0 is off", ""),
     ("no eager run", FULL, {"eager": None, "graph": "right"}, "matches-oracle", "request 0 is off", ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

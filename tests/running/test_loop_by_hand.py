@@ -282,8 +282,9 @@ def test_what_the_same_backend_is_to_do_next_is_begun_while_it_is_judged(judging
     FakeWorker.begun.clear()
     results(*SIX, jobs=2)
     assert {request.case: request for request in FakeWorker.begun} == {  # type: ignore[attr-defined]
-        "x": DriveCase("x", GRAPH), "y": DriveCase("y", GRAPH)
-    }, "another thread may take the next group"  # fmt: skip
+        "x": DriveCase("x", GRAPH),
+        "y": DriveCase("y", GRAPH),
+    }, "another thread may take the next group"
     FakeWorker.begun.clear()
     results(SIX[0], SIX[0])
     assert FakeWorker.begun == [], "the same again would be taken for the answer"
@@ -326,8 +327,10 @@ def test_a_worker_that_dies_over_what_was_begun_ahead_is_asked_again_elsewhere(
 def test_items_are_dealt_out_to_judges_by_case() -> None:
     shares = _shares(SIX, 3)
     assert [[(i.backend, i.case) for i in share] for share in shares] == [
-        [("m:A", "x")] * 2 + [("m:B", "y")] * 2, [("m:A", "y")] * 2, [("m:B", "x")] * 2
-    ]  # fmt: skip
+        [("m:A", "x")] * 2 + [("m:B", "y")] * 2,
+        [("m:A", "y")] * 2,
+        [("m:B", "x")] * 2,
+    ]
     assert _shares([], 2) == [[], []]
 
 
@@ -424,15 +427,18 @@ def test_of_a_stack_dump_the_innermost_frames_of_the_thread_that_matters_are_kep
     current = ["Current thread 0x2 (most recent call first):", *frames("mine", 3), "Extension modules: x"]
     printed = [f"printed {i}" for i in range(12)]
     assert _last_lines(["said", "Fatal Python error", *other, *current]) == [
-        "said", "Fatal Python error", *frames("mine", 3)
-    ]  # fmt: skip
+        "said",
+        "Fatal Python error",
+        *frames("mine", 3),
+    ]
     assert _last_lines([*printed, *current]) == [*printed[3:], *frames("mine", 3)]
     timer = ["Timeout (0:00:01)!", *other, "Thread 0x3 (most recent call first):", *frames("main", 9)]
     assert _last_lines(["said", *timer]) == ["said", *frames("main", 5)], "a timer's dump has the main thread last"
     kit = [
-        '  File "/x/attn_testkit/running/worker.py", line 1 in serve', '  File "<string>", line 1 in <module>',
+        '  File "/x/attn_testkit/running/worker.py", line 1 in serve',
+        '  File "<string>", line 1 in <module>',
         '  File "/lib/multiprocessing/spawn.py", line 1 in main',
-    ]  # fmt: skip
+    ]
     assert _last_lines([current[0], *kit, *frames("mine", 2)]) == frames("mine", 2)
 
 
