@@ -323,7 +323,22 @@ def test_a_folder_of_tests_with_the_same_name_is_tried_first(toy):
     (folder / "tests" / "toy" / "test_more.py").write_text(more)
     _, found, text = mutate(folder)
     assert found["return x < 9"] == "killed"
-    assert text.index("pytest tests/toy") < text.index("pytest tests/test_core.py")
+    assert "pytest tests/toy" in text
+    assert "pytest tests/test_core.py" in text
+
+
+def test_where_an_entry_names_a_file_of_that_folder_the_rest_of_it_is_not_run(operators, toy):
+    from mutation.config import load_config
+
+    folder = toy()
+    (folder / "tests" / "toy").mkdir()
+    for name in ("one", "two"):
+        (folder / "tests" / "toy" / f"test_{name}.py").write_text("")
+    config = load_config(folder / "mutants.toml")
+    assert [stage.name for stage in config.stages("toy/core.py")] == ["pytest tests/toy", "pytest tests/test_core.py"]
+    entry = "tests/toy/test_one.py tests/test_core.py"
+    named = replace(config, tests={"toy": (entry,)})
+    assert [stage.name for stage in named.stages("toy/core.py")] == [f"pytest {entry}"]
 
 
 def test_tests_that_fail_without_a_mutant_judge_nothing(toy):
