@@ -1,4 +1,4 @@
-"""Where a run happens: a real device, or a CPU that stands in for one. The one place that asks which."""
+"""Where a run happens: a real device, or a CPU that emulates one. The one place that asks which."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Environment:
 
     @property
     def name(self) -> str:
-        """``NVIDIA H200 sm90``, or the stand-in."""
+        """``NVIDIA H200 sm90``, or the CPU that emulates one."""
         if self.emulated:
             return "CPU (emulated CUDA)"
         major, minor = torch.cuda.get_device_capability(self.index)

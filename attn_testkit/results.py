@@ -103,7 +103,7 @@ class CaseResult:
     graph: str = ""
     """``cuda`` or ``emulated``; empty in eager."""
     device: str = ""
-    """``cuda`` or ``emulated`` (a CPU that stands in for a device)."""
+    """``cuda`` or ``emulated`` (a CPU that emulates a device)."""
     kernels: str = "real"
     """``real`` or ``emulated``."""
     reason: str = ""
@@ -232,7 +232,10 @@ MOST_UNJUDGED = 5
 
 
 def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
-    """The command that shows this result again."""
+    """The command that shows this result again; for a class that no import gives, the call."""
+    if result.backend.startswith("__main__:") or "<locals>" in result.backend:
+        name = result.backend.rpartition(":")[2].rpartition(".")[2]
+        return f"check_backend({name}, executions=[{result.execution!r}], cases=[{result.case!r}])"
     rest = ["--execution", result.execution]
     if (header.device if header else result.device) == "emulated":
         rest.append("--device cpu")

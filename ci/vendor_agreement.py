@@ -1,13 +1,13 @@
-"""Whether each stand-in of a vendor kernel agrees with the kernel: both on the same inputs, on one GPU.
+"""Whether each fake of a vendor kernel agrees with the kernel: both on the same inputs, on one GPU.
 
     python -m attn_testkit.backends.vendor.warmup --backend flashinfer
     python ci/vendor_agreement.py --backend flashinfer --tier core
 
-For every case of a tier the real kernel and its stand-in run the same steps, eager and under graphs with every replay
-of the schedule. What they return may differ by the computed limit of the oracle and no more. A table tells, for each
+For every case of a tier the real kernel and its fake run the same steps, eager and under graphs with every replay
+of the schedule. What they return may differ by the computed limit of the oracle and no more. A table shows, for each
 entry point, how much of the limit was taken: by the difference, and by each of the two against the oracle.
 
-Without a GPU there is no kernel: ``--device cpu`` compares the stand-in with itself, which only tries this script out.
+Without a GPU there is no kernel: ``--device cpu`` compares the fake with itself, which only tries this script out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ ENTRY_POINTS: dict[str, Callable[[Case], str]] = {
     "flashinfer_mla_fp8": _mla("fa3, e4m3 keys"),
     "trtllm_mha": _trtllm_mha,
 }
-"""Backend -> which entry point a case of it runs. A backend without an entry is told by mode."""
+"""Backend -> which entry point a case of it runs. A backend without an entry is named by its mode."""
 
 
 @dataclass
@@ -81,18 +81,18 @@ class Tally:
     steps: int = 0
     difference: float = 0.0
     real: float = 0.0
-    stand_in: float = 0.0
+    fake: float = 0.0
     worst: str = ""
     failures: list[str] = field(default_factory=list)
 
     def add(self, case: str, found: list[tuple[float, float, float]]) -> None:
-        """Count one case; ``found``: (difference, real, stand-in) of every step."""
+        """Count one case; ``found``: (difference, real, fake) of every step."""
         self.cases += 1
         self.steps += len(found)
-        for difference, real, stand_in in found:
+        for difference, real, fake in found:
             if difference > self.difference:
                 self.difference, self.worst = difference, case
-            self.real, self.stand_in = max(self.real, real), max(self.stand_in, stand_in)
+            self.real, self.fake = max(self.real, real), max(self.fake, fake)
         if max(step[0] for step in found) > 1:
             self.failures.append(case)
 
@@ -101,7 +101,7 @@ _Seen = list[tuple[Schedule, Observation]]
 
 
 def _steps(backend: type[AttentionBackend], item: Item, environment: Environment, kind: Any) -> _Seen:
-    """Drive one case on the real kernel or on its stand-in."""
+    """Drive one case on the real kernel or on its fake."""
     schedule = schedule_for(parse_case(item.case), backend.capabilities)
     with environment.active(), gradients_off(schedule.case), forced(kind) if kind else nullcontext():
         harness = ServerHarness(backend, [schedule], environment.device)
@@ -111,9 +111,9 @@ def _steps(backend: type[AttentionBackend], item: Item, environment: Environment
 
 
 def _compared(first: _Seen, second: _Seen) -> Iterator[tuple[float, float, float]]:
-    for (schedule, real), (_, stand_in) in zip(first, second, strict=True):
+    for (schedule, real), (_, fake) in zip(first, second, strict=True):
         expected = expect(schedule, real.step)
-        one, other = Judgement(real, expected), Judgement(stand_in, expected)
+        one, other = Judgement(real, expected), Judgement(fake, expected)
         apart = (one.out.double() - other.out.double()).abs()
         part = (apart / expected.attention_limit).nan_to_num(torch.inf, torch.inf)
         yield float(part.max()), one.margin, other.margin
@@ -123,7 +123,7 @@ def _compare(item: Item, environment: Environment) -> list[tuple[float, float, f
     backend = load_backend(item.backend)
     kind = None if environment.emulated else "real"
     real = _steps(backend, item, environment, kind)
-    return list(_compared(real, _steps(backend, item, environment, "emulated")))
+    return list(_compared(real, _steps(backend, item, environment, "fake")))
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -131,13 +131,11 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _report(tallies: dict[str, Tally]) -> None:
-    click.echo(
-        f"\n{'entry point':<62} {'cases':>5} {'steps':>5} {'apart':>6} {'kernel':>6} {'stand-in':>8}  worst case"
-    )
+    click.echo(f"\n{'entry point':<62} {'cases':>5} {'steps':>5} {'apart':>6} {'kernel':>6} {'fake':>8}  worst case")
     for name, tally in tallies.items():
         click.echo(
             f"{name:<62} {tally.cases:>5} {tally.steps:>5} {tally.difference:>6.3f} {tally.real:>6.3f} "
-            f"{tally.stand_in:>8.3f}  {tally.worst}"
+            f"{tally.fake:>8.3f}  {tally.worst}"
         )
 
 
@@ -152,7 +150,7 @@ class Comparison:
 
     @property
     def apart(self) -> int:
-        """Case-runs in which kernel and stand-in differ by more than the limit."""
+        """Case-runs in which kernel and fake differ by more than the limit."""
         return sum(len(tally.failures) for tally in self.tallies.values())
 
     @property
@@ -161,7 +159,7 @@ class Comparison:
         return max((tally.difference for tally in self.tallies.values()), default=0.0)
 
     def one(self, item: Item, environment: Environment) -> None:
-        """Compare a case-run. What is wrong is told at once: a run that is cut short has told what it found."""
+        """Compare a case-run. What is wrong is printed at once: a run that is cut short has printed what it found."""
         name = f"{item.backend}: {ENTRY_POINTS.get(item.backend, lambda case: str(case.mode))(parse_case(item.case))}"
         run = f"{item.execution} {item.case}"
         try:
@@ -226,9 +224,9 @@ def main(
         click.echo(f"{row.backend} {row.mode} {row.execution}: {row.status}: {row.reason}")
     done = _compare_all(plan.items, environment, seconds)
     _report(done.tallies)
-    what = "kernel and stand-in"
+    what = "kernel and fake"
     if environment.emulated:
-        what = "the stand-in with itself: nothing is shown about a kernel"
+        what = "the fake with itself: nothing is shown about a kernel"
     click.echo(f"\ncompared {what}: {done.apart} apart, {done.broken} broken, {done.left} not compared")
     context.exit(1 if done.apart or done.broken or done.left else 0 if done.tallies else 5)
 

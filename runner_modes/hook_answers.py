@@ -26,7 +26,7 @@ def kernels_of(backend: AttentionBackend) -> str:
         if answer not in ("real", "emulated"):
             raise ContractError(
                 f"kernels is {answer!r}, expected 'real' or 'emulated'",
-                "'emulated' where the numbers come from a torch stand-in of a vendor kernel; else leave it out",
+                "'emulated' where the numbers come from a torch fake of a vendor kernel; else leave it out",
             )
     return str(answer)
 
@@ -88,7 +88,7 @@ def _mask_complaints(owned: object, harness: ServerHarness, width: int) -> Itera
         yield f"verify_mask.buffer is on {buffer.device}, expected {harness.device}", "allocate it on context.device"
     if buffer.dim() != 1 or not buffer.is_contiguous():
         shape = f"shape {tuple(buffer.shape)}, strides {buffer.stride()}"
-        yield f"verify_mask.buffer has {shape}, expected a flat contiguous tensor", "lend buffer.view(-1)"
+        yield f"verify_mask.buffer has {shape}, expected a flat contiguous tensor", "return buffer.view(-1)"
     if width:
         yield from _size_complaints(owned, width, harness.context.max_context_len)
 
@@ -106,8 +106,8 @@ def _size_complaints(owned: VerifyMask, n: int, max_context_len: int) -> Iterato
     packed = owned.mode is TreeMaskMode.QLEN_ONLY_BITPACKING
     if packed and n > 32:
         yield (
-            f"verify_mask lends {owned.mode.name}, whose items hold at most 32 nodes, for trees of {n}",
-            "lend QLEN_ONLY where context.num_draft_tokens is larger than 32",
+            f"verify_mask is {owned.mode.name}, whose items hold at most 32 nodes, for trees of {n}",
+            "use QLEN_ONLY where context.num_draft_tokens is larger than 32",
         )
         return
     item = 1 if not packed or n <= 8 else 2 if n <= 16 else 4

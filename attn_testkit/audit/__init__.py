@@ -13,9 +13,10 @@ from multiprocessing.connection import Connection, wait
 
 from ..environment import resolve
 from ..faults import all_faults
+from ..running.forking import preload
 from ..running.judge_process import WORKERS_OF_ONE
 from ..running.loop import Runner
-from ..running.pool import ending, preload
+from ..running.pool import ending
 from ..running.request import Options
 from .tasks import run_task, tasks_for
 from .verdicts import Audit, FaultVerdict, Settings, Task, Verdict

@@ -67,11 +67,11 @@ class FlashInferBackend(AttentionBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._decode, self._prefill = provide(BATCH_DECODE, context.device), provide(BATCH_PREFILL, context.device)
-        emulated = self._decode.emulated or self._prefill.emulated
-        self.kernels = "emulated" if emulated else "real"
+        fake = self._decode.is_fake or self._prefill.is_fake
+        self.kernels = "emulated" if fake else "real"
         first = context.layers[0]
         self._tensor_cores = first.q_per_kv >= 4 or context.kv_pool.dtype.itemsize == 1
-        self._float_workspace = workspace(context.device, emulated)
+        self._float_workspace = workspace(context.device, fake)
         self._kinds = list(dict.fromkeys(LayerKind.of(layer) for layer in context.layers))
         self._eager: dict[tuple[bool, LayerKind], Any] = {}
         self._graphs: dict[tuple[ForwardMode, int], dict[LayerKind, Any]] = {}

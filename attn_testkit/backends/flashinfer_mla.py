@@ -53,8 +53,8 @@ class FlashInferMLABackend(AttentionBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._provided = provide(self.entry_point, context.device)
-        self.kernels = "emulated" if self._provided.emulated else "real"
-        self._float_workspace = workspace(context.device, self._provided.emulated)
+        self.kernels = "emulated" if self._provided.is_fake else "real"
+        self._float_workspace = workspace(context.device, self._provided.is_fake)
         # A scale belongs to a plan, not to a run: layers that differ in it need wrappers of their own.
         self._scales = list(dict.fromkeys(layer.scaling for layer in context.layers))
         self._eager: dict[float, Any] = {}

@@ -14,14 +14,14 @@ _WORKSPACE_BYTES = 128 << 20
 _workspaces: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
 
-def workspace(device: torch.device, emulated: bool) -> torch.Tensor:
+def workspace(device: torch.device, fake: bool) -> torch.Tensor:
     """The float workspace, one for all wrappers of a device and process, as servers have it: [bytes] uint8.
 
     Scratch: a run leaves no state in it.
     """
-    key = (device, emulated)
+    key = (device, fake)
     if key not in _workspaces:
-        size = _WORKSPACE_BYTES >> 7 if emulated else _WORKSPACE_BYTES
+        size = _WORKSPACE_BYTES >> 7 if fake else _WORKSPACE_BYTES
         _workspaces[key] = torch.empty(size, dtype=torch.uint8, device=device)
     return _workspaces[key]
 
@@ -63,7 +63,7 @@ def make_page_plan(context: BackendContext, batch: ForwardBatch) -> PagePlan:
     q_lens = _query_rows(batch, bs)
     kv_lens = seq_lens + q_lens if mode.is_target_verify() else seq_lens
     # A padded request of a draft-extend graph has the fill value of 1 key and a full row count. Its rows would see
-    # nothing, which these kernels do not promise to survive; it may as well read the dummy page.
+    # nothing, which these kernels need not survive; it may as well read the dummy page.
     kv_lens = torch.maximum(kv_lens, q_lens)
     pages = -(-kv_lens // context.page_size)
     mask = _tree_mask(batch, q_lens, kv_lens) if mode.is_target_verify() else None

@@ -39,7 +39,7 @@ class TokenspeedMLABackend(TRTLLMMLABackend):
     entry: ClassVar[EntryPoint] = DECODE
 
     def _make_workspace(self) -> None:
-        """Here, at its largest: one that is born or grows at the first forward lies in a graph's own memory (#25489).
+        """Here, at its largest: one made at the first forward lies in a graph's own memory (#25489).
 
         Split partials of float32, one more column for their sums. The kernel makes no more splits than there are tiles
         of keys, and no more blocks than multiprocessors; it needs no zeros.

@@ -176,7 +176,7 @@ class TritonBackend(AttentionBackend):
         key, value = context.kv_pool.get_kv_buffer(layer.layer_id)
         heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
         bs, splits = plan.kv_lens.shape[0], self._splits if plan.max_q_len == 1 else 1
-        # Rows behind the last request (draft-extend v1 in a graph) belong to nobody; zeros travel better than garbage.
+        # Rows behind the last request (draft-extend v1 in a graph) are of no request; zeros travel better than garbage.
         # The interpreter would cut a bfloat16 off instead of rounding it, so there the result is rounded at the end.
         out = q.new_zeros(q.shape[0], heads, dim, dtype=torch.float32 if INTERPRETED else q.dtype)
         tiles = choose_tiles(plan.max_q_len, group, layer.tp_k_head_num, dim, q.dtype)

@@ -97,7 +97,7 @@ class TRTLLMMHABackend(AttentionBackend):
         self._context_kernel = None
         if ForwardMode.DRAFT_EXTEND in context.modes:
             self._context_kernel = provide(CONTEXT, device).call
-        self.kernels = "emulated" if decode.emulated else "real"
+        self.kernels = "emulated" if decode.is_fake else "real"
         self._make_workspace()
         n = context.num_draft_tokens
         self._causal_mask = _packed_causal_mask(context.max_bs, n, device) if self._uses_xqa and n > 1 else None

@@ -89,7 +89,7 @@ class TRTLLMMLABackend(AttentionBackend):
         super().__init__(context)
         kernel = provide(self.entry, context.device)
         self._kernel: Callable[..., Any] = kernel.call
-        self.kernels = "emulated" if kernel.emulated else "real"
+        self.kernels = "emulated" if kernel.is_fake else "real"
         self._make_workspace()
         # The width of the table is a multiple of 128 slots.
         pages = -(-context.max_context_len // context.page_size)

@@ -1,7 +1,7 @@
 """Which cases a tier tries: a covering array over what a backend claims, and a few named cases beside it.
 
 ``smoke`` meets every value of every dimension once, ``core`` every pair of values, ``full`` every triple. Dimensions
-hold only what is claimed, so that a claim is a promise to be tried and nothing else is.
+hold only what is claimed, so that a claim is tried and nothing else is.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def list_(show_cases: bool, as_json: bool, **values: Any) -> int:
 def _described(device: str) -> list[BackendInfo]:
     """Every registered backend with its claims, each imported in a process of its own."""
     backends = registered_backends()
-    with contextlib.closing(JudgeProcess()) as judge:
+    with contextlib.closing(JudgeProcess(device=device)) as judge:
         lines = judge.claims_lines([backend.name for backend in backends], device)
     return [
         dataclasses.replace(backend, capabilities=claims, failure=failure)
@@ -69,7 +69,7 @@ def _described(device: str) -> list[BackendInfo]:
 
 
 def _list_cases(request: Request, as_json: bool) -> int:
-    with contextlib.closing(JudgeProcess()) as judge:
+    with contextlib.closing(JudgeProcess(device=request.device)) as judge:
         items = prepare(judge, request).plan.items
     if as_json:
         rows = [{"backend": i.backend, "mode": i.mode, "execution": i.execution, "case": i.case} for i in items]

@@ -34,7 +34,7 @@ def repro(backends: tuple[str, ...], case: str, executions: tuple[str, ...], dev
     CASE is the id that a failure names; it alone rebuilds the case, whatever the tier.
     """
     request = Request(backends, executions=executions, device=device, cases=(case,))
-    with contextlib.closing(judge_for(Options(in_process=in_process))) as judge:
+    with contextlib.closing(judge_for(Options(in_process=in_process), device)) as judge:
         plan = judge.plan(request)
         echo_header(plan.header)
         if in_process:

@@ -45,7 +45,7 @@ Examples:
 @click.option("--in-process", is_flag=True, help="No child process: for debuggers, and no gate.")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N case-runs that did not pass.")
 @click.option("-x", "stop_first", is_flag=True, help="The same with N = 1.")
-@click.option("--verbose", "-v", is_flag=True, help="Tell every failure in full.")
+@click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 def run(**values: Any) -> int:
     """Judge backends in every mode and execution that they claim.
 
@@ -74,7 +74,7 @@ def _run(request: Request, values: dict[str, Any]) -> int:
     )
     if not request.backends:
         raise UsageError("which backend? Name one from `attn-testkit list`, or module:Class")
-    with contextlib.closing(judge_for(options)) as judge:
+    with contextlib.closing(judge_for(options, request.device)) as judge:
         prepared = prepare(judge, request, values["known_failures"])
         echo_header(prepared.plan.header)
         if options.in_process:

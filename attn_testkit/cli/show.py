@@ -20,7 +20,7 @@ from ..results import BAD, CaseResult, RunHeader, Status, format_failure
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
 
 FULL_TEXTS = 3
-"""Failures of one backend, mode, execution and check that are told in full; the rest get a line each."""
+"""Failures of one backend, mode, execution and check that are printed in full; the rest get a line each."""
 LOG_SECONDS = 15.0
 
 

@@ -113,7 +113,7 @@ class AttentionBackend(ABC):
     ``init_forward_metadata_out_graph``  host work, plans, writes *into* persistent buffers; at capture also create
                                          the objects of this bucket; at replay never replace a tensor the graph reads
     ``init_forward_metadata_in_graph``   device work only: no ``.item()``, no copies to or from the host, no shapes
-                                         that depend on data, no persistent tensors born here
+                                         that depend on data, no persistent tensors allocated here
     ``forward``                          the same, when it runs under capture
     ==================================== ============================================================================
     """
@@ -122,7 +122,7 @@ class AttentionBackend(ABC):
     """What this class claims. Read by the kit without constructing the backend."""
 
     kernels: str = "real"
-    """``"real"``, or ``"emulated"`` when the numbers come from a torch stand-in of a vendor kernel. Reports show it."""
+    """``"real"``, or ``"emulated"`` when the numbers come from a torch fake of a vendor kernel. Reports show it."""
 
     def __init__(self, context: BackendContext) -> None:
         """Keep ``context`` and raise ``Unsupported`` if it is outside ``capabilities``."""
@@ -161,7 +161,7 @@ class AttentionBackend(ABC):
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:  # noqa: B027
         """Before a capture (``in_capture``) and before every replay, outside the graph.
 
-        At a replay ``batch`` is a view: ``ForwardBatch`` tells which attributes it has, and how long they are.
+        At a replay ``batch`` is a view: ``ForwardBatch`` says which attributes it has, and how long they are.
         """
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027 - optional hook

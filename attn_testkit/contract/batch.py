@@ -41,7 +41,7 @@ class VerifyMask:
     """Flat and contiguous, on the device, at least as large as ``max_bs`` requests can need:
 
     ``FULL_MASK``: ``max_bs * N * max_context_len`` bool or uint8. ``QLEN_ONLY``: ``max_bs * N * N`` bool or uint8.
-    ``QLEN_ONLY_BITPACKING``: ``max_bs * N`` items of the dtype that ``TreeMaskMode`` tells.
+    ``QLEN_ONLY_BITPACKING``: ``max_bs * N`` items of the dtype that ``TreeMaskMode`` names.
     """
     mode: TreeMaskMode
     max_bs: int
@@ -146,7 +146,7 @@ class ForwardBatch:
     ``positions``                      [T] = [R * N]                 [B * (S + 1)]           [B * N]
     ``num_tokens_per_req``             N                             -1                      N
     ``draft_token``, ``retrieve_*``    R requests                    no                      no
-    ``custom_mask``                    the whole lent buffer, or a   no                      no
+    ``custom_mask``                    the backend's buffer, or a    no                      no
                                        fresh one of R requests
     ``hidden_states``                  no                            [T, hidden]             [T, hidden]
     ``num_accept_tokens``,             no                            [B], S + 1 in padding   [B], N in padding
@@ -162,7 +162,7 @@ class ForwardBatch:
 
     **Rows of v1 in a graph.** It was captured with S + 1 rows a request, and ``q`` keeps those B * (S + 1) rows. At a
     replay requests are packed without gaps: request i has ``num_accept_tokens[i]`` rows, behind those of the requests
-    before it. Live requests come first, then padded ones with S + 1 rows each; rows behind the last belong to nobody,
+    before it. Live requests come first, then padded ones with S + 1 rows each; rows behind the last are of no request,
     even when no request is padded. In target-verify and v2 request i has rows i * N .. i * N + N - 1, padded or not.
     """
 

@@ -84,8 +84,8 @@ def _requirement(text: object) -> None:
     try:
         Requirement(str(text))
     except InvalidRequirement as error:
-        told = " ".join(str(error).split())
-        raise ValueError(f"Requires.packages: {text!r} is no requirement such as 'my-kernels>=1.2': {told}") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"Requires.packages: {text!r} is no requirement such as 'my-kernels>=1.2': {reason}") from None
 
 
 _LEAST = {"max_q_rows": 1, "max_topk": 0, "max_context_len": 1}
@@ -145,9 +145,9 @@ class Capabilities:
     finite_page_tails: Set[str] = frozenset()
     """For which KV dtypes must unused slots of a request's last page hold finite numbers? (Otherwise they hold NaN.)"""
     deterministic: bool = False
-    """Is the same batch promised to give the same bits each time?"""
+    """Does the same batch give the same bits each time?"""
     batch_invariant: bool = False
-    """Is a request promised to give the same bits whatever else is in the batch?"""
+    """Does a request give the same bits whatever else is in the batch?"""
     requires: Requires = field(default_factory=Requires)
     """Hardware and packages that the real kernels need."""
     mode_requires: Mapping[ForwardMode, Requires] = field(default_factory=dict, hash=False)

@@ -1,4 +1,4 @@
-"""The smaller door, for authors of kernels: write ``run``, and the kit keeps the metadata.
+"""The smaller interface, for authors of kernels: write ``run``, and the kit keeps the metadata.
 
 The metadata are rebuilt on the device at the head of every step, from the batch's own tensors, so they are safe in a
 CUDA graph by construction: fixed shapes, fixed addresses, no host lengths.

@@ -1,4 +1,4 @@
-"""What a backend is told about one attention layer of the model."""
+"""One attention layer of the model, as a backend sees it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Nothing here runs while things are right. Each question is one controlled run on
 
 * does the NaN go away when unowned slots hold zeros?             then it was read from there: ``reads-own-kv``
 * is the same step right in eager?                                then it is the graph's
-* is it right when memory born in a capture is left alone?        ``captures-cleanly``
+* is it right when memory allocated in a capture is left alone?    ``captures-cleanly``
 * is it right when no row is padding?                             ``padding-inert``
 * is it right when it is the only replay of the only bucket?      ``buckets-independent``
 * is an eager step right on a fresh instance?                     ``steps-independent``
@@ -74,7 +74,7 @@ def explain_numeric(
 
 
 _MOST_HINTS = 3
-"""Lines of a hint: the first ones tell most."""
+"""Lines of a hint: the first ones say most."""
 
 
 def _judged(schedule: Schedule, observed: Observation | None) -> Judgement | None:
@@ -167,7 +167,7 @@ _HEADLINE_ENDS = {
     "padding-inert": ", and is right without padded rows",
     "buckets-independent": " after other replays, and is right alone",
     "steps-independent": ", after another step; on a fresh instance it is right",
-    "captures-cleanly": ": it lives on memory that was born in a capture",
+    "captures-cleanly": ": it lives on memory that was allocated in a capture",
     "addresses-stable": " at a replay, because planning replaced tensors that the graph reads",
 }
 """Check that diagnosis reports instead -> what the headline of the wrong number is followed by."""

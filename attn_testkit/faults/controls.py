@@ -172,7 +172,7 @@ class CpuLengthsNeeded(PlannedBackend):
 
 @control("kernel-by-batch-size")
 class KernelByBatchSize(PlannedBackend):
-    """Small batches are split over the keys, large ones are not; no bits are promised."""
+    """Small batches are split over the keys, large ones are not; no bits are claimed."""
 
     capabilities = _in("decode")
 
@@ -208,7 +208,7 @@ class StridedV1BehindAScatter(PlannedBackend):
 
 @control("splits-in-any-order")
 class SplitsInAnyOrder(PlannedBackend):
-    """Splits are summed as they finish: other bits each time, and none are promised."""
+    """Splits are summed as they finish: other bits each time, and none are claimed."""
 
     capabilities = _in("decode", deterministic=False)
     turn = 0

@@ -42,7 +42,7 @@ _OTHER_ROOMS = (
     LeftOut("draft-vocab-offset-vs-absolute", "the draft model's vocabulary map, outside a backend"),
     LeftOut(
         "exp2-method-depends-on-mask",
-        "equal bits in decode and in an extend of the same row are promised by no backend here",
+        "equal bits in decode and in an extend of the same row are claimed by no backend here",
     ),
 )
 

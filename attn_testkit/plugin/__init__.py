@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of the group ``attn`` and their ini twins."""
+    """Add the options of the group ``attn`` and their ini values."""
     plugin_options.add(parser)
 
 
@@ -122,7 +122,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def attn_run(request: pytest.FixtureRequest) -> Run:
-    """Runs one case-run, keeps its result for the reports, and fails the test if a promise is broken."""
+    """Runs one case-run, keeps its result for the reports, and fails the test if a check fails."""
     return Run(request.config.stash[SESSION], request.node)
 
 

@@ -1,4 +1,4 @@
-"""The plugin's options, their ini twins, and what they add up to."""
+"""The plugin's options, their ini values, and what they add up to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["add", "known_file", "min_cases", "report_file", "request"]
 
 
 def add(parser: pytest.Parser) -> None:
-    """One group, every flag prefixed, a twin in the ini for what people put into CI."""
+    """One group, every flag prefixed, an ini value for what people put into CI."""
     group = parser.getgroup("attn", "attention backend conformance (attn-testkit)")
     group.addoption(
         "--attn-backend", action="append", default=[], metavar="SPEC", dest="attn_backend",

@@ -89,7 +89,7 @@ class Session:
     def judge(self) -> Judge:
         """The process that judges, started on first use."""
         if self._judge is None:
-            self._judge = JudgeProcess(Options(timeout_s=self.timeout_s or Options.timeout_s))
+            self._judge = JudgeProcess(Options(timeout_s=self.timeout_s or Options.timeout_s), self.request.device)
         return self._judge
 
     def run(self, item: Item) -> CaseResult:

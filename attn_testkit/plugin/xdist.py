@@ -39,13 +39,13 @@ class XdistHooks:
         self._slots.free(node.gateway.id)
 
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
-        """The first worker that has collected tells what is due; all collect the same."""
+        """The first worker that has collected reports what is due; all collect the same."""
         if any("attn_testkit" in nodeid or "[" in nodeid for nodeid in ids):
             self._session.begin(ids)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport, sched: object) -> None:
-        """A worker of pytest died over a case-run. No backend runs in it, so this is rare; told is what xdist knows."""
+        """A worker of pytest died over a case-run. No backend runs in it, so this is rare. The message is of xdist."""
         item = self._session.due.get(crashitem)
         if item is None:
             return

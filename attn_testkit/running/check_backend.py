@@ -51,6 +51,6 @@ def check_backend(
         cases=tuple(cases),
         command="check_backend",
     )
-    with contextlib.closing(judge_for(options)) as judge:
+    with contextlib.closing(judge_for(options, device)) as judge:
         prepared = prepare(judge, request)
         return Results([*prepared.preset, *judge.run(prepared.plan, prepared.items)])

@@ -25,6 +25,8 @@ from typing import Any
 
 from ..registry import UsageError
 from ..results import CaseResult
+from .forking import begin_forking
+from .gpus import visible_gpus
 from .request import Item, Judge, Options, Plan, Request
 
 __all__ = ["RUNNER", "JudgeError", "JudgeProcess", "judge_for"]
@@ -48,14 +50,15 @@ class JudgeError(Exception):
 class JudgeProcess:
     """A ``request.Judge`` behind a pipe. Used by one thread."""
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: Options | None = None, device: str = "auto") -> None:
+        """``device``: what the run will ask for, as far as it is known."""
         self._connection, theirs = Pipe()
         os.set_inheritable(theirs.fileno(), True)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(_search_path()), str(theirs.fileno()), RUNNER],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            env=_environment(),
+            env=_environment(device),
             start_new_session=True,  # Ctrl-C reaches the front end alone, which then ends the judge
         )
         theirs.close()
@@ -124,12 +127,13 @@ class JudgeProcess:
 class JudgeProcesses:
     """Several judges that share a run: one process judges what about four workers do."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, device: str = "auto") -> None:
         count = -(-options.jobs // WORKERS_OF_ONE)
         shares = [options.jobs // count + (index < options.jobs % count) for index in range(count)]
         gpus = [options.gpus[index::count] or options.gpus for index in range(count)]
         self._judges = [
-            JudgeProcess(replace(options, jobs=jobs, gpus=mine)) for jobs, mine in zip(shares, gpus, strict=True)
+            JudgeProcess(replace(options, jobs=jobs, gpus=mine), device)
+            for jobs, mine in zip(shares, gpus, strict=True)
         ]
 
     def plan(self, request: Request) -> Plan:
@@ -184,12 +188,12 @@ def _shares(items: Sequence[Item], count: int) -> list[list[Item]]:
     return shares
 
 
-def judge_for(options: Options) -> Judge:
+def judge_for(options: Options, device: str = "auto") -> Judge:
     """The judge for a run: a process, several for many jobs, or with ``in_process`` this one."""
     if options.jobs > WORKERS_OF_ONE:
-        return JudgeProcesses(options)
+        return JudgeProcesses(options, device)
     if not options.in_process:
-        return JudgeProcess(options)
+        return JudgeProcess(options, device)
     judge: Judge = importlib.import_module(RUNNER).Runner(options)
     return judge
 
@@ -200,8 +204,11 @@ def _search_path() -> list[str]:
     return [*sys.path] if here in sys.path or "" in sys.path else [here, *sys.path]
 
 
-def _environment() -> dict[str, str]:
+def _environment(device: str) -> dict[str, str]:
     environment = dict(os.environ)
+    if device == "cpu" or (device == "auto" and not visible_gpus(environment)):
+        # The process that workers are forked from imports Triton early, and kernels are to run in its interpreter.
+        environment.setdefault("TRITON_INTERPRET", "1")
     # The tensors are tiny, and waiting OpenMP threads spin: two workers on two busy cores then take 20 times as long.
     environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
@@ -215,6 +222,7 @@ def _serve() -> None:
     os.dup2(2, 1)
     options: Options = connection.recv()
     try:
+        begin_forking()
         runner = importlib.import_module(sys.argv[3]).Runner(options)
     except BaseException as error:
         connection.send(("error", f"the judge could not start: {type(error).__name__}: {error}"))

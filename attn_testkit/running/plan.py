@@ -80,7 +80,7 @@ def _of_mode(
 
 def _in_order(items: Sequence[tuple[Item, Case]]) -> tuple[Item, ...]:
     # Eager and graph of one case next to each other: they share data and the oracle's answer.
-    # Under no_grad first: what a module keeps for the whole process may be born there and used under inference_mode,
+    # Under no_grad first: what a module keeps for the whole process may be made there and used under inference_mode,
     # and not the other way round. A server uses one of the two.
     first: dict[tuple[str, str], int] = {}
     for index, (item, _) in enumerate(items):

@@ -9,15 +9,17 @@ import os
 import signal
 import tempfile
 import time
-from multiprocessing.context import ForkServerContext
 from typing import Any, NoReturn
 
 from ..registry import BackendNotFound
 from ..results import Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
+from . import forking
 from .candidate import Candidate
+from .forking import fork_context
+from .wire import Unreadable, read
 
-__all__ = ["STARTED", "Worker", "WorkerLost", "WorkerStartError", "ending", "preload"]
+__all__ = ["STARTED", "Worker", "WorkerLost", "WorkerStartError", "ending"]
 
 START_SECONDS = 300.0
 """For a worker to import the backend on a busy machine."""
@@ -25,7 +27,6 @@ STARTED = "started"
 """What a worker says before it imports its backend."""
 LAST_LINES = 12
 FRAMES = 5
-SERVE = "attn_testkit.running.worker"
 
 
 class WorkerLost(Exception):
@@ -41,22 +42,6 @@ class WorkerLost(Exception):
 
 class WorkerStartError(Exception):
     """A worker could not be started, and that is no fault of a backend. The message ends with its last words."""
-
-
-_preloaded = [SERVE, "torch._dynamo"]
-"""Modules of the process that workers are forked from: torch and the kit, and no candidate. It never meets CUDA."""
-
-
-def preload(module: str) -> None:
-    """Have workers forked from a process that has imported this too. To be said before the first one starts."""
-    if module not in _preloaded:
-        _preloaded.append(module)
-
-
-def _context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_preloaded)
-    return context
 
 
 class Worker:
@@ -77,8 +62,8 @@ class Worker:
         handle, self._words = tempfile.mkstemp(prefix="attn-testkit-worker-")
         os.close(handle)
         self._connection, theirs = multiprocessing.Pipe()
-        self._process = _context().Process(
-            target=_serve, args=(SERVE, theirs, candidate, device, gpu, timeout_s, self._words), daemon=True
+        self._process = fork_context().Process(
+            target=_serve, args=(forking.SERVE, theirs, candidate, device, gpu, timeout_s, self._words), daemon=True
         )
         try:
             self._process.start()
@@ -134,7 +119,7 @@ class Worker:
         """Begin a drive that is asked for next, while the judge is busy with the one before."""
         if not self.ended and self._ahead is None:
             self._ahead = request
-            with contextlib.suppress(WorkerLost):  # it is told when the answer is asked for
+            with contextlib.suppress(WorkerLost):  # it is raised when the answer is asked for
                 self._send(request)
 
     def _send(self, request: DriveCase | Rerun) -> None:
@@ -187,9 +172,11 @@ class Worker:
         try:
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 raise self._lost(Status.TIMED_OUT, f"no result after {seconds:g} s")
-            return self._connection.recv()
+            return read(self._connection.recv_bytes())
         except (EOFError, OSError):
             self._died()
+        except Unreadable as error:
+            raise self._lost(Status.CRASHED, f"the process of the backend spoke for itself: {error}") from error
 
     def _died(self) -> NoReturn:
         self._process.join(timeout=5)

@@ -209,10 +209,13 @@ def _sentence(name: str, was: Any, now: Any) -> str:
     return f"{name}: {', '.join(told[:3])}"
 
 
-def restore(before: ProcessState) -> None:
-    """Put back what can be put back, so that what one case-run left behind is not found in the next."""
+def restore(before: ProcessState, *, skip: tuple[str, ...] = ()) -> None:
+    """Put back what can be put back, so that what one case-run left behind is not found in the next.
+
+    ``skip``: settings that may differ.
+    """
     for name, read, write in _SETTINGS:
-        if read() != before.values[name]:
+        if name not in skip and read() != before.values[name]:
             write(before.values[name])
     for name, key, _ in list(_replaced(before)):
         owner, was = before.owners[name]

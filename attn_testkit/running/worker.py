@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import sys
 import threading
 import traceback
 from dataclasses import replace
@@ -53,6 +54,8 @@ class LocalWorker:
         if changed:
             restore(before)
         self._state: ProcessState = take_state()
+        self._packages = _packages()
+        self._modules = 0
         self._drives = 0
         self.described = Described(self.backend_class.capabilities, changed)
 
@@ -63,6 +66,7 @@ class LocalWorker:
     def drive(self, request: DriveCase | Rerun) -> Driven:
         """Have it driven."""
         self._drives += 1
+        self._modules = len(sys.modules)
         if self._drives in _SETTLE_AFTER or self._drives % _SETTLE_EVERY == 0:
             settle()
         try:
@@ -78,13 +82,15 @@ class LocalWorker:
         return _with_changes(driven, self._changed())
 
     def _changed(self) -> tuple[str, ...]:
-        changed = tuple(changes(self._state))
+        # A package that is first imported in the middle of a drive sets what others set where their module is imported.
+        imported = len(sys.modules) > self._modules and _packages() > self._packages
+        skip = _FIRST_SEEN_AT_IMPORT if imported else ()
+        changed = tuple(changes(self._state, skip=skip))
         if changed:
-            restore(self._state)
+            restore(self._state, skip=skip)
+        if imported:
+            self._state, self._packages = take_state(), _packages()
         return changed
-
-    def ahead(self, request: DriveCase) -> None:
-        """Nothing: there is no other process to work meanwhile."""
 
     def last_words(self) -> str:
         """Nothing: what it prints is on the terminal."""
@@ -93,6 +99,14 @@ class LocalWorker:
     def close(self) -> None:
         """There is no process to end."""
         self.ended = True
+
+
+def _packages() -> frozenset[str]:
+    """Top-level packages that are imported, but for Python's own and those that are always there."""
+    return frozenset(name.partition(".")[0] for name in list(sys.modules)) - sys.stdlib_module_names - _ALWAYS_THERE
+
+
+_ALWAYS_THERE = frozenset({"attn_testkit", "torch", "triton", "numpy", "sympy", "mpmath", "networkx"})
 
 
 def _with_changes(driven: Driven, changed: tuple[str, ...]) -> Driven:

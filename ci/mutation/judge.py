@@ -134,8 +134,12 @@ class Judge:
         if mutant:
             path = self._config.root / mutant.path
             (folder / "source.py").write_bytes(mutant.apply(path.read_bytes()))
-            told = {"module": self._config.module(mutant.path), "path": str(path), "source": str(folder / "source.py")}
-            (folder / "mutant.json").write_text(json.dumps(told))
+            change = {
+                "module": self._config.module(mutant.path),
+                "path": str(path),
+                "source": str(folder / "source.py"),
+            }
+            (folder / "mutant.json").write_text(json.dumps(change))
         trial = _UnderWay(mutant, list(stages), first, folder)
         self._fork(trial)
         return trial

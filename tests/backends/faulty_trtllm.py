@@ -158,7 +158,7 @@ class ViewIfDivisible(TRTLLMMLABackend):
 
 
 class RowsInFront(TRTLLMMLABackend):
-    """v1's rows at the front of their block and lengths longer by what is missing: slots of nobody, times zero."""
+    """v1's rows at the front of their block and lengths longer by what is missing: unowned slots, times zero."""
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
@@ -209,7 +209,7 @@ class MetadataOfTheCapture(TRTLLMMLABackend):
             super().init_forward_metadata_in_graph(batch)
 
 
-class CountersBornInCapture(TRTLLMMLABackend):
+class CountersAllocatedInCapture(TRTLLMMLABackend):
     """Allocates the kernel's counters with the first graph: only that graph ever sets them to zero."""
 
     def _attend(self, *given: Any) -> torch.Tensor:
@@ -226,7 +226,7 @@ class LatentScaleForgotten(TRTLLMMLABackend):
         return super()._attend(q, latent, metadata, replace(layer, k_scale=1.0)) * layer.k_scale
 
 
-class WorkspaceBornInForward(TokenspeedMLABackend):
+class WorkspaceMadeInForward(TokenspeedMLABackend):
     """Allocates its workspace when a batch first needs that much: in a capture, and in the next again (#25489)."""
 
     def _make_workspace(self) -> None:

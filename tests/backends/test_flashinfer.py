@@ -1,4 +1,4 @@
-"""The FlashInfer adapters on the stand-ins of their kernels: conformant, and their historic mistakes are caught."""
+"""The FlashInfer adapters on the fakes of their kernels: conformant, and their historic mistakes are caught."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "execution", "case", "told"), FAULTS)
-def test_a_historic_mistake_is_caught(fault: str, execution: str, case: str, told: str) -> None:
+@pytest.mark.parametrize(("fault", "execution", "case", "message"), FAULTS)
+def test_a_historic_mistake_is_caught(fault: str, execution: str, case: str, message: str) -> None:
     (row,) = check(f"faulty_flashinfer:{fault}", execution, case)
     assert row.status is Status.FAILED
     texts = [f"{f.check} | {f.headline} | {f.where} | {f.hint}" for f in row.findings]
-    assert any(told in text for text in texts), texts
+    assert any(message in text for text in texts), texts
 
 
 def test_the_warmup_compiles_what_every_layer_of_a_core_case_needs() -> None:

@@ -1,4 +1,4 @@
-"""The stand-ins of FlashInfer's wrappers refuse and remember what the wrappers do."""
+"""The fakes of FlashInfer's wrappers refuse and remember what the wrappers do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("flashinfer", reason="the flashinfer extra is not installed"
 
 from flashinfer.mla import MLAPlanMetadata
 
-from attn_testkit.backends.vendor import emulated
+from attn_testkit.backends.vendor import fake_of
 from attn_testkit.backends.vendor.flashinfer_fake import BATCH_DECODE, BATCH_MLA_FA2, BATCH_MLA_FA3, BATCH_PREFILL
 from attn_testkit.emulation import CaptureError, emulated_cuda
 
@@ -68,7 +68,7 @@ def workspace() -> torch.Tensor:
 
 
 def prefill(batch: Batch, wrapper: Any = None, **plan: Any) -> Any:
-    wrapper = wrapper or emulated(BATCH_PREFILL)(workspace(), backend="fa2")
+    wrapper = wrapper or fake_of(BATCH_PREFILL)(workspace(), backend="fa2")
     wrapper.plan(
         batch.qo_indptr, batch.kv_indptr, batch.indices, batch.last, head_dim_qk=DIM, **batch.layout(),
         **{"sm_scale": 0.3, "causal": True, **plan},
@@ -83,7 +83,7 @@ def close(out: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("tensor_cores", [False, True])
 def test_decode_attends_every_key_of_a_request(tensor_cores: bool) -> None:
     batch = Batch()
-    wrapper = emulated(BATCH_DECODE)(workspace(), use_tensor_cores=tensor_cores, backend="fa2")
+    wrapper = fake_of(BATCH_DECODE)(workspace(), use_tensor_cores=tensor_cores, backend="fa2")
     wrapper.plan(batch.kv_indptr, batch.indices, batch.last, head_dim=DIM, sm_scale=0.3, **batch.layout())
     q, k, v = batch.on_device
     out, lse = wrapper.run(q, (k, v), return_lse=True)
@@ -114,7 +114,7 @@ def test_a_custom_mask_is_flat_by_request_and_stays_in_force_in_graph_mode() -> 
     def visible(r: int, t: int, s: int) -> bool:
         return bool(bits[start[r] + t * LENS[r] + s])
 
-    wrapper = emulated(BATCH_PREFILL)(
+    wrapper = fake_of(BATCH_PREFILL)(
         workspace(), use_cuda_graph=True, backend="fa2", qo_indptr_buf=ints(0, 0, 0, 0).to(CUDA),
         paged_kv_indptr_buf=ints(0, 0, 0, 0).to(CUDA), paged_kv_indices_buf=ints(*[0] * 20).to(CUDA),
         paged_kv_last_page_len_buf=ints(1, 1, 1).to(CUDA), mask_indptr_buf=ints(0, 0, 0, 0).to(CUDA),
@@ -135,7 +135,7 @@ def test_what_was_compiled_out_at_the_plan_is_ignored_by_the_older_call() -> Non
 
 def test_rows_past_the_packed_end_are_not_written() -> None:
     batch = Batch((2, 1, 2))
-    wrapper = emulated(BATCH_PREFILL)(
+    wrapper = fake_of(BATCH_PREFILL)(
         workspace(), use_cuda_graph=True, backend="fa2", qo_indptr_buf=ints(0, 0, 0, 0).to(CUDA),
         paged_kv_indptr_buf=ints(0, 0, 0, 0).to(CUDA), paged_kv_indices_buf=ints(*[0] * 20).to(CUDA),
         paged_kv_last_page_len_buf=ints(1, 1, 1).to(CUDA),
@@ -168,11 +168,11 @@ def test_refusals_are_the_packages_own() -> None:
         wrapper.run(q, (k, v), window_left=3)
     with pytest.raises(RuntimeError, match="Inconsistency of Tensor type"):
         wrapper.plan(batch.qo_indptr.long(), batch.kv_indptr.long(), batch.indices, batch.last, 4, 2, DIM, PAGE)
-    decode = emulated(BATCH_DECODE)(workspace(), use_tensor_cores=True, backend="fa2")
+    decode = fake_of(BATCH_DECODE)(workspace(), use_tensor_cores=True, backend="fa2")
     with pytest.raises(ValueError, match="requires kv_len >= q_len_per_req"):
         decode.plan(ints(0, 1), batch.indices, ints(1), 4, 2, DIM, PAGE, q_len_per_req=2)
     with pytest.raises(ValueError, match="paged_kv_indptr_buffer should be"):
-        emulated(BATCH_DECODE)(workspace(), use_cuda_graph=True)
+        fake_of(BATCH_DECODE)(workspace(), use_cuda_graph=True)
 
 
 def test_a_plan_under_capture_is_refused() -> None:
@@ -196,7 +196,7 @@ def mla_plan(wrapper: Any, lens: tuple[int, ...] = LENS, **changes: Any) -> None
 
 @pytest.mark.parametrize(("entry", "family"), [(BATCH_MLA_FA2, "fa2"), (BATCH_MLA_FA3, "fa3")])
 def test_mla_refusals_are_the_packages_own(entry: Any, family: str) -> None:
-    wrapper = emulated(entry)(workspace(), backend=family)
+    wrapper = fake_of(entry)(workspace(), backend=family)
     query, cache = (torch.zeros(*shape, 576, dtype=torch.bfloat16, device=CUDA) for shape in ((3, 16), (8, PAGE)))
     with pytest.raises(RuntimeError, match="called before plan"):
         wrapper.run(query=query, kv_cache=cache)

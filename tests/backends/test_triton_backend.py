@@ -38,7 +38,7 @@ def depth(parents: tuple[int, ...], node: int) -> int:
     return 0 if node == 0 else 1 + depth(parents, parents[node])
 
 
-class World:
+class Server:
     """A pool full of NaN, requests on shuffled pages, and what each of them is about to compute."""
 
     def __init__(
@@ -78,14 +78,14 @@ class World:
 class Step:
     """One batch in one mode: its slots, its keys and values for every layer, and the right answer."""
 
-    def __init__(self, world: World, mode: ForwardMode, prefixes: tuple[int, ...], new: tuple[int, ...]) -> None:
-        self.world, self.mode, self.prefixes, self.new = world, mode, prefixes, new
+    def __init__(self, server: Server, mode: ForwardMode, prefixes: tuple[int, ...], new: tuple[int, ...]) -> None:
+        self.server, self.mode, self.prefixes, self.new = server, mode, prefixes, new
         self.rows = [(r, j) for r, n in enumerate(new) for j in range(n)]
-        q_heads, kv_heads = world.layers[0].tp_q_head_num, world.layers[0].tp_k_head_num
-        dim, lens = world.layers[0].head_dim, [p + n for p, n in zip(prefixes, new, strict=True)]
+        q_heads, kv_heads = server.layers[0].tp_q_head_num, server.layers[0].tp_k_head_num
+        dim, lens = server.layers[0].head_dim, [p + n for p, n in zip(prefixes, new, strict=True)]
         # Keys and values are off zero, so that none goes unnoticed. q, k and v are views of one packed tensor.
-        self.kv = [torch.randn(2, n, kv_heads, dim, generator=world.random).add(0.5).to(world.dtype) for n in lens]
-        packed = torch.randn(len(self.rows), q_heads + 2 * kv_heads, dim, generator=world.random).to(world.dtype)
+        self.kv = [torch.randn(2, n, kv_heads, dim, generator=server.random).add(0.5).to(server.dtype) for n in lens]
+        packed = torch.randn(len(self.rows), q_heads + 2 * kv_heads, dim, generator=server.random).to(server.dtype)
         for at, (r, j) in enumerate(self.rows):
             packed[at, q_heads:] = self.kv[r][:, prefixes[r] + j].flatten(0, 1)
         self.q, self.k, self.v = packed.to(DEVICE).split([q_heads, kv_heads, kv_heads], 1)
@@ -94,11 +94,11 @@ class Step:
 
     def _place(self, lens: list[int]) -> None:
         """Shuffled pages, foreign slots in every tail, NaN wherever this step may not look."""
-        world, page, table, pool = self.world, self.world.page, self.world.table, self.world.pool
-        pages = 1 + torch.randperm(pool.size // page, generator=world.random)
-        table.copy_(torch.randint(pool.num_slots, table.shape, generator=world.random))
+        server, page, table, pool = self.server, self.server.page, self.server.table, self.server.pool
+        pages = 1 + torch.randperm(pool.size // page, generator=server.random)
+        table.copy_(torch.randint(pool.num_slots, table.shape, generator=server.random))
         table[0] = 0
-        self.request_rows = 1 + torch.randperm(len(lens), generator=world.random)
+        self.request_rows = 1 + torch.randperm(len(lens), generator=server.random)
         pool.storage.view(torch.uint8).fill_(0x7F if pool.dtype.itemsize == 1 else 0xFF)
         self.slots, used = [], 0
         for r, n in enumerate(lens):
@@ -106,21 +106,21 @@ class Step:
             slots = (mine[:, None] * page + torch.arange(page)).flatten()[:n]
             table[self.request_rows[r], :n] = slots.to(DEVICE, torch.int32)
             self.slots.append(slots)
-            for layer in world.layers:
+            for layer in server.layers:
                 k, v = self.kv[r][:, : self.prefixes[r]].to(DEVICE)
                 pool.set_kv_buffer(layer, slots[: self.prefixes[r]].to(DEVICE), k, v)
 
     def position(self, r: int, j: int) -> int:
-        return self.prefixes[r] + (depth(self.world.trees[r % 2], j) if self.mode is VERIFY else j)
+        return self.prefixes[r] + (depth(self.server.trees[r % 2], j) if self.mode is VERIFY else j)
 
     def sees(self, r: int, j: int, c: int) -> bool:
         """Whether new row j of request r sees its new row c."""
         while self.mode is VERIFY and j > c:
-            j = self.world.trees[r % 2][j]
+            j = self.server.trees[r % 2][j]
         return c == j if self.mode is VERIFY else c <= j
 
     def _batch(self) -> ForwardBatch:
-        index, bs = self.world.index, len(self.prefixes)
+        index, bs = self.server.index, len(self.prefixes)
 
         def tensor(values: object, dtype: torch.dtype = index) -> torch.Tensor:
             return torch.as_tensor(values, dtype=dtype).to(DEVICE)
@@ -139,7 +139,7 @@ class Step:
                 mask += [[1] * p + [int(self.sees(r, j, c)) for c in range(n)] for j in range(n)]
             batch.spec_info = VerifyInput(
                 batch.input_ids, tensor([cell for row in mask for cell in row], torch.bool), positions,
-                none, none, none, self.world.max_depth, self.world.context.topk, n, n,
+                none, none, none, self.server.max_depth, self.server.context.topk, n, n,
             )  # fmt: skip
         elif self.mode in (V1, V2):
             accepted = tensor(new, torch.int32)
@@ -150,15 +150,15 @@ class Step:
 
     def run(self, layer: int = 0) -> torch.Tensor:
         """Plan and forward, eagerly."""
-        self.world.backend.init_forward_metadata(self.batch)
+        self.server.backend.init_forward_metadata(self.batch)
         return self.forward(layer)
 
     def forward(self, layer: int = 0) -> torch.Tensor:
-        return self.world.backend.forward(self.q, self.k, self.v, self.world.layers[layer], self.batch)
+        return self.server.backend.forward(self.q, self.k, self.v, self.server.layers[layer], self.batch)
 
     def check(self, out: torch.Tensor, layer_id: int = 0) -> None:
         """Every row within the error that rounding P and the output allows."""
-        layer = self.world.layers[layer_id]
+        layer = self.server.layers[layer_id]
         out, q = out.double().cpu(), self.q.double().cpu()
         for at, (r, j) in enumerate(self.rows):
             p = self.prefixes[r]
@@ -176,15 +176,15 @@ class Step:
                 s = torch.cat([s, layer.sinks.double().cpu()[:, None]], 1)
             weight = s.softmax(1)[:, : len(spots)]
             want = torch.einsum("hk,khd->hd", weight, v)
-            limit = 2 * ROUNDOFF[self.world.dtype] * (torch.einsum("hk,khd->hd", weight, v.abs()) + want.abs()) + 1e-7
+            limit = 2 * ROUNDOFF[self.server.dtype] * (torch.einsum("hk,khd->hd", weight, v.abs()) + want.abs()) + 1e-7
             worst = ((out[at] - want).abs() / limit).max().item()
             assert worst <= 1, f"row {j} of request {r} is {worst:.1f} times over the limit"
 
     def stored(self, r: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = self.kv[r].double()
-        if self.world.pool.dtype.itemsize == 1:
-            k = (k / layer.k_scale).to(self.world.pool.dtype).double() * layer.k_scale
-            v = (v / layer.v_scale).to(self.world.pool.dtype).double() * layer.v_scale
+        if self.server.pool.dtype.itemsize == 1:
+            k = (k / layer.k_scale).to(self.server.pool.dtype).double() * layer.k_scale
+            v = (v / layer.v_scale).to(self.server.pool.dtype).double() * layer.v_scale
         return k, v
 
 
@@ -196,7 +196,7 @@ Rows = tuple[int, ...] | None
 @every_mode
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_every_mode_and_dtype(mode: ForwardMode, new: Rows, dtype: torch.dtype) -> None:
-    step = World(dtype=dtype, parents=SIBLINGS).step(mode, (5, 17), new)
+    step = Server(dtype=dtype, parents=SIBLINGS).step(mode, (5, 17), new)
     step.check(step.run())
     step.check(step.forward(1), 1)  # the same plan serves a layer with another scale
 
@@ -204,72 +204,72 @@ def test_every_mode_and_dtype(mode: ForwardMode, new: Rows, dtype: torch.dtype) 
 @every_mode
 @pytest.mark.parametrize("window", [0, 4, 200])
 def test_window_counts_positions(mode: ForwardMode, new: Rows, window: int) -> None:
-    step = World(parents=SIBLINGS, sliding_window_size=window).step(mode, (5, 300), new)
+    step = Server(parents=SIBLINGS, sliding_window_size=window).step(mode, (5, 300), new)
     step.check(step.run())
 
 
 @every_mode
 def test_cap_and_sinks(mode: ForwardMode, new: Rows) -> None:
     sinks = torch.tensor([3.0, -2.0], device=DEVICE)
-    step = World(scaling=0.7, logit_cap=1.5, sinks=sinks).step(mode, (0, 300), new)
+    step = Server(scaling=0.7, logit_cap=1.5, sinks=sinks).step(mode, (0, 300), new)
     step.check(step.run())
 
 
 @every_mode
 @pytest.mark.parametrize("heads", [(3, 3), (6, 2), (6, 6), (7, 1)], ids=str)
 def test_head_layouts(mode: ForwardMode, new: Rows, heads: tuple[int, int]) -> None:
-    step = World(heads=heads, parents=SIBLINGS).step(mode, (16, 3), new)
+    step = Server(heads=heads, parents=SIBLINGS).step(mode, (16, 3), new)
     step.check(step.run())
 
 
 @pytest.mark.parametrize("dim", [32, 128, 256])
 def test_head_dims(dim: int) -> None:
-    step = World(dim=dim).step(V2, (9, 0))
+    step = Server(dim=dim).step(V2, (9, 0))
     step.check(step.run())
 
 
 @every_mode
 @pytest.mark.parametrize("page", [1, 16, 128])
 def test_lengths_around_a_page(mode: ForwardMode, new: Rows, page: int) -> None:
-    step = World(page=page, index=torch.int32).step(mode, (page - 1, page, page + 1), new and (2, 1, 3))
+    step = Server(page=page, index=torch.int32).step(mode, (page - 1, page, page + 1), new and (2, 1, 3))
     step.check(step.run())
 
 
 def test_short_rows_leave_splits_empty() -> None:
-    step = World(ctx=1024, page=16).step(DECODE, (0, 600, 255, 256))
-    step.world.backend._partial.fill_(torch.nan)
-    step.world.backend._lse.fill_(torch.nan)
+    step = Server(ctx=1024, page=16).step(DECODE, (0, 600, 255, 256))
+    step.server.backend._partial.fill_(torch.nan)
+    step.server.backend._lse.fill_(torch.nan)
     step.check(step.run())
 
 
 @pytest.mark.parametrize("parents", [(-1, 0, 0, 1, 1, 2, 3, 3, 6), (-1,), tuple(range(-1, 63))], ids=len)
 def test_trees_of_any_shape(parents: tuple[int, ...]) -> None:
-    step = World(parents=parents).step(VERIFY, (7, 30))
+    step = Server(parents=parents).step(VERIFY, (7, 30))
     step.check(step.run())
 
 
 @every_mode
 def test_very_negative_logits(mode: ForwardMode, new: Rows) -> None:
-    world = World(dim=32, dtype=torch.float32, scaling=-6e4 / 32)
-    step = world.step(mode, (0, 40), new)
+    server = Server(dim=32, dtype=torch.float32, scaling=-6e4 / 32)
+    step = server.step(mode, (0, 40), new)
     step.q.fill_(1.0)
     step.k.fill_(1.0)  # new keys weigh in with -6e4, which is all that a row without a prefix has
     for r, prefix in enumerate(step.prefixes):
         step.kv[r][0, :prefix], step.kv[r][0, prefix:] = 2.0, 1.0
-        world.pool.get_key_buffer(0)[step.slots[r][:prefix].to(DEVICE)] = 2.0
+        server.pool.get_key_buffer(0)[step.slots[r][:prefix].to(DEVICE)] = 2.0
     step.check(step.run())
 
 
 @every_mode
 def test_fp8_pool(mode: ForwardMode, new: Rows) -> None:
-    step = World(kv_dtype=torch.float8_e4m3fn, k_scale=0.25, v_scale=0.5).step(mode, (5, 17), new)
+    step = Server(kv_dtype=torch.float8_e4m3fn, k_scale=0.25, v_scale=0.5).step(mode, (5, 17), new)
     step.check(step.run())
 
 
 @every_mode
 def test_a_request_has_the_same_bits_in_any_company(mode: ForwardMode, new: Rows) -> None:
-    world = World(parents=SIBLINGS, ctx=1024)
-    step = world.step(mode, (5, 600), new)
+    server = Server(parents=SIBLINGS, ctx=1024)
+    step = server.step(mode, (5, 600), new)
     first, again = step.run(), step.run()
     assert torch.equal(first, again)
     rows = [at for at, (r, _) in enumerate(step.rows) if r == 1]
@@ -282,13 +282,13 @@ def test_a_request_has_the_same_bits_in_any_company(mode: ForwardMode, new: Rows
         alone.spec_info = replace(step.batch.spec_info, custom_mask=step.batch.spec_info.custom_mask[-cells:])
     elif mode is V1:
         alone.spec_info = replace(step.batch.spec_info, num_accept_tokens=step.batch.spec_info.num_accept_tokens[1:])
-    world.backend.init_forward_metadata(alone)
-    out = world.backend.forward(step.q[rows], step.k[rows], step.v[rows], world.layers[0], alone)
+    server.backend.init_forward_metadata(alone)
+    out = server.backend.forward(step.q[rows], step.k[rows], step.v[rows], server.layers[0], alone)
     assert torch.equal(out, first[rows])
 
 
 def test_a_chain_needs_no_mask() -> None:
-    step = World(parents=CHAIN).step(VERIFY, (5, 17))
+    step = Server(parents=CHAIN).step(VERIFY, (5, 17))
     step.batch.spec_info.custom_mask = None
     step.check(step.run())
 
@@ -296,30 +296,30 @@ def test_a_chain_needs_no_mask() -> None:
 def test_what_is_not_claimed_is_refused() -> None:
     for wrong in ({"heads": (9, 1)}, {"dim": 16}, {"page": 24, "ctx": 240}, {"dtype": torch.float64}):
         with pytest.raises(Unsupported):
-            World(**wrong)
+            Server(**wrong)
 
 
 class Graph:
     """A capture without a graph: what it reads at a replay is the tensors and the plan that it was captured with."""
 
-    def __init__(self, world: World, mode: ForwardMode, bs: int) -> None:
-        self.world, self.mode, self.bs, max_bs = world, mode, bs, world.context.max_bs
-        n = {DECODE: 1, V1: world.max_depth + 1}.get(mode, len(world.parents))
-        first, self.width = world.layers[0], n
+    def __init__(self, server: Server, mode: ForwardMode, bs: int) -> None:
+        self.server, self.mode, self.bs, max_bs = server, mode, bs, server.context.max_bs
+        n = {DECODE: 1, V1: server.max_depth + 1}.get(mode, len(server.parents))
+        first, self.width = server.layers[0], n
 
         def static(*shape: int, dtype: torch.dtype = torch.int64, fill: float = 0) -> torch.Tensor:
             return torch.full(shape, fill, dtype=dtype, device=DEVICE)
 
         self.qkv = [
-            static(bs * n, heads, first.head_dim, dtype=world.dtype)
+            static(bs * n, heads, first.head_dim, dtype=server.dtype)
             for heads in (first.tp_q_head_num, first.tp_k_head_num, first.tp_k_head_num)
         ]
-        self.requests, self.seq_lens = (static(max_bs, dtype=world.index, fill=fill) for fill in (0, 1))
+        self.requests, self.seq_lens = (static(max_bs, dtype=server.index, fill=fill) for fill in (0, 1))
         self.accepted = static(max_bs, dtype=torch.int32, fill=n)
         self.slots, self.positions = static(bs * n), static(bs * n)
         spec = None
         if mode is VERIFY:
-            mask = world.backend.verify_mask
+            mask = server.backend.verify_mask
             assert mask is not None
             spec = VerifyInput(
                 self.slots, mask.buffer, self.positions, self.slots, self.slots, self.slots, 0, 0, n, -1, mask.mode
@@ -329,16 +329,16 @@ class Graph:
         self.batch = ForwardBatch(
             mode, bs, self.slots, self.requests[:bs], self.seq_lens[:bs], self.slots, self.positions, spec_info=spec
         )
-        world.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
+        server.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
         self.run()
-        self.plan = world.backend._plan
+        self.plan = server.backend._plan
 
     def run(self) -> torch.Tensor:
-        self.world.backend.init_forward_metadata_in_graph(self.batch)
-        return self.world.backend.forward(*self.qkv, self.world.layers[0], self.batch)
+        self.server.backend.init_forward_metadata_in_graph(self.batch)
+        return self.server.backend.forward(*self.qkv, self.server.layers[0], self.batch)
 
     def replay(self, step: Step, own_mask: bool = True, poison: float = torch.nan) -> torch.Tensor:
-        live, tokens, backend = len(step.prefixes), len(step.rows), self.world.backend
+        live, tokens, backend = len(step.prefixes), len(step.rows), self.server.backend
         self.seq_lens.fill_(1)
         self.accepted.fill_(self.width)
         for static in (self.requests, self.slots, self.positions):
@@ -370,30 +370,30 @@ class Graph:
 
 @every_mode
 def test_replays_follow_their_batch(mode: ForwardMode, new: Rows) -> None:
-    world = World(parents=SIBLINGS, index=torch.int32)
-    world.backend.init_cuda_graph_state(4, 16)
-    large, small = Graph(world, mode, 4), Graph(world, mode, 2)
+    server = Server(parents=SIBLINGS, index=torch.int32)
+    server.backend.init_cuda_graph_state(4, 16)
+    large, small = Graph(server, mode, 4), Graph(server, mode, 2)
     plan = [(large, (300, 5, 17)), (small, (16, 0)), (large, (3, 290, 8, 1)), (small, (40,)), (large, (0,))]
     for turn, (graph, prefixes) in enumerate(plan):
         rows = new and (2, 3, 1, 3)[: len(prefixes)]
-        step = world.step(mode, prefixes, rows)
+        step = server.step(mode, prefixes, rows)
         step.check(graph.replay(step, own_mask=turn % 2 == 0))
-        eager = world.step(mode, (11, 2, 70), new and (3, 1, 2))
+        eager = server.step(mode, (11, 2, 70), new and (3, 1, 2))
         eager.check(eager.run())
 
 
 def test_a_padded_row_without_keys_is_zero() -> None:
-    world = World()
-    world.backend.init_cuda_graph_state(4, 16)
-    out = Graph(world, V2, 2).replay(world.step(V2, (6,)), poison=1.0)
+    server = Server()
+    server.backend.init_cuda_graph_state(4, 16)
+    out = Graph(server, V2, 2).replay(server.step(V2, (6,)), poison=1.0)
     assert torch.equal(out[4:7], torch.zeros_like(out[4:7]))
 
 
 def test_replay_without_a_mask_forgets_the_last_one() -> None:
-    world = World()
-    world.backend.init_cuda_graph_state(4, 16)
-    graph = Graph(world, VERIFY, 2)
-    world.backend.verify_mask.buffer.fill_(1)
-    step = world.step(VERIFY, (6, 20))
+    server = Server()
+    server.backend.init_cuda_graph_state(4, 16)
+    graph = Graph(server, VERIFY, 2)
+    server.backend.verify_mask.buffer.fill_(1)
+    step = server.step(VERIFY, (6, 20))
     step.batch.spec_info.custom_mask = None
     step.check(graph.replay(step, own_mask=False))

@@ -1,4 +1,4 @@
-"""The adapters of TensorRT-LLM kernels on stand-ins: conformant, and their historic mistakes are caught."""
+"""The adapters of TensorRT-LLM kernels on fakes: conformant, and their historic mistakes are caught."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ FAULTS = [
     ("LengthsOfThePrefix", "eager", V2, "request 0 has nan in its output"),
     ("DraftsNotCounted", "eager", VERIFY, "the last 4 KV tokens are missing"),
     ("OffsetsOfTheCapture", "graph", V1, "is right in eager"),
-    ("StrideOfMinusOne", "graph", VERIFY, "by zero"),
+    ("StrideOfMinusOne", "graph", VERIFY, "inconsistent with step sign"),
     ("LongestOfTheCapture", "graph", DECODE, "is right in eager"),
     ("ReadsHostLengths", "eager", DECODE, "no-host-lengths"),
     ("WaitsForLengths", "graph", DECODE, "preparing a replay waits for the device"),
     ("ValueScaleForgotten", "eager", FP8, "look at FP8 scales"),
-    ("WindowOfW", "eager", WINDOW, "the first key is missing"),
+    ("WindowOfW", "eager", WINDOW, "the first KV token is missing"),
     ("MaskNotPassed", "eager", VERIFY, "Mask is required for speculative decoding"),
     ("MaskRowsAreBytes", "eager", VERIFY, "XQA reads 32 bytes of mask"),
     ("WorkspaceNotZeroed", "eager", DECODE, "has nan in its output"),
@@ -88,22 +88,22 @@ FAULTS = [
     ("MLADraftsNotCounted", "eager", MLA_VERIFY, "the last 4 KV tokens are missing"),
     ("TableOfThePrefix", "eager", MLA_VERIFY, "has nan in its output"),
     ("MetadataOfTheCapture", "graph", MLA_DECODE, "is right in eager"),
-    ("CountersBornInCapture", "graph", MLA_DECODE, "it lives on memory that was born in a capture"),
+    ("CountersAllocatedInCapture", "graph", MLA_DECODE, "it lives on memory that was allocated in a capture"),
     ("LatentScaleForgotten", "eager", MLA_FP8, "look at scale, FP8 scales"),
 ]
 TOKENSPEED_FAULTS = [
-    ("WorkspaceBornInForward", "graph", TS_MIXED, "the graph uses memory that is gone"),
+    ("WorkspaceMadeInForward", "graph", TS_MIXED, "the graph uses memory that is gone"),
     ("OutputScaleForgotten", "eager", TS_DECODE, "look at FP8 scales"),
     ("QueriesNotRounded", "eager", TS_DECODE, "must match query dtype"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("fault", "execution", "case", "told"),
+    ("fault", "execution", "case", "message"),
     [*FAULTS, *(pytest.param(*fault, marks=needs_tokenspeed) for fault in TOKENSPEED_FAULTS)],
 )
-def test_a_historic_mistake_is_caught(fault: str, execution: str, case: str, told: str) -> None:
+def test_a_historic_mistake_is_caught(fault: str, execution: str, case: str, message: str) -> None:
     (row,) = check(f"faulty_trtllm:{fault}", execution, case)
     assert row.status is Status.FAILED
     texts = [f"{f.check} | {f.headline} | {f.where} | {f.hint}" for f in row.findings]
-    assert any(told in text for text in texts), texts
+    assert any(message in text for text in texts), texts

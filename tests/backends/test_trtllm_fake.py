@@ -1,4 +1,4 @@
-"""The stand-ins of TensorRT-LLM kernels, called directly: what they compute, misread and refuse."""
+"""The fakes of TensorRT-LLM kernels, called directly: what they compute, misread and refuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("flashinfer", reason="the flashinfer extra is not installed")
 
 from attn_testkit.backends.trtllm_mha import _packed_causal_mask
-from attn_testkit.backends.vendor import emulated
+from attn_testkit.backends.vendor import fake_of
 from attn_testkit.backends.vendor.trtllm_fake import CONTEXT, DECODE_GEN, DECODE_MLA, DECODE_XQA, SEMAPHORE_BYTES
 from attn_testkit.emulation import emulated_cuda
 
@@ -27,7 +27,7 @@ def cuda() -> Iterator[None]:
 
 
 def inputs(n: int, seed: int = 0) -> dict[str, Any]:
-    """Three requests in shuffled pages; every slot of nobody is NaN, every table tail a page that is not there."""
+    """Three requests in shuffled pages; every unowned slot is NaN, every table tail a page that is not there."""
     made = torch.Generator().manual_seed(seed)
     pages = -(-max(LENS) // PAGE)
     order = (torch.randperm(len(LENS) * pages, generator=made) + 1).view(len(LENS), pages)
@@ -73,7 +73,7 @@ def loop(given: dict[str, Any], n: int, window: int = -1, sinks: torch.Tensor | 
 def decode(entry: Any, given: dict[str, Any], n: int, **changes: Any) -> torch.Tensor:
     mask = _packed_causal_mask(len(LENS), n, torch.device("cuda"))[: len(LENS)] if n > 1 else None
     arguments = {**given, "max_seq_len": max(LENS), "q_len_per_req": n, "mask": mask, **changes}
-    return emulated(entry)(**arguments).cpu().double()
+    return fake_of(entry)(**arguments).cpu().double()
 
 
 @pytest.mark.parametrize("entry", [DECODE_XQA, DECODE_GEN], ids=["xqa", "trtllm-gen"])
@@ -85,13 +85,13 @@ def test_decode_is_attention_over_the_pages_that_lengths_reach(entry: Any, n: in
     assert (got - loop(given, n, window, sinks)).abs().max() < 0.01
 
 
-def test_context_takes_packed_rows_and_leaves_rows_of_nobody_alone() -> None:
+def test_context_takes_packed_rows_and_leaves_unowned_rows_alone() -> None:
     given = inputs(1)
     counts = (2, 1, 3)
     q = torch.randn(8, HEADS, DIM).bfloat16().cuda()
     out = torch.full_like(q, 7.0)
     ends = [0, 2, 3, 6]
-    emulated(CONTEXT)(
+    fake_of(CONTEXT)(
         **{**given, "query": q}, max_q_len=4, max_kv_len=64, batch_size=3, out=out,
         cum_seq_lens_q=torch.tensor(ends, dtype=torch.int32).cuda(),
         cum_seq_lens_kv=torch.tensor([0, *torch.tensor(LENS).cumsum(0)], dtype=torch.int32).cuda(),
@@ -116,7 +116,7 @@ def test_xqa_takes_the_longest_length_from_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "told"),
+    ("changes", "error", "message"),
     [
         ({"mask": None}, AssertionError, "Mask is required"),
         ({"return_lse": True}, NotImplementedError, "return_lse"),
@@ -124,8 +124,8 @@ def test_xqa_takes_the_longest_length_from_the_table() -> None:
         ({"window": 4}, TypeError, "unexpected keyword argument 'window'"),
     ],
 )
-def test_the_package_refuses_what_xqa_cannot_do(changes: dict[str, Any], error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
+def test_the_package_refuses_what_xqa_cannot_do(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         decode(DECODE_XQA, inputs(N), N, **changes)
 
 
@@ -150,7 +150,7 @@ def test_int64_lengths_are_misread_not_converted() -> None:
 
 
 def mla(given: dict[str, Any], **changes: Any) -> torch.Tensor:
-    out: torch.Tensor = emulated(DECODE_MLA)(**{**given, **changes})
+    out: torch.Tensor = fake_of(DECODE_MLA)(**{**given, **changes})
     return out
 
 
@@ -182,7 +182,7 @@ def test_mla_decode_is_latent_attention_aligned_to_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"backend": "auto", "block_tables": torch.zeros(2, 3, dtype=torch.int32)}, "block_num % "),
         ({"kv_cache": torch.zeros(5, 1, 16, 576).bfloat16()}, "block_size in"),
@@ -190,9 +190,9 @@ def test_mla_decode_is_latent_attention_aligned_to_the_end() -> None:
         ({"kv_lora_rank": 384}, "Unsupported MLA dimensions"),
     ],
 )
-def test_mla_decode_refuses_what_the_package_refuses(changes: dict[str, Any], told: str) -> None:
+def test_mla_decode_refuses_what_the_package_refuses(changes: dict[str, Any], message: str) -> None:
     moved = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in changes.items()}
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         mla(mla_inputs(), **moved)
 
 

@@ -1,4 +1,4 @@
-"""The vendor seam: the real thing where it runs, a stand-in bound to the real signature elsewhere."""
+"""The vendor seam: the real thing where it runs, a fake bound to the real signature elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_testkit.backends.vendor import (
     VendorMismatch,
     VendorMissing,
     device_is_real,
-    emulated,
+    fake_of,
     forced,
     provide,
     swapped,
@@ -31,12 +31,12 @@ class RealWrapper:
         return "real"
 
 
-class StandInWrapper:
+class FakeWrapper:
     def __init__(self, workspace: int, layout: str = "NHD") -> None:
         self.layout = layout
 
     def plan(self, indptr: int, *, scale: float = 1.0) -> str:
-        return f"emulated {indptr} {scale} {self.layout}"
+        return f"fake {indptr} {scale} {self.layout}"
 
 
 class WrapperOfAnotherVersion:
@@ -48,7 +48,7 @@ def real_decode(query: int, table: int, scale: float = 0.5) -> str:
 
 
 def decode_in_torch(query: int, table: int, scale: float = 0.5) -> str:
-    return f"emulated {query} {table} {scale}"
+    return f"fake {query} {table} {scale}"
 
 
 def make_derived(original: type) -> type:
@@ -57,16 +57,16 @@ def make_derived(original: type) -> type:
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A vendor's package, and stand-ins of it."""
+    """A vendor's package, and fakes of it."""
     module = ModuleType("a_vendor")
     module.__dict__.update(Wrapper=RealWrapper, decode=real_decode)
     monkeypatch.setitem(sys.modules, "a_vendor", module)
-    monkeypatch.setitem(sys.modules, "a_vendor_stand_ins", sys.modules[__name__])
+    monkeypatch.setitem(sys.modules, "a_vendor_fakes", sys.modules[__name__])
     return module
 
 
-def entry(path: str, stand_in: str, sm: tuple[tuple[int, int], ...] = ((90, 90),)) -> EntryPoint:
-    return EntryPoint(f"a_vendor:{path}", sm, f"a_vendor_stand_ins:{stand_in}", "vendor")
+def entry(path: str, fake: str, sm: tuple[tuple[int, int], ...] = ((90, 90),)) -> EntryPoint:
+    return EntryPoint(f"a_vendor:{path}", sm, f"a_vendor_fakes:{fake}", "vendor")
 
 
 DECODE = entry("decode", "decode_in_torch")
@@ -88,45 +88,45 @@ def test_an_emulated_device_is_not_real() -> None:
 
 def test_a_device_in_range_gets_the_real_function(package: ModuleType, h200: None) -> None:
     provided = provide(DECODE, CUDA)
-    assert (provided.call, provided.emulated, provided.why) == (real_decode, False, "")
+    assert (provided.call, provided.is_fake, provided.why) == (real_decode, False, "")
 
 
-def test_a_device_out_of_range_gets_the_stand_in_and_the_reason(package: ModuleType, h200: None) -> None:
+def test_a_device_out_of_range_gets_the_fake_and_the_reason(package: ModuleType, h200: None) -> None:
     provided = provide(entry("decode", "decode_in_torch", ((100, 103), (107, 107))), CUDA)
-    assert provided.emulated
+    assert provided.is_fake
     assert provided.why == "its kernels need SM100-103, SM107 and this device is SM90"
 
 
 def test_a_call_is_bound_to_the_real_signature_and_gets_its_defaults(package: ModuleType) -> None:
-    call = emulated(DECODE)
-    assert call(1, table=2) == "emulated 1 2 0.5"
+    call = fake_of(DECODE)
+    assert call(1, table=2) == "fake 1 2 0.5"
     with pytest.raises(TypeError, match="block_tables"):
         call(1, 2, block_tables=2)
 
 
-def test_a_stand_in_that_takes_more_than_the_real_function_does_not_hide_it(package: ModuleType) -> None:
+def test_a_fake_that_takes_more_than_the_real_function_does_not_hide_it(package: ModuleType) -> None:
     package.__dict__["decode"] = lambda query, table: "real"
-    call = emulated(entry("decode", "decode_in_torch", ((80, 90),)))
+    call = fake_of(entry("decode", "decode_in_torch", ((80, 90),)))
     with pytest.raises(TypeError, match="scale"):
         call(1, 2, scale=1.0)
 
 
 def test_constructor_and_methods_are_bound_too(package: ModuleType) -> None:
-    wrapper = emulated(entry("Wrapper", "StandInWrapper"))(8, layout="HND")
-    assert wrapper.plan(3, scale=2.0) == "emulated 3 2.0 HND"
+    wrapper = fake_of(entry("Wrapper", "FakeWrapper"))(8, layout="HND")
+    assert wrapper.plan(3, scale=2.0) == "fake 3 2.0 HND"
     with pytest.raises(TypeError, match="window_left"):
         wrapper.plan(3, window_left=1)
     with pytest.raises(TypeError, match="backend"):
-        emulated(entry("Wrapper", "StandInWrapper"))(8, backend="fa2")
+        fake_of(entry("Wrapper", "FakeWrapper"))(8, backend="fa2")
 
 
-def test_a_stand_in_may_derive_from_the_real_class(package: ModuleType) -> None:
-    assert emulated(entry("Wrapper", "make_derived"))(8).plan(3) == "derived 3"
+def test_a_fake_may_derive_from_the_real_class(package: ModuleType) -> None:
+    assert fake_of(entry("Wrapper", "make_derived"))(8).plan(3) == "derived 3"
 
 
 def test_a_method_that_the_package_lost_is_told(package: ModuleType) -> None:
     with pytest.raises(VendorMismatch, match="RealWrapper has no begin_forward"):
-        emulated(entry("Wrapper", "WrapperOfAnotherVersion"))
+        fake_of(entry("Wrapper", "WrapperOfAnotherVersion"))
 
 
 def test_an_entry_point_that_the_package_lost_is_told(package: ModuleType) -> None:
@@ -141,11 +141,11 @@ def test_a_missing_package_names_the_extra() -> None:
 
 
 def test_either_kind_can_be_asked_for(package: ModuleType, h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with forced("emulated"):
-        assert provide(DECODE, CUDA).emulated
+    with forced("fake"):
+        assert provide(DECODE, CUDA).is_fake
         with forced("real"):
-            assert not provide(DECODE, CUDA).emulated
-    assert not provide(DECODE, CUDA).emulated
+            assert not provide(DECODE, CUDA).is_fake
+    assert not provide(DECODE, CUDA).is_fake
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with forced("real"), pytest.raises(VendorMissing, match="no CUDA device is here"):
         provide(DECODE, CUDA)

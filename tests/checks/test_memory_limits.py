@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from by_hand import DECODE, empty_pool, expected_zeros, observation, schedule_of, with_pool
 
 from attn_testkit.checks.graphs import addresses_stable
 from attn_testkit.checks.memory import inputs_unchanged, pool_is_right, writes_own_kv
+from attn_testkit.checks.observation import copies_of
 
 SCHEDULE = schedule_of(DECODE)
 PAGE = SCHEDULE.case.page_size
@@ -83,3 +86,21 @@ def test_damage_to_freed_memory_is_reported() -> None:
     expected = expected_zeros(SCHEDULE)
     assert addresses_stable(observation(SCHEDULE, expected)) == []
     assert addresses_stable(observation(SCHEDULE, expected, damaged=("a block",)))[0].where == "a block"
+
+
+def judged_writes(slots: list[int], value: float) -> bool:
+    """A step that is to write 1 into two slots, and writes ``value`` into ``slots``."""
+    seen = observation(SCHEDULE, expected_zeros(SCHEDULE))
+    assert seen.inputs is not None
+    given = replace(seen.inputs, new_slots=torch.tensor([PAGE, PAGE + 1]), new_rows=torch.ones(2, 2, 2, 1, 2))
+    rows = torch.full((2, 2, len(slots), 1, 2), value).view(torch.int32)
+    copies = copies_of([("pool", "slots", torch.tensor(slots)), ("pool", "rows", rows)])
+    return pool_is_right(replace(seen, inputs=given, copies=copies), PAGE)
+
+
+def test_the_slots_of_the_step_are_written_all_of_them_and_with_their_numbers() -> None:
+    assert judged_writes([PAGE, PAGE + 1], 1.0)
+    assert judged_writes([0, PAGE, PAGE + 1], 1.0), "padding may write page 0"
+    assert not judged_writes([PAGE], 1.0)
+    assert not judged_writes([PAGE, PAGE + 1, PAGE + 2], 1.0)
+    assert not judged_writes([PAGE, PAGE + 1], 1.5)

@@ -114,7 +114,7 @@ def test_a_replay_may_differ_from_eager_by_two_limits_and_by_no_more() -> None:
         assert all("layer 1, request 2, head 3, dim 31" in finding.where for finding in findings)
 
 
-def test_other_bits_than_in_eager_count_where_they_are_promised() -> None:
+def test_other_bits_than_in_eager_count_where_they_are_claimed() -> None:
     schedule = schedule_of(DECODE)
     expected, out = expected_zeros(schedule), torch.zeros(SHAPE)
     out[1, 2, 0, 0] = -0.0

@@ -146,7 +146,7 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         FULL,
         {"calm": "right", "calm allocated": 1},
         "captures-cleanly",
-        "born in a capture",
+        "allocated in a capture",
         "self.work.space was allocated while bucket 4",
     ),
     (

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attn_testkit.checks.promises import PROMISES as CHECKS
 from in_process import plan_run
 
 from attn_testkit.audit import Audit, Settings, audit
 from attn_testkit.audit.show import audit_page, audit_text
 from attn_testkit.audit.tasks import kill_order, run_task, tasks_for
 from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, Task
+from attn_testkit.checks import CHECKS
 from attn_testkit.cli import auditing, main
 from attn_testkit.contract import BackendContext, Execution, ForwardMode
 from attn_testkit.examples.off_by_one import OffByOneBackend

@@ -210,7 +210,7 @@ def test_a_wrong_request_is_one_line_and_four(call, argv, message):
     assert "Traceback" not in err
 
 
-def test_explain_tells_a_promise_its_cause_and_the_right_spelling(call):
+def test_explain_gives_a_check_its_cause_and_the_right_spelling(call):
     code, out, _ = call("explain", "reads-own-kv")
     assert code == 0
     assert "check" in out
@@ -223,7 +223,7 @@ def test_explain_tells_a_promise_its_cause_and_the_right_spelling(call):
     assert "matches-oracle" in out
 
 
-def test_explain_tells_what_a_case_id_stands_for(call):
+def test_explain_says_what_a_case_id_stands_for(call):
     from attn_testkit.cases.case import Case, Heads
     from attn_testkit.contract import ForwardMode
 
@@ -251,13 +251,13 @@ def test_explain_leaves_out_what_a_case_does_not_have(call):
         "explain", "target-verify-mla4-d64r16-fp16-p8-k9.40-t0.0.1-shuffled-gauss-w0-cap1.5-sink-b3nan-s7"
     )
     assert code == 0
-    told = dict(line.split(None, 1) for line in out.split("\n\n")[0].splitlines()[1:])
-    assert told["heads"] == "mla: 4 query heads, 1 KV head"
-    assert told["tree"] == "4 nodes, parents 0, 0, 1"
-    assert told["window"] == "0 keys back, in one layer"
-    assert told["bucket"] == "3 requests in the graph, 1 of them padding (nan)"
-    assert told["seed"] == "7"
-    assert "new" not in told
+    fields = dict(line.split(None, 1) for line in out.split("\n\n")[0].splitlines()[1:])
+    assert fields["heads"] == "mla: 4 query heads, 1 KV head"
+    assert fields["tree"] == "4 nodes, parents 0, 0, 1"
+    assert fields["window"] == "0 keys back, in one layer"
+    assert fields["bucket"] == "3 requests in the graph, 1 of them padding (nan)"
+    assert fields["seed"] == "7"
+    assert "new" not in fields
     assert "None" not in out
     code, out, _ = call("explain", "draft-extend-mha2-d64-fp16-p8-k9.40-n4a1.3-shuffled-gauss-b2prod")
     assert code == 0

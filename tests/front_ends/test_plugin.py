@@ -315,7 +315,7 @@ def test_the_conftest_line_works_in_a_checkout_and_installed(pytester):
 
 
 @pytest.mark.parametrize("module", ["plugin", "cli", "plugin.xdist"])
-def test_loading_the_doors_does_not_load_torch(module):
+def test_loading_a_front_end_does_not_load_torch(module):
     """The plugin loads in every pytest run of every user; --help must not take seconds."""
     code = f"import sys, attn_testkit.{module}; sys.exit('torch' in sys.modules or 'jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,7 +9,9 @@ import textwrap
 
 import pytest
 
-from attn_testkit.registry import BackendNotFound, known_backends, load_backend, origin_of
+from attn_testkit.registry import BackendNotFound, load_backend, origin_of, registered_backends
+from attn_testkit.running.loop import Runner
+from attn_testkit.running.request import Options
 
 MODULE = """
 from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode, KernelBackend, LegacyGraphHooks
@@ -155,10 +157,12 @@ def test_a_claim_that_cannot_be_is_refused_at_the_authors_line(claim, message, t
 
 
 def test_every_registered_backend_loads_and_says_what_it_claims():
-    backends = known_backends()
-    assert {"torch_native", "triton"} <= {b.name for b in backends}
-    assert [b.failure for b in backends] == [""] * len(backends)
-    assert all("decode eager+graph" in b.capabilities for b in backends if b.name in ("torch_native", "triton"))
+    assert {"torch_native", "triton"} <= {backend.name for backend in registered_backends()}
+    runner = Runner(Options(in_process=True))
+    lines = dict(zip(("torch_native", "triton"), runner.claims_lines(("torch_native", "triton"), "cpu"), strict=True))
+    for claims, failure in lines.values():
+        assert "decode eager+graph" in claims
+        assert failure == ""
 
 
 def test_one_broken_backend_does_not_hide_the_others(monkeypatch):
@@ -171,9 +175,10 @@ def test_one_broken_backend_does_not_hide_the_others(monkeypatch):
         "good": metadata.EntryPoint("good", "authored:Good", registry.GROUP),
     }
     monkeypatch.setattr(registry, "_entry_points", lambda: points)
-    bad, good = known_backends()
-    assert "libcudart" in bad.failure
-    assert good.capabilities.startswith("decode eager; mha; bf16/fp16")
+    assert [backend.name for backend in registered_backends()] == ["bad", "good"]
+    (_, failure), (claims, _) = Runner(Options(in_process=True)).claims_lines(("bad", "good"), "cpu")
+    assert "libcudart" in failure
+    assert claims.startswith("decode eager; mha; bf16/fp16")
 
 
 def test_a_wrong_name_is_answered_without_loading_torch():

@@ -288,7 +288,7 @@ def test_nan_rows_reach_the_padding_and_it_alone() -> None:
 
 
 class KeepsAModulesWorkspace(MinimalBackend):
-    """Healthy: one workspace for the process, born at the first forward and written in place by every later one."""
+    """Healthy: one workspace for the process, made at the first forward and written in place by every later one."""
 
     workspace: torch.Tensor | None = None
 

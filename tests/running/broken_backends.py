@@ -1,4 +1,4 @@
-"""Backends that break one promise each, in the plainest way, on the healthy minimal backend."""
+"""Backends that fail one check each, in the plainest way, on the healthy minimal backend."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class StatisticsOverTheWholeBatch(_Decode):
         return (out / scale * scale).to(q.dtype)
 
 
-class WorkspaceBornInCapture(_Decode):
+class WorkspaceAllocatedInCapture(_Decode):
     """Zeroed in the first graph that is captured, and read by the second (aiter #5393)."""
 
     bias: torch.Tensor | None = None

@@ -16,7 +16,7 @@ class _Eager(MinimalBackend):
 
 
 class ResultsInAnotherOrder(_Eager):
-    """Requests are turned by one, and never turned back."""
+    """Requests are rotated by one, and never rotated back."""
 
     def run(self, q: torch.Tensor, kv: _Cache, plan: KernelPlan) -> torch.Tensor:
         return super().run(q, kv, plan).roll(1, 0)

@@ -1,4 +1,4 @@
-"""Backends that lend the draft stage a bit-packed mask buffer."""
+"""Backends that give the draft stage a bit-packed mask buffer."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Packed(TorchNativeBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         n = context.num_draft_tokens
-        self.lent_dtype, self.read_dtype = _ITEMS[1 if n <= 8 else 2 if n <= 16 else 4]
+        self.owned_dtype, self.read_dtype = _ITEMS[1 if n <= 8 else 2 if n <= 16 else 4]
         # Full of ones: whatever is not filled hides nothing.
         ones = torch.full((context.max_bs * n,), -1, dtype=self.read_dtype if n > 8 else torch.int8)
-        buffer = ones.to(context.device).view(self.lent_dtype)
-        self.lent = VerifyMask(buffer, TreeMaskMode.QLEN_ONLY_BITPACKING, context.max_bs)
+        buffer = ones.to(context.device).view(self.owned_dtype)
+        self.mask = VerifyMask(buffer, TreeMaskMode.QLEN_ONLY_BITPACKING, context.max_bs)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing: the constructor made it."""
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        return self.lent
+        return self.mask
 
     def _tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         assert spec.tree_mask_mode is TreeMaskMode.QLEN_ONLY_BITPACKING
-        assert spec.custom_mask is self.lent.buffer
+        assert spec.custom_mask is self.mask.buffer
         bs, n = len(prefix), len(offset)
         items = spec.custom_mask[: bs * n].view(self.read_dtype).view(bs, n, 1)
         return (items >> self.bit(node)[:, None]) & 1 == 1
@@ -45,7 +45,7 @@ class Packed(TorchNativeBackend):
 
 class FirstNodeInTheHighestBit(Packed):
     def bit(self, node: torch.Tensor) -> torch.Tensor:
-        return 8 * self.lent_dtype.itemsize - 1 - node
+        return 8 * self.owned_dtype.itemsize - 1 - node
 
 
 class RowsOfAnotherWidth(Packed):

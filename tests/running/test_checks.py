@@ -37,7 +37,7 @@ BROKEN = [
     ("ReadsHostLengths", "graph", FAST, "no-host-lengths", "NoneType"),
     ("WaitsForTheDeviceWhilePlanning", "graph", FAST, "no-host-lengths", "waits for the device"),
     ("StatisticsOverTheWholeBatch", "graph", NAN, "padding-inert", "is right without padded rows"),
-    ("WorkspaceBornInCapture", "graph", FAST, "captures-cleanly", "memory that was born in a capture"),
+    ("WorkspaceAllocatedInCapture", "graph", FAST, "captures-cleanly", "memory that was allocated in a capture"),
     ("SharedLengthsOfAllBuckets", "graph", FAST, "buckets-independent", "is right alone"),
 ]
 

@@ -82,8 +82,8 @@ def test_a_write_into_freed_memory_is_told_once_with_its_size(allocator: Caching
     assert canaries.damaged() == ()
     canaries.blocks[0][7:10] = 1
     canaries.blocks[1][-1] = 0
-    told = [f"{count} of {MIB} bytes of a freed block overwritten" for count in (3, 1)]
-    assert list(canaries.damaged()) == told
+    expected = [f"{count} of {MIB} bytes of a freed block overwritten" for count in (3, 1)]
+    assert list(canaries.damaged()) == expected
     assert canaries.damaged() == ()
 
 

@@ -21,13 +21,13 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "case", "promise", "cause"), FAULTS, ids=[f[0] for f in FAULTS])
-def test_a_graph_fault_is_caught_and_its_cause_named(name: str, case: str, promise: str, cause: str) -> None:
+@pytest.mark.parametrize(("name", "case", "check", "cause"), FAULTS, ids=[f[0] for f in FAULTS])
+def test_a_graph_fault_is_caught_and_its_cause_named(name: str, case: str, check: str, cause: str) -> None:
     plan = plan_run(backends=[f"attn_testkit.examples.graph_faults:{name}"], device="cpu", cases=[case])
     eager, graph = (r for r in run(plan) if r.case)
     assert eager.status is Status.PASSED, "the fault is a graph's, not the kernel's"
     assert graph.status is Status.FAILED
-    assert promise in [finding.check for finding in graph.findings]
+    assert check in [finding.check for finding in graph.findings]
     assert cause in format_failure(graph, plan.header)
 
 

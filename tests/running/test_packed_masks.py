@@ -48,4 +48,4 @@ def test_trees_that_no_item_can_hold_are_told() -> None:
     (finding,) = run("Packed", "chain33")[0].findings
     assert finding.check == "output-contract"
     assert "hold at most 32 nodes, for trees of 33" in finding.headline
-    assert "lend QLEN_ONLY" in finding.hint
+    assert "use QLEN_ONLY" in finding.hint

@@ -15,7 +15,7 @@ import pytest
 
 from attn_testkit.registry import BackendNotFound
 from attn_testkit.results import KIT_ERROR, CaseResult, Status, exit_code
-from attn_testkit.running import loop, pool
+from attn_testkit.running import forking, loop
 from attn_testkit.running.loop import Runner
 from attn_testkit.running.pool import WorkerStartError
 from attn_testkit.running.request import Options, Plan, Request
@@ -112,18 +112,18 @@ def pid_of(result: CaseResult) -> str:
 
 def test_one_worker_serves_many_case_runs_of_one_backend_and_none_of_another() -> None:
     """Importing a backend once per case-run would make isolation unusable; sharing a process would let it be spoilt."""
-    found = results_of("TellsPid", "TellsPidAgain")
+    found = results_of("ReportsPid", "ReportsPidAgain")
     by_backend = {
-        name: {pid_of(r) for r in found if r.backend.endswith(name)} for name in ("TellsPid", "TellsPidAgain")
+        name: {pid_of(r) for r in found if r.backend.endswith(name)} for name in ("ReportsPid", "ReportsPidAgain")
     }
     assert [len(pids) for pids in by_backend.values()] == [1, 1]
-    assert by_backend["TellsPid"] != by_backend["TellsPidAgain"]
-    assert str(os.getpid()) not in by_backend["TellsPid"] | by_backend["TellsPidAgain"]
+    assert by_backend["ReportsPid"] != by_backend["ReportsPidAgain"]
+    assert str(os.getpid()) not in by_backend["ReportsPid"] | by_backend["ReportsPidAgain"]
 
 
 def test_jobs_share_the_work_and_the_gpus_and_lose_nothing() -> None:
     cases = tuple(f"decode-gqa2x2-d64-bf16-p16-k3.{n}-shuffled-gauss-b2prod" for n in range(4, 12))
-    found = results_of("TellsPid", cases=cases, jobs=2, gpus=("3", "GPU-ab"))
+    found = results_of("ReportsPid", cases=cases, jobs=2, gpus=("3", "GPU-ab"))
     assert sorted(result.case for result in found) == sorted(cases)
     assert {result.findings[0].headline.rpartition("gpu ")[2] for result in found} == {"3", "GPU-ab"}
 
@@ -140,7 +140,7 @@ def test_the_kits_own_exception_is_no_verdict_on_the_backend(monkeypatch: pytest
 
 def test_a_worker_that_cannot_start_says_why_and_blames_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken installation would otherwise be blamed on every backend in turn."""
-    monkeypatch.setattr(pool, "SERVE", "no_such_module")
+    monkeypatch.setattr(forking, "SERVE", "no_such_module")
     with pytest.raises(WorkerStartError, match="could not start: the process ended itself with exit code 1"):
         results_of("Wrong")
 
@@ -153,7 +153,7 @@ def test_a_module_that_ends_its_process_at_import_is_no_backend() -> None:
 def test_giving_up_early_leaves_no_process_behind(runners: list[Runner]) -> None:
     runner = Runner(Options(jobs=2))
     runners.append(runner)
-    plan = plan_for(runner, "TellsPid")
+    plan = plan_for(runner, "ReportsPid")
     source = runner.run(plan, plan.items)
     pid = int(pid_of(next(source)))
     source.close()
@@ -173,7 +173,8 @@ def test_workers_die_with_a_judge_that_is_killed(tmp_path: Path) -> None:
             from attn_testkit.running.request import Options, Request
             if __name__ == "__main__":
                 runner = Runner(Options())
-                request = Request(("unruly_backends:TellsPid",), executions=("eager",), device="cpu", cases=({TWO!r},))
+                backends = ("unruly_backends:ReportsPid",)
+                request = Request(backends, executions=("eager",), device="cpu", cases=({TWO!r},))
                 plan = runner.plan(request)
                 for result in runner.run(plan, plan.items):
                     print(result.findings[0].headline.partition("pid ")[2].split()[0], flush=True)

@@ -10,7 +10,7 @@ CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"backends": []}, "no backend was named"),
         ({"backends": ["tritn"]}, "did you mean 'triton'"),
@@ -24,10 +24,10 @@ CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
         ({"backends": ["broken_backends:NotABackend"]}, "AttentionBackend"),
     ],
 )
-def test_wrong_usage_is_answered_in_one_line(arguments: dict[str, object], told: str) -> None:
+def test_wrong_usage_is_answered_in_one_line(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         plan_run(**{"device": "cpu", **arguments})  # type: ignore[arg-type]
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -28,7 +28,13 @@ ANSWERS = [
     ("FillIsNone", "graph", "output-contract", "fill_value returned None, expected 0 or 1", "leave the hook out for 1"),
     ("FillIsFive", "graph", "output-contract", "fill_value returned 5, expected 0 or 1", "seq_lens of padded requests"),
     ("KernelsRaises", "eager", "completes", "kernels raised OSError: no library", ""),
-    ("KernelsAreUnheardOf", "eager", "output-contract", "kernels is 'fake', expected 'real' or 'emulated'", "stand-in"),
+    (
+        "KernelsAreUnheardOf",
+        "eager",
+        "output-contract",
+        "kernels is 'fake', expected 'real' or 'emulated'",
+        "torch fake",
+    ),
 ]
 
 

@@ -69,14 +69,14 @@ class LosesTheDevice(AfterForward):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
-class TellsPid(TorchNativeBackend):
+class ReportsPid(TorchNativeBackend):
     """Fails, and its message names the process and its GPUs."""
 
     def forward(self, *args: Any, **more: Any) -> torch.Tensor:
         raise ValueError(f"pid {os.getpid()} gpu {os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
 
 
-class TellsPidAgain(TellsPid):
+class ReportsPidAgain(ReportsPid):
     """The same by another name: another backend."""
 
 
@@ -207,3 +207,22 @@ class PutsBack(AfterForward):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
         os.environ["TRITON_CACHE_DIR"] = "/tmp/a-cache"
+
+
+class _Exit:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (0,)
+
+
+class SpeaksToTheJudge(AfterForward):
+    """Finds the pipe in its process and sends something that would end whoever reads it."""
+
+    def act(self) -> None:
+        from multiprocessing.connection import Connection
+
+        frame = sys._getframe()
+        while frame is not None:
+            for found in list(frame.f_locals.values()):
+                if isinstance(found, Connection):
+                    found.send(_Exit())
+            frame = frame.f_back

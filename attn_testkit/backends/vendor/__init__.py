@@ -1,4 +1,4 @@
-"""One door to the vendors' packages: the real entry point where it can run, a torch stand-in of it elsewhere."""
+"""The way to the vendors' packages: the real entry point where it can run, a torch fake of it elsewhere."""
 
 from .provider import (
     EntryPoint,
@@ -6,7 +6,7 @@ from .provider import (
     VendorMismatch,
     VendorMissing,
     device_is_real,
-    emulated,
+    fake_of,
     forced,
     provide,
     real,
@@ -19,7 +19,7 @@ __all__ = [
     "VendorMismatch",
     "VendorMissing",
     "device_is_real",
-    "emulated",
+    "fake_of",
     "forced",
     "provide",
     "real",

@@ -1,4 +1,4 @@
-"""Stand-ins of FlashInfer's paged wrappers: the package's own classes over compiled modules that compute in torch.
+"""Fakes of FlashInfer's paged wrappers: the package's own classes over compiled modules that compute in torch.
 
 Everything a wrapper remembers, refuses or copies is done by the installed package's Python: a mask buffer selects the
 custom mode for ever, a plan is frozen into a graph, ``window_left`` of a run must be the planned one. What is replaced
@@ -184,7 +184,7 @@ def _mla_run(
 ) -> None:  # fmt: skip
     _int32("kv_indices", kv_indices)
     if ckv_scale_arr is not None:
-        raise NotImplementedError("the stand-in of MLA knows no per-block scales")
+        raise NotImplementedError("the fake of MLA knows no per-block scales")
     # The kernel reads lengths and offsets from the plan, not from the caller's buffers.
     qo_indptr, kv_indptr, kv_lens, cluster = _found(int_workspace, plan_info[1:])
     rows = paged.rows_of_requests(qo_indptr, q_nope.shape[0])
@@ -218,7 +218,7 @@ def _decode_module(*compiled_for: Any) -> Any:
 @functools.cache
 def _prefill_module(backend: str, *compiled_for: Any) -> Any:
     if backend != "fa2":
-        raise NotImplementedError(f"the stand-in of the paged wrappers knows backend fa2, not {backend}")
+        raise NotImplementedError(f"the fake of the paged wrappers knows backend fa2, not {backend}")
     window, cap, _ = compiled_for[-3:]
     return SimpleNamespace(plan=_prefill_plan, paged_run=functools.partial(_prefill_run, bool(window), bool(cap)))
 
@@ -278,9 +278,9 @@ def _planning_in_torch(original: Any, method: str) -> Any:
 
 def make_paged_wrapper(original: type) -> type:
     """A class that is FlashInfer's decode or prefill wrapper, planned onto torch."""
-    return type(f"Emulated{original.__name__}", (original,), {"plan": _planning_in_torch(original, "plan")})
+    return type(f"Fake{original.__name__}", (original,), {"plan": _planning_in_torch(original, "plan")})
 
 
 def make_mla_wrapper(original: type) -> type:
     """A class that is FlashInfer's MLA wrapper, planned onto torch."""
-    return type(f"Emulated{original.__name__}", (original,), {"plan": _planning_in_torch(original, "plan")})
+    return type(f"Fake{original.__name__}", (original,), {"plan": _planning_in_torch(original, "plan")})

@@ -72,7 +72,7 @@ def pad_rows(q: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, width: i
 
 
 def pack_rows(padded: torch.Tensor, queries: Queries, out: torch.Tensor) -> None:
-    """[bs, n, Hq, Dv] back into ``out`` [T, Hq, Dv]; rows of nobody are left as they were."""
+    """[bs, n, Hq, Dv] back into ``out`` [T, Hq, Dv]; unowned rows are left as they were."""
     row = torch.arange(out.shape[0], device=out.device)
     request = (torch.searchsorted(queries.starts, row, right=True) - 1).clamp(min=0)
     offset = row - queries.starts[request]

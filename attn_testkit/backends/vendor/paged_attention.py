@@ -1,6 +1,6 @@
 """Attention over paged keys in torch, of fixed shapes and device work only, so that it may be captured.
 
-What the stand-ins of vendor kernels compute with: float32 accumulation, probabilities rounded to the dtype of the
+What the fakes of vendor kernels compute with: float32 accumulation, probabilities rounded to the dtype of the
 kernel's second product. Shapes depend on the capacity of the buffers alone, never on lengths: those are read on the
 device, at every replay, as kernels do.
 """

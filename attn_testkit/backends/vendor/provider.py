@@ -1,11 +1,11 @@
-"""Entry points of vendor packages, real or emulated.
+"""Entry points of vendor packages, real or fake.
 
 An adapter names an entry point and a device. It gets the package's own function or class where the package imports, the
-device is a real CUDA device and its SM is in range. Elsewhere it gets a stand-in of the same entry point that computes
-in torch. Every call of a stand-in is first bound to the *installed* package's signature, so that an adapter cannot rot
+device is a real CUDA device and its SM is in range. Elsewhere it gets a fake of the same entry point that computes
+in torch. Every call of a fake is first bound to the *installed* package's signature, so that an adapter cannot rot
 unseen where no GPU is: an argument that was renamed or dropped raises ``TypeError`` here as it would there.
 
-The better a stand-in, the more of the package's own Python runs in it. Where the package separates Python from compiled
+The better a fake, the more of the package's own Python runs in it. Where the package separates Python from compiled
 code, replace the compiled module only (``swapped``): then state, checks and exceptions are the package's own.
 """
 
@@ -28,7 +28,7 @@ __all__ = [
     "VendorMismatch",
     "VendorMissing",
     "device_is_real",
-    "emulated",
+    "fake_of",
     "forced",
     "provide",
     "real",
@@ -41,7 +41,7 @@ class VendorMissing(ImportError):
 
 
 class VendorMismatch(RuntimeError):
-    """The installed package no longer has what a stand-in replaces: the tested range of versions is too wide."""
+    """The installed package no longer has what a fake replaces: the tested range of versions is too wide."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class EntryPoint:
     """``flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper``."""
     sm: tuple[tuple[int, int], ...]
     """Ranges of compute capability with a kernel, ends inclusive, as ``((90, 90), (100, 103))``."""
-    emulation: str
-    """``module:attribute`` of the stand-in, imported when it is first needed. A function takes the real one's
+    fake: str
+    """``module:attribute`` of the fake, imported when it is first needed. A function takes the real one's
     parameters, defaults filled in. A class has the real one's methods. A ``make_...`` function takes the real thing and
-    returns the stand-in (for stand-ins that derive from the real class)."""
+    returns the fake (for fakes that derive from the real class)."""
     extra: str
     """Extra of this project that installs the package."""
 
@@ -69,7 +69,7 @@ class Provided:
     """What an adapter calls."""
 
     call: Any
-    emulated: bool
+    is_fake: bool
     why: str = ""
     """Why it is not the real one; empty when it is."""
 
@@ -81,11 +81,11 @@ def device_is_real(device: torch.device) -> bool:
     return "emulated" not in torch.cuda.get_device_name(device).lower()
 
 
-_forced: list[Literal["real", "emulated"]] = []
+_forced: list[Literal["real", "fake"]] = []
 
 
 @contextmanager
-def forced(kind: Literal["real", "emulated"]) -> Iterator[None]:
+def forced(kind: Literal["real", "fake"]) -> Iterator[None]:
     """Inside, ``provide`` gives this kind wherever it can; for comparing the two on one device."""
     _forced.append(kind)
     try:
@@ -95,16 +95,16 @@ def forced(kind: Literal["real", "emulated"]) -> Iterator[None]:
 
 
 def provide(entry: EntryPoint, device: torch.device) -> Provided:
-    """The real entry point, or its stand-in and the reason. Raises ``VendorMissing`` when there is no package."""
+    """The real entry point, or its fake and the reason. Raises ``VendorMissing`` when there is no package."""
     original = real(entry)
     why = _why_not_real(entry, device)
-    if _forced and _forced[-1] == "emulated":
-        why = why or "a stand-in was asked for"
+    if _forced and _forced[-1] == "fake":
+        why = why or "a fake was asked for"
     if not why:
-        return Provided(original, emulated=False)
+        return Provided(original, is_fake=False)
     if _forced and _forced[-1] == "real":
         raise VendorMissing(f"{entry.path} was asked for, and {why}")
-    return Provided(emulated(entry), emulated=True, why=why)
+    return Provided(fake_of(entry), is_fake=True, why=why)
 
 
 def _why_not_real(entry: EntryPoint, device: torch.device) -> str:
@@ -134,14 +134,14 @@ def real(entry: EntryPoint) -> Any:
 
 
 @functools.cache
-def emulated(entry: EntryPoint) -> Any:
-    """The stand-in, its calls bound to the real signature."""
-    original, stand_in = real(entry), _attribute(entry.emulation)
-    if entry.emulation.partition(":")[2].startswith("make_"):
-        return stand_in(original)
-    if inspect.isclass(stand_in):
-        return _bound_class(original, stand_in)
-    return _bound_function(original, stand_in)
+def fake_of(entry: EntryPoint) -> Any:
+    """The fake, its calls bound to the real signature."""
+    original, fake = real(entry), _attribute(entry.fake)
+    if entry.fake.partition(":")[2].startswith("make_"):
+        return fake(original)
+    if inspect.isclass(fake):
+        return _bound_class(original, fake)
+    return _bound_function(original, fake)
 
 
 def _attribute(path: str) -> Any:
@@ -152,40 +152,40 @@ def _attribute(path: str) -> Any:
     return found
 
 
-def _bound_function(original: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+def _bound_function(original: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return stand_in(*bound.args, **bound.kwargs)
+        return fake(*bound.args, **bound.kwargs)
 
     return call
 
 
-def _bound_class(original: type, stand_in: type) -> type:
-    names = [n for n in vars(stand_in) if callable(getattr(stand_in, n)) and (n == "__init__" or not n.startswith("_"))]
+def _bound_class(original: type, fake: type) -> type:
+    names = [n for n in vars(fake) if callable(getattr(fake, n)) and (n == "__init__" or not n.startswith("_"))]
     missing = [n for n in names if not hasattr(original, n)]
     if missing:
         raise VendorMismatch(f"{original.__qualname__} has no {', '.join(missing)}")
-    methods = {name: _bound_function(getattr(original, name), getattr(stand_in, name)) for name in names}
-    return type(f"Emulated{original.__name__}", (stand_in,), methods)
+    methods = {name: _bound_function(getattr(original, name), getattr(fake, name)) for name in names}
+    return type(f"Fake{original.__name__}", (fake,), methods)
 
 
 @contextmanager
-def swapped(stand_ins: Mapping[str, Any]) -> Iterator[None]:
-    """Put stand-ins in place of ``module:name`` of a package for the length of a call.
+def swapped(fakes: Mapping[str, Any]) -> Iterator[None]:
+    """Put fakes in place of ``module:name`` of a package for the length of a call.
 
-    Raises ``VendorMismatch`` when one of the names is not there: then the package changed, and nothing is emulated.
+    Raises ``VendorMismatch`` when one of the names is not there: then the package changed, and nothing is faked.
     """
     patches = []
-    for path, stand_in in stand_ins.items():
+    for path, fake in fakes.items():
         module, _, name = path.partition(":")
         owner = importlib.import_module(module)
         if not hasattr(owner, name):
-            raise VendorMismatch(f"the installed package has no {path}, which the stand-in replaces")
-        patches.append(mock.patch.object(owner, name, stand_in))
+            raise VendorMismatch(f"the installed package has no {path}, which the fake replaces")
+        patches.append(mock.patch.object(owner, name, fake))
     for patch in patches:
         patch.start()
     try:

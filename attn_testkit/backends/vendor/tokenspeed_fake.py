@@ -1,4 +1,4 @@
-"""Stand-in of ``tokenspeed_mla_decode``: the package's own Python over a compiled kernel that computes in torch.
+"""Fake of ``tokenspeed_mla_decode``: the package's own Python over a compiled kernel that computes in torch.
 
 Checks, tiles, the number of splits and the slice of the workspace are the package's; the kernel that its compiler would
 make is replaced.
@@ -41,7 +41,7 @@ def _compiled(
 ) -> Callable[..., None]:  # fmt: skip
     """``_get_compiled_mla_kernel`` for what the adapter uses."""
     if not causal_mask or window_left >= 0 or cp_world > 1 or return_lse or has_local_visible_lens:
-        raise NotImplementedError("the stand-in is causal, without window, context parallelism, LSE or visible lengths")
+        raise NotImplementedError("the fake is causal, without window, context parallelism, LSE or visible lengths")
     return _fp8_kernel if torch_dtype == paged.FP8 else _half_kernel
 
 
@@ -79,7 +79,7 @@ def _fp8_kernel(
 def make_decode(original: Callable[..., Any]) -> Callable[..., Any]:
     """``tokenspeed_mla_decode`` as on SM100."""
     signature = inspect.signature(original)
-    stand_ins = {
+    fakes = {
         "tokenspeed_mla.mla_decode:_get_compiled_mla_kernel": _compiled,
         "tokenspeed_mla.mla_decode:get_num_sm": lambda device: MULTIPROCESSORS,
         "torch.cuda:get_device_capability": lambda device=None: (10, 0),
@@ -89,7 +89,7 @@ def make_decode(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         signature.bind(*args, **kwargs)
-        with swapped(stand_ins):
+        with swapped(fakes):
             return original(*args, **kwargs)
 
     return call

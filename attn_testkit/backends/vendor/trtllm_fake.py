@@ -1,4 +1,4 @@
-"""Stand-ins of FlashInfer's ``trtllm_*`` entry points: the package's Python over modules that compute in torch.
+"""Fakes of FlashInfer's ``trtllm_*`` entry points: the package's Python over modules that compute in torch.
 
 Arguments are dispatched, refused, defaulted and reshaped by the installed package. What is replaced is the compiled
 module below: XQA (SM90, SM120) and trtllm-gen (SM100). Both are given raw pointers by the package, so a wrong dtype is
@@ -42,7 +42,7 @@ _SM_COUNT = {90: 132, 100: 148}
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory behind the first element, as a kernel reads it that is told a shape and no strides."""
+    """The memory behind the first element, as a kernel reads it that gets a shape and no strides."""
     strides = []
     step = 1
     for size in reversed(tensor.shape):
@@ -66,7 +66,7 @@ def _table(tensor: torch.Tensor, bs: int) -> torch.Tensor:
 
 
 def _unless(dirty: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Counters that are not zero at launch end in a reduction of half the parts, or in none: told by NaN."""
+    """Counters that are not zero at launch end in a reduction of half the parts, or in none: shown as NaN."""
     return out.masked_fill(dirty, torch.nan)
 
 
@@ -226,13 +226,13 @@ def _on(sm: int, module: str, *names: str) -> dict[str, Callable[..., Any]]:
     return {f"{module}:{name}": answers[name] for name in names}
 
 
-def _over(original: Callable[..., Any], stand_ins: Mapping[str, Any]) -> Callable[..., Any]:
+def _over(original: Callable[..., Any], fakes: Mapping[str, Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         signature.bind(*args, **kwargs)
-        with swapped(stand_ins):
+        with swapped(fakes):
             return original(*args, **kwargs)
 
     return call

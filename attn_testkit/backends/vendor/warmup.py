@@ -100,7 +100,7 @@ def _build(family: Family) -> tuple[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build, tell progress, return 1 if anything did not compile."""
+    """Build, print progress, return 1 if anything did not compile."""
     parser = argparse.ArgumentParser(prog="python -m attn_testkit.backends.vendor.warmup", description=__doc__)
     parser.add_argument("--backend", action="append", choices=sorted(FAMILIES), help="default: all of them")
     parser.add_argument("--head-dim", action="append", type=int, help="only these of the claimed head dims")
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compile_all(families: Sequence[Family]) -> int:
-    """Build them, tell progress, return 1 if anything did not compile."""
+    """Build them, print progress, return 1 if anything did not compile."""
     cores = os.cpu_count() or 2
     # A family has about ten files of very different sizes: two of each of many families keep all cores busy.
     os.environ.setdefault("MAX_JOBS", "2")
@@ -125,14 +125,16 @@ def compile_all(families: Sequence[Family]) -> int:
     with ThreadPoolExecutor(max_workers=cores) as pool:
         jobs = {pool.submit(_build, family): family for family in families}
         for count, job in enumerate(as_completed(jobs), 1):
-            told = f"[{count}/{len(families)}, {time.perf_counter() - start:.0f} s]"
+            progress = f"[{count}/{len(families)}, {time.perf_counter() - start:.0f} s]"
             error = job.exception()
             if error is None:
                 name, seconds = job.result()
-                print(f"{told} {name}: {seconds:.0f} s", flush=True)
+                print(f"{progress} {name}: {seconds:.0f} s", flush=True)
             else:
                 failed += 1
-                print(f"{told} FAILED {jobs[job].maker} {jobs[job].arguments}: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"{progress} FAILED {jobs[job].maker} {jobs[job].arguments}: {error}", file=sys.stderr, flush=True
+                )
     print(f"{len(families) - failed} compiled, {failed} failed, {time.perf_counter() - start:.0f} s", flush=True)
     return 1 if failed else 0
 

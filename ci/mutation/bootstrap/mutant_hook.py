@@ -2,7 +2,7 @@
 
 The environment variable names a JSON file with ``module``, ``path`` (the module's own file) and ``source`` (the file
 that holds the mutated text). Nothing is written beside the module, and its byte code is not cached. Imported by every
-interpreter that a test starts, unless that is told to ignore its environment (``-E``, ``-I``, ``-S``).
+interpreter that a test starts, unless that ignores its environment (``-E``, ``-I``, ``-S``).
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ def install() -> None:
     if not named:
         return
     with open(named, encoding="utf-8") as file:
-        told = json.load(file)
-    sys.meta_path.insert(0, _Finder(told["module"], told["path"], told["source"]))
+        wanted = json.load(file)
+    sys.meta_path.insert(0, _Finder(wanted["module"], wanted["path"], wanted["source"]))

@@ -1,0 +1,32 @@
+"""The process that workers are forked from: it has imported torch and the kit, no candidate, and never meets CUDA."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+
+__all__ = ["SERVE", "begin_forking", "fork_context", "preload"]
+
+SERVE = "attn_testkit.running.worker"
+"""Module whose ``serve`` a worker runs."""
+_preloaded = [SERVE, "torch._dynamo"]
+
+
+def preload(module: str) -> None:
+    """Have workers forked from a process that has imported this too. To be said before the first one starts."""
+    if module not in _preloaded:
+        _preloaded.append(module)
+
+
+def fork_context() -> ForkServerContext:
+    """Where workers are started."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_preloaded)
+    return context
+
+
+def begin_forking() -> None:
+    """Start that process now: it imports while the caller does."""
+    fork_context()
+    forkserver.ensure_running()

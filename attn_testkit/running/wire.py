@@ -1,0 +1,48 @@
+"""Reading what a worker sends: plain data of a few kinds, and no code.
+
+A worker runs somebody's backend, and a pickle can name any function. What the judge reads may build the messages and
+what they hold, and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+__all__ = ["Unreadable", "read"]
+
+_ALLOWED = {
+    "attn_testkit.checks.observation": {"Copies"},
+    "attn_testkit.contract.capabilities": {"Capabilities", "Requires"},
+    "attn_testkit.contract.modes": {"ForwardMode"},
+    "attn_testkit.results": {"Finding"},
+    "attn_testkit.runner_modes.messages": {"Described", "Driven", "StepRecord"},
+    "builtins": {"frozenset", "set"},
+    "copyreg": {"_reconstructor", "__newobj__"},
+    "numpy": {"dtype", "ndarray"},
+    "numpy._core.multiarray": {"_reconstruct", "scalar"},
+    "numpy._core.numeric": {"_frombuffer"},
+}
+"""Module -> the names in it that a message may be built from."""
+
+
+class Unreadable(Exception):
+    """A worker sent what is no message."""
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _ALLOWED.get(module, ()):
+            raise Unreadable(f"it sent {module}.{name}, which no message holds")
+        return super().find_class(module, name)
+
+
+def read(data: bytes) -> Any:
+    """The message in ``data``. Raises ``Unreadable`` for anything else."""
+    try:
+        return _Reader(io.BytesIO(data)).load()
+    except Unreadable:
+        raise
+    except Exception as error:
+        raise Unreadable(f"it sent {len(data)} bytes that are no message: {type(error).__name__}: {error}") from error

@@ -1,0 +1,63 @@
+"""What a worker sends is read as a message or not at all: a pickle can name any function."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.checks.observation import Copies
+from attn_testkit.contract import Capabilities, Requires
+from attn_testkit.results import Finding
+from attn_testkit.runner_modes.messages import Described, Driven, StepRecord
+from attn_testkit.running.wire import Unreadable, read
+
+
+def test_messages_travel_whole() -> None:
+    copies = Copies(np.arange(8, dtype=np.uint8), (("attention", "0", "float32", (1, 2)),))
+    record = StepRecord(0, "step 0", copies, "a label", replay=True, padded=1)
+    finding = Finding("completes", "it raised")
+    driven = Driven((record,), (finding,), 5, seconds={"setup": 0.5}, replaced=("a",))
+    found = read(pickle.dumps(driven))
+    assert [getattr(found, f.name) for f in fields(Driven)][1:] == [getattr(driven, f.name) for f in fields(Driven)][1:]
+    assert found.records[0].copies.flat.tolist() == list(range(8))
+    assert found.records[0].copies.layout == copies.layout
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        TorchNativeBackend.capabilities,
+        Capabilities(eager={"decode"}, mode_requires={"decode": Requires(sm=(90, 100), packages=("a>=1",))}),
+    ],
+)
+def test_claims_travel_whole(claims: Capabilities) -> None:
+    assert read(pickle.dumps(Described(claims))).claims == claims
+
+
+class Calls:
+    """Reduced to a call: what a pickle may ask of whoever reads it."""
+
+    def __init__(self, function: object, *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self.call
+
+
+@pytest.mark.parametrize("function", [os._exit, os.system, subprocess.run, eval, getattr, open])
+def test_nothing_is_called_and_nothing_is_imported_for_a_worker(function: object) -> None:
+    with pytest.raises(Unreadable, match=r"which no message holds"):
+        read(pickle.dumps(Calls(function, 0)))
+    with pytest.raises(Unreadable):
+        read(pickle.dumps(Driven(lost=Calls(function, 0))))  # type: ignore[arg-type]
+
+
+def test_bytes_that_are_no_pickle_are_said_so() -> None:
+    with pytest.raises(Unreadable, match="4 bytes that are no message"):
+        read(b"junk")
