@@ -66,6 +66,18 @@ SWAPS: list[tuple[str, Any, tuple[SwappedRow, ...], str]] = [
     ("several rows", TWO_EACH, (mine(0, 0, 1, 0), mine(1, 0, 0, 0)), "or an order of requests that is not undone"),
     ("as long as its own", ONE_EACH, (mine(0, 0, 1, None, keys=5),), "the request row (req_pool_indices)"),
     ("as long as theirs", ONE_EACH, (mine(0, 0, 1, None, keys=8),), "the request row (req_pool_indices)"),
+    (
+        "one as long as its own",
+        ONE_EACH,
+        (mine(0, 0, 1, None, keys=5), mine(1, 0, 0, None, keys=3)),
+        ": offsets of query rows (cu_seqlens_q)",
+    ),
+    (
+        "one as long as theirs",
+        ONE_EACH,
+        (mine(0, 0, 1, None, keys=8), mine(1, 0, 0, None, keys=3)),
+        ": offsets of query rows (cu_seqlens_q)",
+    ),
     ("of no length", ONE_EACH, (mine(0, 0, 1, None, keys=6),), ": offsets of query rows (cu_seqlens_q)"),
     ("a part of the rows", TWO_EACH, (mine(0, 0, 1, None, keys=5),), ": offsets of query rows (cu_seqlens_q)"),
     (

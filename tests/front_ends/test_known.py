@@ -10,6 +10,7 @@ import pytest
 
 from attn_testkit.registry import UsageError
 from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.running import known_failures
 from attn_testkit.running.known_failures import KnownFailure, Ledger, load_known
 
 TODAY = datetime.date(2026, 11, 21)
@@ -284,3 +285,9 @@ def test_one_issue_is_named_once():
 def test_every_condition_must_hold(when, name, holds):
     book = ledger(entry(when=when), device_name=name)
     assert (book.judge(failed("matches-oracle")).status is Status.KNOWN_FAILURE) is holds
+
+
+def test_a_package_before_its_release_has_a_version_too(monkeypatch):
+    monkeypatch.setattr(known_failures.metadata, "version", lambda name: "0.4rc1")
+    assert ledger(entry(when="my-pkg>=0.3")).judge(failed("matches-oracle")).status is Status.KNOWN_FAILURE
+    assert ledger(entry(when="my-pkg<0.4")).judge(failed("matches-oracle")).status is Status.FAILED

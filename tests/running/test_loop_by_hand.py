@@ -12,7 +12,7 @@ from attn_testkit.runner_modes.messages import Described, DriveCase, Driven, Rer
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, RunHeader, Status
-from attn_testkit.running import judge_process, loop, pool, worker
+from attn_testkit.running import forking, judge_process, loop, worker
 from attn_testkit.running.candidate import Candidate, candidate_for
 from attn_testkit.running.gpus import GpuSlots
 from attn_testkit.running.judge_process import JudgeError, _shares, judge_for
@@ -339,8 +339,8 @@ class FakeJudge:
 
     made: list[FakeJudge]
 
-    def __init__(self, options: Options) -> None:
-        self.options, self.closed = options, False
+    def __init__(self, options: Options, device: str) -> None:
+        self.options, self.device, self.closed = options, device, False
         FakeJudge.made.append(self)
 
     def plan(self, request: object) -> object:
@@ -370,7 +370,8 @@ def test_several_judges_share_jobs_gpus_and_items(
 ) -> None:
     FakeJudge.made = []
     monkeypatch.setattr(judge_process, "JudgeProcess", FakeJudge)
-    judge = judge_for(Options(jobs=jobs, gpus=gpus))
+    judge = judge_for(Options(jobs=jobs, gpus=gpus), "cpu")
+    assert {j.device for j in FakeJudge.made} == {"cpu"}
     assert [j.options.jobs for j in FakeJudge.made] == shares
     assert [j.options.gpus for j in FakeJudge.made] == theirs
     assert judge.plan(None) is FakeJudge.made[0]  # type: ignore[arg-type, comparison-overlap]
@@ -443,10 +444,10 @@ def test_of_a_stack_dump_the_innermost_frames_of_the_thread_that_matters_are_kep
 
 
 def test_a_module_is_preloaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_preloaded", ["a"])
+    monkeypatch.setattr(forking, "_preloaded", ["a"])
     for name in ("b", "a", "b"):
-        pool.preload(name)
-    assert pool._preloaded == ["a", "b"]
+        forking.preload(name)
+    assert forking._preloaded == ["a", "b"]
 
 
 class OutOfMemoryError(Exception):
@@ -472,7 +473,7 @@ def state_of(monkeypatch: pytest.MonkeyPatch, *found: list[str]) -> list[object]
     """What is found changed, one answer after another; and what was restored."""
     answers, restored = list(found), list[object]()
     monkeypatch.setattr(worker, "changes", lambda before, skip=(): answers.pop(0) if answers else [])
-    monkeypatch.setattr(worker, "restore", restored.append)
+    monkeypatch.setattr(worker, "restore", lambda before, skip=(): restored.append((before, skip)))
     return restored
 
 
