@@ -12,7 +12,7 @@ from attn_testkit.runner_modes.messages import Described, DriveCase, Driven, Rer
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, RunHeader, Status
-from attn_testkit.running import forking, judge_process, loop, worker
+from attn_testkit.running import forking, judge_process, loop, pool, worker
 from attn_testkit.running.candidate import Candidate, candidate_for
 from attn_testkit.running.gpus import GpuSlots
 from attn_testkit.running.judge_process import JudgeError, _shares, judge_for
@@ -475,6 +475,16 @@ def state_of(monkeypatch: pytest.MonkeyPatch, *found: list[str]) -> list[object]
     monkeypatch.setattr(worker, "changes", lambda before, skip=(): answers.pop(0) if answers else [])
     monkeypatch.setattr(worker, "restore", lambda before, skip=(): restored.append((before, skip)))
     return restored
+
+
+def test_it_is_asked_for_all_that_a_process_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "drive_case", lambda *_: Driven())
+    monkeypatch.setattr(loop, "judge_item", driving)
+    runner = Runner(Options(in_process=True))
+    items = [Item(SPEC, "decode", "eager", case) for case in ("x", "y")]
+    found = list(runner.run(replace(plan(*items), candidates=(Candidate(SPEC),)), items))
+    assert [(result.status, result.reason) for result in found] == [(Status.PASSED, "")] * 2
+    assert {name for name in vars(pool.Worker) if not name.startswith("_")} - {"pid"} <= set(dir(LocalWorker))
 
 
 def test_what_importing_changes_is_described_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
