@@ -13,7 +13,8 @@ Interrupted, it goes on where it was: verdicts stay in a journal (--journal), an
 Nothing is written into the tree: a process that judges a mutant imports its text in place of the module's, and so does
 every process that it starts.
 
-Exit code 0 when no mutant survived, 1 when one did, 2 interrupted or out of time, 3 when a test fails without a mutant, 4 wrong usage.
+Exit code 0 when no mutant survived, 1 when one did, 2 interrupted or out of time, 3 when a test fails without a mutant,
+4 wrong usage.
 
 Why no library: cosmic-ray writes each mutant into the tree and starts a fresh interpreter for it, which imports torch
 for longer than most mutants live here; it has no operator for statements, elements or slices. mutmut mutates bodies of

@@ -92,6 +92,9 @@ class LocalWorker:
             self._state, self._packages = take_state(), _packages()
         return changed
 
+    def ahead(self, request: DriveCase) -> None:
+        """Nothing: there is no other process to work meanwhile."""
+
     def last_words(self) -> str:
         """Nothing: what it prints is on the terminal."""
         return ""

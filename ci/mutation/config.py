@@ -41,7 +41,7 @@ class Config:
 
     Several tests in one entry, with spaces between them, share a process.
 
-    ``tests/<name of the folder>``, where there is such a folder, comes before all of them.
+    ``tests/<name of the folder>``, where there is such a folder, comes before all of them, unless they name some of it.
     """
     smoke: tuple[tuple[str, ...], ...]
     """What runs after the tests, whatever was mutated: module and arguments."""
@@ -76,7 +76,10 @@ class Config:
             raise ConfigError(f"no tests are named for {path}")
         folder = max(folders, key=len)
         own = f"tests/{PurePosixPath(folder).name}"
-        tests = dict.fromkeys([*([own] if (self.root / own).is_dir() else []), *self.tests[folder]])
+        named = self.tests[folder]
+        if (self.root / own).is_dir() and not any(f"{own}/" in entry for entry in named):
+            named = (own, *named)
+        tests = dict.fromkeys(named)
         if missing := [test for entry in tests for test in entry.split() if not (self.root / test).exists()]:
             raise ConfigError(f"no such tests: {', '.join(missing)}")
         return [*(Stage(("pytest", *test.split())) for test in tests), *(Stage(argv) for argv in self.smoke)]

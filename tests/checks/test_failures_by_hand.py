@@ -19,23 +19,89 @@ SYNC = "called a synchronizing CUDA operation"
 TABLE: list[tuple[str, Exception, str, bool, str, str, str]] = [
     ("shape", named("ShapeError", "8 rows"), "capture", True, "output-contract", "8 rows", ""),
     ("contract", named("ContractError", "fill is 5"), "fill value", True, "output-contract", "fill is 5", ""),
-    ("full", named("OutOfMemoryError", "full. Process 3 has"), "forward", True, "completes", "forward: full.", "fewer --jobs"),
-    ("dangling", named("DanglingMemoryError"), "replay", True, "addresses-stable", "memory that is gone: it b", "fill it in place"),
-    ("capture", named("RuntimeError"), "capture", True, "captures-cleanly", "cannot be captured: it broke", "no .item()"),
-    ("sync by name", named("HostSyncError"), "plan for replay", True, "no-host-lengths", "waits for the device", "keep lengths"),
-    ("sync by text", named("E", SYNC), "plan for replay", True, "no-host-lengths", "waits for the device", "keep lengths"),
+    (
+        "full",
+        named("OutOfMemoryError", "full. Process 3 has"),
+        "forward",
+        True,
+        "completes",
+        "forward: full.",
+        "fewer --jobs",
+    ),
+    (
+        "dangling",
+        named("DanglingMemoryError"),
+        "replay",
+        True,
+        "addresses-stable",
+        "memory that is gone: it b",
+        "fill it in place",
+    ),
+    (
+        "capture",
+        named("RuntimeError"),
+        "capture",
+        True,
+        "captures-cleanly",
+        "cannot be captured: it broke",
+        "no .item()",
+    ),
+    (
+        "sync by name",
+        named("HostSyncError"),
+        "plan for replay",
+        True,
+        "no-host-lengths",
+        "waits for the device",
+        "keep lengths",
+    ),
+    (
+        "sync by text",
+        named("E", SYNC),
+        "plan for replay",
+        True,
+        "no-host-lengths",
+        "waits for the device",
+        "keep lengths",
+    ),
     ("sync elsewhere", named("E", SYNC), "plan", True, "completes", "init_forward_metadata raised E: called", ""),
-    ("none", named("T", "NoneType"), "plan", False, "no-host-lengths", "init_forward_metadata raised T: NoneType", "are None"),
+    (
+        "none",
+        named("T", "NoneType"),
+        "plan",
+        False,
+        "no-host-lengths",
+        "init_forward_metadata raised T: NoneType",
+        "are None",
+    ),
     ("none, with mirrors", named("T", "NoneType"), "plan", True, "completes", "init_forward_metadata raised T", ""),
-    *((f"none in {phase}", named("T", "NoneType"), phase, False, "completes", "raised T: NoneType", "")
-      for phase in ("constructor", "graph state", "verify mask", "fill value", "kernels")),
-    ("view", named("AttributeError"), "plan for replay", True, "completes", "before a replay raised Attr", "a view without extend_*"),
+    *(
+        (f"none in {phase}", named("T", "NoneType"), phase, False, "completes", "raised T: NoneType", "")
+        for phase in ("constructor", "graph state", "verify mask", "fill value", "kernels")
+    ),
+    (
+        "view",
+        named("AttributeError"),
+        "plan for replay",
+        True,
+        "completes",
+        "before a replay raised Attr",
+        "a view without extend_*",
+    ),
     ("attribute", named("AttributeError"), "plan", True, "completes", "raised AttributeError", ""),
     ("other in replay plan", named("KeyError"), "plan for replay", True, "completes", "raised KeyError", ""),
-    ("lost", named("R", "device-side assert triggered"), "forward", True, "completes", "forward raised R", "surface late"),
+    (
+        "lost",
+        named("R", "device-side assert triggered"),
+        "forward",
+        True,
+        "completes",
+        "forward raised R",
+        "surface late",
+    ),
     ("an unknown phase", named("R"), "somewhere", True, "completes", "somewhere raised R: it broke", ""),
     ("no message", named("R", ""), "replay", True, "completes", "replay raised R: (no message)", ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -55,23 +121,38 @@ def test_what_was_raised_where_says_which_check_fails(
 @pytest.mark.parametrize(
     ("phase", "words"),
     [
-        ("constructor", "the constructor"), ("graph state", "init_cuda_graph_state"), ("plan", "init_forward_metadata"),
-        ("forward", "forward"), ("plan for capture", "init_forward_metadata_out_graph(in_capture=True)"),
-        ("warm-up", "a warm-up before capture"), ("plan for replay", "init_forward_metadata_out_graph before a replay"),
-        ("replay", "replay"), ("read back", "reading the results back"), ("verify mask", "verify_mask"),
-        ("fill value", "get_cuda_graph_seq_len_fill_value"), ("kernels", "kernels"),
+        ("constructor", "the constructor"),
+        ("graph state", "init_cuda_graph_state"),
+        ("plan", "init_forward_metadata"),
+        ("forward", "forward"),
+        ("plan for capture", "init_forward_metadata_out_graph(in_capture=True)"),
+        ("warm-up", "a warm-up before capture"),
+        ("plan for replay", "init_forward_metadata_out_graph before a replay"),
+        ("replay", "replay"),
+        ("read back", "reading the results back"),
+        ("verify mask", "verify_mask"),
+        ("fill value", "get_cuda_graph_seq_len_fill_value"),
+        ("kernels", "kernels"),
     ],
-)  # fmt: skip
+)
 def test_a_phase_is_called_by_what_its_author_wrote(phase: str, words: str) -> None:
     assert from_exception(named("R"), phase, "", needs_cpu_lengths=True).headline == f"{words} raised R: it broke"
 
 
 @pytest.mark.parametrize(
     "text",
-    ["CUDA error: device-side assert triggered", "an Illegal memory access was met", "unspecified launch failure",
-     "misaligned address", "an illegal instruction was met", "hardware stack error", "CUDA_ERROR_ILLEGAL_ADDRESS",
-     "CUDA_ERROR_ASSERT", "CUDA_ERROR_LAUNCH_FAILED"],
-)  # fmt: skip
+    [
+        "CUDA error: device-side assert triggered",
+        "an Illegal memory access was met",
+        "unspecified launch failure",
+        "misaligned address",
+        "an illegal instruction was met",
+        "hardware stack error",
+        "CUDA_ERROR_ILLEGAL_ADDRESS",
+        "CUDA_ERROR_ASSERT",
+        "CUDA_ERROR_LAUNCH_FAILED",
+    ],
+)
 def test_a_lost_context_is_known_by_the_first_line(text: str) -> None:
     assert context_lost(RuntimeError(f"\n{text}\nmore"))
     assert not context_lost(RuntimeError(f"CUDA error: invalid argument\n{text}"))
@@ -153,12 +234,18 @@ def test_the_line_is_the_authors_innermost_of_what_was_raised_first() -> None:
 @pytest.mark.parametrize(
     ("path", "foreign"),
     [
-        ("/x/site-packages/torch/a.py", True), ("/x/site-packages/triton/a.py", True), ("/x/runner_modes/eager.py", True),
-        ("C:\\site-packages\\torch\\a.py", True), ("/x/site-packages/torchvision/a.py", False), ("/home/me/mine.py", False),
-        ("KIT/running/loop.py", True), ("KIT/backends/triton.py", False), ("KIT/examples/minimal.py", False),
+        ("/x/site-packages/torch/a.py", True),
+        ("/x/site-packages/triton/a.py", True),
+        ("/x/runner_modes/eager.py", True),
+        ("C:\\site-packages\\torch\\a.py", True),
+        ("/x/site-packages/torchvision/a.py", False),
+        ("/home/me/mine.py", False),
+        ("KIT/running/loop.py", True),
+        ("KIT/backends/triton.py", False),
+        ("KIT/examples/minimal.py", False),
         ("KIT/faults/dense.py", False),
     ],
-)  # fmt: skip
+)
 def test_frames_that_an_author_cannot_mend_are_passed_over(path: str, foreign: bool) -> None:
     from attn_testkit.checks import failures
 

@@ -17,9 +17,22 @@ from attn_testkit.contract import Execution
 
 @pytest.mark.parametrize(
     ("ratio", "text"),
-    [(1.0, "just"), (1.004, "just"), (1.005, "1.00x"), (1.02, "1.02x"), (1.994, "1.99x"), (2.0, "2x"), (3.44, "3.4x"), (9.94, "9.9x"),
-     (10.0, "10x"), (56.4, "56x"), (999999.0, "999999x"), (1e6, "over a million times"), (float("inf"), "over a million times")],
-)  # fmt: skip
+    [
+        (1.0, "just"),
+        (1.004, "just"),
+        (1.005, "1.00x"),
+        (1.02, "1.02x"),
+        (1.994, "1.99x"),
+        (2.0, "2x"),
+        (3.44, "3.4x"),
+        (9.94, "9.9x"),
+        (10.0, "10x"),
+        (56.4, "56x"),
+        (999999.0, "999999x"),
+        (1e6, "over a million times"),
+        (float("inf"), "over a million times"),
+    ],
+)
 def test_a_ratio_is_as_exact_as_one_needs_it(ratio: float, text: str) -> None:
     assert times(ratio) == text
 
@@ -66,7 +79,8 @@ SPREADS = [
     (((1,), (N + 2,)), f"requests 0-1 wrong in 256 of {N * 256} values (2 of {2 * N} rows)"),
     (
         ((0, slice(1, 3)), (1, slice(1, 3))),
-        f"request 0 wrong in 128 of {N * 128} values (2 of {N} rows: 0-1); request 1 right; only heads 1-2 of 4 in every wrong row",
+        f"request 0 wrong in 128 of {N * 128} values (2 of {N} rows: 0-1); request 1 right; "
+        "only heads 1-2 of 4 in every wrong row",
     ),
     (
         ((0, 1), (1, 2)),

@@ -131,6 +131,13 @@ def test_what_says_nothing_of_behaviour_is_left_alone(operators, source):
     assert operators.mutants_of(source.encode(), "a.py") == []
 
 
+def test_a_keyword_that_nobody_sees_is_left_alone(operators):
+    source = b"f(a, daemon=3, limit=4)"
+    assert [m.becomes for m in operators.mutants_of(source, "a.py", {"daemon"})] == [
+        "pass", "f(a, daemon=3)", "f(a, daemon=3, limit=5)", "f(a, daemon=3, limit=3)"
+    ]  # fmt: skip
+
+
 def test_an_id_outlives_lines_that_move_and_tells_equal_lines_apart(operators):
     source = b"def f():\n    g(a < b)\n    g(a < b)\n"
     before = [m.id for m in operators.mutants_of(source, "a.py")]
@@ -246,6 +253,29 @@ def test_an_interrupted_run_goes_on_where_it_was(toy):
     assert f"/{6 - kept} " in text
 
 
+def test_when_time_is_up_what_there_is_is_reported(toy):
+    folder = toy(
+        "def count(n):\n    while n > 0:\n        n -= 1\n    return n\n",
+        """
+    from toy.core import count
+
+    def test_it_ends():
+        assert count(3) == 0
+    """,
+    )
+    code, found, text = mutate(folder, "--minutes", "0.08")
+    assert code == 2
+    assert "time is up: the same command goes on from here" in text
+    assert "timed out" not in found.values()
+    assert "score" in text
+
+
+def test_a_test_that_cannot_run_here_is_left_out(toy):
+    folder = toy(tests=TESTS + "\ndef test_elsewhere():\n    assert False\n")
+    assert mutate(folder)[0] == 3
+    assert mutate(folder, "--without", "tests/test_core.py::test_elsewhere")[0] == 1
+
+
 def test_only_the_survivors_of_before_are_judged_again(toy):
     folder = toy()
     mutate(folder)
@@ -293,7 +323,22 @@ def test_a_folder_of_tests_with_the_same_name_is_tried_first(toy):
     (folder / "tests" / "toy" / "test_more.py").write_text(more)
     _, found, text = mutate(folder)
     assert found["return x < 9"] == "killed"
-    assert text.index("pytest tests/toy") < text.index("pytest tests/test_core.py")
+    assert "pytest tests/toy" in text
+    assert "pytest tests/test_core.py" in text
+
+
+def test_where_an_entry_names_a_file_of_that_folder_the_rest_of_it_is_not_run(operators, toy):
+    from mutation.config import load_config
+
+    folder = toy()
+    (folder / "tests" / "toy").mkdir()
+    for name in ("one", "two"):
+        (folder / "tests" / "toy" / f"test_{name}.py").write_text("")
+    config = load_config(folder / "mutants.toml")
+    assert [stage.name for stage in config.stages("toy/core.py")] == ["pytest tests/toy", "pytest tests/test_core.py"]
+    entry = "tests/toy/test_one.py tests/test_core.py"
+    named = replace(config, tests={"toy": (entry,)})
+    assert [stage.name for stage in named.stages("toy/core.py")] == [f"pytest {entry}"]
 
 
 def test_tests_that_fail_without_a_mutant_judge_nothing(toy):

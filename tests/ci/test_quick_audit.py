@@ -1,4 +1,4 @@
-"""A part of the audit in seconds: a fault of each kind is caught, and healthy backends pass. Mutants are judged by it."""
+"""A part of the audit in seconds: a fault of each kind is caught, healthy backends pass. Mutants are judged by it."""
 
 from __future__ import annotations
 

@@ -27,9 +27,18 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
     requests = requests or [request(prefix=n - 1) for n in lens]
     step = Of(requests=requests, bs=len(requests), tokens=sum(r.new for r in requests))
     values = {
-        "step": step, "lens": lens, "wrong": wrong, "rows": [], "passed": [], "in_graph": False, "swapped": (),
-        "schedule": Of(case=case()), "attended": None, "before": None, "reads_foreign": False,
-    }  # fmt: skip
+        "step": step,
+        "lens": lens,
+        "wrong": wrong,
+        "rows": [],
+        "passed": [],
+        "in_graph": False,
+        "swapped": (),
+        "schedule": Of(case=case()),
+        "attended": None,
+        "before": None,
+        "reads_foreign": False,
+    }
     return Of(**{**values, **fields})
 
 
@@ -40,24 +49,50 @@ def mine(request: int, row: int, of: int, of_row: int | None = None, **fields: A
 ONE_EACH = [request(prefix=4), request(prefix=7)]
 TWO_EACH = [request(2, 4), request(2, 7)]
 SWAPS: list[tuple[str, Any, tuple[SwappedRow, ...], str]] = [
-    ("copied", ONE_EACH, (mine(0, 0, 1, 0, copied=True),), "requests 0-1 hold the same values as each other: offsets of"),
-    ("copied of several", TWO_EACH, (mine(0, 0, 1, 0, copied=True),), "request 0 holds the same values as request 1: off"),
+    (
+        "copied",
+        ONE_EACH,
+        (mine(0, 0, 1, 0, copied=True),),
+        "requests 0-1 hold the same values as each other: offsets of",
+    ),
+    (
+        "copied of several",
+        TWO_EACH,
+        (mine(0, 0, 1, 0, copied=True),),
+        "request 0 holds the same values as request 1: off",
+    ),
     ("inside", TWO_EACH, (mine(0, 0, 0, 1), mine(0, 1, 0, 0)), "the order of rows in a request"),
     ("one row each", ONE_EACH, (mine(0, 0, 1, 0), mine(1, 0, 0, 0)), "results go back in another order than"),
     ("several rows", TWO_EACH, (mine(0, 0, 1, 0), mine(1, 0, 0, 0)), "or an order of requests that is not undone"),
     ("as long as its own", ONE_EACH, (mine(0, 0, 1, None, keys=5),), "the request row (req_pool_indices)"),
     ("as long as theirs", ONE_EACH, (mine(0, 0, 1, None, keys=8),), "the request row (req_pool_indices)"),
+    (
+        "one as long as its own",
+        ONE_EACH,
+        (mine(0, 0, 1, None, keys=5), mine(1, 0, 0, None, keys=3)),
+        ": offsets of query rows (cu_seqlens_q)",
+    ),
+    (
+        "one as long as theirs",
+        ONE_EACH,
+        (mine(0, 0, 1, None, keys=8), mine(1, 0, 0, None, keys=3)),
+        ": offsets of query rows (cu_seqlens_q)",
+    ),
     ("of no length", ONE_EACH, (mine(0, 0, 1, None, keys=6),), ": offsets of query rows (cu_seqlens_q)"),
     ("a part of the rows", TWO_EACH, (mine(0, 0, 1, None, keys=5),), ": offsets of query rows (cu_seqlens_q)"),
     (
-        "all rows of one", TWO_EACH, (mine(0, 0, 1, None, keys=5), mine(0, 1, 1, None, keys=6)),
+        "all rows of one",
+        TWO_EACH,
+        (mine(0, 0, 1, None, keys=5), mine(0, 1, 1, None, keys=6)),
         "the request row (req_pool_indices)",
     ),
     (
-        "all rows of one, of any length", TWO_EACH, (mine(0, 0, 1, None, keys=3), mine(0, 1, 1, None, keys=3)),
+        "all rows of one, of any length",
+        TWO_EACH,
+        (mine(0, 0, 1, None, keys=3), mine(0, 1, 1, None, keys=3)),
         "the request row (req_pool_indices)",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("requests", "swapped", "text"), [s[1:] for s in SWAPS], ids=[s[0] for s in SWAPS])
@@ -307,9 +342,15 @@ def test_a_length_from_which_on_replays_are_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("lens", "wrong", "page", "said"),
-    [([4, 5], [1], 4, True), ([4, 5], [0], 4, False), ([3, 5], [0, 1], 4, False), ([4, 8], [], 4, False),
-     ([4, 5], [1], 1, False), ([4, 5, 6], [1], 4, False)],
-)  # fmt: skip
+    [
+        ([4, 5], [1], 4, True),
+        ([4, 5], [0], 4, False),
+        ([3, 5], [0, 1], 4, False),
+        ([4, 8], [], 4, False),
+        ([4, 5], [1], 1, False),
+        ([4, 5, 6], [1], 4, False),
+    ],
+)
 def test_requests_with_a_partly_filled_last_page(lens: list[int], wrong: list[int], page: int, said: bool) -> None:
     found = rows.last_page(evidence(lens, wrong, schedule=Of(case=case(page_size=page))))
     assert bool(found) is said
@@ -318,9 +359,15 @@ def test_requests_with_a_partly_filled_last_page(lens: list[int], wrong: list[in
 
 @pytest.mark.parametrize(
     ("lens", "wrong", "said"),
-    [([3, 4, 5], [1, 2], True), ([5, 4, 3], [1, 2], False), ([4, 4, 4], [1, 2], False), ([3, 5], [1], False),
-     ([3, 4, 5], [1], False), ([3, 4, 5], [0, 1, 2], False)],
-)  # fmt: skip
+    [
+        ([3, 4, 5], [1, 2], True),
+        ([5, 4, 3], [1, 2], False),
+        ([4, 4, 4], [1, 2], False),
+        ([3, 5], [1], False),
+        ([3, 4, 5], [1], False),
+        ([3, 4, 5], [0, 1, 2], False),
+    ],
+)
 def test_all_but_request_0_are_at_a_stride(lens: list[int], wrong: list[int], said: bool) -> None:
     assert bool(rows.later_requests(evidence(lens, wrong))) is said
 
@@ -353,8 +400,18 @@ def test_only_padded_replays() -> None:
 
 def attended(used: Any, wanted: Any, **fields: Any) -> Any:
     used, wanted = frozenset(used), frozenset(wanted)
-    values = {"request": 0, "row": 0, "used": used, "wanted": wanted, "doubled": frozenset(), "elsewhere": {},
-              "heads": (), "length": len(wanted), "not_asked": [], "right": used == wanted}  # fmt: skip
+    values = {
+        "request": 0,
+        "row": 0,
+        "used": used,
+        "wanted": wanted,
+        "doubled": frozenset(),
+        "elsewhere": {},
+        "heads": (),
+        "length": len(wanted),
+        "not_asked": [],
+        "right": used == wanted,
+    }
     return Of(**{**values, **fields})
 
 
@@ -417,10 +474,20 @@ LONG = 2000
 KEYS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("twice", attended(range(5), range(5), doubled=frozenset({1})), {}, "KV tokens are counted more than once"),
     ("all right", attended(range(5), range(5)), {}, ""),
-    ("the last", attended(range(6), range(7)), {}, "the last KV token is missing: seq_lens of this mode, or an end that"),
+    (
+        "the last",
+        attended(range(6), range(7)),
+        {},
+        "the last KV token is missing: seq_lens of this mode, or an end that",
+    ),
     ("the last of a page", attended(range(4), range(5)), {}, "which is alone in the last page"),
     ("a page", attended(range(4), range(7)), {}, "the KV tokens of the last page are missing"),
-    ("two", attended(range(5), range(7)), {}, "the last 2 KV tokens are missing: seq_lens of this mode, or an end that is off by 2"),
+    (
+        "two",
+        attended(range(5), range(7)),
+        {},
+        "the last 2 KV tokens are missing: seq_lens of this mode, or an end that is off by 2",
+    ),
     ("pages of one", attended(range(4), range(5)), {"page": 1}, "the last KV token is missing: seq_lens"),
     ("128", attended(range(128), range(LONG)), {}, "the last 1872 KV tokens are missing"),
     ("256", attended(range(256), range(LONG)), {}, "from 256 on are missing: a fixed capacity of 256"),
@@ -441,13 +508,18 @@ KEYS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("others", attended({0, 1, 2, 6}, range(4)), {}, "other KV tokens than the right ones"),
     ("a node too much", attended(range(6), {0, 1, 2, 5}, length=6), {"topk": 1}, "draft nodes that are no ancestors"),
     ("before the tree", attended(range(6), {0, 3, 4, 5}, length=6), {"topk": 1}, "before the window are visible"),
-    ("a node too few", attended({0, 1, 2, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 2}, "draft nodes that should be vis"),
+    (
+        "a node too few",
+        attended({0, 1, 2, 5}, {0, 1, 2, 3, 5}, length=6),
+        {"topk": 2},
+        "draft nodes that should be vis",
+    ),
     ("a chain", attended({0, 1, 2, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 1}, "in the middle are missing"),
     ("of the prefix", attended({0, 1, 3, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 2}, "in the middle are missing"),
     ("a heads own", attended(range(4), range(5), heads=(1,)), {}, ""),
     ("nowhere", attended((), range(5), elsewhere={"tail": 1.0}), {}, ""),
     ("partly nowhere", attended(range(4), range(5), elsewhere={"tail": 0.2}), {}, "the last KV token is missing"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("found", "more", "text"), [k[1:] for k in KEYS], ids=[k[0] for k in KEYS])

@@ -10,6 +10,7 @@ import pytest
 
 from attn_testkit.registry import UsageError
 from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.running import known_failures
 from attn_testkit.running.known_failures import KnownFailure, Ledger, load_known
 
 TODAY = datetime.date(2026, 11, 21)
@@ -169,3 +170,124 @@ def test_an_entry_that_matches_nothing_is_a_problem_unless_it_exists_beyond_this
 def test_one_is_warned_two_weeks_before():
     assert ledger(entry(until=datetime.date(2026, 12, 4))).warnings()
     assert not ledger(entry(until=datetime.date(2026, 12, 6))).warnings()
+
+
+@pytest.mark.parametrize(("days", "warned"), [(-1, False), (0, True), (14, True), (15, False)])
+def test_the_warning_begins_fourteen_days_before_and_ends_with_the_last_day(days, warned):
+    until = TODAY + datetime.timedelta(days=days)
+    found = ledger(entry(until=until)).warnings()
+    assert found == ([f"known failure 1 (cases = 'decode-*', #12) expires on {until}"] if warned else [])
+
+
+@pytest.mark.parametrize(
+    ("backend", "execution", "case", "covered"),
+    [
+        ("my:A", "graph", "decode-a", True),
+        ("my:A", "eager", "decode-a", False),
+        ("other:A", "graph", "decode-a", False),
+        ("my:A", "graph", "verify-a", False),
+        ("my:A", "graph", "Decode-a", False),
+    ],
+)
+def test_an_entry_covers_what_it_names(backend, execution, case, covered):
+    assert entry(backend="my:*", execution="graph").covers(backend, execution, case) is covered
+
+
+@pytest.mark.parametrize(
+    ("cases", "exact"), [("decode-a", True), ("decode-*", False), ("decode-?", False), ("[d]a", False)]
+)
+def test_an_exact_entry_has_no_wildcard(cases, exact):
+    assert entry(cases=cases).is_exact is exact
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": None}, "kind is missing"),
+        ({"backend": "3"}, "backend must be text"),
+        ({"execution": "3"}, "execution must be text"),
+        ({"when": "3"}, "when must be text"),
+        ({"issue": "3"}, "issue must be text"),
+        ({"kind": "3"}, "kind must be text"),
+        ({"check": "[3]"}, "check must be a check id or a list of them"),
+        ({"check": "[]"}, "check is missing: name the check that may fail"),
+        ({"kind": '"sometimes"'}, "kind = 'sometimes' (tolerated or quarantine)"),
+        ({"until": "3"}, "until must be a date"),
+    ],
+)
+def test_every_field_is_looked_at(tmp_path, changes, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        load_known(written(tmp_path, **changes))
+
+
+def test_several_checks_and_the_ways_a_case_run_ends_may_be_named(tmp_path):
+    (found,) = load_known(written(tmp_path, check='["matches-oracle", "crashed", "timed out"]'))
+    assert found.checks == ("matches-oracle", "crashed", "timed out")
+    (found,) = load_known(written(tmp_path, kind='"quarantine"', check=None))
+    assert found.checks == ()
+
+
+def test_a_file_that_is_not_there_or_has_no_entries(tmp_path):
+    with pytest.raises(UsageError, match=r"cannot read .*nowhere.toml: No such file"):
+        load_known(tmp_path / "nowhere.toml")
+    (tmp_path / "known.toml").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="is not TOML"):
+        load_known(tmp_path / "known.toml")
+    (tmp_path / "known.toml").write_text("")
+    assert load_known(tmp_path / "known.toml") == ()
+
+
+def test_rows_of_a_whole_mode_and_other_statuses_are_left_as_they_are():
+    book = ledger(entry(cases="*", checks=("matches-oracle", "crashed", "timed out")))
+    row = CaseResult("fake:ok", "decode", "graph", "", Status.NOT_RUN_HERE)
+    assert book.judge(row) is row
+    for status in (Status.QUARANTINED, Status.NOT_RUN_HERE):
+        result = failed(status=status)
+        assert book.judge(result) is result
+    empty = failed(status=Status.FAILED)
+    assert book.judge(empty) is empty, "a failure without a finding is not the one that is named"
+    assert book.judge(failed(status=Status.TIMED_OUT)).status is Status.KNOWN_FAILURE
+
+
+def test_a_tolerated_entry_launches_and_a_quarantine_excuses_nothing():
+    assert ledger(entry()).quarantined("fake:ok", "decode", "graph", "decode-a") is None
+    book = ledger(entry(kind="quarantine"))
+    assert book.judge(failed("matches-oracle")).status is Status.FAILED
+    assert book.quarantined("fake:ok", "decode", "graph", "verify-a") is None
+    row = book.quarantined("fake:ok", "decode", "graph", "decode-a")
+    assert (row.backend, row.mode, row.execution, row.case, row.reason) == (
+        "fake:ok",
+        "decode",
+        "graph",
+        "decode-a",
+        "#12",
+    )
+    elsewhere = ledger(entry(kind="quarantine", when="cuda"))
+    assert elsewhere.quarantined("fake:ok", "decode", "graph", "decode-a") is None
+
+
+def test_one_issue_is_named_once():
+    book = ledger(entry(), entry(number=2))
+    assert book.judge(failed("matches-oracle")).reason == "#12"
+
+
+@pytest.mark.parametrize(
+    ("when", "name", "holds"),
+    [
+        ("sm90", "NVIDIA H200 sm90", True),
+        ("sm90", "NVIDIA H200 sm900", False),
+        ("sm90 and sm91", "NVIDIA H200 sm90", False),
+        ("  ", "CPU", True),
+        ("pytest<1", "CPU", False),
+        ("cuda", "CPU", False),
+    ],
+)
+def test_every_condition_must_hold(when, name, holds):
+    book = ledger(entry(when=when), device_name=name)
+    assert (book.judge(failed("matches-oracle")).status is Status.KNOWN_FAILURE) is holds
+
+
+def test_a_package_before_its_release_has_a_version_too(monkeypatch):
+    monkeypatch.setattr(known_failures.metadata, "version", lambda name: "0.4rc1")
+    assert ledger(entry(when="my-pkg>=0.3")).judge(failed("matches-oracle")).status is Status.KNOWN_FAILURE
+    assert ledger(entry(when="my-pkg<0.4")).judge(failed("matches-oracle")).status is Status.FAILED

@@ -57,6 +57,13 @@ def test_absolute_errors_of_probabilities_are_allowed_where_they_happen(
     assert (attention.flat is not None) is flat
 
 
+def test_what_the_flat_probabilities_give_is_computed_where_it_is_asked_for_alone() -> None:
+    schedule = schedule_of(DECODE.format("fp16", ""))
+    data, layers = expect(schedule, schedule.steps[0]).data, make_layers(schedule.case)
+    assert attend(data, layers).flat is None
+    assert attend(data, layers, flat=True).flat is not None
+
+
 @pytest.mark.parametrize("words", ["", "-w4", "-cap1.5", "-sink"])
 def test_what_limits_scale_with_is_what_one_would_write_down(words: str) -> None:
     """Row by row: sum of p |v|, its like for a flat p, the largest logit of the row, and the keys that it may see."""

@@ -30,26 +30,28 @@ def limit(attention: Attention, dtype: str, matmul_dtype: str = "model") -> floa
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("out", "mass"), [(3.0, 5.0), (-3.0, 5.0), (0.0, 1.0), (-2.0, 0.0)])
 def test_probabilities_and_output_are_rounded_to_the_dtype(dtype: str, out: float, mass: float) -> None:
-    assert limit(element(out, mass), dtype) == pytest.approx(2 * U[dtype] * (mass + abs(out)) + FLOOR[dtype], rel=EXACT)
+    assert limit(element(out, mass), dtype) == pytest.approx(
+        2 * U[dtype] * (mass + abs(out)) + FLOOR[dtype], rel=EXACT, abs=0
+    )
 
 
 @pytest.mark.parametrize("keys", [1, 100, 4096])
 def test_in_float32_the_sums_round_and_have_as_many_terms_as_there_are_keys(keys: int) -> None:
-    assert limit(element(3, 5, keys=keys), "fp32") == pytest.approx(2 * U["fp32"] * (keys + 16) * 8, rel=EXACT)
+    assert limit(element(3, 5, keys=keys), "fp32") == pytest.approx(2 * U["fp32"] * (keys + 16) * 8, rel=EXACT, abs=0)
 
 
 def test_a_logit_moves_by_eight_float32_roundings_of_its_size_and_by_one_at_most() -> None:
     quiet = limit(element(3, 5), "bf16")
-    assert limit(element(3, 5, noise=1e3), "bf16") - quiet == pytest.approx(16 * 2.0**-24 * 1e3 * 8, rel=1e-9)
-    assert limit(element(3, 5, noise=1e30), "bf16") - quiet == pytest.approx(8, rel=1e-9)
+    assert limit(element(3, 5, noise=1e3), "bf16") - quiet == pytest.approx(16 * 2.0**-24 * 1e3 * 8, rel=1e-9, abs=0)
+    assert limit(element(3, 5, noise=1e30), "bf16") - quiet == pytest.approx(8, rel=1e-9, abs=0)
 
 
 @pytest.mark.parametrize("dtype", FLOOR)
 def test_an_output_of_zero_may_be_a_subnormal_number_and_no_more(dtype: str) -> None:
-    assert limit(element(), dtype) == pytest.approx(FLOOR[dtype], rel=EXACT)
+    assert limit(element(), dtype) == pytest.approx(FLOOR[dtype], rel=EXACT, abs=0)
     zeros = torch.zeros(1, 1, 1, 16, dtype=torch.float64)
     smallest = {"bf16": 0.0, "fp16": 2 * 2.0**-24, "fp32": 0.0}[dtype]
-    assert float(row_limit(zeros, dtype)) == pytest.approx(smallest + 4 * 2.0**-110, rel=1e-6)
+    assert float(row_limit(zeros, dtype)) == pytest.approx(smallest + 4 * 2.0**-110, rel=1e-6, abs=0)
 
 
 def test_small_probabilities_of_fp16_round_in_absolute_terms_and_those_of_bf16_do_not() -> None:
@@ -60,13 +62,13 @@ def test_small_probabilities_of_fp16_round_in_absolute_terms_and_those_of_bf16_d
 
 def test_fp8_probabilities_round_in_relative_and_in_absolute_terms() -> None:
     more = limit(element(3, 5, flat=7), "bf16", "fp8_e4m3") - limit(element(3, 5), "bf16")
-    assert more == pytest.approx(2 * 2.0**-4 * 5 + 2 * 2.0**-10 * 7, rel=1e-9)
+    assert more == pytest.approx(2 * 2.0**-4 * 5 + 2 * 2.0**-10 * 7, rel=1e-9, abs=0)
 
 
 def test_a_row_keeps_half_of_what_its_elements_may_do_each() -> None:
     limits = torch.tensor([3.0, 4.0], dtype=torch.float64).view(1, 1, 1, 2)
-    assert float(row_limit(limits, "bf16")) == pytest.approx(2.5, rel=EXACT)
-    assert float(row_limit(limits, "fp16")) == pytest.approx(2.5 + 2.0**-23, rel=EXACT)
+    assert float(row_limit(limits, "bf16")) == pytest.approx(2.5, rel=EXACT, abs=0)
+    assert float(row_limit(limits, "fp16")) == pytest.approx(2.5 + 2.0**-23, rel=EXACT, abs=0)
 
 
 def test_a_limit_goes_through_a_product_by_the_sizes_of_the_weights() -> None:

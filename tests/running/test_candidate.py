@@ -13,7 +13,7 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.registry import UsageError
-from attn_testkit.running.candidate import Candidate, candidate_for, fingerprint_of, resolve_candidate
+from attn_testkit.running.candidate import Candidate, _made_by_python, candidate_for, fingerprint_of, resolve_candidate
 
 SPEC = "attn_testkit.backends.torch_native:TorchNativeBackend"
 
@@ -124,6 +124,16 @@ def test_names_and_parents_show_and_what_python_makes_does_not() -> None:
     assert made("A", (parent,)) != made("A", (other,))
     assert made("A", __doc__="one", __module__="m") == made("A", __doc__="two", __module__="n")
     assert made("A", __slots__=("a",)) != made("A", __slots__=("b",))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["__dict__", "__weakref__", "__module__", "__doc__", "__abstractmethods__", "_abc_impl", "__firstlineno__",
+     "__static_attributes__", "__annotations__", "__annotate__", "__annotate_func__"],
+)  # fmt: skip
+def test_what_python_makes_differs_between_versions_and_moved_lines(name: str) -> None:
+    assert _made_by_python(name)
+    assert not _made_by_python(f"{name}_")
 
 
 def test_a_spec_is_enough_and_an_instance_is_none() -> None:

@@ -6,21 +6,22 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from attn_testkit.runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.schedule import Schedule
 from attn_testkit.checks import Stage
 from attn_testkit.checks.observation import Copies
-from attn_testkit.contract import Execution
+from attn_testkit.contract import Execution, Requires
 from attn_testkit.environment import resolve
 from attn_testkit.results import CaseResult, Finding, Status
 from attn_testkit.running import judge
 from attn_testkit.running.candidate import candidate_for
-from attn_testkit.running.case_run import schedules_of
+from attn_testkit.running.case_run import request_to_isolate, schedule_for, schedules_of
 from attn_testkit.running.judge import _Outcome, judge_item
 from attn_testkit.running.plan import plan_run
 from attn_testkit.running.pool import WorkerLost
@@ -381,3 +382,52 @@ def test_a_stored_step_is_given_nan_for_keys_and_values_and_holds_them_already()
     assert torch.equal(stored.image(False)[:, :, plain.new_slots], own), "they are there already"
     tails = judge.step_inputs(schedule, step, Invariant.capabilities.with_changes(finite_page_tails={"same"}))
     assert tails.image(True).isnan().sum() < plain.image(True).isnan().sum()
+
+
+# What is driven.
+
+
+def test_what_a_drive_runs_beside_its_own_case_is_claimed_and_can_run_here() -> None:
+    here, mixed = resolve("cpu"), parse_case("decode-gqa2x2-d32-fp32-p4-k9.6-shuffled-gauss-b2prod-mixed")
+    claims = Invariant.capabilities
+
+    def modes(case: Case, execution: Execution = GRAPH, **changes: object) -> list[str]:
+        found = schedules_of(case, execution, claims.with_changes(**changes), here)
+        assert found[0].case == case
+        return sorted(schedule.case.mode for schedule in found[1:])
+
+    assert modes(mixed) == ["draft-extend", "draft-extend-v2", "target-verify"]
+    assert modes(mixed, EAGER) == []
+    assert modes(parse_case(CASE)) == []
+    assert modes(mixed, graph={"decode", "target-verify"}) == ["target-verify"]
+    assert modes(mixed, requires=Requires(packages=("no-such-package",))) == []
+    windowed = parse_case("decode-gqa2x2-d32-fp32-p4-k9.6-shuffled-gauss-w4-b2prod-mixed")
+
+    def topk(case: Case, **changes: object) -> int:
+        found = schedules_of(case, GRAPH, claims.with_changes(**changes), here)
+        trees = [r.tree for s in found[1:] for step in s.steps for r in step.requests if r.tree is not None]
+        return max(tree.topk for tree in trees)
+
+    assert topk(mixed) > 1
+    assert topk(windowed) > 1
+    assert topk(mixed, window_in_trees=False) > 1
+    assert topk(windowed, window_in_trees=False) == 1, "the window of a branching tree is not claimed"
+
+
+@pytest.mark.parametrize(("value", "place"), [(0, 1), (1, 3), (2, 0), (3, 4)])
+def test_which_request_runs_by_itself(monkeypatch: pytest.MonkeyPatch, value: int, place: int) -> None:
+    """The second longest, the shortest, the first, the last."""
+    step = schedules()[0].steps[0]
+    requests = tuple(replace(step.requests[0], slots=np.arange(n)) for n in (4, 6, 9, 2, 5))
+    monkeypatch.setattr(Case, "pick", lambda self, name: value)
+    assert request_to_isolate(parse_case(CASE), replace(step, requests=requests)) == place
+
+
+def test_backends_that_round_alike_share_a_schedule() -> None:
+    plain, fp8 = parse_case(CASE), parse_case(CASE.replace("fp32", "bf16").replace("gauss", "gauss-kvfp8e4m3"))
+    claims = Invariant.capabilities
+    rounds = claims.with_changes(matmul_dtype="fp8_e4m3")
+    assert schedule_for(plain, claims) is schedule_for(plain, rounds)
+    assert schedule_for(fp8, claims) is not schedule_for(fp8, rounds)
+    assert schedule_for(fp8, rounds).matmul_dtype == "fp8_e4m3"
+    assert schedule_for(fp8, claims).matmul_dtype == "model"

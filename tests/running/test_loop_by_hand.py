@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from attn_testkit.runner_modes.messages import Described, Driven
+from attn_testkit.runner_modes.messages import Described, DriveCase, Driven, Rerun
 
-from attn_testkit.contract import Capabilities
+from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, RunHeader, Status
-from attn_testkit.running import loop, pool, worker
+from attn_testkit.running import forking, judge_process, loop, pool, worker
 from attn_testkit.running.candidate import Candidate, candidate_for
 from attn_testkit.running.gpus import GpuSlots
+from attn_testkit.running.judge_process import JudgeError, _shares, judge_for
 from attn_testkit.running.loop import Runner, _groups
 from attn_testkit.running.pool import WorkerLost, _last_lines, ending
 from attn_testkit.running.request import Item, Options, Plan
@@ -29,6 +30,7 @@ class FakeWorker:
     """In the place of ``pool.Worker``."""
 
     made: list[FakeWorker]
+    begun: list[object]
     alive = 0
     most = 0
 
@@ -48,6 +50,9 @@ class FakeWorker:
     def drive(self, request: object, following: object = None) -> Driven:
         return Driven()
 
+    def ahead(self, request: object) -> None:
+        FakeWorker.begun.append(request)
+
     def close(self) -> None:
         FakeWorker.alive -= not self.ended
         self.ended = True
@@ -59,7 +64,7 @@ Judging = Callable[[Callable[..., Driven], Described, Plan, Item], CaseResult]
 @pytest.fixture
 def judging(monkeypatch: pytest.MonkeyPatch) -> list[Judging]:
     """How items are judged: the last entry counts."""
-    FakeWorker.made, FakeWorker.alive, FakeWorker.most = [], 0, 0
+    FakeWorker.made, FakeWorker.begun, FakeWorker.alive, FakeWorker.most = [], [], 0, 0
     how: list[Judging] = [lambda drive, described, plan, item: passed(item)]
     monkeypatch.setattr(loop, "Worker", FakeWorker)
     monkeypatch.setattr(loop, "LocalWorker", lambda candidate, device: FakeWorker(candidate, device, 0))
@@ -263,6 +268,135 @@ def test_a_line_of_claims_or_why_it_cannot_be_imported(judging: list[Judging], m
     assert (why, refused) == ("", ("", "no such thing"))
 
 
+def driving(drive: Callable[..., Driven], described: Described, plan: Plan, each: Item) -> CaseResult:
+    drive(DriveCase(each.case, Execution(each.execution)))
+    return passed(each)
+
+
+def test_what_the_same_backend_is_to_do_next_is_begun_while_it_is_judged(judging: list[Judging]) -> None:
+    judging.append(driving)
+    results(*SIX)
+    EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
+    following = [DriveCase("x", GRAPH), DriveCase("y", EAGER), DriveCase("y", GRAPH)]
+    assert FakeWorker.begun == following * 2, "nothing after the last of a backend"
+    FakeWorker.begun.clear()
+    results(*SIX, jobs=2)
+    assert {request.case: request for request in FakeWorker.begun} == {  # type: ignore[attr-defined]
+        "x": DriveCase("x", GRAPH),
+        "y": DriveCase("y", GRAPH),
+    }, "another thread may take the next group"
+    FakeWorker.begun.clear()
+    results(SIX[0], SIX[0])
+    assert FakeWorker.begun == [], "the same again would be taken for the answer"
+
+
+def test_questions_of_the_diagnosis_begin_nothing(judging: list[Judging]) -> None:
+    def judge(drive: Callable[..., Driven], described: Described, plan: Plan, each: Item) -> CaseResult:
+        drive(Rerun(None))  # type: ignore[arg-type]
+        return passed(each)
+
+    judging.append(judge)
+    results(*SIX)
+    assert FakeWorker.begun == []
+
+
+def test_a_worker_that_dies_over_what_was_begun_ahead_is_asked_again_elsewhere(
+    judging: list[Judging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = WorkerLost(Status.CRASHED, "killed")
+    drives: list[FakeWorker] = []
+
+    def drive(self: FakeWorker, request: object) -> Driven:
+        drives.append(self)
+        if len(drives) == 2:
+            self.close()
+            raise lost
+        return Driven()
+
+    monkeypatch.setattr(FakeWorker, "drive", drive)
+    judging.append(driving)
+    lost.of_another = True
+    assert [r.status for r in results(*SIX[:3])] == [Status.PASSED] * 3
+    assert (len(drives), len(FakeWorker.made)) == (4, 2)
+    assert len(FakeWorker.begun) == 1, "what killed it is not begun ahead a second time"
+    drives.clear()
+    lost.of_another = False
+    assert [r.status for r in results(*SIX[:3])] == [Status.PASSED, Status.CRASHED, Status.PASSED]
+
+
+def test_items_are_dealt_out_to_judges_by_case() -> None:
+    shares = _shares(SIX, 3)
+    assert [[(i.backend, i.case) for i in share] for share in shares] == [
+        [("m:A", "x")] * 2 + [("m:B", "y")] * 2,
+        [("m:A", "y")] * 2,
+        [("m:B", "x")] * 2,
+    ]
+    assert _shares([], 2) == [[], []]
+
+
+class FakeJudge:
+    """In the place of ``JudgeProcess``."""
+
+    made: list[FakeJudge]
+
+    def __init__(self, options: Options, device: str) -> None:
+        self.options, self.device, self.closed = options, device, False
+        FakeJudge.made.append(self)
+
+    def plan(self, request: object) -> object:
+        return self
+
+    def run(self, plan: object, items: list[Item]) -> Iterator[CaseResult]:
+        for each in items:
+            if each.case == "bad":
+                raise JudgeError("it ended")
+            yield passed(each)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("jobs", "gpus", "shares", "theirs"),
+    [
+        (5, (), [3, 2], [(), ()]),
+        (8, ("0", "1"), [4, 4], [("0",), ("1",)]),
+        (9, ("0",), [3, 3, 3], [("0",)] * 3),
+        (8, ("0", "1", "2"), [4, 4], [("0", "2"), ("1",)]),
+    ],
+)
+def test_several_judges_share_jobs_gpus_and_items(
+    monkeypatch: pytest.MonkeyPatch, jobs: int, gpus: tuple[str, ...], shares: list[int], theirs: list[tuple[str, ...]]
+) -> None:
+    FakeJudge.made = []
+    monkeypatch.setattr(judge_process, "JudgeProcess", FakeJudge)
+    judge = judge_for(Options(jobs=jobs, gpus=gpus), "cpu")
+    assert {j.device for j in FakeJudge.made} == {"cpu"}
+    assert [j.options.jobs for j in FakeJudge.made] == shares
+    assert [j.options.gpus for j in FakeJudge.made] == theirs
+    assert judge.plan(None) is FakeJudge.made[0]  # type: ignore[arg-type, comparison-overlap]
+    found = list(judge.run(plan(*SIX), SIX))
+    assert sorted((r.backend, r.case, r.execution) for r in found) == sorted(
+        (i.backend, i.case, i.execution) for i in SIX
+    )
+    assert not any(j.closed for j in FakeJudge.made)
+    with pytest.raises(JudgeError):
+        list(judge.run(plan(), [item("m:A", "bad"), *SIX]))
+    assert all(j.closed for j in FakeJudge.made)
+    for each in FakeJudge.made:
+        each.closed = False
+    judge.close()
+    assert all(j.closed for j in FakeJudge.made)
+
+
+def test_up_to_four_jobs_are_judged_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeJudge.made = []
+    monkeypatch.setattr(judge_process, "JudgeProcess", FakeJudge)
+    assert isinstance(judge_for(Options(jobs=4)), FakeJudge)
+    assert isinstance(judge_for(Options(in_process=True)), Runner)
+    assert len(FakeJudge.made) == 1
+
+
 # Words about how a process ended.
 
 
@@ -294,23 +428,26 @@ def test_of_a_stack_dump_the_innermost_frames_of_the_thread_that_matters_are_kep
     current = ["Current thread 0x2 (most recent call first):", *frames("mine", 3), "Extension modules: x"]
     printed = [f"printed {i}" for i in range(12)]
     assert _last_lines(["said", "Fatal Python error", *other, *current]) == [
-        "said", "Fatal Python error", *frames("mine", 3)
-    ]  # fmt: skip
+        "said",
+        "Fatal Python error",
+        *frames("mine", 3),
+    ]
     assert _last_lines([*printed, *current]) == [*printed[3:], *frames("mine", 3)]
     timer = ["Timeout (0:00:01)!", *other, "Thread 0x3 (most recent call first):", *frames("main", 9)]
     assert _last_lines(["said", *timer]) == ["said", *frames("main", 5)], "a timer's dump has the main thread last"
     kit = [
-        '  File "/x/attn_testkit/running/worker.py", line 1 in serve', '  File "<string>", line 1 in <module>',
+        '  File "/x/attn_testkit/running/worker.py", line 1 in serve',
+        '  File "<string>", line 1 in <module>',
         '  File "/lib/multiprocessing/spawn.py", line 1 in main',
-    ]  # fmt: skip
+    ]
     assert _last_lines([current[0], *kit, *frames("mine", 2)]) == frames("mine", 2)
 
 
 def test_a_module_is_preloaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_preloaded", ["a"])
+    monkeypatch.setattr(forking, "_preloaded", ["a"])
     for name in ("b", "a", "b"):
-        pool.preload(name)
-    assert pool._preloaded == ["a", "b"]
+        forking.preload(name)
+    assert forking._preloaded == ["a", "b"]
 
 
 class OutOfMemoryError(Exception):
@@ -336,8 +473,18 @@ def state_of(monkeypatch: pytest.MonkeyPatch, *found: list[str]) -> list[object]
     """What is found changed, one answer after another; and what was restored."""
     answers, restored = list(found), list[object]()
     monkeypatch.setattr(worker, "changes", lambda before, skip=(): answers.pop(0) if answers else [])
-    monkeypatch.setattr(worker, "restore", restored.append)
+    monkeypatch.setattr(worker, "restore", lambda before, skip=(): restored.append((before, skip)))
     return restored
+
+
+def test_it_is_asked_for_all_that_a_process_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "drive_case", lambda *_: Driven())
+    monkeypatch.setattr(loop, "judge_item", driving)
+    runner = Runner(Options(in_process=True))
+    items = [Item(SPEC, "decode", "eager", case) for case in ("x", "y")]
+    found = list(runner.run(replace(plan(*items), candidates=(Candidate(SPEC),)), items))
+    assert [(result.status, result.reason) for result in found] == [(Status.PASSED, "")] * 2
+    assert {name for name in vars(pool.Worker) if not name.startswith("_")} - {"pid"} <= set(dir(LocalWorker))
 
 
 def test_what_importing_changes_is_described_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What is planned, in which order, and what is known without running anything: claims are given, nothing is imported."""
+"""What is planned, in which order, and what is known without running: claims are given, nothing is imported."""
 
 from __future__ import annotations
 

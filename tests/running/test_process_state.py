@@ -61,7 +61,10 @@ SETTINGS: list[tuple[str, Callable[[], Any]]] = [
     ("Python's random state was advanced or reseeded", random.random),
     ("environment variables: SOME_SWITCH None -> '1'", _variable),
     ("the filters of warnings: ", lambda: warnings.simplefilter("ignore")),
-    ("signal handlers: SIGUSR1 <Handlers.SIG_DFL: 0> -> <function _handle", lambda: signal.signal(signal.SIGUSR1, _handle)),
+    (
+        "signal handlers: SIGUSR1 <Handlers.SIG_DFL: 0> -> <function _handle",
+        lambda: signal.signal(signal.SIGUSR1, _handle),
+    ),
 ]  # fmt: skip
 
 
@@ -166,7 +169,7 @@ class _Kept:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module of the kit."""
     module = types.ModuleType("attn_testkit.of_a_test")
     kept = type("Kept", (_Kept,), {"method": _Kept.method, "LIMIT": 3, "count": 0, "__module__": module.__name__})
@@ -178,7 +181,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     for name, value in values.items():
         setattr(module, name, value)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    yield module
+    return module
 
 
 REPLACED = [("function", len), ("LIMIT", 2), ("_PRIVATE", 3), ("module", sys), ("Kept", int), ("TABLE", {})]

@@ -1,0 +1,95 @@
+"""A case's id rebuilds its case, in every version: files of known failures and bug reports name ids.
+
+Where one of these digests changes on purpose, say so in the changelog: what an id stands for is another case then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.catalogue import companions, generate
+from attn_testkit.cases.choices import chosen
+from attn_testkit.cases.schedule import Step, make_schedule
+from attn_testkit.contract import ForwardMode
+from attn_testkit.examples import MinimalBackend
+
+CLAIMS = {"torch_native": TorchNativeBackend.capabilities, "minimal": MinimalBackend.capabilities}
+IDS = [
+    *(
+        f"decode-gqa2x2-d32-bf16-p4-k0.5.20-{layout}-gauss{words}-b{rest}"
+        for layout, words, rest in (
+            ("shuffled", "", "3prod"),
+            ("shared", "", "4prod"),
+            ("contiguous", "-w4", "4small"),
+            ("reversed", "-cap1.5", "6prod-s1"),
+            ("interleaved", "-sink", "3prod-mixed"),
+        )
+    ),
+    "target-verify-gqa2x2-d32-fp16-p4-k5.9-t0.0.1.1.3-interleaved-gauss-b2prod",
+    "draft-extend-mqa4-d32-bf16-p16-k5.9-n4a1.3-reversed-gauss-b2prod",
+    *(
+        f"draft-extend-v2-mha2-d32-bf16-p16-k7.9-n4a1.3-shared-shifted-kvfp8e4m3-b2prod{seed}"
+        for seed in ("", "-s1", "-s2")
+    ),
+]
+
+
+def digest(lines: list[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
+
+
+def described(step: Step) -> str:
+    table = hashlib.blake2b(step.req_to_token.tobytes(), digest_size=6).hexdigest()
+    requests = [
+        f"{r.prefix} {r.new} {r.shared} {r.slots.tolist()} {r.tree.parents if r.tree is not None else ''}"
+        for r in step.requests
+    ]
+    return f"{step.name} {step.label} {step.bucket} {step.eager_too} {step.stored} {table} {requests}"
+
+
+LISTS = {
+    ("torch_native", "smoke"): "90aca3a58711",
+    ("torch_native", "core"): "7acb5f1d013f",
+    ("minimal", "smoke"): "3d6f57e81049",
+    ("minimal", "core"): "141e1196026d",
+    ("minimal", "full"): "0c195486f0cd",
+}
+
+
+@pytest.mark.parametrize(("claims", "tier"), LISTS, ids=map(" ".join, LISTS))
+def test_the_cases_of_a_tier_change_on_purpose_alone(claims: str, tier: str) -> None:
+    cases = [case.id for mode in ForwardMode for case in generate(CLAIMS[claims], mode, tier, 0)]
+    assert digest(cases) == LISTS[claims, tier]
+
+
+def test_the_steps_of_a_case_change_on_purpose_alone() -> None:
+    found = {}
+    for name in IDS:
+        schedule = make_schedule(parse_case(name))
+        steps = [*schedule.steps, schedule.second, schedule.oversized]
+        sizes = (
+            schedule.buckets,
+            schedule.max_context_len,
+            schedule.num_pages,
+            schedule.pool_rows,
+            schedule.spec_steps,
+        )
+        found[name] = digest([str(sizes), *map(described, steps)])
+    assert digest([f"{name} {found[name]}" for name in IDS]) == "da9f84ffd115", found
+
+
+def test_the_hidden_choices_of_a_case_change_on_purpose_alone() -> None:
+    names = [case.id for mode in ForwardMode for case in generate(CLAIMS["torch_native"], mode, "core", 0)]
+    lines = [f"{name} {c.name} {value and value.words}" for name in names for c, value in chosen(parse_case(name))]
+    assert digest(lines) == "e8e6353c15de"
+
+
+def test_the_companions_of_a_mixed_case_change_on_purpose_alone() -> None:
+    case = parse_case(IDS[4])
+    every = set(ForwardMode)
+    lines = [other.id for rows, topk in ((128, 8), (4, 1), (1, 1)) for other in companions(case, every, rows, topk)]
+    assert digest(lines) == "5e3f77b96ebc"
