@@ -194,6 +194,8 @@ def judge_for(options: Options, device: str = "auto") -> Judge:
         return JudgeProcesses(options, device)
     if not options.in_process:
         return JudgeProcess(options, device)
+    # In a process of its own the judge is given this path; here it has to be set.
+    sys.path[:] = _search_path()
     judge: Judge = importlib.import_module(RUNNER).Runner(options)
     return judge
 

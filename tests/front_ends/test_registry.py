@@ -68,6 +68,7 @@ def here(tmp_path, monkeypatch):
     """A directory with a few modules, where the author stands."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "authored.py").write_text(MODULE)
     (tmp_path / "broken_dependency.py").write_text("import no_such_library\n")
     (tmp_path / "broken_code.py").write_text("\n\nraise RuntimeError('libcudart.so.12: cannot open shared object')\n")
