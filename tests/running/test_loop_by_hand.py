@@ -12,11 +12,12 @@ from attn_testkit.runner_modes.messages import Described, Driven
 from attn_testkit.contract import Capabilities
 from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, RunHeader, Status
-from attn_testkit.running import loop, pool, worker
+from attn_testkit.running import forking, loop, worker
 from attn_testkit.running.candidate import Candidate, candidate_for
+from attn_testkit.running.child import _last_lines, ending
 from attn_testkit.running.gpus import GpuSlots
 from attn_testkit.running.loop import Runner, _groups
-from attn_testkit.running.pool import WorkerLost, _last_lines, ending
+from attn_testkit.running.pool import WorkerLost
 from attn_testkit.running.request import Item, Options, Plan
 from attn_testkit.running.worker import LocalWorker, given_up
 
@@ -307,10 +308,10 @@ def test_of_a_stack_dump_the_innermost_frames_of_the_thread_that_matters_are_kep
 
 
 def test_a_module_is_preloaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_preloaded", ["a"])
+    monkeypatch.setattr(forking, "_preloaded", ["a"])
     for name in ("b", "a", "b"):
-        pool.preload(name)
-    assert pool._preloaded == ["a", "b"]
+        forking.preload(name)
+    assert forking._preloaded == ["a", "b"]
 
 
 class OutOfMemoryError(Exception):
