@@ -1,4 +1,4 @@
-"""A process of its own for code that may end or hang it: asked one thing at a time, timed, and ended with all it started."""
+"""A process for code that may end or hang it: asked one thing at a time, timed, and ended with all it started."""
 
 from __future__ import annotations
 

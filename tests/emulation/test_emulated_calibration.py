@@ -160,7 +160,7 @@ def test_a_job_that_hangs_is_a_verdict_and_costs_its_process(monkeypatch):
 def test_processes_that_cannot_begin_are_no_verdicts(monkeypatch):
     """A broken installation would otherwise be stored as a GPU on which every job dies."""
     monkeypatch.setattr(workers, "SERVE", "no_such_module")
-    with pytest.raises(ChildLost, match="(?s)ended itself with exit code 1.*No module named 'no_such_module'"):
+    with pytest.raises(ChildLost, match=r"(?s)ended itself with exit code 1.*No module named 'no_such_module'"):
         workers.run_isolated([Job("sync", "a")], 2)
 
 

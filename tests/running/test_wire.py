@@ -9,12 +9,12 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from attn_testkit.runner_modes.messages import Described, Driven, StepRecord
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.checks.observation import Copies
 from attn_testkit.contract import Capabilities, Requires
 from attn_testkit.results import Finding
-from attn_testkit.runner_modes.messages import Described, Driven, StepRecord
 from attn_testkit.running.wire import Unreadable, read
 
 
