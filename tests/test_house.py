@@ -27,6 +27,7 @@ ONLY = {
     "backends": {"contract"},
     "examples": {"contract"},
     "cases": {"contract"},
+    "calibrate": {"emulation", "results", "running"},
     "oracle": {"contract", "cases", "model"},
     "reports": {"registry", "results"},
     "plugin": {"registry", "reports", "results", "running"},

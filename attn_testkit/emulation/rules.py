@@ -1,9 +1,9 @@
 """What CUDA refuses while a graph is being captured: one row per rule.
 
-`measured` names what a row rests on: the calibration snippets that show it (stored with device and torch version under
-`calibrate/`), or "read" for rows taken from torch's CUDA sources without a measurement. `syncs` says that the host
-waits for the device, which `torch.cuda.set_sync_debug_mode` reports outside of captures too. `invalidates` says that
-the capture is lost even if the program catches the error.
+`measured` names what a row rests on: the calibration snippets that show it (stored with device and torch version in
+`attn_testkit/calibrate/`), or "read" for rows taken from torch's CUDA sources without a measurement. `syncs` says that
+the host waits for the device, which `torch.cuda.set_sync_debug_mode` reports outside of captures too. `invalidates`
+says that the capture is lost even if the program catches the error.
 """
 
 from __future__ import annotations

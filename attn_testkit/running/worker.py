@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import multiprocessing
 import os
 import sys
-import threading
 import traceback
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -22,7 +19,6 @@ from ..registry import UsageError
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from .candidate import Candidate, resolve_candidate
 from .case_run import drive_case, rerun
-from .pool import STARTED
 from .process_state import ProcessState, changes, restore, take_state
 
 __all__ = ["LocalWorker", "given_up", "serve"]
@@ -116,20 +112,11 @@ def _with_changes(driven: Driven, changed: tuple[str, ...]) -> Driven:
     return replace(driven, changed=(*driven.changed, *changed)) if changed else driven
 
 
-def serve(connection: Connection, candidate: Candidate, device: str, gpu: str, timeout_s: float, words: str) -> None:
-    """Answer questions until the judge closes the pipe. ``words``: the file that takes stdout and stderr."""
-    # A group of its own: Ctrl-C reaches the front end alone, and whatever the backend starts ends with it.
-    os.setsid()
-    output = os.open(words, os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def serve(connection: Connection, candidate: Candidate, device: str, gpu: str, timeout_s: float) -> None:
+    """Answer questions until the judge closes the pipe. What goes wrong in here is the backend's."""
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    threading.Thread(target=_die_with_judge, daemon=True).start()
-    faulthandler.enable(all_threads=False)
     torch.set_num_threads(1)
-    # From here on, what goes wrong is the backend's.
-    connection.send(STARTED)
     # Shortly before the judge gives up, say where it hangs.
     patience = max(timeout_s - 0.5, timeout_s * 0.7)
     faulthandler.dump_traceback_later(patience, exit=False)
@@ -162,12 +149,3 @@ def given_up(error: Exception) -> Driven | str:
     if full := device_full(error):
         return Driven(lost=full)
     return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
-
-
-def _die_with_judge() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    with contextlib.suppress(OSError):
-        os.killpg(0, 9)
-    os._exit(1)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
 
+from attn_testkit.calibrate import __main__ as command
+from attn_testkit.calibrate import jobs, store, workers
+from attn_testkit.calibrate.jobs import Job
 from attn_testkit.emulation import emulated_cuda, rules
-from attn_testkit.emulation.calibrate import __main__ as command
-from attn_testkit.emulation.calibrate import jobs, store, workers
-from attn_testkit.emulation.calibrate.jobs import Job
 from attn_testkit.emulation.rule import Rule
+from attn_testkit.running.child import ChildLost
 
 MOST_FALSE_ALARMS = 2
 
@@ -125,17 +128,62 @@ def test_the_command_fails_when_something_is_missed(tmp_path, capsys):
     assert "missed" in capsys.readouterr().out
 
 
-def test_measuring_replaces_workers_that_die(monkeypatch):
-    def run(job: Job) -> str:
-        if job.name == "dies":
-            import os
-
-            os._exit(3)
-        return "ok" if job.name == "fine" else "capture error: sticky"
-
-    monkeypatch.setattr(workers, "run", run)
-    names = ["fine", "dies", "fine", "bad", "dies", "fine", "last"]
+def measured(monkeypatch: pytest.MonkeyPatch, *names: str, workers_: int = 1) -> list[str]:
+    """Verdicts of ``odd_jobs``, in the order of the jobs."""
+    monkeypatch.setattr(workers, "SERVE", "odd_jobs")
     wanted = [Job(str(number), name) for number, name in enumerate(names)]
-    verdicts = workers.run_isolated(wanted, 2)
-    assert {job.name for job, verdict in verdicts.items() if verdict == "died"} == {"dies"}
-    assert len(verdicts) == len(wanted)
+    verdicts = workers.run_isolated(wanted, workers_)
+    return [verdicts[job] for job in wanted]
+
+
+def test_measuring_goes_on_in_another_process_where_one_dies(monkeypatch):
+    names = ["fine", "dies", "fine", "spoils", "dies", "fine", "last"]
+    verdicts = measured(monkeypatch, *names, workers_=2)
+    assert [name for name, verdict in zip(names, verdicts, strict=True) if verdict == "died"] == ["dies", "dies"]
+
+
+def test_a_process_measures_until_a_verdict_spoils_it(monkeypatch):
+    first, second, spoilt, third, fourth = measured(monkeypatch, "fine", "fine", "spoils", "fine", "fine")
+    assert first == second
+    assert spoilt == "capture error: sticky"
+    assert third == fourth != first
+
+
+def test_a_job_that_hangs_is_a_verdict_and_costs_its_process(monkeypatch):
+    monkeypatch.setattr(workers, "TIMEOUT_SECONDS", 1.0)
+    before, hung, after = measured(monkeypatch, "fine", "hangs", "fine")
+    assert hung == "timeout"
+    assert after.startswith("eager error: in process")
+    assert after != before
+
+
+def test_processes_that_cannot_begin_are_no_verdicts(monkeypatch):
+    """A broken installation would otherwise be stored as a GPU on which every job dies."""
+    monkeypatch.setattr(workers, "SERVE", "no_such_module")
+    with pytest.raises(ChildLost, match=r"(?s)ended itself with exit code 1.*No module named 'no_such_module'"):
+        workers.run_isolated([Job("sync", "a")], 2)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "spoilt"),
+    [
+        ("ok", False),
+        ("syncs", False),
+        ("eager error: IndexError: index 9 is out of bounds", False),
+        ("eager error: RuntimeError: CUDA error: an illegal memory access", True),
+        ("eager error: AcceleratorError: sticky", True),
+        ("replay error: RuntimeError: x", True),
+        ("died", True),
+        ("timeout", True),
+    ],
+)
+def test_a_process_is_kept_only_where_cuda_was_not_harmed(verdict, spoilt):
+    assert workers._process_is_spoilt(verdict) is spoilt
+
+
+def test_measuring_needs_torch_numpy_and_triton_alone():
+    """A machine with a GPU may have a plain checkout, and nothing of ours installed."""
+    ours = ["click", "cloudpickle", "covertable", "jinja2", "packaging", "pytest", "rich"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({ours}))\nimport attn_testkit.calibrate.workers"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr

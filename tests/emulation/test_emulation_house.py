@@ -20,6 +20,8 @@ from attn_testkit import emulation
 
 HOME = Path(emulation.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
+WITH_CALIBRATION = [*FILES, *sorted((HOME.parent / "calibrate").glob("*.py"))]
+"""The programs that it is held to are ordinary CUDA programs, too."""
 MODULES = [path for path in sorted(HOME.glob("*.py")) if path.stem != "__init__"]
 ALLOWED = {"attn_testkit", "numpy", "torch", "triton"}
 
@@ -46,7 +48,7 @@ def test_it_imports_torch_numpy_triton_and_itself_alone(path):
             assert top != "attn_testkit" or name.startswith("attn_testkit.emulation"), name
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOME)))
+@pytest.mark.parametrize("path", WITH_CALIBRATION, ids=lambda path: str(path.relative_to(HOME.parent)))
 def test_it_says_nothing_of_attention(path):
     for line in path.read_text().splitlines():
         said = NAMES_IN_STORED_VERDICTS.sub("", line)
@@ -108,7 +110,7 @@ def test_module_level_state_is_listed_where_a_reader_begins(path):
     assert {name for name in found if not _is_listed(path.stem, name)} == set()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOME)))
+@pytest.mark.parametrize("path", WITH_CALIBRATION, ids=lambda path: str(path.relative_to(HOME.parent)))
 def test_no_function_changes_a_name_or_a_table_of_its_module(path):
     constants = {name for name in _names_at_the_top(path) if not _is_listed(path.stem, name)}
     for node in ast.walk(ast.parse(path.read_text())):

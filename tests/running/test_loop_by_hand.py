@@ -14,10 +14,11 @@ from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, RunHeader, Status
 from attn_testkit.running import forking, judge_process, loop, pool, worker
 from attn_testkit.running.candidate import Candidate, candidate_for
+from attn_testkit.running.child import _last_lines, ending
 from attn_testkit.running.gpus import GpuSlots
 from attn_testkit.running.judge_process import JudgeError, _shares, judge_for
 from attn_testkit.running.loop import Runner, _groups
-from attn_testkit.running.pool import WorkerLost, _last_lines, ending
+from attn_testkit.running.pool import WorkerLost
 from attn_testkit.running.request import Item, Options, Plan
 from attn_testkit.running.worker import LocalWorker, given_up
 

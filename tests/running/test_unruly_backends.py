@@ -53,7 +53,7 @@ def test_what_a_backend_leaves_behind_is_reported_with_before_and_after(name: st
 def test_what_a_backend_sends_to_the_judge_itself_is_a_crash_and_runs_nothing_there() -> None:
     (found,) = results_of("SpeaksToTheJudge", cases=(THREE,))
     assert found.status is Status.CRASHED
-    assert found.reason.startswith("the process of the backend spoke for itself: it sent posix._exit")
+    assert found.reason.startswith("the process spoke for itself: it sent posix._exit")
 
 
 def test_what_is_put_back_is_no_finding() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation.calibrate.inputs import Inputs
+from .inputs import Inputs
 
 Run = Callable[[Inputs], Tensor]
 OK, STALE = "ok", "stale"

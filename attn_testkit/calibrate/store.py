@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attn_testkit.emulation.calibrate.jobs import Job
+from .jobs import Job
 
 HERE = Path(__file__).parent
 FINE = frozenset({"ok", "pass", "silent", "no error"})

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_testkit.emulation.calibrate.inputs import DEVICE, Inputs
-from attn_testkit.emulation.calibrate.snippet import Snippet, named
+from .inputs import DEVICE, Inputs
+from .snippet import Snippet, named
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_testkit.emulation.calibrate.inputs import DEVICE, Inputs
-from attn_testkit.emulation.calibrate.snippet import Snippet, named
+from .inputs import DEVICE, Inputs
+from .snippet import Snippet, named
 
 PAGE = 4
 

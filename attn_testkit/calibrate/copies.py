@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation.calibrate.inputs import DEVICE, Inputs
-from attn_testkit.emulation.calibrate.snippet import Snippet, named
+from .inputs import DEVICE, Inputs
+from .snippet import Snippet, named
 
 
 def _default_device(e: Inputs) -> Tensor:

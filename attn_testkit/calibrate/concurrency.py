@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation.calibrate.inputs import Inputs
-from attn_testkit.emulation.calibrate.snippet import Snippet, named
+from .inputs import Inputs
+from .snippet import Snippet, named
 
 
 def _forked(e: Inputs, *, join: bool, fork: bool = True, use: bool = True) -> Tensor:
@@ -131,7 +131,7 @@ SNIPPETS: tuple[Snippet, ...] = named(
 
 def _triton_snippets() -> tuple[Snippet, ...]:
     try:
-        from attn_testkit.emulation.calibrate import kernels
+        from . import kernels
     except ImportError:
         return ()
     return kernels.SNIPPETS

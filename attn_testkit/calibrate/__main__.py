@@ -1,7 +1,7 @@
 """Compare the emulation with the stored verdicts of a real GPU, or, on a GPU, measure new ones.
 
-python -m attn_testkit.emulation.calibrate                       compare here
-python -m attn_testkit.emulation.calibrate --measure --out FILE  measure on the GPU of this machine
+python -m attn_testkit.calibrate                       compare here
+python -m attn_testkit.calibrate --measure --out FILE  measure on the GPU of this machine
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attn_testkit.emulation.calibrate.jobs import Job
+    from .jobs import Job
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m attn_testkit.emulation.calibrate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m attn_testkit.calibrate", description=__doc__)
     parser.add_argument("--measure", action="store_true", help="measure on a real GPU instead of comparing")
     parser.add_argument("--out", type=Path, help="where --measure writes the verdicts")
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes for --measure")
@@ -30,9 +30,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(out: Path, workers: int, only: str | None) -> int:
-    from attn_testkit.emulation.calibrate.jobs import all_jobs
-    from attn_testkit.emulation.calibrate.store import save
-    from attn_testkit.emulation.calibrate.workers import run_isolated
+    from .jobs import all_jobs
+    from .store import save
+    from .workers import run_isolated
 
     start = time.monotonic()
     jobs = [job for job in all_jobs() if only is None or only in job.name]
@@ -43,8 +43,8 @@ def _measure(out: Path, workers: int, only: str | None) -> int:
 
 
 def _answers_here(only: str | None) -> dict[Job, str]:
-    from attn_testkit.emulation import emulated_cuda
-    from attn_testkit.emulation.calibrate.jobs import all_jobs, run
+    from ..emulation import emulated_cuda
+    from .jobs import all_jobs, run
 
     answers = {}
     for job in all_jobs():
@@ -57,7 +57,7 @@ def _answers_here(only: str | None) -> dict[Job, str]:
 def _compare(verdicts: Path | None, only: str | None, verbose: bool) -> int:
     import torch
 
-    from attn_testkit.emulation.calibrate import store
+    from . import store
 
     torch.set_num_threads(1)
     answers = _answers_here(only)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from attn_testkit.emulation.calibrate import concurrency, copies, idioms, operations, reads, serving
-from attn_testkit.emulation.calibrate.facts import FACTS
-from attn_testkit.emulation.calibrate.loops import LOOPS
-from attn_testkit.emulation.calibrate.snippet import Snippet, judge, judge_sync
+from . import concurrency, copies, idioms, operations, reads, serving
+from .facts import FACTS
+from .loops import LOOPS
+from .snippet import Snippet, judge, judge_sync
 
 SNIPPETS: dict[str, Snippet] = {
     snippet.name: snippet

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_testkit.emulation.calibrate.inputs import DEVICE, Inputs
-from attn_testkit.emulation.calibrate.snippet import Run, Snippet, named
+from .inputs import DEVICE, Inputs
+from .snippet import Run, Snippet, named
 
 
 def on_copy(change: Callable[[Inputs, Tensor], object]) -> Run:

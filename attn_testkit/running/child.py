@@ -1,0 +1,201 @@
+"""A process for code that may end or hang it: asked one thing at a time, timed, and ended with all it started."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from ..results import Status
+from .forking import fork_context
+from .wire import Unreadable, read
+
+__all__ = ["Child", "ChildLost", "ending"]
+
+START_SECONDS = 300.0
+"""For a child to import its module on a busy machine."""
+LAST_LINES = 12
+FRAMES = 5
+_STARTED = "started"
+"""What a child says between importing its module and serving."""
+
+
+class ChildLost(Exception):
+    """The process died or hung. ``status`` is ``CRASHED`` or ``TIMED_OUT``; the reason ends with its last words."""
+
+    def __init__(self, status: Status, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+class Child:
+    """A process that imports ``module`` and calls its ``serve(connection, *arguments)``.
+
+    Forked from the process that has imported torch; what it prints goes into a file. ``reader`` makes an object of the
+    bytes it sends, or raises ``Unreadable``. Used by one thread. Raises ``OSError`` or ``EOFError`` when no process can
+    be started.
+    """
+
+    def __init__(self, module: str, *arguments: Any, reader: Callable[[bytes], Any] = read) -> None:
+        self.ended = False
+        self._reader = reader
+        self._mark = 0
+        self._deadline = self._seconds = 0.0
+        handle, self._words = tempfile.mkstemp(prefix="attn-testkit-child-")
+        os.close(handle)
+        self._connection, theirs = multiprocessing.Pipe()
+        self._process = fork_context().Process(target=_run, args=(module, theirs, self._words, arguments), daemon=True)
+        try:
+            self._process.start()
+        except (OSError, EOFError):
+            self.close()
+            raise
+        finally:
+            theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid or 0
+
+    def wait_until_started(self) -> None:
+        """Return when the module is imported. To be called before the first question; raises ``ChildLost``."""
+        begun = self.hear(START_SECONDS)
+        assert begun == _STARTED, begun
+
+    def ask(self, message: object, seconds: float) -> Any:
+        """The answer to a question. Raises ``ChildLost`` where none has come after ``seconds``."""
+        self.tell(message, seconds)
+        return self.answer()
+
+    def tell(self, message: object, seconds: float) -> None:
+        """Ask, and have ``answer`` wait for what comes within ``seconds`` from now."""
+        self._mark = os.path.getsize(self._words)
+        self._due(seconds)
+        try:
+            self._connection.send(message)
+        except OSError:
+            self._died()
+
+    def hear(self, seconds: float) -> Any:
+        """What it says next without being asked."""
+        self._due(seconds)
+        return self.answer()
+
+    def answer(self) -> Any:
+        """The answer to what it was told. Raises ``ChildLost``."""
+        try:
+            if not self._connection.poll(max(0.0, self._deadline - time.monotonic())):
+                raise self._lost(Status.TIMED_OUT, f"no result after {self._seconds:g} s")
+            return self._reader(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._died()
+        except Unreadable as error:
+            raise self._lost(Status.CRASHED, f"the process spoke for itself: {error}") from error
+
+    def last_words(self) -> str:
+        """What it printed since it was last told something, a line each; empty for nothing."""
+        try:
+            with open(self._words, "rb") as file:
+                file.seek(self._mark)
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ""
+        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+        return "".join(f"\n  {line}" for line in _last_lines(lines))
+
+    def close(self) -> None:
+        """End the process and everything it started."""
+        if not self.ended:
+            self.ended = True
+            self._kill()
+            self._connection.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._words)
+
+    def _due(self, seconds: float) -> None:
+        self._deadline, self._seconds = time.monotonic() + seconds, seconds
+
+    def _kill(self) -> None:
+        pid = self._process.pid
+        if pid is not None and self._process.exitcode is None:
+            # Its own group where it came so far, and itself where not.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(pid) == pid:
+                    os.killpg(pid, signal.SIGKILL)
+                else:
+                    os.kill(pid, signal.SIGKILL)
+            self._process.join()
+
+    def _died(self) -> NoReturn:
+        self._process.join(timeout=5)
+        code = self._process.exitcode
+        raise self._lost(Status.CRASHED, f"the process {ending(code) if code is not None else 'closed its pipe'}")
+
+    def _lost(self, status: Status, reason: str) -> ChildLost:
+        self._kill()
+        words = self.last_words()
+        self.close()
+        return ChildLost(status, reason + words)
+
+
+def _run(module: str, connection: Connection, words: str, arguments: tuple[Any, ...]) -> None:
+    # A group of its own: Ctrl-C reaches the front end alone, and whatever the child starts ends with it.
+    os.setsid()
+    output = os.open(words, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    faulthandler.enable(all_threads=False)
+    # In the process that children are forked from it may be imported already.
+    serve = importlib.import_module(module).serve
+    connection.send(_STARTED)
+    serve(connection, *arguments)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    with contextlib.suppress(OSError):
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _last_lines(lines: list[str]) -> list[str]:
+    """The last lines, with of Python's own stack dump only the innermost frames of the thread that matters."""
+    stacks = [i for i, line in enumerate(lines) if "most recent call first" in line]
+    if not stacks:
+        return lines[-LAST_LINES:]
+    # A fatal error marks the thread it happened in; a dump on a timer does not, and has the main thread last.
+    stack = next((i for i in stacks if lines[i].startswith("Current thread")), stacks[-1])
+    before = [line for line in lines[: stacks[0]] if not line.startswith("Timeout (")]
+    frames = [line for line in lines[stack + 1 :] if line.startswith("  File") and not _of_the_kit(line)]
+    frames = frames[:FRAMES]
+    return before[-(LAST_LINES - len(frames)) :] + frames
+
+
+def _of_the_kit(line: str) -> bool:
+    return "attn_testkit/running/" in line or '"<string>"' in line or "/multiprocessing/" in line
+
+
+def ending(code: int) -> str:
+    """How a process came to its end, in words, from its exit code as ``subprocess`` gives it."""
+    if code >= 0:
+        return f"ended itself with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}"
