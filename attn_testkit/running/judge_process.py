@@ -31,7 +31,8 @@ from .request import Item, Judge, Options, Plan, Request
 
 __all__ = ["RUNNER", "JudgeError", "JudgeProcess", "judge_for"]
 
-RUNNER = "attn_testkit.running.loop"
+_LOOP = "attn_testkit.running.loop"
+RUNNER = _LOOP
 """Module whose ``Runner`` judges."""
 
 # The child has the parent's sys.path before it imports anything: a backend may stand anywhere the parent looks.
@@ -224,7 +225,9 @@ def _serve() -> None:
     os.dup2(2, 1)
     options: Options = connection.recv()
     try:
-        begin_forking()
+        if sys.argv[3] == _LOOP:
+            # It imports torch while this process does.
+            begin_forking()
         runner = importlib.import_module(sys.argv[3]).Runner(options)
     except BaseException as error:
         connection.send(("error", f"the judge could not start: {type(error).__name__}: {error}"))
