@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from attn_testkit.audit.show import audit_page, audit_text
 from attn_testkit.audit.tasks import kill_order, run_task, tasks_for
 from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, Task
 from attn_testkit.checks import CHECKS
-from attn_testkit.cli import auditing, main
+from attn_testkit.cli import main
 from attn_testkit.contract import BackendContext, Execution, ForwardMode
 from attn_testkit.examples.off_by_one import OffByOneBackend
 from attn_testkit.faults import all_controls, all_faults, catalogue
@@ -171,4 +172,4 @@ def test_an_audit_starts_no_more_processes_than_memory_holds(
     gigabytes: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": gigabytes << 18, "SC_PAGE_SIZE": 4096}.__getitem__)
-    assert auditing._processes_that_fit() == processes
+    assert importlib.import_module("attn_testkit.cli.audit")._processes_that_fit() == processes

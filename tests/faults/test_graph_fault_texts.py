@@ -10,6 +10,8 @@ from attn_testkit.audit import Settings
 from attn_testkit.audit.tasks import run_task
 from attn_testkit.audit.verdicts import FaultVerdict, Task
 from attn_testkit.faults import all_faults
+from attn_testkit.running.loop import Runner
+from attn_testkit.running.request import Options
 
 SAMPLE = (
     "qlens-packed-vs-uniform-stride",
@@ -38,7 +40,7 @@ SAMPLE = (
 @pytest.mark.parametrize("slug", SAMPLE)
 def test_a_fault_is_caught_as_expected_and_its_text_points_at_the_cause(slug: str) -> None:
     fault = next(fault for fault in all_faults() if fault.slug == slug)
-    verdict = run_task(Task("fault", slug), Settings(device="cpu"))
+    verdict = run_task(Task("fault", slug), Settings(device="cpu"), Runner(Options(in_process=True)))
     assert isinstance(verdict, FaultVerdict)
     assert verdict.as_expected, f"caught by {verdict.caught_by}\n{verdict.text}"
     assert re.search(fault.hint, verdict.text), verdict.text
@@ -47,13 +49,15 @@ def test_a_fault_is_caught_as_expected_and_its_text_points_at_the_cause(slug: st
 def test_a_plan_that_replaces_a_tensor_of_its_own_is_not_taken_for_a_stale_address() -> None:
     # Both keep a fresh tensor on self at every replay, and the graph reads neither.
     for slug in ("row-stride-from-live-batch-max", "pad-indptr-tail-runs-backwards"):
-        verdict = run_task(Task("fault", slug), Settings(device="cpu"))
+        verdict = run_task(Task("fault", slug), Settings(device="cpu"), Runner(Options(in_process=True)))
         assert isinstance(verdict, FaultVerdict)
         assert "addresses-stable" not in verdict.caught_by, verdict.text
 
 
 def test_where_modes_share_an_instance_the_step_says_whose_replay_is_wrong() -> None:
-    verdict = run_task(Task("fault", "two-kernels-share-one-workspace"), Settings(device="cpu"))
+    verdict = run_task(
+        Task("fault", "two-kernels-share-one-workspace"), Settings(device="cpu"), Runner(Options(in_process=True))
+    )
     assert isinstance(verdict, FaultVerdict)
     assert verdict.case.endswith("-mixed")
     assert "buckets-independent" in verdict.caught_by

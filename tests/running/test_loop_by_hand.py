@@ -485,7 +485,9 @@ def test_it_is_asked_for_all_that_a_process_is_asked_for(monkeypatch: pytest.Mon
     items = [Item(SPEC, "decode", "eager", case) for case in ("x", "y")]
     found = list(runner.run(replace(plan(*items), candidates=(Candidate(SPEC),)), items))
     assert [(result.status, result.reason) for result in found] == [(Status.PASSED, "")] * 2
-    assert {name for name in vars(pool.Worker) if not name.startswith("_")} - {"pid"} <= set(dir(LocalWorker))
+    assert {name for name in vars(pool.Worker) if not name.startswith("_")} - {"pid"} <= set(dir(LocalWorker)) | {
+        "ended"
+    }
 
 
 def test_what_importing_changes_is_described_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
