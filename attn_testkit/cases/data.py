@@ -18,7 +18,7 @@ from .patterns import draw, mark_keys, normals, probe_values
 from .places import marked_slots, tail_slots, values_of_place
 from .schedule import Schedule, Step
 
-__all__ = ["DTYPES", "StepData", "make_layers", "make_step_data", "new_kv", "pool_image"]
+__all__ = ["DTYPES", "StepData", "forget_data", "make_layers", "make_step_data", "new_kv", "pool_image"]
 
 DTYPES = {
     "fp16": torch.float16,
@@ -306,6 +306,12 @@ def pool_image(
         for part, source in enumerate(stored):
             image[:, part, owned] = _bytes_if_fp8(source)[:, b, :count]
     return image.view(dtype)
+
+
+def forget_data() -> None:
+    """Let go of every step's numbers that are kept."""
+    make_step_data.cache_clear()
+    pool_image.cache_clear()
 
 
 def new_kv(step: Step, data: StepData) -> tuple[torch.Tensor, torch.Tensor]:

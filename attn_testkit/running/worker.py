@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from ..cases.data import forget_data
 from ..checks.failures import device_full
 from ..contract import AttentionBackend
 from ..environment import Environment, resolve
@@ -53,6 +54,7 @@ class LocalWorker:
         self._packages = _packages()
         self._modules = 0
         self._drives = 0
+        self._case = ""
         self.described = Described(self.backend_class.capabilities, changed)
 
     def describe(self) -> Described:
@@ -62,6 +64,10 @@ class LocalWorker:
     def drive(self, request: DriveCase | Rerun) -> Driven:
         """Have it driven."""
         self._drives += 1
+        if isinstance(request, DriveCase) and request.case != self._case:
+            # Nobody asks for the numbers of another case again, and those of long requests are large.
+            self._case = request.case
+            forget_data()
         self._modules = len(sys.modules)
         if self._drives in _SETTLE_AFTER or self._drives % _SETTLE_EVERY == 0:
             settle()
