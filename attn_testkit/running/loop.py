@@ -239,8 +239,9 @@ class _Place:
             # What was begun ahead took the worker along. It will be begun again, and blamed, in its turn.
             self.next = None
             answer = self.take(self._worker.candidate).drive(request)
-        if isinstance(request, DriveCase) and self.next is not None and self.next != request:
+        if isinstance(request, DriveCase) and self.next is not None:
             self._worker.ahead(self.next)
+            self.next = None
         return answer
 
     def last_words(self) -> str:

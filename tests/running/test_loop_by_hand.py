@@ -288,7 +288,7 @@ def test_what_the_same_backend_is_to_do_next_is_begun_while_it_is_judged(judging
     }, "another thread may take the next group"
     FakeWorker.begun.clear()
     results(SIX[0], SIX[0])
-    assert FakeWorker.begun == [], "the same again would be taken for the answer"
+    assert FakeWorker.begun == [DriveCase("x", EAGER)], "the same again is a drive of its own"
 
 
 def test_questions_of_the_diagnosis_begin_nothing(judging: list[Judging]) -> None:
