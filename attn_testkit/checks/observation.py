@@ -6,6 +6,7 @@ schedule, a step and inputs of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,7 +54,7 @@ class Copies:
         whole = torch.from_numpy(self.flat)
         for group, name, dtype_name, shape in self.layout:
             dtype: torch.dtype = getattr(torch, dtype_name)
-            end = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            end = start + math.prod(shape) * dtype.itemsize
             found.setdefault(group, {})[name] = whole[start:end].view(dtype).view(shape)
             start = end
         return found
