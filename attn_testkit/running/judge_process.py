@@ -12,7 +12,6 @@ import importlib
 import itertools
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from ..registry import UsageError
 from ..results import CaseResult
 from .forking import begin_forking
 from .gpus import visible_gpus
+from .merging import merged
 from .request import Item, Judge, Options, Plan, Request
 
 __all__ = ["RUNNER", "JudgeError", "JudgeProcess", "judge_for"]
@@ -143,32 +143,9 @@ class JudgeProcesses:
 
     def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
         """Results as they come. One that is given up before its end takes the judges along."""
-        found: queue.SimpleQueue[CaseResult | BaseException | None] = queue.SimpleQueue()
-
-        def follow(judge: JudgeProcess, mine: Sequence[Item]) -> None:
-            try:
-                for result in judge.run(plan, mine):
-                    found.put(result)
-            except BaseException as error:
-                found.put(error)
-            found.put(None)
-
         shares = _shares(items, len(self._judges))
-        for judge, mine in zip(self._judges, shares, strict=True):
-            threading.Thread(target=follow, args=(judge, mine), daemon=True).start()
-        left = len(self._judges)
-        try:
-            while left:
-                result = found.get()
-                if isinstance(result, BaseException):
-                    raise result
-                if result is None:
-                    left -= 1
-                else:
-                    yield result
-        finally:
-            if left:
-                self.close()
+        runs = [judge.run(plan, mine) for judge, mine in zip(self._judges, shares, strict=True)]
+        yield from merged(runs, self.close)
 
     def close(self) -> None:
         """End every judge and every worker."""

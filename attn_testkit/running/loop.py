@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
 import threading
 import traceback
 from collections import deque
@@ -22,6 +21,7 @@ from ..results import CaseResult, Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from .candidate import Candidate
 from .judge import judge_item
+from .merging import merged
 from .plan import plan_run
 from .pool import Worker, WorkerLost
 from .request import Item, Options, Plan, Request, bare_result, kit_error
@@ -93,35 +93,13 @@ class Runner:
             worker.close()
 
     def _run_threads(self, plan: Plan, waiting: deque[_Group], jobs: int) -> Generator[CaseResult, None, None]:
-        found: queue.SimpleQueue[CaseResult | BaseException | None] = queue.SimpleQueue()
-
-        def work(gpu: str) -> None:
-            try:
-                for result in self._results(plan, waiting, gpu):
-                    found.put(result)
-            except BaseException as error:
-                found.put(error)
-            found.put(None)
-
-        threads = [threading.Thread(target=work, args=(self._gpu(i),), daemon=True) for i in range(jobs)]
-        for thread in threads:
-            thread.start()
-        left = jobs
-        try:
-            while left:
-                result = found.get()
-                if isinstance(result, BaseException):
-                    raise result
-                if result is None:
-                    left -= 1
-                else:
-                    yield result
-        finally:
+        def give_up() -> None:
             # Nobody is to begin anything new, and a thread that waits for its worker is let go by its end.
             waiting.clear()
-            if left:
-                self.close()
-                self._closed = False
+            self.close()
+            self._closed = False
+
+        yield from merged([self._results(plan, waiting, self._gpu(i)) for i in range(jobs)], give_up)
 
     def _results(self, plan: Plan, waiting: deque[_Group], gpu: str) -> Generator[CaseResult, None, None]:
         """What one thread does."""

@@ -1,0 +1,50 @@
+"""Several sources of results, each followed by a thread of its own, as one."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TypeVar
+
+__all__ = ["merged"]
+
+T = TypeVar("T")
+_END = object()
+
+
+class _Raised:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def merged(sources: Sequence[Iterable[T]], give_up: Callable[[], None]) -> Generator[T, None, None]:
+    """What all of them give, as it comes. What one raises is raised here.
+
+    ``give_up`` is called when that happens, or when nobody wants the rest: it has to make the sources end.
+    """
+    found: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def follow(source: Iterable[T]) -> None:
+        try:
+            for result in source:
+                found.put(result)
+        except BaseException as error:
+            found.put(_Raised(error))
+        found.put(_END)
+
+    for source in sources:
+        threading.Thread(target=follow, args=(source,), daemon=True).start()
+    left = len(sources)
+    try:
+        while left:
+            result = found.get()
+            if isinstance(result, _Raised):
+                raise result.error
+            if result is _END:
+                left -= 1
+            else:
+                yield result  # type: ignore[misc]
+    finally:
+        if left:
+            give_up()
