@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import queue
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +14,7 @@ from ..faults import all_faults
 from ..running.forking import preload
 from ..running.judge_process import WORKERS_OF_ONE
 from ..running.loop import Runner
+from ..running.merging import merged
 from ..running.pool import ending
 from ..running.request import Options
 from .tasks import run_task, tasks_for
@@ -95,35 +94,22 @@ def _judge(connection: Connection, tasks: Sequence[Task], settings: Settings, th
 def judged_here(tasks: Sequence[Task], settings: Settings, jobs: int) -> Iterator[Verdict]:
     """As they come. Each thread judges what its worker did; a worker is forked for each task and ends with it."""
     waiting = deque(tasks)
-    found: queue.SimpleQueue[Verdict | BaseException | None] = queue.SimpleQueue()
     runners = [Runner(Options(timeout_s=settings.timeout_s)) for _ in range(jobs)]
 
-    def work(runner: Runner) -> None:
-        try:
-            while waiting:
-                try:
-                    task = waiting.popleft()
-                except IndexError:
-                    break
-                found.put(run_task(task, settings, runner))
-        except BaseException as error:
-            found.put(error)
-        found.put(None)
+    def verdicts_of(runner: Runner) -> Iterator[Verdict]:
+        while waiting:
+            try:
+                task = waiting.popleft()
+            except IndexError:
+                return
+            yield run_task(task, settings, runner)
 
-    threads = [threading.Thread(target=work, args=(runner,), daemon=True) for runner in runners]
-    for thread in threads:
-        thread.start()
-    left = len(threads)
-    try:
-        while left:
-            verdict = found.get()
-            if isinstance(verdict, BaseException):
-                raise verdict
-            if verdict is None:
-                left -= 1
-            else:
-                yield verdict
-    finally:
+    def end() -> None:
         waiting.clear()
         for runner in runners:
             runner.close()
+
+    try:
+        yield from merged([verdicts_of(runner) for runner in runners], end)
+    finally:
+        end()
