@@ -6,11 +6,13 @@ Everything here is host data. The same case gives the same bits on every machine
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
+from cachetools import LRUCache, cached
 
 from ..contract import AttentionLayer, ForwardMode
 from .case import Case
@@ -18,7 +20,17 @@ from .patterns import draw, mark_keys, normals, probe_values
 from .places import marked_slots, tail_slots, values_of_place
 from .schedule import Schedule, Step
 
-__all__ = ["DTYPES", "StepData", "forget_data", "make_layers", "make_step_data", "new_kv", "pool_image"]
+__all__ = [
+    "DTYPES",
+    "KEPT_BYTES",
+    "StepData",
+    "bytes_in",
+    "forget_data",
+    "make_layers",
+    "make_step_data",
+    "new_kv",
+    "pool_image",
+]
 
 DTYPES = {
     "fp16": torch.float16,
@@ -78,6 +90,15 @@ def _windows(case: Case) -> tuple[int, int]:
     return (other, case.window) if case.pick("windowed-layer") else (case.window, other)
 
 
+KEPT_BYTES = 1 << 27
+"""How much of what is asked again is kept, of each kind. One long request in float64 may be 100 MB."""
+
+
+def bytes_in(made: object) -> int:
+    """Size of the tensors of a dataclass, nested ones not counted."""
+    return sum(each.nbytes for each in vars(made).values() if isinstance(each, torch.Tensor))
+
+
 @dataclass(frozen=True, eq=False)
 class StepData:
     """Host tensors of one step. T live rows, packed request by request; B requests; S the longest key count."""
@@ -122,6 +143,27 @@ class StepData:
         if self.stored_values is None:
             return self.stored_keys[..., : self.v.shape[-1]].double() * self.kv_scales[0]
         return self.stored_values.double() * self.kv_scales[1]
+
+    def part(self, layer: int, request: int) -> StepData:
+        """One request in one layer, every other dimension as it was: views."""
+        mine, one = self.row_request == request, slice(request, request + 1)
+        this = slice(layer, layer + 1)
+        return StepData(
+            q=self.q[this, mine],
+            k=self.k[this, mine],
+            v=self.v[this, mine],
+            hidden=self.hidden[mine],
+            stored_keys=self.stored_keys[this, one],
+            stored_values=None if self.stored_values is None else self.stored_values[this, one],
+            kv_scales=self.kv_scales[:, this],
+            visible=self.visible[one],
+            key_positions=self.key_positions[one],
+            query_positions=self.query_positions[one],
+            row_request=torch.zeros_like(self.row_request[mine]),
+            row_offset=self.row_offset[mine],
+            positions=self.positions[mine],
+            out_cache_loc=self.out_cache_loc[mine],
+        )
 
 
 def _held_by_fp8(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +242,7 @@ def _drawn(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-@lru_cache(maxsize=32)
+@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), lock=threading.Lock())
 def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
     """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +46,49 @@ def attend(
     ``Attention.flat`` too.
     """
     visible = data.visible if visible is None else visible
+    if data.stored_keys.numel() + data.q[..., 0].numel() * visible.shape[-1] <= _AT_ONCE:
+        return _attend(data, layers, visible, flat)
+    # One layer and one request at a time: nothing is computed on the padding behind short requests, and what is needed
+    # for a moment stays small.
+    by_layer = []
+    for index, layer in enumerate(layers):
+        parts = [_part(data, visible, index, request) for request in range(len(visible))]
+        by_layer.append(_joined([_attend(part, [layer], part.visible, flat) for part in parts], 1))
+    return replace(_joined(by_layer, 0), keys=by_layer[0].keys)
+
+
+_AT_ONCE = 1 << 17
+"""Numbers in a step's keys and logits up to which all of it is computed at once."""
+
+
+def _part(data: StepData, visible: torch.Tensor, layer: int, request: int) -> StepData:
+    """One request in one layer, cut to the keys that it may see."""
+    visible = visible[request : request + 1]
+    seen = visible[0].any(0).nonzero()
+    part, keys = data.part(layer, request), slice(0, int(seen[-1]) + 1 if len(seen) else 1)
+    values = part.stored_values
+    return replace(
+        part,
+        visible=visible[..., keys],
+        stored_keys=part.stored_keys[:, :, keys],
+        stored_values=None if values is None else values[:, :, keys],
+        key_positions=part.key_positions[:, keys],
+    )
+
+
+def _joined(parts: Sequence[Attention], dim: int) -> Attention:
+    """Parts of a step side by side: layers along dimension 0, rows along dimension 1."""
+    flat = [part.flat for part in parts if part.flat is not None]
+    return Attention(
+        out=torch.cat([part.out for part in parts], dim),
+        mass=torch.cat([part.mass for part in parts], dim),
+        logit_noise=torch.cat([part.logit_noise for part in parts], dim),
+        keys=torch.cat([part.keys for part in parts]),
+        flat=torch.cat(flat, dim) if flat else None,
+    )
+
+
+def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tensor, flat: bool) -> Attention:
     num_layers, _, num_q_heads, dim = data.q.shape
     bs, widest, _ = visible.shape
     kv_heads = data.stored_keys.shape[3]
@@ -58,36 +101,37 @@ def attend(
     rows = q.permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
     keys = data.keys.permute(0, 1, 3, 2, 4)
     grouped = (num_layers, bs, kv_heads, num_q_heads // kv_heads, widest, -1)
-    logits = (rows @ keys.transpose(-1, -2)).view(grouped) * scaling
+    logits = (rows @ keys.transpose(-1, -2)).view(grouped).mul_(scaling)
     noise = (_norm(rows) * _norm(keys).amax(3, keepdim=True)).view(grouped) * scaling
     for index, layer in enumerate(layers):
         if layer.logit_cap:
             logits[index] = layer.logit_cap * torch.tanh(logits[index] / layer.logit_cap)
     seen = torch.stack([windowed(visible, data, layer.sliding_window_size) for layer in layers])
-    logits = logits.masked_fill(~seen[:, :, None, None], -torch.inf)
+    logits.masked_fill_(~seen[:, :, None, None], -torch.inf)
     top = logits.amax(-1, keepdim=True)
     sinks = _sinks(layers, kv_heads)
     if sinks is not None:
         top = torch.maximum(top, sinks)
     top = top.clamp(min=-1e300)
-    weights = torch.exp(logits - top)
+    weights = logits.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks - top)
-    p = (weights / total).flatten(3, 4)
+    p = weights.div_(total).flatten(3, 4)
     values = data.values.permute(0, 1, 3, 2, 4)
 
     def packed(padded: torch.Tensor) -> torch.Tensor:
         """[L, B, Hk, G * Tmax, X] -> [L, T, Hq, X]."""
         return padded.view(grouped).permute(0, 1, 4, 2, 3, 5).flatten(3, 4)[:, b, t]
 
-    everything: torch.Tensor | None = None
+    out, everything = packed(p @ values), None
+    sizes = values.abs()
     if flat:
         even = seen[:, :, None, None].expand(grouped[:5] + seen.shape[-1:]) / total
-        everything = packed(even.flatten(3, 4) @ values.abs())
+        everything = packed(even.flatten(3, 4) @ sizes)
     return Attention(
-        out=packed(p @ values),
-        mass=packed(p @ values.abs()),
+        out=out,
+        mass=packed(p @ sizes),
         logit_noise=packed(noise.flatten(3, 4)),
         keys=visible.sum(-1)[b, t],
         flat=everything,
@@ -95,7 +139,8 @@ def attend(
 
 
 def _norm(rows: torch.Tensor) -> torch.Tensor:
-    return (rows * rows).sum(-1, keepdim=True).sqrt()
+    norm: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return norm
 
 
 def _sinks(layers: Sequence[AttentionLayer], kv_heads: int) -> torch.Tensor | None:

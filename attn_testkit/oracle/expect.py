@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
+from cachetools import LRUCache, cached
 
-from ..cases.data import StepData, make_layers, make_step_data
+from ..cases.data import KEPT_BYTES, StepData, bytes_in, make_layers, make_step_data
 from ..cases.schedule import Schedule, Step
 from ..contract import ForwardMode
-from ..model import make_weights
+from ..model import Weights, make_weights
 from .attention import Attention, attend
 from .limits import attention_limit, linear_limit, row_limit
 
@@ -40,7 +42,7 @@ class Expected:
     """[R, vocab]."""
 
 
-@lru_cache(maxsize=32)
+@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), lock=threading.Lock())
 def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expected:
     """The answer for one step of a schedule, and the limits. ``pattern``: see ``make_step_data``.
 
@@ -53,7 +55,7 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
     if case.mode is ForwardMode.DRAFT_EXTEND:
         last = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1)
         hidden, hidden_limit = hidden[last], hidden_limit[last]
-    head = make_weights(_width(attention)).head.double()
+    head = _weights(attention).head
     return Expected(
         data=data,
         attention=attention.out,
@@ -75,12 +77,17 @@ def attend_with_limit(schedule: Schedule, data: StepData) -> tuple[Attention, to
     return attention, attention_limit(attention, case.dtype, matmul_dtype)
 
 
-def _width(attention: Attention) -> int:
-    return attention.out.shape[2] * attention.out.shape[3]
+def _weights(attention: Attention) -> Weights:
+    return _double_weights(attention.out.shape[2] * attention.out.shape[3])
+
+
+@lru_cache(maxsize=4)
+def _double_weights(width: int) -> Weights:
+    return make_weights(width).double()
 
 
 def _hidden(data: StepData, attention: Attention, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    weights: Sequence[torch.Tensor] = make_weights(_width(attention)).out.double().unbind(0)
+    weights: Sequence[torch.Tensor] = _weights(attention).out.unbind(0)
     hidden = data.hidden.double()
     total = torch.zeros_like(hidden)
     for out, allowed, weight in zip(attention.out, limit, weights, strict=True):

@@ -80,4 +80,4 @@ def linear_limit(limit: torch.Tensor, value: torch.Tensor, weight: torch.Tensor)
     ``limit`` and ``value`` [T, K], ``weight`` [K, N], all float64 -> [T, N] float64.
     """
     own = (value.shape[-1] + 2) * _FLOAT32
-    return limit @ weight.abs() + own * (value.abs() @ weight.abs())
+    return value.abs().mul_(own).add_(limit) @ weight.abs()

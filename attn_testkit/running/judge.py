@@ -83,7 +83,7 @@ def _judged(
     schedules = schedules_of(case, execution, claims, environment)
     driven = drive(DriveCase(case.id, execution))
     started = time.perf_counter()
-    outcome = _Outcome(driven, _observations(driven, schedules, claims), list(driven.findings))
+    outcome = _Outcome(driven, _observations(driven, schedules), list(driven.findings))
     for observed in outcome.observed:
         _judge_step(outcome, observed, claims)
     if driven.stage >= Stage.COMPLETED:
@@ -98,8 +98,8 @@ def _judged(
     return outcome, {**driven.seconds, "oracle and checks": spent}
 
 
-def _observations(driven: Driven, schedules: Sequence[Schedule], claims: Capabilities) -> list[Observation]:
-    """What came, with schedules, steps and inputs of the judge's own. Raises ``KeyError`` for a step there is not."""
+def _observations(driven: Driven, schedules: Sequence[Schedule]) -> list[Observation]:
+    """What came, with schedules and steps of the judge's own. Raises ``KeyError`` for a step there is not."""
 
     def of(record: StepRecord) -> Observation:
         schedule = schedules[record.schedule]
@@ -114,7 +114,6 @@ def _observations(driven: Driven, schedules: Sequence[Schedule], claims: Capabil
             record.replay,
             record.padded,
             None if record.eager_run is None else of(driven.records[record.eager_run]),
-            step_inputs(schedule, step, claims),
         )
 
     return [of(record) for record in driven.records]
@@ -139,7 +138,9 @@ def _pool(schedule: Schedule, step: Step, data: StepData, tails: bool, after: bo
 
 
 def _judge_step(outcome: _Outcome, observed: Observation, claims: Capabilities) -> None:
-    judgement = Judgement(observed, expect(observed.schedule, observed.step))
+    # The inputs are made anew for each step and let go of: those of a whole case may take half a gigabyte.
+    given = replace(observed, inputs=step_inputs(observed.schedule, observed.step, claims))
+    judgement = Judgement(given, expect(observed.schedule, observed.step))
     found = judge_step(judgement, observed.schedule, claims)
     outcome.margin = max(outcome.margin or 0.0, min(judgement.margin, 1e9))
     for finding in found:

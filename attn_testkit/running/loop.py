@@ -20,6 +20,7 @@ from ..registry import UsageError, capabilities_line
 from ..results import CaseResult, Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from .candidate import Candidate
+from .host_memory import Trimmer
 from .judge import judge_item
 from .merging import merged
 from .plan import plan_run
@@ -41,6 +42,7 @@ class Runner:
         self._idle: list[Worker | LocalWorker] = []
         self._busy: set[Worker | LocalWorker] = set()
         self._lock = threading.Lock()
+        self._trimmer = Trimmer()
         self._closed = False
         self._alone = True
         self._lost = ""
@@ -118,6 +120,7 @@ class Runner:
                     # Where several threads take from the list, the next group may be another one's.
                     place.next = _request(after) if after and same and (following or self._alone) else None
                     yield self._result(item, plan, place, candidates[item.backend])
+                    self._trimmer.after_case()
         finally:
             place.leave()
 

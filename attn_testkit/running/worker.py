@@ -20,6 +20,7 @@ from ..registry import UsageError
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from .candidate import Candidate, resolve_candidate
 from .case_run import drive_case, rerun
+from .host_memory import Trimmer
 from .process_state import ProcessState, changes, restore, take_state
 
 __all__ = ["LocalWorker", "given_up", "serve"]
@@ -55,6 +56,7 @@ class LocalWorker:
         self._modules = 0
         self._drives = 0
         self._case = ""
+        self._trimmer = Trimmer()
         self.described = Described(self.backend_class.capabilities, changed)
 
     def describe(self) -> Described:
@@ -68,6 +70,7 @@ class LocalWorker:
             # Nobody asks for the numbers of another case again, and those of long requests are large.
             self._case = request.case
             forget_data()
+            self._trimmer.after_case()
         self._modules = len(sys.modules)
         if self._drives in _SETTLE_AFTER or self._drives % _SETTLE_EVERY == 0:
             settle()

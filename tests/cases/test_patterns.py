@@ -100,3 +100,10 @@ def test_normals_come_from_a_bank_and_more_of_them_than_it_holds_do_not_repeat_i
     assert float(many.std()) == pytest.approx(1, rel=0.01)
     assert len(many[: 1 << 18].unique()) > 1 << 17
     assert not torch.equal(many[: 1 << 18], many[-(1 << 18) :])
+
+
+@pytest.mark.parametrize("size", [(1 << 20) + 1, (1 << 21) - 1, 5_000_000])
+def test_many_normals_are_every_seventh_of_the_bank_round_and_round(size: int) -> None:
+    start = int(np.random.default_rng(3).integers(0, 1 << 20))
+    bank = torch.from_numpy(np.random.default_rng(20260101).standard_normal(1 << 21, dtype=np.float32))
+    assert torch.equal(normals((size,), np.random.default_rng(3)), bank[(torch.arange(size) * 7 + start) % (1 << 21)])

@@ -8,6 +8,7 @@ import torch
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.oracle import attention
 from attn_testkit.oracle.attention import attend
 from attn_testkit.oracle.expect import expect
 
@@ -78,3 +79,33 @@ def test_very_negative_logits_do_not_vanish() -> None:
     logits = (data.q[0, 0, 0].double() @ data.keys[0, 0, :, 0].T) * make_layers(schedule.case)[0].scaling
     assert logits.max() < -3e4
     assert attend(data, make_layers(schedule.case)).out.abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "case_id",
+    [
+        "target-verify-gqa4x2-d64-bf16-p16-k40.1.17-t0.0.1.1.3-shared-gauss-w20-cap1.5-sink-b3prod",
+        "draft-extend-gqa4x2-d64-fp16-p16-k29.125.61.13-n6a6.1.3.2-interleaved-gauss-sink-b4prod",
+        "decode-mla4-d64r16-bf16-p16-k15.160.17-shuffled-gauss-b4prod",
+    ],
+)
+def test_a_large_step_computed_in_parts_gives_what_it_gives_at_once(
+    case_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = make_schedule(parse_case(case_id))
+    data, layers = make_step_data(schedule, schedule.steps[0]), make_layers(schedule.case)
+    without_first = data.visible.clone()
+    without_first[..., 0] = False
+    for visible in (None, without_first):
+        monkeypatch.setattr(attention, "_AT_ONCE", 1 << 40)
+        whole = attend(data, layers, visible, flat=True)
+        monkeypatch.setattr(attention, "_AT_ONCE", 0)
+        parts = attend(data, layers, visible, flat=True)
+        assert torch.equal(parts.keys, whole.keys)
+        for name in ("out", "mass", "flat"):
+            assert torch.allclose(getattr(parts, name), getattr(whole, name), rtol=1e-12, atol=1e-14), name
+        # Keys behind a request's last one, which nobody sees, no longer count.
+        assert (parts.logit_noise <= whole.logit_noise * (1 + 1e-12)).all()
+        assert torch.allclose(
+            parts.logit_noise[:, data.row_request == 1], whole.logit_noise[:, data.row_request == 1], rtol=0.7
+        )

@@ -320,8 +320,8 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def outcome(*found: Finding, steps: bool = True) -> _Outcome:
-    described, driven = recorded()
-    observed = judge._observations(driven, schedules(), described.claims)
+    _, driven = recorded()
+    observed = judge._observations(driven, schedules())
     named = [
         replace(observed[0], label=label) for label in ("replay 1 of 7", "replay 3 of 7", "eager", "replay 3 of 7")
     ]
@@ -353,11 +353,11 @@ def test_other_replays_with_the_same_finding_are_named_once(explained: list[str]
 
 
 def test_an_observation_has_what_its_record_says() -> None:
-    described, driven = recorded()
+    _, driven = recorded()
     first = replace(driven.records[0], label="eager twin", among="graphs")
     copies = driven.records[1].copies
     second = StepRecord(0, "step 0", copies, "replay 2", "steps", ("a block",), replay=True, padded=3, eager_run=1)
-    a, b = judge._observations(Driven(records=(second, first)), schedules(), described.claims)
+    a, b = judge._observations(Driven(records=(second, first)), schedules())
     assert (a.label, a.among, a.damaged, a.replay, a.padded) == ("replay 2", "steps", ("a block",), True, 3)
     assert (a.schedule, a.step, a.copies) == (schedules()[0], schedules()[0].steps[0], copies)
     assert a.eager_run is not None
