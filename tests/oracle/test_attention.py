@@ -106,6 +106,3 @@ def test_a_large_step_computed_in_parts_gives_what_it_gives_at_once(
             assert torch.allclose(getattr(parts, name), getattr(whole, name), rtol=1e-12, atol=1e-14), name
         # Keys behind a request's last one, which nobody sees, no longer count.
         assert (parts.logit_noise <= whole.logit_noise * (1 + 1e-12)).all()
-        assert torch.allclose(
-            parts.logit_noise[:, data.row_request == 1], whole.logit_noise[:, data.row_request == 1], rtol=0.7
-        )
