@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 __all__ = [
     "Tree",
-    "accept_greedily",
     "bit_packed",
     "chain",
     "from_scores",
@@ -149,34 +148,3 @@ def bit_packed(trees: Sequence[Tree]) -> npt.NDArray[np.unsignedinteger]:
     dtype = np.uint8 if n <= 8 else np.uint16 if n <= 16 else np.uint32
     weights = np.uint64(1) << np.arange(n, dtype=np.uint64)
     return np.concatenate([(tree.visible * weights).sum(1).astype(dtype) for tree in trees])
-
-
-def accept_greedily(
-    trees: Sequence[Tree], candidates: npt.NDArray[np.integer], target_predict: npt.NDArray[np.integer], steps: int
-) -> tuple[Ints, Ints, Ints]:
-    """Walk each tree from the root along children whose token the target predicts.
-
-    ``candidates`` and ``target_predict`` are [bs, N]. Returns ``predicts`` [bs * N], ``accept_index`` [bs, steps + 1]
-    (flat row ids, -1 after the end) and ``accept_token_num`` [bs] (correct drafts, without the bonus token). Among
-    siblings with the same token the smallest id wins.
-    """
-    bs, n = candidates.shape
-    predicts = np.zeros(bs * n, np.int64)
-    accept_index = np.full((bs, steps + 1), -1, np.int64)
-    accepted = np.zeros(bs, np.int64)
-    for i, tree in enumerate(trees):
-        first, sibling = tree.links
-        last, node = 0, 0
-        accept_index[i, 0] = i * n
-        for level in range(1, steps + 1):
-            node = int(first[node])
-            while node != -1 and candidates[i, node] != target_predict[i, last]:
-                node = int(sibling[node])
-            if node == -1:
-                break
-            predicts[i * n + last] = target_predict[i, last]
-            last = node
-            accept_index[i, level] = i * n + node
-            accepted[i] += 1
-        predicts[i * n + last] = target_predict[i, last]
-    return predicts, accept_index, accepted

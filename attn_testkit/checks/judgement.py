@@ -82,7 +82,7 @@ class Judgement:
 
     @property
     def right(self) -> bool:
-        """Every element and every row is written, finite and within its limit."""
+        """Every element and every row is written, finite and within its limit. Poison is NaN, and NaN is out of it."""
         return self.margin <= 1
 
     @cached_property
@@ -119,6 +119,8 @@ class Judgement:
     @cached_property
     def worst(self) -> Worst | None:
         """The finite element that is furthest out of its limit, else one of the row whose norm is; None: neither is."""
+        if self.right:
+            return None
         by_element, by_row = self.ratios
         elements = torch.where(self.finite, by_element, 0.0)
         if float(elements.max()) > 1:

@@ -12,6 +12,8 @@ __all__ = ["CHECKS", "finite", "matches_oracle", "output_written"]
 
 def output_written(judgement: Judgement) -> list[Finding]:
     """No element of a real row still holds the poison that was there before."""
+    if judgement.right:
+        return []
     missing = judgement.unwritten
     if not missing.any():
         return []
@@ -30,7 +32,7 @@ def output_written(judgement: Judgement) -> list[Finding]:
 
 def finite(judgement: Judgement) -> list[Finding]:
     """No NaN or Inf in a real row. What was never written is reported as that."""
-    if judgement.all_finite:
+    if judgement.right or judgement.all_finite:
         return []
     bad = ~judgement.finite & ~judgement.unwritten
     if not bad.any():

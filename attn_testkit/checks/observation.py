@@ -43,33 +43,61 @@ class Copies:
     """Host copies of one step, in one piece."""
 
     flat: npt.NDArray[np.uint8] = field(repr=False)
-    """All tensors, one after the other, wide elements first."""
-    layout: tuple[tuple[Group, str, str, tuple[int, ...]], ...] = field(repr=False)
-    """(group, name, dtype, shape) of each."""
+    """All tensors, one after the other."""
+    layout: tuple[tuple[Group, str, str, tuple[int, ...], int], ...] = field(repr=False)
+    """(group, name, dtype, shape, first byte) of each, in the order in which they lie."""
+
+    def group(self, group: Group) -> dict[str, torch.Tensor]:
+        """The tensors of one group by name: views. Empty for a group that there is not."""
+        found: dict[str, torch.Tensor] = {}
+        whole = torch.from_numpy(self.flat)
+        for of, name, dtype_name, shape, start in self.layout:
+            if of == group:
+                dtype: torch.dtype = getattr(torch, dtype_name)
+                found[name] = whole[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return found
 
     def cut(self) -> dict[Group, dict[str, torch.Tensor]]:
-        """The tensors, by group and name."""
-        found: dict[Group, dict[str, torch.Tensor]] = {}
-        start = 0
-        whole = torch.from_numpy(self.flat)
-        for group, name, dtype_name, shape in self.layout:
-            dtype: torch.dtype = getattr(torch, dtype_name)
-            end = start + math.prod(shape) * dtype.itemsize
-            found.setdefault(group, {})[name] = whole[start:end].view(dtype).view(shape)
-            start = end
-        return found
+        """The tensors, by group and name: views."""
+        return {group: self.group(group) for group in dict.fromkeys(entry[0] for entry in self.layout)}
+
+    def same(self, one: Group, other: Group) -> bool:
+        """Whether two groups hold the same names, dtypes, shapes and bits in the same order."""
+        a, b = ([entry for entry in self.layout if entry[0] == group] for group in (one, other))
+        if [entry[1:4] for entry in a] != [entry[1:4] for entry in b]:
+            return False
+        return not a or np.array_equal(self.flat[_span(a)], self.flat[_span(b)])
+
+
+def _span(entries: list[tuple[Group, str, str, tuple[int, ...], int]]) -> slice:
+    """The bytes of neighbours in a layout."""
+    _, _, dtype, shape, last = entries[-1]
+    return slice(entries[0][4], last + math.prod(shape) * int(getattr(torch, dtype).itemsize))
 
 
 def copies_of(tensors: Iterable[tuple[Group, str, torch.Tensor]]) -> Copies:
     """Copies of all of them, those of the device in one transfer."""
-    # Wide elements first, so that each piece stands at a multiple of its element's size.
-    ordered = sorted(tensors, key=lambda entry: -entry[2].dtype.itemsize)
+    # What is compared as a whole lies together. Wide elements first, so that a piece stands at a multiple of its size.
+    ordered = sorted(tensors, key=lambda entry: (_TOGETHER.get(entry[0], 0), -entry[2].dtype.itemsize))
     raw = [tensor.reshape(-1).view(torch.uint8) for _, _, tensor in ordered]
     on_device = [piece for piece in raw if piece.device.type != "cpu"]
     moved = iter(torch.split(torch.cat(on_device).cpu(), [len(piece) for piece in on_device]) if on_device else ())
-    flat = torch.cat([piece if piece.device.type == "cpu" else next(moved) for piece in raw])
-    layout = tuple((group, name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for group, name, t in ordered)
-    return Copies(flat.numpy(), layout)
+    pieces: list[torch.Tensor] = []
+    layout: list[tuple[Group, str, str, tuple[int, ...], int]] = []
+    end, before = 0, ""
+    for (group, name, tensor), piece in zip(ordered, raw, strict=True):
+        if group in _TOGETHER and group != before and end % _WIDEST:
+            pieces.append(_PADDING[end % _WIDEST :])
+            end += len(pieces[-1])
+        layout.append((group, name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end))
+        pieces.append(piece if piece.device.type == "cpu" else next(moved))
+        end, before = end + len(piece), group
+    return Copies(torch.cat(pieces).numpy(), tuple(layout))
+
+
+_TOGETHER: dict[Group, int] = {"before": 1, "now": 2}
+_WIDEST = 8
+_PADDING = torch.zeros(_WIDEST, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,24 +138,20 @@ class Observation:
     """Set by the judge; None while the step travels, and where its memory is of no interest."""
 
     @cached_property
-    def _pieces(self) -> dict[Group, dict[str, torch.Tensor]]:
-        return self.copies.cut()
-
-    @property
     def attention(self) -> tuple[torch.Tensor, ...]:
         """Output of every layer for the live rows, as the backend returned it: [T, Hq, Dv] or [T, Hq * Dv]."""
-        return tuple(self._pieces["attention"].values())
+        return tuple(self.copies.group("attention").values())
 
     @cached_property
     def outputs(self) -> Outputs:
         """What the mode returns to its caller."""
         found: dict[str, Any] = {"next_token_logits": None, "hidden_states": None}
-        return Outputs(**{**found, **self._pieces.get("outputs", {})})
+        return Outputs(**{**found, **self.copies.group("outputs")})
 
     @cached_property
     def written(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of the KV pool that changed, [n] int64 ascending, and their bits now: [L, 2 or 1, n, Hk, Dqk]."""
-        pieces = self._pieces["pool"]
+        pieces = self.copies.group("pool")
         return pieces["slots"], pieces["rows"]
 
     @cached_property
@@ -149,13 +173,15 @@ class Observation:
     @cached_property
     def modified(self) -> tuple[str, ...]:
         """Names of inputs that no longer hold what they held before the step."""
-        before, now = self._pieces.get("before", {}), self._pieces.get("now", {})
-        named = [(name, before[name], now[name]) for name in before]
-        return tuple(name for name, was, is_ in (*named, *self._activations()) if not _same_bits(was, is_))
+        named = self._activations()
+        if not self.copies.same("before", "now"):
+            before, now = self.copies.group("before"), self.copies.group("now")
+            named = [*((name, before[name], now[name]) for name in before), *named]
+        return tuple(name for name, was, is_ in named if not _same_bits(was, is_))
 
     def _activations(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """What the model's tables gave against what they hold now: the packed rows; q, k, v where those were copies."""
-        rows, inputs = self._pieces.get("activations", {}), self.inputs
+        rows, inputs = self.copies.group("activations"), self.inputs
         if inputs is None:
             return []
         data, found = inputs.data, []

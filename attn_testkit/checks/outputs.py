@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from ..cases.case import Case
 from ..cases.data import draft_topk
-from ..cases.trees import accept_greedily
-from ..contract import ForwardMode
 from ..oracle.expect import Expected
 from ..results import Finding
 from .check import Check, Stage
@@ -44,8 +41,6 @@ def mode_outputs(judgement: Judgement, case: Case) -> list[Finding]:
             return found
     if topk:
         return _topk(observed, outputs, expected, topk)
-    if case.mode is ForwardMode.TARGET_VERIFY:
-        return _accepted_path(observed, outputs.next_token_logits, expected)
     return []
 
 
@@ -97,34 +92,6 @@ def _topk(observed: Observation, outputs: Outputs, expected: Expected, k: int) -
     if not ((p.double() - want).abs() <= limit).all():
         row = int((~((p.double() - want).abs() <= limit)).any(-1).nonzero()[0])
         return _finding(observed, f"topk_p of request {row} is {p[row].tolist()}, want {want[row].tolist()}")
-    return []
-
-
-def _accepted_path(observed: Observation, logits: torch.Tensor, expected: Expected) -> list[Finding]:
-    """The greedy walk along the target's own predictions gives the oracle's path, unless an argmax ties."""
-    trees = [request.tree for request in observed.step.requests if request.tree is not None]
-    bs, n = len(trees), len(trees[0])
-    top2 = expected.logits.topk(2, -1)[0]
-    if bool(((top2[:, 0] - top2[:, 1]) <= 2 * expected.logits_limit.amax(-1)).any()):
-        return []
-    want = expected.logits.argmax(-1).view(bs, n).numpy()
-    got = logits.argmax(-1).view(bs, n).numpy()
-    # Draft tokens that the target would accept at every second node, so that paths have several lengths.
-    candidates = np.full((bs, n), -1, np.int64)
-    for i, tree in enumerate(trees):
-        for node, parent in enumerate(tree.parents, start=1):
-            candidates[i, node] = want[i, parent] if (node + i) % 3 else -2
-    steps = max(tree.depth for tree in trees)
-    for name, a, b in zip(
-        ("predicts", "accept_index", "accept_token_num"),
-        accept_greedily(trees, candidates, got, steps),
-        accept_greedily(trees, candidates, want, steps),
-        strict=True,
-    ):
-        if not np.array_equal(a, b):
-            return _finding(
-                observed, f"the accepted path differs: {name} is {a.tolist()}", f"on the oracle it is {b.tolist()}"
-            )
     return []
 
 

@@ -3,7 +3,6 @@ import pytest
 
 from attn_testkit.cases.trees import (
     Tree,
-    accept_greedily,
     bit_packed,
     chain,
     from_scores,
@@ -43,21 +42,6 @@ def test_masks_lie_in_memory_as_the_servers_lay_them(trees: list[Tree]) -> None:
     assert bit_packed(trees).dtype == np.uint8
     assert bit_packed([chain(9)]).dtype == np.uint16
     assert bit_packed([chain(17)]).dtype == np.uint32
-
-
-def test_greedy_walk_accepts_the_servers_path(trees: list[Tree]) -> None:
-    candidates = np.array([[10, 11, 12, 13, 15, 19], [30, 31, 32, 33, 35, 37]])
-    predict = np.array([[12, 99, 15, 99, 77, 99], [31, 33, 99, 37, 99, 99]])
-    predicts, accept_index, accepted = accept_greedily(trees, candidates, predict, steps=3)
-    assert predicts.tolist() == [12, 0, 15, 0, 77, 0, 31, 33, 0, 37, 0, 0]
-    assert accept_index.tolist() == [[0, 2, 4, -1], [6, 7, 9, -1]]
-    assert accepted.tolist() == [2, 2]
-
-
-def test_the_smallest_sibling_wins_a_tie() -> None:
-    tree = Tree((0, 0, 0))
-    _, accept_index, _ = accept_greedily([tree], np.array([[1, 7, 7, 7]]), np.array([[7, 0, 0, 0]]), steps=1)
-    assert accept_index.tolist() == [[0, 1]]
 
 
 def test_a_parent_with_a_larger_id_is_refused() -> None:
@@ -109,15 +93,6 @@ def test_depth_and_width_of_small_trees() -> None:
         (1, 2, 3),
         (2, 3, 6),
     ]
-
-
-@pytest.mark.parametrize(("steps", "accepted"), [(0, 0), (1, 1), (2, 2), (3, 3), (5, 3)])
-def test_the_walk_ends_after_so_many_steps_or_at_a_leaf(steps: int, accepted: int) -> None:
-    tokens = np.array([[4, 5, 6, 7]])
-    predicts, index, counts = accept_greedily([chain(4)], tokens, np.array([[5, 6, 7, 8]]), steps)
-    assert counts.tolist() == [accepted]
-    assert index.tolist() == [[*range(accepted + 1), *[-1] * (steps - accepted)]]
-    assert predicts.tolist() == [5, 6, 7, 8][: accepted + 1] + [0] * (3 - accepted)
 
 
 def test_masks_of_no_request_are_empty_and_those_of_the_drafts_alone_have_no_prefix(trees: list[Tree]) -> None:

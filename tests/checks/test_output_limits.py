@@ -21,8 +21,7 @@ from by_hand import (
 
 from attn_testkit.cases.data import draft_topk
 from attn_testkit.checks import Judgement
-from attn_testkit.checks.observation import Outputs
-from attn_testkit.checks.outputs import _accepted_path, mode_outputs
+from attn_testkit.checks.outputs import mode_outputs
 from attn_testkit.oracle.expect import Expected
 from attn_testkit.results import Finding
 
@@ -117,15 +116,3 @@ def test_one_best_token_has_probability_one_exactly() -> None:
     assert ones is not None
     assert findings(V1_TOP1, topk_p=ones) == []
     assert "topk_p" in findings(V1_TOP1, topk_p=changed(ones, next_above(1.0), -1, 0))[0].headline
-
-
-def test_the_greedy_path_is_judged_unless_an_argmax_ties_within_two_limits() -> None:
-    schedule = schedule_of(VERIFY)
-    expected = expected_zeros(schedule)
-    for gap, judged in ((SLACK, False), (SLACK + 1e-6, True)):
-        logits = torch.zeros_like(expected.logits)
-        logits[:, 3] = gap
-        other = torch.zeros(logits.shape)
-        other[:, 3], other[0, 7] = 1.0, 2.0  # another argmax at the root of the first tree
-        seen = observation(schedule, expected, outputs=Outputs(other, None))
-        assert bool(_accepted_path(seen, other, replace(expected, logits=logits))) is judged

@@ -19,7 +19,7 @@ from attn_testkit.running.wire import Unreadable, read
 
 
 def test_messages_travel_whole() -> None:
-    copies = Copies(np.arange(8, dtype=np.uint8), (("attention", "0", "float32", (1, 2)),))
+    copies = Copies(np.arange(8, dtype=np.uint8), (("attention", "0", "float32", (1, 2), 0),))
     record = StepRecord(0, "step 0", copies, "a label", replay=True, padded=1)
     finding = Finding("completes", "it raised")
     driven = Driven((record,), (finding,), 5, seconds={"setup": 0.5}, replaced=("a",))
