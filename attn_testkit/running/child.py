@@ -100,7 +100,11 @@ class Child:
         except (EOFError, OSError):
             self._died()
         except Unreadable as error:
-            raise self._lost(Status.CRASHED, f"the process spoke for itself: {error}") from error
+            raise self.spoke_for_itself(str(error)) from error
+
+    def spoke_for_itself(self, what: str) -> ChildLost:
+        """The exception to raise where what came was not said by the kit's side of the child. Ends the process."""
+        return self._lost(Status.CRASHED, f"the process spoke for itself: {what}")
 
     def last_words(self) -> str:
         """What it printed since it was last told something, a line each; empty for nothing."""

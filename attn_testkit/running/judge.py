@@ -87,10 +87,11 @@ def _judged(
     for observed in outcome.observed:
         _judge_step(outcome, observed, claims)
     if driven.stage >= Stage.COMPLETED:
-        outcome.findings += _missing(schedules, case, execution, claims, outcome.observed)
-        if execution is Execution.EAGER:
+        missing = _missing(schedules, case, execution, claims, outcome.observed)
+        outcome.findings += missing
+        if execution is Execution.EAGER and not missing:
             outcome.findings += _compared(case, claims, outcome.observed)
-        elif not outcome.failed:
+        elif execution is Execution.GRAPH and not outcome.failed:
             # What is wrong at a replay as well is reported there, with a place.
             outcome.findings += _not_finite([schedules[i] for i in driven.not_finite_in_warm_up], driven.fill)
     outcome.findings += _left_behind((*described.changed, *driven.changed))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
+from ..checks import Stage
 from ..registry import BackendNotFound
 from ..results import Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
@@ -14,6 +16,9 @@ from .candidate import Candidate
 from .child import START_SECONDS, Child, ChildLost, ending
 
 __all__ = ["Worker", "WorkerLost", "WorkerStartError", "ending"]
+
+
+_STAGES = frozenset(map(int, Stage))
 
 
 class WorkerLost(Exception):
@@ -42,6 +47,7 @@ class Worker:
         self.described: Described | None = None
         self._timeout_s = timeout_s
         self._ahead: DriveCase | Rerun | None = None
+        self._number = 0
         self._kept: dict[DriveCase | Rerun, Driven | str] = {}
         try:
             self._child = Child(forking.SERVE, candidate, device, gpu, timeout_s)
@@ -84,23 +90,39 @@ class Worker:
             # Asked between: what was begun is kept for when it is asked for.
             begun, self._ahead = self._ahead, None
             with _lost(of_another=True):
-                self._kept[begun] = self._child.answer()
+                self._kept[begun] = self._answer()
         if request in self._kept:
             return self._judged(self._kept.pop(request))
         with _lost():
             if self._ahead is None:
-                self._child.tell(request, self._timeout_s)
+                self._tell(request)
             self._ahead = None
-            return self._judged(self._child.answer())
+            return self._judged(self._answer())
 
     def ahead(self, request: DriveCase) -> None:
         """Begin a drive that is asked for next, while the judge is busy with the one before."""
         if not self.ended and self._ahead is None:
             self._ahead = request
             with contextlib.suppress(ChildLost):  # it is raised when the answer is asked for
-                self._child.tell(request, self._timeout_s)
+                self._tell(request)
+
+    def _tell(self, request: DriveCase | Rerun) -> None:
+        # A number that nobody can know before: what is no answer to this very question is seen.
+        self._number = secrets.randbits(63)
+        self._child.tell((self._number, request), self._timeout_s)
+
+    def _answer(self) -> Any:
+        message = self._child.answer()
+        if not isinstance(message, tuple) or len(message) != 2:
+            raise self._child.spoke_for_itself(f"it sent a {type(message).__name__}, which is no answer")
+        number, answer = message
+        if number != self._number:
+            raise self._child.spoke_for_itself("it sent an answer to another question")
+        return answer
 
     def _judged(self, answer: Any) -> Driven:
+        if isinstance(answer, Driven) and answer.stage not in _STAGES:
+            raise self._child.spoke_for_itself(f"it sent a drive that came as far as {answer.stage!r}")
         if isinstance(answer, Driven):
             # A lost device context outlives the case-run; the next one needs a fresh process.
             if answer.lost:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
 import sys
 import traceback
 from dataclasses import replace
@@ -13,14 +14,16 @@ import torch
 
 from ..cases.data import forget_data
 from ..checks.failures import device_full
-from ..contract import AttentionBackend
+from ..contract import AttentionBackend, Capabilities
 from ..environment import Environment, resolve
 from ..graphs.capture import settle
 from ..registry import UsageError
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from .candidate import Candidate, resolve_candidate
 from .case_run import drive_case, rerun
+from .oracle_sealed import seal_oracle
 from .process_state import ProcessState, changes, restore, take_state
+from .wire import read
 
 __all__ = ["LocalWorker", "given_up", "serve"]
 
@@ -55,7 +58,7 @@ class LocalWorker:
         self._modules = 0
         self._drives = 0
         self._case = ""
-        self.described = Described(self.backend_class.capabilities, changed)
+        self.described = Described(_plain(candidate, self.backend_class), changed)
 
     def describe(self) -> Described:
         """What the backend claims."""
@@ -73,8 +76,8 @@ class LocalWorker:
             settle()
         try:
             if isinstance(request, Rerun):
-                return rerun(self.backend_class, request, self.environment)
-            driven = drive_case(self.backend_class, request, self.environment)
+                return rerun(self.backend_class, request, self.environment, self.described.claims)
+            driven = drive_case(self.backend_class, request, self.environment, self.described.claims)
         except BaseException as error:
             changed = self._changed()
             if not changed or isinstance(error, (KeyboardInterrupt, MemoryError)):
@@ -106,6 +109,19 @@ class LocalWorker:
         self.ended = True
 
 
+def _plain(candidate: Candidate, backend_class: type[AttentionBackend]) -> Capabilities:
+    """The claims as the judge will read them: a drive goes by the same, whatever the class answers the next time."""
+    try:
+        described = read(pickle.dumps(Described(backend_class.capabilities)))
+    except Exception as error:
+        raise UsageError(
+            f"backend {candidate.spec!r}: its capabilities are no plain values: {error}; write "
+            "capabilities = Capabilities(eager={...}, ...) with numbers, strings and sets"
+        ) from error
+    assert isinstance(described, Described)
+    return described.claims
+
+
 def _packages() -> frozenset[str]:
     """Top-level packages that are imported, but for Python's own and those that are always there."""
     return frozenset(name.partition(".")[0] for name in list(sys.modules)) - sys.stdlib_module_names - _ALWAYS_THERE
@@ -123,6 +139,7 @@ def serve(connection: Connection, candidate: Candidate, device: str, gpu: str, t
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     torch.set_num_threads(1)
+    seal_oracle()
     # Shortly before the judge gives up, say where it hangs.
     patience = max(timeout_s - 0.5, timeout_s * 0.7)
     faulthandler.dump_traceback_later(patience, exit=False)
@@ -135,11 +152,11 @@ def serve(connection: Connection, candidate: Candidate, device: str, gpu: str, t
     connection.send(worker.described)
     while True:
         try:
-            request = connection.recv()
+            number, request = connection.recv()
         except EOFError:
             os._exit(0)
         faulthandler.dump_traceback_later(patience, exit=False)
-        connection.send(_answer(worker, request))
+        connection.send((number, _answer(worker, request)))
         faulthandler.cancel_dump_traceback_later()
 
 
