@@ -20,6 +20,7 @@ from ..registry import UsageError, capabilities_line
 from ..results import CaseResult, Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from .candidate import Candidate
+from .exits import refuse_success_by_exit
 from .judge import judge_item
 from .merging import merged
 from .plan import plan_run
@@ -37,6 +38,8 @@ class Runner:
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()
+        if self.options.in_process:
+            refuse_success_by_exit()
         self._described: dict[Candidate, Described] = {}
         self._idle: list[Worker | LocalWorker] = []
         self._busy: set[Worker | LocalWorker] = set()

@@ -13,12 +13,20 @@ from ..results import Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from . import forking
 from .candidate import Candidate
-from .child import START_SECONDS, Child, ChildLost, ending
+from .child import Child, ChildLost, ending
 
-__all__ = ["Worker", "WorkerLost", "WorkerStartError", "ending"]
+__all__ = ["Worker", "WorkerLost", "WorkerStartError", "ending", "import_seconds"]
+
+_IMPORT_SECONDS = 60.0
+"""What importing a backend may take at least: of a large package, from a cold disk, on a busy machine."""
 
 
 _STAGES = frozenset(map(int, Stage))
+
+
+def import_seconds(timeout_s: float) -> float:
+    """How long importing a backend may take, where a case-run may take ``timeout_s``: as long, and never too short."""
+    return max(_IMPORT_SECONDS, timeout_s)
 
 
 class WorkerLost(Exception):
@@ -50,7 +58,7 @@ class Worker:
         self._number = 0
         self._kept: dict[DriveCase | Rerun, Driven | str] = {}
         try:
-            self._child = Child(forking.SERVE, candidate, device, gpu, timeout_s)
+            self._child = Child(forking.SERVE, candidate, device, gpu, timeout_s, import_seconds(timeout_s))
         except (OSError, EOFError) as error:
             raise WorkerStartError(f"no process could be started: {error}") from error
 
@@ -72,7 +80,7 @@ class Worker:
             except ChildLost as error:
                 raise WorkerStartError(f"a worker could not start: {error.reason}") from error
             try:
-                answer = self._child.hear(max(START_SECONDS, self._timeout_s))
+                answer = self._child.hear(import_seconds(self._timeout_s))
             except ChildLost as error:
                 raise BackendNotFound(f"backend {self.candidate.spec!r}: importing it: {error.reason}") from error
             if isinstance(answer, str):

@@ -21,8 +21,9 @@ from ..registry import UsageError
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from .candidate import Candidate, resolve_candidate
 from .case_run import drive_case, rerun
+from .left_running import Running
 from .oracle_sealed import seal_oracle
-from .process_state import ProcessState, changes, restore, take_state
+from .process_state import ProcessState, changes, restore, take_state, unchanged
 from .wire import read
 
 __all__ = ["LocalWorker", "given_up", "serve"]
@@ -54,6 +55,7 @@ class LocalWorker:
         if changed:
             restore(before)
         self._state: ProcessState = take_state()
+        self._running = Running(self.backend_class.__module__.partition(".")[0])
         self._packages = _packages()
         self._modules = 0
         self._drives = 0
@@ -90,12 +92,15 @@ class LocalWorker:
         # A package that is first imported in the middle of a drive sets what others set where their module is imported.
         imported = len(sys.modules) > self._modules and _packages() > self._packages
         skip = _FIRST_SEEN_AT_IMPORT if imported else ()
-        changed = tuple(changes(self._state, skip=skip))
-        if changed:
+        changed: tuple[str, ...] = ()
+        if not unchanged(self._state):
+            changed = tuple(changes(self._state, skip=skip))
+            # Also where it is no finding: each case-run draws the same random numbers.
             restore(self._state, skip=skip)
         if imported:
             self._state, self._packages = take_state(), _packages()
-        return changed
+            self._running.accept()
+        return (*changed, *self._running.left())
 
     def ahead(self, request: DriveCase) -> None:
         """Nothing: there is no other process to work meanwhile."""
@@ -134,15 +139,15 @@ def _with_changes(driven: Driven, changed: tuple[str, ...]) -> Driven:
     return replace(driven, changed=(*driven.changed, *changed)) if changed else driven
 
 
-def serve(connection: Connection, candidate: Candidate, device: str, gpu: str, timeout_s: float) -> None:
+def serve(
+    connection: Connection, candidate: Candidate, device: str, gpu: str, timeout_s: float, import_s: float
+) -> None:
     """Answer questions until the judge closes the pipe. What goes wrong in here is the backend's."""
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     torch.set_num_threads(1)
     seal_oracle()
-    # Shortly before the judge gives up, say where it hangs.
-    patience = max(timeout_s - 0.5, timeout_s * 0.7)
-    faulthandler.dump_traceback_later(patience, exit=False)
+    faulthandler.dump_traceback_later(_patience(import_s), exit=False)
     try:
         worker = LocalWorker(candidate, device)
     except UsageError as error:
@@ -155,9 +160,14 @@ def serve(connection: Connection, candidate: Candidate, device: str, gpu: str, t
             number, request = connection.recv()
         except EOFError:
             os._exit(0)
-        faulthandler.dump_traceback_later(patience, exit=False)
+        faulthandler.dump_traceback_later(_patience(timeout_s), exit=False)
         connection.send((number, _answer(worker, request)))
         faulthandler.cancel_dump_traceback_later()
+
+
+def _patience(seconds: float) -> float:
+    """Shortly before the judge gives up, say where it hangs."""
+    return max(seconds - 0.5, seconds * 0.7)
 
 
 def _answer(worker: LocalWorker, request: DriveCase | Rerun) -> Driven | str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
+import threading
 import time
 import warnings
 from typing import Any
@@ -193,6 +195,46 @@ class LeavesEnvironment(AfterForward):
 class LeavesDeterminism(AfterForward):
     def act(self) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+class LeavesThread(AfterForward):
+    def act(self) -> None:
+        threading.Thread(target=_wait, name="prefetcher", daemon=True).start()
+
+
+def _wait() -> None:
+    time.sleep(600)
+
+
+class LeavesChild(AfterForward):
+    def act(self) -> None:
+        subprocess.Popen(["sleep", "600"])
+
+
+class LeavesTrace(AfterForward):
+    def act(self) -> None:
+        sys.setprofile(lambda *_: None)
+
+
+class EndsItsThread(TorchNativeBackend):
+    """A helper that lives as long as its instance, which is in a circle."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.stop = threading.Event()
+        threading.Thread(target=self.stop.wait, daemon=True).start()
+        self.me = self
+
+    def __del__(self) -> None:
+        self.stop.set()
+
+
+class DrawsRandomNumbers(AfterForward):
+    """From the generators of the process."""
+
+    def act(self) -> None:
+        torch.rand(1000)
+        random.random()
 
 
 class PutsBack(AfterForward):
