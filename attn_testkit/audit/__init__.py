@@ -98,7 +98,7 @@ def _judge(connection: Connection, tasks: Sequence[Task], settings: Settings, th
 def judged_here(tasks: Sequence[Task], settings: Settings, jobs: int) -> Iterator[Verdict]:
     """As they come. Each thread judges what its worker did; a worker is forked for each task and ends with it."""
     waiting = deque(tasks)
-    runners = [Runner(Options(timeout_s=settings.timeout_s)) for _ in range(jobs)]
+    runners = [Runner(Options(timeout_s=settings.timeout_s, asks_afresh=False)) for _ in range(jobs)]
     front_ends = [FrontEnd(settings) for _ in runners]
 
     def verdicts_of(runner: Runner, front_end: FrontEnd) -> Iterator[Verdict]:

@@ -32,7 +32,9 @@ class FrontEnd:
         )
         try:
             if self._judge is None:
-                self._judge = JudgeProcess(Options(timeout_s=self._settings.timeout_s), self._settings.device)
+                self._judge = JudgeProcess(
+                    Options(timeout_s=self._settings.timeout_s, asks_afresh=False), self._settings.device
+                )
             plan = self._judge.plan(request)
             results = [*plan.preset, *self._judge.run(plan, plan.items)]
         except JudgeError as error:

@@ -28,7 +28,7 @@ from .case_run import request_to_isolate, schedules_of
 from .pool import WorkerLost
 from .request import Item, Plan
 
-__all__ = ["Drive", "judge_item"]
+__all__ = ["Drive", "fails", "judge_item"]
 
 Drive = Callable[[DriveCase | Rerun], Driven]
 """Has a worker drive something. May raise ``pool.WorkerLost``."""
@@ -62,6 +62,13 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
             hint = f"{item.backend}: {item.mode} captures and replays correctly under a graph, and is not claimed"
             return replace(result, hints=(hint,))
     return result
+
+
+def fails(drive: Drive, described: Described, plan: Plan, item: Item) -> bool:
+    """Whether a case-run does not pass, and no more. Raises what ``drive`` raises."""
+    execution, environment = Execution(item.execution), resolve(plan.device)
+    outcome, _ = _judged(drive, described, parse_case(item.case), execution, environment)
+    return bool(outcome.findings or outcome.driven.lost)
 
 
 def _unless_lost(drive: Drive) -> Drive:

@@ -237,6 +237,43 @@ class DrawsRandomNumbers(AfterForward):
         random.random()
 
 
+_LONGEST: list[int] = []
+
+
+class KeepsInAModule(TorchNativeBackend):
+    """A module keeps the longest context of the first instance, and all others are right for that one alone."""
+
+    def forward(self, *args: Any, **more: Any) -> torch.Tensor:
+        if not _LONGEST:
+            _LONGEST.append(self.context.max_context_len)
+        return super().forward(*args, **more) * (1.0 if _LONGEST[0] == self.context.max_context_len else 0.75)
+
+
+class WrongFromTheFourthInstanceOn(TorchNativeBackend):
+    """A class attribute counts."""
+
+    instances = 0
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        type(self).instances += 1
+
+    def forward(self, *args: Any, **more: Any) -> torch.Tensor:
+        return super().forward(*args, **more) * (1.0 if self.instances < 4 else 0.75)
+
+
+class CrashesTheSecondTime(TorchNativeBackend):
+    """A class attribute says that there was a first."""
+
+    seen = False
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        if self.seen and context.max_bs == 4:
+            os._exit(0)
+        type(self).seen = True
+
+
 class PutsBack(AfterForward):
     """Changes and restores: what a good component does."""
 
