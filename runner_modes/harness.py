@@ -16,6 +16,8 @@ from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, Capabilities, ForwardMode, KVPool
 from attn_testkit.model import Model, pack
 
+from .errors import no_mode_left
+
 __all__ = ["LoadedStep", "ServerHarness", "context_for"]
 
 
@@ -103,7 +105,8 @@ class ServerHarness:
         # Rows of the table that no step has filled yet are finite: graphs are captured on token 0.
         self.model.table[:-1] = 0.5
         self.model.hidden_table[:-1] = 0.5
-        self.backend = backend_class(self.context)
+        with no_mode_left():
+            self.backend = backend_class(self.context)
 
     def prepare_capture(self) -> None:
         """The memory as a server has it when it captures: an all-zero request table, page 0 zeros, no live request."""

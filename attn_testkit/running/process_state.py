@@ -146,7 +146,7 @@ def restore(before: ProcessState, *, skip: tuple[str, ...] = ()) -> None:
     """
     for setting in SETTINGS:
         was = before.values[setting.name]
-        if setting.write is not None and setting.name not in skip and setting.read() != was:
+        if setting.name not in skip and setting.read() != was:
             setting.write(was)
     for name, key, _ in list(_replaced(before)):
         owner, attributes = before.owners[name]

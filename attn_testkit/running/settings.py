@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _pop_mode as pop_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 
 from .random_states import (
     numpy_random,
@@ -43,8 +45,8 @@ class Setting:
     name: str
     read: Callable[[], Any]
     """Its value, which ``==`` compares."""
-    write: Callable[[Any], object] | None
-    """Puts it back; None: nobody can."""
+    write: Callable[[Any], object]
+    """Puts it back."""
     say: Callable[[Any, Any], str] = _arrow
     """What changed from one value to another, before and after; empty for what may change."""
 
@@ -152,6 +154,13 @@ def _modes() -> tuple[str, ...]:
     return tuple(type(mode).__qualname__ for mode in stacks)
 
 
+def _leave_modes(before: tuple[str, ...]) -> None:
+    """Leave those that were entered since, the innermost first, functions before dispatch."""
+    while len(_modes()) > len(before):
+        leave = pop_function_mode if _get_current_function_mode_stack() else pop_dispatch_mode  # type: ignore[no-untyped-call]
+        leave()  # type: ignore[no-untyped-call]
+
+
 def _random(name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> Setting:
     return Setting(name, read, write, lambda was, now: reseeded(name, was, now))
 
@@ -177,6 +186,6 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("signal handlers", _signals, _set_signals, _say_signals),
     Setting("the trace and the profile function", _traces, _set_traces),
     Setting("the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-    Setting("function and dispatch modes that were entered", _modes, None),
+    Setting("function and dispatch modes that were entered", _modes, _leave_modes),
 )
 """In the order in which they are said."""

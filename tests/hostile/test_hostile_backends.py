@@ -31,11 +31,37 @@ def test_no_hostile_backend_gets_a_green_and_without_the_cheat_it_does(entry: Ho
     verdict = run_hostile(Task("hostile", entry.slug), front_end)
     assert verdict.exit_code, "a false green"
     assert "the kit itself failed" not in verdict.ending, "blamed on the kit"
+    assert ENDINGS.get(entry.slug, "") in verdict.ending
     assert (verdict.honest_exit_code, verdict.honest_ending) == (0, "passed")
+
+
+ENDINGS = {
+    "answers-the-next-question-with-the-last-answer": "the process spoke for itself: it sent an answer to another",
+    "asks-the-oracle": "failed: completes",
+    "claims-of-two-faces": "its capabilities are no plain values",
+    "claims-other-things-once-described": "failed: no-host-lengths",
+    "drops-steps-of-its-drive": "failed: completes",
+    "ends-the-judge": "the process that judges ended",
+    "exits-in-forward": "crashed: the process ended itself with exit code 0",
+    "forges-a-drive-of-nothing-but-its-first-step": "failed: completes",
+    "forges-the-answer-to-the-question": "failed: completes",
+    "graph-that-is-never-replayed": "failed: replay-follows-batch",
+    "host-syncs-allowed-while-it-plans": "failed: no-host-lengths",
+    "mode-entered-until-the-step-is-over": "failed: output-contract",
+    "output-kept-by-shape": "failed: steps-independent",
+    "output-of-two-minds": "failed: output-contract",
+    "reads-memory-left-behind": "failed: output-written",
+    "replaces-the-judge": "failed: matches-oracle",
+    "right-for-the-cases-it-knows": "failed: matches-oracle",
+    "sends-an-empty-answer": "the process spoke for itself: it sent a Driven, which is no answer",
+    "sends-code-to-the-judge": "the process spoke for itself: it sent posix._exit",
+}
+"""What stops those that others could take for luck."""
 
 
 def test_there_are_many_and_each_says_what_it_tries() -> None:
     assert len(ENTRIES) >= 20
+    assert {entry.slug for entry in ENTRIES} >= ENDINGS.keys()
     for entry in ENTRIES:
         assert entry.mechanism.endswith("."), entry.slug
         assert entry.backend.cheats

@@ -164,6 +164,9 @@ def test_a_mode_that_was_entered_and_not_left_is_seen(before: ProcessState, mode
         (found,) = changes(before)
         assert found == f"function and dispatch modes that were entered: () -> ('{mode.__qualname__}',)"
     assert changes(before) == []
+    mode().__enter__()
+    restore(before)
+    assert changes(before) == []
 
 
 def _new(*_: object) -> None:

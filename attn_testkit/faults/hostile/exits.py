@@ -79,6 +79,29 @@ class EndsTheJudge(HostileBackend):
         return super().answer(right, layer, batch)
 
 
+@hostile("ends-what-it-was-forked-from")
+class EndsWhatItWasForkedFrom(HostileBackend):
+    """Kills the process that all workers are forked from."""
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        forked_from = os.getppid()
+        if self.cheats:
+            os.kill(forked_from, signal.SIGKILL)
+        return super().answer(right, layer, batch)
+
+
+@hostile("raises-what-ends-programs")
+class RaisesWhatEndsPrograms(HostileBackend):
+    """Raises ``SystemExit(0)`` before anybody sees its output."""
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        if self.cheats:
+            sys.exit(0)
+        return right
+
+
 @hostile("prints-a-verdict")
 class PrintsAVerdict(HostileBackend):
     """Prints what a run prints that found everything right."""

@@ -73,6 +73,22 @@ class AsksTheOracle(HostileBackend):
         return right.copy_(expected.to(right.dtype))
 
 
+@hostile("drops-steps-of-its-drive", executions=(Execution.GRAPH,))
+class DropsStepsOfItsDrive(HostileBackend):
+    """Is right for the first two steps of a schedule, and takes the others out of it before anything is captured."""
+
+    @override
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        schedules = in_frames("schedules")
+        if self.cheats:
+            for schedule in schedules:
+                object.__setattr__(schedule, "steps", schedule.steps[:2])
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        return right
+
+
 @hostile("graph-that-is-never-replayed", executions=(Execution.GRAPH,))
 class GraphThatIsNeverReplayed(HostileBackend):
     """A plan has ``CUDAGraph.replay`` run the Python code again on the batch of the capture, which is then put back.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ...contract import AttentionLayer, BackendContext, Execution, ForwardBatch
@@ -82,6 +84,70 @@ class OutputOfTheStepBefore(HostileBackend):
         before = self.before.get(layer.layer_id, right)
         self.before[layer.layer_id] = right
         return before if self.cheats and before.shape == right.shape else right
+
+
+class _TwoMinds(torch.Tensor):
+    """Wrong in its memory; whatever torch computes of it is computed of the right numbers."""
+
+    right: torch.Tensor
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def seen(value: Any) -> Any:
+            return value.right if isinstance(value, cls) else value
+
+        return func(*map(seen, args), **{name: seen(value) for name, value in (kwargs or {}).items()})
+
+
+@hostile("output-of-two-minds", executions=_BOTH)
+class OutputOfTwoMinds(HostileBackend):
+    """Returns a tensor of a class of its own, whose memory is wrong and of which torch computes the right numbers."""
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        if not self.cheats:
+            return right.as_subclass(torch.Tensor)
+        out = super().answer(right, layer, batch).as_subclass(_TwoMinds)
+        object.__setattr__(out, "right", right)
+        return out
+
+
+class _RightWhereCopied(TorchFunctionMode):
+    """Whoever clones the wrong output is given the right one."""
+
+    answers: dict[int, torch.Tensor]
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = self.answers.get(id(args[0])) if args else None
+        if answer is not None and func.__name__ in ("clone", "reshape"):
+            args = (answer, *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@hostile("mode-entered-until-the-step-is-over")
+class ModeEnteredUntilTheStepIsOver(HostileBackend):
+    """A function mode stays entered when forward returns, hands out the right numbers, and is left before the end."""
+
+    mode: _RightWhereCopied | None = None
+    forwards = 0
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        out = super().answer(right, layer, batch)
+        if self.cheats and self.mode is None:
+            self.mode = _RightWhereCopied()
+            self.mode.answers = {}
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
+        if self.mode is not None:
+            self.mode.answers[id(out)] = right
+            self.kept = [*getattr(self, "kept", []), out]
+            # Three steps of two layers are a drive.
+            self.forwards += 1
+            if self.forwards == 6:
+                weakref.finalize(self, self.mode.__exit__, None, None, None)
+        return out
 
 
 @hostile("reads-memory-left-behind", executions=_BOTH)
