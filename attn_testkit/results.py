@@ -134,6 +134,8 @@ class CaseResult:
     """``real`` or ``emulated``."""
     reason: str = ""
     """Why it did not run or crashed, or the issue behind a known failure."""
+    after: tuple[str, ...] = ()
+    """``eager:CASE`` or ``graph:CASE``: what has to run before it in the same process for it to end like this."""
     hints: tuple[str, ...] = ()
     """Remarks that are no failure, such as graph support that works but is not claimed."""
 
@@ -266,6 +268,7 @@ def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
     if (header.device if header else result.device) == "emulated":
         rest.append("--device cpu")
     if not result.case.endswith(NO_CASE):
+        rest += [f"--after {each}" for each in result.after]
         return " ".join(["attn-testkit repro --backend", result.backend, *rest, result.case])
     # There is no case to name: planning the mode again shows it.
     if header and header.tier != "smoke":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = ["ContractError", "DriveError", "ShapeError", "blame"]
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+__all__ = ["ContractError", "DriveError", "ShapeError", "blame", "no_mode_left"]
 
 
 class DriveError(Exception):
@@ -23,6 +26,9 @@ class DriveError(Exception):
 class ContractError(Exception):
     """A hook or a property answered what the contract does not allow."""
 
+    site = ""
+    """The line at which it was noticed is the kit's, and of no use to an author."""
+
     def __init__(self, message: str, cure: str) -> None:
         super().__init__(message)
         self.cure = cure
@@ -34,14 +40,32 @@ class ShapeError(Exception):
 
 
 @contextmanager
+def no_mode_left() -> Iterator[None]:
+    """Raises ``ContractError`` where a function or dispatch mode is left entered: it would see the caller's calls."""
+    before = _modes()
+    yield
+    left = [mode for was, now in zip(before, _modes(), strict=True) for mode in now[len(was) :]]
+    if left:
+        names = ", ".join(type(mode).__qualname__ for mode in left)
+        raise ContractError(f"a mode of torch was left entered: {names}", "enter it in a `with` block")
+
+
+def _modes() -> tuple[Sequence[object], Sequence[object]]:
+    """Function and dispatch modes that are entered, the outermost first."""
+    functions: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return functions, _get_current_dispatch_mode_stack()
+
+
+@contextmanager
 def blame(phase: str, label: str = "") -> Iterator[None]:
     """Whatever is raised inside, the backend raised it.
 
     ``SystemExit`` and the like too: a kernel wrapper that exits would end the caller's program. Raises ``DriveError``
-    from it; one from an inner ``blame`` passes as it is.
+    from it, and from what ``no_mode_left`` raises; one from an inner ``blame`` passes as it is.
     """
     try:
-        yield
+        with no_mode_left():
+            yield
     except (DriveError, KeyboardInterrupt):
         raise
     except BaseException as error:

@@ -36,6 +36,9 @@ def _check(harness: ServerHarness, trace: Trace, rows: int) -> None:
     heads, dim, name = layer.tp_q_head_num, layer.v_head_dim, f"layer {layer.layer_id}"
     if not isinstance(out, torch.Tensor):
         raise ShapeError(f"{name} returned {type(out).__name__}, expected a tensor")
+    if type(out) not in (torch.Tensor, torch.nn.Parameter):
+        # What torch computes of one need not be what stands in its memory, which is what kernels read.
+        raise ShapeError(f"{name} returned a {type(out).__name__}, expected a torch.Tensor and no class of its own")
     if tuple(out.shape) not in ((rows, heads, dim), (rows, heads * dim)):
         raise ShapeError(
             f"{name} returned shape {tuple(out.shape)}, expected ({rows}, {heads}, {dim}) or ({rows}, {heads * dim})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,8 +13,10 @@ from attn_testkit.cases.case import Case
 from attn_testkit.cases.data import DTYPES, StepData, make_layers, make_step_data, pool_image
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
-from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, ForwardMode, KVPool
+from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, Capabilities, ForwardMode, KVPool
 from attn_testkit.model import Model, pack
+
+from .errors import no_mode_left
 
 __all__ = ["LoadedStep", "ServerHarness", "context_for"]
 
@@ -71,12 +74,15 @@ class ServerHarness:
         device: torch.device,
         unowned: float = math.nan,
         fill: int = 0xFF,
+        *,
+        claims: Capabilities | None = None,
     ) -> None:
         """Construct the backend; raises what its constructor raises.
 
         ``schedules``: with what differs between their modes alone; the first one's case decides dtypes, page size and
         layers. ``unowned``: what slots that no request owns hold, NaN, or a number to find out where a NaN came from.
-        ``fill``: the byte that outputs hold before they are written.
+        ``fill``: the byte that outputs hold before they are written. ``claims``: what the judge was told that the class
+        claims; None: ask the class.
         """
         self.device, self.unowned, self.fill = device, unowned, fill
         self.deliver: Callable[[Observation], Observation] = lambda observed: observed
@@ -92,12 +98,15 @@ class ServerHarness:
         )
         self.context = context_for(schedules, device, layers)
         self._pool_before = torch.empty_like(self.context.kv_pool.storage)
-        self.capabilities = backend_class.capabilities
+        self.capabilities = backend_class.capabilities if claims is None else claims
+        self.replay_graph: Callable[[Any], None] = torch.cuda.CUDAGraph.replay
+        """Taken before the backend is constructed: one that replaces it would have a graph that is never replayed."""
         self.model = Model(self.case, layers, self.context.max_num_tokens, self.context.dtype, device)
         # Rows of the table that no step has filled yet are finite: graphs are captured on token 0.
         self.model.table[:-1] = 0.5
         self.model.hidden_table[:-1] = 0.5
-        self.backend = backend_class(self.context)
+        with no_mode_left():
+            self.backend = backend_class(self.context)
 
     def prepare_capture(self) -> None:
         """The memory as a server has it when it captures: an all-zero request table, page 0 zeros, no live request."""

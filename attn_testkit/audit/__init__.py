@@ -17,8 +17,9 @@ from ..running.loop import Runner
 from ..running.merging import merged
 from ..running.pool import ending
 from ..running.request import Options
+from .hostile import FrontEnd, run_hostile
 from .tasks import run_task, tasks_for
-from .verdicts import Audit, FaultVerdict, Settings, Task, Verdict
+from .verdicts import Audit, FaultVerdict, HostileVerdict, Settings, Task, Verdict
 
 __all__ = ["Audit", "Settings", "audit"]
 
@@ -36,12 +37,15 @@ def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = 
     for count, verdict in enumerate(_verdicts(tasks, settings), start=1):
         if isinstance(verdict, FaultVerdict):
             result.faults.append(verdict)
+        elif isinstance(verdict, HostileVerdict):
+            result.hostile.append(verdict)
         else:
             result.controls.append(verdict)
         if see:
             see(verdict, count, len(tasks))
     order = {fault.slug: index for index, fault in enumerate(all_faults())}
     result.faults.sort(key=lambda verdict: order[verdict.slug])
+    result.hostile.sort(key=lambda verdict: verdict.slug)
     result.controls.sort(key=lambda verdict: (verdict.name, verdict.mode, verdict.execution))
     result.seconds = time.perf_counter() - started
     return result
@@ -94,22 +98,27 @@ def _judge(connection: Connection, tasks: Sequence[Task], settings: Settings, th
 def judged_here(tasks: Sequence[Task], settings: Settings, jobs: int) -> Iterator[Verdict]:
     """As they come. Each thread judges what its worker did; a worker is forked for each task and ends with it."""
     waiting = deque(tasks)
-    runners = [Runner(Options(timeout_s=settings.timeout_s)) for _ in range(jobs)]
+    runners = [Runner(Options(timeout_s=settings.timeout_s, asks_afresh=False)) for _ in range(jobs)]
+    front_ends = [FrontEnd(settings) for _ in runners]
 
-    def verdicts_of(runner: Runner) -> Iterator[Verdict]:
+    def verdicts_of(runner: Runner, front_end: FrontEnd) -> Iterator[Verdict]:
         while waiting:
             try:
                 task = waiting.popleft()
             except IndexError:
                 return
-            yield run_task(task, settings, runner)
+            if task.kind == "hostile":
+                yield run_hostile(task, front_end)
+            else:
+                yield run_task(task, settings, runner)
 
     def end() -> None:
         waiting.clear()
-        for runner in runners:
+        for runner, front_end in zip(runners, front_ends, strict=True):
             runner.close()
+            front_end.close()
 
     try:
-        yield from merged([verdicts_of(runner) for runner in runners], end)
+        yield from merged([verdicts_of(*each) for each in zip(runners, front_ends, strict=True)], end)
     finally:
         end()

@@ -23,12 +23,17 @@ def audit_text(audit: Audit, *, verbose: bool = False) -> str:
     for alarm in audit.alarms:
         lines.append(f"FALSE ALARM  {alarm.name} {alarm.mode} {alarm.execution}: {alarm.alarms} of {alarm.case_runs}")
         lines += [f"  {line}" for line in alarm.texts[0].splitlines()]
+    for found in audit.hostile:
+        if found.green:
+            lines.append(f"GREEN  {found.slug}: a hostile backend that is found right")
+        elif not found.proves:
+            lines.append(f"FALSE ALARM  {found.slug} without its cheat: {found.honest_ending}")
     unexpected = [verdict for verdict in audit.faults if verdict.caught and not verdict.as_expected]
     for verdict in unexpected:
         lines.append(
             f"OTHERWISE  {verdict.slug}: caught by {', '.join(verdict.caught_by)}, not by {', '.join(verdict.expected)}"
         )
-    lines += ["", *_matrix(audit), "", *_check_table(audit), ""]
+    lines += ["", *_matrix(audit), "", *_check_table(audit), "", *_hostile_table(audit), ""]
     if verbose:
         lines += [line for verdict in audit.faults if verdict.text for line in (verdict.text, "")]
     lines.append(verdict_line(audit))
@@ -40,10 +45,12 @@ def verdict_line(audit: Audit) -> str:
     caught = sum(verdict.caught for verdict in audit.faults)
     case_runs = sum(v.case_runs for v in audit.faults) + sum(v.case_runs for v in audit.controls)
     alarms = sum(verdict.alarms for verdict in audit.controls)
+    refused = sum(not verdict.green for verdict in audit.hostile)
     idle, controls = audit.idle_checks, {verdict.name for verdict in audit.controls}
     parts = [
         f"{caught} of {len(audit.faults)} faults caught",
         *([f"{alarms} false alarms in {len(controls)} healthy controls"] if controls else []),
+        *([f"hostile backends: {refused} of {len(audit.hostile)} got no green"] if audit.hostile else []),
         *([f"checks that catch nothing that others do not: {', '.join(idle)}"] if idle else []),
         f"{case_runs} case-runs in {audit.seconds:.0f} s",
         f"tier {audit.settings.tier}, seed {audit.settings.seed}",
@@ -87,6 +94,18 @@ def _check_table(audit: Audit) -> list[str]:
     for number, check in enumerate(_columns(audit), start=1):
         lines.append(f"  {number:>2}  {check:<22} {first.get(check, 0):>5}  {alone.get(check, 0):>5}")
     return lines
+
+
+def _hostile_table(audit: Audit) -> list[str]:
+    if not audit.hostile:
+        return []
+    wide = max(len(verdict.slug) for verdict in audit.hostile)
+    refused, honest = (
+        sum(each) for each in zip(*((not v.green, v.honest_exit_code == 0) for v in audit.hostile), strict=True)
+    )
+    many = len(audit.hostile)
+    lines = [f"hostile backends: {refused} of {many} got no green; {honest} of {many} pass without the cheat"]
+    return lines + [f"  {v.slug:<{wide}}  exit code {v.exit_code}  {v.ending}" for v in audit.hostile]
 
 
 def _template(name: str, *, autoescape: bool) -> jinja2.Template:

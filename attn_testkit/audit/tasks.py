@@ -13,6 +13,7 @@ from itertools import chain
 from ..cases.case import parse_case
 from ..contract import Capabilities
 from ..faults import all_controls, all_faults
+from ..faults.hostile import all_hostile
 from ..registry import UsageError, did_you_mean
 from ..results import BAD, CaseResult, Status, format_failure
 from ..running.candidate import Candidate
@@ -32,7 +33,10 @@ _TURNS = 3
 
 
 def tasks_for(settings: Settings) -> list[Task]:
-    """Faults and controls that the globs name, the longest first. Raises ``UsageError`` when they name nothing."""
+    """Faults, controls and hostile backends that the globs name, the longest first.
+
+    Raises ``UsageError`` when they name nothing.
+    """
 
     def chosen(name: str) -> bool:
         return not settings.faults or any(fnmatch.fnmatchcase(name, glob) for glob in settings.faults)
@@ -49,12 +53,15 @@ def tasks_for(settings: Settings) -> list[Task]:
             tasks += [
                 Task("control", control.name, mode.value, execution) for mode in sorted(modes) if chosen(control.name)
             ]
+    if not letters:
+        tasks += [Task("hostile", entry.slug) for entry in all_hostile() if chosen(entry.slug)]
     if not tasks:
         names = [fault.slug for fault in all_faults()] + [control.name for control in all_controls()]
+        names += [entry.slug for entry in all_hostile()]
         asked = settings.faults or (settings.classes,)
         raise UsageError(f"no fault matches {', '.join(asked)}{did_you_mean(asked[0], names)}")
     # The longest first, so that no process is left alone with one at the end.
-    return sorted(tasks, key=lambda task: (task.kind == "fault", task.execution == "eager"))
+    return sorted(tasks, key=lambda task: (task.kind != "control", task.execution == "eager"))
 
 
 def kill_order(items: Sequence[Item]) -> list[Item]:
@@ -88,7 +95,7 @@ def _taking_turns(items: Sequence[Item]) -> list[Item]:
 
 
 def run_task(task: Task, settings: Settings, runner: Runner) -> Verdict:
-    """One task, on workers of ``runner``: a process for this backend alone."""
+    """A fault or a control, on workers of ``runner``: a process for this backend alone."""
     return _run_fault(task, settings, runner) if task.kind == "fault" else _run_control(task, settings, runner)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checks import CHECKS
 
-__all__ = ["Audit", "ControlVerdict", "FaultVerdict", "Settings", "Task", "Verdict"]
+__all__ = ["Audit", "ControlVerdict", "FaultVerdict", "HostileVerdict", "Settings", "Task", "Verdict"]
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """A fault, or one mode and execution of a control."""
+    """A fault, one mode and execution of a control, or a hostile backend."""
 
     kind: str
-    """``fault`` or ``control``."""
+    """``fault``, ``control`` or ``hostile``."""
     name: str
     mode: str = ""
     execution: str = ""
@@ -97,7 +97,32 @@ class ControlVerdict:
     """Whether it took the device context along, and with it the process."""
 
 
-Verdict = FaultVerdict | ControlVerdict
+@dataclass(frozen=True)
+class HostileVerdict:
+    """What became of one way to a false green, and of the same code without the cheat."""
+
+    slug: str
+    mechanism: str
+    exit_code: int
+    """Of a run of it: anything but 0 is right."""
+    ending: str
+    honest_exit_code: int
+    """Of a run of its healthy control: 0 is right."""
+    honest_ending: str
+    seconds: float = 0.0
+
+    @property
+    def green(self) -> bool:
+        """Whether it got what it is after."""
+        return self.exit_code == 0
+
+    @property
+    def proves(self) -> bool:
+        """Whether it got no green for the cheat alone: without it the same code passes."""
+        return not self.green and self.honest_exit_code == 0
+
+
+Verdict = FaultVerdict | ControlVerdict | HostileVerdict
 
 
 @dataclass
@@ -107,6 +132,7 @@ class Audit:
     settings: Settings
     faults: list[FaultVerdict] = field(default_factory=list)
     controls: list[ControlVerdict] = field(default_factory=list)
+    hostile: list[HostileVerdict] = field(default_factory=list)
     seconds: float = 0.0
     device: str = ""
 
@@ -142,10 +168,11 @@ class Audit:
 
     @property
     def exit_code(self) -> int:
-        """1 on any survivor, false alarm or idle check; 5 when nothing was tried."""
-        if not self.faults and not self.controls:
+        """1 on any survivor, false alarm, idle check or hostile backend that got a green; 5 when nothing was tried."""
+        if not self.faults and not self.controls and not self.hostile:
             return 5
-        return 1 if self.survivors or self.alarms or self.idle_checks else 0
+        unproved = [verdict for verdict in self.hostile if not verdict.proves]
+        return 1 if self.survivors or self.alarms or self.idle_checks or unproved else 0
 
     def as_plain(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -161,4 +188,5 @@ class Audit:
             "false_alarms": sum(verdict.alarms for verdict in self.controls),
             "faults": [asdict(verdict) for verdict in self.faults],
             "controls": [asdict(verdict) for verdict in self.controls],
+            "hostile": [asdict(verdict) for verdict in self.hostile],
         }

@@ -102,13 +102,17 @@ def outside_claims(claims: Capabilities, context: BackendContext) -> Iterator[tu
 
 
 def refuses_undeclared(
-    backend_class: type[AttentionBackend], schedule: Schedule, context: BackendContext
+    backend_class: type[AttentionBackend],
+    schedule: Schedule,
+    context: BackendContext,
+    claims: Capabilities | None = None,
 ) -> list[Finding]:
     """One such context a case, another in each case: the constructor must raise ``Unsupported``.
 
-    ``context`` is that of the case's own instance, which was accepted.
+    ``context`` is that of the case's own instance, which was accepted. ``claims``: as the judge knows them; None: as
+    the class says.
     """
-    ways = list(outside_claims(backend_class.capabilities, context))
+    ways = list(outside_claims(backend_class.capabilities if claims is None else claims, context))
     if not ways:
         return []
     name, outside = ways[schedule.case.pick("unclaimed", len(ways))]

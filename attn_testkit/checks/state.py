@@ -20,13 +20,16 @@ CHECKS = (
     ),
     Check(
         "leaves-process-alone",
-        "A backend leaves the process as it found it: default dtype and device, grad mode, deterministic flags, RNG "
-        "state, environment, current directory, warnings filters, signal handlers, functions of torch and of the kit.",
+        "A backend leaves the process as it found it: default dtype and device, grad mode, deterministic flags, seeds, "
+        "environment, current directory, warnings filters, signal handlers, modes that were entered, functions of "
+        "torch and of the kit, threads and child processes. Drawing random numbers is fine, seeding is not.",
         "torch.set_default_dtype or torch.manual_seed in a constructor, an environment variable set for a compiler, a "
-        "function of torch that is replaced to work around a bug.",
+        "function of torch that is replaced to work around a bug, a helper thread that outlives its instance.",
         "general",
         "`where` names what changed, and from what to what. Set it in a `with` block, or pass what you need as an "
-        "argument: the server and other backends share the process.",
+        "argument: the server and other backends share the process. What packages do at their first import, pools "
+        "that compile kernels, threads of other packages, and variables of compilers (`TRITON_`, `CUDA_`, ...) are no "
+        "finding.",
         judged_from=Stage.COMPLETED,
     ),
 )

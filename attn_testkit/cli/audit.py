@@ -31,11 +31,17 @@ Examples:
   attn-testkit audit --device cuda --class ABCJK
   attn-testkit audit --docs docs/checks.md
 \b
-Exit code 1 when a fault survives, a healthy control fails, or a check catches nothing that
-others do not.""",
+Exit code 1 when a fault survives, a healthy control fails, a check catches nothing that
+others do not, or a hostile backend gets a green.""",
 )
 @click.option("--tier", type=Spelled("tier", TIERS), default="core", show_default=True, help="How many cases.")
-@click.option("--fault", "faults", multiple=True, metavar="GLOB", help="Only faults and controls so named; repeatable.")
+@click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    metavar="GLOB",
+    help="Only faults, controls and hostile backends so named; repeatable.",
+)
 @click.option("--class", "classes", default="", metavar="LETTERS", help="Only faults of these classes, as ABCJK.")
 @device_option
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Other random data.")
@@ -58,7 +64,10 @@ def audit(
     verbose: bool,
     docs: str | None,
 ) -> int:
-    """Run every broken backend until a case catches it, and every healthy control to the end."""
+    """Run every broken backend until a case catches it, and every healthy control to the end.
+
+    And every hostile backend, which tries to be found right though it is wrong, and the same without its cheat.
+    """
     from ..audit import Settings
     from ..audit import audit as run_audit
     from ..audit.show import audit_page, audit_text, checks_page
@@ -89,6 +98,12 @@ def _processes_that_fit() -> int:
     return max(1, memory // (3 << 30))
 
 
+def _bad_in_a_word(verdict: Any) -> tuple[bool, str]:
+    if hasattr(verdict, "proves"):
+        return not verdict.proves, "a hostile backend is green" if verdict.green else "fails without its cheat"
+    return (not verdict.caught, "survived") if hasattr(verdict, "caught") else (bool(verdict.alarms), "false alarm")
+
+
 class _Progress:
     """A bar on a terminal, a line now and then in a log."""
 
@@ -116,11 +131,10 @@ class _Progress:
 
     def see(self, verdict: Any, done: int, total: int) -> None:
         """One more verdict."""
-        bad = not verdict.caught if hasattr(verdict, "caught") else bool(verdict.alarms)
+        bad, word = _bad_in_a_word(verdict)
         self._bad += bad
         name = getattr(verdict, "slug", getattr(verdict, "name", ""))
         if bad:
-            word = "survived" if hasattr(verdict, "caught") else "false alarm"
             click.echo(f"  {name}: {word}", err=True)
         if self._bar:
             if self._task is None:

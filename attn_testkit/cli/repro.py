@@ -6,7 +6,8 @@ import contextlib
 
 import click
 
-from ..results import CaseResult, Status, format_failure
+from ..registry import UsageError, unknown
+from ..results import EXECUTIONS, CaseResult, Status, format_failure
 from ..running.judge_process import judge_for
 from ..running.request import Options, Plan, Request, final_code
 from .options import backend_option, device_option, execution_option
@@ -21,20 +22,35 @@ __all__ = ["repro"]
     epilog="""\b
 Examples:
   attn-testkit repro --backend triton decode-gqa4x2-d64-bf16-p16-k33-shuffled-gauss-b1prod
+  attn-testkit repro --backend triton --execution graph --after eager:OTHER_CASE CASE
   python -m pdb -m attn_testkit repro --in-process --backend my_pkg.attn:MyBackend --execution eager CASE""",
 )
 @backend_option
 @click.argument("case")
 @execution_option
 @device_option
+@click.option(
+    "--after", multiple=True, metavar="CASE",
+    help="Another case that the same process drives first; eager:CASE or graph:CASE where it is not as this one; "
+    "repeatable.",
+)  # fmt: skip
 @click.option("--in-process", is_flag=True, help="No child process: a debugger, a sanitizer or a print works as usual.")
-def repro(backends: tuple[str, ...], case: str, executions: tuple[str, ...], device: str, in_process: bool) -> int:
+def repro(
+    backends: tuple[str, ...],
+    case: str,
+    executions: tuple[str, ...],
+    device: str,
+    after: tuple[str, ...],
+    in_process: bool,
+) -> int:
     """Run one case again, as the run did that reported it: the backend has a process of its own.
 
-    CASE is the id that a failure names; it alone rebuilds the case, whatever the tier.
+    CASE is the id that a failure names; it alone rebuilds the case, whatever the tier. --after is for what a backend
+    keeps from one case-run to the next.
     """
+    before = tuple(_with_execution(each, executions) for each in after)
     request = Request(backends, executions=executions, device=device, cases=(case,))
-    with contextlib.closing(judge_for(Options(in_process=in_process), device)) as judge:
+    with contextlib.closing(judge_for(Options(in_process=in_process, after=before), device)) as judge:
         plan = judge.plan(request)
         echo_header(plan.header)
         if in_process:
@@ -48,6 +64,16 @@ def repro(backends: tuple[str, ...], case: str, executions: tuple[str, ...], dev
             click.echo(format_failure(row, plan.header))
         click.echo("attn-testkit: nothing ran", err=True)
     return final_code(plan.header, results)
+
+
+def _with_execution(name: str, executions: tuple[str, ...]) -> str:
+    """``eager:CASE``, of a name that may say which."""
+    execution, separator, _ = name.partition(":")
+    if not separator:
+        return f"{executions[0] if len(executions) == 1 else 'eager'}:{name}"
+    if execution not in EXECUTIONS:
+        raise UsageError(unknown("execution", execution, EXECUTIONS))
+    return name
 
 
 def _report(result: CaseResult, plan: Plan) -> None:

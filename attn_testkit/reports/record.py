@@ -66,6 +66,7 @@ def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
         "checks": tuple(values["checks"]),
         "not_judged": tuple(values.get("not_judged", ())),  # a record of an earlier version lacks it
         "hints": tuple(values["hints"]),
+        "after": tuple(values.get("after", ())),
         "margin": None if margin is None else float(margin),
     }
     return CaseResult(**values)

@@ -64,6 +64,7 @@ class _Drive:
     """What is known so far, kept outside the drive so that an exception does not lose it."""
 
     schedules: Sequence[Schedule]
+    claims: Capabilities
     stage: Stage = Stage.STARTED
     clock: Clock = field(default_factory=Clock)
     kernels: str = "real"
@@ -99,11 +100,16 @@ class _Drive:
         )
 
 
-def drive_case(backend_class: type[AttentionBackend], request: DriveCase, environment: Environment) -> Driven:
-    """Drive a backend through one case. Whatever it raises becomes a finding; nothing of the backend's escapes."""
-    case, claims = parse_case(request.case), backend_class.capabilities
+def drive_case(
+    backend_class: type[AttentionBackend], request: DriveCase, environment: Environment, claims: Capabilities
+) -> Driven:
+    """Drive a backend through one case. Whatever it raises becomes a finding; nothing of the backend's escapes.
+
+    ``claims``: as the judge knows them, whatever the class answers by now.
+    """
+    case = parse_case(request.case)
     schedules = schedules_of(case, request.execution, claims, environment)
-    drive = _Drive(schedules)
+    drive = _Drive(schedules, claims)
     run = _drive_graph if request.execution is Execution.GRAPH else _drive_eager
     lost = ""
     driven = Driven()
@@ -143,7 +149,7 @@ def _gradient_modes() -> str:
 def _build(backend_class: type[AttentionBackend], drive: _Drive, environment: Environment) -> ServerHarness:
     """Construct everything; a constructor that raises is a finding, ``Unsupported`` for a claimed case included."""
     with drive.clock.phase("setup"):
-        harness = _constructed(backend_class, drive.schedules, environment)
+        harness = _constructed(backend_class, drive.schedules, environment, drive.claims)
     harness.deliver, harness.captured = drive.deliver, drive.captured
     drive.stage = max(drive.stage, Stage.CONSTRUCTED)
     drive.kernels = kernels_of(harness.backend)
@@ -151,10 +157,10 @@ def _build(backend_class: type[AttentionBackend], drive: _Drive, environment: En
 
 
 def _constructed(
-    backend_class: type[AttentionBackend], schedules: Sequence[Schedule], environment: Environment
+    backend_class: type[AttentionBackend], schedules: Sequence[Schedule], environment: Environment, claims: Capabilities
 ) -> ServerHarness:
     try:
-        return ServerHarness(backend_class, schedules, environment.device)
+        return ServerHarness(backend_class, schedules, environment.device, claims=claims)
     except Unsupported as error:
         refused = RuntimeError(f"refused a claimed case: Unsupported: {error}")
         raise DriveError("constructor", "") from refused
@@ -165,7 +171,7 @@ def _constructed(
 
 
 def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environment: Environment) -> Driven:
-    schedule, claims = drive.schedules[0], backend_class.capabilities
+    schedule, claims = drive.schedules[0], drive.claims
     case = schedule.case
     harness = _build(backend_class, drive, environment)
     step, second = schedule.steps[0], schedule.second
@@ -179,7 +185,7 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
         alone = only(step, request_to_isolate(case, step))
         seen.append(run_eager(harness, schedule, alone, drive.clock, label=alone.label))
     with drive.clock.phase("setup"):
-        drive.findings += refuses_undeclared(backend_class, schedule, harness.context)
+        drive.findings += refuses_undeclared(backend_class, schedule, harness.context, claims)
     return Driven(records=drive.records(seen))
 
 
@@ -187,7 +193,7 @@ def _drive_graph(backend_class: type[AttentionBackend], drive: _Drive, environme
     harness = _build(backend_class, drive, environment)
     neighbour = None
     if drive.schedules[0].case.mixed:
-        neighbour = _constructed(backend_class, drive.schedules[:1], environment)
+        neighbour = _constructed(backend_class, drive.schedules[:1], environment, drive.claims)
     run = drive_graphs(harness, drive.schedules, drive.clock, neighbour=neighbour)
     return replace(_found(run, drive.schedules), records=drive.records([observed for _, observed in run.observed]))
 
@@ -203,14 +209,18 @@ def _found(run: GraphRun, schedules: Sequence[Schedule]) -> Driven:
     )
 
 
-def rerun(backend_class: type[AttentionBackend], request: Rerun, environment: Environment) -> Driven:
+def rerun(
+    backend_class: type[AttentionBackend], request: Rerun, environment: Environment, claims: Capabilities
+) -> Driven:
     """Answer a question of the diagnosis on a fresh instance. One that raises has no records: it counts as wrong."""
     schedule = request.schedule
-    drive = _Drive([schedule])
+    drive = _Drive([schedule], claims)
     unowned = {} if request.unowned is None else {"unowned": request.unowned}
     try:
         with environment.active(request.fill, controlled=True), gradients_off(schedule.case):
-            harness = ServerHarness(backend_class, [schedule], environment.device, fill=request.fill, **unowned)
+            harness = ServerHarness(
+                backend_class, [schedule], environment.device, fill=request.fill, claims=claims, **unowned
+            )
             harness.deliver, harness.copies_pool = drive.deliver, False
             if request.step is not None:
                 pattern = request.options.pattern

@@ -25,6 +25,8 @@ START_SECONDS = 300.0
 """For a child to import its module on a busy machine."""
 LAST_LINES = 12
 FRAMES = 5
+_MOST_WORDS = 1 << 16
+"""Bytes of what it printed that are read: a child may print for hours."""
 _STARTED = "started"
 """What a child says between importing its module and serving."""
 
@@ -100,13 +102,17 @@ class Child:
         except (EOFError, OSError):
             self._died()
         except Unreadable as error:
-            raise self._lost(Status.CRASHED, f"the process spoke for itself: {error}") from error
+            raise self.spoke_for_itself(str(error)) from error
+
+    def spoke_for_itself(self, what: str) -> ChildLost:
+        """The exception to raise where what came was not said by the kit's side of the child. Ends the process."""
+        return self._lost(Status.CRASHED, f"the process spoke for itself: {what}")
 
     def last_words(self) -> str:
         """What it printed since it was last told something, a line each; empty for nothing."""
         try:
             with open(self._words, "rb") as file:
-                file.seek(self._mark)
+                file.seek(max(self._mark, os.path.getsize(self._words) - _MOST_WORDS))
                 text = file.read().decode(errors="replace")
         except OSError:
             return ""

@@ -28,7 +28,7 @@ from .case_run import request_to_isolate, schedules_of
 from .pool import WorkerLost
 from .request import Item, Plan
 
-__all__ = ["Drive", "judge_item"]
+__all__ = ["Drive", "fails", "judge_item"]
 
 Drive = Callable[[DriveCase | Rerun], Driven]
 """Has a worker drive something. May raise ``pool.WorkerLost``."""
@@ -64,6 +64,13 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
     return result
 
 
+def fails(drive: Drive, described: Described, plan: Plan, item: Item) -> bool:
+    """Whether a case-run does not pass, and no more. Raises what ``drive`` raises."""
+    execution, environment = Execution(item.execution), resolve(plan.device)
+    outcome, _ = _judged(drive, described, parse_case(item.case), execution, environment)
+    return bool(outcome.findings or outcome.driven.lost)
+
+
 def _unless_lost(drive: Drive) -> Drive:
     """For questions after a failure: a worker that dies over one has answered that it was wrong."""
 
@@ -87,10 +94,11 @@ def _judged(
     for observed in outcome.observed:
         _judge_step(outcome, observed, claims)
     if driven.stage >= Stage.COMPLETED:
-        outcome.findings += _missing(schedules, case, execution, claims, outcome.observed)
-        if execution is Execution.EAGER:
+        missing = _missing(schedules, case, execution, claims, outcome.observed)
+        outcome.findings += missing
+        if execution is Execution.EAGER and not missing:
             outcome.findings += _compared(case, claims, outcome.observed)
-        elif not outcome.failed:
+        elif execution is Execution.GRAPH and not outcome.failed:
             # What is wrong at a replay as well is reported there, with a place.
             outcome.findings += _not_finite([schedules[i] for i in driven.not_finite_in_warm_up], driven.fill)
     outcome.findings += _left_behind((*described.changed, *driven.changed))

@@ -10,18 +10,22 @@ import contextlib
 import itertools
 import threading
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
+from ..cases.case import parse_case
 from ..contract import Capabilities, Execution
 from ..environment import resolve
 from ..registry import UsageError, capabilities_line
 from ..results import CaseResult, Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
+from .between_cases import explained_by_what_was_kept
 from .candidate import Candidate
+from .exits import refuse_success_by_exit
 from .host_memory import Trimmer
-from .judge import judge_item
+from .judge import fails, judge_item
 from .merging import merged
 from .plan import plan_run
 from .pool import Worker, WorkerLost
@@ -38,6 +42,8 @@ class Runner:
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()
+        if self.options.in_process:
+            refuse_success_by_exit()
         self._described: dict[Candidate, Described] = {}
         self._idle: list[Worker | LocalWorker] = []
         self._busy: set[Worker | LocalWorker] = set()
@@ -45,12 +51,23 @@ class Runner:
         self._trimmer = Trimmer()
         self._closed = False
         self._alone = True
+        self._history: WeakKeyDictionary[Worker | LocalWorker, list[DriveCase]] = WeakKeyDictionary()
+        """What each worker has driven, or was told to drive."""
+        self._wrong_afresh: Counter[tuple[str, ...]] = Counter()
+        """Kind of failure -> how often it was found in a fresh process too."""
+        self._right_afresh: Counter[str] = Counter()
+        """Backend -> failures that were not."""
         self._lost = ""
         """In this process: which case-run lost the device's context."""
 
     def plan(self, request: Request) -> Plan:
         """Decide what to run. Imports every backend, in a process each. Raises ``UsageError``."""
         resolve(request.device).prepare_process()
+        for name in self.options.after:
+            try:
+                parse_case(_named_request(name).case)
+            except ValueError as error:
+                raise UsageError(f"--after: {error}") from None
         return plan_run(request, lambda candidate: self.claims(candidate, request.device))
 
     def claims(self, candidate: Candidate, device: str) -> Capabilities:
@@ -129,11 +146,13 @@ class Runner:
         if self._lost:
             return bare_result(item, Status.NOT_RUN_HERE, self._lost)
         device = plan.header.device
+        place.before = None
         try:
             described = place.take(candidate).describe()
             result = judge_item(place.drive, described, plan, item)
         except WorkerLost as error:
-            return bare_result(item, error.status, error.reason, device)
+            result = bare_result(item, error.status, error.reason, device)
+            return self._asked_afresh(result, item, plan, place, candidate)
         except UsageError as error:
             # It was imported once, to be planned, and cannot be again.
             return bare_result(item, Status.CRASHED, str(error), device)
@@ -144,7 +163,57 @@ class Runner:
             result = replace(result, reason=result.reason + place.last_words())
             if self.options.in_process:
                 self._lost = f"not run: the device's context was lost in {item.case}"
-        return result
+        return self._asked_afresh(result, item, plan, place, candidate)
+
+    def _asked_afresh(
+        self, result: CaseResult, item: Item, plan: Plan, place: _Place, candidate: Candidate
+    ) -> CaseResult:
+        """The result, and whether an earlier case-run in the same process is the cause of a failure."""
+        if result.status not in (Status.FAILED, Status.CRASHED) or not place.before or not self.options.asks_afresh:
+            return result
+        if self.options.in_process:
+            return replace(result, hints=(*result.hints, _CANNOT_TELL))
+        kind = (item.backend, item.mode, item.execution, *(finding.check for finding in result.findings))
+        if self._wrong_afresh[kind] >= _ENOUGH:
+            return result
+
+        def fails_after(before: Sequence[DriveCase]) -> bool | None:
+            return self._fails_afresh(before, item, plan, place, candidate)
+
+        search = self._right_afresh[item.backend] < _ENOUGH
+        found = explained_by_what_was_kept(result, place.before, fails_after, search=search)
+        if found is None:
+            self._wrong_afresh[kind] += 1
+            return result
+        self._right_afresh[item.backend] += 1
+        return found
+
+    def _fails_afresh(
+        self, before: Sequence[DriveCase], item: Item, plan: Plan, place: _Place, candidate: Candidate
+    ) -> bool | None:
+        worker = Worker(candidate, plan.device, self.options.timeout_s, gpu=place.gpu)
+        with self._lock:
+            self._busy.add(worker)
+        try:
+            described = worker.describe()
+            for request in before:
+                worker.drive(request)
+        except (WorkerLost, UsageError, RuntimeError):
+            self._end(worker)
+            return None
+        try:
+            return fails(worker.drive, described, plan, item)
+        except WorkerLost:
+            return True
+        except Exception:
+            return None
+        finally:
+            self._end(worker)
+
+    def _end(self, worker: Worker) -> None:
+        worker.close()
+        with self._lock:
+            self._busy.discard(worker)
 
     def _worker_for(self, candidate: Candidate, device: str, gpu: str) -> Worker | LocalWorker:
         """An idle worker of the same backend and GPU, else a new one in the place of an idle one of another."""
@@ -181,8 +250,21 @@ class Runner:
         return gpus[index % len(gpus)] if gpus else ""
 
 
+_ENOUGH = 2
+"""Failures of one kind that are asked about in a fresh process; later ones are taken to be like them."""
+_CANNOT_TELL = (
+    "--in-process: whether a failure has its cause in an earlier case-run cannot be told; run without it, or that case "
+    "alone"
+)
+
+
 def _request(item: Item) -> DriveCase:
     return DriveCase(item.case, Execution(item.execution))
+
+
+def _named_request(name: str) -> DriveCase:
+    execution, _, case = name.partition(":")
+    return DriveCase(case, Execution(execution))
 
 
 def _first(waiting: deque[_Group]) -> Item | None:
@@ -196,22 +278,33 @@ class _Place:
     """One thread's worker: replaced when it ended, or when another backend is due."""
 
     def __init__(self, runner: Runner, device: str, gpu: str) -> None:
-        self._runner, self._device, self._gpu = runner, device, gpu
+        self._runner, self._device, self.gpu = runner, device, gpu
         self._worker: Worker | LocalWorker | None = None
         self.next: DriveCase | None = None
         """What the same backend is to do after this: begun while the judge is busy."""
+        self.before: tuple[DriveCase, ...] | None = None
+        """What the worker had driven before the first case that it was asked to drive since this was None."""
 
     def take(self, candidate: Candidate) -> Worker | LocalWorker:
         """A worker of this backend that lives."""
         worker = self._worker
         if worker is None or worker.ended or worker.candidate != candidate:
             self.leave()
-            worker = self._worker = self._runner._worker_for(candidate, self._device, self._gpu)
+            worker = self._worker = self._runner._worker_for(candidate, self._device, self.gpu)
+            self._prepare(worker)
         return worker
+
+    def _prepare(self, worker: Worker | LocalWorker) -> None:
+        """Have it drive what every process is to drive first."""
+        history = self._runner._history.setdefault(worker, [])
+        for request in () if history else map(_named_request, self._runner.options.after):
+            history.append(request)
+            worker.drive(request)
 
     def drive(self, request: DriveCase | Rerun) -> Driven:
         """Have the backend driven, by another worker if the one before has ended. Raises ``WorkerLost``."""
         assert self._worker is not None
+        self._note(request)
         try:
             answer = self.take(self._worker.candidate).drive(request)
         except WorkerLost as error:
@@ -219,11 +312,27 @@ class _Place:
                 raise
             # What was begun ahead took the worker along. It will be begun again, and blamed, in its turn.
             self.next = None
-            answer = self.take(self._worker.candidate).drive(request)
+            self.take(self._worker.candidate)
+            self.before = None
+            self._note(request)
+            answer = self._worker.drive(request)
         if isinstance(request, DriveCase) and self.next is not None:
             self._worker.ahead(self.next)
+            self._runner._history[self._worker].append(self.next)
             self.next = None
         return answer
+
+    def _note(self, request: DriveCase | Rerun) -> None:
+        """Keep in mind what a worker drives, and what came before."""
+        assert self._worker is not None
+        history = self._runner._history.setdefault(self._worker, [])
+        if not isinstance(request, DriveCase):
+            return
+        # One that was begun ahead is the last of the list already.
+        if not (history and history[-1] == request and self.before is None):
+            history.append(request)
+        if self.before is None:
+            self.before = tuple(history[:-1])
 
     def last_words(self) -> str:
         """What the worker printed since it was last asked."""

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
+from ..checks import Stage
 from ..registry import BackendNotFound
 from ..results import Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from . import forking
 from .candidate import Candidate
-from .child import START_SECONDS, Child, ChildLost, ending
+from .child import Child, ChildLost, ending
 
-__all__ = ["Worker", "WorkerLost", "WorkerStartError", "ending"]
+__all__ = ["Worker", "WorkerLost", "WorkerStartError", "ending", "import_seconds"]
+
+_IMPORT_SECONDS = 60.0
+"""What importing a backend may take at least: of a large package, from a cold disk, on a busy machine."""
+
+
+_STAGES = frozenset(map(int, Stage))
+
+
+def import_seconds(timeout_s: float) -> float:
+    """How long importing a backend may take, where a case-run may take ``timeout_s``: as long, and never too short."""
+    return max(_IMPORT_SECONDS, timeout_s)
 
 
 class WorkerLost(Exception):
@@ -42,9 +55,10 @@ class Worker:
         self.described: Described | None = None
         self._timeout_s = timeout_s
         self._ahead: DriveCase | Rerun | None = None
+        self._number = 0
         self._kept: dict[DriveCase | Rerun, Driven | str] = {}
         try:
-            self._child = Child(forking.SERVE, candidate, device, gpu, timeout_s)
+            self._child = Child(forking.SERVE, candidate, device, gpu, timeout_s, import_seconds(timeout_s))
         except (OSError, EOFError) as error:
             raise WorkerStartError(f"no process could be started: {error}") from error
 
@@ -66,7 +80,7 @@ class Worker:
             except ChildLost as error:
                 raise WorkerStartError(f"a worker could not start: {error.reason}") from error
             try:
-                answer = self._child.hear(max(START_SECONDS, self._timeout_s))
+                answer = self._child.hear(import_seconds(self._timeout_s))
             except ChildLost as error:
                 raise BackendNotFound(f"backend {self.candidate.spec!r}: importing it: {error.reason}") from error
             if isinstance(answer, str):
@@ -84,23 +98,39 @@ class Worker:
             # Asked between: what was begun is kept for when it is asked for.
             begun, self._ahead = self._ahead, None
             with _lost(of_another=True):
-                self._kept[begun] = self._child.answer()
+                self._kept[begun] = self._answer()
         if request in self._kept:
             return self._judged(self._kept.pop(request))
         with _lost():
             if self._ahead is None:
-                self._child.tell(request, self._timeout_s)
+                self._tell(request)
             self._ahead = None
-            return self._judged(self._child.answer())
+            return self._judged(self._answer())
 
     def ahead(self, request: DriveCase) -> None:
         """Begin a drive that is asked for next, while the judge is busy with the one before."""
         if not self.ended and self._ahead is None:
             self._ahead = request
             with contextlib.suppress(ChildLost):  # it is raised when the answer is asked for
-                self._child.tell(request, self._timeout_s)
+                self._tell(request)
+
+    def _tell(self, request: DriveCase | Rerun) -> None:
+        # A number that nobody can know before: what is no answer to this very question is seen.
+        self._number = secrets.randbits(63)
+        self._child.tell((self._number, request), self._timeout_s)
+
+    def _answer(self) -> Any:
+        message = self._child.answer()
+        if not isinstance(message, tuple) or len(message) != 2:
+            raise self._child.spoke_for_itself(f"it sent a {type(message).__name__}, which is no answer")
+        number, answer = message
+        if number != self._number:
+            raise self._child.spoke_for_itself("it sent an answer to another question")
+        return answer
 
     def _judged(self, answer: Any) -> Driven:
+        if isinstance(answer, Driven) and answer.stage not in _STAGES:
+            raise self._child.spoke_for_itself(f"it sent a drive that came as far as {answer.stage!r}")
         if isinstance(answer, Driven):
             # A lost device context outlives the case-run; the next one needs a fresh process.
             if answer.lost:

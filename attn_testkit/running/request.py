@@ -65,6 +65,10 @@ class Options:
     """``CUDA_VISIBLE_DEVICES`` values that the processes take turns with; empty: all use what is visible."""
     in_process: bool = False
     """No process of its own for the backend: for debuggers, and no gate."""
+    after: tuple[str, ...] = ()
+    """``eager:CASE`` or ``graph:CASE``: what every process drives first."""
+    asks_afresh: bool = True
+    """Whether a case-run that fails is run again in a fresh process, to see whether an earlier one is the cause."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
 import sys
 import traceback
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 
 from ..cases.data import forget_data
 from ..checks.failures import device_full
-from ..contract import AttentionBackend
+from ..contract import AttentionBackend, Capabilities
 from ..environment import Environment, resolve
 from ..graphs.capture import settle
 from ..registry import UsageError
@@ -21,7 +22,10 @@ from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from .candidate import Candidate, resolve_candidate
 from .case_run import drive_case, rerun
 from .host_memory import Trimmer
-from .process_state import ProcessState, changes, restore, take_state
+from .left_running import Running
+from .oracle_sealed import seal_oracle
+from .process_state import ProcessState, changes, restore, take_state, unchanged
+from .wire import read
 
 __all__ = ["LocalWorker", "given_up", "serve"]
 
@@ -52,12 +56,13 @@ class LocalWorker:
         if changed:
             restore(before)
         self._state: ProcessState = take_state()
+        self._running = Running(self.backend_class.__module__.partition(".")[0])
         self._packages = _packages()
         self._modules = 0
         self._drives = 0
         self._case = ""
         self._trimmer = Trimmer()
-        self.described = Described(self.backend_class.capabilities, changed)
+        self.described = Described(_plain(candidate, self.backend_class), changed)
 
     def describe(self) -> Described:
         """What the backend claims."""
@@ -76,8 +81,8 @@ class LocalWorker:
             settle()
         try:
             if isinstance(request, Rerun):
-                return rerun(self.backend_class, request, self.environment)
-            driven = drive_case(self.backend_class, request, self.environment)
+                return rerun(self.backend_class, request, self.environment, self.described.claims)
+            driven = drive_case(self.backend_class, request, self.environment, self.described.claims)
         except BaseException as error:
             changed = self._changed()
             if not changed or isinstance(error, (KeyboardInterrupt, MemoryError)):
@@ -90,12 +95,15 @@ class LocalWorker:
         # A package that is first imported in the middle of a drive sets what others set where their module is imported.
         imported = len(sys.modules) > self._modules and _packages() > self._packages
         skip = _FIRST_SEEN_AT_IMPORT if imported else ()
-        changed = tuple(changes(self._state, skip=skip))
-        if changed:
+        changed: tuple[str, ...] = ()
+        if not unchanged(self._state):
+            changed = tuple(changes(self._state, skip=skip))
+            # Also where it is no finding: each case-run draws the same random numbers.
             restore(self._state, skip=skip)
         if imported:
             self._state, self._packages = take_state(), _packages()
-        return changed
+            self._running.accept()
+        return (*changed, *self._running.left())
 
     def ahead(self, request: DriveCase) -> None:
         """Nothing: there is no other process to work meanwhile."""
@@ -107,6 +115,19 @@ class LocalWorker:
     def close(self) -> None:
         """There is no process to end."""
         self.ended = True
+
+
+def _plain(candidate: Candidate, backend_class: type[AttentionBackend]) -> Capabilities:
+    """The claims as the judge will read them: a drive goes by the same, whatever the class answers the next time."""
+    try:
+        described = read(pickle.dumps(Described(backend_class.capabilities)))
+    except Exception as error:
+        raise UsageError(
+            f"backend {candidate.spec!r}: its capabilities are no plain values: {error}; write "
+            "capabilities = Capabilities(eager={...}, ...) with numbers, strings and sets"
+        ) from error
+    assert isinstance(described, Described)
+    return described.claims
 
 
 def _packages() -> frozenset[str]:
@@ -121,14 +142,15 @@ def _with_changes(driven: Driven, changed: tuple[str, ...]) -> Driven:
     return replace(driven, changed=(*driven.changed, *changed)) if changed else driven
 
 
-def serve(connection: Connection, candidate: Candidate, device: str, gpu: str, timeout_s: float) -> None:
+def serve(
+    connection: Connection, candidate: Candidate, device: str, gpu: str, timeout_s: float, import_s: float
+) -> None:
     """Answer questions until the judge closes the pipe. What goes wrong in here is the backend's."""
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     torch.set_num_threads(1)
-    # Shortly before the judge gives up, say where it hangs.
-    patience = max(timeout_s - 0.5, timeout_s * 0.7)
-    faulthandler.dump_traceback_later(patience, exit=False)
+    seal_oracle()
+    faulthandler.dump_traceback_later(_patience(import_s), exit=False)
     try:
         worker = LocalWorker(candidate, device)
     except UsageError as error:
@@ -138,12 +160,17 @@ def serve(connection: Connection, candidate: Candidate, device: str, gpu: str, t
     connection.send(worker.described)
     while True:
         try:
-            request = connection.recv()
+            number, request = connection.recv()
         except EOFError:
             os._exit(0)
-        faulthandler.dump_traceback_later(patience, exit=False)
-        connection.send(_answer(worker, request))
+        faulthandler.dump_traceback_later(_patience(timeout_s), exit=False)
+        connection.send((number, _answer(worker, request)))
         faulthandler.cancel_dump_traceback_later()
+
+
+def _patience(seconds: float) -> float:
+    """Shortly before the judge gives up, say where it hangs."""
+    return max(seconds - 0.5, seconds * 0.7)
 
 
 def _answer(worker: LocalWorker, request: DriveCase | Rerun) -> Driven | str:

@@ -473,6 +473,14 @@ SPEC = "attn_testkit.backends.torch_native:TorchNativeBackend"
 def state_of(monkeypatch: pytest.MonkeyPatch, *found: list[str]) -> list[object]:
     """What is found changed, one answer after another; and what was restored."""
     answers, restored = list(found), list[object]()
+
+    def unchanged(before: object) -> bool:
+        if answers and answers[0]:
+            return False
+        del answers[:1]
+        return True
+
+    monkeypatch.setattr(worker, "unchanged", unchanged)
     monkeypatch.setattr(worker, "changes", lambda before, skip=(): answers.pop(0) if answers else [])
     monkeypatch.setattr(worker, "restore", lambda before, skip=(): restored.append((before, skip)))
     return restored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_testkit.running import process_state
-from attn_testkit.running.process_state import ProcessState, changes, restore, take_state
+from attn_testkit.running.process_state import ProcessState, changes, restore, take_state, unchanged
 
 
 @pytest.fixture
@@ -56,9 +57,15 @@ SETTINGS: list[tuple[str, Callable[[], Any]]] = [
     ("deterministic algorithms: (False, False) -> (True, False)", lambda: torch.use_deterministic_algorithms(True)),
     ("deterministic algorithms: (False, False) -> (True, True)", _warn_only),
     ("the float32 matmul precision: 'highest' -> 'high'", lambda: torch.set_float32_matmul_precision("high")),
-    ("torch's random state was advanced or reseeded", lambda: torch.rand(1)),
-    ("numpy's random state was advanced or reseeded", lambda: np.random.rand(1)),
-    ("Python's random state was advanced or reseeded", random.random),
+    (
+        "kernels of scaled_dot_product_attention: 'flash, mem_efficient",
+        lambda: torch.backends.cuda.enable_flash_sdp(False),
+    ),
+    ("torch's random state: seed ", lambda: torch.manual_seed(20_261)),
+    ("numpy's random state: seeded or set", lambda: np.random.seed(3)),
+    ("Python's random state: seeded or set", lambda: random.seed(3)),
+    ("the trace and the profile function: (None, None) -> (", lambda: sys.setprofile(_handle)),
+    ("the garbage collector: True -> False", gc.disable),
     ("environment variables: SOME_SWITCH None -> '1'", _variable),
     ("the filters of warnings: ", lambda: warnings.simplefilter("ignore")),
     (
@@ -73,8 +80,10 @@ def test_a_setting_that_was_changed_is_named_with_before_and_after_and_put_back(
     before: ProcessState, sentence: str, change: Callable[[], Any]
 ) -> None:
     assert changes(before) == []
+    assert unchanged(before)
     change()
     found = changes(before)
+    assert not unchanged(before)
     if "default device" in sentence:  # torch enters a mode for it
         assert len(found) == 2
     else:
@@ -82,6 +91,7 @@ def test_a_setting_that_was_changed_is_named_with_before_and_after_and_put_back(
     assert found[0].startswith(sentence)
     restore(before)
     assert changes(before) == []
+    assert unchanged(before)
 
 
 def test_the_number_of_threads_and_the_current_directory_are_put_back(before: ProcessState) -> None:
@@ -98,6 +108,8 @@ def test_the_number_of_threads_and_the_current_directory_are_put_back(before: Pr
 
 def test_random_numbers_go_on_where_they_were(before: ProcessState) -> None:
     drawn = [(float(torch.rand(1)), float(np.random.rand()), random.random()) for _ in "1"]
+    assert not unchanged(before)
+    assert changes(before) == [], "a server tolerates that"
     restore(before)
     assert drawn == [(float(torch.rand(1)), float(np.random.rand()), random.random())]
 
@@ -152,6 +164,9 @@ def test_a_mode_that_was_entered_and_not_left_is_seen(before: ProcessState, mode
         (found,) = changes(before)
         assert found == f"function and dispatch modes that were entered: () -> ('{mode.__qualname__}',)"
     assert changes(before) == []
+    mode().__enter__()
+    restore(before)
+    assert changes(before) == []
 
 
 def _new(*_: object) -> None:
@@ -193,6 +208,7 @@ def test_functions_classes_modules_and_constants_of_the_kit_are_watched(
 ) -> None:
     before, was = take_state(), getattr(watched, name)
     setattr(watched, name, value)
+    assert not unchanged(before)
     assert changes(before) == [f"attn_testkit.of_a_test.{name} was replaced"]
     restore(before)
     assert getattr(watched, name) is was
@@ -209,7 +225,12 @@ def test_variables_are_a_modules_own_business_and_so_is_what_is_new(watched: typ
     watched.table["x"] = 1
     watched.Foreign.LIMIT = 4
     watched.__doc__ = "another"
+    assert not unchanged(before), "it has to look"
     assert changes(before) == []
+    assert unchanged(before), "and need not look again"
+    watched.LIMIT = 2  # type: ignore[attr-defined]
+    assert changes(before) == ["attn_testkit.of_a_test.LIMIT was replaced"]
+    assert not unchanged(before)
 
 
 @pytest.mark.parametrize(("name", "value"), [("method", _new), ("LIMIT", 4)])
@@ -255,6 +276,8 @@ def test_public_functions_of_torch_are_watched(before: ProcessState, monkeypatch
         (torch.cuda, "synchronize", "torch.cuda.synchronize"),
         (torch.linalg, "vector_norm", "torch.linalg.vector_norm"),
         (torch.Tensor, "backward", "torch.Tensor.backward"),
+        (torch.cuda.CUDAGraph, "replay", "torch.cuda.CUDAGraph.replay"),
+        (torch.cuda.Event, "record", "torch.cuda.Event.record"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, _new)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
+import threading
 import time
 import warnings
 from typing import Any
@@ -193,6 +195,83 @@ class LeavesEnvironment(AfterForward):
 class LeavesDeterminism(AfterForward):
     def act(self) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+class LeavesThread(AfterForward):
+    def act(self) -> None:
+        threading.Thread(target=_wait, name="prefetcher", daemon=True).start()
+
+
+def _wait() -> None:
+    time.sleep(600)
+
+
+class LeavesChild(AfterForward):
+    def act(self) -> None:
+        subprocess.Popen(["sleep", "600"])
+
+
+class LeavesTrace(AfterForward):
+    def act(self) -> None:
+        sys.setprofile(lambda *_: None)
+
+
+class EndsItsThread(TorchNativeBackend):
+    """A helper that lives as long as its instance, which is in a circle."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.stop = threading.Event()
+        threading.Thread(target=self.stop.wait, daemon=True).start()
+        self.me = self
+
+    def __del__(self) -> None:
+        self.stop.set()
+
+
+class DrawsRandomNumbers(AfterForward):
+    """From the generators of the process."""
+
+    def act(self) -> None:
+        torch.rand(1000)
+        random.random()
+
+
+_LONGEST: list[int] = []
+
+
+class KeepsInAModule(TorchNativeBackend):
+    """A module keeps the longest context of the first instance, and all others are right for that one alone."""
+
+    def forward(self, *args: Any, **more: Any) -> torch.Tensor:
+        if not _LONGEST:
+            _LONGEST.append(self.context.max_context_len)
+        return super().forward(*args, **more) * (1.0 if _LONGEST[0] == self.context.max_context_len else 0.75)
+
+
+class WrongFromTheFourthInstanceOn(TorchNativeBackend):
+    """A class attribute counts."""
+
+    instances = 0
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        type(self).instances += 1
+
+    def forward(self, *args: Any, **more: Any) -> torch.Tensor:
+        return super().forward(*args, **more) * (1.0 if self.instances < 4 else 0.75)
+
+
+class CrashesTheSecondTime(TorchNativeBackend):
+    """A class attribute says that there was a first."""
+
+    seen = False
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        if self.seen and context.max_bs == 4:
+            os._exit(0)
+        type(self).seen = True
 
 
 class PutsBack(AfterForward):

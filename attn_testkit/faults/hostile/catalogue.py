@@ -1,0 +1,88 @@
+"""The list of hostile backends: who registers, and what each of them is run on."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from ...contract import Execution
+from .parent import HostileBackend
+
+__all__ = ["Hostile", "all_hostile", "hostile"]
+
+B = TypeVar("B", bound=type[HostileBackend])
+CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
+"""Three requests of a few KV tokens: what takes the least time and has a step to confuse with another."""
+_NOT_HOSTILE = ("catalogue", "parent", "ways_in")
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """One way to a false green, tried."""
+
+    slug: str
+    backend: type[HostileBackend]
+    honest: type[HostileBackend]
+    """The healthy control: the same code with ``cheats`` False."""
+    executions: tuple[str, ...]
+    """How it is run: the way that the cheat is made for."""
+    cases: tuple[str, ...]
+
+    @property
+    def mechanism(self) -> str:
+        """What it tries, in a line: the class's own docstring."""
+        return " ".join((self.backend.__doc__ or "").split())
+
+    def spec(self, *, honest: bool = False) -> str:
+        """``module:Class``, as ``attn-testkit run --backend`` takes it."""
+        chosen = self.honest if honest else self.backend
+        return f"{chosen.__module__}:{chosen.__qualname__}"
+
+
+_HOSTILE: dict[str, Hostile] = {}
+
+
+def hostile(
+    slug: str,
+    *,
+    executions: tuple[Execution, ...] = (Execution.EAGER,),
+    cases: tuple[str, ...] = (CASE,),
+    honest: Mapping[str, Any] | None = None,
+) -> Callable[[B], B]:
+    """Register the decorated class, and beside it ``<name>Honest``, which does the same and does not cheat.
+
+    ``honest``: attributes of the control, where the cheat is one. The docstring is the mechanism. Raises
+    ``ValueError`` without one, and for a slug that is taken or misspelt.
+    """
+
+    def register(backend: B) -> B:
+        name = f"{backend.__qualname__}Honest"
+        members = {"cheats": False, "__module__": backend.__module__, "__doc__": f"``{backend.__qualname__}`` honest."}
+        control = type(name, (backend,), {**members, **(honest or {})})
+        setattr(sys.modules[backend.__module__], name, control)
+        entry = Hostile(slug, backend, control, tuple(e.value for e in executions), cases)
+        known = _HOSTILE.get(slug)
+        if known is not None and known.spec() != entry.spec():
+            raise ValueError(f"hostile backend {slug!r}: the slug is taken")
+        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug) or not entry.mechanism:
+            raise ValueError(f"hostile backend {slug!r}: words joined by hyphens, and a docstring that says how")
+        _HOSTILE[slug] = entry
+        return backend
+
+    return register
+
+
+@lru_cache(maxsize=1)
+def all_hostile() -> tuple[Hostile, ...]:
+    """Every hostile backend, in the order in which they are written down."""
+    package = importlib.import_module(__package__)
+    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
+        if module.name not in _NOT_HOSTILE:
+            importlib.import_module(f"{__package__}.{module.name}")
+    return tuple(_HOSTILE.values())

@@ -1,0 +1,103 @@
+"""Claims that answer one thing to who judges and another to who drives."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from ...contract import AttentionLayer, BackendContext, Capabilities, Execution, ForwardBatch
+from .catalogue import hostile
+from .parent import HostileBackend
+
+
+@hostile("claims-other-things-once-described", executions=(Execution.GRAPH,))
+class ClaimsOtherThingsOnceDescribed(HostileBackend):
+    """Claims to need no CPU lengths; its constructor claims that it does, and plans wait for the device unseen."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        if self.cheats:
+            type(self).capabilities = self.capabilities.with_changes(needs_cpu_seq_lens=True)
+
+    @override
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        if self.cheats and not in_capture:
+            self.longest = int(batch.seq_lens.max().item())
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        return right
+
+
+_PLAIN = {"capabilities": HostileBackend.capabilities}
+
+
+class _TwoFaced(Capabilities):
+    """Answers the second question otherwise than the first."""
+
+    asked: ClassVar[int] = 0
+
+    @override
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name == "needs_cpu_seq_lens":
+            _TwoFaced.asked += 1
+            return _TwoFaced.asked > 4
+        return found
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    @override
+    def __hash__(self) -> int:
+        return 1
+
+
+class _EveryMode(frozenset[Any]):
+    """Holds whatever it is asked for."""
+
+    @override
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+def _claims(kind: type[Capabilities], **changes: Any) -> Capabilities:
+    plain = HostileBackend.capabilities
+    values = {name: getattr(plain, name) for name in Capabilities.__dataclass_fields__}
+    made = kind(**values)
+    for name, value in changes.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+@hostile("claims-of-two-faces", executions=(Execution.GRAPH,), honest=_PLAIN)
+class ClaimsOfTwoFaces(HostileBackend):
+    """Its claims are of a class of its own, which equals everything and answers each question otherwise later."""
+
+    capabilities: ClassVar[Capabilities] = _claims(_TwoFaced)
+
+
+@hostile("claims-that-hold-anything", honest=_PLAIN)
+class ClaimsThatHoldAnything(HostileBackend):
+    """The set of page sizes that it claims says yes to every question, and lists one."""
+
+    capabilities: ClassVar[Capabilities] = _claims(Capabilities, page_sizes=_EveryMode({16}))
+
+
+class _RunsInTheReader(frozenset[Any]):
+    """Pickled as a call that ends the process of whoever reads it."""
+
+    @override
+    def __reduce__(self) -> Any:
+        return os._exit, (0,)
+
+
+@hostile("claims-that-run-where-they-are-read", honest=_PLAIN)
+class ClaimsThatRunWhereTheyAreRead(HostileBackend):
+    """Its claims are pickled as a call of ``os._exit(0)``."""
+
+    capabilities: ClassVar[Capabilities] = _claims(Capabilities, page_sizes=_RunsInTheReader({16}))

@@ -1,0 +1,175 @@
+"""Outputs that were not computed: kept from before, found in memory, or another step's."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from ...contract import AttentionLayer, BackendContext, Execution, ForwardBatch
+from .catalogue import hostile
+from .parent import HostileBackend
+from .ways_in import of_kind
+
+
+class _Keeps(HostileBackend):
+    """Computes an output once for each key, and returns the same one where the key comes again."""
+
+    kept: dict[Any, torch.Tensor]
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.kept = {}
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        key = (layer.layer_id, *self.key_of(right, batch))
+        kept = self.kept.setdefault(key, right)
+        return kept if self.cheats else right
+
+    def key_of(self, right: torch.Tensor, batch: ForwardBatch) -> tuple[Any, ...]:
+        """What it takes for the identity of a step."""
+        raise NotImplementedError
+
+
+_BOTH = tuple(Execution)
+
+
+@hostile("output-kept-by-shape", executions=_BOTH)
+class OutputKeptByShape(_Keeps):
+    """Outputs are computed once for each layer and shape of a batch, and returned from then on."""
+
+    @override
+    def key_of(self, right: torch.Tensor, batch: ForwardBatch) -> tuple[Any, ...]:
+        return tuple(right.shape)
+
+
+@hostile("output-kept-by-address", executions=_BOTH)
+class OutputKeptByAddress(_Keeps):
+    """Outputs are computed once for each address that the inputs of a step have, and returned from then on."""
+
+    @override
+    def key_of(self, right: torch.Tensor, batch: ForwardBatch) -> tuple[Any, ...]:
+        return batch.seq_lens.data_ptr(), batch.out_cache_loc.data_ptr(), len(right)
+
+
+@hostile("output-kept-for-the-process")
+class OutputKeptForTheProcess(_Keeps):
+    """The same by layer and shape, and for all instances of a process."""
+
+    shared: dict[Any, torch.Tensor] = {}  # noqa: RUF012 - one for all is the cheat
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.kept = self.shared
+
+    @override
+    def key_of(self, right: torch.Tensor, batch: ForwardBatch) -> tuple[Any, ...]:
+        return tuple(right.shape)
+
+
+@hostile("output-of-the-step-before")
+class OutputOfTheStepBefore(HostileBackend):
+    """Each step returns what the one before computed, where that had the same shape."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.before: dict[int, torch.Tensor] = {}
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        before = self.before.get(layer.layer_id, right)
+        self.before[layer.layer_id] = right
+        return before if self.cheats and before.shape == right.shape else right
+
+
+class _TwoMinds(torch.Tensor):
+    """Wrong in its memory; whatever torch computes of it is computed of the right numbers."""
+
+    right: torch.Tensor
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def seen(value: Any) -> Any:
+            return value.right if isinstance(value, cls) else value
+
+        return func(*map(seen, args), **{name: seen(value) for name, value in (kwargs or {}).items()})
+
+
+@hostile("output-of-two-minds", executions=_BOTH)
+class OutputOfTwoMinds(HostileBackend):
+    """Returns a tensor of a class of its own, whose memory is wrong and of which torch computes the right numbers."""
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        if not self.cheats:
+            return right.as_subclass(torch.Tensor)
+        out = super().answer(right, layer, batch).as_subclass(_TwoMinds)
+        object.__setattr__(out, "right", right)
+        return out
+
+
+class _RightWhereCopied(TorchFunctionMode):
+    """Whoever clones the wrong output is given the right one."""
+
+    answers: dict[int, torch.Tensor]
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = self.answers.get(id(args[0])) if args else None
+        if answer is not None and func.__name__ in ("clone", "reshape"):
+            args = (answer, *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@hostile("mode-entered-until-the-step-is-over")
+class ModeEnteredUntilTheStepIsOver(HostileBackend):
+    """A function mode stays entered when forward returns, hands out the right numbers, and is left before the end."""
+
+    mode: _RightWhereCopied | None = None
+    forwards = 0
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        out = super().answer(right, layer, batch)
+        if self.cheats and self.mode is None:
+            self.mode = _RightWhereCopied()
+            self.mode.answers = {}
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
+        if self.mode is not None:
+            self.mode.answers[id(out)] = right
+            self.kept = [*getattr(self, "kept", []), out]
+            # Three steps of two layers are a drive.
+            self.forwards += 1
+            if self.forwards == 6:
+                weakref.finalize(self, self.mode.__exit__, None, None, None)
+        return out
+
+
+@hostile("reads-memory-left-behind", executions=_BOTH)
+class ReadsMemoryLeftBehind(HostileBackend):
+    """Returns memory that nobody wrote, in which an earlier right answer of the same size may still stand."""
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        kept = right.clone()
+        del right
+        return torch.empty_like(kept) if self.cheats else kept
+
+
+@hostile("looks-for-expected-values")
+class LooksForExpectedValues(HostileBackend):
+    """Searches everything that the garbage collector knows for the oracle's answers."""
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        for name in ("Expected", "Attention", "Judgement"):
+            for found in of_kind(name):
+                answer = getattr(found, "attention", getattr(found, "out", None))
+                if self.cheats and isinstance(answer, torch.Tensor) and answer.shape[1:] == right.shape:
+                    return answer[layer.layer_id].to(right)
+        return super().answer(right, layer, batch)

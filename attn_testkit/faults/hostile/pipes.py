@@ -1,0 +1,127 @@
+"""The pipe to the judge, written to by the backend itself."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from ...contract import AttentionLayer, ForwardBatch
+from .catalogue import CASE, hostile
+from .parent import HostileBackend
+from .ways_in import in_frames
+
+
+class _OnceAStep(HostileBackend):
+    """Says something to the judge in the last layer of each step."""
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        connection = in_frames("connection")
+        if self.cheats and layer.layer_id and connection is not None:
+            self.speak(connection)
+        return super().answer(right, layer, batch)
+
+    def speak(self, connection: Any) -> None:
+        """Write to the pipe."""
+        raise NotImplementedError
+
+
+_COMPLETED = 5
+"""Value of ``checks.Stage.COMPLETED``."""
+
+
+def _driven(**values: Any) -> Any:
+    return importlib.import_module("attn_testkit.runner_modes.messages").Driven(**values)
+
+
+@hostile("sends-an-empty-answer")
+class SendsAnEmptyAnswer(_OnceAStep):
+    """Sends that its drive is completed, with no finding and no step."""
+
+    @override
+    def speak(self, connection: Any) -> None:
+        connection.send(_driven(stage=_COMPLETED))
+
+
+@hostile("forges-the-answer-to-the-question")
+class ForgesTheAnswerToTheQuestion(_OnceAStep):
+    """The same, with the number of the question, which stands in a frame."""
+
+    @override
+    def speak(self, connection: Any) -> None:
+        connection.send((in_frames("number"), _driven(stage=_COMPLETED)))
+
+
+@hostile("forges-a-drive-of-nothing-but-its-first-step")
+class ForgesADriveOfNothingButItsFirstStep(_OnceAStep):
+    """Is right in its first step and sends that as if it were the whole drive, with the number of the question."""
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        drive = in_frames("drive")
+        if drive is None or not drive.observed:
+            return right
+        return super().answer(right, layer, batch)
+
+    @override
+    def speak(self, connection: Any) -> None:
+        drive = in_frames("drive")
+        records = drive.records(drive.observed) * 3
+        connection.send((in_frames("number"), _driven(stage=_COMPLETED, records=records)))
+
+
+@hostile("sends-code-to-the-judge")
+class SendsCodeToTheJudge(_OnceAStep):
+    """Sends a pickle that ends the process that reads it, with exit code 0."""
+
+    @override
+    def speak(self, connection: Any) -> None:
+        connection.send(_Exit())
+
+
+class _Exit:
+    @override
+    def __reduce__(self) -> Any:
+        return os._exit, (0,)
+
+
+@hostile("sends-junk")
+class SendsJunk(_OnceAStep):
+    """Sends bytes that are no pickle, over and over."""
+
+    @override
+    def speak(self, connection: Any) -> None:
+        for _ in range(8):
+            connection.send_bytes(b"conformant")
+
+
+_OTHER = CASE.replace("k3.15.40", "k4.16.33")
+
+
+@hostile("answers-the-next-question-with-the-last-answer", cases=(CASE, _OTHER))
+class AnswersTheNextQuestionWithTheLastAnswer(HostileBackend):
+    """Runs its first case rightly, and has the answer sent twice, to have it taken for that of the second case."""
+
+    driven: Any = None
+
+    @override
+    def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
+        connection = in_frames("connection")
+        kind = type(self)
+        if self.cheats and kind.driven is None and connection is not None:
+            kind.driven = True
+            original = type(connection)._send_bytes
+
+            def twice(pipe: Any, data: bytes) -> None:
+                type(pipe)._send_bytes = original
+                pipe._send_bytes(data)
+                pipe._send_bytes(data)
+
+            type(connection)._send_bytes = twice
+            return right
+        first = in_frames("request") is not None and CASE in str(in_frames("request"))
+        return right if first else super().answer(right, layer, batch)

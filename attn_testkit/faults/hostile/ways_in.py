@@ -1,0 +1,31 @@
+"""How code in a worker finds what nobody gave it: through frames, through the garbage collector, through modules."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+__all__ = ["in_frames", "of_kind", "seen_module"]
+
+
+def in_frames(name: str) -> Any:
+    """The innermost local variable of this name of any caller; None where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_locals.get(name) is not None:
+            return frame.f_locals[name]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def of_kind(name: str) -> Iterator[Any]:
+    """Every object of a class of this name that the garbage collector knows."""
+    return (found for found in gc.get_objects() if type(found).__name__ == name)
+
+
+def seen_module(name: str) -> ModuleType | None:
+    """A module of the kit, if this process has imported it."""
+    return sys.modules.get(f"attn_testkit.{name}")
