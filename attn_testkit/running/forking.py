@@ -10,7 +10,7 @@ __all__ = ["SERVE", "begin_forking", "fork_context", "preload"]
 
 SERVE = "attn_testkit.running.worker"
 """Module whose ``serve`` a worker runs."""
-_preloaded = [SERVE, "torch._dynamo"]
+_preloaded = [SERVE, "attn_testkit.running.judging", "torch._dynamo"]
 
 
 def preload(module: str) -> None:

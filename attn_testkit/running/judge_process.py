@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import os
 import signal
@@ -18,7 +17,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -26,7 +24,6 @@ from ..registry import UsageError
 from ..results import CaseResult
 from .forking import begin_forking
 from .gpus import visible_gpus
-from .merging import merged
 from .request import Item, Judge, Options, Plan, Request
 
 __all__ = ["RUNNER", "JudgeError", "JudgeProcess", "judge_for"]
@@ -125,51 +122,8 @@ class JudgeProcess:
         return JudgeError(f"the process that judges ended with exit code {code}; what it printed stands above")
 
 
-class JudgeProcesses:
-    """Several judges that share a run: one process judges what about four workers do."""
-
-    def __init__(self, options: Options, device: str = "auto") -> None:
-        count = -(-options.jobs // WORKERS_OF_ONE)
-        shares = [options.jobs // count + (index < options.jobs % count) for index in range(count)]
-        gpus = [options.gpus[index::count] or options.gpus for index in range(count)]
-        self._judges = [
-            JudgeProcess(replace(options, jobs=jobs, gpus=mine), device)
-            for jobs, mine in zip(shares, gpus, strict=True)
-        ]
-
-    def plan(self, request: Request) -> Plan:
-        """Decide what to run. Raises ``UsageError``."""
-        return self._judges[0].plan(request)
-
-    def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
-        """Results as they come. One that is given up before its end takes the judges along."""
-        shares = _shares(items, len(self._judges))
-        runs = [judge.run(plan, mine) for judge, mine in zip(self._judges, shares, strict=True)]
-        yield from merged(runs, self.close)
-
-    def close(self) -> None:
-        """End every judge and every worker."""
-        for judge in self._judges:
-            judge.close()
-
-
-WORKERS_OF_ONE = 4
-"""Judging takes about a fifth of a worker's time, and a process of Python judges one thing at a time."""
-
-
-def _shares(items: Sequence[Item], count: int) -> list[list[Item]]:
-    """The items dealt out, what shares a case to the same judge, so that each has cheap ones and dear ones."""
-    shares: list[list[Item]] = [[] for _ in range(count)]
-    groups = itertools.groupby(items, key=lambda item: (item.backend, item.case))
-    for share, (_, group) in zip(itertools.cycle(shares), groups, strict=False):
-        share += group
-    return shares
-
-
 def judge_for(options: Options, device: str = "auto") -> Judge:
-    """The judge for a run: a process, several for many jobs, or with ``in_process`` this one."""
-    if options.jobs > WORKERS_OF_ONE:
-        return JudgeProcesses(options, device)
+    """The judge for a run: a process, or with ``in_process`` this one."""
     if not options.in_process:
         return JudgeProcess(options, device)
     # In a process of its own the judge is given this path; here it has to be set.

@@ -1,7 +1,7 @@
 """The only loop over case-runs: items in, results out, whatever the backends do. No printing, no pytest.
 
 Each thread has at most one worker, and a worker has one backend for all its life. A thread sends what is to be driven,
-takes the copies, judges them, and asks further where something is wrong; while its worker runs, other threads judge.
+takes the copies, judges them or has them judged, and asks further where something is wrong.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from .candidate import Candidate
 from .exits import refuse_success_by_exit
 from .host_memory import Trimmer
 from .judge import fails, judge_item
+from .judging import JudgingProcess
 from .merging import merged
 from .plan import plan_run
 from .pool import Worker, WorkerLost
 from .request import Item, Options, Plan, Request, bare_result, kit_error
 from .worker import LocalWorker
 
-__all__ = ["Runner"]
+__all__ = ["JUDGED_HERE", "Runner"]
 
 _Group = deque[Item]
 
@@ -40,8 +41,11 @@ _Group = deque[Item]
 class Runner:
     """Plans and runs in this process; backends run in processes of their own, unless ``options.in_process``."""
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: Options | None = None, *, judges_beside: bool = False) -> None:
+        """``judges_beside``: a process judges beside each worker, however few there are."""
         self.options = options or Options()
+        self._beside = judges_beside
+        self._judging: list[JudgingProcess] = []
         if self.options.in_process:
             refuse_success_by_exit()
         self._described: dict[Candidate, Described] = {}
@@ -50,7 +54,7 @@ class Runner:
         self._lock = threading.Lock()
         self._trimmer = Trimmer()
         self._closed = False
-        self._alone = True
+        self._jobs = 1
         self._history: WeakKeyDictionary[Worker | LocalWorker, list[DriveCase]] = WeakKeyDictionary()
         """What each worker has driven, or was told to drive."""
         self._wrong_afresh: Counter[tuple[str, ...]] = Counter()
@@ -95,7 +99,7 @@ class Runner:
         """Results as they come, one for each item. Closing the generator ends what is running."""
         waiting = deque(_groups(items))
         jobs = 1 if self.options.in_process else max(1, min(self.options.jobs, len(waiting)))
-        self._alone = jobs == 1
+        self._jobs = jobs
         if jobs == 1:
             with contextlib.closing(self._results(plan, waiting, self._gpu(0))) as results:
                 yield from results
@@ -103,13 +107,15 @@ class Runner:
         yield from self._run_threads(plan, waiting, jobs)
 
     def close(self) -> None:
-        """End every worker."""
+        """End every worker, and every process that judges and is idle."""
         self._closed = True
         with self._lock:
             workers = [*self._idle, *self._busy]
             self._idle.clear()
         for worker in workers:
             worker.close()
+        while self._judging:
+            self._judging.pop().close()
 
     def _run_threads(self, plan: Plan, waiting: deque[_Group], jobs: int) -> Generator[CaseResult, None, None]:
         def give_up() -> None:
@@ -124,6 +130,7 @@ class Runner:
         """What one thread does."""
         candidates = {candidate.spec: candidate for candidate in plan.candidates}
         place = _Place(self, plan.device, gpu)
+        judging = self._judging_process() if self._beside or self._jobs > JUDGED_HERE else None
         try:
             while not self._closed:
                 try:
@@ -135,13 +142,24 @@ class Runner:
                     after = following or _first(waiting)
                     same = after is not None and after.backend == item.backend
                     # Where several threads take from the list, the next group may be another one's.
-                    place.next = _request(after) if after and same and (following or self._alone) else None
-                    yield self._result(item, plan, place, candidates[item.backend])
+                    place.next = _request(after) if after and same and (following or self._jobs == 1) else None
+                    yield self._result(item, plan, place, candidates[item.backend], judging)
                     self._trimmer.after_case()
         finally:
             place.leave()
+            if judging is not None:
+                self._judging.append(judging)
 
-    def _result(self, item: Item, plan: Plan, place: _Place, candidate: Candidate) -> CaseResult:
+    def _judging_process(self) -> JudgingProcess:
+        """One that is idle: it knows the answers to what it has judged."""
+        try:
+            return self._judging.pop()
+        except IndexError:
+            return JudgingProcess()
+
+    def _result(
+        self, item: Item, plan: Plan, place: _Place, candidate: Candidate, judging: JudgingProcess | None
+    ) -> CaseResult:
         """One case-run. Whatever the backend or the kit does, this returns."""
         if self._lost:
             return bare_result(item, Status.NOT_RUN_HERE, self._lost)
@@ -149,7 +167,10 @@ class Runner:
         place.before = None
         try:
             described = place.take(candidate).describe()
-            result = judge_item(place.drive, described, plan, item)
+            if judging is not None:
+                result = judging.judge(place.drive, described, plan, item)
+            else:
+                result = judge_item(place.drive, described, plan, item)
         except WorkerLost as error:
             result = bare_result(item, error.status, error.reason, device)
             return self._asked_afresh(result, item, plan, place, candidate)
@@ -250,6 +271,8 @@ class Runner:
         return gpus[index % len(gpus)] if gpus else ""
 
 
+JUDGED_HERE = 2
+"""Workers up to which this process judges; of more, each has a process that judges beside it."""
 _ENOUGH = 2
 """Failures of one kind that are asked about in a fresh process; later ones are taken to be like them."""
 _CANNOT_TELL = (
