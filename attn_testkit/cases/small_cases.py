@@ -15,12 +15,12 @@ from .case import Case, Heads
 from .trees import Tree
 from .untried import CLAIMS, Value, rows_of, untried
 
-__all__ = ["MOST_ROWS", "small_cases"]
+__all__ = ["MOST_ROWS", "MOST_VALUES", "small_cases"]
 
 MOST_ROWS = 256
 """Query rows of a request: where more are claimed, so many are tried."""
-_MOST_VALUES = 16
-"""Of one claim that are all tried in core. Of more, powers of two are, and what the other cases try."""
+MOST_VALUES = 16
+"""Of one claim that are all tried in core. Of more powers of two are, the ends, and what the other cases try."""
 _MOST_WORK = 1 << 21
 """Multiplications of queries with keys, beyond which a case takes no second value."""
 _MOST_WORK_OF_ROWS = 1 << 26
@@ -58,9 +58,10 @@ def _place(entry: _Entry) -> tuple[int, int]:
 
 
 def _wanted(claims: Capabilities, mode: ForwardMode, tier: str, name: str, value: Value) -> bool:
-    many = len(list(CLAIMS[name].claimed(claims, mode))) > _MOST_VALUES
-    power_of_two = isinstance(value, int) and not value & (value - 1)
-    return name in _CHANGES and (tier == "full" or not many or power_of_two)
+    numbers = [number for number in CLAIMS[name].claimed(claims, mode) if isinstance(number, int)]
+    if name not in _CHANGES or tier == "full" or len(numbers) <= MOST_VALUES:
+        return name in _CHANGES
+    return isinstance(value, int) and (not value & (value - 1) or value in (min(numbers), max(numbers)))
 
 
 def _tries(claims: Capabilities, case: Case, entry: _Entry) -> bool:

@@ -85,7 +85,7 @@ def _most_rows(claims: Capabilities, mode: ForwardMode) -> Iterable[int]:
     return () if mode is ForwardMode.DECODE else (claims.max_q_rows,)
 
 
-def _widest_tree(claims: Capabilities, mode: ForwardMode) -> Iterable[int]:
+def _widest_tree(claims: Capabilities, mode: ForwardMode) -> tuple[int, ...]:
     # The children of a node are rows beside it.
     return (max(1, min(claims.max_topk, claims.max_q_rows - 1)),) if mode is ForwardMode.TARGET_VERIFY else ()
 
@@ -97,7 +97,7 @@ def _windowed(case: Case) -> bool:
 def _options(claims: Capabilities, mode: ForwardMode) -> dict[str, bool]:
     """Name -> whether it is claimed."""
     window = mode in claims.sliding_window
-    trees = mode is ForwardMode.TARGET_VERIFY and claims.max_topk > 1
+    trees = max(_widest_tree(claims, mode), default=1) > 1
     return {
         "sliding window": window,
         "sliding window in trees": window and trees and claims.window_in_trees,
