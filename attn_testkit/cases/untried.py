@@ -187,8 +187,8 @@ def says_untried(claims: Capabilities, modes: Sequence[ForwardMode], cases: Sequ
         for name, value in untried(claims, mode, own):
             lacking.setdefault(_words(claims, CLAIMS[name], value, own), []).append(mode)
     phrases: dict[tuple[str, tuple[ForwardMode, ...]], list[Value]] = {}
-    for (words, value), where in lacking.items():
-        phrases.setdefault((words, tuple(where)), []).extend([] if value is None else [value])
+    for (words, one), where in lacking.items():
+        phrases.setdefault((words, tuple(where)), []).extend([] if one is None else [one])
     return tuple(
         " ".join(filter(None, (words, _listed(values))))
         + ("" if len(where) == len(modes) else f" ({', '.join(where)})")
