@@ -23,7 +23,7 @@ MOST_VALUES = 16
 """Of one claim that are all tried in core. Of more powers of two are, the ends, and what the other cases try."""
 _MOST_WORK = 1 << 21
 """Multiplications of queries with keys, beyond which a case takes no second value."""
-_MOST_WORK_OF_ROWS = 1 << 26
+_MOST_WORK_OF_ROWS = 1 << 25
 """The same for the case with the most rows: with a wide group it shows more than either alone."""
 
 _Entry = tuple[str, Value]
