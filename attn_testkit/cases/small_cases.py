@@ -43,7 +43,8 @@ def small_cases(
             changed = _CHANGES[name](claims, case, _capped(name, value))
             most = _MOST_WORK_OF_ROWS if "rows" in dict(tried) else _MOST_WORK
             cheap = not tried or _work(changed) <= most
-            if cheap and all(_tries(claims, changed, each) for each in (*tried, (name, value))) and fits(changed):
+            allowed = changed.heads.family in claims.families and fits(changed)
+            if cheap and allowed and all(_tries(claims, changed, each) for each in (*tried, (name, value))):
                 case, tried = changed, [*tried, (name, value)]
         if not tried:
             return

@@ -12,6 +12,7 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.plans import context_len
 from attn_testkit.cases.small_cases import MOST_ROWS, MOST_VALUES
 from attn_testkit.cases.trees import Tree, chain
 from attn_testkit.cases.untried import CLAIMS, Value, says_untried, untried
@@ -192,6 +193,32 @@ def test_a_value_for_which_the_context_has_no_room_is_named() -> None:
 
 def test_a_family_without_a_ratio_is_named() -> None:
     assert "family gqa" in says_untried(claims(families={"mha", "gqa"}), [DECODE], generate(claims(), DECODE, "core"))
+
+
+@pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"families": {"gqa", "mla"}, "gqa_ratios": {1}, "head_dims": {64, 512}},
+        {"families": {"mqa", "mla"}, "gqa_ratios": {1, 3, 24}, "mla_rope_dims": {0, 32}, "max_q_rows": 1},
+        {"families": {"gqa"}, "gqa_ratios": {12, 24}, "page_sizes": {1, 2, 3, 5, 6, 7}, "max_q_rows": 2, "max_topk": 9},
+        {"families": {"mha", "mqa"}, "gqa_ratios": {5}, "max_context_len": 150, "max_q_rows": 120},
+        {"dtypes": {"fp32"}, "kv_dtypes": {"fp8_e4m3"}, "head_dims": {640}, "page_sizes": {256, 512}},
+    ],
+)
+def test_small_cases_keep_within_what_is_claimed(changes: dict[str, object], mode: ForwardMode) -> None:
+    claimed = claims(**changes)
+    for one in generate(claimed, mode, "core"):
+        ratio = one.heads.q_heads // one.heads.kv_heads
+        assert one.heads.family in claimed.families
+        assert ratio in claimed.gqa_ratios or one.heads.family == "mha"
+        assert ratio > 1 or one.heads.family in ("mha", "mla")
+        assert one.rope_dim in (claimed.mla_rope_dims if one.heads.family == "mla" else {0})
+        assert (one.head_dim, one.page_size) in set(itertools.product(claimed.head_dims, claimed.page_sizes))
+        assert (one.dtype, one.kv_dtype) in set(itertools.product(claimed.dtypes, claimed.kv_dtypes))
+        assert one.width <= claimed.max_q_rows
+        assert one.topk <= claimed.max_topk
+        assert context_len(one) <= claimed.max_context_len
 
 
 def test_one_small_case_takes_what_it_can() -> None:
