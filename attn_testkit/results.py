@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 
 __all__ = [
     "CHECK_IDS",
@@ -22,6 +23,7 @@ __all__ = [
     "exit_code",
     "format_failure",
     "repro_command",
+    "untried_lines",
 ]
 
 
@@ -168,6 +170,9 @@ class RunHeader:
     """Case-runs that were claimed and planned: the denominator."""
     limits: tuple[str, ...] = ()
     """What the emulation cannot show; empty on hardware."""
+    untried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Spec -> what is claimed in the modes that ran and what no case of the run tries, in words. Empty where cases were
+    named by hand."""
 
 
 def exit_code(planned: int, results: Iterable[CaseResult], interrupted: bool = False) -> int:
@@ -219,12 +224,16 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
 class Results(list[CaseResult]):
     """Case-runs of one check. Printed, it is what a person wants to know: failures, and one line of counts."""
 
+    untried: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """``RunHeader.untried``."""
+
     def __str__(self) -> str:
         runs = [result for result in self if result.case]
         bad = [result for result in runs if result.status in BAD]
         texts = [format_failure(result) for result in bad]
         lines = [*(text + "\n" for text in texts[:IN_FULL]), *(text.partition("\n")[0] for text in texts[IN_FULL:])]
         lines += [f"not run: {format_failure(result)}" for result in self if result.status is Status.NOT_RUN_HERE]
+        lines += untried_lines(self.untried)
         counts = Counter(result.status for result in runs)
         parts = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
         verdict = "NOTHING RAN" if not runs else "NOT CONFORMANT" if bad else "CONFORMANT"
@@ -257,6 +266,15 @@ def _some(names: Sequence[str]) -> str:
 
 MOST_UNJUDGED = 5
 """Checks that were not judged and that a failure's text names; the record has them all."""
+
+
+def untried_lines(untried: Mapping[str, Sequence[str]]) -> list[str]:
+    """What is claimed and not tried, from ``RunHeader.untried``: a line for each backend that has any of it."""
+    return [
+        f"claimed and not tried{f' ({spec})' if len(untried) > 1 else ''}: {'; '.join(phrases)}"
+        for spec, phrases in untried.items()
+        if phrases
+    ]
 
 
 def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:

@@ -1,7 +1,8 @@
 """Which cases a tier tries: a covering array over what a backend claims, and a few named cases beside it.
 
 ``smoke`` meets every value of every dimension once, ``core`` every pair of values, ``full`` every triple. Dimensions
-hold only what is claimed, so that a claim is tried and nothing else is.
+hold only what is claimed, so that a claim is tried and nothing else is; and of long claims some values alone. From core
+on the other values get a small case each (``small_cases.py``); what is left even so is named (``untried.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from covertable.sorters import hash as by_hash
 from ..contract import Capabilities, ForwardMode
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from .plans import context_len
+from .small_cases import small_cases
 from .trees import Tree, chain
 
 __all__ = ["TIERS", "companions", "generate"]
@@ -278,7 +280,7 @@ def _wide_heads(claims: Capabilities, plain: Case) -> Iterator[Case]:
     wide = sorted(r for r in claims.gqa_ratios if r > _MOST_USUAL_RATIO) if "gqa" in claims.families else []
     odd = [r for r in wide if r & (r - 1)]
     for ratio in dict.fromkeys([*wide[-1:], *odd[-1:]]):
-        yield replace(plain, heads=Heads("gqa", 2 * ratio, 2), data="gauss")
+        yield replace(plain, heads=Heads("gqa", 2 * ratio, 2), rope_dim=0, data="gauss")
 
 
 @lru_cache(maxsize=64)
@@ -308,6 +310,9 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
             case = named.with_seed(seed)
             if _fits(claims, case):
                 cases.setdefault(case.id, case)
+    if cases and tier != "smoke":
+        small = small_cases(claims, mode, tier, list(cases.values()), lambda case: _fits(claims, case))
+        cases.update((case.id, case) for case in small)
     return tuple(cases.values())
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..reports.tally import rows, text_table, verdict
-from ..results import BAD, CaseResult, RunHeader, Status, format_failure
+from ..results import BAD, CaseResult, RunHeader, Status, format_failure, untried_lines
 
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
 
@@ -116,6 +116,8 @@ def print_summary(
         click.echo(f"hint: {hint}" + (f" ({count} case-runs)" if count > 1 else ""))
     for problem in problems:
         click.echo(f"problem: {problem}")
+    for line in untried_lines(header.untried):
+        click.echo(line)
     text = verdict(header, results, problems=problems, interrupted=interrupted)
     if code == 3:
         text = f"KIT ERROR: the kit itself failed, see above; {text}"

@@ -13,7 +13,7 @@ import pytest
 from ..registry import UsageError
 from ..reports.record import Record, result_from_plain
 from ..reports.tally import text_table, verdict
-from ..results import BAD, RAN, CaseResult, RunHeader, format_failure
+from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, untried_lines
 from ..running.judge_process import JudgeError, JudgeProcess
 from ..running.request import Item, Judge, Options, Plan, Prepared, Request, final_code, kit_error, prepare
 
@@ -117,7 +117,13 @@ class Session:
                 self.due[nodeid] = item
         deselected = len(prepared.items) - len(self.due)
         header = prepared.plan.header
-        self.header = replace(header, planned=header.planned - deselected, command=self.command)
+        untried = dict(header.untried)
+        if deselected:
+            # What that was is not known here, where there is no torch.
+            untried = {
+                spec: (*phrases, f"what {deselected} deselected case-runs try") for spec, phrases in untried.items()
+            }
+        self.header = replace(header, planned=header.planned - deselected, command=self.command, untried=untried)
         self.problems = prepared.problems()
         if self.report:
             try:
@@ -168,6 +174,8 @@ class Session:
                 terminal.line(f"warning: {warning}")
         for problem in self.problems:
             terminal.line(f"problem: {problem}")
+        for line in untried_lines(self.header.untried):
+            terminal.line(line)
         text = verdict(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
         terminal.line(text, bold=True, green=self.code == 0, red=self.code != 0)
         if self.report:

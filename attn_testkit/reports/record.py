@@ -153,7 +153,8 @@ def read_report(path: str | Path) -> Report:
         raise UsageError(f"{path} {what}; this kit reads {FORMAT}")
     try:
         header = RunHeader(**data["header"])
-        header = replace(header, limits=tuple(header.limits))
+        untried = {spec: tuple(phrases) for spec, phrases in header.untried.items()}
+        header = replace(header, limits=tuple(header.limits), untried=untried)
         results = tuple(result_from_plain(item) for item in data["results"])
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {type(error).__name__}: {error}") from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import jinja2
 
-from ..results import BAD, RAN, CaseResult, Finding, RunHeader, Status, format_failure, repro_command
+from ..results import BAD, RAN, CaseResult, Finding, RunHeader, Status, format_failure, repro_command, untried_lines
 from .record import Report
 from .tally import emulated_parts, rows, seconds_of, verdict
 
@@ -140,6 +140,7 @@ def _model(report: Report) -> dict[str, object]:
         "slowest": sorted(runs, key=seconds_of, reverse=True)[:TOP],
         "seconds_of": seconds_of,
         "emulated_parts": emulated_parts,
+        "untried": untried_lines(report.header.untried),
         "row_seconds": sum(row.seconds for row in groups),
     }
 

@@ -53,4 +53,6 @@ def check_backend(
     )
     with contextlib.closing(judge_for(options, device)) as judge:
         prepared = prepare(judge, request)
-        return Results([*prepared.preset, *judge.run(prepared.plan, prepared.items)])
+        results = Results([*prepared.preset, *judge.run(prepared.plan, prepared.items)])
+    results.untried = prepared.plan.header.untried
+    return results

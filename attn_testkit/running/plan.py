@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import fnmatch
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from ..cases.case import Case, parse_case
 from ..cases.catalogue import TIERS, generate
+from ..cases.untried import says_untried
 from ..contract import Capabilities, Execution, ForwardMode
 from ..environment import Environment, missing_here, resolve, versions
 from ..registry import UsageError, did_you_mean, origin_of
@@ -36,17 +37,21 @@ def plan_run(request: Request, claims_of: Claims) -> Plan:
     environment = resolve(request.device)
     items: list[tuple[Item, Case]] = []
     preset: list[CaseResult] = []
+    untried: dict[str, tuple[str, ...]] = {}
     for candidate in request.candidates:
-        claims = claims_of(candidate)
+        claims, first = claims_of(candidate), len(items)
         for mode in modes:
             for execution in executions:
                 found, rows = _of_mode(candidate.spec, claims, mode, execution, request, exact, environment)
                 items += found
                 preset += rows
+        if not request.cases:
+            own = [case for _, case in items[first:]]
+            untried[candidate.spec] = says_untried(claims, list(dict.fromkeys(case.mode for case in own)), own)
     if request.cases and not items and not preset:
         raise UsageError(f"no case matches {', '.join(request.cases)}")
     return Plan(
-        header=_header(request, environment, len(items) + sum(row.status is Status.FAILED for row in preset)),
+        header=_header(request, environment, len(items) + sum(row.status is Status.FAILED for row in preset), untried),
         items=_in_order(items),
         preset=tuple(preset),
         candidates=request.candidates,
@@ -159,7 +164,9 @@ _WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
 """Why no case can satisfy the claims, first match."""
 
 
-def _header(request: Request, environment: Environment, planned: int) -> RunHeader:
+def _header(
+    request: Request, environment: Environment, planned: int, untried: Mapping[str, tuple[str, ...]]
+) -> RunHeader:
     return RunHeader(
         kit=importlib.metadata.version("attn-testkit"),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -172,4 +179,5 @@ def _header(request: Request, environment: Environment, planned: int) -> RunHead
         backends={candidate.spec: origin_of(candidate.spec).label for candidate in request.candidates},
         planned=planned,
         limits=environment.limits,
+        untried=untried,
     )

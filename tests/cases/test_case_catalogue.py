@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases import catalogue
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.catalogue import companions, generate
 from attn_testkit.cases.data import make_layers
@@ -38,12 +40,19 @@ def core(mode: ForwardMode, **changes: object) -> tuple[Case, ...]:
     return generate(claims(**changes), mode, "core")
 
 
+def picked(mode: ForwardMode, tier: str = "core", **changes: object) -> tuple[Case, ...]:
+    """Without the small cases: what the covering array and the list of named cases have."""
+    with mock.patch.object(catalogue, "small_cases", return_value=()):
+        cases: tuple[Case, ...] = generate.__wrapped__(claims(**changes), mode, tier)
+    return cases
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 32, 33, 39, 40])
 @pytest.mark.parametrize("mode", [VERIFY, V1, V2], ids=str)
 def test_requests_have_as_many_rows_as_are_claimed_and_never_more(mode: ForwardMode, rows: int) -> None:
     cases = core(mode, max_q_rows=rows)
     every = [each for case in cases for each in (case, *companions(case, set(ForwardMode), rows, 8))]
-    assert max(case.width for case in every) <= rows
+    assert max(case.width for case in every) == rows
     widths = {case.width for case in cases}
     assert {min(n, rows) for n in ((2, 4, 7) if mode is VERIFY else (2, 4, 6))} <= widths
     if mode is VERIFY:
@@ -51,12 +60,14 @@ def test_requests_have_as_many_rows_as_are_claimed_and_never_more(mode: ForwardM
         assert (40 in widths) is (rows >= 40)
         assert all(case.tree is not None and len(case.tree) == case.width for case in cases)
     elif rows > 6:
-        assert max(widths) == min(rows, 33), "rows times heads of a KV head are more than one tile"
+        assert max(case.width for case in picked(mode, max_q_rows=rows)) == min(rows, 33), (
+            "rows times heads of a KV head are more than one tile"
+        )
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 4])
 def test_trees_branch_as_widely_as_is_claimed_and_never_more(topk: int) -> None:
-    cases = core(VERIFY, max_q_rows=64, max_topk=topk)
+    cases = picked(VERIFY, max_q_rows=64, max_topk=topk)
     assert {case.topk for case in cases} == set(range(1, min(topk, 3) + 1))
     assert any(case.width == 40 for case in cases) is (topk >= 3)
     assert max(each.topk for case in cases for each in companions(case, {VERIFY, DECODE}, 8, topk)) <= topk
@@ -103,26 +114,33 @@ def test_a_window_with_a_branching_tree_is_tried_where_it_is_claimed_alone() -> 
 def test_groups_are_the_smallest_one_that_is_no_power_of_two_and_the_largest(
     ratios: set[int], groups: set[int]
 ) -> None:
-    cases = core(DECODE, families={"gqa"}, gqa_ratios=ratios)
+    cases = picked(DECODE, families={"gqa"}, gqa_ratios=ratios)
     assert {case.heads.q_heads // case.heads.kv_heads for case in cases} == groups
     assert {case.heads.kv_heads for case in cases} == {2}
 
 
+def test_a_group_of_16_beside_mla_has_no_rope() -> None:
+    cases = core(DECODE, families={"gqa", "mla"}, gqa_ratios={2, 16}, head_dims={64, 512}, mla_rope_dims={32})
+    assert cases[0].heads.family == "mla", "what named cases are made of"
+    assert {c.rope_dim for c in cases if c.heads.family == "gqa"} == {0}
+    assert {c.rope_dim for c in cases if c.heads.family == "mla"} == {32}
+
+
 def test_families_have_the_heads_that_define_them() -> None:
     assert {case.heads for case in core(DECODE, families={"mha"})} == {Heads("mha", 2, 2)}
-    assert {c.heads for c in core(DECODE, families={"mqa"}, gqa_ratios={1, 3, 6})} == {Heads("mqa", 3, 1)}
-    mla = core(DECODE, families={"mla"}, gqa_ratios={2, 8, 16, 128}, head_dims={512}, mla_rope_dims={64})
+    assert {c.heads for c in picked(DECODE, families={"mqa"}, gqa_ratios={1, 3, 6})} == {Heads("mqa", 3, 1)}
+    mla = picked(DECODE, families={"mla"}, gqa_ratios={2, 8, 16, 128}, head_dims={512}, mla_rope_dims={64})
     assert {case.heads.q_heads for case in mla} == {2, 16, 128}
     assert {(case.head_dim, case.rope_dim) for case in mla} == {(512, 64)}
-    assert {c.heads.q_heads for c in core(DECODE, families={"mla"}, gqa_ratios={8, 12})} == {8}
+    assert {c.heads.q_heads for c in picked(DECODE, families={"mla"}, gqa_ratios={8, 12})} == {8}
 
 
 def test_values_are_the_smallest_the_largest_and_some_between() -> None:
     sizes = {1, 2, 4, 8, 16, 32, 64, 128, 256}
-    assert {case.page_size for case in core(DECODE, page_sizes=sizes)} == {1, 4, 16, 64, 256}
+    assert {case.page_size for case in picked(DECODE, page_sizes=sizes)} == {1, 4, 16, 64, 256}
     smoke = generate(claims(page_sizes=sizes), DECODE, "smoke")
     assert {case.page_size for case in smoke} == {1, 16, 256}
-    assert {case.head_dim for case in core(DECODE, head_dims={32, 64, 96, 128, 256, 512})} == {32, 96, 256}
+    assert {case.head_dim for case in picked(DECODE, head_dims={32, 64, 96, 128, 256, 512})} == {32, 96, 256}
     assert {case.head_dim for case in core(DECODE, head_dims={512})} == {512}
 
 

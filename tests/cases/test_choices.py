@@ -158,7 +158,7 @@ def test_the_second_eager_step_is_the_one_that_was_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier", "count", "digest"), [("smoke", 33, "f806faa46e8e712d"), ("core", 310, "f494b04c7b35cbd4")]
+    ("tier", "count", "digest"), [("smoke", 33, "f806faa46e8e712d"), ("core", 350, "65e31d898ae21f2d")]
 )
 def test_the_ids_of_a_backend_that_claims_everything_are_those_of_the_last_release(
     tier: str, count: int, digest: str

@@ -1,0 +1,232 @@
+"""Class L, claimed values: of several values that are claimed one has no kernel, and what is launched writes zeros.
+
+Tables of kernels are written value by value, and an entry that is missing shows at that value alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from ..contract import AttentionLayer, Capabilities, Execution, ForwardMode
+from .catalogue import fault
+from .dense import DenseBackend
+
+DECODE, VERIFY, V1, V2 = ForwardMode
+_EAGER = (Execution.EAGER,)
+"""Kernels are chosen alike in a graph, and eager case-runs cost less."""
+
+
+def _claims(**changes: object) -> Capabilities:
+    """Few values of every claim but one."""
+    few: dict[str, object] = {
+        "families": {"mha"}, "dtypes": {"bf16"}, "kv_dtypes": {"same"}, "head_dims": {64}, "page_sizes": {16},
+        "gqa_ratios": {1}, "max_q_rows": 8, "max_topk": 1, "max_context_len": 1024, "sliding_window": (),
+        "window_in_trees": False, "logit_cap": False, "sinks": False,
+    }  # fmt: skip
+    return DenseBackend.capabilities.with_changes(**{**few, **changes})
+
+
+@fault(
+    slug="no-kernel-for-a-head-dim-between-others",
+    source="general",
+    modes=(DECODE,),
+    executions=_EAGER,
+    checks=("matches-oracle",),
+    hint="none is read",
+)
+class NoKernelForAHeadDimBetweenOthers(DenseBackend):
+    """Head dims 64, 96, 128 and 256 are claimed, and the table of kernels goes by powers of two."""
+
+    capabilities = _claims(head_dims={64, 96, 128, 256})
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().weights(logits, seen, layer) * (layer.v_head_dim != 96)
+
+
+@fault(
+    slug="no-kernel-for-the-widest-head-dim",
+    source="general",
+    modes=(DECODE,),
+    executions=_EAGER,
+    checks=("matches-oracle",),
+    hint="none is read",
+)
+class NoKernelForTheWidestHeadDim(DenseBackend):
+    """Head dim 512 is claimed beside 64 and 128, and has kernels for MLA alone."""
+
+    capabilities = _claims(head_dims={64, 128, 512})
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().weights(logits, seen, layer) * (layer.v_head_dim != 512)
+
+
+@fault(
+    slug="no-kernel-for-a-latent-width",
+    source="general",
+    modes=(DECODE,),
+    executions=_EAGER,
+    checks=("matches-oracle",),
+    hint="none is read",
+)
+class NoKernelForALatentWidth(DenseBackend):
+    """MLA shares a list of head dims with other families, and latent rows of 512 have no kernel."""
+
+    capabilities = _claims(families={"gqa", "mla"}, head_dims={64, 128, 512}, gqa_ratios={2, 16})
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().weights(logits, seen, layer) * (layer.kv_lora_rank != 512)
+
+
+@fault(
+    slug="no-kernel-for-a-page-size",
+    source="general",
+    modes=(DECODE,),
+    executions=_EAGER,
+    checks=("matches-oracle",),
+    hint="none is read",
+)
+class NoKernelForAPageSize(DenseBackend):
+    """Eight page sizes are claimed, and pages of 8 slots have no kernel."""
+
+    capabilities = _claims(page_sizes={1, 2, 4, 8, 16, 32, 64, 128})
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().weights(logits, seen, layer) * (self.context.page_size != 8)
+
+
+@fault(
+    slug="no-kernel-for-a-group-between-others",
+    source="general",
+    modes=(DECODE,),
+    executions=_EAGER,
+    checks=("matches-oracle",),
+    hint="none is read",
+)
+class NoKernelForAGroupBetweenOthers(DenseBackend):
+    """Groups of 2, 8, 16 and 32 query heads are claimed, and 16 have no kernel."""
+
+    capabilities = _claims(families={"gqa"}, gqa_ratios={2, 8, 16, 32})
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().weights(logits, seen, layer) * (layer.q_per_kv != 16)
+
+
+@fault(
+    slug="no-kernel-for-few-mla-heads",
+    source="general",
+    modes=(DECODE,),
+    executions=_EAGER,
+    checks=("matches-oracle",),
+    hint="none is read",
+)
+class NoKernelForFewMLAHeads(DenseBackend):
+    """4 and 16 heads are claimed for MLA, and 4, fewer than a tile has rows, have no kernel."""
+
+    capabilities = _claims(families={"mla"}, gqa_ratios={4, 16})
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().weights(logits, seen, layer) * (layer.tp_q_head_num != 4)
+
+
+@fault(
+    slug="no-kernel-for-a-dtype-with-an-fp8-pool",
+    source="general",
+    modes=(DECODE,),
+    executions=_EAGER,
+    checks=("matches-oracle",),
+    hint="none is read",
+)
+class NoKernelForADtypeWithAnFP8Pool(DenseBackend):
+    """Both dtypes and both pools are claimed, and fp16 queries with an FP8 pool have no kernel."""
+
+    capabilities = _claims(dtypes={"fp16", "bf16"}, kv_dtypes={"same", "fp8_e4m3"})
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        pair = (self.context.dtype, self.context.kv_pool.dtype)
+        return super().weights(logits, seen, layer) * (pair != (torch.float16, torch.float8_e4m3fn))
+
+
+@fault(
+    slug="verify-rows-beyond-a-tile",
+    source="general",
+    modes=(VERIFY,),
+    executions=_EAGER,
+    checks=("matches-oracle",),
+    hint="rows from 8 on",
+)
+class VerifyRowsBeyondATile(DenseBackend):
+    """The grid has one tile of 8 rows a request: of 12 draft nodes the last four are never computed."""
+
+    capabilities = _claims(max_q_rows=12)
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return _first_rows(super().weights(logits, seen, layer), 8)
+
+
+@fault(
+    slug="draft-extend-rows-beyond-the-tiles",
+    source="general",
+    modes=(V1,),
+    executions=_EAGER,
+    checks=("matches-oracle",),
+    hint="rows from 48 on",
+)
+class DraftExtendRowsBeyondTheTiles(DenseBackend):
+    """The grid has three tiles of 16 rows a request, and 64 accepted tokens are claimed."""
+
+    capabilities = _claims(max_q_rows=64)
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return _first_rows(super().weights(logits, seen, layer), 48)
+
+
+@fault(
+    slug="draft-extend-v2-rows-beyond-the-tiles",
+    source="general",
+    modes=(V2,),
+    executions=_EAGER,
+    checks=("matches-oracle",),
+    hint="rows from 48 on",
+)
+class DraftExtendV2RowsBeyondTheTiles(DenseBackend):
+    """The grid has three tiles of 16 rows a request, and 64 nodes are claimed."""
+
+    capabilities = _claims(max_q_rows=64)
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return _first_rows(super().weights(logits, seen, layer), 48)
+
+
+@fault(
+    slug="no-kernel-for-wide-trees",
+    source="general",
+    modes=(VERIFY,),
+    executions=_EAGER,
+    checks=("matches-oracle",),
+    hint="none is read",
+)
+class NoKernelForWideTrees(DenseBackend):
+    """Trees of up to 8 children a node are claimed, and masks of more than 4 have no kernel."""
+
+    capabilities = _claims(max_q_rows=16, max_topk=8)
+
+    @override
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().weights(logits, seen, layer) * (self.context.topk <= 4)
+
+
+def _first_rows(weights: torch.Tensor, count: int) -> torch.Tensor:
+    """``weights`` [B, Hk, G, W, C], and zeros for the rows from ``count`` on."""
+    row = torch.arange(weights.shape[3], device=weights.device)
+    return weights * (row < count)[:, None]

@@ -1,0 +1,283 @@
+"""Every claimed value is tried or named, and what tries it is counted from the cases."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import Case, Heads
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.plans import context_len
+from attn_testkit.cases.small_cases import MOST_ROWS, MOST_VALUES
+from attn_testkit.cases.trees import Tree, chain
+from attn_testkit.cases.untried import CLAIMS, Value, says_untried, untried
+from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.examples import MinimalBackend
+
+DECODE, VERIFY, V1, V2 = ForwardMode
+README = Path(__file__).resolve().parents[2] / "README.md"
+BUNDLED = {
+    entry.name: entry.load().capabilities
+    for entry in importlib.metadata.entry_points(group="attn_testkit.backends")
+}  # fmt: skip
+
+
+def claims(**changes: object) -> Capabilities:
+    every: dict[str, object] = {
+        "eager": set(ForwardMode),
+        "families": {"mha"},
+        "dtypes": {"bf16"},
+        "gqa_ratios": {1},
+        "head_dims": {64},
+        "page_sizes": {16},
+        "max_q_rows": 4,
+        "max_topk": 1,
+        "max_context_len": 1 << 12,
+    }
+    return Capabilities(**{**every, **changes})  # type: ignore[arg-type]
+
+
+def case(mode: ForwardMode = DECODE, **changes: object) -> Case:
+    plain = Case(DECODE, Heads("mha", 2, 2), 64, "bf16", 16, (20, 3), bucket=2)
+    return replace(plain, mode=mode, **changes)  # type: ignore[arg-type]
+
+
+def tries(name: str, one: Case, **changes: object) -> list[Value]:
+    """Values of a claim that a case tries."""
+    claimed = claims(**changes)
+    left = {value for found, value in untried(claimed, one.mode, [one]) if found == name}
+    return sorted(set(CLAIMS[name].claimed(claimed, one.mode)) - left, key=str)
+
+
+def lacking(tier: str, mode: ForwardMode, claimed: Capabilities) -> dict[str, list[Value]]:
+    """Without the length of the context, of which a claim is seldom tried to the end."""
+    left = untried(claimed, mode, generate(claimed, mode, tier))
+    return {name: [value for found, value in left if found == name] for name, _ in left if name != "context"}
+
+
+@pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
+@pytest.mark.parametrize("name", BUNDLED)
+def test_core_tries_every_value_that_a_bundled_backend_claims_but_those_of_long_claims(
+    name: str, mode: ForwardMode
+) -> None:
+    left = lacking("core", mode, BUNDLED[name])
+    if name == "torch_native":
+        assert left.pop("group") == [n for n in range(2, 127) if n & (n - 1) and n != 3]
+        assert left.pop("mla_heads") == [n for n in range(2, 128) if n & (n - 1)]
+    assert left == {}
+
+
+def test_full_tries_every_value_of_a_long_claim_too() -> None:
+    long = claims(families={"gqa", "mla"}, gqa_ratios=set(range(1, 21)), mla_rope_dims={32}, head_dims={32})
+    assert lacking("core", DECODE, long) == {
+        "group": [5, 6, 7, 9, *range(10, 16), 17, 18, 19],
+        "mla_heads": [3, 5, 6, 7, 9, *range(10, 16), 17, 18, 19],
+    }
+    assert lacking("full", DECODE, long) == {}
+
+
+@pytest.mark.parametrize(("most", "left"), [(16, []), (17, [10, 11, 12, 14, 15])])
+def test_of_sixteen_values_core_tries_all_and_of_more_powers_of_two(most: int, left: list[int]) -> None:
+    sizes = set(range(1, most + 1))
+    found = lacking("core", DECODE, claims(page_sizes=sizes)).get("page", [])
+    assert [n for n in found if isinstance(n, int) and n > 8] == left
+
+
+@pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("head_dim", {"head_dims": {64, 96, 128, 512, 1024}}),
+        ("page", {"page_sizes": {1, 2, 4, 8, 16, 32, 64, 128}}),
+        ("group", {"families": {"gqa"}, "gqa_ratios": {2, 8, 16, 32}}),
+        ("group", {"families": {"mqa"}, "gqa_ratios": {2, 8, 16, 32}}),
+        ("mla_heads", {"families": {"mla"}, "gqa_ratios": {4, 16}}),
+        ("latent", {"families": {"mha", "mla"}, "gqa_ratios": {2}, "head_dims": {64, 128, 512}}),
+        ("rope", {"families": {"mha", "mla"}, "gqa_ratios": {2}, "mla_rope_dims": {16, 32, 64}}),
+        ("dtypes", {"dtypes": {"fp16", "bf16", "fp32"}, "kv_dtypes": {"same", "fp8_e4m3"}}),
+        ("rows", {"max_q_rows": 100}),
+        ("topk", {"max_q_rows": 100, "max_topk": 8}),
+    ],
+)
+def test_core_leaves_no_value_of_a_claim_and_smoke_prints_what_it_leaves(
+    name: str, changes: dict[str, object], mode: ForwardMode
+) -> None:
+    claimed = claims(**changes)
+    assert lacking("core", mode, claimed) == {}
+    left = {value for values in lacking("smoke", mode, claimed).values() for value in values if isinstance(value, int)}
+    said = " ".join(says_untried(claimed, [mode], generate(claimed, mode, "smoke"))).replace(",", "").split()
+    assert {str(value) for value in left} <= {*said}
+
+
+def test_a_page_is_tried_by_a_request_of_more_than_one() -> None:
+    assert tries("page", case(prefixes=(15, 3))) == []
+    assert tries("page", case(prefixes=(3, 16))) == [16]
+    assert tries("page", case(V2, prefixes=(12, 3), new=(1, 1), width=4)) == []
+    assert tries("page", case(V2, prefixes=(13, 3), new=(1, 1), width=4)) == [16]
+    assert tries("page", case(V1, prefixes=(13, 3), new=(3, 1), width=4)) == []
+    assert tries("page", case(V1, prefixes=(13, 3), new=(4, 1), width=4)) == [16]
+
+
+def test_rows_are_tried_by_a_request_of_that_many() -> None:
+    assert tries("rows", case(VERIFY, tree=chain(4), width=4)) == [4]
+    assert tries("rows", case(VERIFY, tree=chain(3), width=3)) == []
+    assert tries("rows", case(V2, new=(1, 1), width=4)) == [4]
+    assert tries("rows", case(V1, new=(1, 3), width=4)) == []
+    assert tries("rows", case(V1, new=(1, 4), width=4)) == [4]
+    assert list(CLAIMS["rows"].claimed(claims(), DECODE)) == []
+
+
+def test_a_tree_is_as_wide_as_claimed_or_as_rows_allow() -> None:
+    star = case(VERIFY, tree=Tree((0, 0, 0)), width=4)
+    assert tries("topk", star, max_topk=3) == [3]
+    assert tries("topk", star, max_topk=100) == [3], "a fourth child would be a fifth row"
+    assert tries("topk", star, max_topk=100, max_q_rows=5) == []
+
+
+@pytest.mark.parametrize("data", ["mean", "negative"])
+def test_data_without_differences_between_keys_try_nothing(data: str) -> None:
+    claimed = claims(max_context_len=21)
+    assert untried(claimed, DECODE, [case()]) == []
+    assert len(untried(claimed, DECODE, [case(data=data)])) == len(untried(claimed, DECODE, []))
+
+
+def test_groups_are_those_of_gqa_or_where_it_is_not_claimed_of_mqa() -> None:
+    gqa, mqa = (case(heads=Heads(family, 8, kv)) for family, kv in (("gqa", 2), ("mqa", 1)))
+    assert tries("group", gqa, families={"gqa", "mqa"}, gqa_ratios={1, 4, 8}) == [4]
+    assert tries("group", mqa, families={"gqa", "mqa"}, gqa_ratios={1, 4, 8}) == []
+    assert tries("group", mqa, families={"mqa"}, gqa_ratios={1, 4, 8}) == [8]
+    assert list(CLAIMS["group"].claimed(claims(gqa_ratios={1, 4}), DECODE)) == []
+
+
+def test_widths_of_mla_and_of_other_families_are_tried_apart() -> None:
+    mixed = {"families": {"mha", "mla"}, "gqa_ratios": {2}, "mla_rope_dims": {32}}
+    mla = case(heads=Heads("mla", 2, 1), rope_dim=32)
+    assert [tries(name, mla, **mixed) for name in ("head_dim", "latent", "rope", "mla_heads")] == [[], [64], [32], [2]]
+    names = ("head_dim", "latent", "rope", "mla_heads")
+    assert [tries(name, case(), **mixed) for name in names] == [[64], [], [], []]
+
+
+def test_a_window_is_tried_where_it_leaves_a_key_out() -> None:
+    windows = {"sliding_window": {DECODE, VERIFY}, "window_in_trees": True, "max_topk": 2}
+    assert tries("sliding window", case(window=20), **windows) == []
+    assert tries("sliding window", case(window=19), **windows) == ["sliding window"]
+    assert tries("sliding window", case(window=0), **windows) == ["sliding window"]
+    tree = case(VERIFY, tree=Tree((0, 0)), width=3, window=4)
+    assert tries("sliding window in trees", tree, **windows) == ["sliding window in trees"]
+    assert tries("sliding window in trees", replace(tree, tree=chain(3)), **windows) == []
+    assert not list(CLAIMS["sliding window in trees"].claimed(claims(**{**windows, "max_q_rows": 2}), VERIFY))
+
+
+def test_more_rows_than_cases_are_made_of_are_named() -> None:
+    endless = claims(max_q_rows=1 << 20, max_topk=1 << 20)
+    cases = generate(endless, VERIFY, "core")
+    assert max(one.width for one in cases) == MOST_ROWS
+    assert max(one.topk for one in cases) == MOST_ROWS - 1
+    assert says_untried(endless, [VERIFY], cases) == (
+        "more than 256 of 1,048,576 query rows",
+        "more than 255 of 1,048,575 children of a tree node",
+        "more than 1,501 of 4,096 tokens of context",
+    )
+
+
+def test_a_value_for_which_the_context_has_no_room_is_named() -> None:
+    short = claims(page_sizes={16, 512}, max_context_len=400)
+    cases = generate(short, DECODE, "core")
+    assert says_untried(short, [DECODE], cases)[0] == "page size 512"
+
+
+def test_a_family_without_a_ratio_is_named() -> None:
+    assert "family gqa" in says_untried(claims(families={"mha", "gqa"}), [DECODE], generate(claims(), DECODE, "core"))
+
+
+@pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"families": {"gqa", "mla"}, "gqa_ratios": {1}, "head_dims": {64, 512}},
+        {"families": {"mqa", "mla"}, "gqa_ratios": {1, 3, 24}, "mla_rope_dims": {0, 32}, "max_q_rows": 1},
+        {"families": {"gqa"}, "gqa_ratios": {12, 24}, "page_sizes": {1, 2, 3, 5, 6, 7}, "max_q_rows": 2, "max_topk": 9},
+        {"families": {"mha", "mqa"}, "gqa_ratios": {5}, "max_context_len": 150, "max_q_rows": 120},
+        {"dtypes": {"fp32"}, "kv_dtypes": {"fp8_e4m3"}, "head_dims": {640}, "page_sizes": {256, 512}},
+    ],
+)
+def test_small_cases_keep_within_what_is_claimed(changes: dict[str, object], mode: ForwardMode) -> None:
+    claimed = claims(**changes)
+    for one in generate(claimed, mode, "core"):
+        ratio = one.heads.q_heads // one.heads.kv_heads
+        assert one.heads.family in claimed.families
+        assert ratio in claimed.gqa_ratios or one.heads.family == "mha"
+        assert ratio > 1 or one.heads.family in ("mha", "mla")
+        assert one.rope_dim in (claimed.mla_rope_dims if one.heads.family == "mla" else {0})
+        assert (one.head_dim, one.page_size) in set(itertools.product(claimed.head_dims, claimed.page_sizes))
+        assert (one.dtype, one.kv_dtype) in set(itertools.product(claimed.dtypes, claimed.kv_dtypes))
+        assert one.width <= claimed.max_q_rows
+        assert one.topk <= claimed.max_topk
+        assert context_len(one) <= claimed.max_context_len
+
+
+def test_one_small_case_takes_what_it_can() -> None:
+    wide = claims(families={"gqa"}, gqa_ratios={2, 8, 16, 32}, head_dims={32, 64, 96, 128, 256}, max_q_rows=40)
+    small = generate(wide, V1, "core")[-2:]
+    assert [(c.heads.q_heads // 2, c.head_dim, c.new) for c in small] == [(16, 64, (40, 3)), (8, 128, (4, 3))]
+
+
+def test_what_is_left_is_said_in_few_words_and_where() -> None:
+    claimed = claims(
+        families={"gqa"}, gqa_ratios={1, 2, 3, 4, 6, 7}, head_dims={32, 64}, dtypes={"fp16", "bf16"}, logit_cap=True
+    )
+    heads = Heads("gqa", 4, 2)
+    decode, draft = case(heads=heads, dtype="fp16"), case(V1, heads=heads, head_dim=32, new=(1, 3), width=3)
+    assert says_untried(claimed, [DECODE, V1], [decode, draft, case(V2, new=(1, 1), width=4)]) == (
+        "group 3, 4, 6, 7",
+        "head dim 32 (decode)",
+        "dtype and KV dtype bf16 with same (decode)",
+        "soft cap",
+        "more than 21 of 4,096 tokens of context",
+        "more than 3 of 4 query rows (draft-extend)",
+        "head dim 64 (draft-extend)",
+        "dtype and KV dtype fp16 with same (draft-extend)",
+    )
+    ratios = claims(families={"gqa"}, gqa_ratios={2, 3, 4, 6, 7}, max_context_len=21)
+    assert says_untried(ratios, [DECODE], [case(heads=Heads("gqa", 12, 2))]) == ("group 2-4, 7",)
+
+
+def test_small_cases_have_the_seed_of_the_others() -> None:
+    claimed = claims(page_sizes={1, 2, 4, 8, 16, 32})
+    small = generate(claimed, DECODE, "core", 3)[-1]
+    assert small.seed == 3
+    assert small.with_seed(0) == generate(claimed, DECODE, "core")[-1]
+
+
+def meets_every(strength: int, cases: list[Case]) -> bool:
+    """Whether every combination of so many values occurs, of values that occur."""
+    fields = ("dtype", "kv_dtype", "page_size", "layout", "data", "logit_cap", "sinks")
+    for names in itertools.combinations(fields, strength):
+        found = {tuple(getattr(one, name) for name in names) for one in cases}
+        each = [{values[i] for values in found} for i in range(strength)]
+        if len(found) < len(list(itertools.product(*each))):
+            return False
+    return True
+
+
+def test_the_readme_says_what_the_tiers_try() -> None:
+    everything = TorchNativeBackend.capabilities
+    mla = everything.with_changes(families={"mla"})
+    core = [one for mode in ForwardMode for one in generate(everything, mode, "core")]
+    deep = [one for mode in ForwardMode for one in generate(mla, mode, "core")]
+    named = {tier: [one for mode in ForwardMode for one in generate(MinimalBackend.capabilities, mode, tier)]
+             for tier in ("smoke", "core", "full")}  # fmt: skip
+    assert [meets_every(1, named["smoke"]), meets_every(2, named["core"]), meets_every(3, named["full"])] == [True] * 3
+    assert not meets_every(2, named["smoke"])
+    assert not meets_every(3, named["core"])
+    requests, keys = max(one.bs for one in core), max(max(one.prefixes) for one in core)
+    mla_keys = max(max(one.prefixes) for one in deep)
+    (row,) = [line for line in README.read_text().splitlines() if line.startswith("| `core` |")]
+    assert f"{requests} requests, {keys:,} keys (MLA: {mla_keys:,})" in row
+    assert f"{MOST_ROWS} at most" in row
+    assert f"more than {MOST_VALUES} values" in row
