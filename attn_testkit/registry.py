@@ -156,7 +156,9 @@ def _import(spec: str, module_name: str) -> ModuleType:
             hint = did_you_mean(missing, _siblings(missing), cutoff=0.75)
             raise BackendNotFound(f"backend {spec!r}: there is no module {missing!r}{hint}") from error
         raise BackendNotFound(_import_failed(spec, module_name, error)) from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise BackendNotFound(_import_failed(spec, module_name, error)) from error
 
 

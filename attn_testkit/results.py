@@ -16,9 +16,9 @@ __all__ = [
     "NO_CASE",
     "CaseResult",
     "Finding",
-    "Results",
     "RunHeader",
     "Status",
+    "emulated_parts",
     "exit_code",
     "format_failure",
     "repro_command",
@@ -140,7 +140,18 @@ class CaseResult:
     @property
     def emulated(self) -> bool:
         """Something in this case-run was emulated: it is no proof about hardware."""
-        return "emulated" in (self.graph, self.device, self.kernels)
+        return bool(emulated_parts(self))
+
+    @property
+    def of_the_kit(self) -> bool:
+        """Our own code failed here: this says nothing about the backend."""
+        return self.reason.startswith(KIT_ERROR)
+
+
+def emulated_parts(result: CaseResult) -> list[str]:
+    """Which of device, graph and kernels were emulated."""
+    parts = (("device", result.device), ("graph", result.graph), ("kernels", result.kernels))
+    return [name for name, how in parts if how == "emulated"]
 
 
 @dataclass(frozen=True)
@@ -168,16 +179,24 @@ class RunHeader:
     """What the emulation cannot show; empty on hardware."""
 
 
-def exit_code(planned: int, results: Iterable[CaseResult], interrupted: bool = False) -> int:
-    """pytest's numbers: 0 conformant, 1 not (or claimed case-runs did not run), 2 interrupted, 5 nothing to run."""
+def exit_code(
+    planned: int, results: Iterable[CaseResult], interrupted: bool = False, problems: Sequence[str] = ()
+) -> int:
+    """pytest's numbers: 0 conformant, 1 not (or claimed case-runs did not run), 2 interrupted, 3 the kit itself failed,
+    5 nothing to run. ``problems``: what fails the run besides its case-runs.
+    """
+    runs = [result for result in results if result.case]
     if interrupted:
         return 2
-    counts = Counter(r.status for r in results if r.case)
-    if not planned and not counts:
-        return 5
-    ran = sum(counts[s] for s in RAN)
-    accounted = ran + counts[Status.QUARANTINED]
-    return 1 if any(counts[s] for s in BAD) or accounted < planned or not ran else 0
+    if any(result.of_the_kit for result in runs):
+        return 3
+    if not planned and not runs:
+        return 1 if problems else 5
+    counts = Counter(result.status for result in runs)
+    accounted = sum(counts[status] for status in RAN | {Status.QUARANTINED})
+    # Known failures alone are no green: then nothing is known to work.
+    good = counts[Status.PASSED] and accounted >= planned and not any(counts[status] for status in BAD)
+    return 0 if good and not problems else 1
 
 
 def format_failure(result: CaseResult, header: RunHeader | None = None, *, first_only: bool = False) -> str:
@@ -212,26 +231,6 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
     lines.append(f"  backend  {' · '.join(parts)}")
     lines.append(f"  repro    {repro_command(result, header)}")
     return "\n".join(lines)
-
-
-class Results(list[CaseResult]):
-    """Case-runs of one check. Printed, it is what a person wants to know: failures, and one line of counts."""
-
-    def __str__(self) -> str:
-        runs = [result for result in self if result.case]
-        bad = [result for result in runs if result.status in BAD]
-        texts = [format_failure(result) for result in bad]
-        lines = [*(text + "\n" for text in texts[:IN_FULL]), *(text.partition("\n")[0] for text in texts[IN_FULL:])]
-        lines += [f"not run: {format_failure(result)}" for result in self if result.status is Status.NOT_RUN_HERE]
-        counts = Counter(result.status for result in runs)
-        parts = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
-        verdict = "NOTHING RAN" if not runs else "NOT CONFORMANT" if bad else "CONFORMANT"
-        emulated = "; emulated: no proof about hardware" if any(result.emulated for result in runs) else ""
-        return "\n".join([*lines, f"{verdict}: {parts or 'no case-run'}{emulated}"])
-
-
-IN_FULL = 3
-"""Failures that ``Results`` shows in full; of the rest it has the first line."""
 
 
 def _row(name: str, text: str) -> list[str]:

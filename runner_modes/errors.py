@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from attn_testkit.checks.failures import is_ctrl_c
+
 __all__ = ["ContractError", "DriveError", "ShapeError", "blame"]
 
 
@@ -37,12 +39,15 @@ class ShapeError(Exception):
 def blame(phase: str, label: str = "") -> Iterator[None]:
     """Whatever is raised inside, the backend raised it.
 
-    ``SystemExit`` and the like too: a kernel wrapper that exits would end the caller's program. Raises ``DriveError``
+    ``SystemExit`` and the like too: a kernel wrapper that exits would end the caller's program. In the caller's own
+    process a ``KeyboardInterrupt`` may be the user's, and passes. Raises ``DriveError``
     from it; one from an inner ``blame`` passes as it is.
     """
     try:
         yield
-    except (DriveError, KeyboardInterrupt):
+    except DriveError:
         raise
     except BaseException as error:
+        if is_ctrl_c(error):
+            raise
         raise DriveError(phase, label) from error

@@ -11,6 +11,7 @@ from ..cases.schedule import Schedule
 from ..contract import AttentionBackend, BackendContext, Capabilities, ForwardMode, KVPool, Unsupported
 from ..results import Finding
 from .check import Check, Stage, in_eager, in_graphs
+from .failures import is_ctrl_c
 
 __all__ = ["CHECKS", "outside_claims", "refuses_undeclared"]
 
@@ -116,7 +117,9 @@ def refuses_undeclared(
         backend_class(outside)
     except Unsupported:
         return []
-    except Exception as error:
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
         what = f"and the constructor raised {type(error).__name__} instead of Unsupported"
     else:
         what = "yet the constructor accepted it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import multiprocessing
 import re
 import traceback
 from pathlib import Path
@@ -11,7 +12,7 @@ from ..contract import AttentionBackend
 from ..results import Finding
 from .check import Check, Stage
 
-__all__ = ["CHECKS", "context_lost", "device_full", "from_exception"]
+__all__ = ["CHECKS", "context_lost", "device_full", "from_exception", "is_ctrl_c"]
 
 _LOST = re.compile(
     r"device-side assert triggered|illegal memory access|unspecified launch failure|misaligned address"
@@ -38,6 +39,11 @@ _PHASE_WORDS = {
 }
 _BEFORE_ANY_BATCH = ("constructor", "graph state", "verify mask", "fill value", "kernels")
 """Where no lengths were given, so that a None is not theirs."""
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether it may be the user who interrupts, and not the backend that raises. A worker is reached by no Ctrl-C."""
+    return isinstance(error, KeyboardInterrupt) and multiprocessing.parent_process() is None
 
 
 def context_lost(error: BaseException) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from ..registry import UsageError
+from ..reports.outcome import verdict
 from ..reports.record import Record, result_from_plain
-from ..reports.tally import text_table, verdict
+from ..reports.tally import text_table
 from ..results import BAD, RAN, CaseResult, RunHeader, format_failure
 from ..running.judge_process import JudgeError, JudgeProcess
 from ..running.request import Item, Judge, Options, Plan, Prepared, Request, final_code, kit_error, prepare

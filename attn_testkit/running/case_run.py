@@ -13,7 +13,7 @@ from ..cases.catalogue import companions
 from ..cases.schedule import Schedule, Step, make_schedule, only
 from ..checks import Stage
 from ..checks.claims import refuses_undeclared
-from ..checks.failures import context_lost, from_exception
+from ..checks.failures import context_lost, from_exception, is_ctrl_c
 from ..checks.observation import Observation
 from ..contract import AttentionBackend, Capabilities, Execution, Unsupported
 from ..environment import Environment, missing_here
@@ -158,9 +158,9 @@ def _constructed(
     except Unsupported as error:
         refused = RuntimeError(f"refused a claimed case: Unsupported: {error}")
         raise DriveError("constructor", "") from refused
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if is_ctrl_c(error):
+            raise
         raise DriveError("constructor", "") from error
 
 
@@ -220,9 +220,9 @@ def rerun(backend_class: type[AttentionBackend], request: Rerun, environment: En
                 run = drive_graphs(harness, [schedule], drive.clock, request.options)
                 seen = [observed for _, observed in run.observed]
                 found = _found(run, [schedule])
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if is_ctrl_c(error):
+            raise
         cause = error.__cause__ if isinstance(error, DriveError) and error.__cause__ else error
         return Driven(lost=str(cause).splitlines()[0] if context_lost(cause) else "")
     return replace(found, records=drive.records(seen), stage=int(Stage.COMPLETED))

@@ -171,9 +171,4 @@ def final_code(
     header: RunHeader, results: Sequence[CaseResult], problems: Sequence[str] = (), interrupted: bool = False
 ) -> int:
     """The exit code of a run: ``results.exit_code``, 3 when our own code failed, never 0 with a problem."""
-    code = exit_code(header.planned, results, interrupted)
-    if code == 2:
-        return code
-    if any(result.reason.startswith(KIT_ERROR) for result in results):
-        return 3
-    return 1 if problems and code in (0, 5) else code
+    return exit_code(header.planned, results, interrupted, problems)

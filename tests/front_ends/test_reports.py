@@ -12,9 +12,10 @@ import pytest
 
 from attn_testkit.registry import UsageError
 from attn_testkit.reports.compare import compare_reports, comparison_text
+from attn_testkit.reports.outcome import verdict
 from attn_testkit.reports.record import Record, Report, plain, read_report, schema
 from attn_testkit.reports.render import _matrices, _reading_order, html_page, markdown_summary
-from attn_testkit.reports.tally import rows, text_table, verdict
+from attn_testkit.reports.tally import rows, text_table
 from attn_testkit.results import CaseResult, Status, exit_code, format_failure
 
 
