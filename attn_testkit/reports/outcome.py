@@ -48,8 +48,8 @@ def verdict(
         return f"NOT CONFORMANT: {', '.join(bad)} {of}" + (f"; {missing} did not run" if missing > 0 else "")
     if accounted < header.planned:
         return f"INCOMPLETE: {ran} {of} ran"
-    other = [f"{counts[s]} {s}" for s in (Status.KNOWN_FAILURE, Status.QUARANTINED) if counts[s]]
-    text = ", ".join([f"{counts[Status.PASSED]} {of} passed", *other])
+    other = [(counts[Status.KNOWN_FAILURE], "known failures"), (counts[Status.QUARANTINED], "quarantined")]
+    text = ", ".join([f"{counts[Status.PASSED]} {of} passed", *(f"{n} {what}" for n, what in other if n)])
     if not counts[Status.PASSED]:
         return f"NOT CONFORMANT: {text}; nothing is known to work"
     if problems:

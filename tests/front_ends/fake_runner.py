@@ -5,6 +5,7 @@ A word says how its case-run ends. Front ends load it, under this name, in the p
 
 from __future__ import annotations
 
+import datetime
 import fnmatch
 import os
 import sys
@@ -17,6 +18,16 @@ from attn_testkit.running.request import Item, Options, Plan, Request, bare_resu
 
 MODES = ("decode", "target-verify")
 EXECUTIONS = ("eager", "graph")
+
+
+def known(cases: str, check: str = "matches-oracle", kind: str = "tolerated", **more: str) -> str:
+    """An entry of a file of known failures that holds for a month from now."""
+    fields = {"cases": cases, "kind": kind, "issue": ISSUE, **({"check": check} if kind == "tolerated" else {}), **more}
+    until = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=30)
+    return "[[known]]\n" + "".join(f"{key} = {value!r}\n" for key, value in fields.items()) + f"until = {until}\n"
+
+
+ISSUE = "https://example.org/issues/12"
 
 
 def plan_run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from fake_runner import known
 
 from attn_testkit.cli import commands, main
 from attn_testkit.reports.record import read_report, schema
@@ -133,29 +135,40 @@ def test_nothing_claimed_is_five(call):
 
 
 def test_known_failures_pass_and_outdated_entries_do_not(call):
-    entry = "[[known]]\ncases='*-{}-*'\nkind='tolerated'\ncheck='{}'\nissue='#12'\nuntil=2999-01-01\n"
-    Path("known.toml").write_text(entry.format("wrong", "matches-oracle") + entry.format("exit", "crashed"))
+    Path("known.toml").write_text(known("*-wrong-*") + known("*-exit-*", "crashed"))
     args = ("run", "--mode", "decode", "--known-failures", "known.toml", "--backend")
     code, out, _ = call(*args, "fake:ok,wrong,exit")
     assert code == 0
     assert out.splitlines()[-1].startswith("CONFORMANT: 2 of 6 claimed case-runs passed, 4 known failure")
     code, out, _ = call(*args, "fake:ok,exit")
     assert code == 1
-    assert "problem: known failure 1 (cases = '*-wrong-*', #12) matches no case" in out
-    Path("known.toml").write_text(entry.format("ok", "finite"))
+    assert "problem: known failure 1 (cases = '*-wrong-*', https://example.org/issues/12) matches no case" in out
+    Path("known.toml").write_text(known("*-ok-*", "finite"))
     code, out, _ = call(*args, "fake:ok")
     assert code == 1
     assert "unexpectedly passed" in out
 
 
+def test_known_failures_alone_and_errors_of_the_kit_are_no_green(call):
+    Path("known.toml").write_text(known("*-wrong-*") + known("*-bug-*", "crashed"))
+    args = ("run", "--mode", "decode", "--known-failures", "known.toml", "--backend")
+    code, out, _ = call(*args, "fake:wrong,bug")
+    assert code == 3
+    assert out.splitlines()[-1].startswith("KIT ERROR: the kit itself failed in 2 of 4 claimed case-runs")
+    Path("known.toml").write_text(known("*-wrong-*"))
+    code, out, _ = call(*args, "fake:wrong")
+    assert code == 1
+    assert out.splitlines()[-1] == (
+        "NOT CONFORMANT: 0 of 2 claimed case-runs passed, 2 known failures; nothing is known to work"
+    )
+
+
 def test_an_entry_for_cases_outside_of_this_run_is_no_problem(call):
     """One file serves the quick run of a pull request and the full run of the night."""
-    Path("known.toml").write_text(
-        "[[known]]\ncases='target-verify-full-*'\nkind='quarantine'\nissue='#12'\nuntil=2999-01-01\n"
-    )
+    Path("known.toml").write_text(known("target-verify-full-*", kind="quarantine"))
     args = ("run", "--mode", "decode", "--known-failures", "known.toml")
     assert call(*args, "--backend", "fake:ok")[0] == 0
-    Path("known.toml").write_text("[[known]]\ncases='*-gone-*'\nkind='quarantine'\nissue='#12'\nuntil=2999-01-01\n")
+    Path("known.toml").write_text(known("*-gone-*", kind="quarantine"))
     assert call(*args, "--backend", "fake:ok")[0] == 1
 
 
@@ -275,15 +288,13 @@ def test_compare_fails_when_something_got_worse(call):
 
 
 def test_known_lints_a_file(call):
-    Path("known.toml").write_text(
-        "[[known]]\ncases='*'\nkind='tolerated'\ncheck='matchs-oracle'\nissue='#1'\nuntil=2999-01-01\n"
-    )
+    Path("known.toml").write_text(known("*", "matchs-oracle"))
     code, _, err = call("known", "known.toml")
     assert code == 4
     assert "no check 'matchs-oracle'; did you mean 'matches-oracle'?" in err
     Path("known.toml").write_text(Path("known.toml").read_text().replace("matchs", "matches"))
     assert call("known", "known.toml")[0] == 0
-    Path("known.toml").write_text(Path("known.toml").read_text().replace("2999", "2001"))
+    Path("known.toml").write_text(re.sub(r"until = \S+", "until = 2001-01-01", Path("known.toml").read_text()))
     code, out, _ = call("known", "known.toml")
     assert code == 1
     assert "expired on 2001-01-01" in out

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fake_runner
 import pytest
 
 HERE = Path(__file__).parent
@@ -158,17 +159,16 @@ def test_a_case_run_without_the_decorator_is_refused(own, pytester):
 
 
 def test_known_failures_are_xfailed_and_an_entry_that_matches_nothing_fails(own, pytester):
-    entry = "[[known]]\ncases='*-{}-*'\nkind='tolerated'\ncheck='matches-oracle'\nissue='#12'\nuntil=2999-01-01\n"
-    (pytester.path / "known.toml").write_text(entry.format("wrong"))
+    (pytester.path / "known.toml").write_text(fake_runner.known("*-wrong-*"))
     given = "'fake:ok,wrong', modes=['decode'], known_failures='known.toml'"
     found = own(given)
     assert found.ret == 0
     found.assert_outcomes(passed=2, xfailed=2, skipped=1)
-    (pytester.path / "known.toml").write_text(entry.format("wrong") + entry.format("gone"))
+    (pytester.path / "known.toml").write_text(fake_runner.known("*-wrong-*") + fake_runner.known("*-gone-*"))
     found = own(given)
     assert found.ret == 1
     found.assert_outcomes(passed=2, xfailed=2, skipped=1, failed=1)
-    assert "known failure 2 (cases = '*-gone-*', #12) matches no case" in found.stdout.str()
+    assert "known failure 2 (cases = '*-gone-*', https://example.org/issues/12) matches no case" in found.stdout.str()
 
 
 def test_a_judge_that_dies_costs_one_test_and_the_rest_runs(own):

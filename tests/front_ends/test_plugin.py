@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_runner import ISSUE, known
 
 from attn_testkit.reports.record import read_report, schema
 from attn_testkit.results import Status
@@ -165,14 +166,13 @@ def test_a_wrong_request_is_one_line_and_four(empty, args, message):
 
 @XDIST
 def test_known_failures_are_xfailed_and_an_outdated_entry_fails(empty, workers):
-    entry = "[[known]]\ncases='decode-{}-*'\nkind='tolerated'\ncheck='matches-oracle'\nissue='#12'\nuntil=2999-01-01\n"
-    (empty.path / "known.toml").write_text(entry.format("wrong"))
+    (empty.path / "known.toml").write_text(known("decode-wrong-*"))
     args = ("--attn-backend=fake:ok,wrong", "--attn-mode=decode", *workers)
     found = session(empty, *args, "--attn-known-failures=known.toml", "--attn-report=out.json")
     found.assert_outcomes(passed=2, xfailed=2)
     assert found.ret == 0
-    assert {r.reason for r in report_of(empty).results if r.status is Status.KNOWN_FAILURE} == {"#12"}
-    (empty.path / "known.toml").write_text(entry.format("wrong") + entry.format("ok"))
+    assert {r.reason for r in report_of(empty).results if r.status is Status.KNOWN_FAILURE} == {ISSUE}
+    (empty.path / "known.toml").write_text(known("decode-wrong-*") + known("decode-ok-*"))
     found = session(empty, *args, "--attn-known-failures=known.toml")
     assert found.ret == 1
     found.assert_outcomes(failed=2, xfailed=2)
@@ -181,9 +181,7 @@ def test_known_failures_are_xfailed_and_an_outdated_entry_fails(empty, workers):
 
 @XDIST
 def test_quarantined_case_runs_are_never_launched(empty, workers):
-    (empty.path / "known.toml").write_text(
-        "[[known]]\ncases='*-segfault-*'\nkind='quarantine'\nissue='#13'\nuntil=2999-01-01\n"
-    )
+    (empty.path / "known.toml").write_text(known("*-segfault-*", kind="quarantine"))
     found = session(empty, "--attn-backend=fake:ok,segfault", "--attn-known-failures=known.toml", *workers)
     assert found.ret == 0
     found.assert_outcomes(passed=4)
@@ -191,12 +189,10 @@ def test_quarantined_case_runs_are_never_launched(empty, workers):
 
 
 def test_an_entry_that_matches_nothing_fails_the_session(empty):
-    (empty.path / "known.toml").write_text(
-        "[[known]]\ncases='gone-*'\nkind='quarantine'\nissue='#1'\nuntil=2999-01-01\n"
-    )
+    (empty.path / "known.toml").write_text(known("gone-*", kind="quarantine"))
     found = session(empty, "--attn-backend=fake:ok", "--attn-known-failures=known.toml")
     assert found.ret == 1
-    found.stdout.fnmatch_lines(["problem: known failure 1 (cases = 'gone-*', #1) matches no case"])
+    found.stdout.fnmatch_lines([f"problem: known failure 1 (cases = 'gone-*', {ISSUE}) matches no case"])
 
 
 @XDIST
@@ -243,9 +239,7 @@ def test_a_floor_that_is_not_reached_fails_the_session(empty, workers):
 
 
 def test_the_ini_says_as_much_as_the_command_line(empty):
-    (empty.path / "kf.toml").write_text(
-        "[[known]]\ncases='*-wrong-*'\nkind='quarantine'\nissue='#1'\nuntil=2999-01-01\n"
-    )
+    (empty.path / "kf.toml").write_text(known("*-wrong-*", kind="quarantine"))
     empty.makeini(
         "[pytest]\nstrict = true\nattn_backends =\n  fake:ok\n  fake:ok,wrong\nattn_tier = full\n"
         "attn_known_failures = kf.toml\nattn_min_cases = 25\n"

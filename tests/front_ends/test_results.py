@@ -6,6 +6,7 @@ import pickle
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
+import fake_runner
 import pytest
 
 import attn_testkit
@@ -14,7 +15,9 @@ from attn_testkit.cli import main
 from attn_testkit.reports.outcome import IN_FULL, MOST_PRINTED
 from attn_testkit.results import CaseResult, Status, exit_code
 
-KNOWN = "[[known]]\ncases='*-{}-*'\nkind='tolerated'\ncheck='matches-oracle'\nissue='#12'\nuntil=2999-01-01\n"
+
+def known(word: str) -> str:
+    return fake_runner.known(f"*-{word}-*")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +55,7 @@ def test_results_say_their_verdict_as_the_command_line_does(capsys):
 
 
 def test_failures_are_the_case_runs_that_failed_crashed_timed_out_or_passed_unexpectedly():
-    Path("known.toml").write_text(KNOWN.format("ok") + KNOWN.format("inf"))
+    Path("known.toml").write_text(known("ok") + known("inf"))
     results = check_backend("fake:ok,wrong,exit,late,notrun,bug", known_failures="known.toml", modes=["decode"])
     assert {failure.status for failure in results.failures} == {
         Status.UNEXPECTEDLY_PASSED,
@@ -130,23 +133,24 @@ def test_both_forms_take_the_same_arguments():
 
 
 def test_known_failures_hold_in_python_too():
-    Path("known.toml").write_text(KNOWN.format("wrong"))
+    Path("known.toml").write_text(known("wrong"))
     assert check_backend("fake:ok,wrong", known_failures="known.toml")
-    Path("known.toml").write_text(KNOWN.format("wrong") + KNOWN.format("gone"))
+    Path("known.toml").write_text(known("wrong") + known("gone"))
     results = check_backend("fake:ok,wrong", known_failures="known.toml")
     assert not results
-    assert "problem: known failure 2 (cases = '*-gone-*', #12) matches no case" in str(results)
-    assert results.verdict.startswith("NOT ACCEPTED: 4 of 8 claimed case-runs passed, 4 known failure, but known")
+    assert results.problems == (f"known failure 2 (cases = '*-gone-*', {fake_runner.ISSUE}) matches no case",)
+    assert f"problem: {results.problems[0]}" in str(results).splitlines()
+    assert results.verdict.startswith("NOT ACCEPTED: 4 of 8 claimed case-runs passed, 4 known failures, but known")
 
 
 def test_known_failures_alone_are_no_green():
     """With nothing that passes, nothing is known to work."""
-    Path("known.toml").write_text(KNOWN.format("wrong"))
+    Path("known.toml").write_text(known("wrong"))
     results = check_backend("fake:wrong", known_failures="known.toml")
     assert not results
     assert results.exit_code == 1
     assert results.verdict == (
-        "NOT CONFORMANT: 0 of 4 claimed case-runs passed, 4 known failure; nothing is known to work"
+        "NOT CONFORMANT: 0 of 4 claimed case-runs passed, 4 known failures; nothing is known to work"
     )
 
 
