@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ __all__ = [
     "emulated_parts",
     "exit_code",
     "format_failure",
+    "message_of",
+    "readable",
     "repro_command",
 ]
 
@@ -61,6 +64,37 @@ NO_CASE = "(no case)"
 """Stands for a case in the row of a mode that is claimed and that no case can satisfy."""
 WIDTH = 120
 """Columns of a failure's prose."""
+
+
+MOST_CHARACTERS = {"headline": 600, "reason": 8000}
+"""Of a text in a result; of others ``MOST_OTHERS``."""
+MOST_OTHERS = 4000
+_UNREADABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+"""Control characters and lone surrogates: they move a terminal's cursor, and no file takes them."""
+
+
+def readable(text: str, most: int = MOST_OTHERS) -> str:
+    """The text as it travels and is recorded: no control characters, and of a long one the beginning and the end, with
+    the number of characters left out between them. At most ``most`` characters.
+    """
+    text = _UNREADABLE.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
+    if len(text) <= most:
+        return text
+    room = most - len(_left_out(len(text)))
+    head = room * 3 // 4
+    return text[:head] + _left_out(len(text) - room) + text[len(text) - room + head :]
+
+
+def _left_out(count: int) -> str:
+    return f" [... {count} characters left out ...] "
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says, also where its own ``__str__`` raises."""
+    try:
+        return str.__str__(str(error))
+    except BaseException as broken:
+        return f"(no message: its __str__ raised {type(broken).__name__})"
 
 
 class Status(StrEnum):
@@ -104,6 +138,10 @@ class Finding:
     step: str = ""
     """Which step of the case: empty for a single eager step, else for instance ``replay 4 of 6, bucket 4, 3 live``."""
 
+    def __post_init__(self) -> None:
+        for name, text in vars(self).items():
+            object.__setattr__(self, name, readable(text, MOST_CHARACTERS.get(name, MOST_OTHERS)))
+
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -136,6 +174,10 @@ class CaseResult:
     """Why it did not run or crashed, or the issue behind a known failure."""
     hints: tuple[str, ...] = ()
     """Remarks that are no failure, such as graph support that works but is not claimed."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", readable(self.reason, MOST_CHARACTERS["reason"]))
+        object.__setattr__(self, "hints", tuple(map(readable, self.hints)))
 
     @property
     def emulated(self) -> bool:

@@ -69,6 +69,7 @@ class Session:
     interrupted: bool = False
     code: int = 0
     _record: Record | None = None
+    _not_recorded: str = ""
     _judge: Judge | None = None
 
     def plan(self) -> Prepared | None:
@@ -145,6 +146,7 @@ class Session:
         self.code = final_code(self.header, self.results, self.problems, self.interrupted)
         if self._record:
             self._record.finish(self.code, interrupted=self.interrupted, problems=self.problems)
+            self._not_recorded = self._record.failure
             self._record = None
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return self.code
@@ -173,6 +175,8 @@ class Session:
         terminal.line(text, bold=True, green=self.code == 0, red=self.code != 0)
         if self.report:
             terminal.line(f"report: {self.report}")
+        if self._not_recorded:
+            terminal.line(f"the record is not complete: {self._not_recorded}", red=True)
 
     def close(self) -> None:
         """End the judge. If the session broke, leave the record as it is, readable and unfinished."""

@@ -45,7 +45,7 @@ class XdistHooks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport, sched: object) -> None:
-        """A worker of pytest died over a case-run. No backend runs in it: the fault is ours. The message is of xdist."""
+        """A worker of pytest died over a case-run. No backend runs in it: the fault is ours. The message is xdist's."""
         item = self._session.due.get(crashitem)
         if item is None:
             return

@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -174,20 +175,39 @@ def _die_with_parent() -> None:
 
 
 def _last_lines(lines: list[str]) -> list[str]:
-    """The last lines, with of Python's own stack dump only the innermost frames of the thread that matters."""
+    """The last lines, with of Python's own stack dump only the innermost frames of the thread that matters.
+
+    In tracebacks that were printed, without what an author cannot mend: frames of the kit, and carets.
+    """
+    lines = _without_machinery(lines)
     stacks = [i for i, line in enumerate(lines) if "most recent call first" in line]
     if not stacks:
         return lines[-LAST_LINES:]
     # A fatal error marks the thread it happened in; a dump on a timer does not, and has the main thread last.
     stack = next((i for i in stacks if lines[i].startswith("Current thread")), stacks[-1])
     before = [line for line in lines[: stacks[0]] if not line.startswith("Timeout (")]
-    frames = [line for line in lines[stack + 1 :] if line.startswith("  File") and not _of_the_kit(line)]
-    frames = frames[:FRAMES]
+    frames = [line for line in lines[stack + 1 :] if line.startswith("  File")][:FRAMES]
     return before[-(LAST_LINES - len(frames)) :] + frames
 
 
-def _of_the_kit(line: str) -> bool:
-    return "attn_testkit/running/" in line or '"<string>"' in line or "/multiprocessing/" in line
+def _without_machinery(lines: list[str]) -> list[str]:
+    kept: list[str] = []
+    passed_over = False
+    for line in lines:
+        if line.startswith("  File "):
+            passed_over = bool(_MACHINERY.search(line))
+        elif not line.startswith("    "):
+            passed_over = False
+        if not passed_over and line.strip(" ^~") and not re.fullmatch(r"Process \S+:", line):
+            kept.append(line)
+    return kept
+
+
+_MACHINERY = re.compile(
+    r"/attn_testkit/(running|emulation|graphs|checks|runner_modes|model\.py|environment\.py|registry\.py)"
+    r'|/runner_modes/\w+\.py"|/multiprocessing/|/importlib/|"<(string|frozen )'
+)
+"""Files whose frames say nothing to the author of a backend."""
 
 
 def ending(code: int) -> str:

@@ -444,6 +444,30 @@ def test_of_a_stack_dump_the_innermost_frames_of_the_thread_that_matters_are_kep
     assert _last_lines([current[0], *kit, *frames("mine", 2)]) == frames("mine", 2)
 
 
+def test_of_a_printed_traceback_the_authors_frames_and_the_reason_are_kept() -> None:
+    lines = """before
+Process Fork-3:
+Traceback (most recent call last):
+  File "/lib/python3.11/multiprocessing/process.py", line 314, in _bootstrap
+    self.run()
+  File "/x/attn_testkit/running/child.py", line 170, in _run
+    serve(connection, *arguments)
+  File "/x/site-packages/attn_testkit/runner_modes/eager.py", line 50, in run_eager
+    harness.backend.init_forward_metadata(batch)
+    ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/home/me/mine.py", line 7, in init_forward_metadata
+    self.handle = load("libkernels.so")
+                  ^^^^^~~~~~~~~~~~~~~~~~
+OSError: libkernels.so: cannot open shared object file""".splitlines()
+    assert _last_lines(lines) == [
+        "before",
+        "Traceback (most recent call last):",
+        '  File "/home/me/mine.py", line 7, in init_forward_metadata',
+        '    self.handle = load("libkernels.so")',
+        "OSError: libkernels.so: cannot open shared object file",
+    ]
+
+
 def test_a_module_is_preloaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forking, "_preloaded", ["a"])
     for name in ("b", "a", "b"):
