@@ -61,7 +61,8 @@ CHECK_IDS = (
     "batch-invariant",
 )
 NO_CASE = "(no case)"
-"""Stands for a case in the row of a mode that is claimed and that no case can satisfy."""
+"""Stands for a case in the row of a mode that is claimed and that no case can satisfy, or of a backend that cannot be
+imported."""
 WIDTH = 120
 """Columns of a failure's prose."""
 
@@ -267,7 +268,7 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
     parts = [f"{result.backend} {version}".strip()]
     if header:
         parts += [header.device_name, f"torch {header.versions.get('torch', '?')}"]
-    parts.append(f"graph: {result.graph}" if result.graph else result.execution)
+    parts += [f"graph: {result.graph}" if result.graph else result.execution] if result.execution else []
     if result.kernels == "emulated":
         parts.append("kernels: emulated")
     lines.append(f"  backend  {' · '.join(parts)}")
@@ -303,7 +304,7 @@ def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
     if result.backend.startswith("__main__:") or "<locals>" in result.backend:
         name = result.backend.rpartition(":")[2].rpartition(".")[2]
         return f"check_backend({name}, executions=[{result.execution!r}], cases=[{result.case!r}])"
-    rest = ["--execution", result.execution]
+    rest = ["--execution", result.execution] if result.execution else []
     if (header.device if header else result.device) == "emulated":
         rest.append("--device cpu")
     if not result.case.endswith(NO_CASE):
@@ -311,4 +312,5 @@ def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
     # There is no case to name: planning the mode again shows it.
     if header and header.tier != "smoke":
         rest.append(f"--tier {header.tier}")
-    return " ".join(["attn-testkit run --backend", result.backend, "--mode", result.mode, *rest])
+    mode = ["--mode", result.mode] if result.mode else []
+    return " ".join(["attn-testkit run --backend", result.backend, *mode, *rest])

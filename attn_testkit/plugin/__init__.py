@@ -43,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         min_cases=plugin_options.min_cases(config),
         command=shlex.join(["pytest", *map(str, config.invocation_params.args)]),
         timeout_s=config.option.attn_timeout,
+        collects_only=config.option.collectonly,
         planned=pickled_plan(_workerinput(config).get("attn_plan")),
     )
     config.stash[SESSION] = state

@@ -67,6 +67,7 @@ class Session:
     results: list[CaseResult] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
+    collects_only: bool = False
     code: int = 0
     _record: Record | None = None
     _not_recorded: str = ""
@@ -137,6 +138,9 @@ class Session:
 
     def finish(self, exitstatus: int) -> int:
         """The session's exit status: pytest's own, unless a case-run that was due did not run."""
+        if self.prepared is not None and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and not self.collects_only:
+            # Workers of xdist that collect nothing report nothing.
+            self.begin([])
         if self.header is None:
             return exitstatus
         self.interrupted = exitstatus == pytest.ExitCode.INTERRUPTED

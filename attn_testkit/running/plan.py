@@ -15,7 +15,7 @@ from ..environment import Environment, missing_here, resolve, versions
 from ..registry import UsageError, did_you_mean, origin_of
 from ..results import NO_CASE, CaseResult, Finding, RunHeader, Status
 from .candidate import Candidate
-from .request import Item, Plan, Request
+from .request import Item, Plan, Request, unloadable
 
 __all__ = ["plan_run"]
 
@@ -37,7 +37,13 @@ def plan_run(request: Request, claims_of: Claims) -> Plan:
     items: list[tuple[Item, Case]] = []
     preset: list[CaseResult] = []
     for candidate in request.candidates:
-        claims = claims_of(candidate)
+        try:
+            claims = claims_of(candidate)
+        except UsageError as error:
+            if not request.keep_unloadable:
+                raise
+            preset.append(unloadable(candidate.spec, str(error)))
+            continue
         for mode in modes:
             for execution in executions:
                 found, rows = _of_mode(candidate.spec, claims, mode, execution, request, exact, environment)

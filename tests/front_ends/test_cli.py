@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 from fake_runner import known
 
 from attn_testkit.cli import commands, main
+from attn_testkit.registry import UsageError
 from attn_testkit.reports.record import read_report, schema
 from attn_testkit.results import MODES, Status
 
@@ -87,6 +89,32 @@ def test_the_record_is_valid_and_says_how_it_ended(call):
     assert data["exit_code"] == 1
     assert data["counts"] == {"passed": 4, "failed": 8}
     assert "NOT CONFORMANT: 8 failed" in Path("out.html").read_text()
+
+
+@pytest.mark.parametrize(("words", "verdict"), [("ok,ok", 0), ("ok,wrong", 1)])
+def test_a_full_disk_costs_the_record_and_not_the_verdict(call, words, verdict):
+    code, out, err = call("run", "--backend", f"fake:{words}", "--json", "/dev/full")
+    assert code == verdict
+    assert "of 8 claimed case-runs" in out.splitlines()[-1]
+    assert "attn-testkit: the record is not complete: /dev/full lacks what came after 0 results: No space left" in err
+    assert "Traceback" not in err
+
+
+def test_a_page_that_cannot_be_written_in_the_end_costs_no_verdict(call, monkeypatch):
+    run = importlib.import_module("attn_testkit.cli.run")
+    write, written = run.write_text, []
+
+    def once(path, text):
+        if written:
+            raise UsageError(f"cannot write {path}: No space left on device")
+        written.append(write(path, text))
+
+    monkeypatch.setattr(run, "write_text", once)
+    code, out, err = call("run", "--backend", "fake:ok", "--html", "out.html", "--json", "out.json")
+    assert code == 0
+    assert out.splitlines()[-1].startswith("CONFORMANT")
+    assert err.splitlines()[-1] == "attn-testkit: cannot write out.html: No space left on device"
+    assert read_report("out.json").finished
 
 
 def test_a_run_that_stops_early_is_not_green(call):
@@ -192,7 +220,16 @@ def test_data_goes_to_stdout_and_nothing_else_does(call):
         (["run", "-b", "fake:ok", "--mode", "v3"], "unknown mode 'v3' (decode, target-verify, draft-ext"),
         (["run", "-b", "fake:ok", "--execution", "grpah"], "unknown execution 'grpah'; did you mean 'graph'?"),
         (["run", "-b", "fake:ok", "--tier", "Full"], "unknown tier 'Full'; did you mean 'full'?"),
-        (["run", "-b", "fake:ok", "--device", "gpu"], "unknown device 'gpu'"),
+        (["run", "-b", "fake:ok", "--device", "gpu"], "unknown device 'gpu'; did you mean 'cuda'? (auto, cuda"),
+        (["run", "-b", "fake:ok", "--timeout", "nan"], "timeout is nan; expected seconds above 0, and at most 86400"),
+        (["run", "-b", "fake:ok", "--timeout", "-1"], "timeout is -1; expected seconds above 0"),
+        (["run", "-b", "fake:ok", "--timeout", "0"], "timeout is 0; expected seconds above 0"),
+        (["run", "-b", "fake:ok", "--timeout", "inf"], "timeout is inf; expected seconds above 0"),
+        (["run", "-b", "fake:ok", "--timeout", "5m"], "timeout is '5m'; expected seconds, such as 300"),
+        (["audit", "--timeout", "nan"], "timeout is nan; expected seconds above 0"),
+        (["audit", "--seed", "-1"], "Invalid value for '--seed'"),
+        (["run", "-b", "fake:ok", "--seed", "-1"], "seed is -1; expected a whole number from 0 up"),
+        (["run", "-b", "fake:ok", "--seed", "x"], "Invalid value for '--seed': 'x' is not a valid integer"),
         (["run", "-b", "fake:ok", "--case", "nope*"], "no case matches 'nope*'"),
         (["run", "-b", "fake:ok", "--jbos", "2"], "No such option '--jbos'. (Did you mean one of: '--jobs'"),
         (["run", "-b", "fake:ok", "--jobs", "0"], "Invalid value for '--jobs'"),

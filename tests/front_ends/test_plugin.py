@@ -129,6 +129,14 @@ def test_foreign_property_values_are_made_plain(empty):
     assert '<property name="attn_margin" value="0.4"' in text
 
 
+def test_a_full_disk_costs_the_record_and_not_the_session(empty):
+    found = session(empty, "--attn-backend=fake:ok", "--attn-report=/dev/full")
+    assert found.ret == 0
+    found.stdout.fnmatch_lines(
+        ["CONFORMANT: 4 of 4*", "the record is not complete: /dev/full lacks what came after 0 results: No space left*"]
+    )
+
+
 @XDIST
 def test_deselected_case_runs_are_not_due(empty, workers):
     found = session(empty, "--attn-backend=fake:ok,wrong", "-k", "graph and ok-k0", *workers)
@@ -151,6 +159,18 @@ def test_nothing_selected_is_five(empty, workers):
         (("--attn-backend=fake:ok", "--attn-tier=smok"), "unknown tier 'smok'; did you mean 'smoke'?"),
         (("--attn-backend=fake:ok", "--attn-mode=target_verify"), "did you mean 'target-verify'?"),
         (("--attn-backend=fake:ok", "--attn-device=cud"), "did you mean 'cuda'?"),
+        (
+            ("--attn-backend=fake:ok", "--attn-device=gpu"),
+            "unknown device 'gpu'; did you mean 'cuda'?",
+        ),
+        (
+            ("--attn-backend=fake:ok", "--attn-timeout=nan"),
+            "timeout is nan; expected seconds above 0",
+        ),
+        (("--attn-backend=fake:ok", "--attn-timeout=-1"), "timeout is -1; expected seconds above 0"),
+        (("--attn-backend=fake:ok", "--attn-timeout=5m"), "timeout is '5m'; expected seconds, such as 300"),
+        (("--attn-backend=fake:ok", "--attn-seed=-1"), "seed is '-1'; expected a whole number from 0 up"),
+        (("--attn-backend=fake:ok", "--attn-min-cases=-1"), "min-cases is '-1'; expected a whole number from 0 up"),
         (("--attn-backend=fake:ok", "--attn-case=nope-*"), "no case matches 'nope-*'"),
         (("--attn-backend=fake:ok", "--attn-known-failures=nope.toml"), "nope.toml: No such file"),
         (("--attn-backend=fake:ok", "--attn-report=/proc/nope/x.json"), "cannot write /proc/nope/x.json"),
@@ -177,6 +197,26 @@ def test_known_failures_are_xfailed_and_an_outdated_entry_fails(empty, workers):
     assert found.ret == 1
     found.assert_outcomes(failed=2, xfailed=2)
     assert "unexpectedly passed: passed, though known failure 2" in found.stdout.str()
+
+
+@XDIST
+@pytest.mark.parametrize(("others", "passed"), [(("--attn-backend=fake:ok",), 4), ((), 0)])
+def test_a_backend_that_cannot_be_imported_is_a_failing_row_where_that_is_asked_for(empty, workers, others, passed):
+    """A nightly job over all registered backends must not lose the one that broke, nor all others over it."""
+    args = ("--attn-backend=nofake", *others, "--attn-keep-unloadable", "--attn-report=out.json", *workers)
+    found = session(empty, *args)
+    assert found.ret == 1
+    found.assert_outcomes(passed=passed)
+    found.stdout.fnmatch_lines(
+        [
+            "(no case): unknown backend 'nofake'; did you mean 'fake:ok'?",
+            "  repro    attn-testkit run --backend nofake --device cpu",
+            f"NOT CONFORMANT: 1 failed of {passed + 1} claimed case-runs",
+        ]
+    )
+    report = report_of(empty)
+    assert report.exit_code == 1
+    assert [r.backend for r in report.results if r.status is Status.FAILED] == ["nofake"]
 
 
 @XDIST

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import fake_runner
 import pytest
 
-import attn_testkit
 from attn_testkit import NotConformant, Results, assert_conformant, check_backend
 from attn_testkit.cli import main
+from attn_testkit.registry import UsageError
 from attn_testkit.reports.outcome import IN_FULL, MOST_PRINTED
 from attn_testkit.results import CaseResult, Status, exit_code
 
@@ -170,7 +171,7 @@ def test_the_kits_own_failure_is_no_verdict_on_the_backend():
 )
 def test_a_run_in_which_nothing_ran_says_why(more, why):
     if why is None:
-        with pytest.raises(attn_testkit.registry.UsageError, match="no case matches"):
+        with pytest.raises(UsageError, match="no case matches"):
             check_backend("fake:", **more)
     else:
         assert check_backend("fake:", **more).verdict == f"NOTHING RAN: {why}"
@@ -182,6 +183,30 @@ def test_a_case_run_that_vanished_is_not_green(missing):
     cut = replace(results, rows=results.rows[:-missing])
     assert not cut
     assert cut.verdict == f"INCOMPLETE: {4 - missing} of 4 claimed case-runs ran"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"jobs": 0}, "jobs is 0; expected a whole number from 1 up"),
+        ({"jobs": 1.5}, "jobs is 1.5; expected"),
+        ({"timeout_s": float("nan")}, "timeout is nan; expected seconds above 0, and at most 86400"),
+        ({"timeout_s": 0}, "timeout is 0; expected"),
+        ({"timeout_s": 86_401}, "timeout is 86401; expected"),
+        ({"seed": -1}, "seed is -1; expected a whole number from 0 up"),
+        ({"seed": 0.5}, "seed is 0.5; expected"),
+        ({"device": "gpu"}, "unknown device 'gpu'; did you mean 'cuda'?"),
+        ({"device": "cuda:x"}, "unknown device 'cuda:x'; did you mean 'cuda'?"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_in_python_too(more, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_backend("fake:ok", **more)
+
+
+@pytest.mark.parametrize("more", [{"timeout_s": 86_400}, {"timeout_s": 1}, {"jobs": 1}, {"seed": 0}, {"device": "cpu"}])
+def test_numbers_at_the_edge_of_sense_are_taken(more):
+    assert check_backend("fake:ok", **more)
 
 
 def test_one_case_run_has_to_pass():
