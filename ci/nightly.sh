@@ -4,9 +4,9 @@
 #   ci/nightly.sh OUT [PREVIOUS.json]
 #
 # Writes OUT/report.json, junit.xml, report.html, summary.md and, with a previous report, compare.txt; with an audit
-# also audit.json, audit.html and audit.txt. What an earlier night left under these names is removed first. Fails when a
-# backend is not conformant or cannot be imported any more, when nothing ran, when something newly fails or vanished since
-# PREVIOUS, or when the audit fails; page and summary say so in every case.
+# also audit.json, audit.html and audit.txt. What an earlier night left under these names is removed first.
+# Fails when a backend is not conformant or cannot be imported any more, when nothing ran, when something newly fails or
+# vanished since PREVIOUS, or when the audit fails. Page and summary are red when a backend fails or nothing ran.
 #
 #   ATTN_TIER=full         smoke, core or full
 #   ATTN_BACKENDS="a b"    instead of every registered backend
@@ -61,8 +61,9 @@ else
   # From the output directory, so that nothing of the checkout's own configuration or conftest is in play. A backend in
   # the caller's directory is found all the same.
   export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-  (cd "$out" && "$python" -m pytest --pyargs attn_testkit.suite -q -p no:cacheprovider -n "${ATTN_WORKERS:-auto}" --max-worker-restart=1000 \
-    --attn-report=report.json --junitxml=junit.xml "${options[@]}") || worse $?
+  (cd "$out" && "$python" -m pytest --pyargs attn_testkit.suite -q -p no:cacheprovider \
+    -n "${ATTN_WORKERS:-auto}" --max-worker-restart=1000 --attn-report=report.json --junitxml=junit.xml \
+    "${options[@]}") || worse $?
   if [[ ! -f "$out/report.json" ]]; then
     red "pytest ended with exit code $status before it had a record; see its output"
     worse 5
