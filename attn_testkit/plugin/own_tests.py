@@ -138,8 +138,12 @@ class OwnTests:
         try:
             (result,) = self._judge(wanted).run(prepared.plan, [item])
         except JudgeError as error:
-            self._judges.pop(_key(wanted)).close()
+            self._drop(wanted)
             return kit_error(item, str(error))
+        except BaseException:
+            # Given up in the middle, as by a timeout of pytest's own: the next test needs another process.
+            self._drop(wanted)
+            raise
         return prepared.ledger.judge(result)
 
     def close(self) -> None:
@@ -147,6 +151,9 @@ class OwnTests:
         for judge in self._judges.values():
             judge.close()
         self._judges.clear()
+
+    def _drop(self, wanted: Wanted) -> None:
+        self._judges.pop(_key(wanted)).close()
 
     def _judge(self, wanted: Wanted) -> Judge:
         key = _key(wanted)

@@ -102,10 +102,12 @@ class Session:
         try:
             (result,) = self.judge().run(prepared.plan, [item])
         except JudgeError as error:
-            if self._judge is not None:
-                self._judge.close()
-                self._judge = None
+            self._drop_judge()
             return kit_error(item, str(error))
+        except BaseException:
+            # Given up in the middle, as by a timeout of pytest's own: the next case-run needs another process.
+            self._drop_judge()
+            raise
         return prepared.ledger.judge(result)
 
     def begin(self, nodeids: Iterable[str]) -> None:
@@ -186,6 +188,9 @@ class Session:
         """End the judge. If the session broke, leave the record as it is, readable and unfinished."""
         if self._record:
             self._record.close()
+        self._drop_judge()
+
+    def _drop_judge(self) -> None:
         if self._judge is not None:
             self._judge.close()
             self._judge = None

@@ -141,21 +141,32 @@ class Results(Sequence[CaseResult]):
     def __getitem__(self, index: int | slice) -> CaseResult | tuple[CaseResult, ...]:
         return self.rows[index]
 
-    def __str__(self) -> str:
+    @property
+    def texts(self) -> str:
+        """The failures as the command line prints them, and what did not run; empty where there is nothing to say."""
         texts = FailureTexts(self.header)
         lines = ["".join(texts.of(failure)) for failure in self.failures[:MOST_PRINTED]]
         if len(self.failures) > MOST_PRINTED:
             lines.append(f"and {len(self.failures) - MOST_PRINTED} more that did not pass")
         lines += [f"not run: {format_failure(row)}" for row in self.rows if row.status is Status.NOT_RUN_HERE]
         lines += [f"problem: {problem}" for problem in self.problems]
-        return "\n".join([*lines, self.verdict])
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, (self.texts, self.verdict)))
 
     __repr__ = __str__
 
 
 class NotConformant(AssertionError):
-    """A backend is not known to conform. The message is that of ``results``: failures, and the verdict."""
+    """A backend is not known to conform. The message is the verdict, which summaries show, and then the failures."""
 
     def __init__(self, results: Results) -> None:
         super().__init__(results)
         self.results = results
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, (self.results.verdict, self.results.texts)))
+
+
+NotConformant.__module__ = "attn_testkit"  # where users find it, and what a traceback calls it

@@ -77,7 +77,7 @@ def assert_conformant(
 ) -> Results:
     """Check a backend as ``check_backend`` does, and raise ``NotConformant`` unless it conforms.
 
-    The message is what the command line prints: the failures and the verdict. ``NotConformant`` is an
+    The message is what the command line prints: the verdict and the failures. ``NotConformant`` is an
     ``AssertionError``, and its ``results`` are the ``Results``. Raises besides what ``check_backend`` raises.
     """
     __tracebackhide__ = True

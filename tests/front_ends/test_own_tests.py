@@ -178,6 +178,20 @@ def test_a_judge_that_dies_costs_one_test_and_the_rest_runs(own):
     assert "the kit itself failed: the process that judges ended with exit code 9" in found.stdout.str()
 
 
+def test_a_test_that_is_given_up_in_the_middle_costs_no_other(own):
+    """As plugins that limit the time of a test do it: by an alarm that raises."""
+    body = (
+        "import signal\n"
+        "                def late(*_): import pytest; pytest.fail('too late')\n"
+        "                signal.signal(signal.SIGALRM, late)\n"
+        "                signal.setitimer(signal.ITIMER_REAL, 3 if 'hang' in attn_case.case else 0)\n"
+        "                attn_case()"
+    )
+    found = own("'fake:hang,ok,ok', modes=['decode'], executions=['eager']", body=body)
+    found.assert_outcomes(passed=2, failed=1, skipped=1)
+    assert "too late" in found.stdout.str()
+
+
 def test_pytest_never_imports_the_backend_or_torch(pytester):
     pytester.makepyfile(
         test_mine="""

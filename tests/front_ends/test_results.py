@@ -108,9 +108,11 @@ def test_assert_conformant_raises_with_what_the_command_line_prints():
     with pytest.raises(NotConformant) as raised:
         assert_conformant("fake:ok,wrong", modes=["decode"])
     assert isinstance(raised.value, AssertionError)
-    assert str(raised.value) == str(raised.value.results)
-    assert "out[request 3, head 5, dim 17] = 0.4121, want 0.1870" in str(raised.value)
-    assert str(raised.value).splitlines()[-1].startswith("NOT CONFORMANT: 2 failed of 4")
+    verdict, _, texts = str(raised.value).partition("\n")
+    assert verdict == "NOT CONFORMANT: 2 failed of 4 claimed case-runs"
+    assert texts.splitlines()[0] == "decode-wrong-k1: request 3 differs from the oracle, 56x over the limit"
+    assert "out[request 3, head 5, dim 17] = 0.4121, want 0.1870" in texts
+    assert f"{texts}\n{verdict}" == str(raised.value.results)
     again = pickle.loads(pickle.dumps(raised.value))
     assert str(again) == str(raised.value)
     assert again.results == raised.value.results
