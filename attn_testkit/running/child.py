@@ -24,6 +24,8 @@ __all__ = ["Child", "ChildLost", "ending"]
 
 START_SECONDS = 300.0
 """For a child to import its module on a busy machine."""
+MOST_BYTES = 1 << 16
+"""Of what a child printed: some print gigabytes."""
 LAST_LINES = 12
 FRAMES = 5
 _STARTED = "started"
@@ -105,13 +107,7 @@ class Child:
 
     def last_words(self) -> str:
         """What it printed since it was last told something, a line each; empty for nothing."""
-        try:
-            with open(self._words, "rb") as file:
-                file.seek(self._mark)
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return ""
-        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+        lines = [line.rstrip() for line in _tail(self._words, self._mark).splitlines() if line.strip()]
         return "".join(f"\n  {line}" for line in _last_lines(lines))
 
     def close(self) -> None:
@@ -172,6 +168,16 @@ def _die_with_parent() -> None:
     with contextlib.suppress(OSError):
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
+
+
+def _tail(path: str, start: int) -> str:
+    """What stands in a file from ``start`` on, and of very much of it the end."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(start, os.path.getsize(path) - MOST_BYTES))
+            return file.read(MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _last_lines(lines: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, RunHeader, Status
 from attn_testkit.running import forking, judge_process, loop, pool, worker
 from attn_testkit.running.candidate import Candidate, candidate_for
-from attn_testkit.running.child import _last_lines, ending
+from attn_testkit.running.child import MOST_BYTES, _last_lines, _tail, ending
 from attn_testkit.running.gpus import GpuSlots
 from attn_testkit.running.judge_process import JudgeError, _shares, judge_for
 from attn_testkit.running.loop import Runner, _groups
@@ -442,6 +442,17 @@ def test_of_a_stack_dump_the_innermost_frames_of_the_thread_that_matters_are_kep
         '  File "/lib/multiprocessing/spawn.py", line 1 in main',
     ]
     assert _last_lines([current[0], *kit, *frames("mine", 2)]) == frames("mine", 2)
+
+
+def test_of_very_much_that_was_printed_only_the_end_is_read(tmp_path) -> None:
+    path = tmp_path / "words"
+    path.write_bytes(b"first\n" + b"x" * MOST_BYTES)
+    assert _tail(str(path), 0) == "x" * MOST_BYTES
+    path.write_bytes(b"before" + b"x" * (MOST_BYTES - 1) + b"\xff")
+    assert _tail(str(path), 6) == "x" * (MOST_BYTES - 1) + "\N{REPLACEMENT CHARACTER}"
+    path.write_bytes(b"asked before\nasked now\n")
+    assert _tail(str(path), 13) == "asked now\n"
+    assert _tail(str(tmp_path / "none"), 0) == ""
 
 
 def test_of_a_printed_traceback_the_authors_frames_and_the_reason_are_kept() -> None:
