@@ -1,23 +1,37 @@
 """Conformance tests for the attention backends of LLM servers.
 
-``check_backend`` runs them from Python; ``attn-testkit`` and the pytest plugin are the other front ends. Authors of
-backends import from ``attn_testkit.contract``.
+``check_backend`` runs them from Python, ``assert_conformant`` raises where a backend does not conform, and
+``conformance_cases`` makes a test of each case-run in somebody's own test suite. ``attn-testkit`` and the pytest plugin
+are the other front ends. Authors of backends import from ``attn_testkit.contract``.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .running.check_backend import check_backend
+    from .plugin.own_tests import conformance_cases
+    from .reports.outcome import NotConformant, Results
+    from .running.check_backend import assert_conformant, check_backend
 
-__all__ = ["check_backend"]
+__all__ = ["NotConformant", "Results", "assert_conformant", "check_backend", "conformance_cases"]
+
+_HOMES = {
+    "NotConformant": ".reports.outcome",
+    "Results": ".reports.outcome",
+    "assert_conformant": ".running.check_backend",
+    "check_backend": ".running.check_backend",
+    "conformance_cases": ".plugin.own_tests",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a front end only when it is asked for: pytest loads this package at every start."""
-    if name == "check_backend":
-        from .running.check_backend import check_backend
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)
 
-        return check_backend
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -151,5 +151,6 @@ def versions() -> dict[str, str]:
             found[name.split("-")[0]] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found["torch"] = torch.__version__
+    # A plain string: unpickling a TorchVersion makes every front end import torch.
+    found["torch"] = str(torch.__version__)
     return found

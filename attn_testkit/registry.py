@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from .results import message_of, readable
+
 if TYPE_CHECKING:
     from .contract import AttentionBackend, Capabilities
 
@@ -156,7 +158,9 @@ def _import(spec: str, module_name: str) -> ModuleType:
             hint = did_you_mean(missing, _siblings(missing), cutoff=0.75)
             raise BackendNotFound(f"backend {spec!r}: there is no module {missing!r}{hint}") from error
         raise BackendNotFound(_import_failed(spec, module_name, error)) from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise BackendNotFound(_import_failed(spec, module_name, error)) from error
 
 
@@ -167,8 +171,12 @@ def _import_failed(spec: str, module_name: str, error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in foreign)]
     own = [f for f in frames if f.filename != __file__]
     at = f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
-    text = " ".join(str(error).split())
+    text = readable(" ".join(message_of(error).split()), MOST_OF_A_MESSAGE)
     return f"backend {spec!r}: importing {module_name} failed: {type(error).__name__}: {text}{at}"
+
+
+MOST_OF_A_MESSAGE = 1000
+"""Characters."""
 
 
 def _siblings(module_name: str) -> list[str]:

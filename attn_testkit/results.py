@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 
 __all__ = [
     "CHECK_IDS",
@@ -17,11 +17,13 @@ __all__ = [
     "NO_CASE",
     "CaseResult",
     "Finding",
-    "Results",
     "RunHeader",
     "Status",
+    "emulated_parts",
     "exit_code",
     "format_failure",
+    "message_of",
+    "readable",
     "repro_command",
     "untried_lines",
 ]
@@ -60,9 +62,41 @@ CHECK_IDS = (
     "batch-invariant",
 )
 NO_CASE = "(no case)"
-"""Stands for a case in the row of a mode that is claimed and that no case can satisfy."""
+"""Stands for a case in the row of a mode that is claimed and that no case can satisfy, or of a backend that cannot be
+imported."""
 WIDTH = 120
 """Columns of a failure's prose."""
+
+
+MOST_CHARACTERS = {"headline": 600, "reason": 8000}
+"""Of a text in a result; of others ``MOST_OTHERS``."""
+MOST_OTHERS = 4000
+_UNREADABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+"""Control characters and lone surrogates: they move a terminal's cursor, and no file takes them."""
+
+
+def readable(text: str, most: int = MOST_OTHERS) -> str:
+    """The text as it travels and is recorded: no control characters, and of a long one the beginning and the end, with
+    the number of characters left out between them. At most ``most`` characters.
+    """
+    text = _UNREADABLE.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
+    if len(text) <= most:
+        return text
+    room = most - len(_left_out(len(text)))
+    head = room * 3 // 4
+    return text[:head] + _left_out(len(text) - room) + text[len(text) - room + head :]
+
+
+def _left_out(count: int) -> str:
+    return f" [... {count} characters left out ...] "
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says, also where its own ``__str__`` raises."""
+    try:
+        return str.__str__(str(error))
+    except BaseException as broken:
+        return f"(no message: its __str__ raised {type(broken).__name__})"
 
 
 class Status(StrEnum):
@@ -106,6 +140,10 @@ class Finding:
     step: str = ""
     """Which step of the case: empty for a single eager step, else for instance ``replay 4 of 6, bucket 4, 3 live``."""
 
+    def __post_init__(self) -> None:
+        for name, text in vars(self).items():
+            object.__setattr__(self, name, readable(text, MOST_CHARACTERS.get(name, MOST_OTHERS)))
+
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -141,10 +179,25 @@ class CaseResult:
     hints: tuple[str, ...] = ()
     """Remarks that are no failure, such as graph support that works but is not claimed."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", readable(self.reason, MOST_CHARACTERS["reason"]))
+        object.__setattr__(self, "hints", tuple(map(readable, self.hints)))
+
     @property
     def emulated(self) -> bool:
         """Something in this case-run was emulated: it is no proof about hardware."""
-        return "emulated" in (self.graph, self.device, self.kernels)
+        return bool(emulated_parts(self))
+
+    @property
+    def of_the_kit(self) -> bool:
+        """Our own code failed here: this says nothing about the backend."""
+        return self.reason.startswith(KIT_ERROR)
+
+
+def emulated_parts(result: CaseResult) -> list[str]:
+    """Which of device, graph and kernels were emulated."""
+    parts = (("device", result.device), ("graph", result.graph), ("kernels", result.kernels))
+    return [name for name, how in parts if how == "emulated"]
 
 
 @dataclass(frozen=True)
@@ -175,16 +228,24 @@ class RunHeader:
     named by hand."""
 
 
-def exit_code(planned: int, results: Iterable[CaseResult], interrupted: bool = False) -> int:
-    """pytest's numbers: 0 conformant, 1 not (or claimed case-runs did not run), 2 interrupted, 5 nothing to run."""
+def exit_code(
+    planned: int, results: Iterable[CaseResult], interrupted: bool = False, problems: Sequence[str] = ()
+) -> int:
+    """pytest's numbers: 0 conformant, 1 not (or claimed case-runs did not run), 2 interrupted, 3 the kit itself failed,
+    5 nothing to run. ``problems``: what fails the run besides its case-runs.
+    """
+    runs = [result for result in results if result.case]
     if interrupted:
         return 2
-    counts = Counter(r.status for r in results if r.case)
-    if not planned and not counts:
-        return 5
-    ran = sum(counts[s] for s in RAN)
-    accounted = ran + counts[Status.QUARANTINED]
-    return 1 if any(counts[s] for s in BAD) or accounted < planned or not ran else 0
+    if any(result.of_the_kit for result in runs):
+        return 3
+    if not planned and not runs:
+        return 1 if problems else 5
+    counts = Counter(result.status for result in runs)
+    accounted = sum(counts[status] for status in RAN | {Status.QUARANTINED})
+    # Known failures alone are no green: then nothing is known to work.
+    good = counts[Status.PASSED] and accounted >= planned and not any(counts[status] for status in BAD)
+    return 0 if good and not problems else 1
 
 
 def format_failure(result: CaseResult, header: RunHeader | None = None, *, first_only: bool = False) -> str:
@@ -213,36 +274,12 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
     parts = [f"{result.backend} {version}".strip()]
     if header:
         parts += [header.device_name, f"torch {header.versions.get('torch', '?')}"]
-    parts.append(f"graph: {result.graph}" if result.graph else result.execution)
+    parts += [f"graph: {result.graph}" if result.graph else result.execution] if result.execution else []
     if result.kernels == "emulated":
         parts.append("kernels: emulated")
     lines.append(f"  backend  {' · '.join(parts)}")
     lines.append(f"  repro    {repro_command(result, header)}")
     return "\n".join(lines)
-
-
-class Results(list[CaseResult]):
-    """Case-runs of one check. Printed, it is what a person wants to know: failures, and one line of counts."""
-
-    untried: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    """``RunHeader.untried``."""
-
-    def __str__(self) -> str:
-        runs = [result for result in self if result.case]
-        bad = [result for result in runs if result.status in BAD]
-        texts = [format_failure(result) for result in bad]
-        lines = [*(text + "\n" for text in texts[:IN_FULL]), *(text.partition("\n")[0] for text in texts[IN_FULL:])]
-        lines += [f"not run: {format_failure(result)}" for result in self if result.status is Status.NOT_RUN_HERE]
-        lines += untried_lines(self.untried)
-        counts = Counter(result.status for result in runs)
-        parts = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
-        verdict = "NOTHING RAN" if not runs else "NOT CONFORMANT" if bad else "CONFORMANT"
-        emulated = "; emulated: no proof about hardware" if any(result.emulated for result in runs) else ""
-        return "\n".join([*lines, f"{verdict}: {parts or 'no case-run'}{emulated}"])
-
-
-IN_FULL = 3
-"""Failures that ``Results`` shows in full; of the rest it has the first line."""
 
 
 def _row(name: str, text: str) -> list[str]:
@@ -282,7 +319,7 @@ def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
     if result.backend.startswith("__main__:") or "<locals>" in result.backend:
         name = result.backend.rpartition(":")[2].rpartition(".")[2]
         return f"check_backend({name}, executions=[{result.execution!r}], cases=[{result.case!r}])"
-    rest = ["--execution", result.execution]
+    rest = ["--execution", result.execution] if result.execution else []
     if (header.device if header else result.device) == "emulated":
         rest.append("--device cpu")
     if not result.case.endswith(NO_CASE):
@@ -291,4 +328,5 @@ def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
     # There is no case to name: planning the mode again shows it.
     if header and header.tier != "smoke":
         rest.append(f"--tier {header.tier}")
-    return " ".join(["attn-testkit run --backend", result.backend, "--mode", result.mode, *rest])
+    mode = ["--mode", result.mode] if result.mode else []
+    return " ".join(["attn-testkit run --backend", result.backend, *mode, *rest])

@@ -4,8 +4,9 @@
 #   ci/nightly.sh OUT [PREVIOUS.json]
 #
 # Writes OUT/report.json, junit.xml, report.html, summary.md and, with a previous report, compare.txt; with an audit
-# also audit.json, audit.html and audit.txt. Fails when a backend is not conformant, when something newly fails or
-# vanished since PREVIOUS, or when the audit fails.
+# also audit.json, audit.html and audit.txt. What an earlier night left under these names is removed first.
+# Fails when a backend is not conformant or cannot be imported any more, when nothing ran, when something newly fails or
+# vanished since PREVIOUS, or when the audit fails. Page and summary are red when a backend fails or nothing ran.
 #
 #   ATTN_TIER=full         smoke, core or full
 #   ATTN_BACKENDS="a b"    instead of every registered backend
@@ -18,42 +19,68 @@
 # shellcheck source=ci/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 out="$(realpath -m "${1:?usage: ci/nightly.sh OUT [PREVIOUS.json]}")"
-previous="${2:-}"
 mkdir -p "$out"
 
-mapfile -t backends < <(
-  if [[ -n "${ATTN_BACKENDS:-}" ]]; then
-    tr -s ' ,' '\n' <<< "$ATTN_BACKENDS"
-  else
-    "$python" -m attn_testkit list --json |
-      "$python" -c 'import json, sys; print("\n".join(b["name"] for b in json.load(sys.stdin) if not b["failure"]))'
-  fi
-)
-[[ ${#backends[@]} -gt 0 && -n "${backends[0]}" ]] || { echo "ci/nightly.sh: no backend can be loaded" >&2; exit 5; }
-
-options=(--attn-tier="${ATTN_TIER:-full}" --attn-device="${ATTN_DEVICE:-auto}" --attn-timeout="${ATTN_TIMEOUT:-600}")
-options+=("${backends[@]/#/--attn-backend=}")
-[[ -z "${ATTN_KNOWN:-}" ]] || options+=(--attn-known-failures="$(realpath "$ATTN_KNOWN")")
+kept="$(mktemp -d)"
+trap 'rm -rf "$kept"' EXIT
+previous=""
+if [[ -n "${2:-}" && -f "$2" ]]; then
+  # It may be last night's, in OUT.
+  previous="$kept/previous.json"
+  cp "$2" "$previous"
+fi
+(cd "$out" && rm -f report.{json,html} junit.xml summary.md compare.txt audit.{json,html,txt})
 
 status=0
-# From the output directory, so that nothing of the checkout's own configuration or conftest is in play. A backend in the
-# caller's directory is found all the same.
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-(cd "$out" && "$python" -m pytest --pyargs attn_testkit.suite -q -n "${ATTN_WORKERS:-auto}" --max-worker-restart=1000 \
-  --attn-report=report.json --junitxml=junit.xml "${options[@]}") || status=$?
+worse() { [[ $status -ne 0 ]] || status=$1; }
 
-if [[ -f "$out/report.json" ]]; then
-  "$python" -m attn_testkit report "$out/report.json" --html "$out/report.html" --markdown > "$out/summary.md"
-  [[ -z "${GITHUB_STEP_SUMMARY:-}" ]] || cat "$out/summary.md" >> "$GITHUB_STEP_SUMMARY"
-  if [[ -n "$previous" && -f "$previous" ]]; then
-    "$python" -m attn_testkit compare "$previous" "$out/report.json" | tee "$out/compare.txt" ||
-      { worse=$?; [[ $status -ne 0 ]] || status=$worse; }
+# A page and a summary for a night without a record: red, with the reason.
+red() {
+  echo "ci/nightly.sh: $1" >&2
+  printf '### ❌ NOTHING RAN: %s\n' "$1" > "$out/summary.md"
+  printf '<!doctype html><meta charset="utf-8"><title>✗ nothing ran · attn-testkit</title>\n' > "$out/report.html"
+  printf '<h1 style="color: #b00020">NOTHING RAN</h1><p>%s</p>\n' "$1" >> "$out/report.html"
+}
+
+if [[ -n "${ATTN_BACKENDS:-}" ]]; then
+  backends="$(tr -s ' ,' '\n' <<< "$ATTN_BACKENDS" | sed '/^$/d')"
+else
+  # One that cannot be imported any more stays in: it is a failing row.
+  backends="$("$python" -m attn_testkit list --json |
+    "$python" -c 'import json, sys; print("\n".join(b["name"] for b in json.load(sys.stdin)))')" || backends=""
+fi
+
+if [[ -z "$backends" ]]; then
+  red "no backend is registered, or attn-testkit list failed"
+  worse 5
+else
+  mapfile -t backends <<< "$backends"
+  options=(--attn-tier="${ATTN_TIER:-full}" --attn-device="${ATTN_DEVICE:-auto}" --attn-timeout="${ATTN_TIMEOUT:-600}")
+  options+=(--attn-keep-unloadable "${backends[@]/#/--attn-backend=}")
+  [[ -z "${ATTN_KNOWN:-}" ]] || options+=(--attn-known-failures="$(realpath "$ATTN_KNOWN")")
+  # From the output directory, so that nothing of the checkout's own configuration or conftest is in play. A backend in
+  # the caller's directory is found all the same.
+  export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+  (cd "$out" && "$python" -m pytest --pyargs attn_testkit.suite -q -p no:cacheprovider \
+    -n "${ATTN_WORKERS:-auto}" --max-worker-restart=1000 --attn-report=report.json --junitxml=junit.xml \
+    "${options[@]}") || worse $?
+  if [[ ! -f "$out/report.json" ]]; then
+    red "pytest ended with exit code $status before it had a record; see its output"
+    worse 5
+  else
+    "$python" -m attn_testkit report "$out/report.json" --html "$out/report.html" --markdown > "$out/summary.md" ||
+      { code=$?; red "the record cannot be read; see report.json"; worse $code; }
+    # A record that lacks results, as where the disk was full, is no green.
+    grep -q '"finished": true' "$out/report.json" || worse 1
+    if [[ -n "$previous" ]]; then
+      "$python" -m attn_testkit compare "$previous" "$out/report.json" | tee "$out/compare.txt" || worse $?
+    fi
   fi
 fi
+[[ -z "${GITHUB_STEP_SUMMARY:-}" ]] || cat "$out/summary.md" >> "$GITHUB_STEP_SUMMARY"
 
 if [[ -n "${ATTN_AUDIT:-}" ]]; then
   "$python" -m attn_testkit audit --device "${ATTN_DEVICE:-auto}" ${ATTN_AUDIT_JOBS:+--jobs "$ATTN_AUDIT_JOBS"} \
-    --json "$out/audit.json" --html "$out/audit.html" | tee "$out/audit.txt" ||
-    { worse=$?; [[ $status -ne 0 ]] || status=$worse; }
+    --json "$out/audit.json" --html "$out/audit.html" | tee "$out/audit.txt" || worse $?
 fi
 exit "$status"

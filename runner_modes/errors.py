@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from attn_testkit.checks.failures import is_ctrl_c
+
 __all__ = ["ContractError", "DriveError", "ShapeError", "blame", "no_mode_left"]
 
 
@@ -60,13 +62,16 @@ def _modes() -> tuple[Sequence[object], Sequence[object]]:
 def blame(phase: str, label: str = "") -> Iterator[None]:
     """Whatever is raised inside, the backend raised it.
 
-    ``SystemExit`` and the like too: a kernel wrapper that exits would end the caller's program. Raises ``DriveError``
-    from it, and from what ``no_mode_left`` raises; one from an inner ``blame`` passes as it is.
+    ``SystemExit`` and the like too: a kernel wrapper that exits would end the caller's program. In the caller's own
+    process a ``KeyboardInterrupt`` may be the user's, and passes. Raises ``DriveError`` from it, and from what
+    ``no_mode_left`` raises; one from an inner ``blame`` passes as it is.
     """
     try:
         with no_mode_left():
             yield
-    except (DriveError, KeyboardInterrupt):
+    except DriveError:
         raise
     except BaseException as error:
+        if is_ctrl_c(error):
+            raise
         raise DriveError(phase, label) from error

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attn_testkit
-from attn_testkit.results import CaseResult, Results
+from attn_testkit import Results
+from attn_testkit.results import CaseResult
 from attn_testkit.running.candidate import candidate_for
 from attn_testkit.running.loop import Runner
 from attn_testkit.running.request import Item, Options, Plan, Request

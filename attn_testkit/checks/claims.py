@@ -11,6 +11,7 @@ from ..cases.schedule import Schedule
 from ..contract import AttentionBackend, BackendContext, Capabilities, ForwardMode, KVPool, Unsupported
 from ..results import Finding
 from .check import Check, Stage, in_eager, in_graphs
+from .failures import is_ctrl_c, reason_of, site_of
 
 __all__ = ["CHECKS", "outside_claims", "refuses_undeclared"]
 
@@ -120,14 +121,18 @@ def refuses_undeclared(
         backend_class(outside)
     except Unsupported:
         return []
-    except Exception as error:
-        what = f"and the constructor raised {type(error).__name__} instead of Unsupported"
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
+        what = f"and the constructor raised {type(error).__name__} instead of Unsupported: {reason_of(error)}"
+        where = site_of(error, "constructor")
     else:
-        what = "yet the constructor accepted it"
+        what, where = "yet the constructor accepted it", ""
     return [
         Finding(
             "refuses-undeclared",
             f"{name} is not claimed, {what}",
+            where=where,
             hint="call super().__init__(context) first: it compares the context with the claims",
         )
     ]

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import dis
+import inspect
+import linecache
+import multiprocessing
 import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 
 from ..contract import AttentionBackend
-from ..results import Finding
+from ..results import Finding, message_of
 from .check import Check, Stage
 
-__all__ = ["CHECKS", "context_lost", "device_full", "from_exception"]
+__all__ = [
+    "CHECKS",
+    "context_lost",
+    "device_full",
+    "first_line",
+    "from_exception",
+    "is_ctrl_c",
+    "reason_of",
+    "site_of",
+]
 
 _LOST = re.compile(
     r"device-side assert triggered|illegal memory access|unspecified launch failure|misaligned address"
@@ -40,15 +54,20 @@ _BEFORE_ANY_BATCH = ("constructor", "graph state", "verify mask", "fill value", 
 """Where no lengths were given, so that a None is not theirs."""
 
 
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether it may be the user who interrupts, and not the backend that raises. A worker is reached by no Ctrl-C."""
+    return isinstance(error, KeyboardInterrupt) and multiprocessing.parent_process() is None
+
+
 def context_lost(error: BaseException) -> bool:
     """Whether the device is unusable for the rest of the process."""
     # The first line: every CUDA error of torch goes on to speak of device-side assertions.
-    return bool(_LOST.search(_first_line(error)))
+    return bool(_LOST.search(first_line(error)))
 
 
 def device_full(error: BaseException) -> str:
     """What to say when the device has no memory left; empty if that is not what happened."""
-    return f"{_asked_for(_first_line(error))} {_FULL_HINT}" if type(error).__name__ == "OutOfMemoryError" else ""
+    return f"{_asked_for(first_line(error))} {_FULL_HINT}" if type(error).__name__ == "OutOfMemoryError" else ""
 
 
 def _asked_for(message: str) -> str:
@@ -61,11 +80,18 @@ def from_exception(error: BaseException, phase: str, label: str, *, needs_cpu_le
 
     ``needs_cpu_lengths``: the claim, without which a None that is tripped over is a missing host length.
     """
-    kind, message = type(error).__name__, str(getattr(error, "operation", "")) or _first_line(error)
+    kind, message = type(error).__name__, _said(error, "operation") or reason_of(error)
     check, headline, hint = _classify(error, kind, message, phase, needs_cpu_lengths)
     # Errors of the emulation know what CUDA would have done and how such code is usually mended.
-    lines = [str(getattr(error, "cuda", "")), str(getattr(error, "cure", "")) or _forgotten_super(error) or hint]
-    return Finding(check, headline, where=_site(error), hint="\n".join(line for line in lines if line), step=label)
+    lines = [_said(error, "cuda"), _said(error, "cure") or _forgotten_super(error) or hint]
+    where = "\n".join(filter(None, (site_of(error, phase), _kernel_line(error))))
+    return Finding(check, headline, where=where, hint="\n".join(line for line in lines if line), step=label)
+
+
+def _said(error: BaseException, name: str) -> str:
+    """An attribute that an error of the emulation has, and that one of a backend may have with any meaning."""
+    found = inspect.getattr_static(error, name, "")
+    return found if isinstance(found, str) else ""
 
 
 def _classify(
@@ -128,24 +154,88 @@ _FULL_HINT = (
 _CAPTURE_HINT = "no .item(), .cpu(), .tolist(), host copies or data-dependent shapes in a capture"
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+def first_line(error: BaseException) -> str:
+    """Of its message, without blank lines before it."""
+    lines = message_of(error).strip().splitlines()
     return lines[0] if lines else "(no message)"
 
 
-def _site(error: BaseException) -> str:
-    """The innermost line that is not torch's or the kit's drive: the author's."""
-    site = getattr(error, "site", None)
-    if site is not None:
-        return str(site)
+def reason_of(error: BaseException) -> str:
+    """What of its message says why: the first line, and where that only announces what follows (``at 10:15:``, as
+    Triton's compiler does) the last one too.
+    """
+    lines = [line.strip() for line in message_of(error).splitlines() if line.strip(" \t^~")]
+    if len(lines) < 2 or not lines[0].endswith(":"):
+        return first_line(error)
+    return f"{lines[0]} {lines[-1]}"
+
+
+def _kernel_line(error: BaseException) -> str:
+    """The line of a kernel that Triton's compiler refused: it is counted from the kernel's first line."""
+    lines = message_of(error).splitlines()
+    at = re.fullmatch(r"at (\d+):\d+:", lines[0]) if lines else None
+    carets = [index for index, line in enumerate(lines) if line.strip() == "^"]
+    return f"line {at[1]} of the kernel: {lines[carets[0] - 1].strip()}" if at and carets else ""
+
+
+def site_of(error: BaseException, phase: str = "") -> str:
+    """The innermost line that is not torch's or the kit's drive: the author's. ``file:line in function: code``.
+
+    Where no such line was reached, as when a hook takes other arguments: the function that was called in ``phase``.
+    """
+    site = inspect.getattr_static(error, "site", None)
+    if isinstance(site, tuple) and len(site) == 3:
+        return _place(*site)
+    if isinstance(site, str):
+        return site
     chain = error
     while chain.__context__ is not None and not chain.__suppress_context__:
         chain = chain.__context__
     for candidate in (chain, error):
         for frame in reversed(traceback.extract_tb(candidate.__traceback__)):
             if not _foreign(frame.filename):
-                return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
+                return _place(frame.filename, frame.lineno or 0, frame.name)
+    return _called(error, phase)
+
+
+def _place(filename: str, line: int, function: str) -> str:
+    code = linecache.getline(filename, line).strip()
+    return f"{Path(filename).name}:{line} in {function}" + (f": {code}" if code else "")
+
+
+_HOOKS = {
+    "constructor": "__init__",
+    "graph state": "init_cuda_graph_state",
+    "plan": "init_forward_metadata",
+    "forward": "forward",
+    "plan for capture": "init_forward_metadata_out_graph",
+    "plan for replay": "init_forward_metadata_out_graph",
+    "fill value": "get_cuda_graph_seq_len_fill_value",
+}
+"""Phase -> what of the backend is called in it."""
+
+
+def _called(error: BaseException, phase: str) -> str:
+    """Where what the kit called is defined; empty if that is not the author's, or cannot be known."""
+    named = re.match(r"[\w.<>]*?(\w+)\(\) (takes|missing|got)", message_of(error))
+    name = named[1] if named and isinstance(error, TypeError) else _HOOKS.get(phase, "")
+    for backend in _backends_in(error):
+        function = inspect.getattr_static(backend, name, None) if name else None
+        code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+        if isinstance(code, CodeType) and not _foreign(code.co_filename):
+            return _place(code.co_filename, code.co_firstlineno, code.co_name)
     return ""
+
+
+def _backends_in(error: BaseException) -> Iterator[type]:
+    """Backends that the frames of a traceback hold, the innermost first."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, type) and issubclass(value, AttentionBackend):
+                yield value
+            for held in (value, inspect.getattr_static(value, "backend", None)):
+                if isinstance(held, AttentionBackend):
+                    yield type(held)
 
 
 _KIT = str(Path(__file__).resolve().parent.parent)

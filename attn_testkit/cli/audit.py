@@ -12,7 +12,7 @@ import click
 
 from ..running.request import TIERS
 from .files import write_text
-from .options import Spelled, device_option
+from .options import Seconds, Spelled, device_option
 
 if TYPE_CHECKING:
     from ..audit import Settings
@@ -44,9 +44,9 @@ others do not, or a hostile backend gets a green.""",
 )
 @click.option("--class", "classes", default="", metavar="LETTERS", help="Only faults of these classes, as ABCJK.")
 @device_option
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Other random data.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Other random data.")
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes; default: by CPUs and memory, at most 8.")
-@click.option("--timeout", type=float, default=240.0, show_default=True, metavar="S", help="Seconds for one fault.")
+@click.option("--timeout", type=Seconds(), default=240.0, show_default=True, metavar="S", help="Seconds for one fault.")
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write everything.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write the kill matrix as a page.")
 @click.option("--verbose", "-v", is_flag=True, help="Also the failure of every fault.")

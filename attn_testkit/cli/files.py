@@ -10,7 +10,7 @@ __all__ = ["write_text"]
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file, or say in one line why not."""
+    """Write a file. Raises ``UsageError``, which says in one line why not."""
     try:
         Path(path).write_text(text, "utf-8")
     except OSError as error:

@@ -29,7 +29,7 @@ An entry:
   kind  = "tolerated"                      # or "quarantine": never launched
   check = "matches-oracle"                 # the check that may fail, or a list
   issue = "https://example.org/issues/12"
-  until = 2027-03-31                       # after this day the run fails
+  until = 2027-03-31                       # after this day the run fails; a year ahead at most
   # optional: backend = "my_pkg*", execution = "graph", when = "sm90 and my-pkg<0.4\"""",
 )
 @click.argument("file", type=click.Path())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from ..registry import UsageError, unknown
-from ..running.request import EXECUTIONS, MODES, TIERS, Request
+from ..running.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
 
 __all__ = ["case_option", "device_option", "request_from", "selection_options"]
 
@@ -45,13 +44,24 @@ class Device(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Accept a device's name or say how it is spelled."""
-        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-            return str(value)
-        raise UsageError(unknown("device", value, ("auto", "cuda", "cuda:0", "cpu")))
+        return checked_device(str(value))
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         """The forms."""
         return "auto|cuda|cuda:N|cpu"
+
+
+class Seconds(click.ParamType[float]):
+    """How long a case-run may take."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Accept a number of seconds or say what one is."""
+        try:
+            return checked_seconds(float(value))
+        except ValueError:
+            raise UsageError(f"timeout is {value!r}; expected seconds, such as 300") from None
 
 
 backend_option = click.option(

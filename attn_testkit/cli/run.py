@@ -19,7 +19,7 @@ from ..running.gpus import visible_gpus
 from ..running.judge_process import JudgeError, judge_for
 from ..running.request import Options, Prepared, Request, final_code, prepare
 from .files import write_text
-from .options import request_from, selection_options
+from .options import Seconds, request_from, selection_options
 from .show import Watch, echo_header, print_summary
 
 __all__ = ["NO_GATE", "run"]
@@ -39,7 +39,7 @@ Examples:
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="The same as a page.")
 @click.option("--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Processes.")
 @click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, metavar="S",
+    "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S",
     help="Seconds that one case-run may take.",
 )  # fmt: skip
 @click.option("--in-process", is_flag=True, help="No child process: for debuggers, and no gate.")
@@ -100,10 +100,11 @@ def _gpus_to_share(request: Request, jobs: int) -> tuple[str, ...]:
 
 def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> int:
     header = prepared.plan.header
-    record = Record(values["json_file"], header) if values["json_file"] else None
     if values["html_file"]:
         # Now, not after hours, is the time to learn that it cannot be written.
         write_text(values["html_file"], "<!doctype html><title>running</title>The run has not ended yet.")
+    record = Record(values["json_file"], header) if values["json_file"] else None
+    _warn(record)
     results: list[CaseResult] = []
     interrupted = False
     # Now: it asks the judge, who may be gone at the end.
@@ -114,9 +115,10 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> in
             for raw in itertools.chain(prepared.preset, source):
                 result = prepared.ledger.judge(raw)
                 results.append(result)
-                if record:
-                    record.add(result)
                 watch.see(result)
+                if record and not record.failure:
+                    record.add(result)
+                    _warn(record)
                 if limit and sum(r.status in BAD for r in results) >= limit:
                     click.echo(f"stopped after {limit} that did not pass", err=True)
                     break
@@ -129,16 +131,26 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> in
     code = final_code(header, results, problems, interrupted)
     if record:
         record.finish(code, interrupted=interrupted, problems=problems)
+    print_summary(header, results, problems=problems, interrupted=interrupted, code=code)
+    _warn(record)
     if values["html_file"]:
         _write_html(Report(header, tuple(results), not interrupted, interrupted, code, tuple(problems)), values)
-    print_summary(header, results, problems=problems, interrupted=interrupted, code=code)
     return code
+
+
+def _warn(record: Record | None) -> None:
+    if record and record.failure:
+        click.echo(f"attn-testkit: the record is not complete: {record.failure}", err=True)
 
 
 def _write_html(report: Report, values: dict[str, Any]) -> None:
     from ..reports.render import html_page
 
-    write_text(values["html_file"], html_page(report))
+    try:
+        write_text(values["html_file"], html_page(report))
+    except UsageError as error:
+        # The verdict has been said, and holds without a page.
+        click.echo(f"attn-testkit: {error}", err=True)
 
 
 @contextlib.contextmanager

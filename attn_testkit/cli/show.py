@@ -14,13 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..reports.tally import rows, text_table, verdict
-from ..results import BAD, CaseResult, RunHeader, Status, format_failure, untried_lines
+from ..reports.outcome import FailureTexts, verdict
+from ..reports.tally import rows, text_table
+from ..results import BAD, CaseResult, RunHeader, Status, untried_lines
 
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
 
-FULL_TEXTS = 3
-"""Failures of one backend, mode, execution and check that are printed in full; the rest get a line each."""
 LOG_SECONDS = 15.0
 
 
@@ -44,8 +43,8 @@ class Watch:
     """Progress on stderr, failures on stdout as they come."""
 
     def __init__(self, total: int, header: RunHeader, *, verbose: bool = False) -> None:
-        self._header, self._total, self._verbose = header, total, verbose
-        self._told: Counter[tuple[str, str, str, str]] = Counter()
+        self._total = total
+        self._texts = FailureTexts(header, verbose=verbose)
         self._done = self._bad = 0
         self._started = self._last = time.monotonic()
         self._bar: Progress | None = None
@@ -82,15 +81,7 @@ class Watch:
             click.echo(f"  {self._done} of {self._total} case-runs{trouble}, {now - self._started:.0f} s", err=True)
 
     def _tell(self, result: CaseResult) -> None:
-        check = result.findings[0].check if result.findings else result.status.value
-        group = (result.backend, result.mode, result.execution, check)
-        self._told[group] += 1
-        text = format_failure(result, self._header)
-        first, _, rest = text.partition("\n")
-        if self._verbose or self._told[group] <= FULL_TEXTS:
-            more = "\n" + rest + "\n"
-        else:
-            more = f" [{check}; {result.backend} {result.execution}]"
+        first, more = self._texts.of(result)
         if self._bar:
             self._bar.stop()
         click.echo(click.style(first, fg="red", bold=True) + more)
@@ -119,8 +110,6 @@ def print_summary(
     for line in untried_lines(header.untried):
         click.echo(line)
     text = verdict(header, results, problems=problems, interrupted=interrupted)
-    if code == 3:
-        text = f"KIT ERROR: the kit itself failed, see above; {text}"
     click.secho(text, bold=True, fg="green" if code == 0 else "red")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import operator
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ class EmulatedGraph:
         self._pool: Pool | None = None
         self._checked: list[Block] = []
         self._program: list[Step] = []
+        self._sources: list[Node] = []
         self._clobbers: list[Block] = []
         self._recorder: Recorder | None = None
         self._has_calls = False
@@ -95,7 +98,7 @@ class EmulatedGraph:
         self._pool.captures.add(capture)
         self._checked = capture.blocks_to_check()
         self._has_calls = any(isinstance(node, CallNode) for node in capture.nodes)
-        self._program = compile_program(capture.nodes, capture.policy.fill)
+        self._program, self._sources = compile_program(capture.nodes, capture.policy.fill)
 
     def abandon_capture(self) -> None:
         """Undo and forget the capture of a program that raised. Does nothing unless this graph is capturing."""
@@ -147,9 +150,14 @@ class EmulatedGraph:
         _check_memory(self._checked, capture.nodes, capture.policy)
         for block in self._clobbers:
             block.fill(capture.policy.fill)
-        with torch.inference_mode(), disable_modes(), disable_functions():
-            for step in self._program:
-                step()
+        steps = iter(self._program)
+        try:
+            with torch.inference_mode(), disable_modes(), disable_functions():
+                for step in steps:
+                    step()
+        except Exception as error:
+            _say_where(error, self._sources[-1 - operator.length_hint(steps)])
+            raise
         self._replays += 1
 
     def reset(self) -> None:
@@ -192,6 +200,13 @@ class EmulatedGraph:
         if capture is None:
             raise RuntimeError(f"Called CUDAGraph::{what} without a preceding successful capture.")
         return capture
+
+
+def _say_where(error: Exception, node: Node) -> None:
+    """Give an error of a replay the line that recorded the operation: its traceback knows the line that replays."""
+    error.add_note(f"in the replay of {node.name}, recorded at {node.site}")
+    with contextlib.suppress(AttributeError, TypeError):
+        error.site = node.site  # type: ignore[attr-defined]
 
 
 def _check_memory(blocks: list[Block], nodes: list[Node], policy: Policy) -> None:

@@ -90,9 +90,10 @@ class CallNode(Node):
         return self.call
 
 
-def compile_program(nodes: list[Node], fill: int | None) -> list[Step]:
-    """The calls of one replay, in order."""
-    return [step for step in (node.step(fill) for node in nodes) if step is not None]
+def compile_program(nodes: list[Node], fill: int | None) -> tuple[list[Step], list[Node]]:
+    """The calls of one replay, in order, and what each of them does again."""
+    calls = [(step, node) for node in nodes if (step := node.step(fill)) is not None]
+    return [step for step, _ in calls], [node for _, node in calls]
 
 
 def _filler(block: Block, fill: int | None) -> Step | None:

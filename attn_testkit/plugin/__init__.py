@@ -15,7 +15,8 @@ import pytest
 
 from ..running.gpus import visible_gpus
 from . import options as plugin_options
-from .reporting import Run, complete
+from .own_tests import MARK, OWN_TESTS, CaseRun, OwnTests, parametrize, uncalled
+from .reporting import Run, complete, text_only
 from .session import SESSION, Session, param_id, pickled_plan
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the session's state; on a worker, take the GPU that the controller assigned."""
     config.addinivalue_line("markers", "attn_mode(mode): the runner mode whose case-runs a test of the suite takes")
+    config.addinivalue_line("markers", f"{MARK}(wanted): what attn_testkit.conformance_cases marks a test with")
+    config.stash[OWN_TESTS] = OwnTests()
     gpu = _workerinput(config).get("attn_gpu")
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -40,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         min_cases=plugin_options.min_cases(config),
         command=shlex.join(["pytest", *map(str, config.invocation_params.args)]),
         timeout_s=config.option.attn_timeout,
+        collects_only=config.option.collectonly,
         planned=pickled_plan(_workerinput(config).get("attn_plan")),
     )
     config.stash[SESSION] = state
@@ -56,6 +60,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Close the record if the session broke before its end, and end the processes."""
     if SESSION in config.stash:
         config.stash[SESSION].close()
+    if OWN_TESTS in config.stash:
+        config.stash[OWN_TESTS].close()
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -87,7 +93,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each planned case-run of the mode that the test function is marked with."""
+    """One test for each case-run: of a decorated test, or of the mode that a test of the suite is marked with."""
+    parametrize(metafunc, metafunc.config.stash[OWN_TESTS])
     if "attn_item" not in metafunc.fixturenames:
         return
     mark = metafunc.definition.get_closest_marker("attn_mode")
@@ -126,6 +133,12 @@ def attn_run(request: pytest.FixtureRequest) -> Run:
     return Run(request.config.stash[SESSION], request.node)
 
 
+@pytest.fixture
+def attn_case(request: pytest.FixtureRequest) -> CaseRun:
+    """The case-run of a test that ``attn_testkit.conformance_cases`` decorates; calling it runs it."""
+    return CaseRun(request.config.stash[OWN_TESTS], request.node, getattr(request, "param", None))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -133,6 +146,8 @@ def pytest_runtest_makereport(
     """Give the report the result, as plain values, and the failure's own text instead of our traceback."""
     report = yield
     complete(item, call, report)
+    if report.when == "call" and report.passed and (complaint := uncalled(item)):
+        report.outcome, report.longrepr = "failed", text_only(item, complaint)
     return report
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from ..registry import unknown
-from ..running.request import EXECUTIONS, MODES, TIERS, Request
+from ..registry import UsageError, unknown
+from ..running.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
 
 T = TypeVar("T")
 
@@ -45,8 +44,9 @@ def add(parser: pytest.Parser) -> None:
         help="auto (default), cuda, cuda:N, or cpu, which emulates CUDA with its graphs.",
     )  # fmt: skip
     group.addoption(
-        "--attn-seed", type=int, default=0, metavar="N", dest="attn_seed", help="Other random data than seed 0."
-    )
+        "--attn-seed", type=_number("seed"), default=0, metavar="N", dest="attn_seed",
+        help="Other random data than seed 0.",
+    )  # fmt: skip
     group.addoption(
         "--attn-known-failures", metavar="FILE", dest="attn_known_failures",
         help="TOML of failures that are tolerated. ini: attn_known_failures.",
@@ -56,12 +56,16 @@ def add(parser: pytest.Parser) -> None:
         help="Write every result as JSON; complete at every moment. See `attn-testkit report`.",
     )  # fmt: skip
     group.addoption(
-        "--attn-min-cases", type=int, metavar="N", dest="attn_min_cases",
+        "--attn-min-cases", type=_number("min-cases"), metavar="N", dest="attn_min_cases",
         help="Fail when fewer case-runs than N ran. ini: attn_min_cases.",
     )  # fmt: skip
     group.addoption(
-        "--attn-timeout", type=float, default=0.0, metavar="S", dest="attn_timeout",
+        "--attn-timeout", type=_seconds, default=0.0, metavar="S", dest="attn_timeout",
         help="Seconds that one case-run may take (default 300); it is then given up and reported as timed out.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-keep-unloadable", action="store_true", dest="attn_keep_unloadable",
+        help="A backend that cannot be imported is a failing row, and the others are judged all the same.",
     )  # fmt: skip
     parser.addini("attn_backends", "Backends to judge.", type="linelist")
     parser.addini("attn_tier", "smoke, core or full.", default="smoke")
@@ -81,6 +85,7 @@ def request(config: pytest.Config) -> Request:
         device=option.attn_device,
         seed=option.attn_seed,
         cases=tuple(option.attn_case),
+        keep_unloadable=option.attn_keep_unloadable,
     )
 
 
@@ -102,7 +107,7 @@ def report_file(config: pytest.Config) -> Path | None:
 def min_cases(config: pytest.Config) -> int:
     """The fewest case-runs that make a session worth believing."""
     given: int | None = config.option.attn_min_cases
-    return _from_ini(_number, "attn_min_cases", config) if given is None else given
+    return _from_ini(_number("min-cases"), "attn_min_cases", config) if given is None else given
 
 
 def _word(what: str, words: Sequence[str]) -> Callable[[str], str]:
@@ -116,15 +121,28 @@ def _word(what: str, words: Sequence[str]) -> Callable[[str], str]:
 
 
 def _device(value: str) -> str:
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-        return value
-    raise pytest.UsageError(unknown("device", value, ("auto", "cuda", "cuda:0", "cpu")))
+    try:
+        return checked_device(value)
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
-def _number(value: str) -> int:
-    if value.isdigit():
-        return int(value)
-    raise pytest.UsageError(f"{value!r} is no number of cases")
+def _seconds(value: str) -> float:
+    try:
+        return checked_seconds(float(value))
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
+    except ValueError:
+        raise pytest.UsageError(f"timeout is {value!r}; expected seconds, such as 300") from None
+
+
+def _number(what: str) -> Callable[[str], int]:
+    def convert(value: str) -> int:
+        if value.isdecimal():
+            return int(value)
+        raise pytest.UsageError(f"{what} is {value!r}; expected a whole number from 0 up")
+
+    return convert
 
 
 def _from_ini(convert: Callable[[str], T], name: str, config: pytest.Config) -> T:

@@ -16,7 +16,7 @@ from .session import Session
 if TYPE_CHECKING:
     from ..running.request import Item
 
-__all__ = ["CaseFailed", "Run", "complete"]
+__all__ = ["CaseFailed", "Run", "complete", "properties", "text_only"]
 
 RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
 
@@ -36,7 +36,7 @@ class Run:
         __tracebackhide__ = True
         result = self._session.run(item)
         self._node.stash[RESULT] = result
-        self._node.user_properties += _properties(result)
+        self._node.user_properties += properties(result)
         if result.status is Status.KNOWN_FAILURE:
             pytest.xfail(result.reason)
         if result.status is Status.NOT_RUN_HERE:
@@ -48,18 +48,18 @@ class Run:
 
 def complete(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
     """Put the result on the report, as plain values, and the failure's own text in place of a traceback."""
-    if "attn_item" not in getattr(item, "fixturenames", ()):
+    if not {"attn_item", "attn_case"} & {*getattr(item, "fixturenames", ())}:
         return
     report.user_properties = [(str(name), plain(value)) for name, value in report.user_properties]
-    result = item.stash.get(RESULT, None)
-    if result is None or call.when != "call":
-        return
-    report.attn_result = plain(asdict(result))  # type: ignore[attr-defined]
     if call.excinfo is not None and isinstance(call.excinfo.value, CaseFailed):
-        report.longrepr = _text_only(item, str(call.excinfo.value))
+        report.longrepr = text_only(item, str(call.excinfo.value))
+    result = item.stash.get(RESULT, None)
+    if result is not None and call.when == "call":
+        report.attn_result = plain(asdict(result))  # type: ignore[attr-defined]
 
 
-def _text_only(item: pytest.Item, text: str) -> ReprExceptionInfo:
+def text_only(item: pytest.Item, text: str) -> ReprExceptionInfo:
+    """A failure that pytest shows as this text, and in its short summary as the first line."""
     # This form, unlike a plain string, survives xdist with the one-line message of the short summary.
     first, _, _ = text.partition("\n")
     path, line, _ = item.location
@@ -68,7 +68,8 @@ def _text_only(item: pytest.Item, text: str) -> ReprExceptionInfo:
     return ReprExceptionInfo(ReprTraceback([ReprEntryNative([text + "\n"])], None, style="native"), crash)
 
 
-def _properties(result: CaseResult) -> list[tuple[str, Any]]:
+def properties(result: CaseResult) -> list[tuple[str, Any]]:
+    """What JUnit XML says of a case-run."""
     values: dict[str, Any] = {
         "attn_backend": result.backend,
         "attn_case": result.case,

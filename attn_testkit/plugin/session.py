@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from ..registry import UsageError
+from ..reports.outcome import verdict
 from ..reports.record import Record, result_from_plain
-from ..reports.tally import text_table, verdict
+from ..reports.tally import text_table
 from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, untried_lines
 from ..running.judge_process import JudgeError, JudgeProcess
 from ..running.request import Item, Judge, Options, Plan, Prepared, Request, final_code, kit_error, prepare
@@ -66,8 +67,10 @@ class Session:
     results: list[CaseResult] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
+    collects_only: bool = False
     code: int = 0
     _record: Record | None = None
+    _not_recorded: str = ""
     _judge: Judge | None = None
 
     def plan(self) -> Prepared | None:
@@ -99,10 +102,12 @@ class Session:
         try:
             (result,) = self.judge().run(prepared.plan, [item])
         except JudgeError as error:
-            if self._judge is not None:
-                self._judge.close()
-                self._judge = None
+            self._drop_judge()
             return kit_error(item, str(error))
+        except BaseException:
+            # Given up in the middle, as by a timeout of pytest's own: the next case-run needs another process.
+            self._drop_judge()
+            raise
         return prepared.ledger.judge(result)
 
     def begin(self, nodeids: Iterable[str]) -> None:
@@ -141,6 +146,9 @@ class Session:
 
     def finish(self, exitstatus: int) -> int:
         """The session's exit status: pytest's own, unless a case-run that was due did not run."""
+        if self.prepared is not None and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and not self.collects_only:
+            # Workers of xdist that collect nothing report nothing.
+            self.begin([])
         if self.header is None:
             return exitstatus
         self.interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
@@ -150,6 +158,7 @@ class Session:
         self.code = final_code(self.header, self.results, self.problems, self.interrupted)
         if self._record:
             self._record.finish(self.code, interrupted=self.interrupted, problems=self.problems)
+            self._not_recorded = self._record.failure
             self._record = None
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return self.code
@@ -180,11 +189,16 @@ class Session:
         terminal.line(text, bold=True, green=self.code == 0, red=self.code != 0)
         if self.report:
             terminal.line(f"report: {self.report}")
+        if self._not_recorded:
+            terminal.line(f"the record is not complete: {self._not_recorded}", red=True)
 
     def close(self) -> None:
         """End the judge. If the session broke, leave the record as it is, readable and unfinished."""
         if self._record:
             self._record.close()
+        self._drop_judge()
+
+    def _drop_judge(self) -> None:
         if self._judge is not None:
             self._judge.close()
             self._judge = None

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ..reports.record import plain
-from ..results import Status, format_failure
+from ..results import format_failure
 from ..running.gpus import GpuSlots, visible_gpus
-from ..running.request import bare_result
+from ..running.request import kit_error
 from .session import Session
 
 __all__ = ["XdistHooks"]
@@ -45,13 +45,10 @@ class XdistHooks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport, sched: object) -> None:
-        """A worker of pytest died over a case-run. No backend runs in it, so this is rare. The message is of xdist."""
+        """A worker of pytest died over a case-run. No backend runs in it: the fault is ours. The message is xdist's."""
         item = self._session.due.get(crashitem)
         if item is None:
             return
-        device = self._session.header.device if self._session.header else ""
-        result = bare_result(item, Status.CRASHED, str(report.longrepr), device)
-        if self._session.prepared:
-            result = self._session.prepared.ledger.judge(result)
+        result = kit_error(item, str(report.longrepr))
         report.attn_result = plain(asdict(result))  # type: ignore[attr-defined]
         report.longrepr = format_failure(result, self._session.header)

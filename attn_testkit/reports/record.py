@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -82,15 +83,21 @@ def cannot_write(path: Path, error: OSError) -> UsageError:
 class Record:
     """Writes results as they come. The file is a whole JSON document after every call; ``finished`` says the rest.
 
-    Raises ``UsageError`` where the file cannot be opened.
+    Raises ``UsageError`` where the file cannot be opened. Where it cannot be written any more, as on a full disk, it
+    stays as it was after the last result that fitted, ``failure`` says so, and nothing is raised: a record is no reason
+    to lose a run.
     """
 
     def __init__(self, path: str | Path, header: RunHeader) -> None:
         self._path = Path(path)
         self._counts: Counter[str] = Counter()
-        self._empty = True
+        self._written = 0
+        self._tail, self._end = b"", 0
+        self.failure = ""
+        """Why the file lacks what came last; empty while it lacks nothing."""
         try:
-            self._file: IO[bytes] = self._path.open("wb")
+            # Unbuffered: what does not fit is not to be tried again when the file is closed.
+            self._file: IO[bytes] = self._path.open("wb", buffering=0)
         except OSError as error:
             raise cannot_write(self._path, error) from error
         head = json.dumps({"format": FORMAT, "header": plain(asdict(header))}, indent=1)
@@ -101,8 +108,8 @@ class Record:
         if result.case:
             self._counts[result.status.value] += 1
         text = json.dumps(plain(asdict(result)), separators=(",", ":"))
-        self._append((b"\n  " if self._empty else b",\n  ") + text.encode())
-        self._empty = False
+        self._append((b",\n  " if self._written else b"\n  ") + text.encode())
+        self._written += not self.failure
 
     def finish(self, exit_code: int, *, interrupted: bool = False, problems: Iterable[str] = ()) -> None:
         """The run is over: say how it ended, and close."""
@@ -124,6 +131,8 @@ class Record:
     ) -> None:
         # The tail is written with every result and overwritten by the next, so that whatever kills the run leaves a
         # document that can be read.
+        if self.failure:
+            return
         end = {
             "counts": dict(sorted(self._counts.items())),
             "problems": list(problems),
@@ -132,10 +141,23 @@ class Record:
             "finished": finished,
         }
         tail = b"\n ],\n " + json.dumps(end)[1:].encode() + b"\n"
-        self._file.write(body + tail)
+        try:
+            self._put(body + tail)
+        except OSError as error:
+            self.failure = f"{self._path} lacks what came after {self._written} results: {error.strerror or error}"
+            with contextlib.suppress(OSError):
+                # There was room for it before.
+                self._put(self._tail)
+            return
+        self._tail, self._end = tail, self._end + len(body)
+
+    def _put(self, data: bytes) -> None:
+        """Have the file end with ``data``, from where the last tail began."""
+        self._file.seek(self._end)
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
         self._file.truncate()
-        self._file.flush()
-        self._file.seek(-len(tail), 2)
 
 
 def read_report(path: str | Path) -> Report:

@@ -8,9 +8,21 @@ from dataclasses import dataclass, replace
 
 import jinja2
 
-from ..results import BAD, RAN, CaseResult, Finding, RunHeader, Status, format_failure, repro_command, untried_lines
+from ..results import (
+    BAD,
+    RAN,
+    CaseResult,
+    Finding,
+    RunHeader,
+    Status,
+    emulated_parts,
+    format_failure,
+    repro_command,
+    untried_lines,
+)
+from .outcome import verdict
 from .record import Report
-from .tally import emulated_parts, rows, seconds_of, verdict
+from .tally import rows, seconds_of
 
 __all__ = ["html_page", "markdown_summary"]
 
@@ -147,8 +159,6 @@ def _model(report: Report) -> dict[str, object]:
 
 def _verdict(report: Report) -> str:
     text = verdict(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
-    if report.exit_code == 3:
-        text = f"KIT ERROR: the kit itself failed; {text}"
     return text if report.finished or report.interrupted else f"UNFINISHED: the run was cut off; until then: {text}"
 
 

@@ -1,4 +1,4 @@
-"""A run in one table and one sentence: what every front end and every report shows at the end."""
+"""A run in one table: what every front end and every report shows at the end."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..results import BAD, MODES, RAN, CaseResult, RunHeader, Status
+from ..results import MODES, RAN, CaseResult, Status, emulated_parts
 
-__all__ = ["Row", "emulated_parts", "rows", "seconds_of", "text_table", "verdict", "where_it_ran"]
+__all__ = ["Row", "rows", "seconds_of", "text_table", "where_it_ran"]
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,6 @@ class Row:
     def planned(self) -> int:
         """Case-runs in this row."""
         return sum(self.counts.values())
-
-
-def emulated_parts(result: CaseResult) -> list[str]:
-    """Which of device, graph and kernels were emulated."""
-    parts = (("device", result.device), ("graph", result.graph), ("kernels", result.kernels))
-    return [name for name, how in parts if how == "emulated"]
 
 
 def where_it_ran(results: Iterable[CaseResult]) -> str:
@@ -83,33 +77,6 @@ def _row(key: tuple[str, str, str], group: Sequence[CaseResult]) -> Row:
         ran_on=where_it_ran(group),
         note="; ".join(dict.fromkeys(notes)),
     )
-
-
-def verdict(
-    header: RunHeader, results: Sequence[CaseResult], *, problems: Sequence[str] = (), interrupted: bool = False
-) -> str:
-    """One line: does it conform, how many of how many, and what that is worth."""
-    runs = [r for r in results if r.case]
-    counts = Counter(r.status for r in runs)
-    ran = sum(counts[s] for s in RAN)
-    accounted = ran + counts[Status.QUARANTINED]
-    of = f"of {header.planned} claimed case-runs"
-    bad = [f"{counts[s]} {s}" for s in Status if s in BAD and counts[s]]
-    other = [f"{counts[s]} {s}" for s in (Status.KNOWN_FAILURE, Status.QUARANTINED) if counts[s]]
-    if interrupted:
-        return f"INTERRUPTED: {ran} {of} had run" + (f"; {', '.join(bad)}" if bad else "")
-    if not header.planned and not runs:
-        return "NOTHING RAN: no case-run was claimed and selected"
-    if bad:
-        missing = header.planned - accounted
-        return f"NOT CONFORMANT: {', '.join(bad)} {of}" + (f"; {missing} did not run" if missing > 0 else "")
-    if accounted < header.planned or not ran:
-        return f"INCOMPLETE: {ran} {of} ran"
-    if problems:
-        return f"NOT ACCEPTED: {counts[Status.PASSED]} {of} passed, but {problems[0]}"
-    text = f"CONFORMANT: {counts[Status.PASSED]} {of} passed" + (f", {', '.join(other)}" if other else "")
-    parts = sorted({part for r in runs for part in emulated_parts(r)})
-    return text + (f"; emulated {', '.join(parts)}: no proof about hardware" if parts else "")
 
 
 def text_table(results: Iterable[CaseResult]) -> list[str]:

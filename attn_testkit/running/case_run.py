@@ -13,7 +13,7 @@ from ..cases.catalogue import companions
 from ..cases.schedule import Schedule, Step, make_schedule, only
 from ..checks import Stage
 from ..checks.claims import refuses_undeclared
-from ..checks.failures import context_lost, from_exception
+from ..checks.failures import context_lost, first_line, from_exception, is_ctrl_c
 from ..checks.observation import Observation
 from ..contract import AttentionBackend, Capabilities, Execution, Unsupported
 from ..environment import Environment, missing_here
@@ -124,7 +124,7 @@ def drive_case(
         cause = error.__cause__
         assert cause is not None
         if context_lost(cause):
-            lost = str(cause).splitlines()[0]
+            lost = first_line(cause)
         needs = claims.needs_cpu_seq_lens
         drive.findings.append(from_exception(cause, error.phase, error.label, needs_cpu_lengths=needs))
         cause.__traceback__ = None
@@ -164,9 +164,9 @@ def _constructed(
     except Unsupported as error:
         refused = RuntimeError(f"refused a claimed case: Unsupported: {error}")
         raise DriveError("constructor", "") from refused
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if is_ctrl_c(error):
+            raise
         raise DriveError("constructor", "") from error
 
 
@@ -230,9 +230,9 @@ def rerun(
                 run = drive_graphs(harness, [schedule], drive.clock, request.options)
                 seen = [observed for _, observed in run.observed]
                 found = _found(run, [schedule])
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if is_ctrl_c(error):
+            raise
         cause = error.__cause__ if isinstance(error, DriveError) and error.__cause__ else error
-        return Driven(lost=str(cause).splitlines()[0] if context_lost(cause) else "")
+        return Driven(lost=first_line(cause) if context_lost(cause) else "")
     return replace(found, records=drive.records(seen), stage=int(Stage.COMPLETED))

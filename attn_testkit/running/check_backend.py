@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..results import Results
+from ..reports.outcome import NotConformant, Results
 from .candidate import candidate_for
 from .judge_process import judge_for
 from .request import Options, Request, prepare
@@ -14,7 +15,7 @@ from .request import Options, Request, prepare
 if TYPE_CHECKING:
     from ..contract import AttentionBackend
 
-__all__ = ["check_backend"]
+__all__ = ["assert_conformant", "check_backend"]
 
 
 def check_backend(
@@ -29,16 +30,18 @@ def check_backend(
     jobs: int = 1,
     timeout_s: float = 300.0,
     in_process: bool = False,
+    known_failures: str | Path | None = None,
 ) -> Results:
-    """Check a backend: ``print(check_backend(MyBackend))``. What comes back is a list of results.
+    """Check a backend: ``print(check_backend(MyBackend))``. What comes back is true only if the backend conforms.
 
     ``backend``: a spec, or the class itself. A class that no import gives (of a notebook, a local one) travels by value
     to the process that runs it. ``modes``, ``executions``, ``cases``: as on the command line; empty means all.
-    ``timeout_s``: seconds for one case-run. ``in_process``: run the backend in this process, for a debugger; what it
-    says is then no gate, because the backend could change what judges it.
+    ``timeout_s``: seconds for one case-run. ``known_failures``: a TOML file of failures that are tolerated.
+    ``in_process``: run the backend in this process, for a debugger; what it says is then no gate, because the backend
+    could change what judges it.
 
     Raises ``UsageError`` for a request that makes no sense, for a backend that cannot be imported, and for a class that
-    cannot be taken to another process as it is here.
+    cannot be taken to another process as it is here; ``JudgeError`` where the process that judges died.
     """
     options = Options(jobs=jobs, timeout_s=timeout_s, in_process=in_process)
     request = Request(
@@ -52,7 +55,45 @@ def check_backend(
         command="check_backend",
     )
     with contextlib.closing(judge_for(options, device)) as judge:
-        prepared = prepare(judge, request)
-        results = Results([*prepared.preset, *judge.run(prepared.plan, prepared.items)])
-    results.untried = prepared.plan.header.untried
+        prepared = prepare(judge, request, known_failures)
+        problems = tuple(prepared.problems())
+        found = map(prepared.ledger.judge, judge.run(prepared.plan, prepared.items))
+        return Results(prepared.plan.header, (*prepared.preset, *found), problems)
+
+
+def assert_conformant(
+    backend: str | type[AttentionBackend],
+    *,
+    tier: str = "smoke",
+    device: str = "auto",
+    modes: Sequence[str] = (),
+    executions: Sequence[str] = (),
+    seed: int = 0,
+    cases: Sequence[str] = (),
+    jobs: int = 1,
+    timeout_s: float = 300.0,
+    in_process: bool = False,
+    known_failures: str | Path | None = None,
+) -> Results:
+    """Check a backend as ``check_backend`` does, and raise ``NotConformant`` unless it conforms.
+
+    The message is what the command line prints: the verdict and the failures. ``NotConformant`` is an
+    ``AssertionError``, and its ``results`` are the ``Results``. Raises besides what ``check_backend`` raises.
+    """
+    __tracebackhide__ = True
+    results = check_backend(
+        backend,
+        tier=tier,
+        device=device,
+        modes=modes,
+        executions=executions,
+        seed=seed,
+        cases=cases,
+        jobs=jobs,
+        timeout_s=timeout_s,
+        in_process=in_process,
+        known_failures=known_failures,
+    )
+    if not results:
+        raise NotConformant(results)
     return results

@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -23,10 +24,10 @@ __all__ = ["Child", "ChildLost", "ending"]
 
 START_SECONDS = 300.0
 """For a child to import its module on a busy machine."""
+MOST_BYTES = 1 << 16
+"""Of what a child printed: some print gigabytes."""
 LAST_LINES = 12
 FRAMES = 5
-_MOST_WORDS = 1 << 16
-"""Bytes of what it printed that are read: a child may print for hours."""
 _STARTED = "started"
 """What a child says between importing its module and serving."""
 
@@ -110,13 +111,7 @@ class Child:
 
     def last_words(self) -> str:
         """What it printed since it was last told something, a line each; empty for nothing."""
-        try:
-            with open(self._words, "rb") as file:
-                file.seek(max(self._mark, os.path.getsize(self._words) - _MOST_WORDS))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return ""
-        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+        lines = [line.rstrip() for line in _tail(self._words, self._mark).splitlines() if line.strip()]
         return "".join(f"\n  {line}" for line in _last_lines(lines))
 
     def close(self) -> None:
@@ -179,21 +174,50 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
+def _tail(path: str, start: int) -> str:
+    """What stands in a file from ``start`` on, and of very much of it the end."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(start, os.path.getsize(path) - MOST_BYTES))
+            return file.read(MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def _last_lines(lines: list[str]) -> list[str]:
-    """The last lines, with of Python's own stack dump only the innermost frames of the thread that matters."""
+    """The last lines, with of Python's own stack dump only the innermost frames of the thread that matters.
+
+    In tracebacks that were printed, without what an author cannot mend: frames of the kit, and carets.
+    """
+    lines = _without_machinery(lines)
     stacks = [i for i, line in enumerate(lines) if "most recent call first" in line]
     if not stacks:
         return lines[-LAST_LINES:]
     # A fatal error marks the thread it happened in; a dump on a timer does not, and has the main thread last.
     stack = next((i for i in stacks if lines[i].startswith("Current thread")), stacks[-1])
     before = [line for line in lines[: stacks[0]] if not line.startswith("Timeout (")]
-    frames = [line for line in lines[stack + 1 :] if line.startswith("  File") and not _of_the_kit(line)]
-    frames = frames[:FRAMES]
+    frames = [line for line in lines[stack + 1 :] if line.startswith("  File")][:FRAMES]
     return before[-(LAST_LINES - len(frames)) :] + frames
 
 
-def _of_the_kit(line: str) -> bool:
-    return "attn_testkit/running/" in line or '"<string>"' in line or "/multiprocessing/" in line
+def _without_machinery(lines: list[str]) -> list[str]:
+    kept: list[str] = []
+    passed_over = False
+    for line in lines:
+        if line.startswith("  File "):
+            passed_over = bool(_MACHINERY.search(line))
+        elif not line.startswith("    "):
+            passed_over = False
+        if not passed_over and line.strip(" ^~") and not re.fullmatch(r"Process \S+:", line):
+            kept.append(line)
+    return kept
+
+
+_MACHINERY = re.compile(
+    r"/attn_testkit/(running|emulation|graphs|checks|runner_modes|model\.py|environment\.py|registry\.py)"
+    r'|/runner_modes/\w+\.py"|/multiprocessing/|/importlib/|"<(string|frozen )'
+)
+"""Files whose frames say nothing to the author of a backend."""
 
 
 def ending(code: int) -> str:

@@ -5,7 +5,7 @@ cases = "decode-*-win*"                  # glob on case ids; must match a case
 kind  = "tolerated"                      # or "quarantine": never launched, because it kills the device
 check = "matches-oracle"                 # check that may fail (a list too); another one is still a failure
 issue = "https://example.org/issues/12"  # who owns it
-until = 2027-03-31                       # after this day the entry fails the run
+until = 2027-03-31                       # after this day the entry fails the run; a year ahead at most
 backend = "my_pkg.attn:*"                # optional glob; default: every backend
 execution = "graph"                      # optional; default: both
 when  = "sm90 and my-pkg<0.4"            # optional: smNN, cuda, emulated, PACKAGE<version, joined by "and"
@@ -35,6 +35,8 @@ EXECUTIONS = ("eager", "graph")
 ENDINGS = (Status.CRASHED.value, Status.TIMED_OUT.value)
 """May stand where a check's id stands: the way a case-run ends instead of a check that it fails."""
 WARN_DAYS = 14
+MOST_DAYS = 366
+"""How far ahead ``until`` may lie: a debt is looked at once a year."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,9 @@ class KnownFailure:
         return not re.search(r"[*?\[]", self.cases)
 
 
-def load_known(path: str | Path) -> tuple[KnownFailure, ...]:
+def load_known(path: str | Path, today: datetime.date | None = None) -> tuple[KnownFailure, ...]:
     """Read the file; ``UsageError`` naming the entry and the field for anything malformed."""
-    path = Path(path)
+    path, today = Path(path), today or _today()
     try:
         data = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -88,10 +90,14 @@ def load_known(path: str | Path) -> tuple[KnownFailure, ...]:
     entries = data.get("known", [])
     if not isinstance(entries, list):
         raise UsageError(f"{path}: entries are written [[known]], with two brackets")
-    return tuple(_entry(path, number, raw) for number, raw in enumerate(entries, start=1))
+    return tuple(_entry(path, number, raw, today) for number, raw in enumerate(entries, start=1))
 
 
-def _entry(path: Path, number: int, raw: dict[str, Any]) -> KnownFailure:
+def _today() -> datetime.date:
+    return datetime.datetime.now(datetime.UTC).date()
+
+
+def _entry(path: Path, number: int, raw: dict[str, Any], today: datetime.date) -> KnownFailure:
     def refuse(what: str) -> UsageError:
         return UsageError(f"{path}, entry {number}: {what}")
 
@@ -110,15 +116,23 @@ def _entry(path: Path, number: int, raw: dict[str, Any]) -> KnownFailure:
             hint = did_you_mean(raw[key], allowed) or f" ({' or '.join(allowed)})"
             raise refuse(f"{key} = {raw[key]!r}{hint}")
     checks = _checks(raw, refuse)
-    until = raw["until"]
-    if not isinstance(until, datetime.date) or isinstance(until, datetime.datetime):
-        raise refuse(f"until must be a date without quotes, like 2027-03-31, not {until!r}")
+    if not re.fullmatch(r"https?://[^\s/]+\.[^\s]+", raw["issue"]):
+        raise refuse(f"issue = {raw['issue']!r} is no address; write where it is followed up: https://...")
+    _refuse_date(raw["until"], today, refuse)
     try:
         _conditions(raw.get("when", ""))
     except ValueError as error:
         raise refuse(f"when: {error}") from error
     optional = {key: raw[key] for key in ("backend", "execution", "when") if key in raw}
-    return KnownFailure(number, raw["cases"], raw["kind"], checks, raw["issue"], until, **optional)
+    return KnownFailure(number, raw["cases"], raw["kind"], checks, raw["issue"], raw["until"], **optional)
+
+
+def _refuse_date(until: object, today: datetime.date, refuse: Callable[[str], UsageError]) -> None:
+    if not isinstance(until, datetime.date) or isinstance(until, datetime.datetime):
+        raise refuse(f"until must be a date without quotes, like 2027-03-31, not {until!r}")
+    last = today + datetime.timedelta(days=MOST_DAYS)
+    if until > last:
+        raise refuse(f"until = {until} is more than a year ahead; write {last} at the latest, and look again then")
 
 
 def _checks(raw: dict[str, Any], refuse: Callable[[str], UsageError]) -> tuple[str, ...]:
@@ -164,7 +178,7 @@ class Ledger:
 
     entries: tuple[KnownFailure, ...]
     header: RunHeader
-    today: datetime.date = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).date())
+    today: datetime.date = field(default_factory=_today)
 
     def __post_init__(self) -> None:
         self._active = tuple(e for e in self.entries if all(holds(self.header) for holds in _conditions(e.when)))
@@ -177,7 +191,10 @@ class Ledger:
         return None
 
     def judge(self, result: CaseResult) -> CaseResult:
-        """The result, with an expected failure marked as such and an expected failure that did not come as broken."""
+        """The result, with an expected failure marked as such and an expected failure that did not come as broken.
+
+        Our own failures are left as they are: no entry is meant for them.
+        """
         entries = [
             e
             for e in self._active
@@ -185,7 +202,7 @@ class Ledger:
             and not e.expired(self.today)
             and e.covers(result.backend, result.execution, result.case)
         ]
-        if not entries or not result.case:
+        if not entries or not result.case or result.of_the_kit:
             return result
         issues = ", ".join(dict.fromkeys(e.issue for e in entries))
         if result.status is Status.PASSED:

@@ -16,7 +16,7 @@ from ..environment import Environment, missing_here, resolve, versions
 from ..registry import UsageError, did_you_mean, origin_of
 from ..results import NO_CASE, CaseResult, Finding, RunHeader, Status
 from .candidate import Candidate
-from .request import Item, Plan, Request
+from .request import Item, Plan, Request, unloadable
 
 __all__ = ["plan_run"]
 
@@ -39,7 +39,14 @@ def plan_run(request: Request, claims_of: Claims) -> Plan:
     preset: list[CaseResult] = []
     untried: dict[str, tuple[str, ...]] = {}
     for candidate in request.candidates:
-        claims, first = claims_of(candidate), len(items)
+        try:
+            claims = claims_of(candidate)
+        except UsageError as error:
+            if not request.keep_unloadable:
+                raise
+            preset.append(unloadable(candidate.spec, str(error)))
+            continue
+        first = len(items)
         for mode in modes:
             for execution in executions:
                 found, rows = _of_mode(candidate.spec, claims, mode, execution, request, exact, environment)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from ..registry import UsageError
-from ..results import EXECUTIONS, KIT_ERROR, MODES, CaseResult, RunHeader, Status, exit_code
+from ..registry import UsageError, did_you_mean
+from ..results import EXECUTIONS, KIT_ERROR, MODES, NO_CASE, CaseResult, Finding, RunHeader, Status, exit_code
 from .candidate import Candidate
 from .known_failures import KnownFailure, Ledger, load_known
 
@@ -23,17 +24,39 @@ __all__ = [
     "Prepared",
     "Request",
     "bare_result",
+    "checked_device",
+    "checked_seconds",
     "final_code",
     "kit_error",
     "prepare",
+    "unloadable",
 ]
 
 TIERS = ("smoke", "core", "full")
 
 
+MOST_SECONDS = 86_400.0
+"""A case-run that is not over after a day is not waited for."""
+
+
+def checked_device(name: str) -> str:
+    """The name, if a device can be called so. Raises ``UsageError``."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        near = "; did you mean 'cuda'?" if name.startswith("gpu") else did_you_mean(name, ("auto", "cuda", "cpu"))
+        raise UsageError(f"unknown device {name!r}{near} (auto, cuda, cuda:0, or cpu, which emulates CUDA)")
+    return name
+
+
+def checked_seconds(value: float) -> float:
+    """The value, if a case-run may take so long. Raises ``UsageError``."""
+    if not 0 < value <= MOST_SECONDS:
+        raise UsageError(f"timeout is {value:g}; expected seconds above 0, and at most {MOST_SECONDS:g}")
+    return value
+
+
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for."""
+    """What the user asked for. Raises ``UsageError`` for a device or a seed that there cannot be."""
 
     backends: tuple[str | Candidate, ...]
     modes: tuple[str, ...] = ()
@@ -45,6 +68,13 @@ class Request:
     """Globs on case ids of the tier, or exact ids of any case."""
     command: str = ""
     """How it was asked for, for the record."""
+    keep_unloadable: bool = False
+    """A backend that cannot be imported is a failing row, and no ``UsageError``: the others are judged all the same."""
+
+    def __post_init__(self) -> None:
+        checked_device(self.device)
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise UsageError(f"seed is {self.seed!r}; expected a whole number from 0 up")
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -55,7 +85,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Options:
-    """How to run it."""
+    """How to run it. Raises ``UsageError`` for numbers that make no sense."""
 
     jobs: int = 1
     """Processes that run backends at the same time."""
@@ -69,6 +99,11 @@ class Options:
     """``eager:CASE`` or ``graph:CASE``: what every process drives first."""
     asks_afresh: bool = True
     """Whether a case-run that fails is run again in a fresh process, to see whether an earlier one is the cause."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.jobs, int) or self.jobs < 1:
+            raise UsageError(f"jobs is {self.jobs!r}; expected a whole number from 1 up")
+        checked_seconds(self.timeout_s)
 
 
 @dataclass(frozen=True)
@@ -166,6 +201,12 @@ def bare_result(item: Item, status: Status, reason: str, device: str = "") -> Ca
     )
 
 
+def unloadable(spec: str, reason: str) -> CaseResult:
+    """The failing row of a backend that cannot be imported."""
+    finding = Finding("completes", reason)
+    return CaseResult(spec, "", "", NO_CASE, Status.FAILED, (finding,), ("completes",))
+
+
 def kit_error(item: Item, reason: str) -> CaseResult:
     """The result of a case-run that our own code failed: nobody may take it for a verdict on the backend."""
     return bare_result(item, Status.CRASHED, f"{KIT_ERROR}{reason}")
@@ -175,9 +216,4 @@ def final_code(
     header: RunHeader, results: Sequence[CaseResult], problems: Sequence[str] = (), interrupted: bool = False
 ) -> int:
     """The exit code of a run: ``results.exit_code``, 3 when our own code failed, never 0 with a problem."""
-    code = exit_code(header.planned, results, interrupted)
-    if code == 2:
-        return code
-    if any(result.reason.startswith(KIT_ERROR) for result in results):
-        return 3
-    return 1 if problems and code in (0, 5) else code
+    return exit_code(header.planned, results, interrupted, problems)

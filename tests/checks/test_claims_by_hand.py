@@ -163,7 +163,8 @@ def test_unsupported_is_right_and_anything_else_is_not(monkeypatch: pytest.Monke
     assert refuses_undeclared(Raises, schedule_of(DECODE), context()) == []
     Raises.error = KeyError("x")
     (finding,) = refuses_undeclared(Raises, schedule_of(DECODE), context())
-    assert finding.headline.endswith("and the constructor raised KeyError instead of Unsupported")
+    assert finding.headline.endswith("and the constructor raised KeyError instead of Unsupported: 'x'")
+    assert finding.where.endswith("in __init__: raise self.error")
     monkeypatch.setattr(ways, "_WAYS", ())
     assert refuses_undeclared(Raises, schedule_of(DECODE), context()) == []
 

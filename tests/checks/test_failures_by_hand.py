@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from attn_testkit.checks.failures import _first_line, _foreign, _site, context_lost, device_full, from_exception
+from attn_testkit.checks.failures import (
+    _foreign,
+    context_lost,
+    device_full,
+    first_line,
+    from_exception,
+    reason_of,
+    site_of,
+)
 from attn_testkit.contract import AttentionBackend
 
 
@@ -153,7 +162,7 @@ def test_a_phase_is_called_by_what_its_author_wrote(phase: str, words: str) -> N
         "CUDA_ERROR_LAUNCH_FAILED",
     ],
 )
-def test_a_lost_context_is_known_by_the_first_line(text: str) -> None:
+def test_a_lost_context_is_known_by_thefirst_line(text: str) -> None:
     assert context_lost(RuntimeError(f"\n{text}\nmore"))
     assert not context_lost(RuntimeError(f"CUDA error: invalid argument\n{text}"))
     assert not context_lost(RuntimeError(""))
@@ -171,7 +180,7 @@ def test_what_the_emulation_knows_comes_first() -> None:
     assert found.headline == "cannot be captured: a copy"
     assert found.hint == "on CUDA it waits\npin it"
     assert found.where == "mine.py:3"
-    assert _first_line(error) == "x"
+    assert first_line(error) == "x"
 
 
 class Parent(AttentionBackend):
@@ -226,9 +235,87 @@ def test_the_line_is_the_authors_innermost_of_what_was_raised_first() -> None:
     for call, where in ((outer, " in inner: raise KeyError"), (hides, " in hides: raise ValueError")):
         with pytest.raises(ValueError, match="outer") as raised:
             call()
-        assert where in _site(raised.value)
-        assert _site(raised.value).startswith("test_failures_by_hand.py:")
-    assert _site(ValueError("never raised")) == ""
+        assert where in site_of(raised.value)
+        assert site_of(raised.value).startswith("test_failures_by_hand.py:")
+    assert site_of(ValueError("never raised")) == ""
+
+
+REFUSED = """at 3:12:
+def kernel(q, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    scores = tl.dott(q, at)
+             ^
+AttributeError("module 'triton.language' has no attribute 'dott'")"""
+
+
+def test_of_a_message_of_many_lines_the_reason_is_shown() -> None:
+    """The headline was `forward raised CompilationError: at 3:12:`."""
+    found = from_exception(named("CompilationError", REFUSED), "forward", "", needs_cpu_lengths=True)
+    assert found.headline == (
+        "forward raised CompilationError: at 3:12: AttributeError(\"module 'triton.language' has no attribute 'dott'\")"
+    )
+    assert found.where.splitlines()[-1] == "line 3 of the kernel: scores = tl.dott(q, at)"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("CUDA error: invalid argument\nCUDA kernel errors might be reported later\nCompile with X", "CUDA error: inv"),
+        ("it failed:\n\n   in the end\n   ^~~\n", "it failed: in the end"),
+        ("it failed:", "it failed:"),
+        ("it failed:\n  ^\n", "it failed:"),
+        ("\n\none line", "one line"),
+        ("", "(no message)"),
+    ],
+)
+def test_the_first_line_is_the_reason_unless_it_only_announces_it(message: str, reason: str) -> None:
+    assert reason_of(RuntimeError(message)).startswith(reason)
+    assert len(reason_of(RuntimeError(message)).splitlines()) == 1
+
+
+def test_an_error_of_no_known_place_has_none() -> None:
+    assert site_of(TypeError("it takes none"), "plan") == ""
+    assert site_of(TypeError("f() takes 1 positional argument but 2 were given"), "somewhere") == ""
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("no message from me")
+
+    __repr__ = __str__
+
+
+class Text(str):
+    """A string of the backend's own class, which no message may hold."""
+
+
+def test_an_exception_that_cannot_say_what_it_is_is_a_finding_all_the_same() -> None:
+    found = from_exception(Mute(), "forward", "", needs_cpu_lengths=True)
+    assert found.headline == "forward raised Mute: (no message: its __str__ raised SystemExit)"
+    assert not context_lost(Mute())
+    assert device_full(Mute()) == ""
+
+
+def test_what_an_exception_says_is_plain_text() -> None:
+    class Odd(Exception):
+        site = operation = cuda = cure = property(lambda self: 1 / 0)
+
+        def __str__(self) -> str:
+            return Text("odd\x1b[2J\x00 \ud800")
+
+    found = from_exception(Odd(), "forward", "", needs_cpu_lengths=True)
+    assert type(found.headline) is str
+    assert found.headline == "forward raised Odd: odd\\x1b[2J\\x00 \\ud800"
+
+
+def test_a_message_of_any_length_is_cut_and_says_by_how_much() -> None:
+    found = from_exception(RuntimeError("begin " + "x" * 2_000_000 + " end"), "forward", "", needs_cpu_lengths=True)
+    assert len(found.headline) <= 600
+    assert found.headline.startswith("forward raised RuntimeError: begin xxx")
+    assert found.headline.endswith("xxx end")
+    left_out = int(re.search(r"\[\.\.\. (\d+) characters left out \.\.\.\]", found.headline)[1])  # type: ignore[index]
+    shown = len(found.headline) - len(f" [... {left_out} characters left out ...] ")
+    assert left_out + shown == len("forward raised RuntimeError: begin ") + 2_000_000 + len(" end")
 
 
 @pytest.mark.parametrize(

@@ -269,3 +269,23 @@ def test_a_graph_holds_for_replays_after_the_context_is_left():
             y = x + 1
     graph.replay()
     assert y.tolist() == [2] * 4
+
+
+def test_an_operation_that_raises_in_a_replay_is_told_with_the_line_that_recorded_it(capture):
+    """Nothing but the replay stands in the traceback: the line at fault ran long before."""
+    table, at = ones(4), torch.zeros(2, dtype=torch.int64, device="cuda")
+
+    def captured():
+        before = table * 2
+        taken = table.index_select(0, at)  # this line
+        return before, taken + 1
+
+    graph, _ = capture(captured)
+    graph.replay()
+    at.fill_(7)
+    with pytest.raises((IndexError, RuntimeError)) as raised:
+        graph.replay()
+    site = raised.value.site
+    assert (site.function, site.line) == ("captured", captured.__code__.co_firstlineno + 2)
+    assert f"recorded at {site}" in raised.value.__notes__[0]
+    assert "index_select" in raised.value.__notes__[0]

@@ -5,6 +5,7 @@ A word says how its case-run ends. Front ends load it, under this name, in the p
 
 from __future__ import annotations
 
+import datetime
 import fnmatch
 import os
 import sys
@@ -13,10 +14,20 @@ from collections.abc import Iterator, Sequence
 
 from attn_testkit.registry import BackendNotFound, UsageError
 from attn_testkit.results import CaseResult, Finding, RunHeader, Status
-from attn_testkit.running.request import Item, Options, Plan, Request, bare_result, kit_error
+from attn_testkit.running.request import Item, Options, Plan, Request, bare_result, kit_error, unloadable
 
 MODES = ("decode", "target-verify")
 EXECUTIONS = ("eager", "graph")
+
+
+def known(cases: str, check: str = "matches-oracle", kind: str = "tolerated", **more: str) -> str:
+    """An entry of a file of known failures that holds for a month from now."""
+    fields = {"cases": cases, "kind": kind, "issue": ISSUE, **({"check": check} if kind == "tolerated" else {}), **more}
+    until = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=30)
+    return "[[known]]\n" + "".join(f"{key} = {value!r}\n" for key, value in fields.items()) + f"until = {until}\n"
+
+
+ISSUE = "https://example.org/issues/12"
 
 
 def plan_run(
@@ -28,12 +39,18 @@ def plan_run(
     seed: int = 0,
     cases: Sequence[str] = (),
     command: str = "attn-testkit run",
+    keep_unloadable: bool = False,
     **_: object,
 ) -> Plan:
     items: list[Item] = []
+    broken: list[CaseResult] = []
     for spec in backends:
         if not spec.startswith("fake:"):
-            raise BackendNotFound(f"unknown backend {spec!r}; did you mean 'fake:ok'?")
+            why = f"unknown backend {spec!r}; did you mean 'fake:ok'?"
+            if not keep_unloadable:
+                raise BackendNotFound(why)
+            broken.append(unloadable(spec, why))
+            continue
         words = [w for w in spec[5:].split(",") if w]
         words += ["full"] if tier == "full" else []
         for mode in modes or MODES:
@@ -58,10 +75,10 @@ def plan_run(
         device_name="CPU (emulated CUDA)",
         versions={"python": "3.11", "torch": "2.13.0"},
         backends=dict.fromkeys(backends, "1.0"),
-        planned=len(items),
+        planned=len(items) + len(broken),
         limits=("timing is not emulated",),
     )
-    return Plan(header, tuple(items), preset)
+    return Plan(header, tuple(items), (*preset, *broken))
 
 
 class Runner:

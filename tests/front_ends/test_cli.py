@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +15,10 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from fake_runner import known
 
 from attn_testkit.cli import commands, main
+from attn_testkit.registry import UsageError
 from attn_testkit.reports.record import read_report, schema
 from attn_testkit.results import MODES, Status
 
@@ -87,6 +91,32 @@ def test_the_record_is_valid_and_says_how_it_ended(call):
     assert "NOT CONFORMANT: 8 failed" in Path("out.html").read_text()
 
 
+@pytest.mark.parametrize(("words", "verdict"), [("ok,ok", 0), ("ok,wrong", 1)])
+def test_a_full_disk_costs_the_record_and_not_the_verdict(call, words, verdict):
+    code, out, err = call("run", "--backend", f"fake:{words}", "--json", "/dev/full")
+    assert code == verdict
+    assert "of 8 claimed case-runs" in out.splitlines()[-1]
+    assert "attn-testkit: the record is not complete: /dev/full lacks what came after 0 results: No space left" in err
+    assert "Traceback" not in err
+
+
+def test_a_page_that_cannot_be_written_in_the_end_costs_no_verdict(call, monkeypatch):
+    run = importlib.import_module("attn_testkit.cli.run")
+    write, written = run.write_text, []
+
+    def once(path, text):
+        if written:
+            raise UsageError(f"cannot write {path}: No space left on device")
+        written.append(write(path, text))
+
+    monkeypatch.setattr(run, "write_text", once)
+    code, out, err = call("run", "--backend", "fake:ok", "--html", "out.html", "--json", "out.json")
+    assert code == 0
+    assert out.splitlines()[-1].startswith("CONFORMANT")
+    assert err.splitlines()[-1] == "attn-testkit: cannot write out.html: No space left on device"
+    assert read_report("out.json").finished
+
+
 def test_a_run_that_stops_early_is_not_green(call):
     code, out, _ = call("run", "--backend", "fake:ok,wrong,ok", "--mode", "decode", "-x")
     assert code == 1
@@ -133,29 +163,40 @@ def test_nothing_claimed_is_five(call):
 
 
 def test_known_failures_pass_and_outdated_entries_do_not(call):
-    entry = "[[known]]\ncases='*-{}-*'\nkind='tolerated'\ncheck='{}'\nissue='#12'\nuntil=2999-01-01\n"
-    Path("known.toml").write_text(entry.format("wrong", "matches-oracle") + entry.format("exit", "crashed"))
+    Path("known.toml").write_text(known("*-wrong-*") + known("*-exit-*", "crashed"))
     args = ("run", "--mode", "decode", "--known-failures", "known.toml", "--backend")
     code, out, _ = call(*args, "fake:ok,wrong,exit")
     assert code == 0
     assert out.splitlines()[-1].startswith("CONFORMANT: 2 of 6 claimed case-runs passed, 4 known failure")
     code, out, _ = call(*args, "fake:ok,exit")
     assert code == 1
-    assert "problem: known failure 1 (cases = '*-wrong-*', #12) matches no case" in out
-    Path("known.toml").write_text(entry.format("ok", "finite"))
+    assert "problem: known failure 1 (cases = '*-wrong-*', https://example.org/issues/12) matches no case" in out
+    Path("known.toml").write_text(known("*-ok-*", "finite"))
     code, out, _ = call(*args, "fake:ok")
     assert code == 1
     assert "unexpectedly passed" in out
 
 
+def test_known_failures_alone_and_errors_of_the_kit_are_no_green(call):
+    Path("known.toml").write_text(known("*-wrong-*") + known("*-bug-*", "crashed"))
+    args = ("run", "--mode", "decode", "--known-failures", "known.toml", "--backend")
+    code, out, _ = call(*args, "fake:wrong,bug")
+    assert code == 3
+    assert out.splitlines()[-1].startswith("KIT ERROR: the kit itself failed in 2 of 4 claimed case-runs")
+    Path("known.toml").write_text(known("*-wrong-*"))
+    code, out, _ = call(*args, "fake:wrong")
+    assert code == 1
+    assert out.splitlines()[-1] == (
+        "NOT CONFORMANT: 0 of 2 claimed case-runs passed, 2 known failures; nothing is known to work"
+    )
+
+
 def test_an_entry_for_cases_outside_of_this_run_is_no_problem(call):
     """One file serves the quick run of a pull request and the full run of the night."""
-    Path("known.toml").write_text(
-        "[[known]]\ncases='target-verify-full-*'\nkind='quarantine'\nissue='#12'\nuntil=2999-01-01\n"
-    )
+    Path("known.toml").write_text(known("target-verify-full-*", kind="quarantine"))
     args = ("run", "--mode", "decode", "--known-failures", "known.toml")
     assert call(*args, "--backend", "fake:ok")[0] == 0
-    Path("known.toml").write_text("[[known]]\ncases='*-gone-*'\nkind='quarantine'\nissue='#12'\nuntil=2999-01-01\n")
+    Path("known.toml").write_text(known("*-gone-*", kind="quarantine"))
     assert call(*args, "--backend", "fake:ok")[0] == 1
 
 
@@ -179,7 +220,16 @@ def test_data_goes_to_stdout_and_nothing_else_does(call):
         (["run", "-b", "fake:ok", "--mode", "v3"], "unknown mode 'v3' (decode, target-verify, draft-ext"),
         (["run", "-b", "fake:ok", "--execution", "grpah"], "unknown execution 'grpah'; did you mean 'graph'?"),
         (["run", "-b", "fake:ok", "--tier", "Full"], "unknown tier 'Full'; did you mean 'full'?"),
-        (["run", "-b", "fake:ok", "--device", "gpu"], "unknown device 'gpu'"),
+        (["run", "-b", "fake:ok", "--device", "gpu"], "unknown device 'gpu'; did you mean 'cuda'? (auto, cuda"),
+        (["run", "-b", "fake:ok", "--timeout", "nan"], "timeout is nan; expected seconds above 0, and at most 86400"),
+        (["run", "-b", "fake:ok", "--timeout", "-1"], "timeout is -1; expected seconds above 0"),
+        (["run", "-b", "fake:ok", "--timeout", "0"], "timeout is 0; expected seconds above 0"),
+        (["run", "-b", "fake:ok", "--timeout", "inf"], "timeout is inf; expected seconds above 0"),
+        (["run", "-b", "fake:ok", "--timeout", "5m"], "timeout is '5m'; expected seconds, such as 300"),
+        (["audit", "--timeout", "nan"], "timeout is nan; expected seconds above 0"),
+        (["audit", "--seed", "-1"], "Invalid value for '--seed'"),
+        (["run", "-b", "fake:ok", "--seed", "-1"], "seed is -1; expected a whole number from 0 up"),
+        (["run", "-b", "fake:ok", "--seed", "x"], "Invalid value for '--seed': 'x' is not a valid integer"),
         (["run", "-b", "fake:ok", "--case", "nope*"], "no case matches 'nope*'"),
         (["run", "-b", "fake:ok", "--jbos", "2"], "No such option '--jbos'. (Did you mean one of: '--jobs'"),
         (["run", "-b", "fake:ok", "--jobs", "0"], "Invalid value for '--jobs'"),
@@ -275,15 +325,13 @@ def test_compare_fails_when_something_got_worse(call):
 
 
 def test_known_lints_a_file(call):
-    Path("known.toml").write_text(
-        "[[known]]\ncases='*'\nkind='tolerated'\ncheck='matchs-oracle'\nissue='#1'\nuntil=2999-01-01\n"
-    )
+    Path("known.toml").write_text(known("*", "matchs-oracle"))
     code, _, err = call("known", "known.toml")
     assert code == 4
     assert "no check 'matchs-oracle'; did you mean 'matches-oracle'?" in err
     Path("known.toml").write_text(Path("known.toml").read_text().replace("matchs", "matches"))
     assert call("known", "known.toml")[0] == 0
-    Path("known.toml").write_text(Path("known.toml").read_text().replace("2999", "2001"))
+    Path("known.toml").write_text(re.sub(r"until = \S+", "until = 2001-01-01", Path("known.toml").read_text()))
     code, out, _ = call("known", "known.toml")
     assert code == 1
     assert "expired on 2001-01-01" in out

@@ -9,9 +9,10 @@ import fake_runner
 import pytest
 
 from attn_testkit.registry import UsageError
-from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.results import CaseResult, Finding, Status, exit_code
 from attn_testkit.running import known_failures
 from attn_testkit.running.known_failures import KnownFailure, Ledger, load_known
+from attn_testkit.running.request import kit_error
 
 TODAY = datetime.date(2026, 11, 21)
 GOOD = {
@@ -84,6 +85,10 @@ def test_a_complete_entry_is_read(tmp_path):
         ({"check": '"matchs-oracle"'}, "no check 'matchs-oracle'; did you mean 'matches-oracle'?"),
         ({"cases": "3"}, "cases must be text"),
         ({"execution": '"graphs"'}, "execution = 'graphs'; did you mean 'graph'?"),
+        ({"issue": '"#12"'}, "entry 1: issue = '#12' is no address; write where it is followed up: https://..."),
+        ({"issue": '"see https://example.org/12"'}, "is no address"),
+        ({"issue": '"https://"'}, "is no address"),
+        ({"until": "2999-01-01"}, "entry 1: until = 2999-01-01 is more than a year ahead; write 2"),
         ({"when": '"on hopper"'}, "when: 'on hopper' is none of smNN, cuda, emulated, PACKAGE<version"),
     ],
 )
@@ -119,6 +124,34 @@ def test_two_entries_together_excuse_two_checks():
     result = book.judge(failed("matches-oracle", "writes-own-kv"))
     assert result.status is Status.KNOWN_FAILURE
     assert result.reason == "#12, #13"
+
+
+@pytest.mark.parametrize(("days", "fine"), [(0, True), (366, True), (367, False)])
+def test_an_entry_is_looked_at_once_a_year(tmp_path, days, fine):
+    path = written(tmp_path, until=TODAY + datetime.timedelta(days=days))
+    if fine:
+        assert load_known(path, TODAY)
+    else:
+        with pytest.raises(UsageError, match="write 2027-11-22 at the latest, and look again then"):
+            load_known(path, TODAY)
+
+
+def test_an_entry_wider_than_what_fails_is_an_error(tmp_path):
+    """It would hide the next bug in the cases that it covers and that pass."""
+    book = ledger(entry(cases="decode-*"))
+    judged = [book.judge(each) for each in (failed("matches-oracle"), failed(status=Status.PASSED))]
+    assert [each.status for each in judged] == [Status.KNOWN_FAILURE, Status.UNEXPECTEDLY_PASSED]
+    assert exit_code(2, judged) == 1
+
+
+@pytest.mark.parametrize("check", ["crashed", "matches-oracle"])
+def test_no_entry_excuses_the_kits_own_errors(check):
+    """A worker that cannot start says nothing about the backend; excused, it would be a green of nothing."""
+    item = fake_runner.plan_run(backends=["fake:bug"]).items[0]
+    ours = kit_error(item, "WorkerStartError: a worker could not start")
+    book = ledger(entry(checks=(check,)))
+    assert book.judge(ours) is ours
+    assert exit_code(2, [book.judge(ours), book.judge(failed(status=Status.PASSED))]) == 3
 
 
 def test_a_crash_is_excused_only_by_its_own_word():

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_runner import ISSUE, known
 
 from attn_testkit.reports.record import read_report, schema
 from attn_testkit.results import Status
@@ -128,6 +129,14 @@ def test_foreign_property_values_are_made_plain(empty):
     assert '<property name="attn_margin" value="0.4"' in text
 
 
+def test_a_full_disk_costs_the_record_and_not_the_session(empty):
+    found = session(empty, "--attn-backend=fake:ok", "--attn-report=/dev/full")
+    assert found.ret == 0
+    found.stdout.fnmatch_lines(
+        ["CONFORMANT: 4 of 4*", "the record is not complete: /dev/full lacks what came after 0 results: No space left*"]
+    )
+
+
 @XDIST
 def test_deselected_case_runs_are_not_due(empty, workers):
     found = session(empty, "--attn-backend=fake:ok,wrong", "-k", "graph and ok-k0", *workers)
@@ -150,6 +159,18 @@ def test_nothing_selected_is_five(empty, workers):
         (("--attn-backend=fake:ok", "--attn-tier=smok"), "unknown tier 'smok'; did you mean 'smoke'?"),
         (("--attn-backend=fake:ok", "--attn-mode=target_verify"), "did you mean 'target-verify'?"),
         (("--attn-backend=fake:ok", "--attn-device=cud"), "did you mean 'cuda'?"),
+        (
+            ("--attn-backend=fake:ok", "--attn-device=gpu"),
+            "unknown device 'gpu'; did you mean 'cuda'?",
+        ),
+        (
+            ("--attn-backend=fake:ok", "--attn-timeout=nan"),
+            "timeout is nan; expected seconds above 0",
+        ),
+        (("--attn-backend=fake:ok", "--attn-timeout=-1"), "timeout is -1; expected seconds above 0"),
+        (("--attn-backend=fake:ok", "--attn-timeout=5m"), "timeout is '5m'; expected seconds, such as 300"),
+        (("--attn-backend=fake:ok", "--attn-seed=-1"), "seed is '-1'; expected a whole number from 0 up"),
+        (("--attn-backend=fake:ok", "--attn-min-cases=-1"), "min-cases is '-1'; expected a whole number from 0 up"),
         (("--attn-backend=fake:ok", "--attn-case=nope-*"), "no case matches 'nope-*'"),
         (("--attn-backend=fake:ok", "--attn-known-failures=nope.toml"), "nope.toml: No such file"),
         (("--attn-backend=fake:ok", "--attn-report=/proc/nope/x.json"), "cannot write /proc/nope/x.json"),
@@ -165,14 +186,13 @@ def test_a_wrong_request_is_one_line_and_four(empty, args, message):
 
 @XDIST
 def test_known_failures_are_xfailed_and_an_outdated_entry_fails(empty, workers):
-    entry = "[[known]]\ncases='decode-{}-*'\nkind='tolerated'\ncheck='matches-oracle'\nissue='#12'\nuntil=2999-01-01\n"
-    (empty.path / "known.toml").write_text(entry.format("wrong"))
+    (empty.path / "known.toml").write_text(known("decode-wrong-*"))
     args = ("--attn-backend=fake:ok,wrong", "--attn-mode=decode", *workers)
     found = session(empty, *args, "--attn-known-failures=known.toml", "--attn-report=out.json")
     found.assert_outcomes(passed=2, xfailed=2)
     assert found.ret == 0
-    assert {r.reason for r in report_of(empty).results if r.status is Status.KNOWN_FAILURE} == {"#12"}
-    (empty.path / "known.toml").write_text(entry.format("wrong") + entry.format("ok"))
+    assert {r.reason for r in report_of(empty).results if r.status is Status.KNOWN_FAILURE} == {ISSUE}
+    (empty.path / "known.toml").write_text(known("decode-wrong-*") + known("decode-ok-*"))
     found = session(empty, *args, "--attn-known-failures=known.toml")
     assert found.ret == 1
     found.assert_outcomes(failed=2, xfailed=2)
@@ -180,10 +200,28 @@ def test_known_failures_are_xfailed_and_an_outdated_entry_fails(empty, workers):
 
 
 @XDIST
-def test_quarantined_case_runs_are_never_launched(empty, workers):
-    (empty.path / "known.toml").write_text(
-        "[[known]]\ncases='*-segfault-*'\nkind='quarantine'\nissue='#13'\nuntil=2999-01-01\n"
+@pytest.mark.parametrize(("others", "passed"), [(("--attn-backend=fake:ok",), 4), ((), 0)])
+def test_a_backend_that_cannot_be_imported_is_a_failing_row_where_that_is_asked_for(empty, workers, others, passed):
+    """A nightly job over all registered backends must not lose the one that broke, nor all others over it."""
+    args = ("--attn-backend=nofake", *others, "--attn-keep-unloadable", "--attn-report=out.json", *workers)
+    found = session(empty, *args)
+    assert found.ret == 1
+    found.assert_outcomes(passed=passed)
+    found.stdout.fnmatch_lines(
+        [
+            "(no case): unknown backend 'nofake'; did you mean 'fake:ok'?",
+            "  repro    attn-testkit run --backend nofake --device cpu",
+            f"NOT CONFORMANT: 1 failed of {passed + 1} claimed case-runs",
+        ]
     )
+    report = report_of(empty)
+    assert report.exit_code == 1
+    assert [r.backend for r in report.results if r.status is Status.FAILED] == ["nofake"]
+
+
+@XDIST
+def test_quarantined_case_runs_are_never_launched(empty, workers):
+    (empty.path / "known.toml").write_text(known("*-segfault-*", kind="quarantine"))
     found = session(empty, "--attn-backend=fake:ok,segfault", "--attn-known-failures=known.toml", *workers)
     assert found.ret == 0
     found.assert_outcomes(passed=4)
@@ -191,12 +229,10 @@ def test_quarantined_case_runs_are_never_launched(empty, workers):
 
 
 def test_an_entry_that_matches_nothing_fails_the_session(empty):
-    (empty.path / "known.toml").write_text(
-        "[[known]]\ncases='gone-*'\nkind='quarantine'\nissue='#1'\nuntil=2999-01-01\n"
-    )
+    (empty.path / "known.toml").write_text(known("gone-*", kind="quarantine"))
     found = session(empty, "--attn-backend=fake:ok", "--attn-known-failures=known.toml")
     assert found.ret == 1
-    found.stdout.fnmatch_lines(["problem: known failure 1 (cases = 'gone-*', #1) matches no case"])
+    found.stdout.fnmatch_lines([f"problem: known failure 1 (cases = 'gone-*', {ISSUE}) matches no case"])
 
 
 @XDIST
@@ -243,9 +279,7 @@ def test_a_floor_that_is_not_reached_fails_the_session(empty, workers):
 
 
 def test_the_ini_says_as_much_as_the_command_line(empty):
-    (empty.path / "kf.toml").write_text(
-        "[[known]]\ncases='*-wrong-*'\nkind='quarantine'\nissue='#1'\nuntil=2999-01-01\n"
-    )
+    (empty.path / "kf.toml").write_text(known("*-wrong-*", kind="quarantine"))
     empty.makeini(
         "[pytest]\nstrict = true\nattn_backends =\n  fake:ok\n  fake:ok,wrong\nattn_tier = full\n"
         "attn_known_failures = kf.toml\nattn_min_cases = 25\n"
@@ -255,7 +289,7 @@ def test_the_ini_says_as_much_as_the_command_line(empty):
     found.stdout.fnmatch_lines(
         [
             "problem: 16 case-runs ran, fewer than the 25 of attn-min-cases",
-            "NOT ACCEPTED: 16 of 20 claimed case-runs passed, but 16 case-runs ran, fewer*",
+            "NOT ACCEPTED: 16 of 20 claimed case-runs passed, 4 quarantined, but 16 case-runs ran, fewer*",
         ]
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -12,9 +14,10 @@ import pytest
 
 from attn_testkit.registry import UsageError
 from attn_testkit.reports.compare import compare_reports, comparison_text
+from attn_testkit.reports.outcome import verdict
 from attn_testkit.reports.record import Record, Report, plain, read_report, schema
 from attn_testkit.reports.render import _matrices, _reading_order, html_page, markdown_summary
-from attn_testkit.reports.tally import rows, text_table, verdict
+from attn_testkit.reports.tally import rows, text_table
 from attn_testkit.results import CaseResult, Status, exit_code, format_failure
 
 
@@ -51,6 +54,89 @@ def test_the_file_is_whole_after_every_result(tmp_path):
         record.add(result)
     record.close()
     assert read_report(tmp_path / "out.json").finished is False
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """What a full disk is to a program: a write that comes up short, and then an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room", [0, 1, 40, 300, 5000])
+def test_a_full_disk_leaves_what_was_written_until_then(tmp_path, room):
+    report = run_of("ok,wrong,ok,inf")
+    record = Record(tmp_path / "out.json", report.header)
+    size = (tmp_path / "out.json").stat().st_size
+    with files_of_at_most(size + room):
+        for result in report.results:
+            record.add(result)
+        record.finish(0)
+    kept = read_report(tmp_path / "out.json")
+    assert kept.results == report.results[: len(kept.results)]
+    assert len(kept.results) < len(report.results)
+    assert (len(kept.results) > 0) is (room >= 300)
+    assert not kept.finished
+    assert kept.exit_code is None
+    assert (
+        record.failure == f"{tmp_path / 'out.json'} lacks what came after {len(kept.results)} results: File too large"
+    )
+    counts = json.loads((tmp_path / "out.json").read_text())["counts"]
+    assert sum(counts.values()) == sum(bool(result.case) for result in kept.results)
+
+
+def test_a_disk_that_has_room_again_does_not_leave_a_hole_in_the_record(tmp_path):
+    """A record that lacks results must never look finished."""
+    report = run_of("ok,wrong")
+    record = Record(tmp_path / "out.json", report.header)
+    record.add(report.results[0])
+    with files_of_at_most(10):
+        record.add(report.results[1])
+    record.add(report.results[2])
+    record.finish(0)
+    kept = read_report(tmp_path / "out.json")
+    assert kept.results == report.results[:1]
+    assert not kept.finished
+
+
+def test_a_record_that_fits_says_nothing(tmp_path):
+    record = Record(tmp_path / "out.json", run_of("ok").header)
+    record.finish(0)
+    assert record.failure == ""
+
+
+@pytest.mark.parametrize("length", [599, 600, 601, 5_000_000])
+def test_texts_are_cut_where_they_are_made_with_the_number_of_characters_left_out(length):
+    text = ("0123456789" * (length // 10 + 1))[:length]
+    found = fake_runner.finding()
+    cut = replace(found, headline=text, hint=text).headline
+    assert len(cut) <= 600
+    assert replace(found, headline=cut).headline == cut, "read back from a record, it is what it was"
+    before, _, rest = cut.partition(" [... ")
+    number, _, after = rest.partition(" characters left out ...] ")
+    if length <= 600:
+        assert cut == text
+    else:
+        assert int(number) + len(before) + len(after) == length
+        assert len(cut) > 590
+        assert text.startswith(before)
+        assert text.endswith(after)
+
+
+def test_reasons_and_hints_are_cut_too_and_no_text_moves_the_cursor():
+    result = replace(
+        run_of("lost").results[-1], reason="\x1b[2J" + "x" * 1_000_000, hints=("\ud800" + "y" * 1_000_000,)
+    )
+    assert len(result.reason) <= 8000
+    assert result.reason.startswith("\\x1b[2Jxxx")
+    assert len(result.hints[0]) <= 4000
+    assert result.hints[0].startswith("\\ud800yyy")
+    assert replace(result, reason="a\r\nb\tc").reason == "a\nb\tc"
+    html_page(replace(run_of("lost"), results=(result,))).encode()
 
 
 def test_an_ending_shorter_than_the_last_leaves_no_debris(tmp_path):

@@ -14,9 +14,10 @@ from in_process import plan_run
 
 from attn_testkit.cli.show import print_summary
 from attn_testkit.plugin.session import Session, param_id
+from attn_testkit.reports.outcome import Results
 from attn_testkit.reports.record import Record, Report, read_report, schema
 from attn_testkit.reports.render import html_page, markdown_summary
-from attn_testkit.results import Results, untried_lines
+from attn_testkit.results import untried_lines
 from attn_testkit.running.candidate import Candidate
 from attn_testkit.running.known_failures import Ledger
 from attn_testkit.running.request import Prepared, Request
@@ -73,10 +74,11 @@ def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 
 def test_results_print_it() -> None:
-    results = Results(report(LEFT).results)
-    assert "claimed" not in str(results)
-    results.untried = LEFT
-    assert str(results).splitlines()[-2] == LINE
+    for untried, shown in ((LEFT, True), ({}, False)):
+        found = report(untried)
+        results = Results(found.header, tuple(found.results))
+        assert (LINE in str(results).splitlines()) is shown
+        assert ("claimed and not tried" in str(results)) is shown
 
 
 def test_a_plan_counts_what_its_cases_leave_of_the_modes_it_runs() -> None:

@@ -4,7 +4,7 @@ import pytest
 from broken_backends import ClaimsWhatNoCaseCanMeet, Healthy
 from in_process import check_backend, plan_run, run
 
-from attn_testkit.reports.tally import verdict
+from attn_testkit.reports.outcome import verdict
 from attn_testkit.results import CaseResult, Status, format_failure
 
 FAST = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod",)

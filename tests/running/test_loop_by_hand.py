@@ -13,12 +13,15 @@ from attn_testkit.runner_modes.messages import Described, DriveCase, Driven, Rer
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, RunHeader, Status
-from attn_testkit.running import judge_process, loop
-from attn_testkit.running.candidate import Candidate
+from attn_testkit.running import forking, judge_process, loop, pool, worker
+from attn_testkit.running.candidate import Candidate, candidate_for
+from attn_testkit.running.child import MOST_BYTES, _last_lines, _tail, ending
+from attn_testkit.running.gpus import GpuSlots
 from attn_testkit.running.judge_process import judge_for
 from attn_testkit.running.loop import Runner, _groups
 from attn_testkit.running.pool import WorkerLost
 from attn_testkit.running.request import Item, Options, Plan
+from attn_testkit.running.worker import LocalWorker, given_up
 
 HEADER = RunHeader("1", "", "", "smoke", 0, "emulated", "CPU", {}, {}, 0)
 A, B = Candidate("m:A"), Candidate("m:B")
@@ -365,3 +368,208 @@ def test_the_judge_is_a_process_unless_it_was_asked_for_here(monkeypatch: pytest
     assert made == [(Options(jobs=14), "cpu")]
     assert isinstance(judge_for(Options(in_process=True)), Runner)
     assert len(made) == 1
+
+
+# Words about how a process ended.
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended itself with exit code 0"),
+        (3, "ended itself with exit code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-11, "was killed by SIGSEGV"),
+        (-200, "was killed by signal 200"),
+    ],
+)
+def test_how_a_process_ended_is_said_in_words(code: int, words: str) -> None:
+    assert ending(code) == words
+
+
+def test_of_many_lines_the_last_dozen_are_kept() -> None:
+    lines = [f"line {i}" for i in range(20)]
+    assert _last_lines(lines) == lines[8:]
+    assert _last_lines(lines[:3]) == lines[:3]
+
+
+def test_of_a_stack_dump_the_innermost_frames_of_the_thread_that_matters_are_kept() -> None:
+    def frames(name: str, count: int) -> list[str]:
+        return [f'  File "{name}.py", line {i} in f' for i in range(count)]
+
+    other = ["Thread 0x1 (most recent call first):", *frames("other", 3)]
+    current = ["Current thread 0x2 (most recent call first):", *frames("mine", 3), "Extension modules: x"]
+    printed = [f"printed {i}" for i in range(12)]
+    assert _last_lines(["said", "Fatal Python error", *other, *current]) == [
+        "said",
+        "Fatal Python error",
+        *frames("mine", 3),
+    ]
+    assert _last_lines([*printed, *current]) == [*printed[3:], *frames("mine", 3)]
+    timer = ["Timeout (0:00:01)!", *other, "Thread 0x3 (most recent call first):", *frames("main", 9)]
+    assert _last_lines(["said", *timer]) == ["said", *frames("main", 5)], "a timer's dump has the main thread last"
+    kit = [
+        '  File "/x/attn_testkit/running/worker.py", line 1 in serve',
+        '  File "<string>", line 1 in <module>',
+        '  File "/lib/multiprocessing/spawn.py", line 1 in main',
+    ]
+    assert _last_lines([current[0], *kit, *frames("mine", 2)]) == frames("mine", 2)
+
+
+def test_of_very_much_that_was_printed_only_the_end_is_read(tmp_path) -> None:
+    path = tmp_path / "words"
+    path.write_bytes(b"first\n" + b"x" * MOST_BYTES)
+    assert _tail(str(path), 0) == "x" * MOST_BYTES
+    path.write_bytes(b"before" + b"x" * (MOST_BYTES - 1) + b"\xff")
+    assert _tail(str(path), 6) == "x" * (MOST_BYTES - 1) + "\N{REPLACEMENT CHARACTER}"
+    path.write_bytes(b"asked before\nasked now\n")
+    assert _tail(str(path), 13) == "asked now\n"
+    assert _tail(str(tmp_path / "none"), 0) == ""
+
+
+def test_of_a_printed_traceback_the_authors_frames_and_the_reason_are_kept() -> None:
+    lines = """before
+Process Fork-3:
+Traceback (most recent call last):
+  File "/lib/python3.11/multiprocessing/process.py", line 314, in _bootstrap
+    self.run()
+  File "/x/attn_testkit/running/child.py", line 170, in _run
+    serve(connection, *arguments)
+  File "/x/site-packages/attn_testkit/runner_modes/eager.py", line 50, in run_eager
+    harness.backend.init_forward_metadata(batch)
+    ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/home/me/mine.py", line 7, in init_forward_metadata
+    self.handle = load("libkernels.so")
+                  ^^^^^~~~~~~~~~~~~~~~~~
+OSError: libkernels.so: cannot open shared object file""".splitlines()
+    assert _last_lines(lines) == [
+        "before",
+        "Traceback (most recent call last):",
+        '  File "/home/me/mine.py", line 7, in init_forward_metadata',
+        '    self.handle = load("libkernels.so")',
+        "OSError: libkernels.so: cannot open shared object file",
+    ]
+
+
+def test_a_module_is_preloaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forking, "_preloaded", ["a"])
+    for name in ("b", "a", "b"):
+        forking.preload(name)
+    assert forking._preloaded == ["a", "b"]
+
+
+class OutOfMemoryError(Exception):
+    """Called as torch calls its own."""
+
+
+def test_a_full_device_is_a_lost_one_and_what_else_the_harness_raises_is_the_kits() -> None:
+    full = given_up(OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Process 12 has it"))
+    assert isinstance(full, Driven)
+    assert full.lost.startswith("CUDA out of memory. Tried to allocate 2 GiB. If others use this device")
+    told = given_up(KeyError("x"))
+    assert isinstance(told, str)
+    assert told.startswith("KeyError: 'x'\nKeyError")
+    assert not told.endswith("\n")
+
+
+# The worker's own side, in this process.
+
+SPEC = "attn_testkit.backends.torch_native:TorchNativeBackend"
+
+
+def state_of(monkeypatch: pytest.MonkeyPatch, *found: list[str]) -> list[object]:
+    """What is found changed, one answer after another; and what was restored."""
+    answers, restored = list(found), list[object]()
+
+    def unchanged(before: object) -> bool:
+        if answers and answers[0]:
+            return False
+        del answers[:1]
+        return True
+
+    monkeypatch.setattr(worker, "unchanged", unchanged)
+    monkeypatch.setattr(worker, "changes", lambda before, skip=(): answers.pop(0) if answers else [])
+    monkeypatch.setattr(worker, "restore", lambda before, skip=(): restored.append((before, skip)))
+    return restored
+
+
+def test_it_is_asked_for_all_that_a_process_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "drive_case", lambda *_: Driven())
+    monkeypatch.setattr(loop, "judge_item", driving)
+    runner = Runner(Options(in_process=True))
+    items = [Item(SPEC, "decode", "eager", case) for case in ("x", "y")]
+    found = list(runner.run(replace(plan(*items), candidates=(Candidate(SPEC),)), items))
+    assert [(result.status, result.reason) for result in found] == [(Status.PASSED, "")] * 2
+    assert {name for name in vars(pool.Worker) if not name.startswith("_")} - {"pid"} <= set(dir(LocalWorker)) | {
+        "ended"
+    }
+
+
+def test_what_importing_changes_is_described_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored = state_of(monkeypatch, ["a"])
+    found = LocalWorker(Candidate(SPEC), "cpu")
+    assert found.describe() == Described(found.backend_class.capabilities, ("a",))
+    assert len(restored) == 1
+    restored = state_of(monkeypatch, [])
+    assert LocalWorker(Candidate(SPEC), "cpu").describe().changed == ()
+    assert restored == []
+
+
+def test_what_a_drive_changes_is_added_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = LocalWorker(candidate_for(SPEC), "cpu")
+    monkeypatch.setattr(worker, "drive_case", lambda *_: Driven(changed=("a",), stage=5))
+    restored = state_of(monkeypatch, [], ["b"])
+    assert found.drive("any") == Driven(changed=("a",), stage=5)  # type: ignore[arg-type]
+    assert restored == []
+    assert found.drive("any") == Driven(changed=("a", "b"), stage=5)  # type: ignore[arg-type]
+    assert len(restored) == 1
+    assert (found.ended, found.last_words()) == (False, "")
+    found.close()
+    assert found.ended
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), SystemExit(1), KeyboardInterrupt(), MemoryError()])
+def test_what_is_raised_in_a_changed_process_is_the_backends_and_else_the_kits(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def drive(*_: object) -> Driven:
+        raise error
+
+    found = LocalWorker(Candidate(SPEC), "cpu")
+    monkeypatch.setattr(worker, "drive_case", drive)
+    state_of(monkeypatch, [], ["b"])
+    with pytest.raises(type(error)):
+        found.drive("any")  # type: ignore[arg-type]
+    if isinstance(error, (KeyboardInterrupt, MemoryError)):
+        with pytest.raises(type(error)):
+            found.drive("any")  # type: ignore[arg-type]
+    else:
+        told = f"and then {type(error).__name__} was raised: {error}"
+        assert found.drive("any") == Driven(changed=("b", told))  # type: ignore[arg-type]
+
+
+def test_survivors_are_set_aside_after_the_first_the_eighth_and_every_two_hundredth_drive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, settled = LocalWorker(Candidate(SPEC), "cpu"), list[int]()
+    state_of(monkeypatch)
+    monkeypatch.setattr(worker, "drive_case", lambda *_: Driven())
+    monkeypatch.setattr(worker, "settle", lambda: settled.append(found._drives))
+    for _ in range(401):
+        found.drive("any")  # type: ignore[arg-type]
+    assert settled == [1, 8, 200, 400]
+
+
+# GPUs.
+
+
+def test_the_least_used_gpu_is_given_and_taken_back() -> None:
+    slots = GpuSlots(("3", "5"))
+    assert [slots.take(name) for name in "abc"] == ["3", "5", "3"]
+    slots.free("b")
+    slots.free("nobody")
+    assert slots.take("d") == "5"
+    slots.free("a")
+    slots.free("c")
+    assert slots.take("e") == "3"
+    assert GpuSlots(()).take("a") == ""

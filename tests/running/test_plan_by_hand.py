@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
@@ -200,13 +202,13 @@ PLAN = Plan(HEADER, ITEMS, (PRESET,), (Candidate("a:B"),), "cpu")
 ENTRY = """[[known]]
 cases = "{cases}"
 kind = "quarantine"
-issue = "#1"
-until = 2999-01-01
+issue = "https://example.org/1"
+until = {until}
 """
 
 
 def prepared(tmp_path, cases: str, *more: Plan | UsageError):
-    (tmp_path / "known.toml").write_text(ENTRY.format(cases=cases))
+    (tmp_path / "known.toml").write_text(ENTRY.format(cases=cases, until=datetime.datetime.now(datetime.UTC).date()))
     judge = Judge(PLAN, *more)
     return prepare(judge, Request(("a:B",)), tmp_path / "known.toml"), judge  # type: ignore[arg-type]
 
@@ -215,7 +217,9 @@ def test_a_quarantined_case_is_accounted_for_and_not_launched(tmp_path) -> None:
     found, _ = prepared(tmp_path, "*-two")
     assert found.items == ITEMS[:1]
     assert found.preset[0] == PRESET
-    assert [(r.case, r.status, r.reason) for r in found.preset[1:]] == [("decode-two", Status.QUARANTINED, "#1")]
+    assert [(r.case, r.status, r.reason) for r in found.preset[1:]] == [
+        ("decode-two", Status.QUARANTINED, "https://example.org/1")
+    ]
     assert found.problems() == []
     assert found.plan is PLAN
 
@@ -228,7 +232,7 @@ def test_an_entry_beyond_this_run_is_looked_for_in_everything_that_the_backends_
     assert (asked.tier, asked.modes, asked.executions, asked.cases) == ("full", (), (), ("other-*",))
     for answer in (Plan(HEADER, ITEMS, ()), UsageError("no case matches")):
         found, _ = prepared(tmp_path, "other-*", answer)
-        assert found.problems() == ["known failure 1 (cases = 'other-*', #1) matches no case"]
+        assert found.problems() == ["known failure 1 (cases = 'other-*', https://example.org/1) matches no case"]
 
 
 def test_a_plan_that_was_made_is_not_made_again() -> None:

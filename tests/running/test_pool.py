@@ -76,6 +76,32 @@ def test_an_exception_that_ends_programs_is_a_finding(name: str, kind: str, in_p
     assert f"forward raised {kind}" in found.findings[0].headline
 
 
+@pytest.mark.parametrize(
+    ("name", "check", "headline"),
+    [
+        ("QuitsInConstructor", "completes", "the constructor raised SystemExit: this machine has no kernels"),
+        ("QuitsInAHook", "completes", "init_forward_metadata raised SystemExit: 0"),
+        ("QuitsWhereItShouldRefuse", "refuses-undeclared", "the constructor raised SystemExit instead of Unsupported"),
+    ],
+)
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_backend_that_ends_programs_ends_no_run_wherever_it_does(
+    name: str, check: str, headline: str, in_process: bool
+) -> None:
+    (found,) = results_of(name, cases=(THREE,), in_process=in_process)
+    assert found.status is Status.FAILED, found.reason
+    assert (found.findings[0].check, headline in found.findings[0].headline) == (check, True), found.findings
+
+
+def test_an_interrupt_that_a_backend_raises_is_a_finding_where_no_ctrl_c_arrives() -> None:
+    """Ctrl-C reaches the front end alone. In one process with the user's terminal it may be the user's, and ends it."""
+    (found,) = results_of("RaisesKeyboardInterrupt", cases=(THREE,))
+    assert found.status is Status.FAILED, found.reason
+    assert "forward raised KeyboardInterrupt" in found.findings[0].headline
+    with pytest.raises(KeyboardInterrupt):
+        results_of("RaisesKeyboardInterrupt", cases=(THREE,), in_process=True)
+
+
 def test_a_hang_is_timed_out_and_says_where() -> None:
     """A tired reader needs the line that hangs, not only that something did."""
     found = {result.case: result for result in results_of("HangsInForward", timeout_s=12.0)}

@@ -305,3 +305,30 @@ class SpeaksToTheJudge(AfterForward):
                 if isinstance(found, Connection):
                     found.send(_Exit())
             frame = frame.f_back
+
+
+class RaisesKeyboardInterrupt(AfterForward):
+    def act(self) -> None:
+        raise KeyboardInterrupt
+
+
+class QuitsInConstructor(TorchNativeBackend):
+    def __init__(self, context: BackendContext) -> None:
+        sys.exit("this machine has no kernels")
+
+
+class QuitsInAHook(TorchNativeBackend):
+    def init_forward_metadata(self, batch: Any) -> None:
+        sys.exit(0)
+
+
+class QuitsWhereItShouldRefuse(TorchNativeBackend):
+    """Ends the program for what is not claimed, instead of raising ``Unsupported``."""
+
+    def __init__(self, context: BackendContext) -> None:
+        from attn_testkit.contract import Unsupported
+
+        try:
+            super().__init__(context)
+        except Unsupported as error:
+            sys.exit(str(error))

@@ -1,0 +1,211 @@
+"""Case-runs as tests of somebody's own suite: ``@attn_testkit.conformance_cases("my_pkg.attn:MyBackend")``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..registry import UsageError
+from ..reports.outcome import verdict
+from ..results import BAD, CaseResult, RunHeader, Status, format_failure
+from ..running.candidate import candidate_for
+from ..running.judge_process import JudgeError, JudgeProcess
+from ..running.request import Item, Judge, Options, Prepared, Request, kit_error, prepare
+from .reporting import CaseFailed, properties
+from .session import param_id
+
+__all__ = ["MARK", "OWN_TESTS", "CaseRun", "OwnTests", "conformance_cases", "parametrize", "uncalled"]
+
+MARK = "attn_conformance"
+FIXTURE = "attn_case"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a decorator asks for."""
+
+    request: Request
+    options: Options
+    known: Path | None = None
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter of a decorated test: a case-run, a row that is known without running, or a sentence that fails."""
+
+    id: str
+    header: RunHeader
+    due: Item | CaseResult | str
+    wanted: Wanted
+
+
+def conformance_cases(
+    *backends: str | type[Any],
+    tier: str = "smoke",
+    device: str = "auto",
+    modes: Sequence[str] = (),
+    executions: Sequence[str] = (),
+    seed: int = 0,
+    cases: Sequence[str] = (),
+    timeout_s: float = 300.0,
+    known_failures: str | Path | None = None,
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Parametrise a test with the case-runs of one or more backends, an item of pytest each::
+
+        @attn_testkit.conformance_cases("my_pkg.attn:MyBackend", tier="core")
+        def test_conformance(attn_case):
+            attn_case()
+
+    Calling ``attn_case`` runs the case-run and fails, xfails (a known failure) or skips (not runnable here) the test;
+    a test that does not call it fails. It has ``backend``, ``mode``, ``execution`` and ``case``. The backend runs in a
+    process of its own, and a spec is never imported by pytest. Where no case-run can be run, one item fails and says
+    why. Arguments are those of ``check_backend``; ``known_failures`` is relative to the file of the test.
+
+    Raises ``UsageError``; for what only planning can know (a backend that cannot be imported), collecting the test is
+    an error.
+    """
+    if not backends:
+        raise UsageError("which backend? Write conformance_cases('module:Class') or conformance_cases(MyBackend)")
+    request = Request(
+        backends=tuple(candidate_for(backend) for backend in backends),
+        modes=tuple(modes),
+        executions=tuple(executions),
+        tier=tier,
+        device=device,
+        seed=seed,
+        cases=tuple(cases),
+        command="conformance_cases",
+    )
+    known = Path(known_failures) if known_failures else None
+    return getattr(pytest.mark, MARK)(Wanted(request, Options(timeout_s=timeout_s), known))  # type: ignore[no-any-return]
+
+
+def parametrize(metafunc: pytest.Metafunc, own: OwnTests) -> None:
+    """Give a decorated test its parameters. Plans, so the first one starts the process that judges."""
+    mark = metafunc.definition.get_closest_marker(MARK)
+    if mark is None:
+        return
+    if FIXTURE not in metafunc.fixturenames:
+        pytest.fail(f"{metafunc.function.__name__} has conformance_cases, and takes no {FIXTURE}", pytrace=False)
+    wanted: Wanted = mark.args[0]
+    if wanted.known:
+        wanted = replace(wanted, known=metafunc.definition.path.parent / wanted.known)
+    try:
+        params = list(_params(own.prepared(wanted), wanted))
+    except (UsageError, JudgeError) as error:
+        pytest.fail(f"attn-testkit: {error}", pytrace=False)
+    metafunc.parametrize(FIXTURE, params, ids=[param.id for param in params], indirect=True)
+
+
+def _params(prepared: Prepared, wanted: Wanted) -> Iterator[Param]:
+    header = prepared.plan.header
+    rows = [row for row in prepared.preset if row.status is not Status.UNSUPPORTED]
+    if not prepared.items and not any(row.status in BAD for row in rows):
+        why = verdict(header, prepared.preset)
+        yield Param(
+            "nothing-ran", header, f"{why}\n(where that is meant to be, skip the test: pytest.mark.skipif)", wanted
+        )
+    for item in prepared.items:
+        yield Param(param_id(item), header, item, wanted)
+    for row in rows:
+        place = row.case or f"{row.mode}-{row.status.value.replace(' ', '-')}"
+        yield Param(f"{row.backend}-{row.execution}-{place}", header, row, wanted)
+    problems = prepared.problems()
+    if problems:
+        yield Param("known-failures", header, "\n".join(problems), wanted)
+
+
+class OwnTests:
+    """What decorated tests of one pytest process share: a plan for each request, and the processes that judge."""
+
+    def __init__(self) -> None:
+        self._judges: dict[tuple[Options, str], Judge] = {}
+        self._prepared: dict[Wanted, Prepared] = {}
+
+    def prepared(self, wanted: Wanted) -> Prepared:
+        """The plan, made once. Raises ``UsageError`` and ``JudgeError``."""
+        if wanted not in self._prepared:
+            self._prepared[wanted] = prepare(self._judge(wanted), wanted.request, wanted.known)
+        return self._prepared[wanted]
+
+    def run(self, item: Item, wanted: Wanted) -> CaseResult:
+        """The result of one case-run, whatever the backend does."""
+        prepared = self.prepared(wanted)
+        try:
+            (result,) = self._judge(wanted).run(prepared.plan, [item])
+        except JudgeError as error:
+            self._drop(wanted)
+            return kit_error(item, str(error))
+        except BaseException:
+            # Given up in the middle, as by a timeout of pytest's own: the next test needs another process.
+            self._drop(wanted)
+            raise
+        return prepared.ledger.judge(result)
+
+    def close(self) -> None:
+        """End the processes."""
+        for judge in self._judges.values():
+            judge.close()
+        self._judges.clear()
+
+    def _drop(self, wanted: Wanted) -> None:
+        self._judges.pop(_key(wanted)).close()
+
+    def _judge(self, wanted: Wanted) -> Judge:
+        key = _key(wanted)
+        if key not in self._judges:
+            self._judges[key] = JudgeProcess(*key)
+        return self._judges[key]
+
+
+def _key(wanted: Wanted) -> tuple[Options, str]:
+    return wanted.options, wanted.request.device
+
+
+class CaseRun:
+    """One case-run, as a decorated test is given it. To be called once."""
+
+    def __init__(self, own: OwnTests, node: pytest.Item, param: object) -> None:
+        if not isinstance(param, Param):
+            pytest.fail(f"{FIXTURE} is given by @attn_testkit.conformance_cases(...) above the test", pytrace=False)
+        self._own, self._node, self._param = own, node, param
+        self._node.stash[_CALLED] = False
+        due = None if isinstance(param.due, str) else param.due
+        self.backend = due.backend if due else ""
+        self.mode = due.mode if due else ""
+        self.execution = due.execution if due else ""
+        self.case = due.case if due else ""
+
+    def __call__(self) -> None:
+        """Run it, and pass, fail, xfail or skip the test accordingly."""
+        __tracebackhide__ = True
+        self._node.stash[_CALLED] = True
+        due = self._param.due
+        if isinstance(due, str):
+            raise CaseFailed(due)
+        result = self._own.run(due, self._param.wanted) if isinstance(due, Item) else due
+        self._node.user_properties += properties(result)
+        if result.status is Status.KNOWN_FAILURE:
+            pytest.xfail(result.reason)
+        if result.status in (Status.NOT_RUN_HERE, Status.QUARANTINED):
+            pytest.skip(f"{result.status}: {result.reason}")
+        if result.status in BAD:
+            raise CaseFailed(format_failure(result, self._param.header))
+
+    def __repr__(self) -> str:
+        return self._param.id
+
+
+def uncalled(item: pytest.Item) -> str:
+    """What is wrong with a test that passed without running its case-run; empty if it ran."""
+    if item.stash.get(_CALLED, True):
+        return ""
+    return f"the test did not call {FIXTURE}(), so nothing was judged"
+
+
+_CALLED: pytest.StashKey[bool] = pytest.StashKey()
+OWN_TESTS: pytest.StashKey[OwnTests] = pytest.StashKey()

@@ -1,0 +1,173 @@
+"""What a run adds up to: the sentence that every front end ends with, the texts before it, and both for Python."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from ..results import (
+    BAD,
+    EXECUTIONS,
+    MODES,
+    RAN,
+    CaseResult,
+    RunHeader,
+    Status,
+    emulated_parts,
+    exit_code,
+    format_failure,
+    untried_lines,
+)
+
+__all__ = ["FailureTexts", "NotConformant", "Results", "verdict"]
+
+
+def verdict(
+    header: RunHeader, results: Iterable[CaseResult], *, problems: Sequence[str] = (), interrupted: bool = False
+) -> str:
+    """One line: does it conform, how many of how many, and what that is worth."""
+    rows = list(results)
+    runs = [row for row in rows if row.case]
+    counts = Counter(run.status for run in runs)
+    ran = sum(counts[status] for status in RAN)
+    accounted = ran + counts[Status.QUARANTINED]
+    of = f"of {header.planned} claimed case-runs"
+    ours = sum(run.of_the_kit for run in runs)
+    counts[Status.CRASHED] -= ours
+    bad = [f"{counts[status]} {status}" for status in Status if status in BAD and counts[status]]
+    if interrupted:
+        return f"INTERRUPTED: {ran} {of} had run" + (f"; {', '.join(bad)}" if bad else "")
+    if ours:
+        rest = [f"{counts[Status.PASSED]} passed", *bad]
+        return f"KIT ERROR: the kit itself failed in {ours} {of}, no verdict on the backend; {', '.join(rest)}"
+    if not header.planned and not runs:
+        return f"NOTHING RAN: {_why_nothing(header, rows)}"
+    if bad:
+        missing = header.planned - accounted
+        return f"NOT CONFORMANT: {', '.join(bad)} {of}" + (f"; {missing} did not run" if missing > 0 else "")
+    if accounted < header.planned:
+        return f"INCOMPLETE: {ran} {of} ran"
+    other = [(counts[Status.KNOWN_FAILURE], "known failures"), (counts[Status.QUARANTINED], "quarantined")]
+    text = ", ".join([f"{counts[Status.PASSED]} {of} passed", *(f"{n} {what}" for n, what in other if n)])
+    if not counts[Status.PASSED]:
+        return f"NOT CONFORMANT: {text}; nothing is known to work"
+    if problems:
+        return f"NOT ACCEPTED: {text}, but {problems[0]}"
+    parts = sorted({part for run in runs for part in emulated_parts(run)})
+    return f"CONFORMANT: {text}" + (f"; emulated {', '.join(parts)}: no proof about hardware" if parts else "")
+
+
+def _why_nothing(header: RunHeader, rows: Sequence[CaseResult]) -> str:
+    pairs = len(header.backends) * len(MODES) * len(EXECUTIONS)
+    absent = [row for row in rows if row.status is Status.NOT_RUN_HERE]
+    reasons = ", ".join(dict.fromkeys(row.reason for row in absent if row.reason))
+    unclaimed = sum(row.status is Status.UNSUPPORTED for row in rows)
+    counts = [
+        (unclaimed, "not claimed"),
+        (len(absent), "not runnable here" + (f" ({reasons})" if reasons else "")),
+        (pairs - unclaimed - len(absent), "not selected"),
+    ]
+    return f"of {pairs} pairs of mode and execution " + ", ".join(f"{n} {why}" for n, why in counts if n > 0)
+
+
+class FailureTexts:
+    """The texts of failures as they are printed: the first few of a kind in full, of the rest a line each."""
+
+    def __init__(self, header: RunHeader, *, verbose: bool = False) -> None:
+        self._header, self._verbose = header, verbose
+        self._shown: Counter[tuple[str, str, str, str]] = Counter()
+
+    def of(self, result: CaseResult) -> tuple[str, str]:
+        """The first line, which stands alone, and what follows it."""
+        check = result.findings[0].check if result.findings else result.status.value
+        kind = (result.backend, result.mode, result.execution, check)
+        self._shown[kind] += 1
+        first, _, rest = format_failure(result, self._header).partition("\n")
+        if self._verbose or self._shown[kind] <= IN_FULL:
+            return first, f"\n{rest}\n"
+        return first, f" [{check}; {result.backend} {result.execution}]"
+
+
+IN_FULL = 3
+"""Failures of one backend, mode, execution and check that are printed in full."""
+MOST_PRINTED = 60
+"""Failures that ``Results`` prints; of the rest it has the number."""
+
+
+@dataclass(frozen=True, repr=False)
+class Results(Sequence[CaseResult]):
+    """What ``check_backend`` found: a sequence of ``CaseResult`` that is true only if the backend conforms.
+
+    Printed, it is what a person wants to know: the failures, and one line of verdict.
+    """
+
+    header: RunHeader
+    rows: tuple[CaseResult, ...] = ()
+    """Every case-run, and a row for each mode and execution that is not claimed or cannot run here (``case`` is "")."""
+    problems: tuple[str, ...] = ()
+    """What fails the run besides its case-runs, such as a known failure that expired."""
+
+    @property
+    def exit_code(self) -> int:
+        """What the command line would return: 0 conformant, 1 not, 3 the kit itself failed, 5 nothing to run."""
+        return exit_code(self.header.planned, self.rows, problems=self.problems)
+
+    @property
+    def ok(self) -> bool:
+        """Conformant: something passed, every claimed case-run ran, and nothing failed."""
+        return self.exit_code == 0
+
+    @property
+    def failures(self) -> tuple[CaseResult, ...]:
+        """Case-runs that failed, crashed, timed out, or passed though a known failure says they do not."""
+        return tuple(row for row in self.rows if row.status in BAD)
+
+    @property
+    def verdict(self) -> str:
+        """The line that the command line ends with."""
+        return verdict(self.header, self.rows, problems=self.problems)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> CaseResult: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[CaseResult, ...]: ...
+    def __getitem__(self, index: int | slice) -> CaseResult | tuple[CaseResult, ...]:
+        return self.rows[index]
+
+    @property
+    def texts(self) -> str:
+        """The failures as the command line prints them, and what did not run; empty where there is nothing to say."""
+        texts = FailureTexts(self.header)
+        lines = ["".join(texts.of(failure)) for failure in self.failures[:MOST_PRINTED]]
+        if len(self.failures) > MOST_PRINTED:
+            lines.append(f"and {len(self.failures) - MOST_PRINTED} more that did not pass")
+        lines += [f"not run: {format_failure(row)}" for row in self.rows if row.status is Status.NOT_RUN_HERE]
+        lines += [f"problem: {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, (self.texts, *untried_lines(self.header.untried), self.verdict)))
+
+    __repr__ = __str__
+
+
+class NotConformant(AssertionError):
+    """A backend is not known to conform. The message is the verdict, which summaries show, and then the failures."""
+
+    def __init__(self, results: Results) -> None:
+        super().__init__(results)
+        self.results = results
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, (self.results.verdict, self.results.texts)))
+
+
+NotConformant.__module__ = "attn_testkit"  # where users find it, and what a traceback calls it

@@ -1,0 +1,118 @@
+"""The nightly job: its page and its summary are of this night, and red unless everything is as it should be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKES = ROOT / "tests" / "front_ends"
+INSTALL_FAKE = "import attn_testkit.running.judge_process as judge_process\njudge_process.RUNNER = 'fake_runner'\n"
+
+
+@pytest.fixture
+def night(tmp_path: Path):
+    """Run the job on the fake judge into ``out``: (exit code, what it printed)."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(INSTALL_FAKE)
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def _run(*args: str, **more: str) -> tuple[int, str]:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{site}:{FAKES}",
+            "ATTN_PYTHON": sys.executable,
+            "ATTN_TIER": "smoke",
+            "ATTN_WORKERS": "1",
+            "GITHUB_STEP_SUMMARY": "",
+            **more,
+        }
+        command = ["bash", str(ROOT / "ci" / "nightly.sh"), str(out), *args]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    _run.out = out  # type: ignore[attr-defined]
+    return _run
+
+
+def files(out: Path) -> set[str]:
+    return {path.name for path in out.iterdir()}
+
+
+def test_a_good_night_is_green_and_nothing_of_an_earlier_one_is_left(night):
+    for name in ("compare.txt", "audit.html", "audit.json", "audit.txt", "report.html"):
+        (night.out / name).write_text("of an earlier night")
+    (night.out / "mine.txt").write_text("not ours")
+    code, printed = night(ATTN_BACKENDS="fake:ok")
+    assert code == 0, printed
+    assert files(night.out) == {"report.json", "report.html", "summary.md", "junit.xml", "mine.txt"}
+    assert (night.out / "summary.md").read_text().startswith("### ✅ CONFORMANT: 4 of 4")
+    assert "earlier" not in (night.out / "report.html").read_text()
+
+
+def test_the_night_before_may_be_the_file_that_is_overwritten(night):
+    assert night(ATTN_BACKENDS="fake:ok fake:full")[0] == 0
+    code, printed = night(str(night.out / "report.json"), ATTN_BACKENDS="fake:ok")
+    assert code == 1, printed
+    assert "WORSE: 0 newly failing, 4 vanished" in (night.out / "compare.txt").read_text()
+
+
+def test_a_backend_that_cannot_be_imported_any_more_is_a_failing_row_and_the_others_run(night):
+    code, printed = night(ATTN_BACKENDS="fake:ok gone")
+    assert code == 1, printed
+    summary = (night.out / "summary.md").read_text()
+    assert summary.startswith("### ❌ NOT CONFORMANT: 1 failed of 5 claimed case-runs")
+    assert "unknown backend 'gone'" in summary
+    assert "unknown backend &#39;gone&#39;" in (night.out / "report.html").read_text()
+
+
+def test_every_registered_backend_is_taken_also_one_that_does_not_load(night):
+    code, printed = night()
+    assert code == 1, printed
+    assert "unknown backend 'torch_native'" in (night.out / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        ({"ATTN_BACKENDS": "fake:"}, 5, "NOTHING RAN: of 8 pairs of mode and execution 1 not claimed, 1 not runnable"),
+        ({"ATTN_BACKENDS": "fake:ok", "ATTN_TIER": "smok"}, 4, "pytest ended with exit code 4 before it had a record"),
+        ({"ATTN_PYTHON": "PYTHON_THAT_LISTS_NOTHING"}, 5, "no backend is registered, or attn-testkit list failed"),
+    ],
+)
+def test_a_night_in_which_nothing_ran_has_a_red_page_and_a_red_summary(night, tmp_path, more, code, said):
+    """Yesterday's green page in today's place is the worst that a nightly job can show."""
+    (night.out / "report.html").write_text("yesterday, green")
+    (night.out / "report.json").write_text("{}")
+    if "ATTN_PYTHON" in more:
+        python = tmp_path / "python"
+        python.write_text(f'#!/bin/sh\ncase "$*" in *list*) exit 3;; esac\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        more = {"ATTN_PYTHON": str(python)}
+    found, printed = night(**more, GITHUB_STEP_SUMMARY=str(tmp_path / "step.md"))
+    assert found == code, printed
+    summary, page = ((night.out / name).read_text() for name in ("summary.md", "report.html"))
+    assert summary.startswith("### ❌ NOTHING RAN")
+    assert said in summary
+    assert said in page
+    assert "<title>✗" in page
+    assert (tmp_path / "step.md").read_text() == summary
+
+
+def test_a_record_that_is_not_complete_is_no_green(night, tmp_path):
+    """As where the disk was full."""
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        INSTALL_FAKE + "from attn_testkit.reports import record\n"
+        "record.Record.finish = lambda self, *args, **more: self.close()\n"
+    )
+    code, printed = night(ATTN_BACKENDS="fake:ok")
+    assert code == 1, printed
+    assert (night.out / "summary.md").read_text().startswith("### ❌ UNFINISHED")
