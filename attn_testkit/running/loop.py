@@ -170,7 +170,7 @@ class Runner:
             return result
         if self.options.in_process:
             return replace(result, hints=(*result.hints, _CANNOT_TELL))
-        kind = (item.backend, item.mode, item.execution, *(finding.check for finding in result.findings))
+        kind = (item.backend, *(finding.check for finding in result.findings))
         if self._wrong_afresh[kind] >= _ENOUGH:
             return result
 
@@ -248,7 +248,8 @@ class Runner:
 
 
 _ENOUGH = 2
-"""Failures of one kind that are asked about in a fresh process; later ones are taken to be like them."""
+"""Failures of one kind, the same checks, that are asked about in a fresh process: it takes as long as a worker's start.
+Later ones are taken to be like them."""
 _CANNOT_TELL = (
     "--in-process: whether a failure has its cause in an earlier case-run cannot be told; run without it, or that case "
     "alone"
