@@ -302,21 +302,22 @@ class _Place:
     def drive(self, request: DriveCase | Rerun) -> Driven:
         """Have the backend driven, by another worker if the one before has ended. Raises ``WorkerLost``."""
         assert self._worker is not None
+        worker = self.take(self._worker.candidate)
         self._note(request)
         try:
-            answer = self.take(self._worker.candidate).drive(request)
+            answer = worker.drive(request)
         except WorkerLost as error:
             if not error.of_another:
                 raise
             # What was begun ahead took the worker along. It will be begun again, and blamed, in its turn.
             self.next = None
-            self.take(self._worker.candidate)
+            worker = self.take(self._worker.candidate)
             self.before = None
             self._note(request)
-            answer = self._worker.drive(request)
+            answer = worker.drive(request)
         if isinstance(request, DriveCase) and self.next is not None:
-            self._worker.ahead(self.next)
-            self._runner._history[self._worker].append(self.next)
+            worker.ahead(self.next)
+            self._runner._history[worker].append(self.next)
             self.next = None
         return answer
 
