@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 import jinja2
@@ -100,12 +101,18 @@ def _hostile_table(audit: Audit) -> list[str]:
     if not audit.hostile:
         return []
     wide = max(len(verdict.slug) for verdict in audit.hostile)
-    refused, honest = (
-        sum(each) for each in zip(*((not v.green, v.honest_exit_code == 0) for v in audit.hostile), strict=True)
-    )
+    refused = sum(not verdict.green for verdict in audit.hostile)
+    honest = sum(verdict.honest_exit_code == 0 for verdict in audit.hostile)
     many = len(audit.hostile)
     lines = [f"hostile backends: {refused} of {many} got no green; {honest} of {many} pass without the cheat"]
-    return lines + [f"  {v.slug:<{wide}}  exit code {v.exit_code}  {v.ending}" for v in audit.hostile]
+    for verdict in audit.hostile:
+        ending = textwrap.shorten(verdict.ending, _ENDING, placeholder=" ...")
+        lines.append(f"  {verdict.slug:<{wide}}  exit code {verdict.exit_code}  {ending}")
+    return lines
+
+
+_ENDING = 110
+"""Columns for how a hostile backend ended; the record has all of it."""
 
 
 def _template(name: str, *, autoescape: bool) -> jinja2.Template:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -58,6 +60,28 @@ class ProcessStatePutBack(PlannedBackend):
         torch.manual_seed(17)
         warnings.simplefilter("ignore")
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+@control("helper-thread-of-its-own")
+class HelperThreadOfItsOwn(PlannedBackend):
+    """A helper thread lives as long as its instance; plans draw from torch's own generator and seed nothing."""
+
+    capabilities = _LEAN.with_changes(eager={"decode"}, graph={"decode"}, max_topk=0)
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._ended = threading.Event()
+        threading.Thread(target=_wait_for, args=(self._ended,), name="plan-prefetcher", daemon=True).start()
+        weakref.finalize(self, self._ended.set)
+
+    @override
+    def plan(self, batch: ForwardBatch) -> Metadata:
+        torch.rand(8)
+        return super().plan(batch)
+
+
+def _wait_for(ended: threading.Event) -> None:
+    ended.wait()
 
 
 @control("random-numbers-of-its-own")

@@ -6,6 +6,7 @@ Each does it in the constructor or in a plan, where libraries do, and computes w
 from __future__ import annotations
 
 import signal
+import threading
 import warnings
 
 import torch
@@ -77,6 +78,25 @@ class WarningsLeftSilenced(PlannedBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         warnings.simplefilter("ignore")
+
+
+@fault(
+    slug="helper-thread-left-running",
+    source="general",
+    modes=_DECODE,
+    checks=("leaves-process-alone",),
+    hint="thread",
+)
+class HelperThreadLeftRunning(PlannedBackend):
+    """The constructor starts a thread that waits for plans to prefetch, and nothing ever ends it."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        threading.Thread(target=_wait_for_plans, name="plan-prefetcher", daemon=True).start()
+
+
+def _wait_for_plans() -> None:
+    threading.Event().wait()
 
 
 @fault(

@@ -194,7 +194,7 @@ class Runner:
             return result
         if self.options.in_process:
             return replace(result, hints=(*result.hints, _CANNOT_TELL))
-        kind = (item.backend, item.mode, item.execution, *(finding.check for finding in result.findings))
+        kind = (item.backend, *(finding.check for finding in result.findings))
         if self._wrong_afresh[kind] >= _ENOUGH:
             return result
 
@@ -274,7 +274,8 @@ class Runner:
 JUDGED_HERE = 2
 """Workers up to which this process judges; of more, each has a process that judges beside it."""
 _ENOUGH = 2
-"""Failures of one kind that are asked about in a fresh process; later ones are taken to be like them."""
+"""Failures of one kind, the same checks, that are asked about in a fresh process: it takes as long as a worker's start.
+Later ones are taken to be like them."""
 _CANNOT_TELL = (
     "--in-process: whether a failure has its cause in an earlier case-run cannot be told; run without it, or that case "
     "alone"
@@ -327,21 +328,22 @@ class _Place:
     def drive(self, request: DriveCase | Rerun) -> Driven:
         """Have the backend driven, by another worker if the one before has ended. Raises ``WorkerLost``."""
         assert self._worker is not None
+        worker = self.take(self._worker.candidate)
         self._note(request)
         try:
-            answer = self.take(self._worker.candidate).drive(request)
+            answer = worker.drive(request)
         except WorkerLost as error:
             if not error.of_another:
                 raise
             # What was begun ahead took the worker along. It will be begun again, and blamed, in its turn.
             self.next = None
-            self.take(self._worker.candidate)
+            worker = self.take(self._worker.candidate)
             self.before = None
             self._note(request)
-            answer = self._worker.drive(request)
+            answer = worker.drive(request)
         if isinstance(request, DriveCase) and self.next is not None:
-            self._worker.ahead(self.next)
-            self._runner._history[self._worker].append(self.next)
+            worker.ahead(self.next)
+            self._runner._history[worker].append(self.next)
             self.next = None
         return answer
 

@@ -7,7 +7,6 @@ import gc
 import os
 import random
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -136,15 +135,6 @@ def _set_attention_kernels(before: str) -> None:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(kernel in before.split(", "))
 
 
-def _traces() -> tuple[Any, Any]:
-    return sys.gettrace(), sys.getprofile()
-
-
-def _set_traces(before: tuple[Any, Any]) -> None:
-    sys.settrace(before[0])
-    sys.setprofile(before[1])
-
-
 def _modes() -> tuple[str, ...]:
     """Function and dispatch modes that are entered at the moment, by class."""
     stacks: tuple[object, ...] = (
@@ -184,7 +174,6 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("the current directory", os.getcwd, os.chdir),
     Setting("the filters of warnings", _filters, _set_filters, _say_filters),
     Setting("signal handlers", _signals, _set_signals, _say_signals),
-    Setting("the trace and the profile function", _traces, _set_traces),
     Setting("the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     Setting("function and dispatch modes that were entered", _modes, _leave_modes),
 )

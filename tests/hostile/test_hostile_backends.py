@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +68,13 @@ def test_there_are_many_and_each_says_what_it_tries() -> None:
         assert entry.mechanism.endswith("."), entry.slug
         assert entry.backend.cheats
         assert not entry.honest.cheats
+
+
+def test_the_page_on_isolation_has_a_row_for_each() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "isolation.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = {slug for row in rows for slug in re.findall(r"`([a-z0-9-]+)`", row)}
+    assert named == {entry.slug for entry in ENTRIES}
 
 
 def test_a_hostile_backend_that_cannot_be_audited_is_refused() -> None:

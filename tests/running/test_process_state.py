@@ -64,7 +64,6 @@ SETTINGS: list[tuple[str, Callable[[], Any]]] = [
     ("torch's random state: seed ", lambda: torch.manual_seed(20_261)),
     ("numpy's random state: seeded or set", lambda: np.random.seed(3)),
     ("Python's random state: seeded or set", lambda: random.seed(3)),
-    ("the trace and the profile function: (None, None) -> (", lambda: sys.setprofile(_handle)),
     ("the garbage collector: True -> False", gc.disable),
     ("environment variables: SOME_SWITCH None -> '1'", _variable),
     ("the filters of warnings: ", lambda: warnings.simplefilter("ignore")),

@@ -39,7 +39,6 @@ def test_a_broken_backend_gets_no_green_whatever_it_does_to_its_process(name: st
         ("LeavesNumpySeed", "Python's random state: seeded or set"),
         ("LeavesThread", "threads left running: none -> 'prefetcher' (unruly_backends._wait)"),
         ("LeavesChild", "child processes left running: none -> sleep 600"),
-        ("LeavesTrace", "the trace and the profile function: (None, None) -> "),
         ("LeavesWarningsFilter", "the filters of warnings"),
         ("LeavesSignalHandler", "signal handlers: SIGTERM"),
         ("LeavesEnvironment", "environment variables: SOME_SWITCH_OF_A_SERVER None -> '1'"),

@@ -211,11 +211,6 @@ class LeavesChild(AfterForward):
         subprocess.Popen(["sleep", "600"])
 
 
-class LeavesTrace(AfterForward):
-    def act(self) -> None:
-        sys.setprofile(lambda *_: None)
-
-
 class EndsItsThread(TorchNativeBackend):
     """A helper that lives as long as its instance, which is in a circle."""
 

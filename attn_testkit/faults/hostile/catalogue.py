@@ -85,4 +85,4 @@ def all_hostile() -> tuple[Hostile, ...]:
     for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
         if module.name not in _NOT_HOSTILE:
             importlib.import_module(f"{__package__}.{module.name}")
-    return tuple(_HOSTILE.values())
+    return tuple(sorted(_HOSTILE.values(), key=lambda entry: entry.backend.__module__))

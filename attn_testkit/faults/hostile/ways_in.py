@@ -1,14 +1,13 @@
-"""How code in a worker finds what nobody gave it: through frames, through the garbage collector, through modules."""
+"""How code in a worker finds what nobody gave it: through frames, and through the garbage collector."""
 
 from __future__ import annotations
 
 import gc
 import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
-__all__ = ["in_frames", "of_kind", "seen_module"]
+__all__ = ["in_frames", "of_kind"]
 
 
 def in_frames(name: str) -> Any:
@@ -24,8 +23,3 @@ def in_frames(name: str) -> Any:
 def of_kind(name: str) -> Iterator[Any]:
     """Every object of a class of this name that the garbage collector knows."""
     return (found for found in gc.get_objects() if type(found).__name__ == name)
-
-
-def seen_module(name: str) -> ModuleType | None:
-    """A module of the kit, if this process has imported it."""
-    return sys.modules.get(f"attn_testkit.{name}")
