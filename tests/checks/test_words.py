@@ -91,6 +91,16 @@ SPREADS = [
         f"request 0 wrong in 32 of {N * 128} values (1 of {N} rows: 0); request 1 right; only dims 8-15 of 32",
     ),
     (
+        ((0, 1, slice(8, 16)),),
+        f"request 0 wrong in 8 of {N * 128} values (1 of {N} rows: 0); request 1 right; "
+        "only head 1 of 4; only dims 8-15 of 32",
+    ),
+    (
+        ((0, 1, slice(8, 12)), (1, 2, slice(12, 16))),
+        f"request 0 wrong in 8 of {N * 128} values (2 of {N} rows: 0-1); request 1 right; "
+        "only heads 1-2 of 4; only dims 8-15 of 32",
+    ),
+    (
         ((0, slice(None), slice(8, 15)),),
         f"request 0 wrong in 28 of {N * 128} values (1 of {N} rows: 0); request 1 right",
     ),

@@ -190,7 +190,8 @@ def test_nan_is_asked_about_before_other_wrong_values() -> None:
         ({0: 0.25, 1: 0.25, 2: 0.5}, {0, 1, 2}, {2}),
         ({0: 0.25, 1: 0.25, 2: 0.375}, {0, 1, 2}, set()),
         ({0: 0.25, 1: 0.25, 2: 0.376}, {0, 1, 2}, {2}),
-        ({0: 1e-7, 1: 0.0}, set(), set()),
+        ({0: 1.1e-6, 1: 1e-6}, {0}, set()),
+        ({0: 1e-6, 1: 0.0}, set(), set()),
         ({}, set(), set()),
     ],
 )
@@ -209,6 +210,8 @@ def test_heads_are_astray_where_others_are_not() -> None:
     assert _heads_astray(torch.tensor([right, [0.5, 0.5, 0.126]]), keys, wanted) == (1,)
     assert _heads_astray(torch.tensor([wrong, wrong]), keys, wanted) == ()
     assert _heads_astray(torch.tensor([right, [0.0, 0.0, 0.0]]), keys, wanted) == (1,)
+    tiny = torch.tensor([wrong, [1.1e-6, 1.1e-6, 0.9e-6], [0.9e-6, 0.9e-6, 0.0]])
+    assert _heads_astray(tiny, keys, wanted) == (0, 2), "what is so small is not looked at"
 
 
 def test_ranges_of_tokens() -> None:
@@ -278,23 +281,55 @@ def test_a_copy_of_a_wrong_row_of_another_request_is_seen_and_of_its_own_is_not(
     assert swaps(with_rows(v1(), its_own)) == []
 
 
-@pytest.mark.parametrize(("other", "keys"), [(1, 12), (1, 11), (2, 17), (1, 7)])
-def test_a_row_that_was_computed_with_tokens_of_another_request(other: int, keys: int) -> None:
-    schedule = v1()
+def computed_with(schedule: Schedule, other: int, keys: int) -> list[str]:
+    """What is said where row 0 of request 0 saw the first KV tokens of another request."""
     data = make_step_data(schedule, schedule.steps[0])
 
     def foreign(out: torch.Tensor, expected: Any) -> None:
-        visible = torch.zeros_like(data.visible)
+        visible, positions = torch.zeros_like(data.visible), torch.zeros_like(data.query_positions)
         visible[other, 0] = torch.arange(visible.shape[2]) < keys
+        positions[other, 0] = keys - 1
         supposed = replace(
-            data, q=data.q[:, :1], row_request=torch.tensor([other]), row_offset=torch.tensor([0]), visible=visible
-        )
+            data, q=data.q[:, :1], row_request=torch.tensor([other]), row_offset=torch.tensor([0]), visible=visible,
+            query_positions=positions,
+        )  # fmt: skip
         out[:, 0] = _attend(schedule, supposed)
 
+    return swaps(with_rows(schedule, foreign))
+
+
+@pytest.mark.parametrize("words", ["", "-w4"])
+@pytest.mark.parametrize(("other", "keys"), [(1, 12), (1, 11), (1, 9), (2, 17), (2, 14), (1, 7), (1, 6)])
+def test_a_row_that_was_computed_with_tokens_of_another_request(other: int, keys: int, words: str) -> None:
+    schedule = v1("gauss" + words)
     assert schedule.steps[0].lens == [7, 12, 17]
-    assert swaps(with_rows(schedule, foreign)) == [
+    assert computed_with(schedule, other, keys) == [
         f"request 0 was computed with KV tokens 0..{keys - 1} of request {other}"
     ]
+
+
+@pytest.mark.parametrize(("other", "keys"), [(1, 8), (2, 13)])
+def test_fewer_tokens_than_a_row_of_either_request_would_see_are_not_looked_for(other: int, keys: int) -> None:
+    """Three rows see at most three tokens fewer than the request has; a row's own count is looked for as well."""
+    assert computed_with(v1(), other, keys) == []
+
+
+def test_the_first_token_of_another_request_alone_is_looked_for() -> None:
+    schedule = make_schedule(parse_case("draft-extend-gqa2x2-d32-fp32-p4-k5.1.14-n3a2.1.3-shuffled-gauss-b3prod"))
+    assert schedule.steps[0].lens == [7, 2, 17]
+    assert computed_with(schedule, 1, 1) == ["request 0 was computed with KV tokens 0..0 of request 1"]
+
+
+def test_a_swapped_row_may_be_right_in_some_of_its_values() -> None:
+    schedule = v1()
+    expected = expect(schedule, schedule.steps[0])
+    right = expected.attention.clone()
+    right[:, 3, 0, 0] = right[:, 0, 0, 0]
+    out = right.float().clone()
+    out[:, [0, 3]] = out[:, [3, 0]]
+    judgement = Judgement(observed(schedule, out), replace(expected, attention=right))
+    assert not judgement.wrong[:, 0, 0, 0].any()
+    assert [text.partition(" holds")[0] for text in swaps(judgement)] == ["request 0", "request 1 row 1"]
 
 
 def _attend(schedule: Schedule, data: Any) -> torch.Tensor:
