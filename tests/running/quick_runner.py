@@ -23,7 +23,8 @@ class Runner:
             raise UsageError("no case matches 'x'")
         if request == "options":
             return self.options
-        return os.getpid(), os.getsid(0), {name: os.environ.get(name) for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS")}
+        named = ("TRITON_INTERPRET", "OMP_NUM_THREADS")
+        return os.getpid(), os.getsid(0), {name: os.environ.get(name) for name in named}
 
     def claims_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
         return [(f"{spec} on {device}", "") for spec in specs]
