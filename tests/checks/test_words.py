@@ -96,6 +96,10 @@ SPREADS = [
         "only heads 1-2 of 4 in every wrong row",
     ),
     (
+        ((0, slice(1, 3)),),
+        f"request 0 wrong in 64 of {N * 128} values (1 of {N} rows: 0); request 1 right; only heads 1-2 of 4",
+    ),
+    (
         ((0, 1, 5), (1, 1, 6)),
         f"request 0 wrong in 2 of {N * 128} values (2 of {N} rows: 0-1); request 1 right; "
         "only head 1 of 4 in every wrong row",

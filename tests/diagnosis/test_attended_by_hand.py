@@ -200,7 +200,10 @@ def test_what_counts_as_used_and_as_counted_twice(weights: dict[int, float], use
     assert (told.used, told.doubled) == (used, doubled)
     assert (told.request, told.row, told.looked_at, told.length, told.total) == (1, 2, set(weights), len(weights), 0.9)
     assert told.wanted == set(weights)
+    assert (told.head, told.heads, told.window) == (0, (), -1), "until somebody says which head was asked"
     assert not told.right
+    assert ("counted more than once" in told.text) is bool(doubled)
+    assert not doubled or f"; KV tokens {ranges(sorted(doubled))} counted more than once" in told.text
 
 
 def test_heads_are_astray_where_others_are_not() -> None:
@@ -291,7 +294,7 @@ def computed_with(schedule: Schedule, other: int, keys: int) -> list[str]:
         positions[other, 0] = keys - 1
         supposed = replace(
             data, q=data.q[:, :1], row_request=torch.tensor([other]), row_offset=torch.tensor([0]), visible=visible,
-            query_positions=positions,
+            key_positions=torch.arange(visible.shape[2]).expand(len(visible), -1), query_positions=positions,
         )  # fmt: skip
         out[:, 0] = _attend(schedule, supposed)
 
@@ -308,9 +311,23 @@ def test_a_row_that_was_computed_with_tokens_of_another_request(other: int, keys
     ]
 
 
-@pytest.mark.parametrize(("other", "keys"), [(1, 8), (2, 13)])
-def test_fewer_tokens_than_a_row_of_either_request_would_see_are_not_looked_for(other: int, keys: int) -> None:
-    """Three rows see at most three tokens fewer than the request has; a row's own count is looked for as well."""
+def test_tokens_of_another_requests_tree_are_counted_one_after_the_other() -> None:
+    words = "target-verify-gqa2x2-d32-fp32-p4-k5.9-t0.0.1-shuffled-gauss-w4-b2prod"
+    schedule = make_schedule(parse_case(words))
+    assert schedule.steps[0].lens == [9, 13]
+    assert computed_with(schedule, 1, 13) == ["request 0 was computed with KV tokens 0..12 of request 1"]
+
+
+def test_a_wrong_length_in_a_prefix_that_requests_share_is_no_swap() -> None:
+    words = "draft-extend-gqa2x2-d32-fp32-p4-k20x2-n3a1x2-shared-gauss-b2prod"
+    schedule = make_schedule(parse_case(words))
+    assert [request.shared for request in schedule.steps[0].requests] == [20, 20]
+    assert computed_with(schedule, 1, 18) == computed_with(schedule, 0, 18) == []
+
+
+@pytest.mark.parametrize(("other", "keys"), [(1, 8), (2, 13), (1, 13)])
+def test_lengths_that_no_row_of_either_request_would_have_are_not_looked_for(other: int, keys: int) -> None:
+    """Three rows see at most three tokens fewer than the request has, and none more than it has."""
     assert computed_with(v1(), other, keys) == []
 
 
@@ -329,7 +346,21 @@ def test_a_swapped_row_may_be_right_in_some_of_its_values() -> None:
     out[:, [0, 3]] = out[:, [3, 0]]
     judgement = Judgement(observed(schedule, out), replace(expected, attention=right))
     assert not judgement.wrong[:, 0, 0, 0].any()
-    assert [text.partition(" holds")[0] for text in swaps(judgement)] == ["request 0", "request 1 row 1"]
+    assert swaps(judgement) == [
+        "request 0 holds the result of request 1 row 1",
+        "request 1 row 1 holds the result of request 0",
+    ]
+
+
+def test_of_many_wrong_rows_the_first_dozen_is_compared() -> None:
+    lens = ".".join(str(n) for n in range(5, 19))
+    schedule = make_schedule(parse_case(f"decode-gqa2x2-d32-fp32-p4-k{lens}-shuffled-gauss-b14prod"))
+
+    def turn(out: torch.Tensor, expected: Any) -> None:
+        out[:] = out.roll(1, 1)
+
+    found = swaps(with_rows(schedule, turn))
+    assert found == [f"request {i} holds the result of request {(i - 1) % 14}" for i in range(12)]
 
 
 def _attend(schedule: Schedule, data: Any) -> torch.Tensor:
@@ -347,16 +378,24 @@ def test_where_all_queries_are_alike_other_numbers_are_asked_for() -> None:
 
     class Asked:
         def eager(self, schedule: Schedule, step: Any, *, pattern: str) -> Observation:
-            asked.append(pattern)
+            asked.append(("eager", pattern))
             return observed(schedule, out)
+
+        def graph(self, schedule: Schedule, *, pattern: str) -> Any:
+            asked.append(("graph", pattern))
+            return Of(replay_of=lambda step: observed(schedule, out) if step is schedule.steps[0] else None)
 
     def off(out: torch.Tensor, expected: Any) -> None:
         out += 3.0
 
     judgement = with_rows(schedule, off)
     assert swaps(judgement) == []
-    assert len(swaps(judgement, Asked())) == 2
-    assert asked == ["gauss"]
+    for how in ("eager", "graph"):
+        assert len(find_swapped(Asked(), schedule, judgement, in_graph=how == "graph")) == 2  # type: ignore[arg-type]
+        assert asked.pop() == (how, "gauss")
+    silent = Of(graph=lambda *_, **__: None, eager=lambda *_, **__: None)
+    for in_graph in (False, True):
+        assert find_swapped(silent, schedule, judgement, in_graph=in_graph) == ()  # type: ignore[arg-type]
 
 
 # Right KV tokens, wrong numbers.

@@ -97,6 +97,10 @@ def test_rescaling_is_suspected_where_only_rows_of_more_than_a_tile_are_wrong(
     assert found == SUSPECTS + (f"{RESCALING} or splits are merged ({said}), scale" if said else "scale")
 
 
+def test_where_no_row_is_wrong_no_length_is_suspected() -> None:
+    assert RESCALING not in told(DECODE.replace("gauss", "negative"), errors=0.0)
+
+
 def test_in_a_cliff_the_lengths_that_are_wrong_add_nothing() -> None:
     assert told(DECODE.replace("gauss", "cliff")) == f"{SUSPECTS}{CLIFF}, {LARGE}, scale"
 

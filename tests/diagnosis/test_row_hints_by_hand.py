@@ -117,6 +117,7 @@ def test_a_swapped_row_is_named_with_what_tells_it_apart() -> None:
     assert mine(1, 2, 0, 0).text == "request 1 row 2 holds the result of request 0"
     assert mine(1, 2, 1, 0).text == "request 1 row 2 holds the result of request 1 row 0"
     assert mine(1, 0, 0, 0, copied=True).text == "request 1 holds the same values as request 0"
+    assert mine(1, 0, 0, 2).keys == 0, "it has the other row's query as well, and says nothing of a length"
     assert mine(1, 0, 0, None, keys=4).text == "request 1 was computed with KV tokens 0..3 of request 0"
 
 
