@@ -125,6 +125,9 @@ def test_another_request_is_asked_where_the_headlines_has_hardly_a_token_or_is_r
     assert _requests_to_ask(wrong_at(schedule, (0, 0, 0), (0, 1, 0))) == [1]
     assert _requests_to_ask(wrong_at(schedule, (0, 3, 0, 0), (0, 2, 0, 0), value=9.0)) in ([3, 2], [2])
     assert _requests_to_ask(wrong_at(schedule)) == []
+    three = wrong_at(schedule, (0, 1, 0), (0, 2, 0))
+    three.out[0, 0, 0] += 99
+    assert _requests_to_ask(Judgement(observed(schedule, three.out), three.expected)) == [1]
     lens = schedule.steps[0].lens
     judgement = wrong_at(schedule, (0, 2, 0))
     judgement.out[0, 3, 0] += 99
@@ -135,6 +138,14 @@ def test_another_request_is_asked_where_the_headlines_has_hardly_a_token_or_is_r
     assert found(fresh, Backend(schedule, even(lens))).request == 3
     silent = Backend(schedule, lambda *_: torch.nan)
     assert found(fresh, silent) is None
+
+
+def test_tokens_that_any_row_of_a_request_sees_are_counted() -> None:
+    schedule = make_schedule(parse_case("target-verify-gqa2x2-d32-fp32-p4-k1.9-t0.0.1-shuffled-gauss-b2prod"))
+    judgement = wrong_at(schedule, (0, 5, 0))
+    judgement.out[0, 0, 0] += 99
+    assert judgement.expected.data.visible[0].sum(1).tolist() == [2, 3, 3, 4], "its first row has hardly a token"
+    assert _requests_to_ask(Judgement(observed(schedule, judgement.out), judgement.expected)) == [0]
 
 
 def test_long_requests_are_asked_at_both_ends() -> None:
@@ -220,6 +231,7 @@ def test_heads_are_astray_where_others_are_not() -> None:
 def test_ranges_of_tokens() -> None:
     assert (ranges([]), ranges([3]), ranges([0, 1, 2, 7])) == ("none", "3", "0..2, 7")
     assert ranges(range(0, 12, 2)) == "0, 2, 4, 6, 8, 10"
+    assert ranges(range(0, 14, 2)) == "0, 2, 4, 6, 8, 10 and 1 more runs"
     assert ranges(range(0, 16, 2)) == "0, 2, 4, 6, 8, 10 and 2 more runs"
 
 
@@ -319,10 +331,10 @@ def test_tokens_of_another_requests_tree_are_counted_one_after_the_other() -> No
 
 
 def test_a_wrong_length_in_a_prefix_that_requests_share_is_no_swap() -> None:
-    words = "draft-extend-gqa2x2-d32-fp32-p4-k20x2-n3a1x2-shared-gauss-b2prod"
+    words = "draft-extend-gqa2x2-d32-fp32-p4-k22x2-n3a1x2-shared-gauss-b2prod"
     schedule = make_schedule(parse_case(words))
     assert [request.shared for request in schedule.steps[0].requests] == [20, 20]
-    assert computed_with(schedule, 1, 18) == computed_with(schedule, 0, 18) == []
+    assert computed_with(schedule, 1, 20) == computed_with(schedule, 0, 20) == []
 
 
 @pytest.mark.parametrize(("other", "keys"), [(1, 8), (2, 13), (1, 13)])
