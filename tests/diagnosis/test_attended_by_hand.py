@@ -108,6 +108,22 @@ def test_weight_that_went_elsewhere_is_asked_for_where_some_is_missing() -> None
     assert told.text.startswith("request 2 attended to KV tokens 0..19, expected 0..40")
 
 
+@pytest.mark.parametrize(("layer", "scale"), [(0, 0.5), (1, 2.0)])
+def test_what_no_request_owns_is_multiplied_by_the_reader_of_an_fp8_pool(layer: int, scale: float) -> None:
+    case = DECODE.format("-kvfp8e4m3").replace("fp32", "bf16")
+    schedule = make_schedule(parse_case(case))
+    backend = Backend(schedule, even(schedule.steps[0].lens, lambda key, head: key < 20), tail=0.1, others=0.1)
+    told = found(wrong_at(schedule, (layer, 2, 1)), backend)
+    assert told.elsewhere == pytest.approx({"tail": 0.1 / scale, "others": 0.1})
+
+
+def test_a_place_that_the_backend_will_not_say_has_no_weight() -> None:
+    schedule = schedule_of()
+    backend = Backend(schedule, even(schedule.steps[0].lens, lambda key, head: key < 20), tail=torch.nan, page0=0.3)
+    told = found(wrong_at(schedule, (0, 2, 1)), backend)
+    assert told.elsewhere == pytest.approx({"page0": 0.3})
+
+
 def test_heads_that_attend_to_others_are_named_where_the_rest_is_right() -> None:
     schedule = schedule_of()
     lens = schedule.steps[0].lens
