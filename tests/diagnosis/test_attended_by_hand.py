@@ -16,7 +16,14 @@ from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis import attended_keys
-from attn_testkit.diagnosis.attended_keys import _heads_astray, _read, _requests_to_ask, find_attended, ranges
+from attn_testkit.diagnosis.attended_keys import (
+    _heads_astray,
+    _place_to_ask,
+    _read,
+    _requests_to_ask,
+    find_attended,
+    ranges,
+)
 from attn_testkit.diagnosis.hints import Evidence
 from attn_testkit.diagnosis.hints.numbers import right_keys
 from attn_testkit.diagnosis.rerun import Rerunner
@@ -198,6 +205,14 @@ def test_the_layer_that_sees_most_is_asked() -> None:
     narrow = found(wrong_at(schedule, (1 - most, 2, 1)), Backend(schedule, even(schedule.steps[0].lens)))
     assert narrow.window == windows[1 - most] == 4
     assert sorted(narrow.wanted) == list(range(36, 41))
+
+
+def test_the_first_wrong_row_of_the_request_is_asked_in_the_layer_and_head_that_is_wrong() -> None:
+    schedule = v1()
+    judgement = wrong_at(schedule, (1, 4, 3), (0, 0, 1))
+    assert judgement.expected.data.row_request.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert _place_to_ask(schedule, judgement, 1) == (1, 4, 3)
+    assert _place_to_ask(schedule, judgement, 0) == (0, 0, 1)
 
 
 def test_nan_is_asked_about_before_other_wrong_values() -> None:
