@@ -209,10 +209,19 @@ def test_the_layer_that_sees_most_is_asked() -> None:
 
 def test_the_first_wrong_row_of_the_request_is_asked_in_the_layer_and_head_that_is_wrong() -> None:
     schedule = v1()
-    judgement = wrong_at(schedule, (1, 4, 3), (0, 0, 1))
+    judgement = wrong_at(schedule, (1, 4, 3, 7), (0, 0, 1))
     assert judgement.expected.data.row_request.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
     assert _place_to_ask(schedule, judgement, 1) == (1, 4, 3)
     assert _place_to_ask(schedule, judgement, 0) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(("windows", "layer"), [((0, -1), 1), ((-1, 0), 0), ((0, 3), 1), ((4, 3), 0), ((-1, -1), 0)])
+def test_a_layer_without_a_window_sees_most_and_one_of_the_row_alone_least(
+    monkeypatch: pytest.MonkeyPatch, windows: tuple[int, int], layer: int
+) -> None:
+    monkeypatch.setattr(attended_keys, "make_layers", lambda case: [Of(sliding_window_size=n) for n in windows])
+    schedule = schedule_of()
+    assert _place_to_ask(schedule, wrong_at(schedule, (0, 2, 1), (1, 2, 1)), 2)[0] == layer
 
 
 def test_nan_is_asked_about_before_other_wrong_values() -> None:
