@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from wrong_steps import observed, v1, wrong_at
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_step_data
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Judgement
-from attn_testkit.checks.observation import Observation, copies_of
+from attn_testkit.checks.observation import Observation
 from attn_testkit.diagnosis import attended_keys
 from attn_testkit.diagnosis.attended_keys import (
     _heads_astray,
@@ -25,10 +25,7 @@ from attn_testkit.diagnosis.attended_keys import (
     ranges,
 )
 from attn_testkit.diagnosis.hints import Evidence
-from attn_testkit.diagnosis.hints.numbers import right_keys
 from attn_testkit.diagnosis.rerun import Rerunner
-from attn_testkit.diagnosis.swapped_rows import find_swapped
-from attn_testkit.oracle.expect import expect
 
 DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9.40-shuffled-gauss{}-b4prod"
 Weights = Callable[[int, int, int], float]
@@ -37,20 +34,6 @@ Weights = Callable[[int, int, int], float]
 
 def schedule_of(words: str = "") -> Schedule:
     return make_schedule(parse_case(DECODE.format(words)))
-
-
-def observed(schedule: Schedule, out: torch.Tensor, replay: bool = False) -> Observation:
-    copies = copies_of([("attention", str(i), each) for i, each in enumerate(out.float().unbind(0))])
-    return Observation(schedule, schedule.steps[0], "", copies, replay=replay)
-
-
-def wrong_at(schedule: Schedule, *places: tuple[int, ...], value: float = 9.0) -> Judgement:
-    """Wrong in every value of (layer, row, head)."""
-    expected = expect(schedule, schedule.steps[0])
-    out = expected.attention.float().clone()
-    for place in places:
-        out[place] += value
-    return Judgement(observed(schedule, out), expected)
 
 
 class Backend:
@@ -276,226 +259,12 @@ def test_ranges_of_tokens() -> None:
     assert ranges(range(0, 16, 2)) == "0, 2, 4, 6, 8, 10 and 2 more runs"
 
 
-# Swapped rows: what comes back belongs to somebody else.
-
-V1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9.14-n3a2.3x2-shuffled-{}-b3prod"
-
-
-def v1(data: str = "gauss") -> Schedule:
-    return make_schedule(parse_case(V1.format(data)))
-
-
-def with_rows(schedule: Schedule, change: Callable[[torch.Tensor, Any], None]) -> Judgement:
-    expected = expect(schedule, schedule.steps[0])
-    out = expected.attention.float().clone()
-    change(out, expected)
-    return Judgement(observed(schedule, out), expected)
-
-
-def swaps(judgement: Judgement, rerunner: Any = None) -> list[str]:
-    schedule = judgement.observed.schedule
-    return [row.text for row in find_swapped(rerunner, schedule, judgement, in_graph=False)]
-
-
-def test_rows_that_hold_each_others_results_are_named() -> None:
-    def swap(out: torch.Tensor, expected: Any) -> None:
-        out[:, [0, 3]] = out[:, [3, 0]]
-
-    assert swaps(with_rows(v1(), swap)) == [
-        "request 0 holds the result of request 1 row 1",
-        "request 1 row 1 holds the result of request 0",
-    ]
-
-
-def test_one_layer_that_is_swapped_is_enough_and_zeros_are_nobodys() -> None:
-    def one_layer(out: torch.Tensor, expected: Any) -> None:
-        out[1, 0] = out[1, 1]
-
-    def zeros(out: torch.Tensor, expected: Any) -> None:
-        out[:, 0] = 0.0
-
-    def noise(out: torch.Tensor, expected: Any) -> None:
-        out[:, 0] += 3.0
-
-    assert swaps(with_rows(v1(), one_layer)) == ["request 0 holds the result of request 0 row 1"]
-    assert swaps(with_rows(v1(), zeros)) == swaps(with_rows(v1(), noise)) == []
-
-
-def test_a_copy_of_a_wrong_row_of_another_request_is_seen_and_of_its_own_is_not() -> None:
-    def copied(out: torch.Tensor, expected: Any) -> None:
-        out[:, 0] += 3.0
-        out[:, 5] = out[:, 0]
-
-    def its_own(out: torch.Tensor, expected: Any) -> None:
-        out[:, 0] += 3.0
-        out[:, 1] = out[:, 0]
-
-    assert swaps(with_rows(v1(), copied)) == [
-        "request 0 holds the same values as request 2",
-        "request 2 holds the same values as request 0",
-    ]
-    assert swaps(with_rows(v1(), its_own)) == []
-
-
-def computed_with(schedule: Schedule, other: int, keys: int) -> list[str]:
-    """What is said where row 0 of request 0 saw the first KV tokens of another request."""
-    data = make_step_data(schedule, schedule.steps[0])
-
-    def foreign(out: torch.Tensor, expected: Any) -> None:
-        visible, positions = torch.zeros_like(data.visible), torch.zeros_like(data.query_positions)
-        visible[other, 0] = torch.arange(visible.shape[2]) < keys
-        positions[other, 0] = keys - 1
-        supposed = replace(
-            data, q=data.q[:, :1], row_request=torch.tensor([other]), row_offset=torch.tensor([0]), visible=visible,
-            key_positions=torch.arange(visible.shape[2]).expand(len(visible), -1), query_positions=positions,
-        )  # fmt: skip
-        out[:, 0] = _attend(schedule, supposed)
-
-    return swaps(with_rows(schedule, foreign))
-
-
-@pytest.mark.parametrize("words", ["", "-w4"])
-@pytest.mark.parametrize(("other", "keys"), [(1, 12), (1, 11), (1, 9), (2, 17), (2, 14), (1, 7), (1, 6)])
-def test_a_row_that_was_computed_with_tokens_of_another_request(other: int, keys: int, words: str) -> None:
-    schedule = v1("gauss" + words)
-    assert schedule.steps[0].lens == [7, 12, 17]
-    assert computed_with(schedule, other, keys) == [
-        f"request 0 was computed with KV tokens 0..{keys - 1} of request {other}"
-    ]
-
-
-def test_tokens_of_another_requests_tree_are_counted_one_after_the_other() -> None:
-    words = "target-verify-gqa2x2-d32-fp32-p4-k5.9-t0.0.1-shuffled-gauss-w4-b2prod"
-    schedule = make_schedule(parse_case(words))
-    assert schedule.steps[0].lens == [9, 13]
-    assert computed_with(schedule, 1, 13) == ["request 0 was computed with KV tokens 0..12 of request 1"]
-
-
-def test_a_wrong_length_in_a_prefix_that_requests_share_is_no_swap() -> None:
-    words = "draft-extend-gqa2x2-d32-fp32-p4-k22x2-n3a1x2-shared-gauss-b2prod"
-    schedule = make_schedule(parse_case(words))
-    assert [request.shared for request in schedule.steps[0].requests] == [20, 20]
-    assert computed_with(schedule, 1, 20) == computed_with(schedule, 0, 20) == []
-
-
-@pytest.mark.parametrize(("other", "keys"), [(1, 8), (2, 13), (1, 13)])
-def test_lengths_that_no_row_of_either_request_would_have_are_not_looked_for(other: int, keys: int) -> None:
-    """Three rows see at most three tokens fewer than the request has, and none more than it has."""
-    assert computed_with(v1(), other, keys) == []
-
-
-def test_the_first_token_of_another_request_alone_is_looked_for() -> None:
-    schedule = make_schedule(parse_case("draft-extend-gqa2x2-d32-fp32-p4-k5.1.14-n3a2.1.3-shuffled-gauss-b3prod"))
-    assert schedule.steps[0].lens == [7, 2, 17]
-    assert computed_with(schedule, 1, 1) == ["request 0 was computed with KV tokens 0..0 of request 1"]
-
-
-def test_a_swapped_row_may_be_right_in_some_of_its_values() -> None:
-    schedule = v1()
-    expected = expect(schedule, schedule.steps[0])
-    right = expected.attention.clone()
-    right[:, 3, 0, 0] = right[:, 0, 0, 0]
-    out = right.float().clone()
-    out[:, [0, 3]] = out[:, [3, 0]]
-    judgement = Judgement(observed(schedule, out), replace(expected, attention=right))
-    assert not judgement.wrong[:, 0, 0, 0].any()
-    assert swaps(judgement) == [
-        "request 0 holds the result of request 1 row 1",
-        "request 1 row 1 holds the result of request 0",
-    ]
-
-
-def test_of_many_wrong_rows_the_first_dozen_is_compared() -> None:
-    lens = ".".join(str(n) for n in range(5, 19))
-    schedule = make_schedule(parse_case(f"decode-gqa2x2-d32-fp32-p4-k{lens}-shuffled-gauss-b14prod"))
-
-    def turn(out: torch.Tensor, expected: Any) -> None:
-        out[:] = out.roll(1, 1)
-
-    found = swaps(with_rows(schedule, turn))
-    assert found == [f"request {i} holds the result of request {(i - 1) % 14}" for i in range(12)]
-
-
-def _attend(schedule: Schedule, data: Any) -> torch.Tensor:
-    from attn_testkit.oracle.attention import attend
-
-    return attend(data, attended_keys.make_layers(schedule.case)).out[:, 0].float()
-
-
-def test_where_all_queries_are_alike_other_numbers_are_asked_for() -> None:
-    schedule = v1("mean")
-    other = expect(schedule, schedule.steps[0], "gauss")
-    out = other.attention.float().clone()
-    out[:, [0, 3]] = out[:, [3, 0]]
-    asked: list[Any] = []
-
-    class Asked:
-        def eager(self, schedule: Schedule, step: Any, *, pattern: str) -> Observation:
-            asked.append(("eager", pattern))
-            return observed(schedule, out)
-
-        def graph(self, schedule: Schedule, *, pattern: str) -> Any:
-            asked.append(("graph", pattern))
-            return Of(replay_of=lambda step: observed(schedule, out) if step is schedule.steps[0] else None)
-
-    def off(out: torch.Tensor, expected: Any) -> None:
-        out += 3.0
-
-    judgement = with_rows(schedule, off)
-    assert swaps(judgement) == []
-    for how in ("eager", "graph"):
-        assert len(find_swapped(Asked(), schedule, judgement, in_graph=how == "graph")) == 2  # type: ignore[arg-type]
-        assert asked.pop() == (how, "gauss")
-    silent = Of(graph=lambda *_, **__: None, eager=lambda *_, **__: None)
-    for in_graph in (False, True):
-        assert find_swapped(silent, schedule, judgement, in_graph=in_graph) == ()  # type: ignore[arg-type]
-
-
-# Right KV tokens, wrong numbers.
-
-
-def numbers(words: str = "", data: str = "gauss", errors: float = 9.0, total: float = 1.0, **fields: Any) -> str:
-    schedule = make_schedule(parse_case(DECODE.format(words).replace("gauss", data)))
-    judgement = wrong_at(schedule, (0, 2, 1), value=errors)
-    every = frozenset(range(41))
-    told = attended_keys.AttendedKeys(2, 0, every, every, frozenset(), every, 41, {}, total)
-    return right_keys(Evidence(schedule, judgement, told, [], in_graph=False, **fields))
-
-
 def test_evidence_says_nothing_that_was_not_found() -> None:
     schedule = schedule_of()
     plain = Evidence(schedule, wrong_at(schedule, (0, 2, 1)), None, [], in_graph=False)
     assert (plain.swapped, plain.right_when_fresh, plain.reads_foreign, plain.before) == ((), False, False, None)
     assert replace(plain, right_when_fresh=True).before is schedule.steps[0]
     assert (plain.wrong, plain.rows, plain.lens) == ([2], [2], [4, 10, 41])
-
-
-@pytest.mark.parametrize(
-    ("words", "data", "there", "absent"),
-    [
-        ("", "gauss", ["scale", "head mapping"], ["soft cap", "sinks", "FP8", "row order"]),
-        ("-cap1.5", "gauss", ["scale, soft cap, head mapping"], ["sinks"]),
-        ("-sink", "gauss", ["scale, sinks"], ["soft cap"]),
-        ("", "peaked", ["overflow or saturation of large logits"], ["minus infinity"]),
-        ("", "negative", ["a finite value that stands for minus infinity"], []),
-        ("", "cliff", ["logits of this case climb and fall by hundreds"], []),
-    ],
-)
-def test_suspects_are_what_the_case_has(words: str, data: str, there: list[str], absent: list[str]) -> None:
-    told = numbers(words, data)
-    assert told.startswith("the right KV tokens, wrong softmax weights or values: look at ")
-    for text in there:
-        assert text in told
-    for text in absent:
-        assert text not in told
-
-
-def test_a_sum_that_is_not_one_says_so() -> None:
-    assert numbers(total=0.5).startswith(
-        "weights of the right KV tokens sum to 0.5 instead of 1: look at a denominator"
-    )
-    assert "(a soft cap comes before the mask)" in numbers("-cap1.5", total=0.5)
-    assert numbers(reads_foreign=True) == ""
 
 
 def test_a_rerunner_is_what_is_asked() -> None:

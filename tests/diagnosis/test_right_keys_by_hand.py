@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ def told(
     window: int = -1,
     not_asked: int = 0,
     total: float | None = 1.0,
-    sign: float = 1.0,
+    **more: Any,
 ) -> str:
     """The hint where ``wrong`` flat rows are off by so many of their limits, and request 0 attended to what it should.
 
@@ -44,14 +46,14 @@ def told(
     expected = expect(schedule, step)
     out = expected.attention.clone()
     for row in wrong or (0,):
-        out[:, row, 0, 0] += sign * errors * expected.attention_limit[:, row, 0, 0]
+        out[:, row, 0, 0] += errors * expected.attention_limit[:, row, 0, 0]
     copies = copies_of([("attention", str(layer), each) for layer, each in enumerate(out.unbind(0))])
     observed = Observation(schedule, step, "", copies, replay=replay)
     length = step.lens[0]
     asked = frozenset(range(length - not_asked))
     right = frozenset(range(len(asked) if seen is None else seen))
     attended = AttendedKeys(0, 0, right, right, frozenset(), asked, length, {}, total, window=window)
-    return right_keys(Evidence(schedule, Judgement(observed, expected), attended, [], in_graph=False))
+    return right_keys(Evidence(schedule, Judgement(observed, expected), attended, [], in_graph=False, **more))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,10 @@ def test_rescaling_is_suspected_where_only_rows_of_more_than_a_tile_are_wrong(
 
 def test_where_no_row_is_wrong_no_length_is_suspected() -> None:
     assert RESCALING not in told(DECODE.replace("gauss", "negative"), errors=0.0)
+
+
+def test_where_foreign_slots_are_read_nothing_is_suspected_of_the_numbers() -> None:
+    assert told(reads_foreign=True) == ""
 
 
 def test_in_a_cliff_the_lengths_that_are_wrong_add_nothing() -> None:
