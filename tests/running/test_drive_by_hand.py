@@ -89,12 +89,13 @@ def test_an_eager_step_comes_again_at_once_then_another_one_and_then_a_request_a
     driven = case_run._drive_eager(Backend, drive, HERE)
     first, second = schedule.steps[0], schedule.second
     alone = only(first, request_to_isolate(case, first))
+    stored = ", save_kv_cache=False" if second.stored else ""
     due = [
         (first, "", ""),
         (first, "the same eager step again", "steps"),
-        (second, f"another eager step on the instance ({second.label}{', save_kv_cache=False' * second.stored})", "steps"),
+        (second, f"another eager step on the instance ({second.label}{stored})", "steps"),
         (alone, alone.label, ""),
-    ]  # fmt: skip
+    ]
     assert notes.eager == (due if invariant else due[:3])
     assert [(record.step, record.label, record.among) for record in driven.records] == [
         (step.name, label, among) for step, label, among in notes.eager
