@@ -90,6 +90,18 @@ def test_a_token_may_stand_for_another_whose_logit_is_two_limits_away_and_no_fur
     assert findings(V1_TOP3, expected, topk_index=changed(index, 4, 0, 0))[0].headline.startswith("topk_index")
 
 
+def test_tokens_and_probabilities_have_a_row_a_request_a_column_a_token_and_whole_numbers() -> None:
+    expected, index = ranked()
+    p = torch.softmax(expected.logits, -1).gather(1, index)
+    assert findings(V1_TOP3, expected, topk_index=index, topk_p=p) == []
+    for got_p, got_index in ((p[:-1], index), (p[:, :2], index), (p, index[:-1]), (p, index[:, :2]), (p, index.int())):
+        (finding,) = findings(V1_TOP3, expected, topk_index=got_index, topk_p=got_p)
+        assert finding.headline == (
+            f"topk_p and topk_index have shapes {tuple(got_p.shape)}, {tuple(got_index.shape)} ({got_index.dtype}); "
+            f"expected {tuple(p.shape)} and int64"
+        )
+
+
 @pytest.mark.parametrize("index", [-1, 10**6])
 def test_an_index_outside_the_vocabulary_is_wrong_even_beside_a_tie(index: int) -> None:
     schedule = schedule_of(V1_TOP1)
