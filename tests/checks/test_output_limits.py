@@ -123,6 +123,20 @@ def test_probabilities_have_the_limit_of_their_logits() -> None:
         assert bool(findings(V1_TOP3, expected, topk_index=index, topk_p=p)) is wrong
 
 
+@pytest.mark.parametrize("row", [0, 1])
+def test_the_first_request_with_a_wrong_token_or_probability_is_named(row: int) -> None:
+    expected, index = ranked()
+    p = torch.softmax(expected.logits, -1).gather(1, index)
+    tokens = changed(index, 9, row, 2)
+    (finding,) = findings(V1_TOP3, expected, topk_index=tokens, topk_p=p)
+    assert finding.headline == (f"topk_index of request {row} is [0, 1, 9], and these are not the 3 most likely tokens")
+    assert finding.where == "the oracle's are [0, 1, 2]"
+    tight = replace(expected, logits_limit=torch.full_like(expected.logits, 2.0**-8))
+    got = changed(p, 0.25, row, 2)
+    (finding,) = findings(V1_TOP3, tight, topk_index=index, topk_p=got)
+    assert finding.headline == f"topk_p of request {row} is {got[row].tolist()}, want {p[row].tolist()}"
+
+
 def test_one_best_token_has_probability_one_exactly() -> None:
     schedule = schedule_of(V1_TOP1)
     assert draft_topk(schedule.case) == 1
