@@ -166,10 +166,11 @@ def _serve() -> None:
     ended = threading.Event()
 
     def stop(*_: object) -> None:
+        # A signal in the middle of it goes back to it: the front end closes the pipe and sends one as well.
         if not ended.is_set():
             ended.set()
             runner.close()
-        os._exit(0)
+            os._exit(0)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -323,8 +323,19 @@ def _out_of_bounds(node: ast.AST, child: ast.AST) -> bool:
     if isinstance(node, ast.arg | ast.AnnAssign):
         return child is node.annotation
     if isinstance(child, ast.Assign):
-        return any(isinstance(t, ast.Name) and t.id == "__all__" for t in child.targets)
+        return _names_a_type(child.value) or any(isinstance(t, ast.Name) and t.id == "__all__" for t in child.targets)
     return isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING"
+
+
+_GENERIC = {
+    "Callable", "Iterator", "Literal", "Mapping", "Sequence", "deque", "dict", "frozenset", "list", "set", "tuple",
+    "type",
+}  # fmt: skip
+
+
+def _names_a_type(value: ast.expr) -> bool:
+    """Whether it is an alias, ``tuple[int, str]``, which annotations alone use."""
+    return isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name) and value.value.id in _GENERIC
 
 
 def read_mutants(root: Path, file: Path, unseen: Collection[str] = ()) -> list[Mutant]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.catalogue import companions, generate
 from attn_testkit.cases.choices import chosen
+from attn_testkit.cases.data import make_step_data
 from attn_testkit.cases.schedule import Step, make_schedule
 from attn_testkit.contract import ForwardMode
 from attn_testkit.examples import MinimalBackend
@@ -84,6 +86,17 @@ def test_the_steps_of_a_case_change_on_purpose_alone() -> None:
         )
         found[name] = digest([str(sizes), *map(described, steps)])
     assert digest([f"{name} {found[name]}" for name in IDS]) == "da9f84ffd115", found
+
+
+def test_the_numbers_of_a_case_change_on_purpose_alone() -> None:
+    """A case id in a bug report stands for the bits that failed."""
+    found = {}
+    for name in IDS:
+        schedule = make_schedule(parse_case(name))
+        data = make_step_data(schedule, schedule.steps[0])
+        bits = [x.contiguous().view(torch.uint8).numpy().tobytes() for x in (data.q, data.k, data.v, data.hidden)]
+        found[name] = hashlib.blake2b(b"".join(bits), digest_size=6).hexdigest()
+    assert digest([f"{name} {found[name]}" for name in IDS]) == "4285b6ddd973", found
 
 
 def test_the_hidden_choices_of_a_case_change_on_purpose_alone() -> None:

@@ -86,6 +86,7 @@ def test_a_probe_carries_one_key_a_channel_from_its_start_on() -> None:
     v = probe_values(torch.full((2, 2, 9, 2, 4), 7.0), "probe.1.6")
     assert v[:, 0].eq(0).all()
     assert v[0, 1, :, 0].nonzero().tolist() == [[6, 0], [7, 1], [8, 2]]
+    assert v.unique().tolist() == [0, 1], "what comes back is a weight"
     assert probe_values(torch.ones(2, 2, 9, 2, 4), "probe.1.5")[0, 1, :, 0].nonzero().tolist()[-1] == [8, 3]
     for nothing in ("probe.1.9", "probe.2.0"):
         assert probe_values(torch.ones(2, 2, 9, 2, 4), nothing).eq(0).all()

@@ -12,11 +12,13 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import (
     DTYPES,
     StepData,
+    _held_by_fp8,
     _store,  # the rule that KVPool.set_kv_buffer must agree with
     make_layers,
     make_step_data,
     pool_image,
 )
+from attn_testkit.cases.places import PLACES, marked_slots, place_pattern
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule
 from attn_testkit.contract import KVPool
 
@@ -91,6 +93,21 @@ def test_unowned_slots_hold_a_number_where_one_is_asked_for(case_id: str) -> Non
         assert bool((before[:, :, torch.from_numpy(rest)].float() == 0).all())
 
 
+@pytest.mark.parametrize("case_id", IDS)
+@pytest.mark.parametrize("name", PLACES)
+def test_the_slots_of_a_place_hold_a_value_of_one_and_no_others_do(case_id: str, name: str) -> None:
+    schedule, step, _ = first_step(case_id)
+    page, dim, pattern = schedule.case.page_size, schedule.case.head_dim, place_pattern(1, name)
+    data = make_step_data(schedule, step, pattern)
+    plain, marked = (
+        pool_image(schedule, step, data, False, after=True, unowned=0.0, marked=word).float() for word in ("", pattern)
+    )
+    slots = marked_slots(step, pattern, page, plain.shape[2])
+    assert bool((marked[:, -1, slots, :, :dim] == 1).all()), "the last part holds the values, MLA's rope behind them"
+    marked[:, -1, slots, :, :dim] = 0.0
+    assert torch.equal(marked, plain)
+
+
 @pytest.mark.parametrize("dtype", ["same", "fp8_e4m3"])
 def test_keys_and_values_are_stored_as_the_pool_of_a_server_stores_them(dtype: str) -> None:
     case = parse_case(FP8.replace("-kvfp8e4m3", "" if dtype == "same" else "-kvfp8e4m3"))
@@ -147,3 +164,15 @@ def test_a_large_query_of_an_fp8_pool_moves_its_size_into_the_keys() -> None:
         if each is case:
             assert 128 < float(data.q.abs().max()) <= 256
     assert logits[0] == logits[1]
+
+
+@pytest.mark.parametrize(
+    ("largest", "factor"),
+    [(0.5, 1), (1.0, 1), (128.5, 1), (256.0, 1), (256.5, 2), (512.0, 2), (513.0, 4), (5000.0, 32)],
+)
+def test_a_query_is_halved_until_256_holds_it_and_not_once_more(largest: float, factor: float) -> None:
+    q, k = torch.tensor([[-largest, 0.25, 3.0]]), torch.tensor([[3.0, -5.0, 0.3]])
+    small, large = _held_by_fp8(q, k)
+    assert torch.equal(small, (q / factor).to(torch.float8_e4m3fn).float())
+    assert torch.equal(large, k * factor)
+    assert float(small.abs().max()) <= 256

@@ -63,6 +63,18 @@ def test_a_case_run_that_came_to_its_end_has_judged_all_that_applies() -> None:
     assert not {"steps-independent", "refuses-undeclared", "repeatable", "batch-invariant"} & set(done)
 
 
+EAGER_ALONE = {"steps-independent", "refuses-undeclared", "repeatable", "batch-invariant"}
+GRAPH_ALONE = {
+    "graph-matches-eager", "captures-cleanly", "replay-follows-batch", "addresses-stable", "padding-inert",
+    "buckets-independent", "claims-honest",
+}  # fmt: skip
+
+
+def test_a_check_applies_eagerly_or_in_graphs_or_in_both() -> None:
+    assert {id_ for id_, check in CHECKS.items() if not check.applies(EXACT, GRAPH)} == EAGER_ALONE
+    assert {id_ for id_, check in CHECKS.items() if not check.applies(EXACT, EAGER)} == GRAPH_ALONE
+
+
 def test_what_is_not_claimed_is_not_listed_at_all() -> None:
     done, missing = judged(CLAIMS.with_changes(needs_cpu_seq_lens=True), EAGER, Stage.STARTED, ())
     assert not {"repeatable", "batch-invariant", "no-host-lengths"} & {*done, *missing}

@@ -87,8 +87,8 @@ def test_a_window_a_cap_and_sinks_that_are_not_claimed() -> None:
         found = outside(CLAIMS.with_changes(**changes))
         assert [key for key in found if key.startswith(("a ", "attention"))] == [name]
         for layer in found[name].layers:
-            assert (layer.sliding_window_size >= 0) is (name == "a sliding window")
-            assert bool(layer.logit_cap) is (name == "a soft cap")
+            assert layer.sliding_window_size == (4 if name == "a sliding window" else -1)
+            assert layer.logit_cap == (2.0 if name == "a soft cap" else 0.0)
             assert (layer.sinks is not None) is (name == "attention sinks")
             assert layer.sinks is None or layer.sinks.shape == (layer.tp_q_head_num,)
 

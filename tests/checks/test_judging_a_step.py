@@ -60,6 +60,22 @@ def test_with_right_attention_outputs_everything_is_judged() -> None:
         assert "graph-matches-eager" not in ids(wrong_in_everything(LIMIT / 4), CLAIMS.with_changes(**half))
 
 
+def test_every_finding_names_its_step() -> None:
+    exact = CLAIMS.with_changes(deterministic=True, batch_invariant=True)
+    judged = [wrong_in_everything(value) for value in (4 * LIMIT, torch.inf, LIMIT / 4)]
+    expected = expected_zeros(SCHEDULE)
+    poisoned = zeros_like(expected)
+    poisoned.view(torch.int32)[0, 0, 0, 0] = -1
+    judged.append(Judgement(observation(SCHEDULE, expected, poisoned), expected))
+    apart = observation(
+        SCHEDULE, expected, zeros_like(expected) + LIMIT, eager_run=wrong_in_everything(-LIMIT).observed
+    )
+    judged.append(Judgement(apart, expected))
+    found = [finding for each in judged for finding in judge_step(each, SCHEDULE, exact)]
+    assert {finding.check for finding in found} == set(_ORDER), "each is asked for once at least"
+    assert {finding.step for finding in found} == {"a step"}
+
+
 def test_every_check_that_judges_a_step_is_run_and_the_first_finding_is_the_cause() -> None:
     assert set(_ORDER) == {check.id for check in CHECKS.values() if check.run}
     assert len(_ORDER) == len(set(_ORDER))

@@ -82,6 +82,29 @@ def test_an_input_is_modified_by_a_single_bit_and_not_by_holding_nan() -> None:
     assert inputs_unchanged(observation(SCHEDULE, expected, inputs=(("q", kept, kept.clone()),))) == []
 
 
+@pytest.mark.parametrize(
+    ("piece", "name"),
+    [("q 0", "q of layer 0"), ("k 1", "k of layer 1"), ("v 1", "v of layer 1"), ("packed 0", "the packed q, k, v")],
+)
+def test_what_the_model_gave_is_compared_by_layer_and_named(piece: str, name: str) -> None:
+    expected = expected_zeros(SCHEDULE)
+    seen, data = observation(SCHEDULE, expected), expected.data
+    assert seen.inputs is not None
+    packed = torch.arange(6.0).view(3, 2)
+    given = {f"{kind} {layer}": getattr(data, kind)[layer] for kind in "qkv" for layer in (0, 1)} | {"packed 0": packed}
+    rest = [(g, n, t) for g, named in seen.copies.cut().items() for n, t in named.items()]
+
+    def modified(now: dict[str, torch.Tensor]) -> tuple[str, ...]:
+        copies = copies_of([*rest, *(("activations", *each) for each in now.items())])  # type: ignore[list-item]
+        return replace(seen, copies=copies, inputs=replace(seen.inputs, packed=packed)).modified
+
+    changed = given[piece].clone()
+    changed.flatten()[-1] += 1
+    assert modified(given) == ()
+    assert modified(given | {piece: changed}) == (name,)
+    assert modified({key: value for key, value in given.items() if key == "q 1"}) == (), "q, k, v may be views"
+
+
 def test_damage_to_freed_memory_is_reported() -> None:
     expected = expected_zeros(SCHEDULE)
     assert addresses_stable(observation(SCHEDULE, expected)) == []

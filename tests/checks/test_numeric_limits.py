@@ -67,6 +67,15 @@ def test_the_worst_element_is_the_one_furthest_over_its_own_limit() -> None:
     assert found.worst_row == 2
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_is_named_where_the_other_one_is_right(layer: int) -> None:
+    out = torch.zeros(SHAPE)
+    out[layer, 0, 0, 0] = 2 * LIMIT
+    assert matches_oracle(judgement(out=out))[0].spread.endswith(f"; only layer {layer}")
+    out[1 - layer, 2, 1, 5] = 2 * LIMIT
+    assert "layer" not in matches_oracle(judgement(out=out))[0].spread
+
+
 @pytest.mark.parametrize("at", CORNERS)
 def test_one_element_that_was_not_written_is_enough(at: tuple[int, ...]) -> None:
     out = torch.zeros(SHAPE)

@@ -54,7 +54,8 @@ def test_a_value_at_its_limit_is_right_and_the_next_above_is_wrong(name: str, at
     right = getattr(right_outputs(schedule, expected_zeros(schedule)), name)
     assert findings(DECODE, **{name: changed(right, -LIMIT, *at)}) == []
     (finding,) = findings(DECODE, **{name: changed(right, -next_above(LIMIT), *at)})
-    assert finding.headline.startswith(name)
+    assert finding.headline.startswith(f"{name} differs from the model on the oracle, just over the limit")
+    assert finding.hint.startswith("every attention output is right; what its caller then reads is not: batch_size")
     assert findings(DECODE, **{name: changed(right, torch.nan, *at)})
     assert "has shape" in findings(DECODE, **{name: right[:-1]})[0].headline
 
@@ -88,6 +89,18 @@ def test_a_token_may_stand_for_another_whose_logit_is_two_limits_away_and_no_fur
     assert findings(V1_TOP3, expected, topk_index=changed(index, 4, 0, 0))[0].headline.startswith("topk_index")
 
 
+def test_tokens_and_probabilities_have_a_row_a_request_a_column_a_token_and_whole_numbers() -> None:
+    expected, index = ranked()
+    p = torch.softmax(expected.logits, -1).gather(1, index)
+    assert findings(V1_TOP3, expected, topk_index=index, topk_p=p) == []
+    for got_p, got_index in ((p[:-1], index), (p[:, :2], index), (p, index[:-1]), (p, index[:, :2]), (p, index.int())):
+        (finding,) = findings(V1_TOP3, expected, topk_index=got_index, topk_p=got_p)
+        assert finding.headline == (
+            f"topk_p and topk_index have shapes {tuple(got_p.shape)}, {tuple(got_index.shape)} ({got_index.dtype}); "
+            f"expected {tuple(p.shape)} and int64"
+        )
+
+
 @pytest.mark.parametrize("index", [-1, 10**6])
 def test_an_index_outside_the_vocabulary_is_wrong_even_beside_a_tie(index: int) -> None:
     schedule = schedule_of(V1_TOP1)
@@ -107,6 +120,20 @@ def test_probabilities_have_the_limit_of_their_logits() -> None:
         p = want.clone()
         p[-1, 1] += part * limit[-1, 1]
         assert bool(findings(V1_TOP3, expected, topk_index=index, topk_p=p)) is wrong
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_the_first_request_with_a_wrong_token_or_probability_is_named(row: int) -> None:
+    expected, index = ranked()
+    p = torch.softmax(expected.logits, -1).gather(1, index)
+    tokens = changed(index, 9, row, 2)
+    (finding,) = findings(V1_TOP3, expected, topk_index=tokens, topk_p=p)
+    assert finding.headline == (f"topk_index of request {row} is [0, 1, 9], and these are not the 3 most likely tokens")
+    assert finding.where == "the oracle's are [0, 1, 2]"
+    tight = replace(expected, logits_limit=torch.full_like(expected.logits, 2.0**-8))
+    got = changed(p, 0.25, row, 2)
+    (finding,) = findings(V1_TOP3, tight, topk_index=index, topk_p=got)
+    assert finding.headline == f"topk_p of request {row} is {got[row].tolist()}, want {p[row].tolist()}"
 
 
 def test_one_best_token_has_probability_one_exactly() -> None:

@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from by_hand import CLAIMS, DECODE, VERIFY, empty_pool, expected_zeros, observation, schedule_of, with_pool
+from by_hand import (
+    CLAIMS,
+    DECODE,
+    V1_TOP1,
+    V1_TOP3,
+    VERIFY,
+    empty_pool,
+    expected_zeros,
+    observation,
+    schedule_of,
+    with_pool,
+)
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import CHECKS, Stage, judged
@@ -48,6 +59,8 @@ def test_a_row_is_named_where_a_request_has_several() -> None:
     one, several = (expected_zeros(schedule_of(case)).data for case in (DECODE, VERIFY))
     assert [row_name(one, row) for row in range(3)] == ["request 0", "request 1", "request 2"]
     assert row_name(several, 0) == "request 0 row 0"
+    two = expected_zeros(schedule_of(V1_TOP1)).data
+    assert [row_name(two, row) for row in (0, 1, 2)] == ["request 0 row 0", "request 0 row 1", "request 1 row 0"]
     assert row_name(several, len(several.row_request) - 1) == f"request 1 row {int(several.row_offset[-1])}"
 
 
@@ -83,12 +96,31 @@ SPREADS = [
         "only heads 1-2 of 4 in every wrong row",
     ),
     (
+        ((0, slice(1, 3)),),
+        f"request 0 wrong in 64 of {N * 128} values (1 of {N} rows: 0); request 1 right; only heads 1-2 of 4",
+    ),
+    (
+        ((0, 1, 5), (1, 1, 6)),
+        f"request 0 wrong in 2 of {N * 128} values (2 of {N} rows: 0-1); request 1 right; "
+        "only head 1 of 4 in every wrong row",
+    ),
+    (
         ((0, 1), (1, 2)),
         f"request 0 wrong in 64 of {N * 128} values (2 of {N} rows: 0-1); request 1 right; only heads 1-2 of 4",
     ),
     (
         ((0, slice(None), slice(8, 16)),),
         f"request 0 wrong in 32 of {N * 128} values (1 of {N} rows: 0); request 1 right; only dims 8-15 of 32",
+    ),
+    (
+        ((0, 1, slice(8, 16)),),
+        f"request 0 wrong in 8 of {N * 128} values (1 of {N} rows: 0); request 1 right; "
+        "only head 1 of 4; only dims 8-15 of 32",
+    ),
+    (
+        ((0, 1, slice(8, 12)), (1, 2, slice(12, 16))),
+        f"request 0 wrong in 8 of {N * 128} values (2 of {N} rows: 0-1); request 1 right; "
+        "only heads 1-2 of 4; only dims 8-15 of 32",
     ),
     (
         ((0, slice(None), slice(8, 15)),),
@@ -108,6 +140,19 @@ SPREADS = [
 @pytest.mark.parametrize(("places", "text"), SPREADS, ids=range(len(SPREADS)))
 def test_how_far_a_difference_spreads(places: tuple[tuple[object, ...], ...], text: str) -> None:
     assert spread_text(wrong(*places), ROWS, STEP) == text
+
+
+def test_rows_are_named_where_right_ones_stand_beside_them_in_every_wrong_request() -> None:
+    schedule = schedule_of(V1_TOP3)
+    step, rows = schedule.steps[0], expected_zeros(schedule).data.row_request
+    assert rows.tolist() == [0, 1, 1, 1]
+    first_of_each = torch.zeros(4, 4, 32, dtype=torch.bool)
+    first_of_each[:2] = True
+    assert spread_text(first_of_each, rows, step) == "requests 0-1 wrong in 256 of 512 values (2 of 4 rows)"
+
+
+def test_where_nothing_is_wrong_no_part_is_named() -> None:
+    assert spread_text(wrong(), ROWS, STEP).endswith("requests 0-1 right")
 
 
 def test_what_has_no_heads_names_none() -> None:

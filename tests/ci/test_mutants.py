@@ -125,6 +125,7 @@ def test_an_operator_changes_one_thing_and_leaves_the_text_around_it(operators, 
     [
         '"""About 3 < 4."""', "x: Literal[3]", "def f(a: Literal[3] = b) -> Literal[4]: ...", "@f(3)\nclass A: ...",
         "__all__ = ['a', 'b']", "assert a < b", "x = f'{a < b}'", "if TYPE_CHECKING:\n    import a", "import a",
+        "A = tuple[int, str, float]", "A = Callable[[B, C, D], E]",
     ],
 )  # fmt: skip
 def test_what_says_nothing_of_behaviour_is_left_alone(operators, source):

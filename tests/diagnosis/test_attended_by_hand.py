@@ -9,19 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from wrong_steps import observed, v1, wrong_at
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_step_data
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Judgement
-from attn_testkit.checks.observation import Observation, copies_of
+from attn_testkit.checks.observation import Observation
 from attn_testkit.diagnosis import attended_keys
-from attn_testkit.diagnosis.attended_keys import _heads_astray, _read, _requests_to_ask, find_attended, ranges
+from attn_testkit.diagnosis.attended_keys import (
+    _heads_astray,
+    _place_to_ask,
+    _read,
+    _requests_to_ask,
+    find_attended,
+    ranges,
+)
 from attn_testkit.diagnosis.hints import Evidence
-from attn_testkit.diagnosis.hints.numbers import right_keys
 from attn_testkit.diagnosis.rerun import Rerunner
-from attn_testkit.diagnosis.swapped_rows import find_swapped
-from attn_testkit.oracle.expect import expect
 
 DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9.40-shuffled-gauss{}-b4prod"
 Weights = Callable[[int, int, int], float]
@@ -30,20 +34,6 @@ Weights = Callable[[int, int, int], float]
 
 def schedule_of(words: str = "") -> Schedule:
     return make_schedule(parse_case(DECODE.format(words)))
-
-
-def observed(schedule: Schedule, out: torch.Tensor, replay: bool = False) -> Observation:
-    copies = copies_of([("attention", str(i), each) for i, each in enumerate(out.float().unbind(0))])
-    return Observation(schedule, schedule.steps[0], "", copies, replay=replay)
-
-
-def wrong_at(schedule: Schedule, *places: tuple[int, ...], value: float = 9.0) -> Judgement:
-    """Wrong in every value of (layer, row, head)."""
-    expected = expect(schedule, schedule.steps[0])
-    out = expected.attention.float().clone()
-    for place in places:
-        out[place] += value
-    return Judgement(observed(schedule, out), expected)
 
 
 class Backend:
@@ -108,6 +98,22 @@ def test_weight_that_went_elsewhere_is_asked_for_where_some_is_missing() -> None
     assert told.text.startswith("request 2 attended to KV tokens 0..19, expected 0..40")
 
 
+@pytest.mark.parametrize(("layer", "scale"), [(0, 0.5), (1, 2.0)])
+def test_what_no_request_owns_is_multiplied_by_the_reader_of_an_fp8_pool(layer: int, scale: float) -> None:
+    case = DECODE.format("-kvfp8e4m3").replace("fp32", "bf16")
+    schedule = make_schedule(parse_case(case))
+    backend = Backend(schedule, even(schedule.steps[0].lens, lambda key, head: key < 20), tail=0.1, others=0.1)
+    told = found(wrong_at(schedule, (layer, 2, 1)), backend)
+    assert told.elsewhere == pytest.approx({"tail": 0.1 / scale, "others": 0.1})
+
+
+def test_a_place_that_the_backend_will_not_say_has_no_weight() -> None:
+    schedule = schedule_of()
+    backend = Backend(schedule, even(schedule.steps[0].lens, lambda key, head: key < 20), tail=torch.nan, page0=0.3)
+    told = found(wrong_at(schedule, (0, 2, 1)), backend)
+    assert told.elsewhere == pytest.approx({"page0": 0.3})
+
+
 def test_heads_that_attend_to_others_are_named_where_the_rest_is_right() -> None:
     schedule = schedule_of()
     lens = schedule.steps[0].lens
@@ -125,6 +131,9 @@ def test_another_request_is_asked_where_the_headlines_has_hardly_a_token_or_is_r
     assert _requests_to_ask(wrong_at(schedule, (0, 0, 0), (0, 1, 0))) == [1]
     assert _requests_to_ask(wrong_at(schedule, (0, 3, 0, 0), (0, 2, 0, 0), value=9.0)) in ([3, 2], [2])
     assert _requests_to_ask(wrong_at(schedule)) == []
+    three = wrong_at(schedule, (0, 1, 0), (0, 2, 0))
+    three.out[0, 0, 0] += 99
+    assert _requests_to_ask(Judgement(observed(schedule, three.out), three.expected)) == [1]
     lens = schedule.steps[0].lens
     judgement = wrong_at(schedule, (0, 2, 0))
     judgement.out[0, 3, 0] += 99
@@ -135,6 +144,14 @@ def test_another_request_is_asked_where_the_headlines_has_hardly_a_token_or_is_r
     assert found(fresh, Backend(schedule, even(lens))).request == 3
     silent = Backend(schedule, lambda *_: torch.nan)
     assert found(fresh, silent) is None
+
+
+def test_tokens_that_any_row_of_a_request_sees_are_counted() -> None:
+    schedule = make_schedule(parse_case("target-verify-gqa2x2-d32-fp32-p4-k1.9-t0.0.1-shuffled-gauss-b2prod"))
+    judgement = wrong_at(schedule, (0, 5, 0))
+    judgement.out[0, 0, 0] += 99
+    assert judgement.expected.data.visible[0].sum(1).tolist() == [2, 3, 3, 4], "its first row has hardly a token"
+    assert _requests_to_ask(Judgement(observed(schedule, judgement.out), judgement.expected)) == [0]
 
 
 def test_long_requests_are_asked_at_both_ends() -> None:
@@ -173,6 +190,23 @@ def test_the_layer_that_sees_most_is_asked() -> None:
     assert sorted(narrow.wanted) == list(range(36, 41))
 
 
+def test_the_first_wrong_row_of_the_request_is_asked_in_the_layer_and_head_that_is_wrong() -> None:
+    schedule = v1()
+    judgement = wrong_at(schedule, (1, 4, 3, 7), (0, 0, 1))
+    assert judgement.expected.data.row_request.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert _place_to_ask(schedule, judgement, 1) == (1, 4, 3)
+    assert _place_to_ask(schedule, judgement, 0) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(("windows", "layer"), [((0, -1), 1), ((-1, 0), 0), ((0, 3), 1), ((4, 3), 0), ((-1, -1), 0)])
+def test_a_layer_without_a_window_sees_most_and_one_of_the_row_alone_least(
+    monkeypatch: pytest.MonkeyPatch, windows: tuple[int, int], layer: int
+) -> None:
+    monkeypatch.setattr(attended_keys, "make_layers", lambda case: [Of(sliding_window_size=n) for n in windows])
+    schedule = schedule_of()
+    assert _place_to_ask(schedule, wrong_at(schedule, (0, 2, 1), (1, 2, 1)), 2)[0] == layer
+
+
 def test_nan_is_asked_about_before_other_wrong_values() -> None:
     schedule = schedule_of()
     judgement = wrong_at(schedule, (0, 2, 1))
@@ -186,11 +220,13 @@ def test_nan_is_asked_about_before_other_wrong_values() -> None:
     [
         ({0: 0.5, 1: 0.5}, {0, 1}, set()),
         ({0: 0.4, 1: 0.1, 2: 0.5}, {0, 2}, set()),
+        ({0: 0.4, 1: 0.1}, {0}, set()),
         ({0: 0.4, 1: 0.101}, {0, 1}, set()),
         ({0: 0.25, 1: 0.25, 2: 0.5}, {0, 1, 2}, {2}),
         ({0: 0.25, 1: 0.25, 2: 0.375}, {0, 1, 2}, set()),
         ({0: 0.25, 1: 0.25, 2: 0.376}, {0, 1, 2}, {2}),
-        ({0: 1e-7, 1: 0.0}, set(), set()),
+        ({0: 1.1e-6, 1: 1e-6}, {0}, set()),
+        ({0: 1e-6, 1: 0.0}, set(), set()),
         ({}, set(), set()),
     ],
 )
@@ -199,7 +235,10 @@ def test_what_counts_as_used_and_as_counted_twice(weights: dict[int, float], use
     assert (told.used, told.doubled) == (used, doubled)
     assert (told.request, told.row, told.looked_at, told.length, told.total) == (1, 2, set(weights), len(weights), 0.9)
     assert told.wanted == set(weights)
+    assert (told.head, told.heads, told.window) == (0, (), -1), "until somebody says which head was asked"
     assert not told.right
+    assert ("counted more than once" in told.text) is bool(doubled)
+    assert not doubled or f"; KV tokens {ranges(sorted(doubled))} counted more than once" in told.text
 
 
 def test_heads_are_astray_where_others_are_not() -> None:
@@ -209,130 +248,15 @@ def test_heads_are_astray_where_others_are_not() -> None:
     assert _heads_astray(torch.tensor([right, [0.5, 0.5, 0.126]]), keys, wanted) == (1,)
     assert _heads_astray(torch.tensor([wrong, wrong]), keys, wanted) == ()
     assert _heads_astray(torch.tensor([right, [0.0, 0.0, 0.0]]), keys, wanted) == (1,)
+    tiny = torch.tensor([wrong, [1.1e-6, 1.1e-6, 0.9e-6], [0.9e-6, 0.9e-6, 0.0]])
+    assert _heads_astray(tiny, keys, wanted) == (0, 2), "what is so small is not looked at"
 
 
 def test_ranges_of_tokens() -> None:
     assert (ranges([]), ranges([3]), ranges([0, 1, 2, 7])) == ("none", "3", "0..2, 7")
     assert ranges(range(0, 12, 2)) == "0, 2, 4, 6, 8, 10"
+    assert ranges(range(0, 14, 2)) == "0, 2, 4, 6, 8, 10 and 1 more runs"
     assert ranges(range(0, 16, 2)) == "0, 2, 4, 6, 8, 10 and 2 more runs"
-
-
-# Swapped rows: what comes back belongs to somebody else.
-
-V1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9.14-n3a2.3x2-shuffled-{}-b3prod"
-
-
-def v1(data: str = "gauss") -> Schedule:
-    return make_schedule(parse_case(V1.format(data)))
-
-
-def with_rows(schedule: Schedule, change: Callable[[torch.Tensor, Any], None]) -> Judgement:
-    expected = expect(schedule, schedule.steps[0])
-    out = expected.attention.float().clone()
-    change(out, expected)
-    return Judgement(observed(schedule, out), expected)
-
-
-def swaps(judgement: Judgement, rerunner: Any = None) -> list[str]:
-    schedule = judgement.observed.schedule
-    return [row.text for row in find_swapped(rerunner, schedule, judgement, in_graph=False)]
-
-
-def test_rows_that_hold_each_others_results_are_named() -> None:
-    def swap(out: torch.Tensor, expected: Any) -> None:
-        out[:, [0, 3]] = out[:, [3, 0]]
-
-    assert swaps(with_rows(v1(), swap)) == [
-        "request 0 holds the result of request 1 row 1",
-        "request 1 row 1 holds the result of request 0",
-    ]
-
-
-def test_one_layer_that_is_swapped_is_enough_and_zeros_are_nobodys() -> None:
-    def one_layer(out: torch.Tensor, expected: Any) -> None:
-        out[1, 0] = out[1, 1]
-
-    def zeros(out: torch.Tensor, expected: Any) -> None:
-        out[:, 0] = 0.0
-
-    def noise(out: torch.Tensor, expected: Any) -> None:
-        out[:, 0] += 3.0
-
-    assert swaps(with_rows(v1(), one_layer)) == ["request 0 holds the result of request 0 row 1"]
-    assert swaps(with_rows(v1(), zeros)) == swaps(with_rows(v1(), noise)) == []
-
-
-def test_a_copy_of_a_wrong_row_of_another_request_is_seen_and_of_its_own_is_not() -> None:
-    def copied(out: torch.Tensor, expected: Any) -> None:
-        out[:, 0] += 3.0
-        out[:, 5] = out[:, 0]
-
-    def its_own(out: torch.Tensor, expected: Any) -> None:
-        out[:, 0] += 3.0
-        out[:, 1] = out[:, 0]
-
-    assert swaps(with_rows(v1(), copied)) == [
-        "request 0 holds the same values as request 2",
-        "request 2 holds the same values as request 0",
-    ]
-    assert swaps(with_rows(v1(), its_own)) == []
-
-
-@pytest.mark.parametrize(("other", "keys"), [(1, 12), (1, 11), (2, 17), (1, 7)])
-def test_a_row_that_was_computed_with_tokens_of_another_request(other: int, keys: int) -> None:
-    schedule = v1()
-    data = make_step_data(schedule, schedule.steps[0])
-
-    def foreign(out: torch.Tensor, expected: Any) -> None:
-        visible = torch.zeros_like(data.visible)
-        visible[other, 0] = torch.arange(visible.shape[2]) < keys
-        supposed = replace(
-            data, q=data.q[:, :1], row_request=torch.tensor([other]), row_offset=torch.tensor([0]), visible=visible
-        )
-        out[:, 0] = _attend(schedule, supposed)
-
-    assert schedule.steps[0].lens == [7, 12, 17]
-    assert swaps(with_rows(schedule, foreign)) == [
-        f"request 0 was computed with KV tokens 0..{keys - 1} of request {other}"
-    ]
-
-
-def _attend(schedule: Schedule, data: Any) -> torch.Tensor:
-    from attn_testkit.oracle.attention import attend
-
-    return attend(data, attended_keys.make_layers(schedule.case)).out[:, 0].float()
-
-
-def test_where_all_queries_are_alike_other_numbers_are_asked_for() -> None:
-    schedule = v1("mean")
-    other = expect(schedule, schedule.steps[0], "gauss")
-    out = other.attention.float().clone()
-    out[:, [0, 3]] = out[:, [3, 0]]
-    asked: list[Any] = []
-
-    class Asked:
-        def eager(self, schedule: Schedule, step: Any, *, pattern: str) -> Observation:
-            asked.append(pattern)
-            return observed(schedule, out)
-
-    def off(out: torch.Tensor, expected: Any) -> None:
-        out += 3.0
-
-    judgement = with_rows(schedule, off)
-    assert swaps(judgement) == []
-    assert len(swaps(judgement, Asked())) == 2
-    assert asked == ["gauss"]
-
-
-# Right KV tokens, wrong numbers.
-
-
-def numbers(words: str = "", data: str = "gauss", errors: float = 9.0, total: float = 1.0, **fields: Any) -> str:
-    schedule = make_schedule(parse_case(DECODE.format(words).replace("gauss", data)))
-    judgement = wrong_at(schedule, (0, 2, 1), value=errors)
-    every = frozenset(range(41))
-    told = attended_keys.AttendedKeys(2, 0, every, every, frozenset(), every, 41, {}, total)
-    return right_keys(Evidence(schedule, judgement, told, [], in_graph=False, **fields))
 
 
 def test_evidence_says_nothing_that_was_not_found() -> None:
@@ -341,34 +265,6 @@ def test_evidence_says_nothing_that_was_not_found() -> None:
     assert (plain.swapped, plain.right_when_fresh, plain.reads_foreign, plain.before) == ((), False, False, None)
     assert replace(plain, right_when_fresh=True).before is schedule.steps[0]
     assert (plain.wrong, plain.rows, plain.lens) == ([2], [2], [4, 10, 41])
-
-
-@pytest.mark.parametrize(
-    ("words", "data", "there", "absent"),
-    [
-        ("", "gauss", ["scale", "head mapping"], ["soft cap", "sinks", "FP8", "row order"]),
-        ("-cap1.5", "gauss", ["scale, soft cap, head mapping"], ["sinks"]),
-        ("-sink", "gauss", ["scale, sinks"], ["soft cap"]),
-        ("", "peaked", ["overflow or saturation of large logits"], ["minus infinity"]),
-        ("", "negative", ["a finite value that stands for minus infinity"], []),
-        ("", "cliff", ["logits of this case climb and fall by hundreds"], []),
-    ],
-)
-def test_suspects_are_what_the_case_has(words: str, data: str, there: list[str], absent: list[str]) -> None:
-    told = numbers(words, data)
-    assert told.startswith("the right KV tokens, wrong softmax weights or values: look at ")
-    for text in there:
-        assert text in told
-    for text in absent:
-        assert text not in told
-
-
-def test_a_sum_that_is_not_one_says_so() -> None:
-    assert numbers(total=0.5).startswith(
-        "weights of the right KV tokens sum to 0.5 instead of 1: look at a denominator"
-    )
-    assert "(a soft cap comes before the mask)" in numbers("-cap1.5", total=0.5)
-    assert numbers(reads_foreign=True) == ""
 
 
 def test_a_rerunner_is_what_is_asked() -> None:

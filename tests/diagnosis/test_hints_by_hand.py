@@ -12,7 +12,7 @@ from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
-from attn_testkit.diagnosis.hints import Evidence
+from attn_testkit.diagnosis.hints import _PATTERNS, Evidence, hints, keys, numbers, rows
 from attn_testkit.diagnosis.hints.keys import key_range, read_twice
 from attn_testkit.diagnosis.hints.numbers import right_keys
 from attn_testkit.diagnosis.hints.rows import later_by_number, part_of_a_head
@@ -112,3 +112,16 @@ def test_a_part_of_a_head_is_some_of_its_values_and_not_all() -> None:
     whole = evidence(None, 0.0)
     whole.observed.attention[0][0, 0] = torch.nan
     assert part_of_a_head(whole) == ""
+
+
+def test_every_pattern_that_is_written_is_asked_once() -> None:
+    written = [name for module in (keys, numbers, rows) for name in module.__all__]
+    assert sorted(pattern.__name__ for pattern in _PATTERNS) == sorted(written)
+
+
+def test_every_pattern_that_fits_is_a_hint_and_the_most_telling_comes_first() -> None:
+    twice = evidence(attended(set(range(LENGTH)) - {5, 6}, doubled=frozenset({3, 4})))
+    assert hints(twice) == [read_twice(twice), key_range(twice)]
+    assert all(hints(twice))
+    nothing = evidence(None)
+    assert hints(nothing) == []

@@ -117,6 +117,7 @@ def test_a_swapped_row_is_named_with_what_tells_it_apart() -> None:
     assert mine(1, 2, 0, 0).text == "request 1 row 2 holds the result of request 0"
     assert mine(1, 2, 1, 0).text == "request 1 row 2 holds the result of request 1 row 0"
     assert mine(1, 0, 0, 0, copied=True).text == "request 1 holds the same values as request 0"
+    assert mine(1, 0, 0, 2).keys == 0, "it has the other row's query as well, and says nothing of a length"
     assert mine(1, 0, 0, None, keys=4).text == "request 1 was computed with KV tokens 0..3 of request 0"
 
 
@@ -507,6 +508,18 @@ KEYS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("shifted back", attended(range(1, 4), range(2, 5)), {}, "all KV tokens are shifted by -1"),
     ("others", attended({0, 1, 2, 6}, range(4)), {}, "other KV tokens than the right ones"),
     ("a node too much", attended(range(6), {0, 1, 2, 5}, length=6), {"topk": 1}, "draft nodes that are no ancestors"),
+    (
+        "an ancestor behind a window",
+        attended(range(6), {0, 1, 2, 5}, length=6),
+        {"topk": 1, "window": True},
+        "KV tokens before the window are visible",
+    ),
+    (
+        "a node that nobody may see beside it",
+        attended(range(7), {0, 1, 2, 5}, length=6),
+        {"topk": 1, "window": True},
+        "draft nodes that are no ancestors",
+    ),
     ("before the tree", attended(range(6), {0, 3, 4, 5}, length=6), {"topk": 1}, "before the window are visible"),
     (
         "a node too few",

@@ -166,6 +166,11 @@ def test_jobs_share_the_groups_the_gpus_and_lose_nothing(judging: list[Judging])
     assert [runner._gpu(i) for i in range(4)] == ["g0", "g1", "g0", "g1"]
 
 
+def test_one_job_uses_the_first_gpu(judging: list[Judging]) -> None:
+    results(*SIX, gpus=("g0", "g1"))
+    assert {w.gpu for w in FakeWorker.made} == {"g0"}
+
+
 def test_there_are_no_more_threads_than_groups_and_one_in_this_process(judging: list[Judging]) -> None:
     seen: set[int] = set()
 

@@ -105,6 +105,18 @@ def test_the_number_of_threads_and_the_current_directory_are_put_back(before: Pr
     assert (os.getcwd(), torch.get_num_threads()) == (here, threads)
 
 
+def test_the_filters_of_warnings_are_counted_and_the_first_is_shown(before: ProcessState) -> None:
+    count = len(warnings.filters)
+    warnings.resetwarnings()
+    assert changes(before) == [f"the filters of warnings: {count} filters -> 0, first is None"]
+    warnings.simplefilter("ignore")
+    assert changes(before) == [
+        f"the filters of warnings: {count} filters -> 1, first is {('ignore', None, Warning, None, 0)!r}"
+    ]
+    restore(before)
+    assert len(warnings.filters) == count
+
+
 def test_random_numbers_go_on_where_they_were(before: ProcessState) -> None:
     drawn = [(float(torch.rand(1)), float(np.random.rand()), random.random()) for _ in "1"]
     assert not unchanged(before)

@@ -40,6 +40,10 @@ def test_claims_travel_whole(claims: Capabilities) -> None:
     assert read(pickle.dumps(Described(claims))).claims == claims
 
 
+def test_a_number_of_numpys_is_a_number() -> None:
+    assert read(pickle.dumps(Driven(seconds={"setup": np.float64(0.5)}))).seconds == {"setup": 0.5}
+
+
 class Calls:
     """Reduced to a call: what a pickle may ask of whoever reads it."""
 

@@ -1,0 +1,163 @@
+"""The right KV tokens and a wrong result: what is suspected, in which order, and when nothing can be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.checks import Judgement
+from attn_testkit.checks.observation import Observation, copies_of
+from attn_testkit.diagnosis.attended_keys import AttendedKeys
+from attn_testkit.diagnosis.hints import Evidence
+from attn_testkit.diagnosis.hints.numbers import right_keys
+from attn_testkit.oracle.expect import expect
+
+DECODE = "decode-mha2-d32-fp32-p4-k40.9.3-shuffled-gauss-b4prod"
+LENGTH = 41
+"""KV tokens of request 0, which is the longest."""
+SUSPECTS = "the right KV tokens, wrong softmax weights or values: look at "
+RESCALING = "rescaling of what was summed when a later tile of keys has a larger maximum"
+LARGE = "overflow or saturation of large logits"
+CLIFF = f"{RESCALING} (logits of this case climb and fall by hundreds along the keys)"
+MINUS_INFINITY = "a finite value that stands for minus infinity (all logits of this case are near -6e4)"
+
+
+def told(
+    case: str = DECODE,
+    *wrong: int,
+    errors: float = 99.0,
+    replay: bool = False,
+    seen: int | None = None,
+    window: int = -1,
+    not_asked: int = 0,
+    total: float | None = 1.0,
+    **more: Any,
+) -> str:
+    """The hint where ``wrong`` flat rows are off by so many of their limits, and request 0 attended to what it should.
+
+    ``seen``: KV tokens that it should attend to, of all but ``not_asked`` that were asked about.
+    """
+    schedule = make_schedule(parse_case(case))
+    step = schedule.steps[0]
+    expected = expect(schedule, step)
+    out = expected.attention.clone()
+    for row in wrong or (0,):
+        out[:, row, 0, 0] += errors * expected.attention_limit[:, row, 0, 0]
+    copies = copies_of([("attention", str(layer), each) for layer, each in enumerate(out.unbind(0))])
+    observed = Observation(schedule, step, "", copies, replay=replay)
+    length = step.lens[0]
+    asked = frozenset(range(length - not_asked))
+    right = frozenset(range(len(asked) if seen is None else seen))
+    attended = AttendedKeys(0, 0, right, right, frozenset(), asked, length, {}, total, window=window)
+    return right_keys(Evidence(schedule, Judgement(observed, expected), attended, [], in_graph=False, **more))
+
+
+@pytest.mark.parametrize(
+    ("case", "suspects"),
+    [
+        (DECODE, ["scale"]),
+        (DECODE.replace("mha2", "gqa2x2"), ["scale", "head mapping"]),
+        (DECODE.replace("-b4", "-cap1.5-b4"), ["scale", "soft cap"]),
+        (DECODE.replace("-b4", "-sink-b4"), ["scale", "sinks"]),
+        (DECODE.replace("fp32", "bf16").replace("-b4", "-kvfp8e4m3-b4"), ["scale", "FP8 scales"]),
+        (
+            "decode-mla2-d32r16-bf16-p16-k40.9-shuffled-gauss-b2prod",
+            ["scale", "head mapping", "the split of a row into latent and rope part"],
+        ),
+        ("draft-extend-mha2-d32-fp32-p4-k5.9-n3a2.3-shuffled-gauss-b2prod", ["scale", "row order"]),
+        ("draft-extend-mha2-d32-fp32-p4-k5.9-n3a1x2-shuffled-gauss-b2prod", ["scale"]),
+        (DECODE.replace("gauss", "peaked"), ["scale", LARGE]),
+        (DECODE.replace("gauss", "negative"), ["scale", MINUS_INFINITY, "overflow of q k before it is scaled"]),
+        (DECODE.replace("gauss", "cliff"), [CLIFF, LARGE, "scale"]),
+    ],
+)
+def test_suspects_are_what_the_case_has_the_likeliest_first(case: str, suspects: list[str]) -> None:
+    rows = range(make_schedule(parse_case(case)).steps[0].tokens)
+    assert told(case, *rows) == SUSPECTS + ", ".join(suspects)
+
+
+@pytest.mark.parametrize(
+    ("lens", "wrong", "said"),
+    [
+        ("k16.9.3", (0,), "rows of up to 10 KV tokens are right, of 17 and more wrong"),
+        ("k15.9.3", (0,), None),
+        ("k40.20.3", (0, 1), "rows of up to 4 KV tokens are right, of 21 and more wrong"),
+        ("k40.20.3", (1,), None),
+        ("k40x2.3", (0,), None),
+        ("k40.39.3", (0,), "rows of up to 40 KV tokens are right, of 41 and more wrong"),
+        ("k40.20.3", (0, 1, 2), None),
+    ],
+)
+def test_rescaling_is_suspected_where_only_rows_of_more_than_a_tile_are_wrong(
+    lens: str, wrong: tuple[int, ...], said: str | None
+) -> None:
+    found = told(DECODE.replace("k40.9.3", lens), *wrong)
+    assert found == SUSPECTS + (f"{RESCALING} or splits are merged ({said}), scale" if said else "scale")
+
+
+def test_where_no_row_is_wrong_no_length_is_suspected() -> None:
+    assert RESCALING not in told(DECODE.replace("gauss", "negative"), errors=0.0)
+
+
+def test_where_foreign_slots_are_read_nothing_is_suspected_of_the_numbers() -> None:
+    assert told(reads_foreign=True) == ""
+
+
+def test_in_a_cliff_the_lengths_that_are_wrong_add_nothing() -> None:
+    assert told(DECODE.replace("gauss", "cliff")) == f"{SUSPECTS}{CLIFF}, {LARGE}, scale"
+
+
+@pytest.mark.parametrize(("data", "small"), [("gauss", True), ("peaked", True), ("negative", False)])
+def test_a_small_error_is_rounding_unless_every_logit_is_near_minus_infinity(data: str, small: bool) -> None:
+    found = told(DECODE.replace("gauss", data), errors=4.0)
+    assert found.startswith("the right KV tokens, and an error of only 4 times the limit: precision") is small
+    assert found.startswith(SUSPECTS) is not small
+
+
+@pytest.mark.parametrize(
+    ("data", "look_at"),
+    [("gauss", ""), ("peaked", LARGE), ("negative", f"{MINUS_INFINITY}, overflow of q k before it is scaled")],
+)
+def test_nan_with_tokens_hidden_behind_a_window_is_called_an_overflow_where_logits_are_large(
+    data: str, look_at: str
+) -> None:
+    case = DECODE.replace("gauss", data)
+    hidden = f"a NaN where logits are large: look at {look_at}" if look_at else ""
+    assert told(case, errors=torch.nan, window=4, seen=5) == hidden
+    assert told(case, errors=torch.nan, window=4, seen=5, replay=True) == "", "it may be of another replay"
+    assert told(case, errors=torch.nan, replay=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "hidden"),
+    [
+        ({"window": 0, "seen": LENGTH - 1}, True),
+        ({"window": 0, "seen": LENGTH}, False),
+        ({"window": -1, "seen": LENGTH - 1}, False),
+        ({"window": 9, "seen": LENGTH - 5, "not_asked": 4}, True),
+        ({"window": 9, "seen": LENGTH - 4, "not_asked": 4}, False),
+    ],
+)
+def test_a_window_hides_tokens_where_fewer_should_be_seen_than_were_asked_about(
+    fields: dict[str, int], hidden: bool
+) -> None:
+    found = told(DECODE, errors=torch.nan, **fields)
+    assert (found == "") is hidden
+    assert found.startswith(SUSPECTS) is not hidden
+    assert told(DECODE, **fields).startswith(SUSPECTS), "a number hides nothing"
+
+
+def test_weights_that_do_not_sum_to_one_are_named_with_what_the_case_has() -> None:
+    assert told(total=0.5) == (
+        "weights of the right KV tokens sum to 0.5 instead of 1: look at a denominator that counts masked KV tokens or "
+        "misses some, saturation, or partial results that are combined wrongly"
+    )
+    fp8 = DECODE.replace("fp32", "bf16").replace("-b4", "-kvfp8e4m3-b4")
+    assert "instead of 1: look at FP8 scales, a denominator that" in told(fp8, total=0.5)
+    cap = DECODE.replace("-b4", "-cap1.5-b4")
+    assert "or misses some (a soft cap comes before the mask), saturation" in told(cap, total=0.5)
+    assert told(total=None).startswith(SUSPECTS)

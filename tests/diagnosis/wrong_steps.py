@@ -1,0 +1,31 @@
+"""Steps that are wrong where a test says so, seen as the judge sees them."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.schedule import Schedule, make_schedule
+from attn_testkit.checks import Judgement
+from attn_testkit.checks.observation import Observation, copies_of
+from attn_testkit.oracle.expect import expect
+
+V1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9.14-n3a2.3x2-shuffled-{}-b3prod"
+
+
+def v1(data: str = "gauss") -> Schedule:
+    return make_schedule(parse_case(V1.format(data)))
+
+
+def observed(schedule: Schedule, out: torch.Tensor, replay: bool = False) -> Observation:
+    copies = copies_of([("attention", str(i), each) for i, each in enumerate(out.float().unbind(0))])
+    return Observation(schedule, schedule.steps[0], "", copies, replay=replay)
+
+
+def wrong_at(schedule: Schedule, *places: tuple[int, ...], value: float = 9.0) -> Judgement:
+    """Wrong in every value of (layer, row, head)."""
+    expected = expect(schedule, schedule.steps[0])
+    out = expected.attention.float().clone()
+    for place in places:
+        out[place] += value
+    return Judgement(observed(schedule, out), expected)

@@ -1,0 +1,62 @@
+"""``check_backend`` hands on all that it is asked, and gives back all that it is told."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace as Of
+from typing import Any
+
+import pytest
+
+from attn_testkit.results import CaseResult, Status
+from attn_testkit.running.candidate import Candidate
+from attn_testkit.running.request import Options, Request
+
+check_backend = importlib.import_module("attn_testkit.running.check_backend")
+
+
+def row(case: str, status: Status = Status.PASSED) -> CaseResult:
+    return CaseResult("m:A", "decode", "eager", case, status)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a judge was made with, asked, and told to end."""
+    taken: list[Any] = []
+
+    def judge_for(options: Options, device: str) -> Any:
+        taken.append((options, device))
+        return Of(run=run, close=lambda: taken.append("closed"))
+
+    def prepare(judge: Any, request: Request) -> Any:
+        taken.append(request)
+        return Of(preset=[row("", Status.UNSUPPORTED)], plan="a plan", items=["x", "y"])
+
+    def run(plan: Any, items: Any) -> Any:
+        taken.append((plan, items))
+        yield from (row(item) for item in items)
+
+    monkeypatch.setattr(check_backend, "judge_for", judge_for)
+    monkeypatch.setattr(check_backend, "prepare", prepare)
+    return taken
+
+
+def test_rows_that_are_known_come_first_and_the_judge_is_ended(asked: list[Any]) -> None:
+    assert list(check_backend.check_backend("m:A")) == [row("", Status.UNSUPPORTED), row("x"), row("y")]
+    assert asked == [
+        (Options(), "auto"),
+        Request(backends=(Candidate("m:A"),), command="check_backend"),
+        ("a plan", ["x", "y"]),
+        "closed",
+    ]
+
+
+def test_everything_that_is_asked_for_is_handed_on(asked: list[Any]) -> None:
+    check_backend.check_backend(
+        "m:A", tier="core", device="cpu", modes=["decode"], executions=["eager"], seed=3, cases=["*"], jobs=2,
+        timeout_s=7.0, in_process=True,
+    )  # fmt: skip
+    assert asked[:2] == [
+        (Options(jobs=2, timeout_s=7.0, in_process=True), "cpu"),
+        Request((Candidate("m:A"),), ("decode",), ("eager",), "core", "cpu", 3, ("*",), "check_backend"),
+    ]

@@ -1,0 +1,169 @@
+"""A process that is asked one thing at a time: what it answers, how long is waited, and how its end is told."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace as Of
+from typing import Any
+
+import pytest
+
+from attn_testkit.results import Status
+from attn_testkit.running import child
+from attn_testkit.running.child import Child, ChildLost
+
+AMPLE = 120.0
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Make children that serve ``quick_jobs``. They are spawned: what workers are forked from imports torch first."""
+    monkeypatch.setattr(child, "fork_context", lambda: multiprocessing.get_context("spawn"))
+    made: list[Child] = []
+
+    def start(*arguments: Any, **fields: Any) -> Child:
+        made.append(Child("quick_jobs", *arguments, **fields))
+        made[-1].wait_until_started()
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def lost(one: Child, message: object, seconds: float = AMPLE) -> ChildLost:
+    with pytest.raises(ChildLost) as caught:
+        one.ask(message, seconds)
+    assert one.ended
+    assert str(caught.value) == caught.value.reason
+    return caught.value
+
+
+def test_it_answers_one_question_after_the_other_in_a_group_of_its_own(started: Any) -> None:
+    one = started("m:A", 3)
+    assert not one.ended
+    assert one.ask(("echo", {"a": [1, 2.5]}), AMPLE) == {"a": [1, 2.5]}
+    assert one.ask(("arguments",), AMPLE) == ("m:A", 3)
+    assert one.ask(("pid",), AMPLE) == (one.pid, one.pid)
+    assert one.pid not in (0, os.getpid())
+
+
+def test_the_time_to_answer_counts_from_the_question_and_what_came_in_time_is_taken_however_late(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, clock, waited = started(), [100.0], list[float]()
+
+    def poll(seconds: float) -> bool:
+        waited.append(seconds)
+        return True
+
+    pipe = Of(send=lambda _: None, poll=poll, recv_bytes=lambda: pickle.dumps(7), close=one._connection.close)
+    monkeypatch.setattr(child, "time", Of(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(one, "_connection", pipe)
+    one.tell("", 5.0)
+    for now in (100.0, 103.0, 105.5):
+        clock[0] = now
+        assert one.answer() == 7
+    assert one.hear(4.0) == 7
+    assert waited == [5.0, 2.0, 0.0, 4.0]
+
+
+def test_one_that_hangs_is_given_up_when_its_time_is_over_with_its_last_words(started: Any) -> None:
+    one = started()
+    begun = time.monotonic()
+    error = lost(one, ("late", 600.0, None), 1.5)
+    assert 1.5 <= time.monotonic() - begun < 60
+    assert (error.status, error.reason) == (Status.TIMED_OUT, "no result after 1.5 s\n  asleep for 600 s")
+    assert not alive(one.pid)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (("exit", 3), "the process ended itself with exit code 3\n  about to end"),
+        (("exit", 0), "the process ended itself with exit code 0\n  about to end"),
+        (("kill", signal.SIGKILL), "the process was killed by SIGKILL"),
+    ],
+)
+def test_how_it_ended_is_said(started: Any, message: object, reason: str) -> None:
+    error = lost(started(), message)
+    assert (error.status, error.reason) == (Status.CRASHED, reason)
+
+
+def test_one_that_is_gone_already_is_lost_when_it_is_told_something(started: Any) -> None:
+    one = started()
+    os.kill(one.pid, signal.SIGKILL)
+    one._process.join()
+    error = lost(one, ("echo", 1))
+    assert (error.status, error.reason) == (Status.CRASHED, "the process was killed by SIGKILL")
+
+
+def test_what_is_no_message_is_read_as_a_crash(started: Any) -> None:
+    error = lost(started(), ("bytes", b"junk"))
+    assert error.status is Status.CRASHED
+    assert error.reason.startswith("the process spoke for itself: it sent 4 bytes that are no message")
+    error = lost(started(), ("bytes", pickle.dumps(os.getcwd)))
+    assert error.reason == "the process spoke for itself: it sent posix.getcwd, which no message holds"
+
+
+def test_another_reader_reads_what_it_sends(started: Any) -> None:
+    one = started(reader=lambda data: pickle.loads(data) if data != b"junk" else "read")
+    assert one.ask(("bytes", b"junk"), AMPLE) == "read"
+
+
+def test_last_words_are_what_it_printed_since_it_was_last_told_something(started: Any) -> None:
+    one = started()
+    assert one.last_words() == ""
+    one.ask(("print", "one", "", "two  "), AMPLE)
+    assert one.last_words() == "\n  one\n  two\n  one\n  two"
+    one.ask(("echo", 1), AMPLE)
+    assert one.last_words() == ""
+
+
+def test_closing_ends_it_with_everything_it_started(started: Any) -> None:
+    one = started()
+    pids = [one.pid, one.ask(("start",), AMPLE)]
+    assert all(alive(pid) for pid in pids)
+    one.close()
+    one.close()
+    assert one.ended
+    deadline = time.monotonic() + 30
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_what_it_printed_is_removed_with_it(started: Any) -> None:
+    one = started()
+    words = Path(one._words)
+    assert words.exists()
+    one.close()
+    assert words.exists(), "its last words may still be asked for"
+    one.__del__()
+    assert not words.exists()
+    one.__del__()
+
+
+def test_where_no_process_can_be_started_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Process:
+        pid = exitcode = None
+
+        def start(self) -> None:
+            raise OSError("out of processes")
+
+    monkeypatch.setattr(child, "fork_context", lambda: Of(Process=lambda **_: Process()))
+    with pytest.raises(OSError, match="out of processes"):
+        Child("quick_jobs")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,139 @@
+"""What a drive of a case runs, in which order and on which instances; harness and modes are fakes that take notes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Of
+from typing import Any
+
+import pytest
+from attn_testkit.runner_modes.errors import DriveError
+from attn_testkit.runner_modes.graphs import GraphRun
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.schedule import make_schedule, only
+from attn_testkit.checks import Stage
+from attn_testkit.contract import Unsupported
+from attn_testkit.running import case_run
+from attn_testkit.running.case_run import _Drive, request_to_isolate
+
+PLAIN = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
+MIXED = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod-mixed"
+HERE: Any = Of(device="a device")
+
+
+class Notes:
+    """Harnesses that were made, eager steps, and graph drives."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.eager: list[tuple[Any, str, str]] = []
+        self.graphs: list[Any] = []
+        self.error: BaseException | None = None
+
+    def harness(self, backend_class: Any, schedules: Any, device: Any) -> Any:
+        if self.error:
+            raise self.error
+        self.made.append(Of(schedules=list(schedules), device=device, backend=None, context=None))
+        return self.made[-1]
+
+    def run_eager(self, harness: Any, schedule: Any, step: Any, clock: Any, *, label: str = "", among: str = "") -> Any:
+        self.eager.append((step, label, among))
+        return self.seen(schedule, step, label, among)
+
+    def drive_graphs(self, harness: Any, schedules: Any, clock: Any, *, neighbour: Any = None) -> GraphRun:
+        self.graphs.append((harness, list(schedules), neighbour))
+        return GraphRun((), fill=1)
+
+    @staticmethod
+    def seen(schedule: Any, step: Any, label: str, among: str) -> Any:
+        return Of(
+            schedule=schedule, step=step, label=label, among=among, copies=object(), damaged=(), replay=False, padded=0,
+            eager_run=None,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> Notes:
+    taken = Notes()
+    monkeypatch.setattr(case_run, "ServerHarness", taken.harness)
+    monkeypatch.setattr(case_run, "run_eager", taken.run_eager)
+    monkeypatch.setattr(case_run, "drive_graphs", taken.drive_graphs)
+    monkeypatch.setattr(case_run, "kernels_of", lambda backend: "fake")
+    monkeypatch.setattr(case_run, "refuses_undeclared", lambda *_: ["a finding"])
+    return taken
+
+
+def test_beside_a_mixed_case_another_instance_plans_and_beside_no_other(notes: Notes) -> None:
+    mixed = [make_schedule(parse_case(name)) for name in (MIXED, PLAIN)]
+    case_run._drive_graph(TorchNativeBackend, _Drive(mixed), HERE)
+    own, neighbour = notes.made
+    assert notes.graphs == [(own, mixed, neighbour)]
+    assert (own.schedules, neighbour.schedules) == (mixed, mixed[:1])
+    assert {each.device for each in notes.made} == {"a device"}
+    case_run._drive_graph(TorchNativeBackend, _Drive(mixed[1:]), HERE)
+    assert len(notes.made) == 3
+    assert notes.graphs[-1] == (notes.made[-1], mixed[1:], None)
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_an_eager_step_comes_again_at_once_then_another_one_and_then_a_request_alone(
+    notes: Notes, invariant: bool
+) -> None:
+    class Backend(TorchNativeBackend):
+        capabilities = TorchNativeBackend.capabilities.with_changes(batch_invariant=invariant)
+
+    case = parse_case(PLAIN)
+    schedule = make_schedule(case)
+    drive = _Drive([schedule])
+    driven = case_run._drive_eager(Backend, drive, HERE)
+    first, second = schedule.steps[0], schedule.second
+    alone = only(first, request_to_isolate(case, first))
+    stored = ", save_kv_cache=False" if second.stored else ""
+    due = [
+        (first, "", ""),
+        (first, "the same eager step again", "steps"),
+        (second, f"another eager step on the instance ({second.label}{stored})", "steps"),
+        (alone, alone.label, ""),
+    ]
+    assert notes.eager == (due if invariant else due[:3])
+    assert [(record.step, record.label, record.among) for record in driven.records] == [
+        (step.name, label, among) for step, label, among in notes.eager
+    ]
+    assert drive.findings == ["a finding"]
+    assert (drive.stage, drive.kernels, len(notes.made)) == (Stage.CONSTRUCTED, "fake", 1)
+
+
+def test_one_request_has_no_company_to_be_without(notes: Notes) -> None:
+    class Backend(TorchNativeBackend):
+        capabilities = TorchNativeBackend.capabilities.with_changes(batch_invariant=True)
+
+    case_run._drive_eager(Backend, _Drive([make_schedule(parse_case(PLAIN.replace("k3.9.6", "k9")))]), HERE)
+    assert len(notes.eager) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (Unsupported("no fp32"), "RuntimeError: refused a claimed case: Unsupported: no fp32"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+def test_a_constructor_that_raises_has_raised_in_the_constructor(
+    notes: Notes, error: BaseException, cause: str
+) -> None:
+    notes.error = error
+    drive = _Drive([make_schedule(parse_case(PLAIN))])
+    with pytest.raises(DriveError) as caught:
+        case_run._drive_eager(TorchNativeBackend, drive, HERE)
+    assert caught.value.phase == "constructor"
+    raised = caught.value.__cause__
+    assert f"{type(raised).__name__}: {raised}" == cause
+    assert drive.stage is Stage.STARTED
+
+
+def test_ctrl_c_in_a_constructor_is_the_users(notes: Notes) -> None:
+    notes.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        case_run._drive_eager(TorchNativeBackend, _Drive([make_schedule(parse_case(PLAIN))]), HERE)

@@ -1,0 +1,101 @@
+"""A worker's side of the pipe: what it says, in which order, and when it would say where it hangs."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace as Of
+from typing import Any
+
+import pytest
+import torch
+
+from attn_testkit.registry import UsageError
+from attn_testkit.running import worker
+from attn_testkit.running.worker import serve
+
+
+class Ended(BaseException):
+    """In the place of the end of the process."""
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What happens, in order; a request of ``raises`` fails in the harness."""
+    taken: list[Any] = []
+
+    class Local:
+        described = "described"
+
+        def __init__(self, candidate: Any, device: str) -> None:
+            taken.append(("imports", candidate, device, os.environ.get("CUDA_VISIBLE_DEVICES")))
+            if candidate == "missing":
+                raise UsageError("no such backend")
+
+        def drive(self, request: Any) -> Any:
+            taken.append(("drives", request))
+            if request == "raises":
+                raise ZeroDivisionError("a bug of the kit")
+            return f"answer to {request}"
+
+    def ended(code: int) -> None:
+        taken.append(("ends", code))
+        raise Ended
+
+    watch = Of(
+        dump_traceback_later=lambda seconds, exit: taken.append(("will say where in", seconds, exit)),
+        cancel_dump_traceback_later=lambda: taken.append("in time"),
+    )
+    monkeypatch.setattr(worker, "LocalWorker", Local)
+    monkeypatch.setattr(worker, "faulthandler", watch)
+    monkeypatch.setattr(worker.os, "_exit", ended)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: taken.append(("threads", count)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
+    return taken
+
+
+def pipe(notes: list[Any], *requests: Any) -> Any:
+    waiting = list(requests)
+
+    def recv() -> Any:
+        if not waiting:
+            raise EOFError
+        return waiting.pop(0)
+
+    return Of(recv=recv, send=lambda message: notes.append(("says", message)))
+
+
+def test_it_describes_itself_answers_and_ends_with_the_pipe_and_never_hangs_unheard(notes: list[Any]) -> None:
+    with pytest.raises(Ended):
+        serve(pipe(notes, "x", "y"), "m:A", "cuda", "3", 300.0)  # type: ignore[arg-type]
+    patience = ("will say where in", 299.5, False)
+    assert notes == [
+        ("threads", 1),
+        *(patience, ("imports", "m:A", "cuda", "3"), "in time", ("says", "described")),
+        *(patience, ("drives", "x"), ("says", "answer to x"), "in time"),
+        *(patience, ("drives", "y"), ("says", "answer to y"), "in time"),
+        ("ends", 0),
+    ]
+
+
+@pytest.mark.parametrize(("timeout_s", "patience"), [(300.0, 299.5), (2.0, 1.5), (1.0, 0.7), (0.5, 0.35)])
+def test_it_says_where_it_hangs_shortly_before_the_judge_gives_up(
+    notes: list[Any], timeout_s: float, patience: float
+) -> None:
+    with pytest.raises(Ended):
+        serve(pipe(notes), "m:A", "cpu", "", timeout_s)  # type: ignore[arg-type]
+    assert ("will say where in", pytest.approx(patience), False) in notes
+    assert ("imports", "m:A", "cpu", "all") in notes, "without a GPU of its own it sees what everybody sees"
+
+
+def test_a_backend_that_cannot_be_imported_is_the_answer_and_the_end(notes: list[Any]) -> None:
+    serve(pipe(notes, "x"), "missing", "cpu", "", 300.0)  # type: ignore[arg-type]
+    assert notes[-1] == ("says", "no such backend")
+    assert ("drives", "x") not in notes
+
+
+def test_what_the_harness_raises_is_an_answer_and_the_next_request_is_served(notes: list[Any]) -> None:
+    with pytest.raises(Ended):
+        serve(pipe(notes, "raises", "x"), "m:A", "cpu", "", 300.0)  # type: ignore[arg-type]
+    (first, second) = [note[1] for note in notes if note[0] == "says"][1:]
+    assert first.startswith("ZeroDivisionError: a bug of the kit\nTraceback (most recent call last):")
+    assert second == "answer to x"
