@@ -144,27 +144,6 @@ class StepData:
             return self.stored_keys[..., : self.v.shape[-1]].double() * self.kv_scales[0]
         return self.stored_values.double() * self.kv_scales[1]
 
-    def part(self, layer: int, request: int) -> StepData:
-        """One request in one layer, every other dimension as it was: views."""
-        mine, one = self.row_request == request, slice(request, request + 1)
-        this = slice(layer, layer + 1)
-        return StepData(
-            q=self.q[this, mine],
-            k=self.k[this, mine],
-            v=self.v[this, mine],
-            hidden=self.hidden[mine],
-            stored_keys=self.stored_keys[this, one],
-            stored_values=None if self.stored_values is None else self.stored_values[this, one],
-            kv_scales=self.kv_scales[:, this],
-            visible=self.visible[one],
-            key_positions=self.key_positions[one],
-            query_positions=self.query_positions[one],
-            row_request=torch.zeros_like(self.row_request[mine]),
-            row_offset=self.row_offset[mine],
-            positions=self.positions[mine],
-            out_cache_loc=self.out_cache_loc[mine],
-        )
-
 
 def _held_by_fp8(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries that FP8 holds exactly: kernels with an FP8 pool may or may not round theirs, some by the shape."""

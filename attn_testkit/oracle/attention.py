@@ -62,17 +62,22 @@ _AT_ONCE = 1 << 17
 
 
 def _part(data: StepData, visible: torch.Tensor, layer: int, request: int) -> StepData:
-    """One request in one layer, cut to the keys that it may see."""
+    """One request in one layer, cut to the keys that it may see. What attention does not look at stays whole."""
     visible = visible[request : request + 1]
     seen = visible[0].any(0).nonzero()
-    part, keys = data.part(layer, request), slice(0, int(seen[-1]) + 1 if len(seen) else 1)
-    values = part.stored_values
+    keys = slice(0, int(seen[-1]) + 1 if len(seen) else 1)
+    mine, one, this = data.row_request == request, slice(request, request + 1), slice(layer, layer + 1)
     return replace(
-        part,
+        data,
+        q=data.q[this, mine],
+        stored_keys=data.stored_keys[this, one, keys],
+        stored_values=None if data.stored_values is None else data.stored_values[this, one, keys],
+        kv_scales=data.kv_scales[:, this],
         visible=visible[..., keys],
-        stored_keys=part.stored_keys[:, :, keys],
-        stored_values=None if values is None else values[:, :, keys],
-        key_positions=part.key_positions[:, keys],
+        key_positions=data.key_positions[one, keys],
+        query_positions=data.query_positions[one],
+        row_request=torch.zeros_like(data.row_request[mine]),
+        row_offset=data.row_offset[mine],
     )
 
 

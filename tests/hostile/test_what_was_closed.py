@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +13,8 @@ from torch.overrides import TorchFunctionMode
 from attn_testkit.checks.claims import refuses_undeclared
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.graphs.host_syncs import host_syncs_forbidden
-from attn_testkit.running import child as child_module
 from attn_testkit.running import pool
 from attn_testkit.running.candidate import Candidate
-from attn_testkit.running.child import Child
 from attn_testkit.running.pool import Worker, WorkerLost
 
 
@@ -144,13 +141,3 @@ def test_an_answer_has_the_number_of_its_question(said: object, reason: str, mon
     with pytest.raises(WorkerLost, match=reason):
         worker.drive(request)
     assert worker.ended
-
-
-def test_of_what_a_child_prints_for_hours_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "_MOST_WORDS", 64)
-    words = tmp_path / "words"
-    words.write_text("early\n" + "x" * 1000 + "\nthe last line\n")
-    child = Child.__new__(Child)
-    child._mark, child._words = 0, str(words)
-    assert child.last_words().endswith("\n  the last line")
-    assert len(child.last_words()) < 80

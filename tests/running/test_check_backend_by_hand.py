@@ -28,12 +28,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         taken.append((options, device))
         return Of(run=run, close=lambda: taken.append("closed"))
 
-    def prepare(judge: Any, request: Request) -> Any:
-        taken.append(request)
-        return Of(preset=[row("", Status.UNSUPPORTED)], plan="a plan", items=["x", "y"])
+    def prepare(judge: Any, request: Request, known: Any) -> Any:
+        taken.append((request, known))
+        plan = Of(header="a header", name="a plan")
+        ledger = Of(judge=lambda result: result)
+        return Of(preset=[row("", Status.UNSUPPORTED)], plan=plan, items=["x", "y"], ledger=ledger, problems=list)
 
     def run(plan: Any, items: Any) -> Any:
-        taken.append((plan, items))
+        taken.append((plan.name, items))
         yield from (row(item) for item in items)
 
     monkeypatch.setattr(check_backend, "judge_for", judge_for)
@@ -45,7 +47,7 @@ def test_rows_that_are_known_come_first_and_the_judge_is_ended(asked: list[Any])
     assert list(check_backend.check_backend("m:A")) == [row("", Status.UNSUPPORTED), row("x"), row("y")]
     assert asked == [
         (Options(), "auto"),
-        Request(backends=(Candidate("m:A"),), command="check_backend"),
+        (Request(backends=(Candidate("m:A"),), command="check_backend"), None),
         ("a plan", ["x", "y"]),
         "closed",
     ]
@@ -54,9 +56,12 @@ def test_rows_that_are_known_come_first_and_the_judge_is_ended(asked: list[Any])
 def test_everything_that_is_asked_for_is_handed_on(asked: list[Any]) -> None:
     check_backend.check_backend(
         "m:A", tier="core", device="cpu", modes=["decode"], executions=["eager"], seed=3, cases=["*"], jobs=2,
-        timeout_s=7.0, in_process=True,
+        timeout_s=7.0, in_process=True, known_failures="known.toml",
     )  # fmt: skip
     assert asked[:2] == [
         (Options(jobs=2, timeout_s=7.0, in_process=True), "cpu"),
-        Request((Candidate("m:A"),), ("decode",), ("eager",), "core", "cpu", 3, ("*",), "check_backend"),
+        (
+            Request((Candidate("m:A"),), ("decode",), ("eager",), "core", "cpu", 3, ("*",), "check_backend"),
+            "known.toml",
+        ),
     ]

@@ -31,7 +31,7 @@ class Notes:
         self.graphs: list[Any] = []
         self.error: BaseException | None = None
 
-    def harness(self, backend_class: Any, schedules: Any, device: Any) -> Any:
+    def harness(self, backend_class: Any, schedules: Any, device: Any, *, claims: Any = None) -> Any:
         if self.error:
             raise self.error
         self.made.append(Of(schedules=list(schedules), device=device, backend=None, context=None))
@@ -64,14 +64,18 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Notes:
     return taken
 
 
+def drive_of(schedules: list[Any], backend: type[TorchNativeBackend] = TorchNativeBackend) -> _Drive:
+    return _Drive(schedules, backend.capabilities)
+
+
 def test_beside_a_mixed_case_another_instance_plans_and_beside_no_other(notes: Notes) -> None:
     mixed = [make_schedule(parse_case(name)) for name in (MIXED, PLAIN)]
-    case_run._drive_graph(TorchNativeBackend, _Drive(mixed), HERE)
+    case_run._drive_graph(TorchNativeBackend, drive_of(mixed), HERE)
     own, neighbour = notes.made
     assert notes.graphs == [(own, mixed, neighbour)]
     assert (own.schedules, neighbour.schedules) == (mixed, mixed[:1])
     assert {each.device for each in notes.made} == {"a device"}
-    case_run._drive_graph(TorchNativeBackend, _Drive(mixed[1:]), HERE)
+    case_run._drive_graph(TorchNativeBackend, drive_of(mixed[1:]), HERE)
     assert len(notes.made) == 3
     assert notes.graphs[-1] == (notes.made[-1], mixed[1:], None)
 
@@ -85,7 +89,7 @@ def test_an_eager_step_comes_again_at_once_then_another_one_and_then_a_request_a
 
     case = parse_case(PLAIN)
     schedule = make_schedule(case)
-    drive = _Drive([schedule])
+    drive = drive_of([schedule], Backend)
     driven = case_run._drive_eager(Backend, drive, HERE)
     first, second = schedule.steps[0], schedule.second
     alone = only(first, request_to_isolate(case, first))
@@ -108,7 +112,7 @@ def test_one_request_has_no_company_to_be_without(notes: Notes) -> None:
     class Backend(TorchNativeBackend):
         capabilities = TorchNativeBackend.capabilities.with_changes(batch_invariant=True)
 
-    case_run._drive_eager(Backend, _Drive([make_schedule(parse_case(PLAIN.replace("k3.9.6", "k9")))]), HERE)
+    case_run._drive_eager(Backend, drive_of([make_schedule(parse_case(PLAIN.replace("k3.9.6", "k9")))], Backend), HERE)
     assert len(notes.eager) == 3
 
 
@@ -124,7 +128,7 @@ def test_a_constructor_that_raises_has_raised_in_the_constructor(
     notes: Notes, error: BaseException, cause: str
 ) -> None:
     notes.error = error
-    drive = _Drive([make_schedule(parse_case(PLAIN))])
+    drive = drive_of([make_schedule(parse_case(PLAIN))])
     with pytest.raises(DriveError) as caught:
         case_run._drive_eager(TorchNativeBackend, drive, HERE)
     assert caught.value.phase == "constructor"
@@ -136,4 +140,4 @@ def test_a_constructor_that_raises_has_raised_in_the_constructor(
 def test_ctrl_c_in_a_constructor_is_the_users(notes: Notes) -> None:
     notes.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        case_run._drive_eager(TorchNativeBackend, _Drive([make_schedule(parse_case(PLAIN))]), HERE)
+        case_run._drive_eager(TorchNativeBackend, drive_of([make_schedule(parse_case(PLAIN))]), HERE)

@@ -90,7 +90,7 @@ def test_results_that_are_given_up_take_the_judge_along_and_those_that_ended_do_
     judge: Made, tmp_path: Path
 ) -> None:
     notes = tmp_path / "notes"
-    one = judge(Options(gpus=(str(notes),), timeout_s=0.0))
+    one = judge(Options(gpus=(str(notes),), timeout_s=0.001))
     assert list(one.run(str(notes), ["a"])) == ["a"]
     assert notes.read_text() == "given up or done\n"
     assert one._process.poll() is None
@@ -116,7 +116,7 @@ def test_a_judge_that_ends_its_workers_is_not_cut_short_by_being_told_to_again(j
 
 def test_a_judge_whose_front_end_is_gone_ends_its_workers_and_itself(judge: Made, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
-    one = judge(Options(gpus=(str(notes),), timeout_s=0.0))
+    one = judge(Options(gpus=(str(notes),), timeout_s=0.001))
     one.plan("")
     one._connection.close()
     assert one._process.wait(60) == 0

@@ -179,7 +179,7 @@ def test_there_are_no_more_threads_than_groups_and_one_in_this_process(judging: 
         return passed(each)
 
     judging.append(judge)
-    for options in ({"jobs": 8, "in_process": True}, {"jobs": 0}, {"jobs": 1}):
+    for options in ({"jobs": 8, "in_process": True}, {"jobs": 1}):
         assert len(results(*SIX, **options)) == len(SIX)
         assert seen == {threading.get_ident()}, options
     assert len(results(*SIX[:2], jobs=8)) == 2

@@ -54,7 +54,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def pipe(notes: list[Any], *requests: Any) -> Any:
-    waiting = list(requests)
+    waiting = list(enumerate(requests))
 
     def recv() -> Any:
         if not waiting:
@@ -66,13 +66,13 @@ def pipe(notes: list[Any], *requests: Any) -> Any:
 
 def test_it_describes_itself_answers_and_ends_with_the_pipe_and_never_hangs_unheard(notes: list[Any]) -> None:
     with pytest.raises(Ended):
-        serve(pipe(notes, "x", "y"), "m:A", "cuda", "3", 300.0)  # type: ignore[arg-type]
-    patience = ("will say where in", 299.5, False)
+        serve(pipe(notes, "x", "y"), "m:A", "cuda", "3", 300.0, 60.0)  # type: ignore[arg-type]
+    importing, patience = ("will say where in", 59.5, False), ("will say where in", 299.5, False)
     assert notes == [
         ("threads", 1),
-        *(patience, ("imports", "m:A", "cuda", "3"), "in time", ("says", "described")),
-        *(patience, ("drives", "x"), ("says", "answer to x"), "in time"),
-        *(patience, ("drives", "y"), ("says", "answer to y"), "in time"),
+        *(importing, ("imports", "m:A", "cuda", "3"), "in time", ("says", "described")),
+        *(patience, ("drives", "x"), ("says", (0, "answer to x")), "in time"),
+        *(patience, ("drives", "y"), ("says", (1, "answer to y")), "in time"),
         ("ends", 0),
     ]
 
@@ -82,20 +82,20 @@ def test_it_says_where_it_hangs_shortly_before_the_judge_gives_up(
     notes: list[Any], timeout_s: float, patience: float
 ) -> None:
     with pytest.raises(Ended):
-        serve(pipe(notes), "m:A", "cpu", "", timeout_s)  # type: ignore[arg-type]
+        serve(pipe(notes), "m:A", "cpu", "", 300.0, timeout_s)  # type: ignore[arg-type]
     assert ("will say where in", pytest.approx(patience), False) in notes
     assert ("imports", "m:A", "cpu", "all") in notes, "without a GPU of its own it sees what everybody sees"
 
 
 def test_a_backend_that_cannot_be_imported_is_the_answer_and_the_end(notes: list[Any]) -> None:
-    serve(pipe(notes, "x"), "missing", "cpu", "", 300.0)  # type: ignore[arg-type]
+    serve(pipe(notes, "x"), "missing", "cpu", "", 300.0, 60.0)  # type: ignore[arg-type]
     assert notes[-1] == ("says", "no such backend")
     assert ("drives", "x") not in notes
 
 
 def test_what_the_harness_raises_is_an_answer_and_the_next_request_is_served(notes: list[Any]) -> None:
     with pytest.raises(Ended):
-        serve(pipe(notes, "raises", "x"), "m:A", "cpu", "", 300.0)  # type: ignore[arg-type]
-    (first, second) = [note[1] for note in notes if note[0] == "says"][1:]
+        serve(pipe(notes, "raises", "x"), "m:A", "cpu", "", 300.0, 60.0)  # type: ignore[arg-type]
+    (_, first), (_, second) = [note[1] for note in notes if note[0] == "says"][1:]
     assert first.startswith("ZeroDivisionError: a bug of the kit\nTraceback (most recent call last):")
     assert second == "answer to x"
