@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
@@ -10,7 +11,9 @@ __all__ = ["SERVE", "begin_forking", "fork_context", "preload"]
 
 SERVE = "attn_testkit.running.worker"
 """Module whose ``serve`` a worker runs."""
-_preloaded = [SERVE, "attn_testkit.running.judging", "torch._dynamo"]
+_preloaded = [SERVE, "attn_testkit.running.judging"]
+_EMULATED = ["torch._dynamo"]
+"""What the emulation has torch import in every worker; on a GPU it would delay the first one by seconds."""
 
 
 def preload(module: str) -> None:
@@ -22,7 +25,8 @@ def preload(module: str) -> None:
 def fork_context() -> ForkServerContext:
     """Where workers are started."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_preloaded)
+    emulated = os.environ.get("TRITON_INTERPRET") == "1"
+    context.set_forkserver_preload([*_preloaded, *(_EMULATED if emulated else ())])
     return context
 
 

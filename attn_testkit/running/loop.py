@@ -7,11 +7,10 @@ takes the copies, judges them or has them judged, and asks further where somethi
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -118,33 +117,31 @@ class Runner:
             self._judging.pop().close()
 
     def _run_threads(self, plan: Plan, waiting: deque[_Group], jobs: int) -> Generator[CaseResult, None, None]:
+        ended = threading.Event()
+
         def give_up() -> None:
             # Nobody is to begin anything new, and a thread that waits for its worker is let go by its end.
-            waiting.clear()
+            ended.set()
             self.close()
             self._closed = False
 
-        yield from merged([self._results(plan, waiting, self._gpu(i)) for i in range(jobs)], give_up)
+        yield from merged([self._results(plan, waiting, self._gpu(i), ended) for i in range(jobs)], give_up)
 
-    def _results(self, plan: Plan, waiting: deque[_Group], gpu: str) -> Generator[CaseResult, None, None]:
-        """What one thread does."""
+    def _results(
+        self, plan: Plan, waiting: deque[_Group], gpu: str, ended: threading.Event | None = None
+    ) -> Generator[CaseResult, None, None]:
+        """What one thread does, until ``ended`` is set."""
         candidates = {candidate.spec: candidate for candidate in plan.candidates}
         place = _Place(self, plan.device, gpu)
         judging = self._judging_process() if self._beside or self._jobs > JUDGED_HERE else None
         try:
-            while not self._closed:
-                try:
-                    group = waiting.popleft()
-                except IndexError:
+            for item, after in _with_next(waiting, self._jobs):
+                if self._closed or (ended and ended.is_set()):
                     return
-                for item, following in itertools.pairwise([*group, None]):
-                    assert item is not None
-                    after = following or _first(waiting)
-                    same = after is not None and after.backend == item.backend
-                    # Where several threads take from the list, the next group may be another one's.
-                    place.next = _request(after) if after and same and (following or self._jobs == 1) else None
-                    yield self._result(item, plan, place, candidates[item.backend], judging)
-                    self._trimmer.after_case()
+                same = after is not None and after.backend == item.backend
+                place.next = _request(after) if after and same else None
+                yield self._result(item, plan, place, candidates[item.backend], judging)
+                self._trimmer.after_case()
         finally:
             place.leave()
             if judging is not None:
@@ -291,11 +288,27 @@ def _named_request(name: str) -> DriveCase:
     return DriveCase(case, Execution(execution))
 
 
-def _first(waiting: deque[_Group]) -> Item | None:
+def _with_next(waiting: deque[_Group], threads: int) -> Iterator[tuple[Item, Item | None]]:
+    """What one of the threads is to do, each item with the one that comes after it as far as that is known.
+
+    A thread takes its next group while it is busy with the last item of one, so that its worker need not wait. Not
+    where few are left: another thread may be free sooner.
+    """
+    group = _taken(waiting)
+    while group:
+        item = group.popleft()
+        if not group and (threads == 1 or len(waiting) > threads):
+            group = _taken(waiting)
+        yield item, group[0] if group else None
+        if not group:
+            group = _taken(waiting)
+
+
+def _taken(waiting: deque[_Group]) -> _Group:
     try:
-        return waiting[0][0]
+        return waiting.popleft()
     except IndexError:
-        return None
+        return deque()
 
 
 class _Place:

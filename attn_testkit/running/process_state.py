@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 import sys
 from collections.abc import Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
@@ -124,7 +125,7 @@ def _replaced(before: ProcessState) -> Iterator[tuple[str, str, Any]]:
             now = vars(owner)
             for key, value in was.items():
                 current = now.get(key, _GONE)
-                if current is not value and _is_fixed(key, value):
+                if current is not value and _is_fixed(key, value) and not _wrapped_by_torch(value, current):
                     yield name, key, current
 
 
@@ -137,6 +138,16 @@ _BOOKKEEPING = frozenset(
 def _is_fixed(key: str, value: Any) -> bool:
     """Functions, classes, modules and constants. The kit and torch assign to variables of their own."""
     return key not in _BOOKKEEPING and (callable(value) or isinstance(value, ModuleType) or key.lstrip("_").isupper())
+
+
+def _wrapped_by_torch(value: Any, current: Any) -> bool:
+    """Importing ``torch._dynamo``, which many calls of torch do on the way, wraps ``torch.manual_seed``."""
+    code = getattr(current, "__code__", None)
+    wraps = getattr(current, "__wrapped__", None) is value
+    return code is not None and wraps and code.co_filename.startswith(_TORCH_FILES)
+
+
+_TORCH_FILES = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 def restore(before: ProcessState, *, skip: tuple[str, ...] = ()) -> None:

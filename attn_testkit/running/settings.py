@@ -151,13 +151,21 @@ def _leave_modes(before: tuple[str, ...]) -> None:
         leave()  # type: ignore[no-untyped-call]
 
 
+def _default_device() -> str:
+    try:
+        return str(torch.get_default_device())
+    except (RuntimeError, AssertionError):
+        # torch asks the device for its index, and there is none.
+        return "cuda or another that this machine lacks"
+
+
 def _random(name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> Setting:
     return Setting(name, read, write, lambda was, now: reseeded(name, was, now))
 
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Setting("the default device", lambda: str(torch.get_default_device()), lambda _: torch.set_default_device(None)),
+    Setting("the default device", _default_device, lambda _: torch.set_default_device(None)),
     Setting("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
     Setting(
         "deterministic algorithms",

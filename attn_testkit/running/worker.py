@@ -18,6 +18,7 @@ from ..contract import AttentionBackend, Capabilities
 from ..environment import Environment, resolve
 from ..graphs.capture import settle
 from ..registry import UsageError
+from ..results import message_of
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from .candidate import Candidate, resolve_candidate
 from .case_run import drive_case, rerun
@@ -88,7 +89,7 @@ class LocalWorker:
             if not changed or isinstance(error, (KeyboardInterrupt, MemoryError)):
                 raise
             # Not a fault of the kit's own: a process that was left otherwise makes anything raise.
-            return Driven(changed=(*changed, f"and then {type(error).__name__} was raised: {error}"))
+            return Driven(changed=(*changed, f"and then {type(error).__name__} was raised: {message_of(error)}"))
         return _with_changes(driven, self._changed())
 
     def _changed(self) -> tuple[str, ...]:
@@ -123,7 +124,7 @@ def _plain(candidate: Candidate, backend_class: type[AttentionBackend]) -> Capab
         described = read(pickle.dumps(Described(backend_class.capabilities)))
     except Exception as error:
         raise UsageError(
-            f"backend {candidate.spec!r}: its capabilities are no plain values: {error}; write "
+            f"backend {candidate.spec!r}: its capabilities are no plain values: {message_of(error)}; write "
             "capabilities = Capabilities(eager={...}, ...) with numbers, strings and sets"
         ) from error
     assert isinstance(described, Described)
@@ -132,7 +133,9 @@ def _plain(candidate: Candidate, backend_class: type[AttentionBackend]) -> Capab
 
 def _packages() -> frozenset[str]:
     """Top-level packages that are imported, but for Python's own and those that are always there."""
-    return frozenset(name.partition(".")[0] for name in list(sys.modules)) - sys.stdlib_module_names - _ALWAYS_THERE
+    found = {name.partition(".")[0] for name in list(sys.modules)} - sys.stdlib_module_names - _ALWAYS_THERE
+    # A package by its size, which torch imports where it is first asked for.
+    return frozenset(found | {"torch._dynamo"} if "torch._dynamo" in sys.modules else found)
 
 
 _ALWAYS_THERE = frozenset({"attn_testkit", "torch", "triton", "numpy", "sympy", "mpmath", "networkx"})
@@ -184,4 +187,4 @@ def given_up(error: Exception) -> Driven | str:
     """The answer where the harness raised: a device that is full is nobody's fault, anything else is the kit's."""
     if full := device_full(error):
         return Driven(lost=full)
-    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
+    return f"{type(error).__name__}: {message_of(error)}\n{''.join(traceback.format_exception(error)).rstrip()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
@@ -307,6 +308,45 @@ def test_questions_of_the_diagnosis_begin_nothing(judging: list[Judging]) -> Non
     judging.append(judge)
     results(*SIX)
     assert FakeWorker.begun == []
+
+
+def test_a_thread_takes_its_next_group_early_while_there_are_more_than_threads() -> None:
+    def order(threads: int) -> list[tuple[str, str | None]]:
+        waiting = deque(deque([item("m:A", name), item("m:A", name, "graph")]) for name in "wxyz")
+        return [(now.case + now.execution[0], after and after.case + after.execution[0])
+                for now, after in loop._with_next(waiting, threads)]  # fmt: skip
+
+    every = [f"{name}{execution}" for name in "wxyz" for execution in "eg"]
+    assert order(1) == list(zip(every, [*every[1:], None], strict=True))
+    # After the first group three wait, after the second two: as many as threads are left to whoever is free.
+    assert [after for _, after in order(2)] == ["wg", "xe", "xg", None, "yg", None, "zg", None]
+    assert [after for _, after in order(3)] == ["wg", None, "xg", None, "yg", None, "zg", None]
+    assert list(loop._with_next(deque(), 1)) == []
+
+
+def test_a_run_that_is_given_up_begins_nothing_that_a_thread_had_taken(judging: list[Judging]) -> None:
+    judged: list[Item] = []
+    go_on = threading.Event()
+
+    def slow(drive: object, described: object, plan: object, item: Item) -> CaseResult:
+        judged.append(item)
+        assert item.case == "case 0" or go_on.wait(20)
+        return passed(item)
+
+    judging.append(slow)
+    many = [item("m:A", f"case {i}") for i in range(40)]
+    runner = Runner(Options(jobs=2))
+    found = runner.run(plan(*many), many)
+    next(found)
+    before = threading.active_count()
+    found.close()
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.daemon and threading.active_count() >= before:
+            thread.join(5)
+    assert len(judged) <= 4, "case 0, and at most one that each thread was busy with"
+    assert len(list(runner.run(plan(*SIX), SIX))) == len(SIX), "and the next run is whole"
+    runner.close()
 
 
 def test_a_worker_that_dies_over_what_was_begun_ahead_is_asked_again_elsewhere(

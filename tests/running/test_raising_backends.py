@@ -83,7 +83,6 @@ def test_a_default_device_that_is_left_behind_is_the_backends_finding(name: str,
     assert "the default device: 'cpu' -> 'meta'" in finding.where
 
 
-@pytest.mark.xfail(reason="where there is no GPU torch cannot be asked for a default device that is cuda", strict=False)
 def test_a_default_device_that_this_machine_lacks_is_the_backends_finding_too() -> None:
     result = result_of("LeavesTheDeviceCuda", in_process=False)
     assert not result.of_the_kit, result.reason
