@@ -13,6 +13,7 @@ from attn_testkit.cases.data import HIDDEN
 from attn_testkit.contract import ForwardBatch, ForwardMode, SpecInput
 
 from .harness import LoadedStep, ServerHarness
+from .uploads import upload
 
 __all__ = ["ReplayView", "StaticInputs", "eager_batch", "make_static_inputs", "seq_lens_of"]
 
@@ -44,11 +45,11 @@ def eager_batch(
     return ForwardBatch(
         forward_mode=mode,
         batch_size=step.bs,
-        input_ids=torch.arange(step.tokens, dtype=torch.int64).to(device),
-        req_pool_indices=torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64).to(device),
-        seq_lens=lens.to(device),
-        out_cache_loc=data.out_cache_loc.to(device),
-        positions=data.positions.to(device),
+        input_ids=upload(torch.arange(step.tokens, dtype=torch.int64), device),
+        req_pool_indices=upload(torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64), device),
+        seq_lens=upload(lens, device),
+        out_cache_loc=upload(data.out_cache_loc, device),
+        positions=upload(data.positions, device),
         seq_lens_cpu=lens if mirrors else None,
         seq_lens_sum=int(lens.sum()) if mirrors else None,
         spec_info=spec_info,

@@ -18,6 +18,7 @@ from attn_testkit.model import Trace
 from .batches import StaticInputs
 from .harness import LoadedStep, ServerHarness
 from .mode_driver import ModeDriver
+from .uploads import upload, upload_into
 
 __all__ = ["DRAFT_EXTEND", "accepted_counts", "captured_draft_spec", "extend_fields", "fill_draft_buffers", "top_k"]
 
@@ -35,9 +36,9 @@ def extend_fields(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, An
     mirrors = harness.capabilities.needs_cpu_seq_lens
     return {
         "extend_num_tokens": loaded.step.tokens,
-        "extend_seq_lens": lens.to(harness.device),
-        "extend_prefix_lens": prefixes.to(harness.device),
-        "extend_start_loc": (lens.cumsum(0) - lens).to(torch.int32).to(harness.device),
+        "extend_seq_lens": upload(lens, harness.device),
+        "extend_prefix_lens": upload(prefixes, harness.device),
+        "extend_start_loc": upload((lens.cumsum(0) - lens).to(torch.int32), harness.device),
         "extend_seq_lens_cpu": lens.tolist() if mirrors else None,
         "extend_prefix_lens_cpu": prefixes.tolist() if mirrors else None,
     }
@@ -46,10 +47,10 @@ def extend_fields(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, An
 def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
     accepted = accepted_counts(loaded)
     return DraftExtendInput(
-        hidden_states=loaded.data.hidden.to(harness.device),
-        num_correct_drafts=(accepted - 1).to(harness.device),
-        num_accept_tokens=accepted.to(harness.device),
-        positions=loaded.data.positions.to(harness.device),
+        hidden_states=upload(loaded.data.hidden, harness.device),
+        num_correct_drafts=upload(accepted - 1, harness.device),
+        num_accept_tokens=upload(accepted, harness.device),
+        positions=upload(loaded.data.positions, harness.device),
         num_accept_tokens_cpu=accepted.tolist() if harness.capabilities.needs_cpu_seq_lens else None,
     )
 
@@ -76,10 +77,10 @@ def fill_draft_buffers(harness: ServerHarness, static: StaticInputs, loaded: Loa
     static.num_accept_tokens.fill_(width)
     static.num_correct_drafts.fill_(width - 1)
     static.extend_seq_lens.fill_(width)
-    static.num_accept_tokens[:live].copy_(accepted)
-    static.num_correct_drafts[:live].copy_(accepted - 1)
-    static.extend_seq_lens[:live].copy_(torch.tensor([r.new for r in loaded.step.requests], dtype=torch.int32))
-    static.hidden_states[:tokens].copy_(loaded.data.hidden)
+    upload_into(static.num_accept_tokens[:live], accepted)
+    upload_into(static.num_correct_drafts[:live], accepted - 1)
+    upload_into(static.extend_seq_lens[:live], torch.tensor([r.new for r in loaded.step.requests], dtype=torch.int32))
+    upload_into(static.hidden_states[:tokens], loaded.data.hidden)
 
 
 def _replay_spec(

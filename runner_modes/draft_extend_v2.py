@@ -12,6 +12,7 @@ from .decode import all_live_rows
 from .draft_extend import accepted_counts, captured_draft_spec, extend_fields, fill_draft_buffers
 from .harness import LoadedStep, ServerHarness
 from .mode_driver import ModeDriver
+from .uploads import upload, upload_into
 
 __all__ = ["DRAFT_EXTEND_V2"]
 
@@ -19,14 +20,14 @@ __all__ = ["DRAFT_EXTEND_V2"]
 def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
     accepted, n = accepted_counts(loaded), loaded.schedule.case.width
     return DraftExtendInput(
-        hidden_states=loaded.data.hidden.to(harness.device),
-        num_correct_drafts=(accepted - 1).to(harness.device),
-        num_accept_tokens=accepted.to(harness.device),
-        positions=loaded.data.positions.to(harness.device),
+        hidden_states=upload(loaded.data.hidden, harness.device),
+        num_correct_drafts=upload(accepted - 1, harness.device),
+        num_accept_tokens=upload(accepted, harness.device),
+        positions=upload(loaded.data.positions, harness.device),
         num_accept_tokens_cpu=accepted.tolist() if harness.capabilities.needs_cpu_seq_lens else None,
         num_tokens_per_req=n,
         extend_seq_lens_cpu=[n] * loaded.step.bs,
-        select_index=(torch.arange(loaded.step.bs) * n + accepted - 1).to(harness.device),
+        select_index=upload(torch.arange(loaded.step.bs) * n + accepted - 1, harness.device),
     )
 
 
@@ -34,7 +35,7 @@ def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: 
     fill_draft_buffers(harness, static, loaded, bs)
     accepted, n = accepted_counts(loaded), loaded.schedule.case.width
     # The tail stays as an earlier replay left it, in range and unused.
-    static.select_index[: loaded.step.bs].copy_(torch.arange(loaded.step.bs) * n + accepted - 1)
+    upload_into(static.select_index[: loaded.step.bs], torch.arange(loaded.step.bs) * n + accepted - 1)
 
 
 def _replay_spec(

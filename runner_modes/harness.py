@@ -17,6 +17,7 @@ from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendConte
 from attn_testkit.model import Model, pack
 
 from .errors import no_mode_left
+from .uploads import upload_into
 
 __all__ = ["LoadedStep", "ServerHarness", "context_for"]
 
@@ -128,17 +129,17 @@ class ServerHarness:
             data = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
         pool = self.context.kv_pool.storage
         rows_of_table = pack(data.q, data.k, data.v, mla=self.context.layers[0].is_mla)
-        self.model.table[: step.tokens].copy_(rows_of_table)
-        self.model.hidden_table[: step.tokens].copy_(data.hidden)
+        upload_into(self.model.table[: step.tokens], rows_of_table)
+        upload_into(self.model.hidden_table[: step.tokens], data.hidden)
         slots = image.shape[2]
         raw = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
         if slots < pool.shape[2]:
             raw[:, :, slots:] = (0x7F if math.isnan(self.unowned) else 0) if raw.dtype == torch.uint8 else self.unowned
-        raw[:, :, :slots].copy_(image.view(raw.dtype))
+        upload_into(raw[:, :, :slots], image.view(raw.dtype))
         if self.copies_pool:
             self._pool_before.copy_(pool)
         rows, ctx = step.req_to_token.shape
-        self.context.req_to_token[:rows, :ctx].copy_(torch.from_numpy(step.req_to_token))
+        upload_into(self.context.req_to_token[:rows, :ctx], torch.from_numpy(step.req_to_token))
         return LoadedStep(schedule, step, data, slots)
 
     def written(self, loaded: LoadedStep) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,7 @@ from .errors import blame
 from .harness import LoadedStep, ServerHarness
 from .observe import observe, snapshot
 from .options import DriveOptions
+from .uploads import upload_into
 
 __all__ = ["Replayed", "plan_only", "replay"]
 
@@ -157,12 +158,12 @@ def _fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
         static.req_pool_indices.zero_()
     if case.padding == "nan":
         static.input_ids.fill_(harness.model.nan_row)
-    static.input_ids[:tokens].copy_(torch.arange(tokens))
-    static.positions[:tokens].copy_(data.positions)
-    static.out_cache_loc[:tokens].copy_(data.out_cache_loc)
-    static.req_pool_indices[:live].copy_(torch.tensor([r.pool_row for r in step.requests]))
+    upload_into(static.input_ids[:tokens], torch.arange(tokens))
+    upload_into(static.positions[:tokens], data.positions)
+    upload_into(static.out_cache_loc[:tokens], data.out_cache_loc)
+    upload_into(static.req_pool_indices[:live], torch.tensor([r.pool_row for r in step.requests]))
     lens = torch.tensor(seq_lens_of(case.mode, loaded), dtype=torch.int64)
-    static.seq_lens[:live].copy_(lens)
+    upload_into(static.seq_lens[:live], lens)
     static.seq_lens_cpu[:live].copy_(lens)
     graphs.driver.fill(harness, static, loaded, step.bucket)
 

@@ -18,6 +18,7 @@ from .errors import blame
 from .harness import LoadedStep, ServerHarness
 from .hook_answers import verify_mask_of
 from .mode_driver import ModeDriver
+from .uploads import upload, upload_into
 
 __all__ = ["TARGET_VERIFY"]
 
@@ -35,12 +36,12 @@ def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor
     mirrors = harness.capabilities.needs_cpu_seq_lens
     prefixes = torch.tensor([r.prefix for r in step.requests], dtype=torch.int64)
     return VerifyInput(
-        draft_token=torch.arange(step.tokens).to(device),
+        draft_token=upload(torch.arange(step.tokens), device),
         custom_mask=mask,
-        positions=loaded.data.positions.to(device),
-        retrieve_index=torch.arange(step.bs * n).view(step.bs, n).to(device),
-        retrieve_next_token=torch.from_numpy(np.stack([first for first, _ in links])).to(device),
-        retrieve_next_sibling=torch.from_numpy(np.stack([sibling for _, sibling in links])).to(device),
+        positions=upload(loaded.data.positions, device),
+        retrieve_index=upload(torch.arange(step.bs * n).view(step.bs, n), device),
+        retrieve_next_token=upload(torch.from_numpy(np.stack([first for first, _ in links])), device),
+        retrieve_next_sibling=upload(torch.from_numpy(np.stack([sibling for _, sibling in links])), device),
         spec_steps=loaded.schedule.spec_steps,
         topk=loaded.schedule.case.topk,
         draft_token_num=n,
@@ -54,7 +55,7 @@ def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor
 def _fresh(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
     """The mask in memory of its own, allocated for this step: what a server does for a backend without a buffer."""
     mask = full_mask(_trees(loaded), [r.prefix for r in loaded.step.requests])
-    return _verify_input(harness, loaded, torch.from_numpy(mask).to(harness.device), TreeMaskMode.FULL_MASK)
+    return _verify_input(harness, loaded, upload(torch.from_numpy(mask), harness.device), TreeMaskMode.FULL_MASK)
 
 
 def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
@@ -82,7 +83,7 @@ def _in_owned_buffer(harness: ServerHarness, loaded: LoadedStep, owned: VerifyMa
         room = owned.buffer.view(torch.uint8)
         if loaded.schedule.case.padding == "stale":
             room.fill_(_ALL_VISIBLE[owned.mode])
-        room[: len(data)].copy_(data)
+        upload_into(room[: len(data)], data)
     return _verify_input(harness, loaded, owned.buffer, owned.mode)
 
 

@@ -7,11 +7,12 @@ on the other values get a small case each (``small_cases.py``); what is left eve
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
+from cachetools import LRUCache, cached
 from covertable import make
 from covertable.sorters import hash as by_hash
 
@@ -283,7 +284,7 @@ def _wide_heads(claims: Capabilities, plain: Case) -> Iterator[Case]:
         yield replace(plain, heads=Heads("gqa", 2 * ratio, 2), rope_dim=0, data="gauss")
 
 
-@lru_cache(maxsize=64)
+@cached(LRUCache(64), condition=threading.Condition())
 def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
     """The cases of a tier for one mode of a backend with these claims, always in the same order.
 
@@ -295,9 +296,7 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
     if any(not values for values in dimensions.values()):
         return ()
     strength = min(TIERS[tier], len(names))
-    # Indices, because the library hashes and compares what it is given.
-    factors = [list(range(len(dimensions[name]))) for name in names]
-    rows = make(factors, strength=strength, sorter=by_hash, salt=mode.value) if strength > 1 else _once(factors)
+    rows = _rows(tuple(len(dimensions[name]) for name in names), strength, mode.value)
     cases: dict[str, Case] = {}
     for row in rows:
         built = _build(claims, mode, {name: dimensions[name][i] for name, i in zip(names, row, strict=True)})
@@ -314,6 +313,16 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
         small = small_cases(claims, mode, tier, list(cases.values()), lambda case: _fits(claims, case))
         cases.update((case.id, case) for case in small)
     return tuple(cases.values())
+
+
+@cached(LRUCache(256), condition=threading.Condition())
+def _rows(sizes: tuple[int, ...], strength: int, salt: str) -> list[list[int]]:
+    """A covering array over dimensions of so many values, as indices. Many backends differ in nothing else."""
+    factors = [list(range(size)) for size in sizes]
+    found: list[list[int]] = (
+        make(factors, strength=strength, sorter=by_hash, salt=salt) if strength > 1 else _once(factors)
+    )
+    return found
 
 
 def _once(factors: Sequence[Sequence[int]]) -> list[list[int]]:
