@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, Pipe
@@ -109,6 +108,9 @@ class JudgeProcess:
     def _receive(self, kind: str) -> Any:
         try:
             found, value = self._connection.recv()
+        except TimeoutError:
+            # An alarm of the caller's: the judge has not ended.
+            raise
         except (EOFError, OSError) as error:
             raise self._ended() from error
         if found == "usage":
@@ -118,7 +120,10 @@ class JudgeProcess:
         return value
 
     def _ended(self) -> JudgeError:
-        code = self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE)
+        self.close()
+        code = self._process.returncode
         return JudgeError(f"the process that judges ended with exit code {code}; what it printed stands above")
 
 
@@ -163,12 +168,13 @@ def _serve() -> None:
     except BaseException as error:
         connection.send(("error", f"the judge could not start: {type(error).__name__}: {error}"))
         raise
-    ended = threading.Event()
+    ending: list[bool] = []
 
     def stop(*_: object) -> None:
-        # A signal in the middle of it goes back to it: the front end closes the pipe and sends one as well.
-        if not ended.is_set():
-            ended.set()
+        # A signal in the middle of it goes back to it: the front end closes the pipe and sends one as well. No lock may
+        # be taken here that this thread could hold when the signal comes, such as an Event's.
+        if not ending:
+            ending.append(True)
             runner.close()
             os._exit(0)
 

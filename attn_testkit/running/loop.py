@@ -50,7 +50,8 @@ class Runner:
         self._described: dict[Candidate, Described] = {}
         self._idle: list[Worker | LocalWorker] = []
         self._busy: set[Worker | LocalWorker] = set()
-        self._lock = threading.Lock()
+        # A signal may come while this very thread holds it, and its handler closes everything.
+        self._lock = threading.RLock()
         self._trimmer = Trimmer()
         self._closed = False
         self._jobs = 1

@@ -18,8 +18,6 @@ _ALLOWED = {
     "attn_testkit.contract.modes": {"ForwardMode"},
     "attn_testkit.results": {"Finding"},
     "attn_testkit.runner_modes.messages": {"Described", "Driven", "StepRecord"},
-    "builtins": {"frozenset", "set"},
-    "copyreg": {"_reconstructor", "__newobj__"},
     "numpy": {"dtype", "ndarray"},
     "numpy._core.multiarray": {"_reconstruct", "scalar"},
     "numpy._core.numeric": {"_frombuffer"},

@@ -114,6 +114,34 @@ def test_a_judge_that_ends_its_workers_is_not_cut_short_by_being_told_to_again(j
     assert notes.read_text() == "closing\nclosed\n"
 
 
+def test_a_storm_of_signals_ends_a_judge_and_never_leaves_it_waiting_for_itself(judge: Made, tmp_path: Path) -> None:
+    for _ in range(5):
+        one = judge(Options(gpus=(str(tmp_path / "notes"),), timeout_s=0.001))
+        one.plan("")
+        one._connection.close()
+        deadline = time.monotonic() + 60
+        while one._process.poll() is None and time.monotonic() < deadline:
+            one._process.send_signal(signal.SIGTERM)
+        assert one._process.poll() == 0
+
+
+def test_an_alarm_of_the_callers_is_the_callers_and_not_the_end_of_the_judge(judge: Made) -> None:
+    one = judge()
+    one.plan("")
+
+    class Late:
+        def recv(self) -> object:
+            raise TimeoutError("an alarm")
+
+    ours = one._connection
+    one._connection = Late()  # type: ignore[assignment]
+    with pytest.raises(TimeoutError, match="an alarm"):
+        one._receive("plan")
+    one._connection = ours
+    assert one._process.poll() is None
+    assert one.plan("options") == Options()
+
+
 def test_a_judge_whose_front_end_is_gone_ends_its_workers_and_itself(judge: Made, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     one = judge(Options(gpus=(str(notes),), timeout_s=0.001))
