@@ -9,8 +9,9 @@ import importlib.util
 import pkgutil
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -121,10 +122,16 @@ def origin_of(spec: str) -> Origin:
     if point is not None:
         return _entry_origin(point)
     top = spec.partition(":")[0].partition(".")[0]
-    owners = metadata.packages_distributions().get(top, [])
+    owners = _owners_of_packages().get(top, ())
     if owners:
         return Origin(owners[0], metadata.version(owners[0]))
     return Origin(file=_file_of(top))
+
+
+@lru_cache(maxsize=1)
+def _owners_of_packages() -> Mapping[str, Sequence[str]]:
+    # It reads the file lists of everything that is installed: up to a second.
+    return metadata.packages_distributions()
 
 
 def _entry_points() -> Mapping[str, metadata.EntryPoint]:
