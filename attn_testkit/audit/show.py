@@ -49,7 +49,7 @@ def verdict_line(audit: Audit) -> str:
     refused = sum(not verdict.green for verdict in audit.hostile)
     idle, controls = audit.idle_checks, {verdict.name for verdict in audit.controls}
     parts = [
-        f"{caught} of {len(audit.faults)} faults caught",
+        *([f"{caught} of {len(audit.faults)} faults caught"] if audit.faults else []),
         *([f"{alarms} false alarms in {len(controls)} healthy controls"] if controls else []),
         *([f"hostile backends: {refused} of {len(audit.hostile)} got no green"] if audit.hostile else []),
         *([f"checks that catch nothing that others do not: {', '.join(idle)}"] if idle else []),

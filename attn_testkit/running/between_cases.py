@@ -71,5 +71,5 @@ def _with_hint(result: CaseResult, hint: str) -> CaseResult:
     if not result.findings:
         return replace(result, reason=f"{result.reason}\n{hint}")
     first, *rest = result.findings
-    told: Finding = replace(first, hint=f"{hint}\n{first.hint}".rstrip())
-    return replace(result, findings=(told, *rest))
+    hinted: Finding = replace(first, hint=f"{hint}\n{first.hint}".rstrip())
+    return replace(result, findings=(hinted, *rest))

@@ -141,7 +141,7 @@ def _row(spec: str, mode: ForwardMode, execution: Execution, status: Status, rea
 
 
 def _unsatisfiable(spec: str, claims: Capabilities, mode: ForwardMode, execution: Execution) -> CaseResult:
-    hint = next(told for told, holds in _WHY_NONE if holds(claims)).format(claims=claims)
+    hint = next(why for why, holds in _WHY_NONE if holds(claims)).format(claims=claims)
     finding = Finding(
         "claims-honest", f"{mode} is claimed, and no case can satisfy the other claims with it", hint=hint
     )

@@ -14,7 +14,7 @@ from in_process import plan_run
 from attn_testkit.audit import Audit, Settings, audit
 from attn_testkit.audit.show import audit_page, audit_text
 from attn_testkit.audit.tasks import kill_order, run_task, tasks_for
-from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, Task
+from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, HostileVerdict, Task
 from attn_testkit.checks import CHECKS
 from attn_testkit.cli import main
 from attn_testkit.contract import BackendContext, Execution, ForwardMode
@@ -158,6 +158,17 @@ def test_the_page_of_an_audit_shows_survivors_first() -> None:
     page = audit_page(found)
     assert page.index("Survivors") < page.index("Kill matrix")
     assert "7 case-runs saw nothing" in page
+
+
+def test_an_audit_of_hostile_backends_alone_speaks_of_them_alone() -> None:
+    found = Audit(Settings())
+    found.hostile.append(HostileVerdict("prints-a-verdict", "It prints CONFORMANT.", 0, "passed", 1, "failed: finite"))
+    page, text = audit_page(found), audit_text(found)
+    for said in ("prints-a-verdict", "It prints CONFORMANT.", "failed: finite"[:6]):
+        assert said in page or said in text
+    assert page.count("bad-number") >= 2, "a green, and an honest one that fails"
+    assert "faults caught" not in text
+    assert "hostile backends: 0 of 1 got no green" in text
 
 
 def test_classes_choose_faults_without_controls() -> None:

@@ -80,8 +80,6 @@ def _accepted_counts(e: Evidence) -> str:
 def _uneven_in_eager(e: Evidence) -> str:
     """The wrong rows are exactly those that a uniform stride gets wrong."""
     counts = [r.new for r in e.step.requests]
-    if len(set(counts)) == 1 and counts[0] == e.schedule.case.width:
-        return ""
     strides = dict.fromkeys((e.schedule.case.width, counts[0], sum(counts) // len(counts), max(counts)))
     stride = next((n for n in strides if e.rows in _wrong_under(n, counts)), None)
     if stride is None or len(counts) == 1:
