@@ -183,9 +183,10 @@ def _serve() -> None:
     while True:
         try:
             message = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
+            # Reset where the front end went away without having read everything.
             stop()
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(ConnectionError):
             _answer(runner, message, connection)
 
 
@@ -203,7 +204,7 @@ def _answer(runner: Any, message: tuple[Any, ...], connection: Connection) -> No
             connection.send(("claims", runner.claims_lines(*values)))
     except UsageError as error:
         connection.send(("usage", str(error)))
-    except BrokenPipeError:
+    except ConnectionError:
         raise
     except Exception as error:
         connection.send(("error", "".join(traceback.format_exception(error)).rstrip()))

@@ -85,7 +85,7 @@ def serve(connection: Connection) -> None:
     while True:
         try:
             described, plan, item = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         connection.send(_answer(drive, described, plan, item))
         trimmer.after_case()
@@ -96,7 +96,7 @@ def _answer(drive: Drive, described: Described, plan: Plan, item: Item) -> tuple
         return "result", judge_item(drive, described, plan, item)
     except WorkerLost as error:
         return "lost", error.status, error.reason
-    except EOFError:
+    except (EOFError, ConnectionError):
         raise
     except Exception as error:
         trace = "".join(traceback.format_exception(error)).rstrip()

@@ -164,7 +164,7 @@ def serve(
     while True:
         try:
             number, request = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             os._exit(0)
         faulthandler.dump_traceback_later(_patience(timeout_s), exit=False)
         connection.send((number, _answer(worker, request)))

@@ -47,6 +47,8 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     )
     monkeypatch.setattr(worker, "LocalWorker", Local)
     monkeypatch.setattr(worker, "faulthandler", watch)
+    # It would seal the oracle of the tests' own process.
+    monkeypatch.setattr(worker, "seal_oracle", lambda: taken.append("seals the oracle"))
     monkeypatch.setattr(worker.os, "_exit", ended)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: taken.append(("threads", count)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
@@ -70,6 +72,7 @@ def test_it_describes_itself_answers_and_ends_with_the_pipe_and_never_hangs_unhe
     importing, patience = ("will say where in", 59.5, False), ("will say where in", 299.5, False)
     assert notes == [
         ("threads", 1),
+        "seals the oracle",
         *(importing, ("imports", "m:A", "cuda", "3"), "in time", ("says", "described")),
         *(patience, ("drives", "x"), ("says", (0, "answer to x")), "in time"),
         *(patience, ("drives", "y"), ("says", (1, "answer to y")), "in time"),
