@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -157,6 +158,8 @@ def _run(module: str, connection: Connection, words: str, arguments: tuple[Any, 
     output = os.open(words, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    # The judge's would tell a backend what is asked, and from where: its search path stands in both.
+    sys.argv[:], sys.orig_argv[:] = [""], [sys.executable]
     threading.Thread(target=_die_with_parent, daemon=True).start()
     faulthandler.enable(all_threads=False)
     # In the process that children are forked from it may be imported already.

@@ -10,6 +10,9 @@ import torch
 from attn_testkit.runner_modes.errors import ContractError, DriveError, blame, no_mode_left
 from torch.overrides import TorchFunctionMode
 
+from attn_testkit.audit import Settings
+from attn_testkit.audit.hostile import FrontEnd, run_hostile
+from attn_testkit.audit.verdicts import Task
 from attn_testkit.checks.claims import refuses_undeclared
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.graphs.host_syncs import host_syncs_forbidden
@@ -141,3 +144,13 @@ def test_an_answer_has_the_number_of_its_question(said: object, reason: str, mon
     with pytest.raises(WorkerLost, match=reason):
         worker.drive(request)
     assert worker.ended
+
+
+def test_a_worker_is_not_told_by_its_command_line_from_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend("/somewhere/pytest-of-somebody")
+    front_end = FrontEnd(Settings(device="cpu", timeout_s=60.0))
+    try:
+        verdict = run_hostile(Task("hostile", "right-where-it-is-looked-at"), front_end)
+    finally:
+        front_end.close()
+    assert verdict.ending.startswith("failed: ")
