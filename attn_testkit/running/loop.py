@@ -12,7 +12,6 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
-from weakref import WeakKeyDictionary
 
 from ..cases.case import parse_case
 from ..contract import Capabilities, Execution
@@ -54,9 +53,6 @@ class Runner:
         self._lock = threading.RLock()
         self._trimmer = Trimmer()
         self._closed = False
-        self._jobs = 1
-        self._history: WeakKeyDictionary[Worker | LocalWorker, list[DriveCase]] = WeakKeyDictionary()
-        """What each worker has driven, or was told to drive."""
         self._wrong_afresh: Counter[tuple[str, ...]] = Counter()
         """Kind of failure -> how often it was found in a fresh process too."""
         self._right_afresh: Counter[str] = Counter()
@@ -99,12 +95,11 @@ class Runner:
         """Results as they come, one for each item. Closing the generator ends what is running."""
         waiting = deque(_groups(items))
         jobs = 1 if self.options.in_process else max(1, min(self.options.jobs, len(waiting)))
-        self._jobs = jobs
-        if jobs == 1:
-            with contextlib.closing(self._results(plan, waiting, self._gpu(0))) as results:
-                yield from results
+        if jobs > 1:
+            yield from self._run_threads(plan, waiting, jobs)
             return
-        yield from self._run_threads(plan, waiting, jobs)
+        with contextlib.closing(self._results(plan, waiting, 0, jobs, threading.Event())) as results:
+            yield from results
 
     def close(self) -> None:
         """End every worker, and every process that judges and is idle."""
@@ -126,18 +121,18 @@ class Runner:
             self.close()
             self._closed = False
 
-        yield from merged([self._results(plan, waiting, self._gpu(i), ended) for i in range(jobs)], give_up)
+        yield from merged([self._results(plan, waiting, i, jobs, ended) for i in range(jobs)], give_up)
 
     def _results(
-        self, plan: Plan, waiting: deque[_Group], gpu: str, ended: threading.Event | None = None
+        self, plan: Plan, waiting: deque[_Group], index: int, jobs: int, ended: threading.Event
     ) -> Generator[CaseResult, None, None]:
-        """What one thread does, until ``ended`` is set."""
+        """What one thread of ``jobs`` does, until ``ended`` is set."""
         candidates = {candidate.spec: candidate for candidate in plan.candidates}
-        place = _Place(self, plan.device, gpu)
-        judging = self._judging_process() if self._beside or self._jobs > JUDGED_HERE else None
+        place = _Place(self, plan.device, self._gpu(index))
+        judging = self._judging_process() if self._beside or jobs > JUDGED_HERE else None
         try:
-            for item, after in _with_next(waiting, self._jobs):
-                if self._closed or (ended and ended.is_set()):
+            for item, after in _with_next(waiting, jobs):
+                if self._closed or ended.is_set():
                     return
                 same = after is not None and after.backend == item.backend
                 place.next = _request(after) if after and same else None
@@ -145,8 +140,10 @@ class Runner:
                 self._trimmer.after_case()
         finally:
             place.leave()
-            if judging is not None:
+            if judging is not None and not self._closed and not ended.is_set():
                 self._judging.append(judging)
+            elif judging is not None:
+                judging.close()
 
     def _judging_process(self) -> JudgingProcess:
         """One that is idle: it knows the answers to what it has judged."""
@@ -334,9 +331,8 @@ class _Place:
 
     def _prepare(self, worker: Worker | LocalWorker) -> None:
         """Have it drive what every process is to drive first."""
-        history = self._runner._history.setdefault(worker, [])
-        for request in () if history else map(_named_request, self._runner.options.after):
-            history.append(request)
+        for request in () if worker.history else map(_named_request, self._runner.options.after):
+            worker.history.append(request)
             worker.drive(request)
 
     def drive(self, request: DriveCase | Rerun) -> Driven:
@@ -357,14 +353,14 @@ class _Place:
             answer = worker.drive(request)
         if isinstance(request, DriveCase) and self.next is not None:
             worker.ahead(self.next)
-            self._runner._history[worker].append(self.next)
+            worker.history.append(self.next)
             self.next = None
         return answer
 
     def _note(self, request: DriveCase | Rerun) -> None:
         """Keep in mind what a worker drives, and what came before."""
         assert self._worker is not None
-        history = self._runner._history.setdefault(self._worker, [])
+        history = self._worker.history
         if not isinstance(request, DriveCase):
             return
         # One that was begun ahead is the last of the list already.

@@ -13,9 +13,9 @@ from ..results import Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
 from . import forking
 from .candidate import Candidate
-from .child import Child, ChildLost, ending
+from .child import Child, ChildLost
 
-__all__ = ["Worker", "WorkerLost", "WorkerStartError", "ending", "import_seconds"]
+__all__ = ["Worker", "WorkerLost", "WorkerStartError", "import_seconds"]
 
 _IMPORT_SECONDS = 60.0
 """What importing a backend may take at least: of a large package, from a cold disk, on a busy machine."""
@@ -53,6 +53,8 @@ class Worker:
     def __init__(self, candidate: Candidate, device: str, timeout_s: float, *, gpu: str = "") -> None:
         self.candidate, self.gpu = candidate, gpu
         self.described: Described | None = None
+        self.history: list[DriveCase] = []
+        """What it has driven, or was told to drive."""
         self._timeout_s = timeout_s
         self._ahead: DriveCase | Rerun | None = None
         self._number = 0

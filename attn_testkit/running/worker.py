@@ -44,6 +44,8 @@ class LocalWorker:
         """Raises ``UsageError`` when the backend cannot be imported."""
         self.candidate = candidate
         self.ended = False
+        self.history: list[DriveCase] = []
+        """What it has driven."""
         self.environment: Environment = resolve(device)
         self.environment.prepare_process()
         with self.environment.active():

@@ -40,6 +40,7 @@ class FakeWorker:
     def __init__(self, candidate: Candidate, device: str, timeout_s: float, *, gpu: str = "") -> None:
         self.candidate, self.device, self.timeout_s, self.gpu = candidate, device, timeout_s, gpu
         self.ended = False
+        self.history: list[DriveCase] = []
         FakeWorker.made.append(self)
         FakeWorker.alive += 1
         FakeWorker.most = max(FakeWorker.most, FakeWorker.alive)
