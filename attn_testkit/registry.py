@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata as metadata
 import importlib.util
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -172,15 +173,16 @@ def _import(spec: str, module_name: str) -> ModuleType:
 
 
 def _import_failed(spec: str, module_name: str, error: BaseException) -> str:
-    # The innermost frame that is neither import machinery nor our refusal of a claim: the line of the user's file that
-    # broke.
-    foreign = ("importlib", "<string>", str(Path(__file__).with_name("contract")))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in foreign)]
-    own = [f for f in frames if f.filename != __file__]
-    at = f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+    # The innermost frame that an author can mend: the line of the user's file that broke, or of a package it imports.
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _MACHINERY.search(f.filename)]
+    at = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     text = readable(" ".join(message_of(error).split()), MOST_OF_A_MESSAGE)
     return f"backend {spec!r}: importing {module_name} failed: {type(error).__name__}: {text}{at}"
 
+
+_KIT = re.escape(str(Path(__file__).parent))
+_MACHINERY = re.compile(rf"importlib|<string>|/site-packages/(torch|triton)/|{_KIT}/(\w+\.py|(contract|emulation|graphs)/)")
+"""Files whose frames are no author's line: what imports, what refuses a claim, torch, and the emulation in its place."""
 
 MOST_OF_A_MESSAGE = 1000
 """Characters."""

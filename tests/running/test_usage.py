@@ -3,6 +3,7 @@
 import pytest
 from in_process import check_backend, plan_run, run
 
+from attn_testkit.cli import main as command
 from attn_testkit.registry import UsageError
 from attn_testkit.results import Status, exit_code
 
@@ -29,6 +30,18 @@ def test_wrong_usage_is_answered_in_one_line(arguments: dict[str, object], messa
         plan_run(**{"device": "cpu", **arguments})  # type: ignore[arg-type]
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_module_that_asks_the_device_where_it_is_imported_is_answered() -> None:
+    asked = ["--device", "cpu", "--mode", "decode", "--case", CASE]
+    assert command(["run", "-b", "asks_at_import:Backend", *asked]) == 0
+
+
+def test_an_import_that_breaks_on_the_device_names_the_authors_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["run", "-b", "reshapes_at_import:Backend", "--device", "cpu"]) == 4
+    said = " ".join(capsys.readouterr().err.split())
+    assert "RuntimeError: shape '[2, 2]' is invalid for input of size 3" in said
+    assert said.endswith("reshapes_at_import.py:5)")
 
 
 def test_a_device_that_is_not_there_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
