@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +26,28 @@ __all__ = [
     "disable_modes",
     "has_composite_kernel",
     "is_gone",
+    "keep_identity",
     "raw_storage",
+    "release_identity",
     "run_kernel",
     "same_generator",
     "self_tests",
+    "storage_at",
     "storage_from_weak",
     "use_count",
     "weak_reference",
+    "without_modes",
 ]
 
 disable_functions = torch._C.DisableTorchFunction
 disable_modes = _disable_current_modes
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many own the storage of an identity; 0 when it is gone and its identity is kept."""
+keep_identity: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._weak_ref
+"""The identity of a storage, which is given to no other until `release_identity`; the storage itself may go."""
+release_identity: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+storage_at: Callable[[int], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
+"""The storage of an identity that is kept, None when it is gone."""
 _CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -97,6 +108,14 @@ def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
+def without_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function with no dispatch mode active."""
+    if not torch._C._len_torch_dispatch_stack():
+        return function(*args, **kwargs)
+    with disable_modes():
+        return function(*args, **kwargs)
+
+
 def default_device() -> torch.device | None:
     """What `torch.set_default_device` was given, if anything."""
     return torch.utils._device.CURRENT_DEVICE
@@ -113,9 +132,24 @@ def _weak_references_see_death() -> bool:
 def _use_count_sees_the_last_owner() -> bool:
     tensor = torch.zeros(4)
     storage = tensor.untyped_storage()
-    both = use_count(storage._cdata)
+    key = keep_identity(storage)
+    both = use_count(key)
     del tensor
-    return both > use_count(storage._cdata) == 1
+    one = use_count(key)
+    del storage
+    none = use_count(key)
+    release_identity(key)
+    return both > one == 1 and none == 0
+
+
+def _identities_are_kept() -> bool:
+    tensor = torch.zeros(4)
+    key = keep_identity(tensor.untyped_storage())
+    same = key == tensor.untyped_storage()._cdata and storage_at(key) is not None
+    del tensor
+    gone = storage_at(key) is None
+    release_identity(key)
+    return same and gone
 
 
 def _aliases_do_not_own() -> bool:
@@ -167,6 +201,11 @@ SELF_TESTS: dict[str, tuple[Callable[[], bool], str]] = {
         _weak_references_see_death,
         "StorageWeakRef / UntypedStorage._new_with_weak_ptr no longer show when memory is freed: dangling memory would"
         " go unseen",
+    ),
+    "storage identities": (
+        _identities_are_kept,
+        "UntypedStorage._weak_ref / _cdata / _free_weak_ref no longer name one storage: host memory could pass for"
+        " device memory",
     ),
     "storage use count": (
         _use_count_sees_the_last_owner,

@@ -113,7 +113,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy_to_device(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
         with self:
             return copy_across(
-                self.session, source, kwargs.get("dtype") or source.dtype, True, bool(kwargs.get("non_blocking"))
+                self.session, source, kwargs.get("dtype"), True, bool(kwargs.get("non_blocking"))
             )
 
     def _device(
