@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_testkit.emulation import private
-from attn_testkit.emulation.arguments import map_tensors
+from attn_testkit.emulation.arguments import NO_TENSORS, map_tensors
 from attn_testkit.emulation.crossings import HANDLERS
 from attn_testkit.emulation.errors import EmulationError, spell
 from attn_testkit.emulation.generators import EmulatedGenerator
@@ -58,12 +58,11 @@ _ASKS = frozenset(
 _NATIVE = frozenset({type(Tensor.add), type(Tensor.__getitem__), type(torch.zeros)})
 _PROPERTY = type(Tensor.shape.__get__)
 _HANDLED_IF_STRICT = frozenset({Tensor.__getitem__, Tensor.__setitem__, Tensor.tolist})
-_HANDLED = (HANDLERS.keys() - _HANDLED_IF_STRICT) | _LOOKED_INTO
+_HANDLED = frozenset(HANDLERS.keys() - _HANDLED_IF_STRICT) | _LOOKED_INTO
 _PLACING = frozenset({"device", "pin_memory", "generator"})
 
 _HOST, _HOST_SCALAR, _DEVICE = 1, 2, 4
 _BOTH = _HOST | _DEVICE
-_NO_TENSORS = frozenset({int, float, bool, str, slice, type(None), torch.Size, torch.dtype})
 
 
 def _places(values: Iterable[Any]) -> int:
@@ -71,7 +70,7 @@ def _places(values: Iterable[Any]) -> int:
     found = 0
     for value in values:
         kind = type(value)
-        if kind in _NO_TENSORS:
+        if kind in NO_TENSORS:
             continue
         if kind is Tensor or isinstance(value, Tensor):
             try:
@@ -177,8 +176,7 @@ class DeviceFunctions(TorchFunctionMode):
         """Run `func` with every operation below it looked at; a capture looks at them anyway."""
         if self.session.capture is not None:
             return func(*args, **kwargs)
-        with self._watcher:
-            return func(*args, **kwargs)
+        return self._watcher.watch(func, args, kwargs)
 
     def _twin_on_device(self, tensor: Tensor) -> Tensor:
         """For torch.zeros_like(host_tensor, device="cuda"): only the shape is wanted."""
@@ -198,8 +196,7 @@ class DeviceFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         mixed = found > _DEVICE
         if session.sync_mode or mixed or func in _LOOKED_INTO or (type(func) in _NAMES_DEVICES and func not in _PLAIN):
-            with self._watcher:
-                return func(*args, **kwargs)
+            return self._watcher.watch(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _place(self, kwargs: dict[str, Any], on_device: bool) -> tuple[bool, dict[str, Any], bool]:

@@ -5,7 +5,6 @@ A new torch release that changes one of them shows here first, as one clear sent
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +21,16 @@ __all__ = [
     "TorchFunctionMode",
     "can_decompose",
     "default_device",
+    "direct_call",
     "disable_functions",
     "disable_modes",
     "has_composite_kernel",
+    "inference",
     "is_gone",
     "keep_identity",
+    "opened",
+    "pop_mode",
+    "push_mode",
     "raw_storage",
     "release_identity",
     "run_kernel",
@@ -40,6 +44,8 @@ __all__ = [
 ]
 
 disable_functions = torch._C.DisableTorchFunction
+inference = functools.partial(torch._C._InferenceMode, True)
+"""`torch.inference_mode()` without a function of Python on the way."""
 disable_modes = _disable_current_modes
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many own the storage of an identity; 0 when it is gone and its identity is kept."""
@@ -48,15 +54,16 @@ keep_identity: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._wea
 release_identity: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 storage_at: Callable[[int], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
 """The storage of an identity that is kept, None when it is gone."""
+_CPU = torch.device("cpu")
 _CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+_IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def raw_storage(address: int, nbytes: int) -> torch.UntypedStorage:
     """A storage on memory that it does not own and does not keep alive."""
-    buffer = (ctypes.c_uint8 * nbytes).from_address(address)
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    return torch._C._construct_storage_from_data_pointer(address, _CPU, nbytes)
 
 
 def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
@@ -76,8 +83,6 @@ def same_generator(a: torch.Generator, b: torch.Generator) -> bool:
 
 def storage_from_weak(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage behind a weak reference, None when it is gone."""
-    if is_gone(weak):
-        return None
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
 
 
@@ -89,6 +94,18 @@ def can_decompose(op: torch._ops.OpOverload) -> bool:
 def has_composite_kernel(op: torch._ops.OpOverload) -> bool:
     """Whether the same C++ code, made of other operations, serves CPU and CUDA (explicitly composite)."""
     return any(_has_kernel(op, key) for key in _EXPLICIT) and not _has_kernel(op, "CPU")
+
+
+def direct_call(op: torch._ops.OpOverload) -> Callable[..., object]:
+    """What calling `op` comes to, without a function of Python on the way."""
+    return op._op if type(op) is torch._ops.OpOverload else op
+
+
+def opened(op: torch._ops.OpOverload, implicit: bool) -> Callable[..., object]:
+    """Calls a composite so that the active modes see the operations inside it."""
+    if not implicit:
+        return functools.partial(op.redispatch, _CPU_KEYS)
+    return op.decompose if _IMPLICIT in op.py_kernels else functools.partial(op._op_dk, _IMPLICIT)
 
 
 def run_kernel(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -106,6 +123,12 @@ def _only_for_cuda(op: torch._ops.OpOverload) -> bool:
 def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
     name = op.name()  # type: ignore[no-untyped-call]
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
+"""Have a dispatch mode see operations, as `with mode:` does, without the accounts that torch.compile keeps."""
+pop_mode = functools.partial(torch._C._pop_torch_dispatch_stack, None)
+"""End the last `push_mode`."""
 
 
 def without_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

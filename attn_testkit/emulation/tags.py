@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_testkit.emulation.private import disable_functions, keep_identity, release_identity, storage_at, use_count
-from attn_testkit.emulation.sites import UNKNOWN, Site, Spot, author_spot, site_of
+from attn_testkit.emulation.sites import Spot, author_spot
 
 _FIRST_PURGE = 128
 _STRIDED = torch.strided
@@ -133,7 +133,6 @@ def tag_pinned(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def allocation_site(key: int) -> Site:
-    """The line that allocated a storage."""
-    spot = _device.get(key) or _pinned.get(key)
-    return site_of(spot) if spot else UNKNOWN
+def allocation_spot(key: int) -> Spot | None:
+    """Where a storage was allocated, if it is known."""
+    return _device.get(key) or _pinned.get(key)
