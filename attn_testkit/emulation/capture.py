@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attn_testkit.emulation.memory import Block
 from attn_testkit.emulation.policy import Policy
-from attn_testkit.emulation.private import same_generator
+from attn_testkit.emulation.private import same_generator, use_count
 from attn_testkit.emulation.program import DropNode, Node
 from attn_testkit.emulation.stream_state import CaptureStreams
 
@@ -40,10 +40,12 @@ class Capture:
         """The block of `tensor`'s storage, made when the capture first meets it; `in_pool`: as memory of its own."""
         storage = tensor.untyped_storage()
         block = self.blocks.get(storage._cdata)
-        if block is None:
-            block = self.blocks[storage._cdata] = Block(storage, in_pool=in_pool)
-            if in_pool:
-                self._live.append(block)
+        return self._meet(storage, in_pool) if block is None else block
+
+    def _meet(self, storage: torch.UntypedStorage, in_pool: bool) -> Block:
+        block = self.blocks[storage._cdata] = Block(storage, in_pool=in_pool)
+        if in_pool:
+            self._live.append(block)
         return block
 
     def about_to_write(self, tensor: Tensor) -> None:
@@ -55,12 +57,12 @@ class Capture:
         """Mark pool blocks that the program does not refer to any more; from there on their content is undefined."""
         kept = []
         for block in self._live:
-            if not block.unreferenced():
+            if use_count(block.key) > 1:  # the graph is one of them
                 kept.append(block)
                 continue
             block.dead = True
             if not self.ended:
-                self.nodes.append(DropNode("end of a temporary", block.site, [block], self.policy.poison_temporaries))
+                self.nodes.append(DropNode("end of a temporary", block.spot, [block], self.policy.poison_temporaries))
         self._live = kept
 
     def undo(self) -> None:

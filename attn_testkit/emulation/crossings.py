@@ -60,6 +60,8 @@ def _to(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     tensor = args[0]
     source = is_device(tensor)
     target, dtype, non_blocking, must_copy = _parse_to(args, kwargs)
+    if target and not source and not tensor.is_meta:
+        return copy_across(session, tensor, dtype, target, non_blocking)
     if tensor.is_meta or _names_meta(args, kwargs):
         return NotImplemented
     if target is None or target == source:
@@ -73,11 +75,11 @@ def _to(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         if not source:
             return func(tensor, dtype or tensor.dtype, **rest)
         return _run_on_device(session, func, (tensor, dtype or tensor.dtype), rest)
-    return copy_across(session, tensor, dtype or tensor.dtype, target, non_blocking)
+    return copy_across(session, tensor, dtype, target, non_blocking)
 
 
 def _cpu(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return copy_across(session, args[0], args[0].dtype, False, False) if is_device(args[0]) else NotImplemented
+    return copy_across(session, args[0], None, False, False) if is_device(args[0]) else NotImplemented
 
 
 def _cuda(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,7 +119,7 @@ def _numpy(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     if not is_device(args[0]):
         return NotImplemented
     if kwargs.get("force"):
-        return copy_across(session, args[0], args[0].dtype, False, False).numpy(force=True)
+        return copy_across(session, args[0], None, False, False).numpy(force=True)
     raise TypeError(
         "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
         f" [at {author_site()}]"

@@ -3,7 +3,23 @@ CUDA would have done, and the usual cure."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from attn_testkit.emulation.sites import UNKNOWN, Site
+
+_METHOD = type(Tensor.add)
+
+
+def spell(func: Any) -> str:
+    """A function of torch as an author writes it."""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(func)
+    name = getattr(func, "__name__", "")
+    owner = "Tensor" if type(func) is _METHOD or name.startswith("__") else "torch"
+    return f"{owner}.{name}"
 
 
 class EmulationError(RuntimeError):

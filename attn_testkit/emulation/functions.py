@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_testkit.emulation import private
-from attn_testkit.emulation.arguments import map_tensors
+from attn_testkit.emulation.arguments import NO_TENSORS, map_tensors
 from attn_testkit.emulation.crossings import HANDLERS
-from attn_testkit.emulation.errors import EmulationError
+from attn_testkit.emulation.errors import EmulationError, spell
 from attn_testkit.emulation.generators import EmulatedGenerator
 from attn_testkit.emulation.private import TorchFunctionMode
 from attn_testkit.emulation.recorder import Watcher
@@ -46,19 +47,37 @@ _PLAIN = frozenset(
 # Refused on CUDA outside captures too.
 _LOOKED_INTO = frozenset({torch.histogram, Tensor.histogram, torch.histogramdd})
 
+# These answer from what a tensor is, not from what it holds.
+_ASKS = frozenset(
+    {Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.stride, Tensor.numel, Tensor.nelement, Tensor.element_size,
+     Tensor.storage_offset, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.data_ptr,
+     Tensor.untyped_storage, Tensor.is_inference, Tensor.__len__, Tensor.__hash__}
+)  # fmt: skip
+
+# What most programs call most: functions written in C++.
+_NATIVE = frozenset({type(Tensor.add), type(Tensor.__getitem__), type(torch.zeros)})
+_PROPERTY = type(Tensor.shape.__get__)
+_HANDLED_IF_STRICT = frozenset({Tensor.__getitem__, Tensor.__setitem__, Tensor.tolist})
+_HANDLED = frozenset(HANDLERS.keys() - _HANDLED_IF_STRICT) | _LOOKED_INTO
+_PLACING = frozenset({"device", "pin_memory", "generator"})
+
 _HOST, _HOST_SCALAR, _DEVICE = 1, 2, 4
 _BOTH = _HOST | _DEVICE
 
 
-def _places(values: Any) -> int:
+def _places(values: Iterable[Any]) -> int:
     """Bits: some tensor is on the device; some tensor with dimensions, or without any, is on the host."""
     found = 0
     for value in values:
-        if isinstance(value, Tensor):
-            if storage_key(value) in _device:
-                found |= _DEVICE
-            else:
-                found |= _HOST if value.dim() > 0 else _HOST_SCALAR
+        kind = type(value)
+        if kind in NO_TENSORS:
+            continue
+        if kind is Tensor or isinstance(value, Tensor):
+            try:
+                key = value.untyped_storage()._cdata
+            except (NotImplementedError, RuntimeError):  # a layout without a storage of its own
+                key = 0
+            found |= _DEVICE if key in _device else _HOST if value.dim() else _HOST_SCALAR
         elif isinstance(value, (list, tuple)):
             found |= _places(value)
     return found
@@ -82,23 +101,47 @@ class DeviceFunctions(TorchFunctionMode):
         self._watcher = Watcher(session)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kind = type(func)
+        if func in _ASKS or (kind is _PROPERTY and func.__name__ in ("__get__", "__set__")):
+            return func(*args, **kwargs) if kwargs else func(*args)
         session = self.session
         kwargs = kwargs or _NO_KEYWORDS
-        name = getattr(func, "__name__", "")
-        if name == "__get__" or name == "__set__":
-            return func(*args, **kwargs)
-        outer = session.operation
-        if session.strict:
-            session.operation = _spell(func, name)
+        if session.capture is not None or session.sync_mode:
+            return self._strictly(func, args, kwargs)
+        handled = func in _HANDLED and not (func is Tensor.to and len(args) == 2 and type(args[1]) is torch.dtype)
+        if not handled and (kind in _NATIVE or func in _PLAIN) and _PLACING.isdisjoint(kwargs):
+            found = _places(args) | _places(kwargs.values()) if kwargs else _places(args)
+            if 0 < found < _DEVICE:
+                outer, session.creating = session.creating, False
+                try:
+                    return func(*args, **kwargs)
+                finally:
+                    session.creating = outer
+            # Nothing refuses an eager copy, wherever it goes.
+            if found == _DEVICE or (found and func is Tensor.copy_):
+                outer, session.creating = session.creating, True
+                try:
+                    result = func(*args, **kwargs)
+                finally:
+                    session.creating = outer
+                return tag_device(result) if type(result) is Tensor else _tag_result(result)
+        return self._with_handler(func, args, kwargs)
+
+    def _strictly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self.session
+        outer, session.called = session.called, func
         try:
-            handler = HANDLERS.get(func)
-            if handler is not None:
-                result = handler(session, func, args, kwargs)
-                if result is not NotImplemented:
-                    return result
-            return self.run(func, args, kwargs)
+            return self._with_handler(func, args, kwargs)
         finally:
-            session.operation = outer
+            session.called = outer
+
+    def _with_handler(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            result = handler(self.session, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `func` where its arguments lie: on the device, on the host, or refused if they lie in both."""
@@ -121,7 +164,7 @@ class DeviceFunctions(TorchFunctionMode):
                     args = map_tensors(args, self._twin_on_device)
                 found &= _DEVICE
         if found & _BOTH == _BOTH and func not in _MIXES and not isinstance(func, FunctionType):
-            raise mixed_devices(session, _spell(func, getattr(func, "__name__", "")))
+            raise mixed_devices(session, spell(func))
         outer, session.creating = session.creating, on_device
         try:
             result = self._call(func, args, kwargs, found)
@@ -133,8 +176,7 @@ class DeviceFunctions(TorchFunctionMode):
         """Run `func` with every operation below it looked at; a capture looks at them anyway."""
         if self.session.capture is not None:
             return func(*args, **kwargs)
-        with self._watcher:
-            return func(*args, **kwargs)
+        return self._watcher.watch(func, args, kwargs)
 
     def _twin_on_device(self, tensor: Tensor) -> Tensor:
         """For torch.zeros_like(host_tensor, device="cuda"): only the shape is wanted."""
@@ -154,8 +196,7 @@ class DeviceFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         mixed = found > _DEVICE
         if session.sync_mode or mixed or func in _LOOKED_INTO or (type(func) in _NAMES_DEVICES and func not in _PLAIN):
-            with self._watcher:
-                return func(*args, **kwargs)
+            return self._watcher.watch(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _place(self, kwargs: dict[str, Any], on_device: bool) -> tuple[bool, dict[str, Any], bool]:
@@ -180,7 +221,6 @@ class DeviceFunctions(TorchFunctionMode):
         return on_device, kwargs, pinned
 
 
-_METHOD = type(Tensor.add)
 _NAMES_DEVICES = frozenset({FunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket})
 
 
@@ -189,9 +229,3 @@ def _by_default_on_device(func: Any) -> bool:
     default = private.default_device()
     return default is not None and default.type == "cuda" and func in torch.utils._device._device_constructors()
 
-
-def _spell(func: Any, name: str) -> str:
-    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return str(func)
-    owner = "Tensor" if type(func) is _METHOD or name.startswith("__") else "torch"
-    return f"{owner}.{name}"

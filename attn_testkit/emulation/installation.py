@@ -7,7 +7,7 @@ import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from attn_testkit.emulation import generators, private, session, torch_cuda, triton_launch
-from attn_testkit.emulation.tags import looks_device
+from attn_testkit.emulation.private import disable_functions
+from attn_testkit.emulation.tags import DEVICE, looks_device, storage_key
 
 _CUDA = torch.device("cuda", 0)
 _MISSING = object()
+_device = DEVICE.entries
 
 
 class Installation:
@@ -107,15 +109,27 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 def _tensor_properties() -> Iterator[tuple[Any, str, Any]]:
     base: Any = torch._C.TensorBase
-    device, is_cuda, is_cpu = base.device.__get__, base.is_cuda.__get__, base.is_cpu.__get__
-    get_device = base.get_device
-    yield Tensor, "device", property(lambda tensor: _CUDA if looks_device(tensor) else device(tensor))
-    yield Tensor, "is_cuda", property(lambda tensor: looks_device(tensor) or is_cuda(tensor))
-    yield Tensor, "is_cpu", property(lambda tensor: not looks_device(tensor) and is_cpu(tensor))
-    record_stream = base.record_stream
+    yield Tensor, "device", _answer(base.device.__get__, _CUDA)
+    yield Tensor, "is_cuda", _answer(base.is_cuda.__get__, True)
+    yield Tensor, "is_cpu", _answer(base.is_cpu.__get__, False)
+    get_device, record_stream = base.get_device, base.record_stream
     yield Tensor, "get_device", lambda tensor: 0 if looks_device(tensor) else get_device(tensor)
     # memory is never given to another stream here
     yield Tensor, "record_stream", lambda tensor, s: None if looks_device(tensor) else record_stream(tensor, s)
+
+
+def _answer(of_host: Callable[[Tensor], Any], of_device: Any) -> property:
+    """A property that is `of_device` for device tensors."""
+
+    def get(tensor: Tensor) -> Any:
+        with disable_functions():
+            if storage_key(tensor) in _device:
+                return of_device
+            if type(tensor) is Tensor:
+                return of_host(tensor)
+        return of_host(tensor)  # a subclass may have an answer of its own
+
+    return property(get)
 
 
 def _compile_eagerly(original: Any) -> Any:

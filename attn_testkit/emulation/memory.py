@@ -7,9 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation.private import raw_storage, storage_from_weak, use_count, weak_reference
-from attn_testkit.emulation.sites import Site
-from attn_testkit.emulation.tags import allocation_site
+from attn_testkit.emulation.private import inference, raw_storage, storage_from_weak, weak_reference
+from attn_testkit.emulation.sites import Site, site_of
+from attn_testkit.emulation.tags import allocation_spot
 
 
 def fill_storage(storage: torch.UntypedStorage, byte: int | None) -> None:
@@ -18,29 +18,44 @@ def fill_storage(storage: torch.UntypedStorage, byte: int | None) -> None:
         ctypes.memset(storage.data_ptr(), byte, storage.nbytes())
 
 
+_Geometry = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+
+
 class Block:
     """One storage that a graph uses.
 
     `owner` is set for memory of the graph's own pool only. Anything else is outside: it may die at any time, and its
     address must not be touched before `trouble()` has said that it is still the same memory. `nbytes` and `address`
-    are what they were when the graph met the storage; `site` is the line that allocated it.
+    are what they were when the graph met the storage.
     """
 
-    __slots__ = ("address", "aliases", "dead", "key", "nbytes", "owner", "raw", "saved", "site", "weak")
+    __slots__ = ("_aliases", "_raw", "address", "dead", "key", "nbytes", "owner", "saved", "spot", "weak")
 
     def __init__(self, storage: torch.UntypedStorage, *, in_pool: bool) -> None:
         self.key = storage._cdata
-        self.weak = weak_reference(storage)
         self.owner = storage if in_pool else None
-        self.site: Site = allocation_site(self.key)
-        self.aliases: list[Tensor] = []
+        self.weak = None if in_pool else weak_reference(storage)
+        self.spot = allocation_spot(self.key)
+        self._aliases: dict[_Geometry, Tensor] = {}
         self.saved: bytes | None = None
         self.dead = False
         self._locate(storage)
 
     def _locate(self, storage: torch.UntypedStorage) -> None:
         self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
-        self.raw = raw_storage(self.address, self.nbytes) if self.nbytes else None
+        self._raw: torch.UntypedStorage | None = None
+
+    @property
+    def site(self) -> Site:
+        """The line that allocated it."""
+        return site_of(self.spot)
+
+    @property
+    def raw(self) -> torch.UntypedStorage:
+        """A storage on the bare address, which it does not own; not for memory of no bytes."""
+        if self._raw is None:
+            self._raw = raw_storage(self.address, self.nbytes)
+        return self._raw
 
     @property
     def in_pool(self) -> bool:
@@ -49,13 +64,19 @@ class Block:
 
     def alias(self, tensor: Tensor) -> Tensor:
         """A tensor with the geometry of `tensor` on the bare address: it keeps nothing alive."""
-        if self.raw is None:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-        result = torch.empty(0, dtype=tensor.dtype)
-        result.set_(self.raw, tensor.storage_offset(), tensor.size(), tensor.stride())
-        if self.owner is None:
-            self.aliases.append(result)
-        return result
+        geometry = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        alias = self._aliases.get(geometry)
+        if alias is None:
+            with inference():  # replays run in it
+                alias = self._new_alias(*geometry)
+        return alias
+
+    def _new_alias(self, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        if not self.nbytes:
+            return torch.empty_strided(size, stride, dtype=dtype)
+        alias = torch.empty(0, dtype=dtype).set_(self.raw, offset, size, stride)
+        self._aliases[dtype, offset, size, stride] = alias
+        return alias
 
     def moved(self, storage: torch.UntypedStorage) -> bool:
         """Whether `storage` is not where it was when the graph met it."""
@@ -63,11 +84,12 @@ class Block:
 
     def follow(self, storage: torch.UntypedStorage) -> None:
         """Fresh pool memory was resized before anything used it: take the new address."""
+        self._aliases.clear()
         self._locate(storage)
 
     def trouble(self) -> str | None:
         """None while the address is good; otherwise what happened to it."""
-        storage = self.owner if self.owner is not None else storage_from_weak(self.weak)
+        storage = self.owner if self.weak is None else storage_from_weak(self.weak)
         if storage is None:
             return "freed"
         if storage.data_ptr() != self.address:
@@ -93,12 +115,8 @@ class Block:
     def replace_by_filled_buffer(self, byte: int) -> None:
         """The memory is gone: everything recorded on it uses a private buffer of `byte` from now on."""
         buffer = torch.full((max(self.nbytes, 1),), byte, dtype=torch.uint8).untyped_storage()
-        with torch.inference_mode():  # some aliases were made in it
-            for alias in self.aliases:
+        with torch.inference_mode():
+            for alias in self._aliases.values():
                 alias.set_(buffer, alias.storage_offset(), alias.size(), alias.stride())
-        self.weak, self.owner = weak_reference(buffer), buffer
-        self.address, self.nbytes = buffer.data_ptr(), buffer.nbytes()
-
-    def unreferenced(self) -> bool:
-        """Whether only the graph holds this pool memory."""
-        return self.owner is not None and use_count(self.key) <= 1
+        self.weak, self.owner = None, buffer
+        self.key, self.address, self.nbytes = buffer._cdata, buffer.data_ptr(), buffer.nbytes()

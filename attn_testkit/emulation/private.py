@@ -5,9 +5,9 @@ A new torch release that changes one of them shows here first, as one clear sent
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,31 +21,49 @@ __all__ = [
     "TorchFunctionMode",
     "can_decompose",
     "default_device",
+    "direct_call",
     "disable_functions",
     "disable_modes",
     "has_composite_kernel",
+    "inference",
     "is_gone",
+    "keep_identity",
+    "opened",
+    "pop_mode",
+    "push_mode",
     "raw_storage",
+    "release_identity",
     "run_kernel",
     "same_generator",
     "self_tests",
+    "storage_at",
     "storage_from_weak",
     "use_count",
     "weak_reference",
+    "without_modes",
 ]
 
 disable_functions = torch._C.DisableTorchFunction
+inference = functools.partial(torch._C._InferenceMode, True)
+"""`torch.inference_mode()` without a function of Python on the way."""
 disable_modes = _disable_current_modes
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many own the storage of an identity; 0 when it is gone and its identity is kept."""
+keep_identity: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._weak_ref
+"""The identity of a storage, which is given to no other until `release_identity`; the storage itself may go."""
+release_identity: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+storage_at: Callable[[int], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
+"""The storage of an identity that is kept, None when it is gone."""
+_CPU = torch.device("cpu")
 _CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+_IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def raw_storage(address: int, nbytes: int) -> torch.UntypedStorage:
     """A storage on memory that it does not own and does not keep alive."""
-    buffer = (ctypes.c_uint8 * nbytes).from_address(address)
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    return torch._C._construct_storage_from_data_pointer(address, _CPU, nbytes)
 
 
 def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
@@ -65,8 +83,6 @@ def same_generator(a: torch.Generator, b: torch.Generator) -> bool:
 
 def storage_from_weak(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage behind a weak reference, None when it is gone."""
-    if is_gone(weak):
-        return None
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
 
 
@@ -78,6 +94,18 @@ def can_decompose(op: torch._ops.OpOverload) -> bool:
 def has_composite_kernel(op: torch._ops.OpOverload) -> bool:
     """Whether the same C++ code, made of other operations, serves CPU and CUDA (explicitly composite)."""
     return any(_has_kernel(op, key) for key in _EXPLICIT) and not _has_kernel(op, "CPU")
+
+
+def direct_call(op: torch._ops.OpOverload) -> Callable[..., object]:
+    """What calling `op` comes to, without a function of Python on the way."""
+    return op._op if type(op) is torch._ops.OpOverload else op
+
+
+def opened(op: torch._ops.OpOverload, implicit: bool) -> Callable[..., object]:
+    """Calls a composite so that the active modes see the operations inside it."""
+    if not implicit:
+        return functools.partial(op.redispatch, _CPU_KEYS)
+    return op.decompose if _IMPLICIT in op.py_kernels else functools.partial(op._op_dk, _IMPLICIT)
 
 
 def run_kernel(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -97,6 +125,20 @@ def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
+push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
+"""Have a dispatch mode see operations, as `with mode:` does, without the accounts that torch.compile keeps."""
+pop_mode = functools.partial(torch._C._pop_torch_dispatch_stack, None)
+"""End the last `push_mode`."""
+
+
+def without_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function with no dispatch mode active."""
+    if not torch._C._len_torch_dispatch_stack():
+        return function(*args, **kwargs)
+    with disable_modes():
+        return function(*args, **kwargs)
+
+
 def default_device() -> torch.device | None:
     """What `torch.set_default_device` was given, if anything."""
     return torch.utils._device.CURRENT_DEVICE
@@ -113,9 +155,24 @@ def _weak_references_see_death() -> bool:
 def _use_count_sees_the_last_owner() -> bool:
     tensor = torch.zeros(4)
     storage = tensor.untyped_storage()
-    both = use_count(storage._cdata)
+    key = keep_identity(storage)
+    both = use_count(key)
     del tensor
-    return both > use_count(storage._cdata) == 1
+    one = use_count(key)
+    del storage
+    none = use_count(key)
+    release_identity(key)
+    return both > one == 1 and none == 0
+
+
+def _identities_are_kept() -> bool:
+    tensor = torch.zeros(4)
+    key = keep_identity(tensor.untyped_storage())
+    same = key == tensor.untyped_storage()._cdata and storage_at(key) is not None
+    del tensor
+    gone = storage_at(key) is None
+    release_identity(key)
+    return same and gone
 
 
 def _aliases_do_not_own() -> bool:
@@ -167,6 +224,11 @@ SELF_TESTS: dict[str, tuple[Callable[[], bool], str]] = {
         _weak_references_see_death,
         "StorageWeakRef / UntypedStorage._new_with_weak_ptr no longer show when memory is freed: dangling memory would"
         " go unseen",
+    ),
+    "storage identities": (
+        _identities_are_kept,
+        "UntypedStorage._weak_ref / _cdata / _free_weak_ref no longer name one storage: host memory could pass for"
+        " device memory",
     ),
     "storage use count": (
         _use_count_sees_the_last_owner,

@@ -13,18 +13,30 @@ from torch._ops import OpOverload
 
 from attn_testkit.emulation.arguments import tensors_in
 from attn_testkit.emulation.memory import Block
-from attn_testkit.emulation.sites import Site
+from attn_testkit.emulation.private import direct_call
+from attn_testkit.emulation.sites import Site, Spot, site_of
 
 Step = Callable[[], object]
+Call = Callable[..., Any]
 
 
 @dataclass(slots=True)
 class Node:
-    """One thing that a replay does again. `blocks` is every memory it touches."""
+    """One thing that a replay does again, named by `what`, recorded at `place`. `blocks` is every memory it touches."""
 
-    name: str
-    site: Site
+    what: object
+    place: Site | Spot | None
     blocks: list[Block] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """In the words of torch."""
+        return str(self.what)
+
+    @property
+    def site(self) -> Site:
+        """The line that recorded it."""
+        return self.place if isinstance(self.place, Site) else site_of(self.place)
 
     def step(self, fill: int | None) -> Step | None:
         """The ready call for a replay, None if there is nothing to do; `fill` is the policy's byte."""
@@ -33,30 +45,27 @@ class Node:
 
 @dataclass(slots=True)
 class OpNode(Node):
-    """A torch operation. `fresh` are (position among the outputs, where the graph keeps it)."""
+    """The torch operation `what`. `fresh` are (position among the outputs, where the graph keeps it)."""
 
-    op: OpOverload | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     fresh: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def step(self, fill: int | None) -> Step | None:
         """The operation, with its fresh outputs written to where the graph keeps them (by out= where there is one)."""
-        assert self.op is not None
+        op = self.what
+        assert isinstance(op, OpOverload)
+        run = direct_call(op)
         if not self.fresh:
-            return functools.partial(self.op, *self.args, **self.kwargs)
-        if (
-            len(self.fresh) == 1
-            and len(self.op._schema.returns) == 1
-            and self.op._schema.returns[0].type.kind() == "TensorType"
-        ):
+            return functools.partial(run, *self.args, **self.kwargs)
+        if len(self.fresh) == 1 and _returns_one_tensor(op):
             target = self.fresh[0][1]
-            into = _out_variant(self.op)
+            into = _out_variant(op)
             if into is not None and target.dim():  # some out= forms disagree about results without dimensions
                 kept = {key: value for key, value in self.kwargs.items() if key in into.arguments}
-                return functools.partial(into.op, *self.args, **kept, **{into.out: target})
-            return functools.partial(_run_and_copy, target, self.op, self.args, self.kwargs)
-        return functools.partial(_run_and_copy_each, self.fresh, self.op, self.args, self.kwargs)
+                return functools.partial(into.run, *self.args, **kept, **{into.out: target})
+            return functools.partial(_run_and_copy, target, run, self.args, self.kwargs)
+        return functools.partial(_run_and_copy_each, self.fresh, run, self.args, self.kwargs)
 
 
 @dataclass(slots=True)
@@ -104,22 +113,28 @@ def _filler(block: Block, fill: int | None) -> Step | None:
     return functools.partial(ctypes.memset, block.address, fill, block.nbytes)
 
 
-def _run_and_copy(target: Tensor, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    target.copy_(op(*args, **kwargs))
+def _run_and_copy(target: Tensor, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    target.copy_(run(*args, **kwargs))
 
 
 def _run_and_copy_each(
-    fresh: list[tuple[int, Tensor]], op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fresh: list[tuple[int, Tensor]], run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     outputs: list[Tensor] = []
-    tensors_in(op(*args, **kwargs), outputs)
+    tensors_in((run(*args, **kwargs),), outputs)
     for position, target in fresh:
         target.copy_(outputs[position])
 
 
+@functools.cache
+def _returns_one_tensor(op: OpOverload) -> bool:
+    returns = op._schema.returns
+    return len(returns) == 1 and returns[0].type.kind() == "TensorType"
+
+
 @dataclass(frozen=True)
 class _OutVariant:
-    op: OpOverload
+    run: Call
     out: str
     arguments: frozenset[str]
 
@@ -139,5 +154,5 @@ def _out_variant(op: OpOverload) -> _OutVariant | None:
         outs = [a.name for a in arguments if a.is_out]
         given = [(a.name, str(a.type)) for a in arguments if not a.is_out]
         if len(outs) == 1 and given in (wanted, loose):
-            return _OutVariant(candidate, outs[0], frozenset(a.name for a in arguments))
+            return _OutVariant(direct_call(candidate), outs[0], frozenset(a.name for a in arguments))
     return None

@@ -39,3 +39,4 @@ class Rule:
     syncs: bool = True
     invalidates: bool = True
     eager: bool = False  # refused outside captures too
+    crosses: bool = False  # only where host and device memory meet

@@ -8,6 +8,7 @@ says that the capture is lost even if the program catches the error.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -191,6 +192,7 @@ RULES: tuple[Rule, ...] = (
         ("x[host_idx]", "x[list]", "x[np idx]"),
         ops="index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put",
         applies=conditions.indexes_by_host_tensor,
+        crosses=True,
         invalidates=False,
     ),
     Rule(
@@ -200,6 +202,7 @@ RULES: tuple[Rule, ...] = (
         ("x[idx]=0.",),
         ops="index_put index_put_ _index_put_impl_",
         applies=conditions.assigns_host_scalar_by_index,
+        crosses=True,
         invalidates=False,
     ),
     Rule(
@@ -250,6 +253,7 @@ RULES: tuple[Rule, ...] = (
         ("where(m,x,host0d)",),
         ops="where",
         applies=conditions.selects_host_scalar,
+        crosses=True,
         invalidates=False,
     ),
     Rule(
@@ -338,6 +342,7 @@ RULES: tuple[Rule, ...] = (
         ("x[1]=1.", "dev.copy_(host)", "dev.copy_(host0d)", "x[2:]=host1d"),
         ops="copy_",
         applies=conditions.host_to_device(pinned=False),
+        crosses=True,
         invalidates=False,
     ),
     Rule(
@@ -347,6 +352,7 @@ RULES: tuple[Rule, ...] = (
         ("pinned.to(dev)",),
         ops="copy_",
         applies=conditions.host_to_device(pinned=True),
+        crosses=True,
     ),
     Rule(
         "a copy to unpinned host memory",
@@ -355,6 +361,7 @@ RULES: tuple[Rule, ...] = (
         ("host.copy_(dev)", ".cpu()"),
         ops="copy_",
         applies=conditions.device_to_host(pinned=False),
+        crosses=True,
         invalidates=False,
     ),
     Rule(
@@ -364,6 +371,7 @@ RULES: tuple[Rule, ...] = (
         ("pinned.copy_(dev)",),
         ops="copy_",
         applies=conditions.device_to_host(pinned=True),
+        crosses=True,
     ),
 )
 
@@ -373,9 +381,15 @@ BY_OPERATION: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def refusal(call: Call) -> Rule | None:
+ON_DEVICE: dict[str, tuple[Rule, ...]] = {
+    name: rules for name in _OPERATIONS if (rules := tuple(rule for rule in BY_OPERATION[name] if not rule.crosses))
+}
+"""Those that may hold where all tensors lie on the device."""
+
+
+def refusal(call: Call, by_operation: Mapping[str, tuple[Rule, ...]] = BY_OPERATION) -> Rule | None:
     """The rule by which CUDA refuses `call` in a capture, if any."""
-    for rule in BY_OPERATION.get(call.name, ()):
+    for rule in by_operation.get(call.name, ()):
         if rule.applies(call):
             return rule
     return None

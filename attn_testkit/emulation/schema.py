@@ -4,6 +4,7 @@ accepts."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,30 +35,34 @@ _ALSO_TAKES_HOST_SCALARS = frozenset(
 )  # fmt: skip
 # Composites that gain nothing from being opened: no value is read inside, and one node replays faster than several.
 _KEEP_WHOLE = frozenset(
-    {"copy_", "clone", "stack", "sum", "mean", "zeros_like", "ones_like", "full_like", "repeat", "constant_pad_nd",
+    {"copy_", "_to_copy", "clone", "stack", "sum", "mean", "zeros_like", "ones_like", "full_like", "repeat", "constant_pad_nd",
      "sort", "index_put", "index_put_", "masked_fill", "masked_scatter", "embedding", "median", "kthvalue", "norm",
      "logsumexp", "new_zeros", "new_ones", "new_full", "_pin_memory", "rand_like", "randn_like", "_safe_softmax",
      "nan_to_num"}
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What the schema says about an operation, looked up once.
 
-    `arguments` are (name, default, or None) in order; `written` the (position, name) of those it writes. `implicit`:
-    torch defines it by other operations on every device. `explicit`: one C++ kernel made of other operations serves
-    CPU and CUDA, and is worth a look inside. `foreign`: a custom operation. `takes_host_scalars`: a host tensor without
-    dimensions may stand beside device tensors.
+    `run` calls it. `arguments` are (name, default, or None) in order; `written` the (position, name) of those it
+    writes. `implicit`: torch defines it by other operations on every device. `explicit`: one C++ kernel made of other
+    operations serves CPU and CUDA, and is worth a look inside. `inside` runs either so that these are seen. `foreign`:
+    a custom operation. `view`: it runs no kernel, and its results are its arguments' memory. `takes_host_scalars`: a
+    host tensor without dimensions may stand beside device tensors.
     """
 
     name: str
     overload: str
+    run: Callable[..., Any]
+    inside: Callable[..., Any] | None
     arguments: tuple[tuple[str, Any], ...]
     written: tuple[tuple[int, str], ...]
     implicit: bool
     explicit: bool
     foreign: bool
+    view: bool
     takes_host_scalars: bool
 
 
@@ -66,9 +71,10 @@ def facts_of(op: OpOverload) -> Facts:
     """The facts of `op`, remembered for the life of the process."""
     schema = op._schema
     name = schema.name.split("::")[1]
-    aliases = any(a.alias_info is not None for a in schema.arguments)
+    aliases = [a.alias_info for a in schema.arguments if a.alias_info is not None]
     pointwise = torch.Tag.pointwise in op.tags
     foreign = op.namespace not in ("aten", "prims", "prim")
+    implicit = private.can_decompose(op)
     explicit = (
         not foreign
         and not aliases
@@ -76,16 +82,20 @@ def facts_of(op: OpOverload) -> Facts:
         and name not in _KEEP_WHOLE | ALLOCATES
         and private.has_composite_kernel(op)
     )
+    views = torch.Tag.inplace_view in op.tags or (bool(aliases) and not any(alias.is_write for alias in aliases))
     return Facts(
         name,
         schema.overload_name or "default",
+        private.direct_call(op),
+        private.opened(op, implicit) if implicit or explicit else None,
         tuple((a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments),
         tuple(
             (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
         ),
-        private.can_decompose(op),
+        implicit,
         explicit,
         foreign,
+        views and not (implicit or foreign or name in CHANGES_GEOMETRY),
         (pointwise and name not in _CHECKS_DEVICES) or name in _ALSO_TAKES_HOST_SCALARS,
     )
 
@@ -94,7 +104,7 @@ def written_by(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     """The tensors that a call with these arguments writes in place or as out=."""
     found: list[Tensor] = []
     for position, name in facts.written:
-        tensors_in(args[position] if position < len(args) else kwargs.get(name), found)
+        tensors_in((args[position] if position < len(args) else kwargs.get(name),), found)
     return found
 
 

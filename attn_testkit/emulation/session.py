@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from attn_testkit.emulation.capture import Capture
-from attn_testkit.emulation.errors import CaptureError, EmulationError, HostSyncError
+from attn_testkit.emulation.errors import CaptureError, EmulationError, HostSyncError, spell
 from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.rule import Rule
 from attn_testkit.emulation.sites import author_site
@@ -37,20 +37,20 @@ class Session:
     """The emulation of one thread, from its outermost `emulated_cuda()` to the end of it.
 
     `capture` is the capture in progress, if any; `stream` the current one; `capture_stream` where torch.cuda.graph
-    captures when it is given none. `operation` is the call as the author wrote it. `creating`: operations without
-    tensor arguments make device memory now. `lenient`: the CPU kernel that runs now checks values on the host where
+    captures when it is given none. `called` is the function of torch that the author called, where somebody might ask.
+    `creating`: operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now checks values on the host where
     the CUDA one does not, so reading them is no finding.
     """
 
     __slots__ = (
         "_abandon",
+        "called",
         "capture",
         "capture_stream",
         "creating",
         "default_stream",
         "function_mode",
         "lenient",
-        "operation",
         "policy",
         "stream",
         "sync_mode",
@@ -65,7 +65,7 @@ class Session:
         self.capture: Capture | None = None
         self.creating = False
         self.lenient = False
-        self.operation = ""
+        self.called: Any = None
         self.sync_mode = SYNC_DEFAULT
         self._abandon: Callable[[], None] | None = None
 
@@ -96,6 +96,11 @@ class Session:
         """Whether host syncs matter now, inside a capture or under sync debug mode."""
         return self.capture is not None or self.sync_mode != SYNC_DEFAULT
 
+    @property
+    def operation(self) -> str:
+        """The call as the author wrote it; empty where none was noted."""
+        return "" if self.called is None else spell(self.called)
+
     def refuse(self, rule: Rule, operation: str = "") -> None:
         """Do what CUDA would if `rule`'s operation happened now.
 
@@ -103,6 +108,8 @@ class Session:
         HostSyncError for one that waits under `set_sync_debug_mode("error")` (a warning under "warn"). Returns where
         CUDA would let it happen.
         """
+        if self.capture is None and not rule.eager and not (rule.syncs and self.sync_mode):
+            return
         what = self._describe(operation)
         if self.capture is not None:
             if rule.invalidates:
@@ -110,16 +117,14 @@ class Session:
             raise CaptureError(what, author_site(), rule.cuda, rule.cure)
         if rule.eager:
             raise EmulationError(what, author_site(), rule.cuda, rule.cure)
-        if rule.syncs and self.sync_mode:
-            reason = f"the host waits for the device ({rule.why}), which sync debug mode reports"
-            if self.sync_mode == SYNC_ERROR:
-                raise HostSyncError(what, author_site(), reason, rule.cure)
-            warnings.warn(f"called a synchronizing CUDA operation: {what} at {author_site()}", stacklevel=2)
+        reason = f"the host waits for the device ({rule.why}), which sync debug mode reports"
+        if self.sync_mode == SYNC_ERROR:
+            raise HostSyncError(what, author_site(), reason, rule.cure)
+        warnings.warn(f"called a synchronizing CUDA operation: {what} at {author_site()}", stacklevel=2)
 
     def _describe(self, operation: str) -> str:
-        if operation and self.operation and operation != self.operation:
-            return f"{self.operation} ({operation})"
-        return operation or self.operation
+        called = self.operation
+        return f"{called} ({operation})" if operation and called and operation != called else operation or called
 
 
 class _Local(threading.local):

@@ -1,4 +1,8 @@
-"""Where in the author's own code something happened: the first frame that is not torch, triton or this package."""
+"""Where in the author's own code something happened: the first frame that is not torch, triton or this package.
+
+Every allocation and every recorded operation notes its place, and hardly any is asked for: a `Spot` is what a running
+frame gives away at once, and becomes a `Site` when somebody reads it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import functools
 import os
 import sys
+from types import CodeType
 from typing import NamedTuple
 
 import torch
@@ -40,12 +45,33 @@ def _is_machinery(name: str) -> bool:
     )
 
 
-def author_site() -> Site:
-    """The innermost frame that belongs to the program under test."""
-    frame = sys._getframe(1)
+Spot = tuple[CodeType, int]
+"""A piece of code and the offset of an instruction in it."""
+
+
+def author_spot(skip: int = 0) -> Spot | None:
+    """The innermost frame that belongs to the program under test; None if there is none.
+
+    `skip`: so many callers are functions of this package, and need no look.
+    """
+    frame = sys._getframe(1 + skip)
     while frame is not None:
         code = frame.f_code
         if not _is_machinery(code.co_filename):
-            return Site(code.co_filename, frame.f_lineno, code.co_name)
+            return code, frame.f_lasti
         frame = frame.f_back  # type: ignore[assignment]
-    return UNKNOWN
+    return None
+
+
+def site_of(spot: Spot | None) -> Site:
+    """The line of a spot; `UNKNOWN` for None."""
+    if spot is None:
+        return UNKNOWN
+    code, offset = spot
+    lines = (line for start, end, line in code.co_lines() if start <= offset < end)
+    return Site(code.co_filename, next(lines, None) or code.co_firstlineno, code.co_name)
+
+
+def author_site() -> Site:
+    """The line of the program under test that runs now."""
+    return site_of(author_spot())

@@ -7,57 +7,73 @@ identity is not given to another storage while the entry stands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation.private import StorageWeakRef, disable_functions, is_gone, storage_from_weak, weak_reference
-from attn_testkit.emulation.sites import UNKNOWN, Site, author_site
+from attn_testkit.emulation.private import disable_functions, keep_identity, release_identity, storage_at, use_count
+from attn_testkit.emulation.sites import Spot, author_spot
 
 _FIRST_PURGE = 128
+_STRIDED = torch.strided
 
 
 class Registry:
-    """Storages of one kind: (weak reference, allocating line, bytes when it was added) by the storage's identity.
+    """Storages of one kind: the spot that allocated each, by its identity.
 
     `peak_bytes` is the most that was live whenever the program asked, since it last reset the peak.
     """
 
-    __slots__ = ("_purge_at", "entries", "peak_bytes")
+    __slots__ = ("_lock", "_purge_at", "_walking", "entries", "peak_bytes")
 
     def __init__(self) -> None:
-        self.entries: dict[int, tuple[StorageWeakRef, Site, int]] = {}
+        self.entries: dict[int, Spot | None] = {}
         self._purge_at = _FIRST_PURGE
+        self._lock = threading.RLock()
+        self._walking = False
         self.peak_bytes = 0
 
-    def add(self, tensor: Tensor) -> None:
-        """Enter the storage of `tensor`, allocated by the author's line that runs now; nothing if it is known."""
-        storage = tensor.untyped_storage()
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Enter a storage, allocated at the author's line that runs now; nothing if it is known."""
         key = storage._cdata
         if key not in self.entries:
-            self.entries[key] = (weak_reference(storage), author_site(), storage.nbytes())
+            keep_identity(storage)
+            self.entries[key] = author_spot(2)
             if len(self.entries) > self._purge_at:
                 self.purge()
 
     def purge(self) -> None:
-        """Forget storages that are gone."""
-        for key, (weak, _, _) in list(self.entries.items()):
-            if is_gone(weak):
-                self.entries.pop(key, None)
-        self._purge_at = max(_FIRST_PURGE, 2 * len(self.entries))
+        """Forget storages that are gone; not while somebody walks over the entries, who would read freed memory."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self._walking:
+                self._walking = True
+                for key in [key for key in list(self.entries) if not use_count(key)]:
+                    del self.entries[key]
+                    release_identity(key)
+                self._purge_at = max(_FIRST_PURGE, 2 * len(self.entries))
+                self._walking = False
+        finally:
+            self._lock.release()
 
-    def live(self) -> Iterator[tuple[Site, int, int]]:
-        """(allocating line, address, bytes) of every storage that still exists."""
-        for weak, site, _ in list(self.entries.values()):
-            storage = storage_from_weak(weak)
-            if storage is not None:
-                yield site, storage.data_ptr(), storage.nbytes()
+    def live(self) -> list[tuple[Spot | None, torch.UntypedStorage]]:
+        """Every storage that still exists, and the spot that allocated it."""
+        with self._lock:
+            # A finalizer that runs in here may add, and purge.
+            outer, self._walking = self._walking, True
+            found = [
+                (spot, storage) for key, spot in list(self.entries.items()) if (storage := storage_at(key)) is not None
+            ]
+            self._walking = outer
+            return found
 
     def live_bytes(self) -> int:
         """Bytes in storages that still exist."""
-        return sum(size for _, _, size in self.live())
+        return sum(storage.nbytes() for _, storage in self.live())
 
 
 DEVICE = Registry()
@@ -66,6 +82,7 @@ _device = DEVICE.entries
 _pinned = PINNED.entries
 
 
+@functools.cache
 def wants_cuda(device: Any) -> bool:
     """Whether a `device=` argument names the device. Raises RuntimeError for cuda:1 and above: there is one."""
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -78,7 +95,7 @@ def storage_key(tensor: Tensor) -> int:
     """Identity of the memory behind `tensor`; 0 for layouts that have no single storage. Call it with function modes
     off."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return 0
 
@@ -100,19 +117,22 @@ def looks_device(tensor: Tensor) -> bool:
 
 
 def tag_device(tensor: Tensor) -> Tensor:
-    """Make the memory of `tensor` device memory."""
-    if storage_key(tensor) not in _device and tensor.layout is torch.strided and not tensor.is_meta:
-        DEVICE.add(tensor)
+    """Make the memory of `tensor` device memory. Call it with function modes off."""
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return tensor
+    if storage._cdata not in _device and not tensor.is_meta and (type(tensor) is Tensor or tensor.layout is _STRIDED):
+        DEVICE.add(storage)
     return tensor
 
 
 def tag_pinned(tensor: Tensor) -> Tensor:
     """Make the memory of `tensor` pinned host memory."""
-    PINNED.add(tensor)
+    PINNED.add(tensor.untyped_storage())
     return tensor
 
 
-def allocation_site(key: int) -> Site:
-    """The line that allocated a storage."""
-    entry = _device.get(key) or _pinned.get(key)
-    return entry[1] if entry else UNKNOWN
+def allocation_spot(key: int) -> Spot | None:
+    """Where a storage was allocated, if it is known."""
+    return _device.get(key) or _pinned.get(key)

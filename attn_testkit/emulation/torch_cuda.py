@@ -14,6 +14,7 @@ from attn_testkit.emulation.generators import EmulatedGenerator
 from attn_testkit.emulation.graph import EmulatedGraph, graph
 from attn_testkit.emulation.pools import new_handle
 from attn_testkit.emulation.session import SYNC_DEFAULT, SYNC_ERROR, SYNC_WARN
+from attn_testkit.emulation.sites import Site, site_of
 from attn_testkit.emulation.stream_state import StreamState
 from attn_testkit.emulation.streams import Event, ExternalStream, Stream, StreamContext
 from attn_testkit.emulation.tags import DEVICE
@@ -131,7 +132,7 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 def memory_stats(device: Any = None) -> dict[str, int]:
     """torch's keys for bytes and counts of blocks, as if every tensor's memory were a segment of its own."""
-    now, count = memory_allocated(), sum(1 for _ in DEVICE.live())
+    now, count = memory_allocated(), len(DEVICE.live())
     peak = DEVICE.peak_bytes
     stats = {}
     for pool in ("all", "small_pool", "large_pool"):
@@ -144,27 +145,28 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 def memory_snapshot(mempool_id: Any = None) -> list[dict[str, Any]]:
     """One segment in torch's form for each storage on the device, with the line that allocated it as its only frame."""
-    return [
-        {
-            "device": 0,
-            "address": address,
-            "total_size": size,
-            "allocated_size": size,
-            "active_size": size,
-            "stream": 0,
-            "segment_type": "small",
-            "blocks": [
-                {
-                    "address": address,
-                    "size": size,
-                    "requested_size": size,
-                    "state": "active_allocated",
-                    "frames": [{"filename": site.filename, "line": site.line, "name": site.function}],
-                }
-            ],
-        }
-        for site, address, size in DEVICE.live()
-    ]
+    return [_segment(site_of(spot), storage.data_ptr(), storage.nbytes()) for spot, storage in DEVICE.live()]
+
+
+def _segment(site: Site, address: int, size: int) -> dict[str, Any]:
+    return {
+        "device": 0,
+        "address": address,
+        "total_size": size,
+        "allocated_size": size,
+        "active_size": size,
+        "stream": 0,
+        "segment_type": "small",
+        "blocks": [
+            {
+                "address": address,
+                "size": size,
+                "requested_size": size,
+                "state": "active_allocated",
+                "frames": [{"filename": site.filename, "line": site.line, "name": site.function}],
+            }
+        ],
+    }
 
 
 def _constant(value: Any) -> Callable[..., Any]:

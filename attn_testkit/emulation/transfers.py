@@ -24,8 +24,10 @@ def mixed_devices(session: Session, operation: str) -> EmulationError:
     )
 
 
-def copy_across(session: Session, source: Tensor, dtype: torch.dtype, to_device: bool, non_blocking: bool) -> Tensor:
-    """A copy of `source` as `dtype` in new memory on the other side; pinned if it goes to the host without blocking.
+def copy_across(
+    session: Session, source: Tensor, dtype: torch.dtype | None, to_device: bool, non_blocking: bool
+) -> Tensor:
+    """A copy of `source` as `dtype` (None: its own) in new memory on the other side; pinned if it goes to the host without blocking.
 
     Raises what `Session.refuse` raises where CUDA would not let the host wait for it.
     """
@@ -33,8 +35,7 @@ def copy_across(session: Session, source: Tensor, dtype: torch.dtype, to_device:
         session.refuse(rules.TO_DEVICE if to_device else rules.TO_HOST)
     outer, session.creating = session.creating, False
     try:
-        with private.disable_modes():
-            result = torch.empty_like(source, dtype=dtype, requires_grad=False)
+        result: Tensor = private.without_modes(torch.empty_like, source, dtype=dtype, requires_grad=False)
         if to_device:
             adopt(session, result)
         elif non_blocking:  # CUDA allocates pinned memory for it

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attn_testkit.emulation import emulated_cuda, installation, private
+from attn_testkit.emulation.private import storage_at
 
 
 def test_this_torch_passes():
@@ -16,12 +17,14 @@ def test_this_torch_passes():
     ("name", "replacement", "says"),
     [
         ("use_count", lambda key: 1, "storage use count"),
+        ("use_count", lambda key: 1 + (storage_at(key) is not None), "storage use count"),
+        ("storage_at", lambda key: None, "storage identities"),
         ("storage_from_weak", lambda weak: None, "weak storage references"),
         ("raw_storage", lambda address, nbytes: torch.zeros(16, dtype=torch.uint8).untyped_storage(), "aliases"),
         ("run_kernel", lambda op, args, kwargs: None, "redispatch"),
         ("can_decompose", lambda op: False, "decomposition"),
     ],
-    ids=["use_count", "weak", "raw_storage", "redispatch", "decompose"],
+    ids=["use_count", "use_count of what is gone", "identities", "weak", "raw_storage", "redispatch", "decompose"],
 )
 def test_a_changed_private_api_is_named(monkeypatch, name, replacement, says):
     monkeypatch.setattr(private, name, replacement)
