@@ -19,7 +19,7 @@ from .cases.data import HIDDEN, NUM_LAYERS
 from .cases.patterns import normals
 from .contract import AttentionBackend, AttentionLayer, ForwardBatch
 
-__all__ = ["VOCAB", "Model", "Trace", "Weights", "make_weights", "pack"]
+__all__ = ["VOCAB", "Model", "Trace", "Weights", "make_weights", "pack", "row_width"]
 
 VOCAB = 48
 """Width of the logits."""
@@ -72,12 +72,23 @@ class Trace:
     """[rows, K] int64."""
 
 
-def _heads(rows: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-    """[T, heads * dim] -> [T, heads, dim] with the stride between rows kept, as a server's ``split`` leaves it.
+_Part = tuple[int, int, int, int]
+"""First element in a token's row of one layer, heads, elements from head to head, and those of a head that are its."""
 
-    ``view`` would tidy the stride of a lone row, and ``contiguous`` never does: kernels have refused it (vLLM #32417).
-    """
-    return rows.as_strided((rows.shape[0], heads, dim), (rows.stride(0), dim, 1))
+
+def _parts(layer: AttentionLayer) -> tuple[_Part, _Part, _Part]:
+    """Where q, k and v of a token lie. MLA: v is the first part of k."""
+    heads, dim = layer.tp_q_head_num, layer.head_dim
+    q, k = (0, heads, dim, dim), (heads * dim, layer.tp_k_head_num, dim, dim)
+    if layer.is_mla:
+        return q, k, (heads * dim, 1, dim, layer.kv_lora_rank)
+    first, wide = (heads + layer.tp_k_head_num) * dim, layer.v_head_dim
+    return q, k, (first, layer.tp_v_head_num, wide, wide)
+
+
+def row_width(layers: tuple[AttentionLayer, ...]) -> int:
+    """Elements of q, k and v that a token has in one layer."""
+    return max(start + heads * stride for start, heads, stride, _ in _parts(layers[0]))
 
 
 def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mla: bool) -> torch.Tensor:
@@ -90,20 +101,19 @@ class Model:
     """The tables and weights on the device, and the forward pass."""
 
     def __init__(
-        self, case: Case, layers: tuple[AttentionLayer, ...], rows: int, dtype: torch.dtype, device: torch.device
+        self, case: Case, layers: tuple[AttentionLayer, ...], table: torch.Tensor, hidden_table: torch.Tensor
     ) -> None:
-        """``rows`` tokens can have numbers of their own at a time; one more row holds NaN."""
+        """``table`` [rows, L, width] in the model's dtype and ``hidden_table`` [rows, hidden] float32: one row a token.
+
+        Both are the caller's to fill; their last rows hold NaN. ``width``: see ``row_width``.
+        """
         first = layers[0]
-        self.layers, self.dtype = layers, dtype
-        self.q_size = first.tp_q_head_num * first.head_dim
-        self.k_size = first.tp_k_head_num * first.head_dim
-        self.v_size = 0 if first.is_mla else first.tp_k_head_num * first.v_head_dim
+        self.layers, self.table, self.hidden_table = layers, table, hidden_table
+        self._parts, self._width = _parts(first), row_width(layers)
         self.contiguous = case.pick("qkv-memory") == 1
         """In half the cases q, k, v are contiguous, in the others they are strided views of one packed tensor."""
-        width = self.q_size + self.k_size + self.v_size
-        self.table = torch.full((rows + 1, NUM_LAYERS, width), torch.nan, dtype=dtype, device=device)
-        self.hidden_table = torch.full((rows + 1, HIDDEN), torch.nan, dtype=torch.float32, device=device)
-        self.weights = make_weights(first.tp_q_head_num * first.v_head_dim).to(device)
+        weights = make_weights(first.tp_q_head_num * first.v_head_dim).to(table.device)
+        self._out, self._head = weights.out.unbind(0), weights.head
 
     @property
     def nan_row(self) -> int:
@@ -122,32 +132,37 @@ class Model:
         ``save_kv_cache`` False: the pool holds the new keys and values already. The trace has hidden states and no
         logits. Raises what the backend and ``look`` raise.
         """
-        packed = self.table[batch.input_ids]
-        hidden = self.hidden_table[batch.input_ids]
+        packed = self.table.index_select(0, batch.input_ids)
+        hidden = self.hidden_table.index_select(0, batch.input_ids)
         trace = Trace(packed, [], [], [], hidden)
+        rows = packed.shape[0]
         # By name and only when it is False: servers leave the argument out elsewhere.
         named = {} if save_kv_cache else {"save_kv_cache": False}
         for index, layer in enumerate(self.layers):
-            q, k, v = self._split(packed[:, index], layer)
+            q, k, v = self._split(packed, index, rows)
             if self.contiguous:
                 q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
                 trace.dense += [q, k, v]
             out = backend.forward(q, k, v, layer, batch, **named)
             trace.raw.append(out)
             look(trace)
-            trace.attention.append(out.clone())
-            hidden = hidden + out.reshape(out.shape[0], -1).float() @ self.weights.out[index]
+            trace.attention.append(out.clone(memory_format=torch.contiguous_format))
+            hidden = hidden + out.reshape(rows, -1).float() @ self._out[index]
         trace.hidden = hidden
         return trace
 
-    def _split(self, row: torch.Tensor, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        first, second = self.q_size, self.q_size + self.k_size
-        q = _heads(row[:, :first], layer.tp_q_head_num, layer.head_dim)
-        k = _heads(row[:, first:second], layer.tp_k_head_num, layer.head_dim)
-        if not self.v_size:
-            return q, k, k[..., : layer.kv_lora_rank]
-        return q, k, _heads(row[:, second:], layer.tp_v_head_num, layer.v_head_dim)
+    def _split(self, packed: torch.Tensor, layer: int, rows: int) -> list[torch.Tensor]:
+        """q, k and v [rows, heads, dim] of one layer: views of ``packed`` [rows, L, width], which is contiguous.
+
+        The stride between rows is kept, as a server's ``split`` leaves it. ``view`` would tidy the stride of a lone
+        row, and ``contiguous`` never does: kernels have refused it (vLLM #32417).
+        """
+        step, first = len(self.layers) * self._width, layer * self._width
+        return [
+            packed.as_strided((rows, heads, width), (step, stride, 1), first + start)
+            for start, heads, stride, width in self._parts
+        ]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] float32 -> [rows, vocab] float32."""
-        return hidden @ self.weights.head
+        return hidden @ self._head

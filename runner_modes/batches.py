@@ -1,21 +1,31 @@
-"""Forward batches: the eager kind, the static kind of a graph, and the view that a backend gets at a replay."""
+"""Forward batches: the eager kind, the dummy of a capture, and the view that a backend gets at a replay."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import fields, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
-from attn_testkit.cases.data import HIDDEN
-from attn_testkit.contract import ForwardBatch, ForwardMode, SpecInput
+from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, SpecInput, VerifyInput
 
 from .harness import LoadedStep, ServerHarness
+from .packing import Sent, bytes_of, send, sent_alone
+from .static_inputs import StaticInputs
 from .uploads import upload
 
-__all__ = ["ReplayView", "StaticInputs", "eager_batch", "make_static_inputs", "seq_lens_of"]
+__all__ = [
+    "ReplayView",
+    "batch_on_device",
+    "captured_batch",
+    "eager_batch",
+    "replay_view",
+    "seq_lens_of",
+    "spec_on_device",
+]
 
 ReplayView = SimpleNamespace
 """What a backend gets at a replay: fewer attributes than a ``ForwardBatch``, whose docstring lists them."""
@@ -35,87 +45,82 @@ def eager_batch(
     spec_info: SpecInput | None,
     extends: Mapping[str, Any],
 ) -> ForwardBatch:
-    """The live batch, unpadded, on the device: [T] and [bs] int64, lengths on the host for those who need them.
+    """The live batch, unpadded, on the host: [T] and [bs] int64, lengths for those who need them there.
 
     ``spec_info`` and ``extends``: what the mode adds.
     """
-    step, data, device = loaded.step, loaded.data, harness.device
+    step, data = loaded.step, loaded.data
     lens = torch.tensor(seq_lens_of(mode, loaded), dtype=torch.int64)
     mirrors = harness.capabilities.needs_cpu_seq_lens
     return ForwardBatch(
         forward_mode=mode,
         batch_size=step.bs,
-        input_ids=upload(torch.arange(step.tokens, dtype=torch.int64), device),
-        req_pool_indices=upload(torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64), device),
-        seq_lens=upload(lens, device),
-        out_cache_loc=upload(data.out_cache_loc, device),
-        positions=upload(data.positions, device),
-        seq_lens_cpu=lens if mirrors else None,
+        input_ids=torch.arange(step.tokens, dtype=torch.int64),
+        req_pool_indices=torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64),
+        seq_lens=lens,
+        out_cache_loc=data.out_cache_loc,
+        positions=data.positions,
+        seq_lens_cpu=lens.clone() if mirrors else None,
         seq_lens_sum=int(lens.sum()) if mirrors else None,
         spec_info=spec_info,
         **extends,
     )
 
 
-@dataclass(frozen=True)
-class StaticInputs:
-    """The device buffers that every graph of one runner reads. Heads are live, tails are padding."""
+def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardBatch, tuple[Sent, ...]]:
+    """An eager batch with its host tensors on the device, and what of it a backend may not write.
 
-    input_ids: torch.Tensor
-    """[max_bs * N] int64: rows of the model's table."""
-    positions: torch.Tensor
-    """[max_bs * N] int64."""
-    out_cache_loc: torch.Tensor
-    """[max_bs * N] int64: KV slots; 0 wherever a row is padding."""
-    req_pool_indices: torch.Tensor
-    """[max_bs] int64: rows of ``req_to_token``."""
-    seq_lens: torch.Tensor
-    """[max_bs] int64; the fill value wherever a request is padding."""
-    num_accept_tokens: torch.Tensor
-    """[max_bs] int32; N wherever a request is padding."""
-    num_correct_drafts: torch.Tensor
-    """[max_bs] int32: accepted tokens less one."""
-    extend_seq_lens: torch.Tensor
-    """[max_bs] int32: rows of the step; N wherever a request is padding."""
-    select_index: torch.Tensor
-    """[max_bs] int64: flat row of each request's last accepted token."""
-    hidden_states: torch.Tensor
-    """[max_bs * N, hidden] float32."""
-    custom_mask: torch.Tensor
-    """Flat bool: the runner's own mask buffer, named in the captured batch of a backend that has none. Nothing updates
-    it."""
-    seq_lens_cpu: torch.Tensor
-    """[max_bs] int64, host."""
-
-
-def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: int) -> StaticInputs:
-    """As a server has them before it captures: lengths at ``fill``, accept counts at ``width``, tokens and rows zero.
-
-    ``width``: N, rows a request.
+    Fields that end in ``_cpu`` stay where they are. Memory is fresh for each step: who keeps a tensor of an earlier
+    step goes on reading that one's numbers.
     """
-    device, tokens = harness.device, max_bs * width
+    owners: dict[str, Any] = {"batch.": batch}
+    if batch.spec_info is not None:
+        owners["batch.spec_info."] = batch.spec_info
+    moved, sent = _moved(owners, device)
+    if batch.seq_lens_cpu is not None:
+        kept = batch.seq_lens_cpu.numpy().copy().view(np.uint8)
+        sent.append(sent_alone("batch.seq_lens_cpu", batch.seq_lens_cpu, kept))
+    given = moved["batch."]
+    return replace(given, spec_info=moved.get("batch.spec_info.", given.spec_info)), tuple(sent)
 
-    def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(count, dtype=dtype, device=device)
 
-    def full(count: int, value: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((count,), value, dtype=dtype, device=device)
+Spec = TypeVar("Spec", VerifyInput, DraftExtendInput)
 
-    mask_size = max_bs * width * (fill + width) if harness.context.topk else 0
-    return StaticInputs(
-        input_ids=zeros(tokens, torch.int64),
-        positions=zeros(tokens, torch.int64),
-        out_cache_loc=zeros(tokens, torch.int64),
-        req_pool_indices=zeros(max_bs, torch.int64),
-        seq_lens=full(max_bs, fill, torch.int64),
-        num_accept_tokens=full(max_bs, width, torch.int32),
-        num_correct_drafts=full(max_bs, width - 1, torch.int32),
-        extend_seq_lens=full(max_bs, width, torch.int32),
-        select_index=torch.arange(1, max_bs + 1, device=device) * width - 1,
-        hidden_states=torch.zeros(tokens, HIDDEN, device=device),
-        custom_mask=torch.ones(mask_size, dtype=torch.bool, device=device),
-        seq_lens_cpu=torch.full((max_bs,), fill, dtype=torch.int64),
-    )
+
+def spec_on_device(spec: Spec, device: torch.device) -> Spec:
+    """The same for a ``spec_info`` whose tensors are gone with the step, as some of a replay's are."""
+    moved: Spec = _moved({"": spec}, device)[0][""]
+    return moved
+
+
+def _moved(owners: Mapping[str, Any], device: torch.device) -> tuple[dict[str, Any], list[Sent]]:
+    """Dataclasses by the prefix of their fields' names, with host tensors on the device."""
+    host = {prefix: _host_tensors(owner) for prefix, owner in owners.items()}
+    # A mask is as large as all lengths: it has memory of its own, which somebody else is given after the step.
+    masks = {prefix: found.pop("custom_mask") for prefix, found in host.items() if "custom_mask" in found}
+    packed = {prefix + name: tensor for prefix, found in host.items() for name, tensor in found.items()}
+    tensors, together = send(packed, device)
+    sent = [replace(together, places=tuple(place for place in together.places if place.name in _WATCHED))]
+    moved: dict[str, Any] = {}
+    for prefix, owner in owners.items():
+        fields_of_it = {name: tensors[prefix + name] for name in host[prefix]}
+        if prefix in masks:
+            fields_of_it["custom_mask"] = mask = upload(masks[prefix], device)
+            sent.append(sent_alone(f"{prefix}custom_mask", mask, bytes_of(masks[prefix])))
+        moved[prefix] = replace(owner, **fields_of_it)
+    return moved, sent
+
+
+def _host_tensors(owner: Any) -> dict[str, torch.Tensor]:
+    """What of a dataclass is to go to the device."""
+    named = ((each.name, getattr(owner, each.name)) for each in fields(owner) if not each.name.endswith("_cpu"))
+    return {name: value for name, value in named if isinstance(value, torch.Tensor) and not value.is_cuda}
+
+
+_OF_BATCH = ("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "positions")
+_OF_SPEC = ("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor")
+_WATCHED = frozenset((*(f"batch.{name}" for name in _OF_BATCH), *(f"batch.spec_info.{name}" for name in _OF_SPEC)))
+"""What of a batch must hold after a step what it held before."""
 
 
 def captured_batch(

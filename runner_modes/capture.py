@@ -13,16 +13,20 @@ from attn_testkit.cases.schedule import Schedule
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.graphs.capture import Captured, record, warm_up
 from attn_testkit.graphs.held_tensors import block_of, tensors_held_by
+from attn_testkit.graphs.poison import poisoned
 from attn_testkit.model import Trace
 
-from .batches import StaticInputs, captured_batch, make_static_inputs
+from .batches import captured_batch
 from .clock import Clock
 from .drivers import DRIVERS
 from .errors import blame
 from .forward import forward
 from .harness import ServerHarness
-from .hook_answers import fill_value
+from .hook_answers import fill_value, verify_mask_of
 from .mode_driver import ModeDriver
+from .observe import Readable, readable
+from .packing import Sent
+from .static_inputs import StaticInputs, make_static_inputs
 
 __all__ = ["Allocated", "Bucket", "ScheduleGraphs", "blocks_held", "capture_schedules", "mode_suffix"]
 
@@ -45,6 +49,12 @@ class Bucket:
     captured: Captured[Trace]
     batch: ForwardBatch
     """What the backend was given at capture: slices of the static buffers."""
+    produced: tuple[Readable, ...]
+    """What every replay gives."""
+    given: tuple[Sent, ...]
+    """What it may not write."""
+    poison: tuple[tuple[torch.Tensor, int], ...]
+    """What of its outputs a replay overwrites, as integers, and what they hold before it."""
     allocated: tuple[Allocated, ...]
     warm_up_finite: bool
     """No logit of the last warm-up was NaN or Inf."""
@@ -142,5 +152,17 @@ def _capture_bucket(
         captured = record(run_once, side, pool)
     held = tensors_held_by(backend, (harness.context,)).items()
     allocated = [Allocated(path, label, weakref.ref(t)) for path, t in held if block_of(t) not in before]
-    finite = warm.logits is None or bool(warm.logits.isfinite().all())
-    return Bucket(captured, batch, tuple(allocated), finite)
+    return Bucket(
+        captured=captured,
+        batch=batch,
+        produced=readable(captured.outputs),
+        given=static.sent(bs, case.width, mask=verify_mask_of(harness) is None),
+        poison=_poison(captured.outputs, harness.fill),
+        allocated=tuple(allocated),
+        warm_up_finite=warm.logits is None or bool(warm.logits.isfinite().all()),
+    )
+
+
+def _poison(trace: Trace, byte: int) -> tuple[tuple[torch.Tensor, int], ...]:
+    """What the backend returned and the copies of it. All that the model computes further is computed from these."""
+    return tuple(poisoned(tensor, byte) for tensor in (*trace.raw, *trace.attention))

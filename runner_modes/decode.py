@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from attn_testkit.checks.observation import Outputs
 from attn_testkit.contract import ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
 from .harness import LoadedStep, ServerHarness
 from .mode_driver import ModeDriver
 
-__all__ = ["DECODE", "all_live_rows", "head_over_all_rows"]
+__all__ = ["DECODE", "head_over_all_rows", "one_a_token"]
 
 
 def head_over_all_rows(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
@@ -17,10 +16,9 @@ def head_over_all_rows(harness: ServerHarness, trace: Trace, batch: ForwardBatch
     trace.logits = harness.model.logits(trace.hidden)
 
 
-def all_live_rows(trace: Trace, loaded: LoadedStep) -> Outputs:
-    """Logits and hidden states of every live row."""
-    assert trace.logits is not None
-    return Outputs(trace.logits[: loaded.step.tokens], trace.hidden[: loaded.step.tokens])
+def one_a_token(loaded: LoadedStep) -> int:
+    """The mode returns every row."""
+    return loaded.step.tokens
 
 
 DECODE = ModeDriver(
@@ -31,5 +29,5 @@ DECODE = ModeDriver(
     fill=lambda harness, static, loaded, bs: None,
     replay_spec=lambda harness, static, loaded, bs, width: None,
     finish=head_over_all_rows,
-    outputs=all_live_rows,
+    live_rows=one_a_token,
 )

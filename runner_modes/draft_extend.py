@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from attn_testkit.checks.observation import Outputs
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
-from .batches import StaticInputs
 from .harness import LoadedStep, ServerHarness
 from .mode_driver import ModeDriver
-from .uploads import upload, upload_into
+from .static_inputs import StaticInputs
 
 __all__ = ["DRAFT_EXTEND", "accepted_counts", "captured_draft_spec", "extend_fields", "fill_draft_buffers", "top_k"]
 
@@ -29,16 +28,16 @@ def accepted_counts(loaded: LoadedStep) -> torch.Tensor:
 
 
 def extend_fields(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, Any]:
-    """The ``extend_*`` fields of an eager draft-extend: [bs] int32 on the device, lists on the host where needed."""
+    """The ``extend_*`` fields of an eager draft-extend: [bs] int32, and lists for those who need them on the host."""
     requests = loaded.step.requests
     lens = torch.tensor([r.new for r in requests], dtype=torch.int32)
     prefixes = torch.tensor([r.prefix for r in requests], dtype=torch.int32)
     mirrors = harness.capabilities.needs_cpu_seq_lens
     return {
         "extend_num_tokens": loaded.step.tokens,
-        "extend_seq_lens": upload(lens, harness.device),
-        "extend_prefix_lens": upload(prefixes, harness.device),
-        "extend_start_loc": upload((lens.cumsum(0) - lens).to(torch.int32), harness.device),
+        "extend_seq_lens": lens,
+        "extend_prefix_lens": prefixes,
+        "extend_start_loc": (lens.cumsum(0) - lens).to(torch.int32),
         "extend_seq_lens_cpu": lens.tolist() if mirrors else None,
         "extend_prefix_lens_cpu": prefixes.tolist() if mirrors else None,
     }
@@ -47,10 +46,10 @@ def extend_fields(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, An
 def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
     accepted = accepted_counts(loaded)
     return DraftExtendInput(
-        hidden_states=upload(loaded.data.hidden, harness.device),
-        num_correct_drafts=upload(accepted - 1, harness.device),
-        num_accept_tokens=upload(accepted, harness.device),
-        positions=upload(loaded.data.positions, harness.device),
+        hidden_states=loaded.data.hidden,
+        num_correct_drafts=accepted - 1,
+        num_accept_tokens=accepted,
+        positions=loaded.data.positions,
         num_accept_tokens_cpu=accepted.tolist() if harness.capabilities.needs_cpu_seq_lens else None,
     )
 
@@ -72,15 +71,16 @@ def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, w
 
 def fill_draft_buffers(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
     """Accept counts at the width wherever a request is padding, then the live ones."""
-    width, live, tokens = loaded.schedule.case.width, loaded.step.bs, loaded.step.tokens
-    accepted = accepted_counts(loaded)
-    static.num_accept_tokens.fill_(width)
-    static.num_correct_drafts.fill_(width - 1)
-    static.extend_seq_lens.fill_(width)
-    upload_into(static.num_accept_tokens[:live], accepted)
-    upload_into(static.num_correct_drafts[:live], accepted - 1)
-    upload_into(static.extend_seq_lens[:live], torch.tensor([r.new for r in loaded.step.requests], dtype=torch.int32))
-    upload_into(static.hidden_states[:tokens], loaded.data.hidden)
+    width, live, host = loaded.schedule.case.width, loaded.step.bs, static.host
+    accepted = np.array([r.accepted for r in loaded.step.requests])
+    for name, padding, values in (
+        ("num_accept_tokens", width, accepted),
+        ("num_correct_drafts", width - 1, accepted - 1),
+        ("extend_seq_lens", width, [r.new for r in loaded.step.requests]),
+    ):
+        host[name][live:] = padding
+        host[name][:live] = values
+    host["hidden_states"][: loaded.step.tokens] = loaded.data.hidden.numpy()
 
 
 def _replay_spec(
@@ -118,14 +118,6 @@ def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int
     trace.topk_p, trace.topk_index = top_k(trace.logits, topk)
 
 
-def _outputs(trace: Trace, loaded: LoadedStep) -> Outputs:
-    live = loaded.step.bs
-    assert trace.logits is not None
-    assert trace.topk_p is not None
-    assert trace.topk_index is not None
-    return Outputs(trace.logits[:live], trace.hidden[:live], trace.topk_p[:live], trace.topk_index[:live])
-
-
 DRAFT_EXTEND = ModeDriver(
     mode=ForwardMode.DRAFT_EXTEND,
     eager_spec=_eager_spec,
@@ -134,5 +126,5 @@ DRAFT_EXTEND = ModeDriver(
     fill=fill_draft_buffers,
     replay_spec=_replay_spec,
     finish=_finish,
-    outputs=_outputs,
+    live_rows=lambda loaded: loaded.step.bs,
 )

@@ -7,12 +7,11 @@ import torch
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
-from .batches import StaticInputs
-from .decode import all_live_rows
+from .decode import one_a_token
 from .draft_extend import accepted_counts, captured_draft_spec, extend_fields, fill_draft_buffers
 from .harness import LoadedStep, ServerHarness
 from .mode_driver import ModeDriver
-from .uploads import upload, upload_into
+from .static_inputs import StaticInputs
 
 __all__ = ["DRAFT_EXTEND_V2"]
 
@@ -20,22 +19,22 @@ __all__ = ["DRAFT_EXTEND_V2"]
 def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
     accepted, n = accepted_counts(loaded), loaded.schedule.case.width
     return DraftExtendInput(
-        hidden_states=upload(loaded.data.hidden, harness.device),
-        num_correct_drafts=upload(accepted - 1, harness.device),
-        num_accept_tokens=upload(accepted, harness.device),
-        positions=upload(loaded.data.positions, harness.device),
+        hidden_states=loaded.data.hidden,
+        num_correct_drafts=accepted - 1,
+        num_accept_tokens=accepted,
+        positions=loaded.data.positions,
         num_accept_tokens_cpu=accepted.tolist() if harness.capabilities.needs_cpu_seq_lens else None,
         num_tokens_per_req=n,
         extend_seq_lens_cpu=[n] * loaded.step.bs,
-        select_index=upload(torch.arange(loaded.step.bs) * n + accepted - 1, harness.device),
+        select_index=torch.arange(loaded.step.bs) * n + accepted - 1,
     )
 
 
 def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
     fill_draft_buffers(harness, static, loaded, bs)
-    accepted, n = accepted_counts(loaded), loaded.schedule.case.width
+    last = [i * loaded.schedule.case.width + r.accepted - 1 for i, r in enumerate(loaded.step.requests)]
     # The tail stays as an earlier replay left it, in range and unused.
-    upload_into(static.select_index[: loaded.step.bs], torch.arange(loaded.step.bs) * n + accepted - 1)
+    static.host["select_index"][: len(last)] = last
 
 
 def _replay_spec(
@@ -68,5 +67,5 @@ DRAFT_EXTEND_V2 = ModeDriver(
     fill=_fill,
     replay_spec=_replay_spec,
     finish=_finish,
-    outputs=all_live_rows,
+    live_rows=one_a_token,
 )

@@ -10,13 +10,14 @@ from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
 from attn_testkit.graphs.poison import fill_with_poison
 
-from .batches import eager_batch
+from .batches import batch_on_device, eager_batch
 from .clock import Clock
 from .drivers import DRIVERS
 from .errors import blame
 from .forward import forward
 from .harness import ServerHarness
-from .observe import observe, snapshot
+from .hook_answers import verify_mask_of
+from .observe import observe, readable
 
 __all__ = ["run_eager"]
 
@@ -38,10 +39,12 @@ def run_eager(
     """
     case, driver = schedule.case, DRIVERS[schedule.case.mode]
     with clock.phase("setup"):
+        # Servers look at it in every mode.
+        verify_mask_of(harness)
         loaded = harness.load(schedule, step, pattern)
         spec, extends = driver.eager_spec(harness, loaded), driver.eager_extends(harness, loaded)
-        batch = eager_batch(harness, loaded, case.mode, spec, extends)
-        before = snapshot(harness, loaded, batch)
+        on_host = eager_batch(harness, loaded, case.mode, spec, extends)
+        batch, sent = batch_on_device(on_host, harness.device)
         _poison_heap(harness, step.tokens)
     with clock.phase("eager"):
         with blame("plan", label):
@@ -50,7 +53,8 @@ def run_eager(
             trace = forward(harness, driver, batch, case, save_kv_cache=not step.stored)
             torch.cuda.synchronize()
     with clock.phase("read back"), blame("read back", label):
-        return observe(harness, driver, loaded, trace, before, label=label, among=among)
+        given = (*sent, loaded.table)
+        return observe(harness, driver, loaded, readable(trace), given, label=label, among=among)
 
 
 def _poison_heap(harness: ServerHarness, tokens: int) -> None:

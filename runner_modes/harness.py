@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
@@ -14,10 +16,13 @@ from attn_testkit.cases.data import DTYPES, StepData, make_layers, make_step_dat
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, Capabilities, ForwardMode, KVPool
-from attn_testkit.model import Model, pack
+from attn_testkit.model import Model, pack, row_width
 
 from .errors import no_mode_left
-from .uploads import upload_into
+from .host_work import host_work
+from .packing import Sent, bytes_of
+from .pool_watch import PoolWatch
+from .tables import Tables
 
 __all__ = ["LoadedStep", "ServerHarness", "context_for"]
 
@@ -31,6 +36,12 @@ class LoadedStep:
     data: StepData
     slots: int
     """Slots of the KV pool that the schedule uses, page 0 included."""
+    due: npt.NDArray[np.int64] = field(repr=False)
+    """[n] ascending: slots that the step may well write, its own and the first of page 0."""
+    due_on_device: torch.Tensor = field(repr=False)
+    """The same in memory that the backend is not given."""
+    table: Sent = field(repr=False)
+    """The request table."""
 
 
 def _largest(schedules: Sequence[Schedule], name: str) -> int:
@@ -40,7 +51,7 @@ def _largest(schedules: Sequence[Schedule], name: str) -> int:
 def context_for(
     schedules: Sequence[Schedule], device: torch.device, layers: tuple[AttentionLayer, ...]
 ) -> BackendContext:
-    """What a server would give the constructor of a backend that is to run these schedules."""
+    """What a server would give the constructor of a backend that is to run these schedules. All tables are zeros."""
     case = schedules[0].case
     dtype = DTYPES[case.dtype]
     kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
@@ -97,15 +108,18 @@ class ServerHarness:
             replace(layer, sinks=layer.sinks.to(device)) if layer.sinks is not None else layer
             for layer in make_layers(self.case)
         )
-        self.context = context_for(schedules, device, layers)
-        self._pool_before = torch.empty_like(self.context.kv_pool.storage)
         self.capabilities = backend_class.capabilities if claims is None else claims
         self.replay_graph: Callable[[Any], None] = torch.cuda.CUDAGraph.replay
         """Taken before the backend is constructed: one that replaces it would have a graph that is never replayed."""
-        self.model = Model(self.case, layers, self.context.max_num_tokens, self.context.dtype, device)
-        # Rows of the table that no step has filled yet are finite: graphs are captured on token 0.
-        self.model.table[:-1] = 0.5
-        self.model.hidden_table[:-1] = 0.5
+        context = context_for(schedules, device, layers)
+        requests, columns = context.req_to_token.shape
+        width = row_width(layers)
+        self._is_mla = layers[0].is_mla
+        self._tables = Tables(requests, columns, context.max_num_tokens, width, context.dtype, device)
+        self.context = replace(context, req_to_token=self._tables.req_to_token)
+        self.pool = PoolWatch(self.context.kv_pool)
+        """The KV pool, before a step and after it."""
+        self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden)
         with no_mode_left():
             self.backend = backend_class(self.context)
 
@@ -114,51 +128,28 @@ class ServerHarness:
         pool = self.context.kv_pool
         pool.storage.view(torch.uint8).fill_(0x7F if pool.dtype.itemsize == 1 else 0xFF)
         pool.storage.view(torch.uint8)[:, :, : pool.page_size] = 0
-        self.context.req_to_token.zero_()
+        self._tables.clear_requests()
 
     def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> LoadedStep:
         """Put a step's numbers, KV pool and request table in place. Slots that no request owns hold ``unowned``.
 
         ``pattern``: numbers other than the case's (``cases/patterns.py``, ``cases/places.py``).
         """
-        data = make_step_data(schedule, step, pattern)
+        with host_work():
+            data = make_step_data(schedule, step, pattern)
+            given = data
+            if step.stored:
+                given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
+            hidden, rows = bytes_of(data.hidden), bytes_of(pack(given.q, given.k, given.v, mla=self._is_mla))
+            due = np.unique(np.append(data.out_cache_loc.numpy(), 0))
         marked = pattern if pattern and pattern.startswith("place.") else ""
         tails = self.case.kv_dtype in self.capabilities.finite_page_tails
-        image = pool_image(schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked)
-        if step.stored:
-            data = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
-        pool = self.context.kv_pool.storage
-        rows_of_table = pack(data.q, data.k, data.v, mla=self.context.layers[0].is_mla)
-        upload_into(self.model.table[: step.tokens], rows_of_table)
-        upload_into(self.model.hidden_table[: step.tokens], data.hidden)
-        slots = image.shape[2]
-        raw = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
-        if slots < pool.shape[2]:
-            raw[:, :, slots:] = (0x7F if math.isnan(self.unowned) else 0) if raw.dtype == torch.uint8 else self.unowned
-        upload_into(raw[:, :, :slots], image.view(raw.dtype))
-        if self.copies_pool:
-            self._pool_before.copy_(pool)
-        rows, ctx = step.req_to_token.shape
-        upload_into(self.context.req_to_token[:rows, :ctx], torch.from_numpy(step.req_to_token))
-        return LoadedStep(schedule, step, data, slots)
 
-    def written(self, loaded: LoadedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """What changed in the KV pool since the step was loaded, compared bit for bit on the device.
+        def image() -> torch.Tensor:
+            with host_work():
+                return pool_image(schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked)
 
-        Slots [n] int64, ascending, and what they hold now [L, 2 or 1, n, Hk, Dqk] as integers of the dtype's size.
-        """
-        # A drive of several modes has a pool as large as the largest of them needs.
-        now = self.context.kv_pool.storage[:, :, : loaded.slots]
-        before = self._pool_before[:, :, : loaded.slots]
-        differs = (_wide(now) != _wide(before)).any(-1).flatten(0, 1).any(0)
-        slots = differs.nonzero().flatten()
-        return slots, now.view(_BITS[now.dtype.itemsize])[:, :, slots]
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def _wide(pool: torch.Tensor) -> torch.Tensor:
-    """[L, 2 or 1, slots, n]: the bits of each slot, in integers as wide as a slot's row allows."""
-    size = pool.shape[3] * pool.shape[4] * pool.dtype.itemsize
-    return pool.flatten(3).view(torch.int64 if size % 8 == 0 else torch.uint8)
+        self.pool.fill((schedule, step, pattern), image, self.unowned)
+        table, due_on_device = self._tables.fill(step.req_to_token, due, hidden, rows)
+        slots = (schedule.num_pages + 1) * schedule.case.page_size
+        return LoadedStep(schedule, step, given, slots, due, due_on_device, table)

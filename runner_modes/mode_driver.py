@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attn_testkit.checks.observation import Outputs
 from attn_testkit.contract import ForwardBatch, ForwardMode, SpecInput
 from attn_testkit.model import Trace
 
-from .batches import StaticInputs
 from .harness import LoadedStep, ServerHarness
+from .static_inputs import StaticInputs
 
 __all__ = ["ModeDriver"]
 
@@ -22,16 +21,16 @@ class ModeDriver:
 
     mode: ForwardMode
     eager_spec: Callable[[ServerHarness, LoadedStep], SpecInput | None]
-    """(harness, loaded): ``spec_info`` of the live batch."""
+    """(harness, loaded): ``spec_info`` of the live batch, on the host: a batch goes to the device in one piece."""
     eager_extends: Callable[[ServerHarness, LoadedStep], Mapping[str, Any]]
-    """(harness, loaded): the ``extend_*`` fields of the live batch."""
+    """(harness, loaded): the ``extend_*`` fields of the live batch, likewise."""
     captured_spec: Callable[[ServerHarness, StaticInputs, int, int], SpecInput | None]
     """(harness, static, bs, width): ``spec_info`` of a bucket's dummy batch."""
     fill: Callable[[ServerHarness, StaticInputs, LoadedStep, int], None]
-    """(harness, static, loaded, bs): the mode's own buffers, padding first and then the live heads."""
+    """(harness, static, loaded, bs): the mode's own buffers, padding and live heads, in ``static.host``."""
     replay_spec: Callable[[ServerHarness, StaticInputs, LoadedStep, int, int], SpecInput | None]
     """(harness, static, loaded, bs, width): ``spec_info`` of the replay view."""
     finish: Callable[[ServerHarness, Trace, ForwardBatch, int], None]
     """(harness, trace, batch, topk): what follows the layers; recorded in the graph."""
-    outputs: Callable[[Trace, LoadedStep], Outputs]
-    """(trace, loaded): the mode's fields for the live rows, still on the device."""
+    live_rows: Callable[[LoadedStep], int]
+    """(loaded): of the rows that ``finish`` made so many are live, the first ones. The mode returns these."""

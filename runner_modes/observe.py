@@ -1,77 +1,134 @@
-"""Taking host copies of what a step left behind."""
+"""Taking host copies of what a step left behind, in one transfer."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 
-from attn_testkit.checks.observation import Group, Observation, copies_of
-from attn_testkit.contract import ForwardBatch
+from attn_testkit.checks.observation import Bytes, Group, Observation, Piece, copies_from
+from attn_testkit.graphs.poison import Canaries
 from attn_testkit.model import Trace
 
 from .harness import LoadedStep, ServerHarness
-from .hook_answers import verify_mask_of
 from .mode_driver import ModeDriver
+from .packing import Sent
 
-__all__ = ["Snapshot", "observe", "snapshot"]
-
-Snapshot = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Name -> (the tensor itself, a copy from before the step)."""
-
-_BATCH_TENSORS = ("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "positions", "seq_lens_cpu")
-_SPEC_TENSORS = ("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor")
+__all__ = ["Readable", "observe", "readable"]
 
 
-def snapshot(harness: ServerHarness, loaded: LoadedStep, batch: ForwardBatch) -> Snapshot:
-    """Copies of everything that a backend is given and may not write."""
-    held: Snapshot = {}
-    spec = getattr(batch, "spec_info", None)
-    named = [(f"batch.{n}", getattr(batch, n, None)) for n in _BATCH_TENSORS]
-    named += [(f"batch.spec_info.{n}", getattr(spec, n, None)) for n in _SPEC_TENSORS if spec is not None]
-    named.append(("req_to_token", harness.context.req_to_token))
-    if verify_mask_of(harness) is None:
-        named.append(("batch.spec_info.custom_mask", getattr(spec, "custom_mask", None)))
-    seen: set[int] = set()
-    for name, tensor in named:
-        if tensor is not None and id(tensor) not in seen:
-            seen.add(id(tensor))
-            held[name] = (tensor, tensor.clone())
-    return held
+@dataclass(frozen=True, eq=False)
+class Readable:
+    """A tensor that a forward of the model produced, as bytes on the device."""
+
+    group: Group
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    raw: torch.Tensor = field(repr=False)
+    """[n] uint8."""
+    row: int
+    """Bytes of one row."""
+
+
+_RETURNED = (
+    ("next_token_logits", "logits"),
+    ("hidden_states", "hidden"),
+    ("topk_p", "topk_p"),
+    ("topk_index", "topk_index"),
+)
+"""Fields of ``Outputs``, and of a trace."""
+
+
+def readable(trace: Trace) -> tuple[Readable, ...]:
+    """All that is looked at, all rows. What a graph produces stays where it is at every replay."""
+    found: list[tuple[Group, str, torch.Tensor]] = []
+    found += [("attention", str(layer), out) for layer, out in enumerate(trace.attention)]
+    found.append(("activations", "packed 0", trace.packed))
+    # q, k and v of each layer, where they were copies of the packed rows.
+    found += [("activations", f"{'qkv'[i % 3]} {i // 3}", dense) for i, dense in enumerate(trace.dense)]
+    returned = ((name, getattr(trace, attribute)) for name, attribute in _RETURNED)
+    found += [("outputs", name, value) for name, value in returned if value is not None]
+    return tuple(_readable(*each) for each in found)
+
+
+def _readable(group: Group, name: str, tensor: torch.Tensor) -> Readable:
+    dtype, shape = tensor.dtype, tuple(tensor.shape)
+    row = math.prod(shape[1:]) * dtype.itemsize
+    return Readable(group, name, dtype, shape, tensor.view(-1).view(torch.uint8), row)
 
 
 def observe(
     harness: ServerHarness,
     driver: ModeDriver,
     loaded: LoadedStep,
-    trace: Trace,
-    held: Snapshot,
+    produced: Sequence[Readable],
+    given: Sequence[Sent],
     *,
     label: str = "",
     replay: bool = False,
     padded: int = 0,
-    damaged: tuple[str, ...] = (),
+    canaries: Canaries | None = None,
     among: Literal["", "steps", "graphs"] = "",
 ) -> Observation:
-    """Copy everything to the host and hand it on."""
-    tokens, outputs = loaded.step.tokens, driver.outputs(trace, loaded)
-    found: list[tuple[Group, str, torch.Tensor]] = []
-    found += [("attention", str(layer), out[:tokens]) for layer, out in enumerate(trace.attention)]
-    found.append(("activations", "packed 0", trace.packed[:tokens]))
-    # q, k and v of each layer, where they were copies of the packed rows.
-    found += [("activations", f"{'qkv'[i % 3]} {i // 3}", dense[:tokens]) for i, dense in enumerate(trace.dense)]
-    for name, (now, before) in held.items():
-        found += [("before", name, before), ("now", name, now)]
-    for each in dataclasses.fields(outputs):
-        value = getattr(outputs, each.name)
-        if value is not None:
-            found.append(("outputs", each.name, value))
-    if harness.copies_pool:
-        slots, rows = harness.written(loaded)
-        found += [("pool", "slots", slots), ("pool", "rows", rows)]
-    copies = copies_of(found)
+    """Copy to the host what the step returned, which slots of the KV pool and which inputs changed, and hand it on.
+
+    ``given``: what the step was given and may not write.
+    """
+    pool = harness.pool.look(loaded.slots, loaded.due_on_device, len(loaded.due)) if harness.copies_pool else ()
+    state = canaries.extremes() if canaries is not None else ()
+    found = _copied(
+        [
+            *((each.raw, each.shape[0] * each.row) for each in produced),
+            *((each.memory, len(each.before)) for each in given),
+            *pool,
+            *state,
+        ]
+    )
+    tokens, returned = loaded.step.tokens, driver.live_rows(loaded)
+    pieces = [_head(each, next(found), returned if each.group == "outputs" else tokens) for each in produced]
+    pieces += [piece for each in given for piece in _changed(each, next(found))]
+    if pool:
+        pieces += _pool_pieces(harness, loaded, next(found), next(found))
+    damaged = canaries.damaged(next(found)) if canaries is not None and state else ()
     observed = Observation(
-        loaded.schedule, loaded.step, label, copies, among, damaged=damaged, replay=replay, padded=padded
+        loaded.schedule, loaded.step, label, copies_from(pieces), among, damaged=damaged, replay=replay, padded=padded
     )
     return harness.deliver(observed)
+
+
+def _copied(memories: Sequence[tuple[torch.Tensor | Bytes, int]]) -> Iterator[Bytes]:
+    """The bytes of each and how many there are: those on the device come in one transfer."""
+    on_device = [each for each, _ in memories if isinstance(each, torch.Tensor)]
+    together, start = torch.cat(on_device).cpu().numpy(), 0
+    for each, size in memories:
+        if isinstance(each, torch.Tensor):
+            yield together[start : start + size]
+            start += size
+        else:
+            yield each
+
+
+def _head(produced: Readable, found: Bytes, rows: int) -> Piece:
+    """The first rows of what was read."""
+    shape = (rows, *produced.shape[1:])
+    return Piece(produced.group, produced.name, produced.dtype, shape, found[: rows * produced.row])
+
+
+def _changed(given: Sent, now: Bytes) -> Iterator[Piece]:
+    """Inputs that no longer hold what they held, before and now."""
+    for place, was, is_ in given.changed(now):
+        yield Piece("before", place.name, place.dtype, place.shape, was)
+        yield Piece("now", place.name, place.dtype, place.shape, is_)
+
+
+def _pool_pieces(harness: ServerHarness, loaded: LoadedStep, changed: Bytes, rows: Bytes) -> list[Piece]:
+    slots, held, shape = harness.pool.written(loaded.due, changed, rows)
+    return [
+        Piece("pool", "slots", torch.int64, slots.shape, slots.view(np.uint8)),
+        Piece("pool", "rows", harness.pool.bits, shape, held),
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from attn_testkit.cases.schedule import Step
@@ -12,17 +13,15 @@ from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.graphs.held_tensors import tensors_held_by
 from attn_testkit.graphs.host_syncs import host_syncs_forbidden
-from attn_testkit.graphs.poison import Canaries, fill_with_poison
-from attn_testkit.model import Trace
+from attn_testkit.graphs.poison import Canaries
 
 from .batches import replay_view, seq_lens_of
 from .capture import ScheduleGraphs, blocks_held, mode_suffix
 from .clock import Clock
 from .errors import blame
 from .harness import LoadedStep, ServerHarness
-from .observe import observe, snapshot
+from .observe import observe
 from .options import DriveOptions
-from .uploads import upload_into
 
 __all__ = ["Replayed", "plan_only", "replay"]
 
@@ -56,7 +55,6 @@ def replay(
         loaded = harness.load(graphs.schedule, step, options.pattern)
         _fill_static(graphs, loaded)
         view = _view(graphs, loaded)
-        before = snapshot(harness, loaded, bucket.batch)
         watched = _Watched(harness, options)
         torch.cuda.synchronize()
     with clock.phase("replay"):
@@ -64,7 +62,8 @@ def replay(
             harness.backend.init_forward_metadata_out_graph(view)
         replaced = watched.replaced()
         copied_into = watched.copy_into(replaced)
-        _poison_outputs(bucket.captured.outputs, harness.fill)
+        for tensor, value in bucket.poison:
+            tensor.fill_(value)
         # What a server allocates for one step (a fresh mask, say) is gone before the kernels that read the graph's own
         # memory end; keep nothing of it alive here.
         del view
@@ -78,12 +77,12 @@ def replay(
             harness,
             graphs.driver,
             loaded,
-            bucket.captured.outputs,
-            before,
+            bucket.produced,
+            (*bucket.given, loaded.table),
             label=label,
             replay=True,
             padded=step.bucket - step.bs,
-            damaged=canaries.damaged(),
+            canaries=canaries,
         )
     return Replayed(observed, replaced, copied_into)
 
@@ -147,28 +146,20 @@ def _view(graphs: ScheduleGraphs, loaded: LoadedStep) -> ForwardBatch:
 
 
 def _fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
-    """Static inputs: first the padding, then the live heads. Tails of ``input_ids`` stay as they were."""
+    """Static inputs: padding, then the live heads. Tails of ``input_ids`` stay as they were."""
     harness, static, case = graphs.harness, graphs.static, graphs.schedule.case
-    step, data, live, tokens = loaded.step, loaded.data, loaded.step.bs, loaded.step.tokens
-    static.seq_lens.fill_(graphs.fill)
-    static.seq_lens_cpu.fill_(graphs.fill)
-    static.out_cache_loc.zero_()
+    step, data, live, tokens, host = loaded.step, loaded.data, loaded.step.bs, loaded.step.tokens, static.host
+    host["seq_lens"][:] = graphs.fill
+    host["out_cache_loc"][:] = 0
     if case.padding != "stale":
-        static.positions.zero_()
-        static.req_pool_indices.zero_()
+        host["positions"][:] = 0
+        host["req_pool_indices"][:] = 0
     if case.padding == "nan":
-        static.input_ids.fill_(harness.model.nan_row)
-    upload_into(static.input_ids[:tokens], torch.arange(tokens))
-    upload_into(static.positions[:tokens], data.positions)
-    upload_into(static.out_cache_loc[:tokens], data.out_cache_loc)
-    upload_into(static.req_pool_indices[:live], torch.tensor([r.pool_row for r in step.requests]))
-    lens = torch.tensor(seq_lens_of(case.mode, loaded), dtype=torch.int64)
-    upload_into(static.seq_lens[:live], lens)
-    static.seq_lens_cpu[:live].copy_(lens)
+        host["input_ids"][:] = harness.model.nan_row
+    host["input_ids"][:tokens] = np.arange(tokens)
+    host["positions"][:tokens] = data.positions.numpy()
+    host["out_cache_loc"][:tokens] = data.out_cache_loc.numpy()
+    host["req_pool_indices"][:live] = [request.pool_row for request in step.requests]
+    host["seq_lens"][:live] = seq_lens_of(case.mode, loaded)
     graphs.driver.fill(harness, static, loaded, step.bucket)
-
-
-def _poison_outputs(trace: Trace, byte: int) -> None:
-    for tensor in (*trace.raw, *trace.attention, trace.hidden, trace.logits, trace.topk_p, trace.topk_index):
-        if tensor is not None:
-            fill_with_poison(tensor, byte)
+    static.send()

@@ -12,13 +12,14 @@ import torch
 from attn_testkit.cases.trees import Tree, bit_packed, full_mask, qlen_only_mask
 from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 
-from .batches import StaticInputs
-from .decode import all_live_rows, head_over_all_rows
+from .batches import spec_on_device
+from .decode import head_over_all_rows, one_a_token
 from .errors import blame
 from .harness import LoadedStep, ServerHarness
 from .hook_answers import verify_mask_of
 from .mode_driver import ModeDriver
-from .uploads import upload, upload_into
+from .static_inputs import StaticInputs
+from .uploads import upload_into
 
 __all__ = ["TARGET_VERIFY"]
 
@@ -30,18 +31,19 @@ def _trees(loaded: LoadedStep) -> list[Tree]:
 
 
 def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor, layout: TreeMaskMode) -> VerifyInput:
-    trees, step, device = _trees(loaded), loaded.step, harness.device
+    """On the host, but for a mask that is on the device."""
+    trees, step = _trees(loaded), loaded.step
     n = len(trees[0])
     links = [tree.links for tree in trees]
     mirrors = harness.capabilities.needs_cpu_seq_lens
     prefixes = torch.tensor([r.prefix for r in step.requests], dtype=torch.int64)
     return VerifyInput(
-        draft_token=upload(torch.arange(step.tokens), device),
+        draft_token=torch.arange(step.tokens),
         custom_mask=mask,
-        positions=upload(loaded.data.positions, device),
-        retrieve_index=upload(torch.arange(step.bs * n).view(step.bs, n), device),
-        retrieve_next_token=upload(torch.from_numpy(np.stack([first for first, _ in links])), device),
-        retrieve_next_sibling=upload(torch.from_numpy(np.stack([sibling for _, sibling in links])), device),
+        positions=loaded.data.positions,
+        retrieve_index=torch.arange(step.bs * n).view(step.bs, n),
+        retrieve_next_token=torch.from_numpy(np.stack([first for first, _ in links])),
+        retrieve_next_sibling=torch.from_numpy(np.stack([sibling for _, sibling in links])),
         spec_steps=loaded.schedule.spec_steps,
         topk=loaded.schedule.case.topk,
         draft_token_num=n,
@@ -53,9 +55,9 @@ def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor
 
 
 def _fresh(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
-    """The mask in memory of its own, allocated for this step: what a server does for a backend without a buffer."""
+    """With a mask made for this step: what a server does for a backend without a buffer."""
     mask = full_mask(_trees(loaded), [r.prefix for r in loaded.step.requests])
-    return _verify_input(harness, loaded, upload(torch.from_numpy(mask), harness.device), TreeMaskMode.FULL_MASK)
+    return _verify_input(harness, loaded, torch.from_numpy(mask), TreeMaskMode.FULL_MASK)
 
 
 def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
@@ -109,7 +111,9 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
 
 def _replay_spec(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int) -> VerifyInput:
     owned = verify_mask_of(harness, width)
-    return _fresh(harness, loaded) if owned is None or not owned.fits(bs) else _in_owned_buffer(harness, loaded, owned)
+    fits = owned is not None and owned.fits(bs)
+    spec = _in_owned_buffer(harness, loaded, owned) if owned is not None and fits else _fresh(harness, loaded)
+    return spec_on_device(spec, harness.device)
 
 
 TARGET_VERIFY = ModeDriver(
@@ -120,5 +124,5 @@ TARGET_VERIFY = ModeDriver(
     fill=lambda harness, static, loaded, bs: None,
     replay_spec=_replay_spec,
     finish=head_over_all_rows,
-    outputs=all_live_rows,
+    live_rows=one_a_token,
 )

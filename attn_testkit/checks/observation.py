@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,9 @@ import torch
 from ..cases.data import StepData
 from ..cases.schedule import Schedule, Step
 
-__all__ = ["Copies", "Observation", "Outputs", "StepInputs", "copies_of"]
+__all__ = ["Bytes", "Copies", "Group", "Observation", "Outputs", "Piece", "StepInputs", "copies_from", "copies_of"]
+
+Bytes = npt.NDArray[np.uint8]
 
 Group = Literal["attention", "activations", "before", "now", "outputs", "pool"]
 
@@ -42,7 +44,7 @@ class Outputs:
 class Copies:
     """Host copies of one step, in one piece."""
 
-    flat: npt.NDArray[np.uint8] = field(repr=False)
+    flat: Bytes = field(repr=False)
     """All tensors, one after the other."""
     layout: tuple[tuple[Group, str, str, tuple[int, ...], int], ...] = field(repr=False)
     """(group, name, dtype, shape, first byte) of each, in the order in which they lie."""
@@ -75,29 +77,45 @@ def _span(entries: list[tuple[Group, str, str, tuple[int, ...], int]]) -> slice:
     return slice(entries[0][4], last + math.prod(shape) * int(getattr(torch, dtype).itemsize))
 
 
+class Piece(NamedTuple):
+    """One tensor of a step, on the host."""
+
+    group: Group
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    raw: Bytes
+    """Its bytes."""
+
+
 def copies_of(tensors: Iterable[tuple[Group, str, torch.Tensor]]) -> Copies:
-    """Copies of all of them, those of the device in one transfer."""
+    """Copies of host tensors."""
+    return copies_from(
+        Piece(group, name, tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy())
+        for group, name, tensor in tensors
+    )
+
+
+def copies_from(pieces: Iterable[Piece]) -> Copies:
+    """Copies of all of them, side by side."""
     # What is compared as a whole lies together. Wide elements first, so that a piece stands at a multiple of its size.
-    ordered = sorted(tensors, key=lambda entry: (_TOGETHER.get(entry[0], 0), -entry[2].dtype.itemsize))
-    raw = [tensor.reshape(-1).view(torch.uint8) for _, _, tensor in ordered]
-    on_device = [piece for piece in raw if piece.device.type != "cpu"]
-    moved = iter(torch.split(torch.cat(on_device).cpu(), [len(piece) for piece in on_device]) if on_device else ())
-    pieces: list[torch.Tensor] = []
+    ordered = sorted(pieces, key=lambda piece: (_TOGETHER.get(piece.group, 0), -piece.dtype.itemsize))
+    raw: list[Bytes] = []
     layout: list[tuple[Group, str, str, tuple[int, ...], int]] = []
     end, before = 0, ""
-    for (group, name, tensor), piece in zip(ordered, raw, strict=True):
-        if group in _TOGETHER and group != before and end % _WIDEST:
-            pieces.append(_PADDING[end % _WIDEST :])
-            end += len(pieces[-1])
-        layout.append((group, name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end))
-        pieces.append(piece if piece.device.type == "cpu" else next(moved))
-        end, before = end + len(piece), group
-    return Copies(torch.cat(pieces).numpy(), tuple(layout))
+    for piece in ordered:
+        if piece.group in _TOGETHER and piece.group != before and end % _WIDEST:
+            raw.append(_PADDING[end % _WIDEST :])
+            end += len(raw[-1])
+        layout.append((piece.group, piece.name, str(piece.dtype).removeprefix("torch."), tuple(piece.shape), end))
+        raw.append(piece.raw)
+        end, before = end + len(piece.raw), piece.group
+    return Copies(np.concatenate(raw), tuple(layout))
 
 
 _TOGETHER: dict[Group, int] = {"before": 1, "now": 2}
 _WIDEST = 8
-_PADDING = torch.zeros(_WIDEST, dtype=torch.uint8)
+_PADDING = np.zeros(_WIDEST, np.uint8)
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,6 +51,10 @@ class KVPool:
                 len(layers), 2, slots, first.tp_k_head_num, first.head_dim, dtype=dtype, device=device
             )
 
+        # A server gives the same buffers at every call.
+        self._buffers = tuple(part.unbind(0) for part in self.storage.unbind(1))
+        self._row = tuple(self.storage.shape[3:])
+
     @property
     def num_slots(self) -> int:
         """All slots, page 0 included."""
@@ -58,13 +62,13 @@ class KVPool:
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """[slots, Hk, D] (MLA: [slots, 1, kv_lora_rank + rope]) in the pool's dtype. A view, not a copy."""
-        return self.storage[layer_id, 0]
+        return self._buffers[0][layer_id]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """[slots, Hk, Dv] (MLA: the first ``kv_lora_rank`` columns of the key buffer). A view, not a copy."""
         if self.is_mla:
-            return self.storage[layer_id, 0][..., : self.layers[layer_id].kv_lora_rank]
-        return self.storage[layer_id, 1]
+            return self._buffers[0][layer_id][..., : self.layers[layer_id].kv_lora_rank]
+        return self._buffers[1][layer_id]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key [slots, Hk, D] and value [slots, Hk, Dv] buffer of a layer. Views, not copies."""
@@ -79,17 +83,22 @@ class KVPool:
         dtype; ``v`` is ignored for MLA. In an FP8 pool the rows are divided by ``layer.k_scale`` / ``layer.v_scale``
         and clamped to the largest FP8 value. Raises ``ValueError`` when a pool that is not MLA gets no ``v``.
         """
-        self._put(self.storage[layer.layer_id, 0], loc, k, layer.k_scale)
+        slots = loc.long()
+        self._put(self._buffers[0][layer.layer_id], slots, k, layer.k_scale)
         if not self.is_mla:
             if v is None:
                 raise ValueError("a pool that is not MLA needs v as well as k")
-            self._put(self.storage[layer.layer_id, 1], loc, v, layer.v_scale)
+            self._put(self._buffers[1][layer.layer_id], slots, v, layer.v_scale)
 
-    def _put(self, buffer: torch.Tensor, loc: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
-        rows = rows.reshape(rows.shape[0], *buffer.shape[1:])
+    def _put(self, buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
+        shape = rows.shape
+        if shape[1:] != self._row:
+            rows = rows.reshape(shape[0], *self._row)
         if self.dtype.itemsize == 1:
             limit = torch.finfo(self.dtype).max
             rows = (rows.float() / scale).clamp(-limit, limit).to(self.dtype)
             # index_put is not implemented for FP8 everywhere; the bytes are what is stored.
             buffer, rows = buffer.view(torch.uint8), rows.view(torch.uint8)
-        buffer[loc.long()] = rows.to(buffer.dtype)
+        elif rows.dtype != self.dtype:
+            rows = rows.to(self.dtype)
+        buffer.index_put_((slots,), rows)

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .allocator import free_blocks
 
-__all__ = ["Canaries", "FreshMemory", "churn", "dirty_fresh_memory", "fill_with_poison"]
+__all__ = ["Canaries", "FreshMemory", "churn", "dirty_fresh_memory", "fill_with_poison", "poisoned"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_BYTES = 256 << 20
@@ -32,13 +34,18 @@ def fill_with_poison(tensor: torch.Tensor, byte: int = 0xFF) -> None:
 
     Another ``byte`` is for telling whether something was left alone or computed.
     """
-    if tensor.dtype == torch.bool:
-        tensor.fill_(True)
-    else:
-        # Through integers, so that the very bits are known: a computed NaN has others, and a row that still holds
-        # these was never written.
-        size = tensor.dtype.itemsize
-        tensor.view(_INTEGERS[size]).fill_(int.from_bytes(bytes([byte] * size), "little", signed=True))
+    target, value = poisoned(tensor, byte)
+    target.fill_(value)
+
+
+def poisoned(tensor: torch.Tensor, byte: int = 0xFF) -> tuple[torch.Tensor, int]:
+    """A view of the tensor, and what it is to be filled with to be poison."""
+    dtype = tensor.dtype
+    if dtype == torch.bool:
+        return tensor, True
+    # Through integers, so that the very bits are known: a computed NaN has others, and a row that still holds these was
+    # never written.
+    return tensor.view(_INTEGERS[dtype.itemsize]), int.from_bytes(bytes([byte] * dtype.itemsize), "little", signed=True)
 
 
 _FRESH = (512 << 10,) * 8 + (9 << 20,) * 4 + (64 << 20,)
@@ -89,28 +96,39 @@ class Canaries:
     blocks: list[torch.Tensor]
     _side_by_side: torch.Tensor | None = field(default=None, init=False, repr=False)
 
-    def damaged(self) -> tuple[str, ...]:
-        """Which blocks somebody wrote into, in words. Poisons them again, so that each damage is reported once."""
-        watched = [block for block in self.blocks if block.numel() <= _WATCHED_BYTES]
-        if not watched or self._whole(watched):
-            return ()
-        intact = torch.stack([(block == 0xFF).all() for block in watched]).tolist()
-        messages = []
-        for block in (block for block, whole in zip(watched, intact, strict=True) if not whole):
-            messages.append(f"{int((block != 0xFF).sum())} of {block.numel()} bytes of a freed block overwritten")
-            block.fill_(0xFF)
-        return tuple(messages)
+    def extremes(self) -> tuple[tuple[torch.Tensor, int], ...]:
+        """Bytes of the smallest and the largest word of all watched blocks, on the device, and how many bytes.
 
-    def _whole(self, blocks: Sequence[torch.Tensor]) -> bool:
-        """Whether all of them are poison, in three kernels and one transfer: there may be hundreds."""
+        In three kernels: there may be hundreds of blocks. Nothing where there is none.
+        """
         # The allocator's blocks are multiples of 512 bytes.
-        wide = [block.view(torch.int64) for block in blocks]
+        wide = [block.view(torch.int64) for block in self._watched()]
+        if not wide:
+            return ()
         size = sum(block.numel() for block in wide)
         if self._side_by_side is None or self._side_by_side.numel() < size:
             # Kept: memory that is free again would be a canary of the next churn, and this would reserve more.
             self._side_by_side = torch.empty(size, dtype=torch.int64, device="cuda")
         copied = torch.cat(wide, out=self._side_by_side[:size])
-        return torch.stack(torch.aminmax(copied)).tolist() == [-1, -1]
+        return ((torch.stack(torch.aminmax(copied)).view(torch.uint8), 16),)
+
+    def damaged(self, extremes: npt.NDArray[np.uint8]) -> tuple[str, ...]:
+        """Which blocks somebody wrote into, in words. ``extremes``: the bytes of what the method of that name gave.
+
+        Poisons them again, so that each damage is reported once.
+        """
+        if (extremes == 0xFF).all():
+            return ()
+        messages = []
+        for block in self._watched():
+            count = int((block != 0xFF).sum())
+            if count:
+                messages.append(f"{count} of {block.numel()} bytes of a freed block overwritten")
+                block.fill_(0xFF)
+        return tuple(messages)
+
+    def _watched(self) -> list[torch.Tensor]:
+        return [block for block in self.blocks if block.numel() <= _WATCHED_BYTES]
 
 
 def _on_stream(address: int) -> contextlib.AbstractContextManager[object]:

@@ -1,0 +1,136 @@
+"""The device buffers that every graph of one runner reads: one piece of memory, filled by one transfer a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attn_testkit.cases.data import HIDDEN
+
+from .harness import ServerHarness
+from .packing import Bytes, Place, Sent, pack_places, sent_alone
+from .uploads import upload_into
+
+__all__ = ["StaticInputs", "make_static_inputs"]
+
+
+@dataclass(frozen=True)
+class StaticInputs:
+    """Heads are live, tails are padding."""
+
+    input_ids: torch.Tensor
+    """[max_bs * N] int64: rows of the model's table."""
+    positions: torch.Tensor
+    """[max_bs * N] int64."""
+    out_cache_loc: torch.Tensor
+    """[max_bs * N] int64: KV slots; 0 wherever a row is padding."""
+    req_pool_indices: torch.Tensor
+    """[max_bs] int64: rows of ``req_to_token``."""
+    seq_lens: torch.Tensor
+    """[max_bs] int64; the fill value wherever a request is padding."""
+    num_accept_tokens: torch.Tensor
+    """[max_bs] int32; N wherever a request is padding."""
+    num_correct_drafts: torch.Tensor
+    """[max_bs] int32: accepted tokens less one."""
+    extend_seq_lens: torch.Tensor
+    """[max_bs] int32: rows of the step; N wherever a request is padding."""
+    select_index: torch.Tensor
+    """[max_bs] int64: flat row of each request's last accepted token."""
+    hidden_states: torch.Tensor
+    """[max_bs * N, hidden] float32."""
+    custom_mask: torch.Tensor
+    """Flat bool: the runner's own mask buffer, named in the captured batch of a backend that has none. Nothing updates
+    it."""
+    seq_lens_cpu: torch.Tensor
+    """[max_bs] int64, host."""
+    host: Mapping[str, npt.NDArray[Any]] = field(repr=False)
+    """By name, the same on the host but for the last two. A step writes here, and ``send`` takes it to the device."""
+    memory: torch.Tensor = field(repr=False)
+    """[n] uint8, device: where the buffers lie."""
+    staged: Bytes = field(repr=False)
+    """[n]: where ``host`` lies."""
+    places: tuple[Place, ...] = field(repr=False)
+    """Where in them."""
+
+    def send(self) -> None:
+        """Have the buffers hold what ``host`` holds."""
+        upload_into(self.memory, torch.from_numpy(self.staged))
+        self.seq_lens_cpu.numpy()[:] = self.host["seq_lens"]
+
+    def sent(self, bs: int, width: int, *, mask: bool) -> tuple[Sent, ...]:
+        """What a graph of ``bs`` requests of ``width`` rows may not write, and what it holds from step to step.
+
+        ``mask``: whether the backend was given the runner's.
+        """
+        places = tuple(
+            replace(place, name=watched, shape=(bs * (width if by_token else 1), *place.shape[1:]))
+            for place in self.places
+            for _, by_token, watched in (_BUFFERS[place.name],)
+            if watched
+        )
+        sent = [Sent(places, self.memory, self.staged)]
+        sent.append(sent_alone("batch.seq_lens_cpu", self.seq_lens_cpu[:bs], self.host["seq_lens"][:bs].view(np.uint8)))
+        if mask and (size := self.custom_mask.numel()):
+            sent.append(sent_alone("batch.spec_info.custom_mask", self.custom_mask, np.ones(size, np.uint8)))
+        return tuple(sent)
+
+
+class _Buffer(NamedTuple):
+    dtype: torch.dtype
+    by_token: bool
+    """As long as all tokens; else as all requests."""
+    watched: str
+    """As a message names it; empty: a step may write it."""
+
+
+_BUFFERS: Mapping[str, _Buffer] = {
+    "input_ids": _Buffer(torch.int64, True, "batch.input_ids"),
+    "req_pool_indices": _Buffer(torch.int64, False, "batch.req_pool_indices"),
+    "seq_lens": _Buffer(torch.int64, False, "batch.seq_lens"),
+    "out_cache_loc": _Buffer(torch.int64, True, "batch.out_cache_loc"),
+    "positions": _Buffer(torch.int64, True, "batch.positions"),
+    "num_accept_tokens": _Buffer(torch.int32, False, "batch.spec_info.num_accept_tokens"),
+    "num_correct_drafts": _Buffer(torch.int32, False, "batch.spec_info.num_correct_drafts"),
+    "hidden_states": _Buffer(torch.float32, True, "batch.spec_info.hidden_states"),
+    "extend_seq_lens": _Buffer(torch.int32, False, "batch.spec_info.extend_seq_lens_tensor"),
+    "select_index": _Buffer(torch.int64, False, ""),
+}
+"""In the order in which messages name them."""
+
+
+def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: int) -> StaticInputs:
+    """As a server has them before it captures: lengths at ``fill``, accept counts at ``width``, tokens and rows zero.
+
+    ``width``: N, rows a request.
+    """
+    packing = pack_places(
+        (name, buffer.dtype, (max_bs * (width if buffer.by_token else 1), *_COLUMNS.get(name, ())))
+        for name, buffer in _BUFFERS.items()
+    )
+    staged = packing.fresh()
+    host = packing.arrays(staged)
+    values = {"seq_lens": fill, "num_accept_tokens": width, "num_correct_drafts": width - 1, "extend_seq_lens": width}
+    for name, array in host.items():
+        array[:] = values.get(name, 0)
+    host["select_index"][:] = np.arange(1, max_bs + 1) * width - 1
+    memory = torch.empty(packing.size, dtype=torch.uint8, device=harness.device)
+    mask_size = max_bs * width * (fill + width) if harness.context.topk else 0
+    static = StaticInputs(
+        **packing.tensors(memory),
+        custom_mask=torch.ones(mask_size, dtype=torch.bool, device=harness.device),
+        seq_lens_cpu=torch.zeros(max_bs, dtype=torch.int64),
+        host=host,
+        memory=memory,
+        staged=staged,
+        places=packing.places,
+    )
+    static.send()
+    return static
+
+
+_COLUMNS = {"hidden_states": (HIDDEN,)}

@@ -1,0 +1,76 @@
+"""The tables that a step's numbers are looked up in: one piece of device memory, filled by one transfer."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attn_testkit.cases.data import HIDDEN, NUM_LAYERS
+
+from .packing import Bytes, Sent, pack_places
+from .uploads import upload_into
+
+__all__ = ["Tables"]
+
+
+class Tables:
+    """Request table, hidden states and activations of one instance."""
+
+    def __init__(
+        self, requests: int, context_len: int, rows: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """``requests``: rows of the request table. ``rows``: tokens that can have numbers of their own at a time.
+
+        ``width``: elements that a token has in one layer.
+        """
+        self._packing = pack_places(
+            (
+                ("req_to_token", torch.int32, (requests, context_len)),
+                ("due", torch.int64, (rows + 1,)),
+                # Those of which a step fills the head come last, the largest at the end: a transfer ends with its head.
+                ("hidden", torch.float32, (rows + 1, HIDDEN)),
+                ("rows", dtype, (rows + 1, NUM_LAYERS, width)),
+            )
+        )
+        self._memory = torch.full((self._packing.size,), 0xFF, dtype=torch.uint8, device=device)
+        tensors = self._packing.tensors(self._memory)
+        self.req_to_token = tensors["req_to_token"]
+        """[requests, context_len] int32."""
+        self.hidden = tensors["hidden"]
+        """[rows + 1, hidden] float32. The last row is NaN."""
+        self.rows = tensors["rows"]
+        """[rows + 1, L, width]: q, k, v of a token beside each other. The last row is NaN."""
+        self._due, self._sent = tensors["due"], self._memory[: self._packing.places[0].end]
+        self._requests: npt.NDArray[np.int32] = np.zeros((requests, context_len), np.int32)
+        self.clear_requests()
+        # Rows that no step has filled yet are finite: graphs are captured on token 0.
+        self.rows[:-1] = 0.5
+        self.hidden[:-1] = 0.5
+
+    def clear_requests(self) -> None:
+        """No live request: an all-zero request table."""
+        self._requests[:] = 0
+        self.req_to_token.zero_()
+
+    def fill(
+        self,
+        req_to_token: npt.NDArray[np.int32],
+        due: npt.NDArray[np.int64],
+        hidden: Bytes,
+        rows: Bytes,
+    ) -> tuple[Sent, torch.Tensor]:
+        """Put a step's numbers in place. ``hidden``, ``rows``: the bytes of the first rows. ``due`` [n].
+
+        Returns the request table as it was sent, and ``due`` in memory that no backend is given. What of the request
+        table is not given keeps what an earlier step left.
+        """
+        count, columns = req_to_token.shape
+        self._requests[:count, :columns] = req_to_token
+        pieces = self._requests.reshape(-1).view(np.uint8), due.view(np.uint8), hidden, rows
+        places = self._packing.places
+        host = np.full(places[-1].start + len(pieces[-1]), 0xFF, np.uint8)
+        for place, piece in zip(places, pieces, strict=True):
+            host[place.start : place.start + len(piece)] = piece
+        upload_into(self._memory[: len(host)], torch.from_numpy(host))
+        return Sent(places[:1], self._sent, host[: places[0].end]), self._due[: len(due)]
