@@ -76,7 +76,11 @@ class StaticInputs:
     num_correct_drafts: torch.Tensor
     """[max_bs] int32: accepted tokens less one."""
     extend_seq_lens: torch.Tensor
-    """[max_bs] int32: rows of the step; N wherever a request is padding."""
+    """[max_bs] int32: rows of the step; N wherever a request is padding, in extend 0."""
+    extend_prefix_lens: torch.Tensor
+    """[max_bs] int32, extend: keys before the step."""
+    extend_start_loc: torch.Tensor
+    """[max_bs] int32, extend: first row of each request."""
     select_index: torch.Tensor
     """[max_bs] int64: flat row of each request's last accepted token."""
     hidden_states: torch.Tensor
@@ -111,6 +115,8 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         num_accept_tokens=full(max_bs, width, torch.int32),
         num_correct_drafts=full(max_bs, width - 1, torch.int32),
         extend_seq_lens=full(max_bs, width, torch.int32),
+        extend_prefix_lens=zeros(max_bs, torch.int32),
+        extend_start_loc=zeros(max_bs, torch.int32),
         select_index=torch.arange(1, max_bs + 1, device=device) * width - 1,
         hidden_states=torch.zeros(tokens, HIDDEN, device=device),
         custom_mask=torch.ones(mask_size, dtype=torch.bool, device=device),
@@ -126,10 +132,14 @@ def captured_batch(
     width: int,
     fill: int,
     spec: SpecInput | None,
+    extends: Mapping[str, Any],
 ) -> ForwardBatch:
-    """The dummy batch of a bucket of ``bs`` requests of ``width`` rows: slices of the static buffers, all padding."""
+    """The dummy batch of a bucket of ``bs`` requests of ``width`` rows: slices of the static buffers, all padding.
+
+    ``extends``: what the mode says otherwise, or adds.
+    """
     tokens, mirrors = bs * width, harness.capabilities.needs_cpu_seq_lens
-    return ForwardBatch(
+    fields: dict[str, Any] = dict(
         forward_mode=mode,
         batch_size=bs,
         input_ids=static.input_ids[:tokens],
@@ -141,6 +151,7 @@ def captured_batch(
         seq_lens_sum=bs * fill if mirrors else None,
         spec_info=spec,
     )
+    return ForwardBatch(**{**fields, **extends})
 
 
 def replay_view(
@@ -152,13 +163,15 @@ def replay_view(
     width: int,
     fill: int,
     spec: SpecInput | None,
+    extends: Mapping[str, Any],
 ) -> ForwardBatch:
     """As production servers give it: a namespace, with attributes missing and some buffers longer than the batch.
 
-    ``bs``: the bucket's requests, padded ones included; ``width``: N; ``fill``: ``seq_lens`` of padded requests.
+    ``bs``: the bucket's requests, padded ones included; ``width``: N; ``fill``: ``seq_lens`` of padded requests;
+    ``extends``: what the mode adds.
     """
     live, mirrors = loaded.step.bs, harness.capabilities.needs_cpu_seq_lens
-    drafts = mode in (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
+    drafts = mode.is_draft_extend(include_v2=True)
     upto = None if drafts else bs
     view = SimpleNamespace(
         forward_mode=mode,
@@ -168,8 +181,9 @@ def replay_view(
         seq_lens=static.seq_lens[:upto],
         seq_lens_cpu=static.seq_lens_cpu[:upto] if mirrors else None,
         seq_lens_sum=sum(seq_lens_of(mode, loaded)) + (bs - live) * fill if mirrors else None,
-        out_cache_loc=static.out_cache_loc[: loaded.step.tokens],
+        out_cache_loc=static.out_cache_loc[: bs * width if extends else loaded.step.tokens],
         spec_info=spec,
+        **extends,
     )
     if not drafts:
         view.positions = static.positions[: bs * width]

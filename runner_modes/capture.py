@@ -126,7 +126,8 @@ def _capture_bucket(
     case, driver, backend = schedule.case, DRIVERS[schedule.case.mode], harness.backend
     label = f"bucket {bs}{mode_suffix(harness, schedule)}"
     spec = driver.captured_spec(harness, static, bs, case.width)
-    batch = captured_batch(harness, static, case.mode, bs, case.width, fill, spec)
+    extends = driver.captured_extends(harness, static, bs, case.width, fill)
+    batch = captured_batch(harness, static, case.mode, bs, case.width, fill, spec, extends)
     with blame("plan for capture", label):
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
 

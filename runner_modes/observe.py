@@ -21,6 +21,7 @@ Snapshot = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """Name -> (the tensor itself, a copy from before the step)."""
 
 _BATCH_TENSORS = ("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "positions", "seq_lens_cpu")
+_EXTEND_TENSORS = ("extend_seq_lens", "extend_prefix_lens", "extend_start_loc")
 _SPEC_TENSORS = ("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor")
 
 
@@ -28,7 +29,7 @@ def snapshot(harness: ServerHarness, loaded: LoadedStep, batch: ForwardBatch) ->
     """Copies of everything that a backend is given and may not write."""
     held: Snapshot = {}
     spec = getattr(batch, "spec_info", None)
-    named = [(f"batch.{n}", getattr(batch, n, None)) for n in _BATCH_TENSORS]
+    named = [(f"batch.{n}", getattr(batch, n, None)) for n in (*_BATCH_TENSORS, *_EXTEND_TENSORS)]
     named += [(f"batch.spec_info.{n}", getattr(spec, n, None)) for n in _SPEC_TENSORS if spec is not None]
     named.append(("req_to_token", harness.context.req_to_token))
     if verify_mask_of(harness) is None:
