@@ -28,7 +28,6 @@ NEW_TOKENS: Mapping[str, Callable[[int], tuple[int, ...]]] = {
     "decodes first": lambda page: (1, 1, 1, 1, 1, 1, page + 3),
     # These look like a verify or a draft-extend.
     "few": lambda page: (2, 3, 1, 4, 2, 3, 4),
-    "even": lambda page: (5,) * 7,
     # Both sides of the usual tiles of rows.
     "tiles": lambda page: (17, 64, 33, 15),
 }
