@@ -139,18 +139,18 @@ def captured_batch(
     ``extends``: what the mode says otherwise, or adds.
     """
     tokens, mirrors = bs * width, harness.capabilities.needs_cpu_seq_lens
-    fields: dict[str, Any] = dict(
-        forward_mode=mode,
-        batch_size=bs,
-        input_ids=static.input_ids[:tokens],
-        req_pool_indices=static.req_pool_indices[:bs],
-        seq_lens=static.seq_lens[:bs],
-        out_cache_loc=static.out_cache_loc[:tokens],
-        positions=static.positions[:tokens],
-        seq_lens_cpu=static.seq_lens_cpu[:bs] if mirrors else None,
-        seq_lens_sum=bs * fill if mirrors else None,
-        spec_info=spec,
-    )
+    fields: dict[str, Any] = {
+        "forward_mode": mode,
+        "batch_size": bs,
+        "input_ids": static.input_ids[:tokens],
+        "req_pool_indices": static.req_pool_indices[:bs],
+        "seq_lens": static.seq_lens[:bs],
+        "out_cache_loc": static.out_cache_loc[:tokens],
+        "positions": static.positions[:tokens],
+        "seq_lens_cpu": static.seq_lens_cpu[:bs] if mirrors else None,
+        "seq_lens_sum": bs * fill if mirrors else None,
+        "spec_info": spec,
+    }
     return ForwardBatch(**{**fields, **extends})
 
 

@@ -369,8 +369,8 @@ def companions(
 ) -> list[Case]:
     """Cases of the other modes that can share a backend instance with ``case``: same shapes, layers and prefixes.
 
-    One for each of ``modes`` but the case's own, in their order. ``max_q_rows``, ``max_topk``, ``max_extend_tokens``: as
-    claimed.
+    One for each of ``modes`` but the case's own, in their order. ``max_q_rows``, ``max_topk`` and
+    ``max_extend_tokens``: as claimed.
     """
     width = case.width if case.mode.is_speculative() and case.width > 1 else min(4, max_q_rows)
     bs = case.bs

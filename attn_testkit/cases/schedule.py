@@ -74,8 +74,8 @@ class Step:
     part_of: tuple[Step, int] | None = None
     """Another step, and the request of it that this step holds alone, with the same numbers in the same slots."""
     chunk_of: Step | None = None
-    """Extend: a step that is never run, whose requests have all their chunks at once; this step has rows of it, with the
-    same numbers in the same slots."""
+    """Extend: a step that is never run, whose requests have all their chunks at once; this step has rows of it, with
+    the same numbers in the same slots."""
     eager_too: bool = False
     """At a replay, an eager run of the same step follows."""
     stored: bool = False
@@ -297,7 +297,7 @@ def _build_step(
 
 
 def _chunks(case: Case, plans: Sequence[Plan], sizes: tuple[int, int, int, int]) -> list[Step]:
-    """The chunks of a batch, cut from a step that has all of them: the same requests, in the same slots and table rows."""
+    """The chunks of a batch, cut from a step that has all of them: the same requests, slots and table rows."""
     totals = tuple(sum(new) for new in zip(*(plan.new for plan in plans), strict=True))
     whole = _build_step(case, 0, replace(plans[0], label="all chunks", new=totals), sizes)
     num_pages, rows, ctx, _ = sizes

@@ -184,8 +184,8 @@ class AttentionBackend(ABC):
 
 
 class LegacyGraphHooks:
-    """For backends with the older pair of graph hooks: mix it in *before* ``AttentionBackend``. Not for graphs of extend,
-    whose lengths these hooks never had.
+    """For backends with the older pair of graph hooks: mix it in *before* ``AttentionBackend``. Not for graphs of
+    extend, whose lengths these hooks never had.
 
     Implement ``init_forward_metadata_capture_cuda_graph`` and ``init_forward_metadata_replay_cuda_graph`` as servers up
     to mid-2026 called them (both outside the graph, nothing inside), and ``init_forward_metadata`` for eager steps.

@@ -170,8 +170,8 @@ class ForwardBatch:
     before it. Live requests come first, then padded ones with S + 1 rows each; rows behind the last are of no request,
     even when no request is padded. In target-verify and v2 request i has rows i * N .. i * N + N - 1, padded or not.
 
-    **Rows of extend in a graph.** It is captured with P rows and replayed with T <= P: requests are packed without gaps,
-    request i has ``extend_seq_lens[i]`` rows, padded ones have none and one key at most (``seq_lens`` and
+    **Rows of extend in a graph.** It is captured with P rows and replayed with T <= P: requests are packed without
+    gaps, request i has ``extend_seq_lens[i]`` rows, padded ones have none and one key at most (``seq_lens`` and
     ``extend_prefix_lens`` are the fill value), and rows T .. P - 1 are of no request. At capture the first requests
     have no prefix and as many rows as one may have (``BackendContext.max_extend_tokens``, or what is left of P), and
     the others none: no replay has a longer request.

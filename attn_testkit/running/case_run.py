@@ -180,8 +180,10 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
     seen.append(run_eager(harness, schedule, step, drive.clock, label="the same eager step again", among="steps"))
     stored = ", save_kv_cache=False" if second.stored else ""
     # A chunk's prefix is what the chunk before it wrote.
-    for chunk in schedule.chunks:
-        seen.append(run_eager(harness, schedule, chunk, drive.clock, label=f"{chunk.label}, eager", among="steps"))
+    seen += [
+        run_eager(harness, schedule, chunk, drive.clock, label=f"{chunk.label}, eager", among="steps")
+        for chunk in schedule.chunks
+    ]
     label = f"another eager step on the instance ({second.label}{stored})"
     seen.append(run_eager(harness, schedule, second, drive.clock, label=label, among="steps"))
     if claims.batch_invariant and step.bs > 1:
