@@ -280,7 +280,7 @@ class DecodeRowsTakenToComeFirst(PlannedBackend):
     hint="zeros instead of NaN",
 )
 class PromptAttendedBeforeItIsStored(RegisterRowsBackend):
-    """Keys and values are written behind the attention, which reads the new ones from the pool before they are there."""
+    """Keys and values are written behind the attention, which reads the pool before they are there."""
 
     capabilities = LEAN
 

@@ -95,7 +95,8 @@ def test_core_meets_what_prefill_bugs_are_made_of() -> None:
         lambda c: any(p == 0 for p in c.prefixes),
         lambda c: any(0 < p < c.page_size for p in c.prefixes),
         lambda c: any((p + 1) % c.page_size == 0 and c.page_size > 1 for p in c.prefixes),
-        lambda c: any(n > 1 < c.page_size and (p + n) % c.page_size == 0 for p, n in zip(c.prefixes, c.new, strict=True)),
+        lambda c: any(n > 1 and not (p + n) % c.page_size for p, n in zip(c.prefixes, c.new, strict=True))
+        and c.page_size > 1,
         lambda c: set(c.new) == {1} and c.bs > 1,
         lambda c: c.new[0] == 1 and max(c.new) > c.page_size > 1,
         lambda c: c.new[-1] == 1 and max(c.new) > c.page_size > 1,
