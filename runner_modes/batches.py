@@ -117,7 +117,10 @@ def _host_tensors(owner: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in named if isinstance(value, torch.Tensor) and not value.is_cuda}
 
 
-_OF_BATCH = ("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "positions")
+_OF_BATCH = (
+    *("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "positions"),
+    *("extend_seq_lens", "extend_prefix_lens", "extend_start_loc"),
+)
 _OF_SPEC = ("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor")
 _WATCHED = frozenset((*(f"batch.{name}" for name in _OF_BATCH), *(f"batch.spec_info.{name}" for name in _OF_SPEC)))
 """What of a batch must hold after a step what it held before."""
@@ -131,21 +134,26 @@ def captured_batch(
     width: int,
     fill: int,
     spec: SpecInput | None,
+    extends: Mapping[str, Any],
 ) -> ForwardBatch:
-    """The dummy batch of a bucket of ``bs`` requests of ``width`` rows: slices of the static buffers, all padding."""
+    """The dummy batch of a bucket of ``bs`` requests of ``width`` rows: slices of the static buffers, all padding.
+
+    ``extends``: what the mode says otherwise, or adds.
+    """
     tokens, mirrors = bs * width, harness.capabilities.needs_cpu_seq_lens
-    return ForwardBatch(
-        forward_mode=mode,
-        batch_size=bs,
-        input_ids=static.input_ids[:tokens],
-        req_pool_indices=static.req_pool_indices[:bs],
-        seq_lens=static.seq_lens[:bs],
-        out_cache_loc=static.out_cache_loc[:tokens],
-        positions=static.positions[:tokens],
-        seq_lens_cpu=static.seq_lens_cpu[:bs] if mirrors else None,
-        seq_lens_sum=bs * fill if mirrors else None,
-        spec_info=spec,
-    )
+    fields: dict[str, Any] = {
+        "forward_mode": mode,
+        "batch_size": bs,
+        "input_ids": static.input_ids[:tokens],
+        "req_pool_indices": static.req_pool_indices[:bs],
+        "seq_lens": static.seq_lens[:bs],
+        "out_cache_loc": static.out_cache_loc[:tokens],
+        "positions": static.positions[:tokens],
+        "seq_lens_cpu": static.seq_lens_cpu[:bs] if mirrors else None,
+        "seq_lens_sum": bs * fill if mirrors else None,
+        "spec_info": spec,
+    }
+    return ForwardBatch(**{**fields, **extends})
 
 
 def replay_view(
@@ -157,13 +165,15 @@ def replay_view(
     width: int,
     fill: int,
     spec: SpecInput | None,
+    extends: Mapping[str, Any],
 ) -> ForwardBatch:
     """As production servers give it: a namespace, with attributes missing and some buffers longer than the batch.
 
-    ``bs``: the bucket's requests, padded ones included; ``width``: N; ``fill``: ``seq_lens`` of padded requests.
+    ``bs``: the bucket's requests, padded ones included; ``width``: N; ``fill``: ``seq_lens`` of padded requests;
+    ``extends``: what the mode adds.
     """
     live, mirrors = loaded.step.bs, harness.capabilities.needs_cpu_seq_lens
-    drafts = mode in (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
+    drafts = mode.is_draft_extend(include_v2=True)
     upto = None if drafts else bs
     view = SimpleNamespace(
         forward_mode=mode,
@@ -173,8 +183,9 @@ def replay_view(
         seq_lens=static.seq_lens[:upto],
         seq_lens_cpu=static.seq_lens_cpu[:upto] if mirrors else None,
         seq_lens_sum=sum(seq_lens_of(mode, loaded)) + (bs - live) * fill if mirrors else None,
-        out_cache_loc=static.out_cache_loc[: loaded.step.tokens],
+        out_cache_loc=static.out_cache_loc[: bs * width if extends else loaded.step.tokens],
         spec_info=spec,
+        **extends,
     )
     if not drafts:
         view.positions = static.positions[: bs * width]

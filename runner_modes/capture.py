@@ -136,7 +136,8 @@ def _capture_bucket(
     case, driver, backend = schedule.case, DRIVERS[schedule.case.mode], harness.backend
     label = f"bucket {bs}{mode_suffix(harness, schedule)}"
     spec = driver.captured_spec(harness, static, bs, case.width)
-    batch = captured_batch(harness, static, case.mode, bs, case.width, fill, spec)
+    extends = driver.captured_extends(harness, static, bs, case.width, fill)
+    batch = captured_batch(harness, static, case.mode, bs, case.width, fill, spec, extends)
     with blame("plan for capture", label):
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
@@ -156,7 +157,7 @@ def _capture_bucket(
         captured=captured,
         batch=batch,
         produced=readable(captured.outputs),
-        given=static.sent(bs, case.width, mask=verify_mask_of(harness) is None),
+        given=static.sent(bs, case.width, spec=spec is not None, mask=verify_mask_of(harness) is None),
         poison=_poison(captured.outputs, harness.fill),
         allocated=tuple(allocated),
         warm_up_finite=warm.logits is None or bool(warm.logits.isfinite().all()),

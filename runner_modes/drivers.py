@@ -9,12 +9,13 @@ from attn_testkit.contract import ForwardMode
 from .decode import DECODE
 from .draft_extend import DRAFT_EXTEND
 from .draft_extend_v2 import DRAFT_EXTEND_V2
+from .extend import EXTEND
 from .mode_driver import ModeDriver
 from .target_verify import TARGET_VERIFY
 
 __all__ = ["DRIVERS"]
 
 DRIVERS: Mapping[ForwardMode, ModeDriver] = {
-    driver.mode: driver for driver in (DECODE, TARGET_VERIFY, DRAFT_EXTEND, DRAFT_EXTEND_V2)
+    driver.mode: driver for driver in (DECODE, TARGET_VERIFY, DRAFT_EXTEND, DRAFT_EXTEND_V2, EXTEND)
 }
 """Mode -> how a server runs it."""

@@ -57,7 +57,7 @@ def context_for(
     kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
     pages, rows = _largest(schedules, "num_pages"), _largest(schedules, "pool_rows")
     ctx = _largest(schedules, "max_context_len")
-    spec = [s for s in schedules if s.case.mode is not ForwardMode.DECODE]
+    spec = [s for s in schedules if s.case.mode.is_speculative()]
     verify = [s for s in schedules if s.case.tree is not None]
     return BackendContext(
         device=device,
@@ -73,6 +73,7 @@ def context_for(
         num_draft_tokens=max([1] + [s.case.width for s in spec]),
         speculative_num_steps=max([0] + [s.spec_steps for s in spec]),
         topk=max([0] + [s.case.topk for s in verify]),
+        max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 
 

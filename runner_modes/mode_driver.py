@@ -15,6 +15,10 @@ from .static_inputs import StaticInputs
 __all__ = ["ModeDriver"]
 
 
+def _none(*_: object) -> Mapping[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class ModeDriver:
     """How a server runs one forward mode. Its functions raise ``DriveError`` where they ask the backend."""
@@ -34,3 +38,8 @@ class ModeDriver:
     """(harness, trace, batch, topk): what follows the layers; recorded in the graph."""
     live_rows: Callable[[LoadedStep], int]
     """(loaded): of the rows that ``finish`` made so many are live, the first ones. The mode returns these."""
+    captured_extends: Callable[[ServerHarness, StaticInputs, int, int, int], Mapping[str, Any]] = _none
+    """(harness, static, bs, width, fill): the ``extend_*`` fields of a bucket's dummy batch, and what else differs from
+    a batch of ``fill`` keys a request. Fills the static buffers that it names."""
+    replay_extends: Callable[[ServerHarness, StaticInputs, LoadedStep, int, int], Mapping[str, Any]] = _none
+    """(harness, static, loaded, bs, fill): the ``extend_*`` fields of the replay view."""

@@ -142,7 +142,8 @@ def _label(graphs: ScheduleGraphs, step: Step) -> str:
 def _view(graphs: ScheduleGraphs, loaded: LoadedStep) -> ForwardBatch:
     harness, static, case, bs = graphs.harness, graphs.static, graphs.schedule.case, loaded.step.bucket
     spec = graphs.driver.replay_spec(harness, static, loaded, bs, case.width)
-    return replay_view(harness, loaded, static, case.mode, bs, case.width, graphs.fill, spec)
+    extends = graphs.driver.replay_extends(harness, static, loaded, bs, graphs.fill)
+    return replay_view(harness, loaded, static, case.mode, bs, case.width, graphs.fill, spec, extends)
 
 
 def _fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:

@@ -38,7 +38,11 @@ class StaticInputs:
     num_correct_drafts: torch.Tensor
     """[max_bs] int32: accepted tokens less one."""
     extend_seq_lens: torch.Tensor
-    """[max_bs] int32: rows of the step; N wherever a request is padding."""
+    """[max_bs] int32: rows of the step; N wherever a request is padding, in extend 0."""
+    extend_prefix_lens: torch.Tensor
+    """[max_bs] int32, extend: keys before the step."""
+    extend_start_loc: torch.Tensor
+    """[max_bs] int32, extend: first row of each request."""
     select_index: torch.Tensor
     """[max_bs] int64: flat row of each request's last accepted token."""
     hidden_states: torch.Tensor
@@ -62,16 +66,22 @@ class StaticInputs:
         upload_into(self.memory, torch.from_numpy(self.staged))
         self.seq_lens_cpu.numpy()[:] = self.host["seq_lens"]
 
-    def sent(self, bs: int, width: int, *, mask: bool) -> tuple[Sent, ...]:
+    def sent(self, bs: int, width: int, *, spec: bool, mask: bool) -> tuple[Sent, ...]:
         """What a graph of ``bs`` requests of ``width`` rows may not write, and what it holds from step to step.
 
-        ``mask``: whether the backend was given the runner's.
+        ``spec``: whether its batch has a ``spec_info``. ``mask``: whether the backend was given the runner's.
         """
+        names = {name: buffer.watched for name, buffer in _BUFFERS.items()}
+        if not spec:
+            names["extend_seq_lens"] = "batch.extend_seq_lens"
         places = tuple(
-            replace(place, name=watched, shape=(bs * (width if by_token else 1), *place.shape[1:]))
+            replace(
+                place,
+                name=names[place.name],
+                shape=(bs * (width if _BUFFERS[place.name].by_token else 1), *place.shape[1:]),
+            )
             for place in self.places
-            for _, by_token, watched in (_BUFFERS[place.name],)
-            if watched
+            if names[place.name]
         )
         sent = [Sent(places, self.memory, self.staged)]
         sent.append(sent_alone("batch.seq_lens_cpu", self.seq_lens_cpu[:bs], self.host["seq_lens"][:bs].view(np.uint8)))
@@ -98,6 +108,8 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "num_correct_drafts": _Buffer(torch.int32, False, "batch.spec_info.num_correct_drafts"),
     "hidden_states": _Buffer(torch.float32, True, "batch.spec_info.hidden_states"),
     "extend_seq_lens": _Buffer(torch.int32, False, "batch.spec_info.extend_seq_lens_tensor"),
+    "extend_prefix_lens": _Buffer(torch.int32, False, "batch.extend_prefix_lens"),
+    "extend_start_loc": _Buffer(torch.int32, False, "batch.extend_start_loc"),
     "select_index": _Buffer(torch.int64, False, ""),
 }
 """In the order in which messages name them."""

@@ -1,4 +1,4 @@
-"""FlashInfer's paged wrappers (fa2) as servers use them: decode, target-verify with trees, both draft-extends.
+"""FlashInfer's paged wrappers (fa2) as servers use them: decode, target-verify with trees, draft-extends, prefill.
 
 One wrapper for each kind of layer: scale, window and soft cap belong to a plan, not to a run. In a graph each bucket
 has wrappers of its own over shared persistent buffers, planned anew outside the graph before every replay.

@@ -1,4 +1,4 @@
-"""FlashInfer's MLA wrapper (fa2, fa3): absorbed latent attention for decode and chains of drafts.
+"""FlashInfer's MLA wrapper (fa2, fa3): absorbed latent attention for decode, chains of drafts and prefill.
 
 The kernel knows no mask: verify takes chains only, as rows that are causal over the last keys.
 """
@@ -103,13 +103,13 @@ class FlashInferMLABackend(AttentionBackend):
         """The plan of a batch, with as many query rows as the graph has.
 
         The planner gives a request's rows to clusters of two blocks where (rows * heads) / requests is above 64, else
-        of one, and the grid that goes with it is frozen into the graph. v1 captures S + 1 rows a request and replays
-        fewer: a plan for the other cluster size leaves half of the splits without a block, and nothing says so
-        (flashinfer 0.7.2, found by this kit on an H200). A last request that takes the rows left over keeps the
-        quotient what it was.
+        of one, and the grid that goes with it is frozen into the graph. Ragged modes are captured with all rows of the
+        bucket and replayed with fewer: a plan for the other cluster size leaves half of the splits without a block, and
+        nothing says so (flashinfer 0.7.2, found by this kit on an H200, in draft-extend v1). A last request that takes
+        the rows left over keeps the quotient what it was.
         """
         plan = make_page_plan(self.context, batch)
-        if batch.forward_mode is not ForwardMode.DRAFT_EXTEND:
+        if not batch.forward_mode.is_ragged():
             return plan
         return filled_up(plan, self._rows[batch.forward_mode, batch.batch_size], self.context.page_size)
 

@@ -99,8 +99,11 @@ def _query_rows(batch: ForwardBatch, bs: int) -> torch.Tensor:
         return torch.ones(bs, dtype=torch.int32)
     if isinstance(spec, VerifyInput):
         return torch.full((bs,), spec.draft_token_num, dtype=torch.int32)
-    assert isinstance(spec, DraftExtendInput)
-    counts = spec.num_accept_tokens_cpu if mode is ForwardMode.DRAFT_EXTEND else spec.extend_seq_lens_cpu
+    if mode is ForwardMode.EXTEND:
+        counts = batch.extend_seq_lens_cpu
+    else:
+        assert isinstance(spec, DraftExtendInput)
+        counts = spec.num_accept_tokens_cpu if mode is ForwardMode.DRAFT_EXTEND else spec.extend_seq_lens_cpu
     assert counts is not None
     return torch.tensor(counts[:bs], dtype=torch.int32)
 

@@ -84,6 +84,9 @@ class TorchNativeBackend(AttentionBackend):
     def _rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
         """W and [B] int64: query rows of each request."""
         bs, spec = batch.batch_size, batch.spec_info
+        if batch.forward_mode is ForwardMode.EXTEND:
+            assert batch.extend_seq_lens is not None
+            return min(self.context.max_extend_tokens, batch.input_ids.shape[0]), batch.extend_seq_lens.long()
         if batch.forward_mode is ForwardMode.DRAFT_EXTEND:
             assert isinstance(spec, DraftExtendInput)
             return self.context.speculative_num_steps + 1, spec.num_accept_tokens[:bs].long()

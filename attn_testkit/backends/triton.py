@@ -1,4 +1,4 @@
-"""An attention backend with its own Triton kernels: all four runner modes, eager and in CUDA graphs.
+"""An attention backend with its own Triton kernels: all runner modes, eager and in CUDA graphs.
 
 It is written to be read. A step has two halves:
 
@@ -54,7 +54,9 @@ class _Plan:
     mask: torch.Tensor | None
     """[bs, N, N] uint8: node t may see node c. None: causal."""
     max_q_len: int
-    """Upper bound of the query rows of a request; a constant of the mode."""
+    """Upper bound of the query rows of a request: a constant of the mode, or in extend of the batch or bucket."""
+    tile_rows: int
+    """Rows of a request that tiles are made for, and splits left out for: a constant of the mode."""
 
 
 class TritonBackend(AttentionBackend):
@@ -113,6 +115,7 @@ class TritonBackend(AttentionBackend):
             cu_seqlens_q=torch.zeros(max_bs + 1, dtype=torch.int32, device=device),
             mask=mask,
             max_q_len=0,
+            tile_rows=0,
         )
 
     @property
@@ -136,6 +139,7 @@ class TritonBackend(AttentionBackend):
             cu_seqlens_q=static.cu_seqlens_q[: bs + 1].copy_(fresh.cu_seqlens_q),
             mask=mask,
             max_q_len=fresh.max_q_len,
+            tile_rows=fresh.tile_rows,
         )
 
     def _plan_step(self, batch: ForwardBatch) -> _Plan:
@@ -153,9 +157,14 @@ class TritonBackend(AttentionBackend):
         elif mode.is_draft_extend():
             assert isinstance(spec, DraftExtendInput)
             n = context.speculative_num_steps + 1
-            ends = spec.num_accept_tokens[:bs].cumsum(0)
-            cu_seqlens_q = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
-        return _Plan(requests, seq_lens.to(torch.int32), cu_seqlens_q, mask, n)
+            cu_seqlens_q = _offsets(spec.num_accept_tokens[:bs])
+        elif mode is ForwardMode.EXTEND:
+            assert batch.extend_seq_lens is not None
+            cu_seqlens_q = _offsets(batch.extend_seq_lens)
+            # Any request of a replay may have all rows of its bucket; a neighbour's may not choose the tiles.
+            longest = min(batch.input_ids.shape[0], context.max_extend_tokens)
+            return _Plan(requests, seq_lens.to(torch.int32), cu_seqlens_q, None, longest, context.max_extend_tokens)
+        return _Plan(requests, seq_lens.to(torch.int32), cu_seqlens_q, mask, n, n)
 
     # Forward
 
@@ -175,11 +184,11 @@ class TritonBackend(AttentionBackend):
             context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
         key, value = context.kv_pool.get_kv_buffer(layer.layer_id)
         heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
-        bs, splits = plan.kv_lens.shape[0], self._splits if plan.max_q_len == 1 else 1
-        # Rows behind the last request (draft-extend v1 in a graph) are of no request; zeros travel better than garbage.
+        bs, splits = plan.kv_lens.shape[0], self._splits if plan.tile_rows == 1 else 1
+        # Rows behind the last request (ragged modes in a graph) are of no request; zeros travel better than garbage.
         # The interpreter would cut a bfloat16 off instead of rounding it, so there the result is rounded at the end.
         out = q.new_zeros(q.shape[0], heads, dim, dtype=torch.float32 if INTERPRETED else q.dtype)
-        tiles = choose_tiles(plan.max_q_len, group, layer.tp_k_head_num, dim, q.dtype)
+        tiles = choose_tiles(plan.tile_rows, group, layer.tp_k_head_num, dim, q.dtype)
         pairs = plan.max_q_len * group * tiles.kv_heads
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else _NO_WINDOW
         attend_kernel[(bs, layer.tp_k_head_num // tiles.kv_heads, triton.cdiv(pairs, tiles.block_m) * splits)](
@@ -199,6 +208,11 @@ class TritonBackend(AttentionBackend):
                 BLOCK_S=triton.next_power_of_2(splits),
             )  # fmt: skip
         return out.to(q.dtype)
+
+
+def _offsets(counts: torch.Tensor) -> torch.Tensor:
+    """[bs] -> [bs + 1] int32: running sum from 0."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _chain_mask(like: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def choose_tiles(q_rows: int, group: int, kv_heads: int, head_dim: int, dtype: t
         # An operation costs the same whatever its size: take few programs and large tiles. Outside the emulation the
         # interpreter's dot would multiply the words of bfloat16 as integers; float32 holds the same products.
         together = kv_heads & -kv_heads  # the largest power of two that divides them
-        return Tiles(together, _block(q_rows * group * together), max(256, 16 * together), tl.float32)
+        return Tiles(together, min(_block(q_rows * group * together), 1024), max(256, 16 * together), tl.float32)
     block_n = max(16, min(64, 16384 // (head_dim * dtype.itemsize)))  # K and V tiles of at most 16 KB each
     return Tiles(1, min(_block(q_rows * group), 64, 8192 // head_dim), block_n, _DOT[dtype])
 
@@ -76,6 +76,8 @@ def attend_kernel(
     q_len = (tl.load(cu_seqlens_q_ptr + request + 1) - q_start).to(tl.int32)
     kv_len = tl.load(kv_lens_ptr + request)
     prefix = kv_len - q_len  # negative for a padded request; its first rows then see no key
+    if tile * BLOCK_M >= q_len * (GROUP * KV_HEADS):
+        return  # the grid is made for the longest request
 
     pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row, head = pair // (GROUP * KV_HEADS), head_group * (GROUP * KV_HEADS) + pair % (GROUP * KV_HEADS)

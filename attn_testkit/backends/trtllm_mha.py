@@ -1,7 +1,7 @@
 """FlashInfer's ``trtllm_*`` kernels for MHA, GQA and MQA: XQA on SM90 and SM120, trtllm-gen on SM100.
 
 The decode kernel serves decode, target-verify and draft-extend v2, which have a few query rows a request, and as many
-for each. Draft-extend v1 has ragged rows and takes the context kernel, which exists for SM100 alone.
+for each. Draft-extend v1 and extend have ragged rows and take the context kernel, which exists for SM100 alone.
 
 All metadata are made on the device, inside the graph: a replay needs nothing from the host, no lengths either.
 """
@@ -36,6 +36,8 @@ _SCRATCH_BYTES_EMULATED = 4 << 20
 _MOST_MULTIPROCESSORS = 256
 _FP8_MAX = 448.0
 _PACKAGES = ("flashinfer-python>=0.7.2,<0.8",)
+_CONTEXT_MODES = frozenset({ForwardMode.DRAFT_EXTEND, ForwardMode.EXTEND})
+"""Those of ragged rows."""
 
 
 @dataclass
@@ -59,7 +61,8 @@ class TRTLLMMHABackend(AttentionBackend):
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         eager=frozenset(ForwardMode),
-        graph=frozenset(ForwardMode),
+        # Servers run the prefill kernel between the pieces of a graph, never inside one.
+        graph=frozenset(ForwardMode) - {ForwardMode.EXTEND},
         families=frozenset({"mha", "gqa", "mqa"}),
         dtypes=frozenset({"fp16", "bf16"}),
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),
@@ -78,11 +81,12 @@ class TRTLLMMHABackend(AttentionBackend):
         # decode; bf16 and fp16 NaN there change nothing.
         finite_page_tails=frozenset({"fp8_e4m3"}),
         requires=Requires(sm=((90, 90), (100, 103), (120, 121)), packages=_PACKAGES),
-        mode_requires={
-            ForwardMode.DRAFT_EXTEND: Requires(
+        mode_requires=dict.fromkeys(
+            _CONTEXT_MODES,
+            Requires(
                 sm=(100, 103), why="trtllm_batch_context_with_kv_cache has trtllm-gen kernels, built for SM100 alone"
-            )
-        },
+            ),
+        ),
     )
 
     emulated_sm: ClassVar[int] = 100
@@ -95,7 +99,7 @@ class TRTLLMMHABackend(AttentionBackend):
         decode = provide(DECODE_XQA if self._uses_xqa else DECODE_GEN, device)
         self._decode = decode.call
         self._context_kernel = None
-        if ForwardMode.DRAFT_EXTEND in context.modes:
+        if context.modes & _CONTEXT_MODES:
             self._context_kernel = provide(CONTEXT, device).call
         self.kernels = "emulated" if decode.is_fake else "real"
         self._make_workspace()
@@ -166,6 +170,9 @@ class TRTLLMMHABackend(AttentionBackend):
         mode, context = batch.forward_mode, self.context
         if mode.is_decode():
             return 1
+        if mode is ForwardMode.EXTEND:
+            assert batch.extend_seq_lens_cpu is not None
+            return max(batch.extend_seq_lens_cpu)
         if mode.is_draft_extend():
             return context.speculative_num_steps + 1
         # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367).
@@ -181,7 +188,10 @@ class TRTLLMMHABackend(AttentionBackend):
             lens = lens + metadata.width  # here, and only here, they count the prefix alone
         metadata.cache_seqlens.copy_(lens)
         _running_sum(lens, metadata.cu_seqlens_k)
-        if mode.is_draft_extend():
+        if mode is ForwardMode.EXTEND:
+            assert batch.extend_seq_lens is not None
+            _running_sum(batch.extend_seq_lens, metadata.cu_seqlens_q)
+        elif mode.is_draft_extend():
             assert isinstance(batch.spec_info, DraftExtendInput)
             _running_sum(batch.spec_info.num_accept_tokens[:bs], metadata.cu_seqlens_q)
         else:
@@ -225,7 +235,7 @@ class TRTLLMMHABackend(AttentionBackend):
             "out_dtype": q.dtype,
             "kv_layout": "HND",
         }
-        if batch.forward_mode.is_draft_extend():
+        if batch.forward_mode in _CONTEXT_MODES:
             return self._extend(common, metadata, layer)
         return self._step(common, metadata, layer)
 
@@ -267,9 +277,9 @@ class XQABackend(TRTLLMMHABackend):
     """The same, held to what XQA does, so that its path is also walked where there is no SM90."""
 
     capabilities: ClassVar[Capabilities] = TRTLLMMHABackend.capabilities.with_changes(
-        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_EXTEND},
-        graph=frozenset(ForwardMode) - {ForwardMode.DRAFT_EXTEND},
-        sliding_window=frozenset(ForwardMode) - {ForwardMode.DRAFT_EXTEND},
+        eager=frozenset(ForwardMode) - _CONTEXT_MODES,
+        graph=frozenset(ForwardMode) - _CONTEXT_MODES,
+        sliding_window=frozenset(ForwardMode) - _CONTEXT_MODES,
         requires=Requires(sm=((90, 90), (120, 121)), packages=_PACKAGES),
         mode_requires={},
     )

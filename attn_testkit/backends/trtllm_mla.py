@@ -63,8 +63,9 @@ class TRTLLMMLABackend(AttentionBackend):
     """Latent attention, absorbed form, 512 + 64, through the trtllm-gen decode kernel."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        eager=frozenset(ForwardMode),
-        graph=frozenset(ForwardMode),
+        # Servers prefill with a kernel for keys that are not absorbed, which is no part of the contract.
+        eager=frozenset(ForwardMode) - {ForwardMode.EXTEND},
+        graph=frozenset(ForwardMode) - {ForwardMode.EXTEND},
         families=frozenset({"mla"}),
         dtypes=frozenset({"bf16"}),  # whatever the queries are, outputs are bfloat16
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),

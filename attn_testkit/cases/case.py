@@ -45,7 +45,8 @@ class Case:
     """One thing to try. Lengths are in tokens; every tuple has one entry per request.
 
     Raises ``ValueError`` for a batch that is empty or larger than its bucket, accepted counts that are not one per
-    request and 1 .. width, and a tree in another mode than target-verify, or none there.
+    request and 1 .. width, new tokens that are not one or more per request or more than their graph holds, chunks in
+    another mode than extend, and a tree in another mode than target-verify, or none there.
     """
 
     mode: ForwardMode
@@ -59,9 +60,12 @@ class Case:
     prefixes: tuple[int, ...]
     """Keys of each request before this step."""
     new: tuple[int, ...] = ()
-    """Draft-extend: accepted tokens of each request, 1 .. width. Empty elsewhere."""
+    """Draft-extend: accepted tokens of each request, 1 .. width. Extend: new tokens of each. Empty elsewhere."""
     width: int = 1
-    """Rows a request in the graph: 1, N (verify, v2) or S + 1 (v1)."""
+    """Rows a request in the graph: 1, N (verify, v2) or S + 1 (v1). Extend: a graph of B requests has B times as many,
+    and a step shares them out."""
+    chunks: int = 1
+    """Extend: steps in which the prompts of the own batch come; it is the first of them. 1 elsewhere."""
     tree: Tree | None = None
     """Target-verify: the draft tree, of ``width`` nodes. None elsewhere."""
     layout: str = "shuffled"
@@ -95,15 +99,32 @@ class Case:
             raise ValueError("a case needs at least one request")
         if self.bucket < len(self.prefixes):
             raise ValueError(f"bucket {self.bucket} is smaller than the batch of {len(self.prefixes)} requests")
-        if self.new and (len(self.new) != len(self.prefixes) or not all(1 <= n <= self.width for n in self.new)):
+        if self.mode is ForwardMode.EXTEND:
+            self._check_new_tokens()
+        elif self.new and (len(self.new) != len(self.prefixes) or not all(1 <= n <= self.width for n in self.new)):
             raise ValueError(f"accepted counts {self.new} must be one per request, each 1..{self.width}")
+        if self.chunks < 1 or (self.chunks > 1 and self.mode is not ForwardMode.EXTEND):
+            raise ValueError(f"{self.chunks} chunks: prompts come in one or more, and in extend alone")
         if (self.tree is not None) != (self.mode is ForwardMode.TARGET_VERIFY):
             raise ValueError("a tree goes with target-verify, and only with it")
+
+    def _check_new_tokens(self) -> None:
+        if len(self.new) != len(self.prefixes) or min(self.new) < 1:
+            raise ValueError(f"new tokens {self.new} must be one or more per request")
+        if sum(self.new) > self.bucket * self.width:
+            raise ValueError(
+                f"{sum(self.new)} new tokens are more than the {self.bucket} x {self.width} of their graph"
+            )
 
     @property
     def bs(self) -> int:
         """Live requests of the case's own batch."""
         return len(self.prefixes)
+
+    @property
+    def most_new(self) -> int:
+        """Most rows of a request in any step."""
+        return max(self.width, *self.new) if self.new else self.width
 
     @property
     def topk(self) -> int:
@@ -127,6 +148,8 @@ class Case:
             words.append(f"chain{n}" if self.tree == chain(n) else "t" + ".".join(map(str, self.tree.parents)))
         elif self.mode is not ForwardMode.DECODE:
             words.append(f"n{self.width}a{_numbers(self.new)}")
+        if self.chunks > 1:
+            words.append(f"chunks{self.chunks}")
         words += [self.layout, self.data]
         if self.kv_dtype != "same":
             words.append("kv" + self.kv_dtype.replace("_", ""))
@@ -209,6 +232,7 @@ _WORDS: tuple[_Word, ...] = (
     (r"k([\d.x]+)", lambda m: {"prefixes": _unnumbers(m[1])}),
     (r"chain(\d+)", lambda m: _tree(chain(int(m[1])).parents)),
     (r"t(\d+(?:\.\d+)*)", lambda m: _tree(tuple(map(int, m[1].split("."))))),
+    (r"chunks(\d+)", lambda m: {"chunks": int(m[1])}),
     (r"n(\d+)a([\d.x]+)", lambda m: {"width": int(m[1]), "new": _unnumbers(m[2])}),
     ("|".join(LAYOUTS), lambda m: {"layout": m[0]}),
     ("|".join(DATA), lambda m: {"data": m[0]}),

@@ -18,9 +18,11 @@ from covertable.sorters import hash as by_hash
 
 from ..contract import Capabilities, ForwardMode
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
+from .extend import NEW_TOKENS, new_tokens, room_for
 from .plans import context_len
-from .small_cases import small_cases
+from .small_cases import MOST_NEW_TOKENS, small_cases
 from .trees import Tree, chain
+from .untried import most_rows
 
 __all__ = ["TIERS", "companions", "generate"]
 
@@ -96,10 +98,12 @@ def _windows(claims: Capabilities, mode: ForwardMode) -> list[int]:
     return [-1, 0, 4, 11, 46, 4000] if mode in claims.sliding_window else [-1]
 
 
-def _spec_dimension(claims: Capabilities, mode: ForwardMode) -> dict[str, list[Any]]:
+def _rows_dimension(claims: Capabilities, mode: ForwardMode) -> dict[str, list[Any]]:
     rows = claims.max_q_rows
     if mode is ForwardMode.DECODE:
         return {}
+    if mode is ForwardMode.EXTEND:
+        return {"new_tokens": list(NEW_TOKENS), "chunks": [3, 1]}
     if mode is ForwardMode.TARGET_VERIFY:
         chains = [chain(min(n, rows)) for n in (2, 4, 7)]
         trees = [t for t in _TREES if len(t) <= rows and t.topk <= claims.max_topk]
@@ -126,7 +130,7 @@ def _dimensions(claims: Capabilities, mode: ForwardMode, tier: str) -> dict[str,
         "sinks": [False, True] if claims.sinks else [False],
         "slack": [0, 1, 3],
         "padding": list(PADDINGS),
-        **_spec_dimension(claims, mode),
+        **_rows_dimension(claims, mode),
     }
     if "mla" in claims.families:
         dimensions["rope_dim"] = sorted(claims.mla_rope_dims)
@@ -138,7 +142,7 @@ def _fits(claims: Capabilities, case: Case) -> bool:
     if case.window >= 0 and case.topk > 1 and not claims.window_in_trees:
         return False
     max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
-    others = companions(case, claims.graph, claims.max_q_rows, max_topk) if case.mixed else []
+    others = companions(case, claims.graph, claims.max_q_rows, max_topk, claims.max_extend_tokens) if case.mixed else []
     return all(context_len(each) <= claims.max_context_len for each in (case, *others))
 
 
@@ -157,6 +161,9 @@ def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> C
     width = len(tree) if tree else row.get("width", 1)
     prefixes = _Prefixes(row["prefixes"]).lens(row["page_size"], width)
     new = _accepted(row["accepted"], width, len(prefixes)) if "accepted" in row else ()
+    if "new_tokens" in row:
+        new = new_tokens(row["new_tokens"], len(prefixes), row["page_size"], claims.max_extend_tokens)
+        width = room_for(new)
     head_dim = row["head_dim"]
     if mla and "mla" in claims.families and claims.families != {"mla"}:
         head_dim = max(head_dim, min(claims.head_dims))
@@ -175,6 +182,7 @@ def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> C
         new=new,
         width=width,
         tree=tree,
+        chunks=row.get("chunks", 1),
         layout=row["layout"],
         data=row["data"],
         window=window,
@@ -185,9 +193,16 @@ def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> C
     )
 
 
+def _base(mode: ForwardMode, cases: Sequence[Case]) -> Case:
+    """What the named cases are made of. MLA is too slow for the longest; in the older modes ids say which it is."""
+    cheap = [case for case in cases if mode is ForwardMode.EXTEND and case.heads.family != "mla"]
+    return (*cheap, *cases)[0]
+
+
 def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
     """Cases that no covering array is sure to meet."""
-    plain = replace(base, window=-1, logit_cap=0.0, sinks=False, kv_dtype=sorted(claims.kv_dtypes, reverse=True)[0])
+    kv_dtype = sorted(claims.kv_dtypes, reverse=True)[0]
+    plain = replace(base, window=-1, logit_cap=0.0, sinks=False, kv_dtype=kv_dtype, chunks=1)
     # In smoke once, not once a mode: it costs as much as all other graph cases of a mode together.
     alone = tier == "smoke" and mode is not min(claims.graph, default=mode)
     if mode in claims.graph and len(claims.graph) > 1 and not alone:
@@ -220,9 +235,11 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
     if mode is ForwardMode.DRAFT_EXTEND and claims.max_q_rows >= 4:
         # The sum divides by the batch size, so a view as [bs, sum / bs] succeeds and is wrong.
         yield replace(plain, prefixes=(5, 9), new=(1, 3), width=4, bucket=2)
-    if plain.new and claims.max_q_rows > _MOST_USUAL_ROWS:
+    if mode is ForwardMode.EXTEND:
+        yield from _prompts(claims, plain)
+    if plain.new and most_rows(claims, mode) > _MOST_USUAL_ROWS:
         # Rows times heads of a KV head are more than one tile of rows.
-        rows = min(claims.max_q_rows, 33)
+        rows = min(most_rows(claims, mode), 33)
         heads = _heads_like(claims, plain)[-1]
         yield replace(plain, heads=heads, prefixes=(9, 40), new=(rows, 3), width=rows, bucket=2)
 
@@ -276,6 +293,17 @@ def _beyond_16_bits(claims: Capabilities, plain: Case) -> Case:
     return replace(small, prefixes=(66_000,), new=small.new[:1], data="footprint", bucket=1)
 
 
+def _prompts(claims: Capabilities, plain: Case) -> Iterator[Case]:
+    """A prompt of several tiles of rows among rows that decode; and chunks of requests that share their prefixes."""
+    rows, page = min(MOST_NEW_TOKENS, claims.max_extend_tokens), plain.page_size
+    small = replace(_small(claims, plain), page_size=page, data="gauss")
+    new = (1, rows, 1)
+    yield replace(small, prefixes=(70, 300, 5), new=new, width=room_for(new), bucket=3)
+    new = tuple(min(n, claims.max_extend_tokens) for n in (page + 1, 2, 1))
+    prefixes = (2 * page, 2 * page + 1, page)
+    yield replace(small, prefixes=prefixes, new=new, width=room_for(new), bucket=4, layout="shared", chunks=3)
+
+
 def _wide_heads(claims: Capabilities, plain: Case) -> Iterator[Case]:
     """Groups of more query heads than the array tries: the largest claimed, and one that is no power of two."""
     wide = sorted(r for r in claims.gqa_ratios if r > _MOST_USUAL_RATIO) if "gqa" in claims.families else []
@@ -305,7 +333,7 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
         if _fits(claims, case):
             cases.setdefault(case.id, case)
     if cases:
-        for named in _named(claims, mode, tier, next(iter(cases.values()))):
+        for named in _named(claims, mode, tier, _base(mode, list(cases.values()))):
             case = named.with_seed(seed)
             if _fits(claims, case):
                 cases.setdefault(case.id, case)
@@ -336,21 +364,27 @@ def _branching(width: int) -> Tree:
     return Tree(tuple((node - 1) // 2 for node in range(1, width)))
 
 
-def companions(case: Case, modes: Set[ForwardMode], max_q_rows: int, max_topk: int = 1) -> list[Case]:
+def companions(
+    case: Case, modes: Set[ForwardMode], max_q_rows: int, max_topk: int = 1, max_extend_tokens: int = 1 << 20
+) -> list[Case]:
     """Cases of the other modes that can share a backend instance with ``case``: same shapes, layers and prefixes.
 
-    One for each of ``modes`` but the case's own, in their order. ``max_q_rows``, ``max_topk``: as claimed.
+    One for each of ``modes`` but the case's own, in their order. ``max_q_rows``, ``max_topk`` and
+    ``max_extend_tokens``: as claimed.
     """
-    width = case.width if case.width > 1 else min(4, max_q_rows)
+    width = case.width if case.mode.is_speculative() and case.width > 1 else min(4, max_q_rows)
     bs = case.bs
     others = []
     for mode in sorted(modes - {case.mode}):
-        changes: dict[str, Any] = {"mode": mode, "tree": None, "new": (), "width": width, "mixed": False, "host": case}
+        changes: dict[str, Any] = {"mode": mode, "tree": None, "new": (), "width": width, "chunks": 1, "mixed": False}
+        changes["host"] = case
         if mode is ForwardMode.DECODE:
             changes["width"] = 1
         elif mode is ForwardMode.TARGET_VERIFY:
             changes["tree"] = _branching(width) if max_topk > 1 else chain(width)
         else:
+            if mode is ForwardMode.EXTEND:
+                changes["width"] = width = min(width, max_extend_tokens)
             changes["new"] = _accepted("uneven", width, bs)
         others.append(replace(case, **changes))
     return others

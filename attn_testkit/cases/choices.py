@@ -40,11 +40,15 @@ class Chooses(Protocol):
 
     @property
     def new(self) -> tuple[int, ...]:
-        """Accepted tokens of each request, in the draft-extends."""
+        """Accepted tokens of each request, in the draft-extends; new ones, in extend."""
 
     @property
     def width(self) -> int:
         """Rows a request in the graph."""
+
+    @property
+    def chunks(self) -> int:
+        """Steps in which prompts come."""
 
     @property
     def layout(self) -> str:
@@ -154,12 +158,25 @@ CHOICES: tuple[Choice, ...] = (
         (Value("1, the argmax"), Value("3")),
         lambda case: case.mode is ForwardMode.DRAFT_EXTEND,
     ),
+    # A scheduler has so many tokens for a step: one prompt fills them while others decode, or several share them.
+    Choice(
+        "chunked-requests",
+        "whose prompt goes on after the first chunk",
+        (Value("the longest chunk's; the others decode"), Value("everyone's")),
+        lambda case: case.chunks > 1,
+    ),
+    Choice(
+        "last-chunk",
+        "new tokens of the last chunk",
+        (Value("1, which looks like a decode"), Value("half of the one before"), Value("as many as before")),
+        lambda case: case.chunks > 1,
+    ),
     # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367).
     Choice(
         "num-tokens-per-req",
         "spec_info.num_tokens_per_req at capture",
         (Value("0"), Value("-1, as servers leave it unset")),
-        lambda case: case.mode is not ForwardMode.DECODE or case.mixed,
+        lambda case: case.mode.is_speculative() or case.mixed,
         Execution.GRAPH,
     ),
     # What grows on demand in it still grows under the graphs.

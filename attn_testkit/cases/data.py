@@ -225,11 +225,13 @@ def _drawn(
 def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
     """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis).
 
-    One request of a step (``Step.part_of``) has the numbers that it has in the whole step.
+    One request of a step (``Step.part_of``), and one chunk of it, has the numbers that it has in the whole step.
     """
     if step.part_of is not None:
         whole, index = step.part_of
         return _one_request(make_step_data(schedule, whole, pattern), whole, index)
+    if step.chunk_of is not None:
+        return _chunk(make_step_data(schedule, step.chunk_of, pattern), step.chunk_of, step)
     case = schedule.case
     rng = np.random.default_rng(step.seed ^ 0xDA7A)
     kv_dtype = DTYPES[case.dtype if case.kv_dtype == "same" else case.kv_dtype]
@@ -283,6 +285,31 @@ def _one_request(data: StepData, whole: Step, index: int) -> StepData:
         query_positions=data.query_positions[one, : request.new],
         row_request=torch.zeros(request.new, dtype=torch.int64),
         row_offset=data.row_offset[mine],
+        positions=data.positions[mine],
+        out_cache_loc=data.out_cache_loc[mine],
+    )
+
+
+def _chunk(data: StepData, whole: Step, step: Step) -> StepData:
+    news = torch.tensor([request.new for request in step.requests])
+    pairs = zip(step.requests, whole.requests, strict=True)
+    first = torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])[data.row_request]
+    mine = (data.row_offset >= first) & (data.row_offset < first + news[data.row_request])
+    longest = max(step.lens)
+    visible, key_positions, query_positions = _visibility(step, int(news.max()), longest)
+    return StepData(
+        q=data.q[:, mine],
+        k=data.k[:, mine],
+        v=data.v[:, mine],
+        hidden=data.hidden[mine],
+        stored_keys=data.stored_keys[:, :, :longest],
+        stored_values=None if data.stored_values is None else data.stored_values[:, :, :longest],
+        kv_scales=data.kv_scales,
+        visible=visible,
+        key_positions=key_positions,
+        query_positions=query_positions,
+        row_request=data.row_request[mine],
+        row_offset=(data.row_offset - first)[mine],
         positions=data.positions[mine],
         out_cache_loc=data.out_cache_loc[mine],
     )

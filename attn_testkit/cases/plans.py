@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from ..contract import ForwardMode
 from .case import Case
+from .extend import with_new_tokens
+from .plan import Plan
 
-__all__ = ["Plan", "context_len", "context_len_of", "make_plans"]
+__all__ = ["context_len", "context_len_of", "lens_of", "make_plans"]
 
 _MAX_OTHER_TOKENS = 512
 """Steps beside the case's own batch have at most this many prefix tokens, so that one long request stays one."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One step before it has slots. See ``Step`` for the fields they share."""
-
-    label: str
-    bucket: int
-    prefixes: tuple[int, ...]
-    """Prefix tokens of each request."""
-    eager_too: bool = False
-    rotated: int | None = None
-    """Lengths are those of the step before, rotated by so many places."""
 
 
 def make_plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], list[Plan]]:
@@ -48,7 +38,7 @@ def make_plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], l
 
     plans = [
         Plan("own batch", big, own),
-        Plan("longer, exact", big, others(big, lambda k: k + page + 3)),
+        Plan("longer, exact", big, others(big, lambda k: k + page + 3), exact=True),
         Plan("one short request", big, others(1, lambda k: max(0, min(k, page) - 1))),
         Plan("other bucket", small, others(small, lambda k: k // 2 + 1)),
         Plan("own batch, elsewhere", big, own[::-1], eager_too=True),
@@ -67,7 +57,8 @@ def make_plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], l
     if len(set(elsewhere)) > 1:
         rotated.append(Plan("lengths in another order", big, elsewhere[1:] + elsewhere[:1], rotated=1))
     oversized = Plan("more requests than any graph", big + 2, others(big + 2, lambda k: k // 3 + 2))
-    return buckets, [*plans[:5], *rotated, *plans[5:], oversized]
+    plans = [*plans[:5], *rotated, *plans[5:], oversized]
+    return buckets, with_new_tokens(case, plans) if case.mode is ForwardMode.EXTEND else plans
 
 
 def _filled_up(plan: Plan, rng: np.random.Generator) -> Plan:
@@ -75,9 +66,14 @@ def _filled_up(plan: Plan, rng: np.random.Generator) -> Plan:
     return replace(plan, prefixes=plan.prefixes + extra)
 
 
+def lens_of(case: Case, plan: Plan) -> tuple[int, ...]:
+    """Keys of each request of a step, its own rows included: at most, where rows are ragged and not yet drawn."""
+    return tuple(p + n for p, n in zip(plan.prefixes, plan.new or (case.width,) * len(plan.prefixes), strict=True))
+
+
 def context_len_of(case: Case, plans: Sequence[Plan]) -> int:
     """``max_context_len``, in tokens, of a schedule that has these steps."""
-    longest = max(p for plan in plans for p in plan.prefixes) + case.width
+    longest = max(length for plan in plans for length in lens_of(case, plan))
     if case.pick("context-room"):
         return longest
     # Wider than any request needs, and then never a width that a kernel could mistake for the longest request's.

@@ -23,13 +23,15 @@ import numpy.typing as npt
 from ..contract import ForwardMode
 from .case import Case
 from .choices import CHOICES, shallow_depth
-from .plans import Plan, context_len_of, make_plans
+from .plan import Plan
+from .plans import context_len_of, lens_of, make_plans
 from .trees import Tree, chain, random_tree
 
 __all__ = ["Request", "Schedule", "Step", "make_schedule", "only"]
 
 Ints = npt.NDArray[np.int64]
 _SECOND = next(choice for choice in CHOICES if choice.name == "second-step")
+_SAME_LENGTHS = "same lengths, other requests"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,9 @@ class Step:
     """Of its random numbers."""
     part_of: tuple[Step, int] | None = None
     """Another step, and the request of it that this step holds alone, with the same numbers in the same slots."""
+    chunk_of: Step | None = None
+    """Extend: a step that is never run, whose requests have all their chunks at once; this step has rows of it, with
+    the same numbers in the same slots."""
     eager_too: bool = False
     """At a replay, an eager run of the same step follows."""
     stored: bool = False
@@ -135,6 +140,11 @@ class Schedule:
     """What the backend says it multiplies in (``Capabilities.matmul_dtype``): limits follow from it, data do not."""
 
     @property
+    def chunks(self) -> tuple[Step, ...]:
+        """Extend: the chunks that come after the first step, in order."""
+        return tuple(step for step in self.steps[1:] if step.chunk_of is not None)
+
+    @property
     def max_bs(self) -> int:
         """Largest bucket."""
         return self.buckets[0]
@@ -182,7 +192,9 @@ def _accepted(case: Case, index: int, count: int, most: int, rng: np.random.Gene
 
 
 def _depth(case: Case) -> int:
-    """S: the longest path of the draft tree."""
+    """S: the longest path of the draft tree; 0 without one."""
+    if not case.mode.is_speculative():
+        return 0
     if case.tree:
         return case.tree.depth
     chained = case.width - 1
@@ -256,13 +268,13 @@ def _build_step(
     seed = (case.digest + 0x9E3779B97F4A7C15 * (index + 1)) % 2**63
     rng = np.random.default_rng(seed)
     count, page = len(plan.prefixes), case.page_size
-    accepted = _accepted(case, index, count, depth + 1, rng)
+    accepted = (1,) * count if plan.new else _accepted(case, index, count, depth + 1, rng)
     ragged = case.mode is ForwardMode.DRAFT_EXTEND
     if ragged and plan.rotated is not None and before is not None:
         # Here a request's keys are its prefix and what was accepted.
         counts = [request.accepted for request in before.requests]
         accepted = tuple(counts[plan.rotated :] + counts[: plan.rotated])
-    news = accepted if ragged else (case.width,) * count
+    news = plan.new or (accepted if ragged else (case.width,) * count)
     trees = _trees(case, index, count, depth, rng)
     lens = [p + n for p, n in zip(plan.prefixes, news, strict=True)]
     shared = _shared_pages(case, plan.prefixes)
@@ -284,14 +296,36 @@ def _build_step(
     return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too)
 
 
+def _chunks(case: Case, plans: Sequence[Plan], sizes: tuple[int, int, int, int]) -> list[Step]:
+    """The chunks of a batch, cut from a step that has all of them: the same requests, slots and table rows."""
+    totals = tuple(sum(new) for new in zip(*(plan.new for plan in plans), strict=True))
+    whole = _build_step(case, 0, replace(plans[0], label="all chunks", new=totals), sizes)
+    num_pages, rows, ctx, _ = sizes
+    steps = []
+    for index, plan in enumerate(plans):
+        requests = tuple(
+            replace(request, prefix=prefix, new=new, slots=request.slots[: prefix + new])
+            for request, prefix, new in zip(whole.requests, plan.prefixes, plan.new, strict=True)
+        )
+        rng = np.random.default_rng((whole.seed + index) % 2**63)
+        table = _table(requests, rows, ctx, (num_pages + 1) * case.page_size, rng)
+        name = f"step {index}"
+        steps.append(replace(whole, name=name, index=index, label=plan.label, requests=requests, req_to_token=table,
+                             chunk_of=whole))  # fmt: skip
+    return steps
+
+
 def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int]) -> Step:
     """One of the steps after the first, or one that has the first one's lengths and nothing else of it."""
     label = _SECOND.values[case.pick(_SECOND.name)].words
     if label == _SECOND.values[0].words:
-        alike = Plan(label, steps[0].bucket, tuple(request.prefix for request in steps[0].requests), rotated=0)
+        own = steps[0].requests
+        new = tuple(request.new for request in own) if case.mode is ForwardMode.EXTEND else ()
+        alike = Plan(label, steps[0].bucket, tuple(request.prefix for request in own), rotated=0, new=new)
         return _build_step(case, len(steps), alike, sizes, steps[0])
     # Equal lengths have no other order, and "same lengths, other requests" is then the same thing.
-    return {step.label: step for step in steps}.get(label, steps[5])
+    by_label = {step.label: step for step in steps}
+    return by_label.get(label, by_label[_SAME_LENGTHS])
 
 
 @lru_cache(maxsize=256)
@@ -302,9 +336,9 @@ def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
     """
     rng = np.random.default_rng(case.digest)
     buckets, plans = make_plans(case, rng)
-    page, width = case.page_size, case.width
+    page = case.page_size
     ctx = context_len_of(case, plans)
-    most = max(sum(-(-(p + width) // page) for p in plan.prefixes) for plan in plans)
+    most = max(sum(-(-length // page) for length in lens_of(case, plan)) for plan in plans)
     num_pages = most + max(3, most // 4)
     rows = len(plans[-1].prefixes) + 3
     depth = _depth(case)
@@ -312,6 +346,8 @@ def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
     sizes = (num_pages, rows, ctx, depth)
     for i, plan in enumerate(plans):
         steps.append(_build_step(case, i, plan, sizes, steps[-1] if steps else None))
+    if case.chunks > 1:
+        steps[: case.chunks] = _chunks(case, plans[: case.chunks], sizes)
     *replays, last = steps
     second = replace(_second(case, steps, sizes), name="second", stored=case.pick("second-step-stored") == 1)
     oversized = replace(last, name="oversized")

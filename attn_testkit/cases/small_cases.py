@@ -12,13 +12,16 @@ from typing import Any
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
+from .extend import room_for
 from .trees import Tree
-from .untried import CLAIMS, Value, rows_of, untried
+from .untried import CLAIMS, Value, most_rows, rows_of, untried
 
-__all__ = ["MOST_ROWS", "MOST_VALUES", "small_cases"]
+__all__ = ["MOST_NEW_TOKENS", "MOST_ROWS", "MOST_VALUES", "small_cases"]
 
 MOST_ROWS = 256
 """Query rows of a request: where more are claimed, so many are tried."""
+MOST_NEW_TOKENS = 260
+"""The same for new tokens of a request in extend: more than two tiles of 128 rows."""
 MOST_VALUES = 16
 """Of one claim that are all tried in core. Of more powers of two are, the ends, and what the other cases try."""
 _MOST_WORK = 1 << 21
@@ -41,7 +44,7 @@ def small_cases(
         case, tried = _plain(claims, mode).with_seed(cases[0].seed), list[_Entry]()
         for name, value in left:
             changed = _CHANGES[name](claims, case, _capped(name, value))
-            most = _MOST_WORK_OF_ROWS if "rows" in dict(tried) else _MOST_WORK
+            most = _MOST_WORK_OF_ROWS if dict(tried).keys() & {"rows", "extend"} else _MOST_WORK
             cheap = not tried or _work(changed) <= most
             allowed = changed.heads.family in claims.families and fits(changed)
             if cheap and allowed and all(_tries(claims, changed, each) for each in (*tried, (name, value))):
@@ -72,7 +75,7 @@ def _tries(claims: Capabilities, case: Case, entry: _Entry) -> bool:
 
 def _capped(name: str, value: Value) -> Any:
     """As much of a bound as cases are made of."""
-    most = {"rows": MOST_ROWS, "topk": MOST_ROWS - 1}.get(name)
+    most = {"rows": MOST_ROWS, "extend": MOST_NEW_TOKENS, "topk": MOST_ROWS - 1}.get(name)
     return min(value, most) if most and isinstance(value, int) else value
 
 
@@ -85,7 +88,7 @@ def _plain(claims: Capabilities, mode: ForwardMode) -> Case:
     """What values are put into: two requests, of the cheapest that is claimed."""
     page = min(claims.page_sizes)
     is_mla = claims.families == {"mla"}
-    rows, topk = min(4, claims.max_q_rows), min(2, claims.max_topk)
+    rows, topk = min(4, most_rows(claims, mode)), min(2, claims.max_topk)
     return Case(
         mode=mode,
         heads=_mla_heads(claims) if is_mla else _other_heads(claims),
@@ -106,13 +109,14 @@ def _lengths(page: int) -> tuple[int, ...]:
 
 
 def _rows(mode: ForwardMode, rows: int, topk: int) -> dict[str, Any]:
-    """``rows`` a request; of the draft-extends the second request accepts fewer than the first."""
+    """``rows`` a request; in the modes that list them the second request has fewer than the first."""
     if mode is ForwardMode.DECODE:
         return {}
     if mode is ForwardMode.TARGET_VERIFY:
         # The root has ``topk`` children, and each of them a chain.
         return {"width": rows, "tree": Tree(tuple(max(0, node - topk) for node in range(1, rows)))}
-    return {"width": rows, "new": (rows, min(3, rows - 1 or 1))}
+    new = (rows, min(3, rows - 1 or 1))
+    return {"width": room_for(new) if mode is ForwardMode.EXTEND else rows, "new": new}
 
 
 def _mla_heads(claims: Capabilities) -> Heads:
@@ -150,6 +154,7 @@ def _with_topk(case: Case, topk: int) -> Case:
 
 _CHANGES: Mapping[str, Callable[[Capabilities, Case, Any], Case]] = {
     "rows": lambda claims, case, rows: replace(case, **_rows(case.mode, rows, max(1, case.topk))),
+    "extend": lambda claims, case, tokens: replace(case, **_rows(case.mode, tokens, 0)),
     "topk": lambda claims, case, topk: _with_topk(case, topk),
     "group": lambda claims, case, group: _with(claims, case, _group(claims, group)),
     "mla_heads": lambda claims, case, heads: _with(claims, case, Heads("mla", heads, 1)),

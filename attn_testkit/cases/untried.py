@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..contract import Capabilities, ForwardMode
 from .case import Case
 
-__all__ = ["CLAIMS", "Claim", "Value", "rows_of", "says_untried", "untried"]
+__all__ = ["CLAIMS", "Claim", "Value", "most_rows", "rows_of", "says_untried", "untried"]
 
 Value = int | str | tuple[str, str]
 _EQUAL_LOGITS = ("mean", "negative")
@@ -44,7 +44,14 @@ class Claim:
 
 def rows_of(case: Case) -> tuple[int, ...]:
     """Query rows of each request of the case's own batch."""
-    return case.new if case.mode is ForwardMode.DRAFT_EXTEND else (case.width,) * case.bs
+    return case.new if case.mode.is_ragged() else (case.width,) * case.bs
+
+
+def most_rows(claims: Capabilities, mode: ForwardMode) -> int:
+    """As many query rows of one request as are claimed in a mode."""
+    if mode is ForwardMode.EXTEND:
+        return claims.max_extend_tokens
+    return claims.max_q_rows if mode.is_speculative() else 1
 
 
 def _lens(case: Case) -> Iterator[int]:
@@ -79,10 +86,6 @@ def _group(claims: Capabilities, case: Case) -> int | None:
 
 def _page(claims: Capabilities, case: Case) -> int | None:
     return case.page_size if max(_lens(case)) > case.page_size else None
-
-
-def _most_rows(claims: Capabilities, mode: ForwardMode) -> Iterable[int]:
-    return () if mode is ForwardMode.DECODE else (claims.max_q_rows,)
 
 
 def _widest_tree(claims: Capabilities, mode: ForwardMode) -> tuple[int, ...]:
@@ -123,7 +126,18 @@ def _option(name: str) -> Claim:
 
 
 CLAIMS: dict[str, Claim] = {
-    "rows": Claim("query rows", _most_rows, lambda claims, case: max(rows_of(case)), bound=True),
+    "rows": Claim(
+        "query rows",
+        lambda claims, mode: (claims.max_q_rows,) if mode.is_speculative() else (),
+        lambda claims, case: max(rows_of(case)),
+        bound=True,
+    ),
+    "extend": Claim(
+        "new tokens of a request",
+        lambda claims, mode: (claims.max_extend_tokens,) if mode is ForwardMode.EXTEND else (),
+        lambda claims, case: max(case.new, default=0),
+        bound=True,
+    ),
     "topk": Claim("children of a tree node", _widest_tree, lambda claims, case: case.topk, bound=True),
     "family": Claim("family", lambda claims, mode: claims.families, lambda claims, case: case.heads.family),
     "group": Claim("group", _groups, _group),

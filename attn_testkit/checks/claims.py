@@ -76,6 +76,15 @@ def _rows(claims: Capabilities, context: BackendContext) -> tuple[str, BackendCo
     )
 
 
+def _new_tokens(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    tokens = claims.max_extend_tokens + 1
+    if ForwardMode.EXTEND not in context.modes or tokens > 1024:
+        return None
+    return f"{tokens} new tokens per request", replace(
+        context, max_extend_tokens=tokens, max_num_tokens=max(context.max_num_tokens, tokens)
+    )
+
+
 def _topk(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     if ForwardMode.TARGET_VERIFY not in context.modes or claims.max_topk >= 1024:
         return None
@@ -91,7 +100,7 @@ def _mode(claims: Capabilities, context: BackendContext) -> tuple[str, BackendCo
 
 
 _Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
-_WAYS: tuple[_Outside, ...] = (_page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode)
+_WAYS: tuple[_Outside, ...] = (_page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens)
 
 
 def outside_claims(claims: Capabilities, context: BackendContext) -> Iterator[tuple[str, BackendContext]]:

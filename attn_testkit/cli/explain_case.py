@@ -57,7 +57,8 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("kv_dtype", "" if case.kv_dtype == "same" else case.kv_dtype),
         ("page_size", str(case.page_size)),
         ("prefixes", f"{_listed(case.prefixes)} keys before this step"),
-        ("new", f"accepted tokens of each request: {_listed(case.new)} of {case.width} rows" if case.new else ""),
+        ("new", _new(case)),
+        ("chunks", f"{case.chunks}: the own batch is the first, and the others follow it" if case.chunks > 1 else ""),
         ("tree", nodes),
         ("layout", case.layout),
         ("data", case.data),
@@ -68,6 +69,13 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("mixed", "graphs of all claimed modes on one instance, interleaved" if case.mixed else ""),
         ("seed", str(case.seed or "")),
     ]
+
+
+def _new(case: Case) -> str:
+    if case.mode is ForwardMode.EXTEND:
+        rows = case.bucket * case.width
+        return f"new tokens of each request: {_listed(case.new)}; {sum(case.new)} of {rows} rows of the graph"
+    return f"accepted tokens of each request: {_listed(case.new)} of {case.width} rows" if case.new else ""
 
 
 def _steps(schedule: Schedule) -> Iterator[tuple[str, str]]:
@@ -83,8 +91,11 @@ def _steps(schedule: Schedule) -> Iterator[tuple[str, str]]:
 
 
 def _in_words(step: Step, case: Case) -> str:
-    accepted = f"; accepted {_listed([r.accepted for r in step.requests])}" if case.new else ""
-    rows = "" if case.mode in (ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND) else f"; {case.width} rows each"
+    drafts = case.mode.is_draft_extend(include_v2=True)
+    accepted = f"; accepted {_listed([r.accepted for r in step.requests])}" if drafts else ""
+    rows = f"; {case.width} rows each" if case.mode.is_speculative() and not case.mode.is_ragged() else ""
+    if case.mode is ForwardMode.EXTEND:
+        rows = f"; {_listed([r.new for r in step.requests])} new"
     return f'"{step.label}": keys {_listed(step.lens)}{accepted}{rows}'
 
 

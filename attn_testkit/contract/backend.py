@@ -17,7 +17,6 @@ from .modes import ForwardMode
 __all__ = ["AttentionBackend", "BackendContext", "LegacyGraphHooks", "refuse_unclaimed"]
 
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-_SPEC_MODES = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ class BackendContext:
     """S: longest path of a draft tree below its root; v1 has at most S + 1 rows a request."""
     topk: int = 0
     """K: widest branching of a draft tree; 1 for a chain, 0 without target-verify."""
+    max_extend_tokens: int = 0
+    """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
 
 
 def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
@@ -75,6 +76,8 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         ("page size", context.page_size, context.page_size in capabilities.page_sizes),
         ("GQA ratio", ratio, family == "mha" or ratio in capabilities.gqa_ratios),
         ("query rows per request", rows, rows <= capabilities.max_q_rows),
+        ("new tokens per request", context.max_extend_tokens,
+         context.max_extend_tokens <= capabilities.max_extend_tokens),
         ("topk", context.topk, context.topk <= capabilities.max_topk),
         ("context length", context.max_context_len, context.max_context_len <= capabilities.max_context_len),
         ("sliding window", ", ".join(sorted(context.modes - capabilities.sliding_window)),
@@ -90,7 +93,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
 
 
 def _rows(mode: ForwardMode, context: BackendContext) -> int:
-    if mode not in _SPEC_MODES:
+    if not mode.is_speculative():
         return 1
     return context.speculative_num_steps + 1 if mode is ForwardMode.DRAFT_EXTEND else context.num_draft_tokens
 
@@ -168,7 +171,10 @@ class AttentionBackend(ABC):
         """First thing in the captured region; re-executed on the device by every replay."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """``seq_lens`` of a padded request, and of every request while capturing. 0 or 1."""
+        """``seq_lens`` of a padded request, and of every request while capturing (extend: of those without rows).
+
+        0 or 1.
+        """
         return 1
 
     @property
@@ -178,7 +184,8 @@ class AttentionBackend(ABC):
 
 
 class LegacyGraphHooks:
-    """For backends with the older pair of graph hooks: mix it in *before* ``AttentionBackend``.
+    """For backends with the older pair of graph hooks: mix it in *before* ``AttentionBackend``. Not for graphs of
+    extend, whose lengths these hooks never had.
 
     Implement ``init_forward_metadata_capture_cuda_graph`` and ``init_forward_metadata_replay_cuda_graph`` as servers up
     to mid-2026 called them (both outside the graph, nothing inside), and ``init_forward_metadata`` for eager steps.

@@ -137,8 +137,13 @@ class ForwardBatch:
     ``extend_*``, ``extras``           absent                        absent                  absent
     ================================== ============================= ======================= =========================
 
-    So ``input_ids.shape[0] // batch_size`` is no width in a draft-extend: take S + 1 or N from the context. Of
-    ``spec_info``:
+    So ``input_ids.shape[0] // batch_size`` is no width in a draft-extend: take S + 1 or N from the context.
+
+    The view of an extend has everything that its eager batch has, for B requests and for P rows, the token count that
+    the graph was captured with: ``input_ids``, ``positions`` and ``out_cache_loc`` are [P], the others [B] long,
+    ``num_padding`` is B - R, ``actual_forward_mode`` there and ``extras`` absent. ``extend_num_tokens`` is T.
+
+    Of ``spec_info``, which is None in decode and extend:
 
     ================================== ============================= ======================= =========================
     field                              target-verify                 draft-extend (v1)       draft-extend-v2
@@ -164,6 +169,12 @@ class ForwardBatch:
     replay requests are packed without gaps: request i has ``num_accept_tokens[i]`` rows, behind those of the requests
     before it. Live requests come first, then padded ones with S + 1 rows each; rows behind the last are of no request,
     even when no request is padded. In target-verify and v2 request i has rows i * N .. i * N + N - 1, padded or not.
+
+    **Rows of extend in a graph.** It is captured with P rows and replayed with T <= P: requests are packed without
+    gaps, request i has ``extend_seq_lens[i]`` rows, padded ones have none and one key at most (``seq_lens`` and
+    ``extend_prefix_lens`` are the fill value), and rows T .. P - 1 are of no request. At capture the first requests
+    have no prefix and as many rows as one may have (``BackendContext.max_extend_tokens``, or what is left of P), and
+    the others none: no replay has a longer request.
     """
 
     forward_mode: ForwardMode
@@ -183,14 +194,19 @@ class ForwardBatch:
     seq_lens_sum: int | None = None
     """Sum of ``seq_lens``; None exactly when ``seq_lens_cpu`` is None."""
     extend_num_tokens: int | None = None
+    """Sum of ``extend_seq_lens``; never with padding."""
     extend_seq_lens: torch.Tensor | None = None
-    """[bs] int32: new tokens of each request. Eager draft-extends only."""
+    """[bs] int32: new tokens of each request. Extend, and eager draft-extends."""
     extend_prefix_lens: torch.Tensor | None = None
-    """[bs] int32: tokens before them."""
+    """[bs] int32: tokens before them. Extend: what a prefix cache and earlier chunks have left; 0, any part of a page,
+    or many pages."""
     extend_start_loc: torch.Tensor | None = None
     """[bs] int32: exclusive cumsum of ``extend_seq_lens``."""
     extend_seq_lens_cpu: list[int] | None = None
+    """Host copy of ``extend_seq_lens``. Extend always gives it, and the next one: the scheduler cut the chunks, and
+    knows them without a wait. Draft-extends: None when the backend does not need CPU lengths."""
     extend_prefix_lens_cpu: list[int] | None = None
+    """Host copy of ``extend_prefix_lens``, likewise."""
     spec_info: SpecInput | None = None
     num_padding: int = 0
     """Padded requests at the end; 0 in eager."""

@@ -88,7 +88,7 @@ def _requirement(text: object) -> None:
         raise ValueError(f"Requires.packages: {text!r} is no requirement such as 'my-kernels>=1.2': {reason}") from None
 
 
-_LEAST = {"max_q_rows": 1, "max_topk": 0, "max_context_len": 1}
+_LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_context_len": 1}
 _YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant")
 
 
@@ -128,6 +128,9 @@ class Capabilities:
     """Which numbers of query heads for one KV head (``gqa`` and ``mqa``; for ``mla`` the number of heads)?"""
     max_q_rows: int = 1
     """How many query rows may one request have (N of verify, N of v2, S+1 of v1)?"""
+    max_extend_tokens: int = 1 << 20
+    """How many new tokens may one request have in extend? Prefill kernels take any number; one that is a decode kernel
+    for a few rows says how few."""
     max_topk: int = 0
     """How wide may a draft tree branch? 0: no target-verify, 1: chains only, K: trees with up to K children a node."""
     max_context_len: int = 1 << 20
@@ -141,7 +144,9 @@ class Capabilities:
     sinks: bool = False
     """Are attention sinks honoured?"""
     needs_cpu_seq_lens: bool = True
-    """Does planning read ``seq_lens_cpu`` / ``seq_lens_sum`` / ``*_cpu`` lists? If False they are None or trap."""
+    """Does planning read ``seq_lens_cpu`` / ``seq_lens_sum`` / ``*_cpu`` lists? If False they are None or trap.
+
+    In extend ``extend_seq_lens_cpu`` and ``extend_prefix_lens_cpu`` are there all the same."""
     finite_page_tails: Set[str] = frozenset()
     """For which KV dtypes must unused slots of a request's last page hold finite numbers? (Otherwise they hold NaN.)"""
     deterministic: bool = False

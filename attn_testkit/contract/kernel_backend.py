@@ -34,7 +34,7 @@ class KernelPlan:
     cu_seqlens_q: torch.Tensor
     """[bs + 1] int32: exclusive running sum of query rows."""
     max_q_len: int
-    """Most query rows of one request."""
+    """Upper bound of the query rows of one request, which holds for every replay."""
     max_kv_len: int
     """Upper bound of ``kv_lens`` that holds for every replay."""
     page_size: int
@@ -81,19 +81,27 @@ class KernelBackend(AttentionBackend):
         rows = context.req_to_token[batch.req_pool_indices[:bs].long()]
         page_table = (rows[:, self._page_starts] // context.page_size).to(torch.int32)
         seq_lens = batch.seq_lens[:bs].to(torch.int32)
-        width = batch.input_ids.shape[0] // bs
-        uniform = torch.arange(bs + 1, dtype=torch.int32, device=context.device)
         mask: torch.Tensor | None = None
+        width, counts = self._rows(batch)
+        if counts is None:
+            cu_seqlens_q = torch.arange(bs + 1, dtype=torch.int32, device=context.device) * width
+        else:
+            cu_seqlens_q = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
         if mode.is_target_verify():
-            width, seq_lens = context.num_draft_tokens, seq_lens + context.num_draft_tokens
+            seq_lens = seq_lens + width
             mask = self._draft_mask(batch, bs, width)
-        elif mode is ForwardMode.DRAFT_EXTEND:
-            assert isinstance(batch.spec_info, DraftExtendInput)
-            width = context.speculative_num_steps + 1
-            lens = batch.spec_info.num_accept_tokens[:bs]
-            uniform = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
-        cu_seqlens_q = uniform if mode is ForwardMode.DRAFT_EXTEND else uniform * width
         self._metadata = (page_table, seq_lens, cu_seqlens_q, width, mask)
+
+    def _rows(self, batch: ForwardBatch) -> tuple[int, torch.Tensor | None]:
+        """Most query rows of a request, and [bs] how many each has; None: all as many."""
+        context, bs, mode = self.context, batch.batch_size, batch.forward_mode
+        if mode is ForwardMode.EXTEND:
+            assert batch.extend_seq_lens is not None
+            return min(context.max_extend_tokens, batch.input_ids.shape[0]), batch.extend_seq_lens[:bs]
+        if mode is ForwardMode.DRAFT_EXTEND:
+            assert isinstance(batch.spec_info, DraftExtendInput)
+            return context.speculative_num_steps + 1, batch.spec_info.num_accept_tokens[:bs]
+        return (context.num_draft_tokens if mode.is_target_verify() else batch.input_ids.shape[0] // bs), None
 
     def _draft_mask(self, batch: ForwardBatch, bs: int, n: int) -> torch.Tensor | None:
         spec = batch.spec_info

@@ -8,7 +8,7 @@ __all__ = ["Execution", "ForwardMode"]
 
 
 class ForwardMode(StrEnum):
-    """The forward modes of a server with speculative decoding (EAGLE-style draft and target).
+    """The forward modes of a server: decode, what speculative decoding adds (EAGLE-style), and prefill.
 
     ============================ ==================== ===================== ========================================
     mode                         new tokens a request ``seq_lens[i]``       which keys a query row sees
@@ -17,16 +17,23 @@ class ForwardMode(StrEnum):
     ``TARGET_VERIFY``            N (a draft tree)     prefix only           the prefix, its ancestors and itself
     ``DRAFT_EXTEND`` (v1)        1..S+1, ragged       prefix + accepted     causal
     ``DRAFT_EXTEND_V2``          N, uniform           prefix + N            causal
+    ``EXTEND`` (prefill)         1 and more, ragged   prefix + new          causal
     ============================ ==================== ===================== ========================================
 
+    ``EXTEND`` is what SGLang calls EXTEND and MIXED: new tokens over a cached prefix of any length, which other
+    requests may share; a long prompt comes in chunks, each of which is the next one's prefix; and a request that
+    decodes beside prompts is one with a single new token. A batch carries nothing that tells a decode row from a
+    prompt's last token, so MIXED is no mode of its own here.
+
     A backend must ask for verify and draft-extend *before* it asks ``is_extend()``: both are extends, and neither
-    carries the ``extend_*`` fields of an ordinary prefill in a graph's replay view.
+    carries the ``extend_*`` fields of an ``EXTEND`` in a graph's replay view.
     """
 
     DECODE = "decode"
     TARGET_VERIFY = "target-verify"
     DRAFT_EXTEND = "draft-extend"
     DRAFT_EXTEND_V2 = "draft-extend-v2"
+    EXTEND = "extend"
 
     def is_decode(self) -> bool:
         """One new token for each request."""
@@ -45,10 +52,18 @@ class ForwardMode(StrEnum):
         return self is ForwardMode.DRAFT_EXTEND_V2
 
     def is_extend(self, include_draft_extend_v2: bool = False) -> bool:
-        """True for verify and draft-extend v1, for v2 only on request: the servers' own rule."""
-        return self in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND) or (
+        """True for prefill, verify and draft-extend v1, for v2 only on request: the servers' own rule."""
+        return self in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND) or (
             include_draft_extend_v2 and self is ForwardMode.DRAFT_EXTEND_V2
         )
+
+    def is_speculative(self) -> bool:
+        """The rows come from a draft tree: verify and both draft-extends."""
+        return self in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
+
+    def is_ragged(self) -> bool:
+        """Requests have different numbers of rows, packed without gaps; logits are of each one's last row alone."""
+        return self in (ForwardMode.DRAFT_EXTEND, ForwardMode.EXTEND)
 
 
 class Execution(StrEnum):

@@ -121,7 +121,7 @@ def _keys_of(
     own, offset = _place(data, row)
     lens = [int(data.visible[b].any(0).nonzero().amax()) + 1 for b in range(bs)]
     mine = int(data.visible[own, offset].nonzero().amax()) + 1
-    near = [range(max(1, n - case.width), n + 1) for n in lens]
+    near = [range(max(1, n - case.most_new), n + 1) for n in lens]
     ends = [sorted({*near[b], *(n for n in (mine, lens[own]) if n <= lens[b])}) for b in range(bs)]
     asked = [(b, end) for b in range(bs) for end in ends[b]]
     width = max(map(len, ends))

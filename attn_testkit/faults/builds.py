@@ -161,7 +161,7 @@ class FixedStrideBackend(PlannedBackend):
 
     @override
     def views(self, batch: ForwardBatch) -> Metadata:
-        self.packed = batch.forward_mode.is_draft_extend()
+        self.packed = batch.forward_mode.is_ragged()
         return super().views(batch)
 
     def stride(self, meta: Metadata) -> int:

@@ -125,6 +125,9 @@ class DenseBackend(AttentionBackend):
         if batch.forward_mode is ForwardMode.DRAFT_EXTEND:
             assert isinstance(spec, DraftExtendInput)
             return self.context.speculative_num_steps + 1, spec.num_accept_tokens[:bs].long()
+        if batch.forward_mode is ForwardMode.EXTEND:
+            assert batch.extend_seq_lens is not None
+            return min(self.context.max_extend_tokens, batch.input_ids.shape[0]), batch.extend_seq_lens.long()
         width = batch.input_ids.shape[0] // bs
         return width, torch.full((bs,), width, device=batch.seq_lens.device)
 

@@ -29,8 +29,8 @@ _SERVERS = (
         "capture-uses-other-graphs-views",
         "the speculator captured with the target's objects; graph-key-missing-query-len is the backend's form of it",
     ),
-    LeftOut("idle-metadata-for-wrong-mode", "an idle rank; the kit has four modes, and none is idle"),
-    LeftOut("idle-metadata-outlives-pool-row", "an idle step; the kit has four modes, and none is idle"),
+    LeftOut("idle-metadata-for-wrong-mode", "an idle rank; no mode of the kit is idle"),
+    LeftOut("idle-metadata-outlives-pool-row", "an idle step; no mode of the kit is idle"),
     LeftOut("stale-request-state-fakes-prefill", "state of requests that a scheduler keeps; a backend is not given it"),
     LeftOut("freed-duplicate-pages-still-mapped", "a scheduler's page table; the kit makes its own"),
     LeftOut("kv-move-ignores-page-layout", "moving accepted rows is the server's; a backend has no hand in it"),
@@ -38,11 +38,6 @@ _SERVERS = (
     LeftOut("upper-bound-treated-as-exact", "CPU lengths of this contract are exact, or absent"),
 )
 _NO_EFFECT = (
-    LeftOut(
-        "grid-depends-on-qo-contents",
-        "graphs of the four modes are captured at the widest query layout, so a grid from it covers every replay; "
-        "grid-covers-the-capture-lengths is the same mistake over keys",
-    ),
     LeftOut(
         "pad-seqlen-wrong-neutral-value",
         "the value is the backend's own answer to a hook here; what a wrong one does is "

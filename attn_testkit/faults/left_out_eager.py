@@ -32,10 +32,9 @@ _HARDWARE = (
 _OTHER_ROOMS = (
     LeftOut("plan-uses-fewer-heads-than-layer", "needs layers with different head counts; the test model has one"),
     LeftOut("rope-offset-ignored-in-decode", "rotation inside the attention kernel is not part of the contract"),
-    LeftOut("wrapper-swallows-chunk-plan", "chunked prefill with a prefix is not one of the four runner modes"),
     LeftOut(
         "kv-indices-row-without-topk",
-        "multi-step drafting with topk branches in one batch is not one of the four runner modes",
+        "multi-step drafting with topk branches in one batch is not one of the runner modes",
     ),
     LeftOut("accept-index-wrong-stride", "the acceptance walk is the server's; a backend has no hand in it"),
     LeftOut("gather-baseline-minus-one", "the drafter's gather of hidden states, outside a backend"),

@@ -151,10 +151,16 @@ class PlannedBackend(AttentionBackend):
             kv_lens=whole.kv_lens[:bs],
             cu_seqlens_q=whole.cu_seqlens_q[: bs + 1],
             chunk=whole.chunk[:bs],
-            slots=whole.slots[: bs * width],
+            slots=whole.slots[: self.rows_in_graph(batch)],
             mask=whole.mask[:bs] if whole.mask is not None and batch.forward_mode.is_target_verify() else None,
             max_q_len=width,
         )
+
+    def rows_in_graph(self, batch: ForwardBatch) -> int:
+        """Query rows of the bucket of a captured batch or of its replay view, padding included."""
+        if batch.forward_mode is ForwardMode.EXTEND:
+            return batch.input_ids.shape[0]
+        return batch.batch_size * self.max_q_len(batch.forward_mode)
 
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         """Copy a plan to where the graph reads it."""
@@ -187,6 +193,8 @@ class PlannedBackend(AttentionBackend):
         """W of a mode: a constant of the instance."""
         if mode is ForwardMode.DRAFT_EXTEND:
             return self.context.speculative_num_steps + 1
+        if mode is ForwardMode.EXTEND:
+            return self.context.max_extend_tokens
         return 1 if mode.is_decode() else self.context.num_draft_tokens
 
     def plan_counts(self, batch: ForwardBatch) -> torch.Tensor:
@@ -194,6 +202,9 @@ class PlannedBackend(AttentionBackend):
         if batch.forward_mode is ForwardMode.DRAFT_EXTEND:
             assert isinstance(batch.spec_info, DraftExtendInput)
             return batch.spec_info.num_accept_tokens[: batch.batch_size].to(torch.int32)
+        if batch.forward_mode is ForwardMode.EXTEND:
+            assert batch.extend_seq_lens is not None
+            return batch.extend_seq_lens
         width = self.max_q_len(batch.forward_mode)
         return torch.full((batch.batch_size,), width, dtype=torch.int32, device=self.context.device)
 

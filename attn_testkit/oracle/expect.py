@@ -13,7 +13,6 @@ from cachetools import LRUCache, cached
 
 from ..cases.data import KEPT_BYTES, StepData, bytes_in, make_layers, make_step_data
 from ..cases.schedule import Schedule, Step
-from ..contract import ForwardMode
 from ..model import Weights, make_weights
 from .attention import Attention, attend
 from .limits import attention_limit, linear_limit, row_limit
@@ -23,7 +22,7 @@ __all__ = ["Expected", "attend_with_limit", "expect"]
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """Float64, host. L layers, T live rows, R output rows (T, or one a request in draft-extend v1)."""
+    """Float64, host. L layers, T live rows, R output rows (T, or one a request where requests are ragged)."""
 
     data: StepData
     attention: torch.Tensor
@@ -52,7 +51,7 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
     data = make_step_data(schedule, step, pattern)
     attention, limit = attend_with_limit(schedule, data)
     hidden, hidden_limit = _hidden(data, attention, limit)
-    if case.mode is ForwardMode.DRAFT_EXTEND:
+    if case.mode.is_ragged():
         last = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1)
         hidden, hidden_limit = hidden[last], hidden_limit[last]
     head = _weights(attention).head

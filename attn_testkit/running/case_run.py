@@ -49,7 +49,7 @@ def schedules_of(case: Case, execution: Execution, claims: Capabilities, environ
     if case.mixed and execution is Execution.GRAPH:
         runnable = {mode for mode in claims.graph if not missing_here(claims, environment, mode)}
         max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
-        cases += companions(case, runnable, claims.max_q_rows, max_topk)
+        cases += companions(case, runnable, claims.max_q_rows, max_topk, claims.max_extend_tokens)
     return [schedule_for(each, claims) for each in cases]
 
 
@@ -179,6 +179,11 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
     # Right after it, and not after another step: what alternates from step to step would have come round again.
     seen.append(run_eager(harness, schedule, step, drive.clock, label="the same eager step again", among="steps"))
     stored = ", save_kv_cache=False" if second.stored else ""
+    # A chunk's prefix is what the chunk before it wrote.
+    seen += [
+        run_eager(harness, schedule, chunk, drive.clock, label=f"{chunk.label}, eager", among="steps")
+        for chunk in schedule.chunks
+    ]
     label = f"another eager step on the instance ({second.label}{stored})"
     seen.append(run_eager(harness, schedule, second, drive.clock, label=label, among="steps"))
     if claims.batch_invariant and step.bs > 1:

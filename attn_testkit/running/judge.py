@@ -182,6 +182,7 @@ def _due(
         own = schedules[0]
         first = own.steps[0]
         yield own.case.id, first.name, False
+        yield from ((own.case.id, chunk.name, False) for chunk in own.chunks)
         yield own.case.id, own.second.name, False
         if claims.batch_invariant and first.bs > 1:
             yield own.case.id, only(first, request_to_isolate(case, first)).name, False
@@ -195,9 +196,9 @@ def _due(
 
 def _compared(case: Case, claims: Capabilities, observed: Sequence[Observation]) -> list[Finding]:
     """Eager runs of the same numbers, held against each other."""
-    first, again, _, *alone = observed
+    first, again, *others = observed
     found = repeatable(first, again) if claims.deterministic else []
-    for each in alone:
+    for each in (each for each in others if each.step.part_of is not None):
         found += batch_invariant(first, each, request_to_isolate(case, first.step))
     return found
 

@@ -33,3 +33,9 @@ def test_draft_extend(attn_run: Run, attn_item: Item) -> None:
 def test_draft_extend_v2(attn_run: Run, attn_item: Item) -> None:
     """The same number of tokens for each request (v2)."""
     attn_run(attn_item)
+
+
+@pytest.mark.attn_mode("extend")
+def test_extend(attn_run: Run, attn_item: Item) -> None:
+    """New tokens over a cached prefix, ragged and packed; prompts beside rows that decode."""
+    attn_run(attn_item)

@@ -16,7 +16,7 @@ from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.cases.trees import chain
 from attn_testkit.contract import Capabilities, ForwardMode
 
-DECODE, VERIFY, V1, V2 = ForwardMode
+DECODE, VERIFY, V1, V2, EXTEND = ForwardMode
 CLAIMS = TorchNativeBackend.capabilities
 
 
@@ -212,7 +212,7 @@ def test_mla_tries_66000_keys_in_full_alone_and_as_many_heads_as_there_are() -> 
 
 
 def test_smoke_shares_an_instance_once_and_core_once_a_mode() -> None:
-    assert [sum(case.mixed for case in every(mode, "smoke")) for mode in ForwardMode] == [1, 0, 0, 0]
+    assert [sum(case.mixed for case in every(mode, "smoke")) for mode in ForwardMode] == [1, 0, 0, 0, 0]
     assert not any(case.mixed for case in core(DECODE, graph={DECODE}))
     assert all(case.prefixes != (4096,) for mode in ForwardMode for case in every(mode, "smoke"))
 

@@ -53,6 +53,8 @@ def described(step: Step) -> str:
     return f"{step.name} {step.label} {step.bucket} {step.eager_too} {step.stored} {table} {requests}"
 
 
+FIRST_MODES = tuple(mode for mode in ForwardMode if mode is not ForwardMode.EXTEND)
+"""Those of the first release, whose digests are one number."""
 LISTS = {
     ("torch_native", "smoke"): ("90aca3a58711", (9, 8, 8, 8), "90aca3a58711"),
     ("torch_native", "core"): ("7acb5f1d013f", (73, 82, 79, 76), "41a612485927"),
@@ -66,7 +68,7 @@ the list with the small cases that follow them."""
 
 @pytest.mark.parametrize(("claims", "tier"), LISTS, ids=map(" ".join, LISTS))
 def test_the_cases_of_a_tier_change_on_purpose_alone(claims: str, tier: str) -> None:
-    by_mode = [[case.id for case in generate(CLAIMS[claims], mode, tier, 0)] for mode in ForwardMode]
+    by_mode = [[case.id for case in generate(CLAIMS[claims], mode, tier, 0)] for mode in FIRST_MODES]
     kept, counts, whole = LISTS[claims, tier]
     assert digest([name for names, count in zip(by_mode, counts, strict=True) for name in names[:count]]) == kept
     assert digest([name for names in by_mode for name in names]) == whole
@@ -100,13 +102,13 @@ def test_the_numbers_of_a_case_change_on_purpose_alone() -> None:
 
 
 def test_the_hidden_choices_of_a_case_change_on_purpose_alone() -> None:
-    names = [case.id for mode in ForwardMode for case in generate(CLAIMS["torch_native"], mode, "core", 0)]
+    names = [case.id for mode in FIRST_MODES for case in generate(CLAIMS["torch_native"], mode, "core", 0)]
     lines = [f"{name} {c.name} {value and value.words}" for name in names for c, value in chosen(parse_case(name))]
     assert digest(lines) == "8e26efcab12c"
 
 
 def test_the_companions_of_a_mixed_case_change_on_purpose_alone() -> None:
     case = parse_case(IDS[4])
-    every = set(ForwardMode)
+    every = set(FIRST_MODES)
     lines = [other.id for rows, topk in ((128, 8), (4, 1), (1, 1)) for other in companions(case, every, rows, topk)]
     assert digest(lines) == "5e3f77b96ebc"

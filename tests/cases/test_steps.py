@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.plans import context_len
-from attn_testkit.cases.schedule import Schedule, Step, make_schedule
+from attn_testkit.cases.schedule import Request, Schedule, Step, make_schedule
 from attn_testkit.contract import ForwardMode
 
 CORE = [case for mode in ForwardMode for case in generate(TorchNativeBackend.capabilities, mode, "core")]
@@ -26,6 +28,11 @@ def prefixes(step: Step) -> list[int]:
 
 def every_step(schedule: Schedule) -> tuple[Step, ...]:
     return (*schedule.steps, schedule.second, schedule.oversized)
+
+
+def keys_at_most(case: Case) -> Callable[[Request], int]:
+    """Keys of a request; where accepted counts decide, as many as there may be."""
+    return lambda request: request.prefix + (request.new if case.mode is ForwardMode.EXTEND else case.width)
 
 
 def pages_of(step: Step, page: int) -> list[list[int]]:
@@ -85,7 +92,8 @@ def test_steps_beside_the_own_batch_hold_512_prefix_tokens_at_most() -> None:
     assert second <= 32
     own = ("own batch", "own batch, elsewhere", "same lengths, other requests", "lengths in another order")
     for schedule in map(make_schedule, CORE):
-        most = [sum(prefixes(step)) for step in (*schedule.steps, schedule.oversized) if step.label not in own]
+        steps = [step for step in (*schedule.steps, schedule.oversized) if step not in schedule.chunks]
+        most = [sum(prefixes(step)) for step in steps if step.label not in own]
         # Padding that is not padding at all is filled with requests of 0 to 2.
         assert max(most) <= 512 + (2 * schedule.max_bs if schedule.case.padding == "small" else 0)
 
@@ -108,7 +116,7 @@ def test_small_padding_fills_every_replay_with_requests_of_two_keys_at_most() ->
 
 
 def test_in_one_replay_all_requests_accept_all_and_in_others_any_number() -> None:
-    for case in (case for case in CORE if case.new):
+    for case in (case for case in CORE if case.mode.is_draft_extend(include_v2=True)):
         schedule = make_schedule(case)
         counts = [[request.accepted for request in step.requests] for step in schedule.steps]
         most = schedule.spec_steps + 1
@@ -159,9 +167,10 @@ def test_a_full_context_is_filled_to_its_last_token_and_a_roomy_one_is_whole_pag
         schedule, page = make_schedule(case), case.page_size
         assert schedule.max_context_len == context_len(case)
         # In draft-extend v1 the longest request need not be one that accepts all.
-        longest = (
-            max(prefix for step in (*schedule.steps, schedule.oversized) for prefix in prefixes(step)) + case.width
-        )
+        steps = (*schedule.steps, schedule.oversized)
+        longest = max(max(map(keys_at_most(case), step.requests)) for step in steps)
+        if case.mode is not ForwardMode.EXTEND:
+            assert longest == max(prefix for step in steps for prefix in prefixes(step)) + case.width
         room = schedule.max_context_len - longest
         if case.pick("context-room"):
             assert room == 0
@@ -183,7 +192,7 @@ def test_pages_rows_and_tables_are_enough_and_no_more(mode: ForwardMode) -> None
     for case in (case for case in CORE if case.mode is mode):
         schedule, page = make_schedule(case), case.page_size
         steps = (*schedule.steps, schedule.oversized)
-        needs = [sum(-(-(r.prefix + case.width) // page) for r in step.requests) for step in steps]
+        needs = [sum(-(-keys_at_most(case)(r) // page) for r in step.requests) for step in steps]
         assert schedule.num_pages == max(needs) + max(3, max(needs) // 4)
         assert schedule.pool_rows == schedule.oversized.bs + 3
         for step in every_step(schedule):

@@ -19,7 +19,7 @@ from attn_testkit.cases.untried import CLAIMS, Value, says_untried, untried
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
 
-DECODE, VERIFY, V1, V2 = ForwardMode
+DECODE, VERIFY, V1, V2, EXTEND = ForwardMode
 README = Path(__file__).resolve().parents[2] / "README.md"
 BUNDLED = {
     entry.name: entry.load().capabilities
@@ -55,9 +55,10 @@ def tries(name: str, one: Case, **changes: object) -> list[Value]:
 
 
 def lacking(tier: str, mode: ForwardMode, claimed: Capabilities) -> dict[str, list[Value]]:
-    """Without the length of the context, of which a claim is seldom tried to the end."""
-    left = untried(claimed, mode, generate(claimed, mode, tier))
-    return {name: [value for found, value in left if found == name] for name, _ in left if name != "context"}
+    """Without lengths of contexts and prompts, of which a claim is seldom tried to the end."""
+    left = [(name, value) for name, value in untried(claimed, mode, generate(claimed, mode, tier))
+            if name not in ("context", "extend")]  # fmt: skip
+    return {name: [value for found, value in left if found == name] for name, _ in left}
 
 
 @pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
@@ -216,7 +217,7 @@ def test_small_cases_keep_within_what_is_claimed(changes: dict[str, object], mod
         assert one.rope_dim in (claimed.mla_rope_dims if one.heads.family == "mla" else {0})
         assert (one.head_dim, one.page_size) in set(itertools.product(claimed.head_dims, claimed.page_sizes))
         assert (one.dtype, one.kv_dtype) in set(itertools.product(claimed.dtypes, claimed.kv_dtypes))
-        assert one.width <= claimed.max_q_rows
+        assert one.most_new <= (claimed.max_extend_tokens if mode is EXTEND else claimed.max_q_rows)
         assert one.topk <= claimed.max_topk
         assert context_len(one) <= claimed.max_context_len
 

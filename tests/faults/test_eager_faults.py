@@ -40,6 +40,9 @@ SAMPLE = (
     "v1-rows-at-uniform-stride",
     "siblings-share-a-slot",
     "order-of-sums-varies",
+    "first-row-in-place-of-the-last",
+    "prefix-of-the-first-chunk-kept",
+    "prompt-attended-before-it-is-stored",
 )
 FAULTS = {fault.slug: fault for fault in all_faults()}
 

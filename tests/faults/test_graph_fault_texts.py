@@ -34,6 +34,7 @@ SAMPLE = (
     "plan-blocks-on-d2h",
     "item-in-the-captured-forward",
     "claim-that-no-case-can-meet",
+    "grid-depends-on-qo-contents",
 )
 
 

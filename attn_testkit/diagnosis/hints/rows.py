@@ -57,10 +57,10 @@ def _swap_cause(e: Evidence) -> str:
 
 
 def uneven_offsets(e: Evidence) -> str:
-    """Ragged rows of draft-extend v1, and offsets that suit equal counts alone."""
-    if e.schedule.case.mode is not ForwardMode.DRAFT_EXTEND:
+    """Ragged rows, and offsets that suit equal counts alone."""
+    if not e.schedule.case.mode.is_ragged():
         return ""
-    if not e.in_graph:
+    if not e.in_graph or e.schedule.case.mode is ForwardMode.EXTEND:
         return _uneven_in_eager(e)
     uneven = len({r.new for r in e.step.requests}) > 1 or e.step.requests[0].new != e.schedule.case.width
     even_passed = any(len({r.new for r in o.step.requests}) == 1 for o in e.passed if o.replay)
@@ -74,7 +74,8 @@ def uneven_offsets(e: Evidence) -> str:
 
 
 def _accepted_counts(e: Evidence) -> str:
-    return f"accepted counts are {', '.join(str(r.new) for r in e.step.requests)} of {e.schedule.case.width}"
+    counts, case = ", ".join(str(r.new) for r in e.step.requests), e.schedule.case
+    return f"accepted counts are {counts} of {case.width}" if case.mode.is_speculative() else f"new rows are {counts}"
 
 
 def _uneven_in_eager(e: Evidence) -> str:

@@ -1,0 +1,26 @@
+"""One step before it has slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step before it has slots. See ``Step`` for the fields they share."""
+
+    label: str
+    bucket: int
+    prefixes: tuple[int, ...]
+    """Prefix tokens of each request."""
+    eager_too: bool = False
+    rotated: int | None = None
+    """Lengths are those of the step before, rotated by so many places."""
+    exact: bool = False
+    """As many requests as the bucket has."""
+    new: tuple[int, ...] = ()
+    """Extend: new tokens of each request. Empty elsewhere."""
+    follows: bool = False
+    """Extend: the next chunk of the step before it: the same requests, whose prefix is what they had and were given."""

@@ -1,0 +1,401 @@
+"""Class P: prefill: the cached prefix, chunks, batches that mix prompts with rows that decode, tiles of ragged rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from typing_extensions import override
+
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from .builds import RegisterRowsBackend
+from .catalogue import fault
+from .parent import Metadata, PlannedBackend
+
+_EXTEND = (ForwardMode.EXTEND,)
+_EAGER, _GRAPH = ("eager",), ("graph",)
+LEAN = PlannedBackend.capabilities.with_changes(
+    eager=_EXTEND, graph=_EXTEND, sliding_window=_EXTEND, max_topk=0, families={"gqa", "mqa"}, dtypes={"bf16"},
+    head_dims={64},
+)  # fmt: skip
+"""Few values of what says nothing about a prefill."""
+
+
+@fault(
+    slug="prefix-of-part-of-a-page-ignored",
+    source="general",
+    modes=_EXTEND,
+    checks=("matches-oracle",),
+    hint="expected 0",
+)
+class PrefixOfPartOfAPageIgnored(PlannedBackend):
+    """A prefix cache keeps whole pages, so a prefix shorter than a page is taken for none, and its keys are hidden."""
+
+    capabilities = LEAN.with_changes(page_sizes={16, 64})
+
+    @override
+    def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
+        seen, prefix = super().visible(meta, layer, position), (meta.kv_lens - meta.cu_seqlens_q.diff())[:, None]
+        ignored = (prefix < self.context.page_size) & (self.index[: seen.shape[-1]] < prefix)
+        return seen & ~ignored[:, None]
+
+
+@fault(
+    slug="no-prefix-path-for-the-whole-batch",
+    source="general",
+    modes=_EXTEND,
+    checks=("matches-oracle",),
+    hint="expected 0",
+)
+class NoPrefixPathForTheWholeBatch(PlannedBackend):
+    """One request without a prefix sends the batch to the kernel that attends the new tokens alone: any, not all."""
+
+    capabilities = LEAN
+
+    @override
+    def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
+        seen, rows = super().visible(meta, layer, position), meta.cu_seqlens_q.diff()
+        prefix = (meta.kv_lens - rows)[:, None]
+        new_only = ((prefix[:, 0] == 0) & (rows > 0)).any()
+        return seen & ~(new_only & (self.index[: seen.shape[-1]] < prefix))[:, None]
+
+
+@fault(
+    slug="chunk-causal-from-the-start-of-the-keys",
+    source="general",
+    modes=_EXTEND,
+    checks=("matches-oracle",),
+    hint="start of the keys|causal|expected 0",
+)
+class ChunkCausalFromTheStartOfTheKeys(PlannedBackend):
+    """Row j of a prompt sees keys 0 .. j: right without a prefix, and for every chunk but the first too few."""
+
+    capabilities = LEAN
+
+    @override
+    def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
+        seen = super().visible(meta, layer, position)
+        offset = self.index[: meta.max_q_len, None]
+        return seen & (self.index[: seen.shape[-1]] <= offset)
+
+
+@fault(
+    slug="ragged-rows-at-the-longest-ones-stride",
+    source="general; flashinfer #4059",
+    modes=_EXTEND,
+    checks=("matches-oracle", "output-written"),
+    hint="stride|offset",
+)
+class RaggedRowsAtTheLongestOnesStride(PlannedBackend):
+    """Results of request i are written at i times the longest request's rows, as in a padded batch."""
+
+    capabilities = LEAN
+
+    @override
+    def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
+        row, rows = self.index[:tokens], meta.cu_seqlens_q.diff().amax().long().clamp(min=1)
+        place = (row // rows).clamp(max=len(out) - 1) * meta.max_q_len + row % rows
+        return out.flatten(0, 1)[place]
+
+
+@fault(
+    slug="first-row-in-place-of-the-last",
+    source="general",
+    modes=_EXTEND,
+    checks=("matches-oracle",),
+    hint="row",
+)
+class FirstRowInPlaceOfTheLast(PlannedBackend):
+    """The last row, which decides the next token, is filled from where the request begins, not from where it ends."""
+
+    capabilities = LEAN
+
+    @override
+    def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
+        found, row, ends = super().scatter(out, meta, tokens), self.index[:tokens], meta.cu_seqlens_q[1:].long()
+        request = torch.searchsorted(ends, row, right=True).clamp(max=len(out) - 1)
+        is_last = row == ends[request] - 1
+        return found[torch.where(is_last, meta.cu_seqlens_q[request].long(), row)]
+
+
+@fault(
+    slug="decode-rows-of-a-mixed-batch-keep-a-prefix",
+    source="general",
+    modes=_EXTEND,
+    checks=("steps-independent", "replay-follows-batch", "buckets-independent"),
+    hint="earlier step|step before|capture",
+)
+class DecodeRowsOfAMixedBatchKeepAPrefix(PlannedBackend):
+    """Rows with one new token are taken for decodes, whose lengths are kept from the batch before and advanced by 1."""
+
+    capabilities = LEAN
+    kept: torch.Tensor | None = None
+
+    @override
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        lens, before = super().plan_lengths(batch, counts), self.kept
+        self.kept = lens.clone()
+        if before is None or len(before) != len(lens):
+            return lens
+        return torch.where((counts == 1) & (lens > 1), torch.minimum(before + 1, lens), lens)
+
+
+@fault(
+    slug="prefix-of-the-first-chunk-kept",
+    source="general",
+    modes=_EXTEND,
+    executions=_EAGER,
+    checks=("steps-independent",),
+    hint="earlier step",
+)
+class PrefixOfTheFirstChunkKept(PlannedBackend):
+    """A request's prefix is looked up when it is first seen, and its later chunks are planned with the same one."""
+
+    capabilities = LEAN
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.first: dict[tuple[int, int], int] = {}
+
+    @override
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        lens = super().plan_lengths(batch, counts)
+        if self.in_graph:
+            return lens
+        # Known again by the row of the table and its first slot.
+        rows = batch.req_pool_indices.tolist()
+        keys = [(row, int(self.context.req_to_token[row, 0])) for row in rows]
+        now = (lens - counts).tolist()
+        kept = [self.first.setdefault(key, prefix) for key, prefix in zip(keys, now, strict=True)]
+        return torch.tensor(kept, dtype=torch.int32, device=lens.device) + counts
+
+
+@fault(
+    slug="wrapper-swallows-chunk-plan",
+    source="sglang #27316",
+    modes=_EXTEND,
+    executions=_EAGER,
+    checks=("steps-independent",),
+    hint="earlier step",
+)
+class WrapperSwallowsChunkPlan(PlannedBackend):
+    """A wrapper does not pass the chunk's plan on; the plan before it is used again wherever the sizes agree."""
+
+    capabilities = LEAN
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        before = self.metadata
+        super().init_forward_metadata(batch)
+        assert self.metadata is not None
+        if before is None or self.in_graph or len(before.kv_lens) != batch.batch_size:
+            return
+        if len(before.slots) == len(self.metadata.slots):
+            self.metadata = replace(before, slots=self.metadata.slots)
+
+
+@fault(
+    slug="query-offsets-of-the-batch-before",
+    source="general",
+    modes=_EXTEND,
+    checks=("steps-independent", "replay-follows-batch", "buckets-independent"),
+    hint="earlier step|offset|packed|capture",
+)
+class QueryOffsetsOfTheBatchBefore(PlannedBackend):
+    """Query offsets are made again when the number of rows changes, and not when they are shared out otherwise."""
+
+    capabilities = LEAN
+    offsets: torch.Tensor | None = None
+    rows = 0
+
+    @override
+    def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        rows = batch.extend_num_tokens or 0
+        if self.offsets is None or rows != self.rows or len(self.offsets) != len(counts) + 1:
+            self.rows, self.offsets = rows, super().plan_offsets(counts, batch)
+        return self.offsets
+
+
+@fault(
+    slug="extend-of-one-token-as-a-decode",
+    source="general",
+    modes=_EXTEND,
+    checks=("matches-oracle", "finite"),
+    hint="expected|last|own",
+)
+class ExtendOfOneTokenAsADecode(PlannedBackend):
+    """A batch of one row a request goes to the decode kernel, which adds the new token to lengths that have it: -1."""
+
+    capabilities = LEAN
+
+    @override
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        lens = super().plan_lengths(batch, counts)
+        return lens - (counts <= 1).all().to(torch.int32)
+
+
+@fault(
+    slug="short-extend-beside-prompts-as-a-decode",
+    source="general",
+    modes=_EXTEND,
+    checks=("matches-oracle",),
+    hint="row|expected",
+)
+class ShortExtendBesidePromptsAsADecode(PlannedBackend):
+    """Requests of up to 4 rows are split off to the decode kernel, whose rows all see all keys: no causal mask."""
+
+    capabilities = LEAN
+
+    @override
+    def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
+        short = (meta.cu_seqlens_q.diff() <= 4)[:, None]
+        last = (meta.kv_lens - 1).long()[:, None].expand_as(position)
+        return super().visible(meta, layer, torch.where(short, last, position))
+
+
+@fault(
+    slug="decode-rows-taken-to-come-first",
+    source="general",
+    modes=_EXTEND,
+    checks=("matches-oracle", "output-written"),
+    hint="offset|row",
+)
+class DecodeRowsTakenToComeFirst(PlannedBackend):
+    """Offsets are made for a batch that was sorted, decodes first, and the batch is in the order in which it came."""
+
+    capabilities = LEAN
+
+    @override
+    def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        sorted_counts = counts[torch.argsort((counts > 1).to(torch.int32), stable=True)]
+        live = (counts > 0).all()
+        return super().plan_offsets(torch.where(live, sorted_counts, counts), batch)
+
+
+@fault(
+    slug="prompt-attended-before-it-is-stored",
+    source="general",
+    modes=_EXTEND,
+    checks=("reads-own-kv", "finite"),
+    hint="zeros instead of NaN",
+)
+class PromptAttendedBeforeItIsStored(RegisterRowsBackend):
+    """Keys and values are written behind the attention, which reads the pool before they are there."""
+
+    capabilities = LEAN
+
+    @override
+    def registers(self, k: torch.Tensor, v: torch.Tensor, store: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None
+
+
+@fault(
+    slug="new-rows-stored-over-the-prefix",
+    source="general",
+    modes=_EXTEND,
+    checks=("writes-own-kv",),
+    hint="row of the new token",
+    modelled="one row of a request",
+)
+class NewRowsStoredOverThePrefix(PlannedBackend):
+    """New rows are stored from the first slot of the request's table on, over a prefix that others share."""
+
+    capabilities = LEAN
+
+    @override
+    def plan_slots(self, batch: ForwardBatch) -> torch.Tensor:
+        slots = super().plan_slots(batch).clone()
+        assert batch.extend_start_loc is not None
+        assert batch.extend_prefix_lens is not None
+        first = self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long(), 0].long()
+        at = batch.extend_start_loc.long().clamp(max=len(slots) - 1)
+        shared = (batch.extend_prefix_lens >= self.context.page_size) & (self.plan_counts(batch) > 0)
+        return slots.index_copy(0, at, torch.where(shared, first, slots[at]))
+
+
+@fault(
+    slug="prompt-rows-behind-the-tiles",
+    source="general",
+    modes=_EXTEND,
+    checks=("matches-oracle", "output-written"),
+    hint="a row that nothing computes|rows from",
+)
+class PromptRowsBehindTheTiles(PlannedBackend):
+    """A request has four tiles of 16 rows, and a tail behind them is not computed: its rows keep zeros."""
+
+    capabilities = LEAN
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        out, row = super().attend(q, layer, meta), self.index[: len(q)]
+        request = torch.searchsorted(meta.cu_seqlens_q[1:].long(), row, right=True).clamp(max=len(meta.kv_lens) - 1)
+        behind = row - meta.cu_seqlens_q[request] >= 64
+        return out.masked_fill(behind[:, None, None], 0.0)
+
+
+@fault(
+    slug="grid-depends-on-qo-contents",
+    source="flashinfer #639, #641, #412, #291",
+    modes=_EXTEND,
+    executions=_GRAPH,
+    checks=("replay-follows-batch", "output-written"),
+    hint="in eager it is right",
+)
+class GridDependsOnQoContents(PlannedBackend):
+    """The grid is as many tiles of 16 rows as the captured requests have; a replay shared out otherwise has more."""
+
+    capabilities = LEAN
+    tiles = 0
+
+    @override
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        if in_capture:
+            assert batch.extend_seq_lens_cpu is not None
+            self.tiles = sum(-(-rows // 16) for rows in batch.extend_seq_lens_cpu)
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        out, row = super().attend(q, layer, meta), self.index[: len(q)]
+        if not self.in_graph:
+            return out
+        counts = meta.cu_seqlens_q.diff()
+        request = torch.searchsorted(meta.cu_seqlens_q[1:].long(), row, right=True).clamp(max=len(meta.kv_lens) - 1)
+        before = torch.nn.functional.pad(((counts + 15) // 16).cumsum(0), (1, 0))[request]
+        tile = before + (row - meta.cu_seqlens_q[request]) // 16
+        return out.masked_fill((tile >= self.tiles)[:, None, None], 0.0)
+
+
+@fault(
+    slug="prefix-lengths-of-the-capture",
+    source="general",
+    modes=_EXTEND,
+    executions=_GRAPH,
+    checks=("replay-follows-batch",),
+    hint="in eager it is right",
+)
+class PrefixLengthsOfTheCapture(PlannedBackend):
+    """The captured launch takes prefixes from the host's list, which at capture are all 0."""
+
+    capabilities = LEAN
+
+    @override
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        return counts if self.in_graph else super().plan_lengths(batch, counts)
+
+
+@fault(
+    slug="window-restarts-at-a-chunk",
+    source="general",
+    modes=_EXTEND,
+    checks=("matches-oracle",),
+    hint="window|expected",
+)
+class WindowRestartsAtAChunk(PlannedBackend):
+    """The window is counted from a row's place in the chunk, so no key of the prefix is ever outside it."""
+
+    capabilities = LEAN
+
+    @override
+    def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return self.index[: position.shape[1]].expand_as(position) - layer.sliding_window_size

@@ -1,0 +1,103 @@
+"""Extend (prefill): ragged new tokens over a cached prefix, packed; the last row of each request gives its logits.
+
+A graph of this mode has a number of rows, and not of rows a request: a replay packs its requests at the head of them,
+padded requests have no row, and the rows behind the last live one are of no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attn_testkit.contract import ForwardBatch, ForwardMode
+from attn_testkit.model import Trace
+
+from .draft_extend import extend_fields
+from .harness import LoadedStep, ServerHarness
+from .mode_driver import ModeDriver
+from .static_inputs import StaticInputs
+
+__all__ = ["EXTEND"]
+
+
+def _eager_extends(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, Any]:
+    """With both lists: a scheduler cut the chunks, and knows them on the host whatever the backend needs."""
+    requests = loaded.step.requests
+    lists = {
+        "extend_seq_lens_cpu": [request.new for request in requests],
+        "extend_prefix_lens_cpu": [request.prefix for request in requests],
+    }
+    return {**extend_fields(harness, loaded), **lists}
+
+
+def _fields(static: StaticInputs, bs: int, tokens: int, lens: list[int], prefixes: list[int]) -> dict[str, Any]:
+    """The ``extend_*`` fields of a graph's batch. ``lens``, ``prefixes``: of ``bs`` requests, the padded ones too."""
+    return {
+        "extend_num_tokens": tokens,
+        "extend_seq_lens": static.extend_seq_lens[:bs],
+        "extend_prefix_lens": static.extend_prefix_lens[:bs],
+        "extend_start_loc": static.extend_start_loc[:bs],
+        "extend_seq_lens_cpu": lens,
+        "extend_prefix_lens_cpu": prefixes,
+    }
+
+
+def _captured_extends(
+    harness: ServerHarness, static: StaticInputs, bs: int, width: int, fill: int
+) -> Mapping[str, Any]:
+    """The first requests have as many rows as one may have, and no prefix; those for which none is left are padding."""
+    left, most, lens = bs * width, harness.context.max_extend_tokens, list[int]()
+    for _ in range(bs):
+        lens.append(min(most, left))
+        left -= lens[-1]
+    keys = [rows or fill for rows in lens]
+    prefixes = [length - rows for length, rows in zip(keys, lens, strict=True)]
+    static.host["seq_lens"][:bs] = keys
+    _share_out(static, lens)
+    static.send()
+    mirrors = {"seq_lens_sum": sum(keys)} if harness.capabilities.needs_cpu_seq_lens else {}
+    return {**_fields(static, bs, bs * width, lens, prefixes), **mirrors}
+
+
+def _share_out(static: StaticInputs, lens: Sequence[int]) -> None:
+    """The rows of the first requests, and none for those behind them. Prefixes and first rows follow."""
+    host = static.host
+    host["extend_seq_lens"][:] = 0
+    host["extend_seq_lens"][: len(lens)] = lens
+    host["extend_prefix_lens"][:] = host["seq_lens"] - host["extend_seq_lens"]
+    host["extend_start_loc"][:] = host["extend_seq_lens"].cumsum() - host["extend_seq_lens"]
+
+
+def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
+    _share_out(static, [request.new for request in loaded.step.requests])
+
+
+def _replay_extends(
+    harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, fill: int
+) -> Mapping[str, Any]:
+    requests, padded = loaded.step.requests, bs - loaded.step.bs
+    lens = [request.new for request in requests] + [0] * padded
+    prefixes = [request.prefix for request in requests] + [fill] * padded
+    return _fields(static, bs, loaded.step.tokens, lens, prefixes)
+
+
+def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
+    """Prune to the last row of each request, then the head, inside the graph."""
+    assert batch.extend_seq_lens is not None
+    last = batch.extend_seq_lens.cumsum(0) - 1
+    trace.hidden = trace.hidden[last]
+    trace.logits = harness.model.logits(trace.hidden)
+
+
+EXTEND = ModeDriver(
+    mode=ForwardMode.EXTEND,
+    eager_spec=lambda harness, loaded: None,
+    eager_extends=_eager_extends,
+    captured_spec=lambda harness, static, bs, width: None,
+    captured_extends=_captured_extends,
+    fill=_fill,
+    replay_spec=lambda harness, static, loaded, bs, width: None,
+    replay_extends=_replay_extends,
+    finish=_finish,
+    live_rows=lambda loaded: loaded.step.bs,
+)
