@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 
@@ -33,8 +34,9 @@ def compare(old: str, new: str, as_json: bool) -> int:
     from ..reports.compare import compare_reports, comparison_text
     from ..reports.history import last_night
 
+    before = None if Path(old).is_dir() else read_report(old)
     after = read_report(new)
-    before = last_night(old, after)
+    before = before or last_night(old, after)
     if before is None:
         click.echo(f"no earlier night of this tier and device finished in {old}: nothing to compare with", err=True)
         return 0

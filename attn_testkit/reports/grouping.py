@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from ..results import CaseResult, Finding
 
-__all__ = ["Group", "group_failures", "without_numbers"]
+__all__ = ["Group", "cause_lines", "group_failures", "without_numbers"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,16 @@ def group_failures(results: Iterable[CaseResult]) -> list[Group]:
         together.setdefault((result.backend, check), []).append((result, _lines(result)))
     groups = [group for key, members in together.items() for group in _split(*key, members)]
     return sorted(groups, key=lambda group: -len(group.results))
+
+
+def cause_lines(groups: Sequence[Group], most: int = 10) -> list[str]:
+    """For a terminal: a line each, with the number of case-runs; nothing where no two have one cause."""
+    if all(len(group.results) == 1 for group in groups):
+        return []
+    width = len(str(len(groups[0].results)))
+    lines = [f"  {len(g.results):>{width}}  {g.cause} [{g.check}; {g.backend}]" for g in groups[:most]]
+    more = len(groups) - most
+    return ["did not pass, by cause:", *lines, *([f"  and {more} more causes"] if more > 0 else [])]
 
 
 def _split(backend: str, check: str, members: Sequence[tuple[CaseResult, tuple[_Line, ...]]]) -> Iterable[Group]:

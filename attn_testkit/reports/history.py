@@ -162,9 +162,7 @@ def _night_of_plain(data: Mapping[str, Any], asked: Collection[Key]) -> Night:
     return _night(header["started"], data["finished"], runs, asked)
 
 
-def last_night(path: str | Path, report: Report) -> Report | None:
-    """The record to compare with: the file itself, or of a folder the newest finished night before ``report``."""
-    if not Path(path).is_dir():
-        return read_report(path)
-    last = read_history(path, report).last
+def last_night(folder: str | Path, report: Report) -> Report | None:
+    """Of a folder of records the newest finished night before ``report``."""
+    last = read_history(folder, report).last
     return read_report(last) if last else None

@@ -87,8 +87,12 @@ class Overview:
     rows: tuple[OverviewRow, ...]
 
 
-def overviews(results: Sequence[CaseResult], *, emulated: bool) -> list[Overview]:
-    """Real and emulated case-runs apart, real ones first. ``emulated``: the run's device, for what did not run."""
+def overviews(results: Sequence[CaseResult], *, emulated: bool, backends: Sequence[str] = ()) -> list[Overview]:
+    """Real and emulated case-runs apart, real ones first.
+
+    ``emulated``: the run's device, for what did not run. ``backends``: in which order; others follow.
+    """
+    results = sorted(results, key=lambda r: backends.index(r.backend) if r.backend in backends else len(backends))
     ran = {result.backend for result in results if result.case}
     return [
         overview

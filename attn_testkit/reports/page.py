@@ -183,7 +183,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "bad": sum(result.status in BAD for result in runs),
         "changes": compare_reports(previous, report) if previous else None,
         "previous": previous,
-        "overviews": overviews(results, emulated=emulated),
+        "overviews": overviews(results, emulated=emulated, backends=list(report.header.backends)),
         "card_of": _card_of(found, emulated),
         "cards": found[:MOST_CARDS],
         "other_cards": found[MOST_CARDS:],

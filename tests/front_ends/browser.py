@@ -25,6 +25,10 @@ def installed() -> str:
     return os.environ.get("ATTN_BROWSER") or next(filter(None, map(shutil.which, NAMES)), "")
 
 
+class DoesNotStart(Exception):
+    """There is a browser, and it does not run here."""
+
+
 class Page:
     """One tab. Whatever the page logs as an error, and what it raises, is in ``errors``."""
 
@@ -138,7 +142,11 @@ def page_in(browser: str) -> Iterator[Page]:
         os.close(from_us)
         os.close(from_it)
         try:
-            yield Page(to_browser, from_browser)
+            try:
+                page = Page(to_browser, from_browser)
+            except (AssertionError, OSError) as error:
+                raise DoesNotStart(f"{browser}: {error}") from error
+            yield page
         finally:
             os.close(to_browser)
             os.close(from_browser)

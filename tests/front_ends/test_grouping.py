@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_testkit.reports.grouping import Group, group_failures, without_numbers
+from attn_testkit.reports.grouping import Group, cause_lines, group_failures, without_numbers
 from attn_testkit.results import CaseResult, Finding, Status
 
 NUMBER = "request {n} differs from the oracle, {n}x over the limit"
@@ -171,6 +171,20 @@ def test_what_died_is_grouped_by_what_it_said_first_and_where_it_stood():
 def test_what_belongs_to_one_case_is_left_out(text, alike):
     assert without_numbers(text) == alike
     assert without_numbers(alike) == alike, "a text that is alike stays so"
+
+
+def test_a_terminal_shows_the_causes_where_they_say_more_than_the_failures():
+    single = [failed(wrong("a")), failed(wrong("b"))]
+    assert cause_lines(group_failures(single)) == []
+    assert cause_lines([]) == []
+    many = [*single, *(failed(wrong("b")) for _ in range(9))]
+    assert cause_lines(group_failures(many)) == [
+        "did not pass, by cause:",
+        "  10  b [matches-oracle; triton]",
+        "   1  a [matches-oracle; triton]",
+    ]
+    assert cause_lines(group_failures(many), most=1)[1:] == ["  10  b [matches-oracle; triton]", "  and 1 more causes"]
+    assert len(cause_lines(group_failures(many), most=2)) == 3
 
 
 RESULTS = st.lists(

@@ -81,6 +81,13 @@ def test_columns_are_the_modes_as_a_server_meets_them_and_each_has_its_execution
     assert [cell.starts for cell in found.rows[0].cells] == [True, False, True, True]
 
 
+def test_backends_come_as_they_were_named_and_others_after_them():
+    """What is known without running is recorded first, and that is no order."""
+    results = [replace(PASSED, backend=backend) for backend in "xcab"]
+    (found,) = overviews(results, emulated=False, backends=["a", "b", "c"])
+    assert [row.backend for row in found.rows] == ["a", "b", "c", "x"]
+
+
 def test_what_was_emulated_in_any_part_stands_apart_from_what_was_real():
     fake = replace(PASSED, backend="fake", kernels="emulated")
     both = [PASSED, replace(PASSED, execution="graph", graph="emulated"), fake]

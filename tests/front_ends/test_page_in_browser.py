@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import nights
 import pytest
-from browser import Page, installed, page_in
+from browser import DoesNotStart, Page, installed, page_in
 
 from attn_testkit.reports.history import History, night_of
 from attn_testkit.reports.render import html_page
@@ -23,7 +24,11 @@ SECONDS = 30.0
 
 @pytest.fixture(scope="module")
 def tab() -> Iterator[Page]:
-    with page_in(installed()) as page:
+    with contextlib.ExitStack() as stack:
+        try:
+            page = stack.enter_context(page_in(installed()))
+        except DoesNotStart as error:
+            pytest.skip(f"the browser does not start: {error}")
         yield page
 
 
@@ -260,7 +265,7 @@ CONTRAST = """(() => {
 })()"""
 
 
-def test_without_scripts_all_failures_are_there_and_nothing_that_would_not_work(folder):
+def test_without_scripts_all_failures_are_there_and_nothing_that_would_not_work(tab, folder):
     with page_in(installed()) as page:
         page.without_script()
         page.screen(1280, 900)
