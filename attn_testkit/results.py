@@ -16,7 +16,9 @@ __all__ = [
     "MODES",
     "NO_CASE",
     "CaseResult",
+    "ErrorMap",
     "Finding",
+    "KeyMap",
     "RunHeader",
     "Status",
     "emulated_parts",
@@ -126,6 +128,40 @@ RAN = frozenset({Status.PASSED, Status.KNOWN_FAILURE}) | BAD
 
 
 @dataclass(frozen=True)
+class ErrorMap:
+    """Where a wrong step is wrong: error over limit by row and head, the largest over layers and dims.
+
+    At most 32 by 32 cells: of more rows or heads, neighbours share one, and it holds the largest.
+    """
+
+    ratios: tuple[tuple[float, ...], ...]
+    """[rows, heads]; up to 1 is right, 1e9 stands for more than that, NaN and Inf included."""
+    requests: tuple[int, ...]
+    """The request of each cell's first row."""
+    rows: int
+    """Live rows of the step."""
+    heads: int
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """KV tokens that a wrong row attended to, by position, each as runs of (first, last)."""
+
+    request: int
+    row: int
+    """Row inside the request."""
+    head: int
+    length: int
+    """KV tokens of the request."""
+    used: tuple[tuple[int, int], ...]
+    wanted: tuple[tuple[int, int], ...]
+    doubled: tuple[tuple[int, int], ...] = ()
+    """Counted more than once."""
+    not_asked: tuple[tuple[int, int], ...] = ()
+    """Whether they had weight is unknown."""
+
+
+@dataclass(frozen=True)
 class Finding:
     """One failed check, written for a tired person: what, where, how far it spreads, what to look at first."""
 
@@ -139,10 +175,15 @@ class Finding:
     hint: str = ""
     step: str = ""
     """Which step of the case: empty for a single eager step, else for instance ``replay 4 of 6, bucket 4, 3 live``."""
+    errors: ErrorMap | None = None
+    """For plots, where diagnosis looked at wrong numbers."""
+    keys: KeyMap | None = None
+    """What ``attended`` says, for plots."""
 
     def __post_init__(self) -> None:
         for name, text in vars(self).items():
-            object.__setattr__(self, name, readable(text, MOST_CHARACTERS.get(name, MOST_OTHERS)))
+            if isinstance(text, str):
+                object.__setattr__(self, name, readable(text, MOST_CHARACTERS.get(name, MOST_OTHERS)))
 
 
 @dataclass(frozen=True)
@@ -226,6 +267,8 @@ class RunHeader:
     untried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Spec -> what is claimed in the modes that ran and what no case of the run tries, in words. Empty where cases were
     named by hand."""
+    explained: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Id of each check -> ``text``, ``cause``, ``source`` and ``how_to_read``: a page explains it without the kit."""
 
 
 def exit_code(

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # Judges every backend that this machine can run, with real graphs where it has a GPU.
 #
-#   ci/nightly.sh OUT [PREVIOUS.json]
+#   ci/nightly.sh OUT [NIGHTS | PREVIOUS.json]
 #
-# Writes OUT/report.json, junit.xml, report.html, summary.md and, with a previous report, compare.txt; with an audit
+# NIGHTS is a folder of the records of earlier nights, made if it is not there: the page shows what changed since the last
+# one that finished, trends, and since when each failure is red (docs/nightly.md). Tonight's record is put beside them.
+#
+# Writes OUT/report.json, junit.xml, report.html, summary.md and, with an earlier night, compare.txt; with an audit
 # also audit.json, audit.html and audit.txt. What an earlier night left under these names is removed first.
 # Fails when a backend is not conformant or cannot be imported any more, when nothing ran, when something newly fails or
-# vanished since PREVIOUS, or when the audit fails. Page and summary are red when a backend fails or nothing ran.
+# vanished since the night before, or when the audit fails. Page and summary are red when a backend fails or nothing ran.
 #
+#   ATTN_NIGHTS=60         records that stay in NIGHTS; of those that this script put there the oldest are removed
 #   ATTN_TIER=full         smoke, core or full
 #   ATTN_BACKENDS="a b"    instead of every registered backend
 #   ATTN_DEVICE=auto       auto, cuda, cpu
@@ -18,16 +22,18 @@
 #   ATTN_AUDIT_JOBS=N      processes of the audit, instead of as many as fit
 # shellcheck source=ci/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-out="$(realpath -m "${1:?usage: ci/nightly.sh OUT [PREVIOUS.json]}")"
+out="$(realpath -m "${1:?usage: ci/nightly.sh OUT [NIGHTS | PREVIOUS.json]}")"
 mkdir -p "$out"
 
 kept="$(mktemp -d)"
 trap 'rm -rf "$kept"' EXIT
-previous=""
-if [[ -n "${2:-}" && -f "$2" ]]; then
+before=() nights=""
+if [[ "${2:-}" == *.json ]]; then
   # It may be last night's, in OUT.
-  previous="$kept/previous.json"
-  cp "$2" "$previous"
+  [[ ! -f "$2" ]] || { cp "$2" "$kept/previous.json" && before=(--previous "$kept/previous.json"); }
+elif [[ -n "${2:-}" ]]; then
+  nights="$(realpath -m "$2")" && mkdir -p "$nights"
+  before=(--history "$nights")
 fi
 (cd "$out" && rm -f report.{json,html} junit.xml summary.md compare.txt audit.{json,html,txt})
 
@@ -40,6 +46,17 @@ red() {
   printf '### ❌ NOTHING RAN: %s\n' "$1" > "$out/summary.md"
   printf '<!doctype html><meta charset="utf-8"><title>✗ nothing ran · attn-testkit</title>\n' > "$out/report.html"
   printf '<h1 style="color: #b00020">NOTHING RAN</h1><p>%s</p>\n' "$1" >> "$out/report.html"
+}
+
+page() {
+  "$python" -m attn_testkit report "$out/report.json" --html "$out/report.html" --markdown "$@" > "$out/summary.md"
+}
+
+# Tonight's record goes to the others; names sort by time.
+keep() {
+  cp "$out/report.json" "$nights/night-$(date -u +%Y%m%dT%H%M%SZ).json"
+  local names=("$nights"/night-*.json) most="${ATTN_NIGHTS:-60}"
+  [[ ${#names[@]} -le $most ]] || rm -- "${names[@]:0:${#names[@]}-most}"
 }
 
 if [[ -n "${ATTN_BACKENDS:-}" ]]; then
@@ -68,13 +85,16 @@ else
     red "pytest ended with exit code $status before it had a record; see its output"
     worse 5
   else
-    "$python" -m attn_testkit report "$out/report.json" --html "$out/report.html" --markdown > "$out/summary.md" ||
+    # An earlier record that cannot be read costs what it would have told, and not the page.
+    page "${before[@]}" || { worse $?; page; } ||
       { code=$?; red "the record cannot be read; see report.json"; worse $code; }
     # A record that lacks results, as where the disk was full, is no green.
     grep -q '"finished": true' "$out/report.json" || worse 1
-    if [[ -n "$previous" ]]; then
-      "$python" -m attn_testkit compare "$previous" "$out/report.json" | tee "$out/compare.txt" || worse $?
+    if [[ ${#before[@]} -gt 0 ]]; then
+      "$python" -m attn_testkit compare "${before[1]}" "$out/report.json" | tee "$out/compare.txt" || worse $?
+      [[ -s "$out/compare.txt" ]] || rm "$out/compare.txt"
     fi
+    [[ -z "$nights" ]] || keep
   fi
 fi
 [[ -z "${GITHUB_STEP_SUMMARY:-}" ]] || cat "$out/summary.md" >> "$GITHUB_STEP_SUMMARY"

@@ -4,6 +4,10 @@
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$root"
 
+# Beside what comes first, which waits for nobody.
+bash ci/browser.sh > /dev/null &
+browser=$!
+
 echo "== style"
 "$python" -m ruff check .
 "$python" -m ruff format --check --quiet .
@@ -20,6 +24,7 @@ diff \
 (cd "$built/unpacked" && "$python" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$root/.mypy_cache" -p attn_testkit)
 
 echo "== tests"
+wait "$browser"
 # Two workers on two cores: more threads inside each only get in each other's way.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 "$python" -m pytest -n "${ATTN_WORKERS:-2}" "$@"

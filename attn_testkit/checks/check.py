@@ -73,3 +73,8 @@ class Check:
     """With wrong attention outputs it is not judged: what is wrong then follows from them, or has one cause."""
     run: Run | None = None
     """None: found while driving, by comparing runs, or by diagnosis."""
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What is said about it, for those who have no kit at hand."""
+        return {"text": self.text, "cause": self.cause, "source": self.source, "how_to_read": self.how_to_read}

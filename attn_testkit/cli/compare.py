@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 
@@ -16,6 +17,7 @@ __all__ = ["compare"]
     epilog="""\b
 Examples:
   attn-testkit compare yesterday.json today.json
+  attn-testkit compare nights/ today.json
   attn-testkit compare yesterday.json today.json --json
 \b
 Exit code 1 when something newly fails or vanished.""",
@@ -24,9 +26,20 @@ Exit code 1 when something newly fails or vanished.""",
 @click.argument("new", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
 def compare(old: str, new: str, as_json: bool) -> int:
-    """Say what changed between two records: newly failing, newly passing, vanished, margins that shrank."""
-    from ..reports.compare import compare_reports, comparison_text
+    """Say what changed between two records: newly failing, newly passing, vanished, margins that shrank.
 
-    found = compare_reports(read_report(old), read_report(new))
+    OLD may be a folder of records: then it is the newest finished one before NEW, of the same tier, and as real or
+    emulated as that.
+    """
+    from ..reports.compare import compare_reports, comparison_text
+    from ..reports.history import last_night
+
+    before = None if Path(old).is_dir() else read_report(old)
+    after = read_report(new)
+    before = before or last_night(old, after)
+    if before is None:
+        click.echo(f"no earlier night of this tier and device finished in {old}: nothing to compare with", err=True)
+        return 0
+    found = compare_reports(before, after)
     click.echo(json.dumps(found.as_plain(), indent=1) if as_json else comparison_text(found))
     return found.exit_code

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from ..reports.grouping import cause_lines, group_failures
 from ..reports.outcome import FailureTexts, verdict
 from ..reports.tally import rows, text_table
 from ..results import BAD, CaseResult, RunHeader, Status, untried_lines
@@ -102,6 +103,8 @@ def print_summary(
         out().print(_table(results))
     elif results:
         click.echo("\n".join(text_table(results)))
+    for line in cause_lines(group_failures(result for result in results if result.case and result.status in BAD)):
+        click.echo(line)
     hints = Counter(hint for result in results for hint in result.hints)
     for hint, count in hints.most_common(10):
         click.echo(f"hint: {hint}" + (f" ({count} case-runs)" if count > 1 else ""))

@@ -26,6 +26,7 @@ from ..oracle.expect import expect
 from ..results import Finding
 from ..runner_modes.graphs import GraphRun
 from .attended_keys import find_attended
+from .figures import error_map, key_map
 from .hints import Evidence, hints
 from .rerun import OTHER_FILL, Rerunner
 from .swapped_rows import find_swapped
@@ -70,6 +71,8 @@ def explain_numeric(
         headline=_headline(finding, check),
         attended=attended.text if attended else "",
         hint="\n".join(lines[:_MOST_HINTS]),
+        errors=error_map(judgement),
+        keys=key_map(attended) if attended else None,
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..results import BAD, CaseResult, Status, format_failure
+from .history import Key, key_of
 from .record import Report, plain
 
 __all__ = ["Change", "Comparison", "compare_reports", "comparison_text"]
@@ -21,8 +21,6 @@ SHOWN = 20
 """Changes of a kind that the text lists ..."""
 SHOWN_IN_FULL = 5
 """... and shows in full."""
-
-Key = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,7 @@ class Comparison:
 
 def compare_reports(old: Report, new: Report) -> Comparison:
     """Compare case-run by case-run; the order of the files' rows does not matter."""
-    # A seed changes data, slots and the last word of every id, and no case.
-    seeds_differ = old.header.seed != new.header.seed
-    before, after = _by_key(old, seeds_differ), _by_key(new, seeds_differ)
+    before, after = _by_key(old), _by_key(new)
     both = [key for key in after if key in before]
     pairs = [(before[key], after[key]) for key in both]
 
@@ -120,14 +116,8 @@ def comparison_text(found: Comparison) -> str:
     return "\n".join(lines)
 
 
-_SEED = re.compile(r"-s\d+$")
-
-
-def _by_key(report: Report, seedless: bool) -> dict[Key, CaseResult]:
-    def name(case: str) -> str:
-        return _SEED.sub("", case) if seedless else case
-
-    return {(r.backend, r.mode, r.execution, name(r.case)): r for r in report.results if r.case}
+def _by_key(report: Report) -> dict[Key, CaseResult]:
+    return {key_of(r, report.header.seed): r for r in report.results if r.case}
 
 
 def _bad(result: CaseResult) -> bool:

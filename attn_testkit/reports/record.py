@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..registry import UsageError
-from ..results import CaseResult, Finding, RunHeader, Status
+from ..results import CaseResult, ErrorMap, Finding, KeyMap, RunHeader, Status
 
 __all__ = ["FORMAT", "Record", "Report", "cannot_write", "plain", "read_report", "result_from_plain", "schema"]
 
@@ -63,7 +63,7 @@ def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
     margin = values["margin"]
     values |= {
         "status": Status(values["status"]),
-        "findings": tuple(Finding(**finding) for finding in values["findings"]),
+        "findings": tuple(map(_finding_from_plain, values["findings"])),
         "checks": tuple(values["checks"]),
         "not_judged": tuple(values.get("not_judged", ())),  # a record of an earlier version lacks it
         "hints": tuple(values["hints"]),
@@ -71,6 +71,18 @@ def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
         "margin": None if margin is None else float(margin),
     }
     return CaseResult(**values)
+
+
+def _finding_from_plain(data: Mapping[str, Any]) -> Finding:
+    values = dict(data)
+    for name, kind in (("errors", ErrorMap), ("keys", KeyMap)):
+        if values.get(name) is not None:
+            values[name] = kind(**{key: _tuples(value) for key, value in values[name].items()})
+    return Finding(**values)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def cannot_write(path: Path, error: OSError) -> UsageError:

@@ -11,6 +11,7 @@ from enum import Enum
 from ..cases.case import Case, parse_case
 from ..cases.catalogue import TIERS, generate
 from ..cases.untried import says_untried
+from ..checks import CHECKS
 from ..contract import Capabilities, Execution, ForwardMode
 from ..environment import Environment, missing_here, resolve, versions
 from ..registry import UsageError, did_you_mean, origin_of
@@ -187,4 +188,5 @@ def _header(
         planned=planned,
         limits=environment.limits,
         untried=untried,
+        explained={check.id: check.words for check in CHECKS.values()},
     )

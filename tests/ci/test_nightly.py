@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -116,3 +117,54 @@ def test_a_record_that_is_not_complete_is_no_green(night, tmp_path):
     code, printed = night(ATTN_BACKENDS="fake:ok")
     assert code == 1, printed
     assert (night.out / "summary.md").read_text().startswith("### ❌ UNFINISHED")
+
+
+def test_a_first_night_makes_the_folder_and_puts_its_record_there(night, tmp_path):
+    code, printed = night("nights/of/h200", ATTN_BACKENDS="fake:ok")
+    assert code == 0, printed
+    (kept,) = (tmp_path / "nights" / "of" / "h200").iterdir()
+    assert kept.name.startswith("night-20")
+    assert kept.read_bytes() == (night.out / "report.json").read_bytes()
+    assert files(night.out) == {"report.json", "report.html", "summary.md", "junit.xml"}
+    assert "nothing to compare with" in printed
+
+
+def test_a_later_night_is_compared_with_the_last_one_and_its_page_knows_all(night, tmp_path):
+    assert night(ATTN_BACKENDS="fake:ok fake:full")[0] == 0
+    record = json.loads((night.out / "report.json").read_text())
+    (tmp_path / "nights").mkdir()
+    for name, day, backends in (("a", 19, ("fake:ok",)), ("b", 18, ("fake:ok", "fake:full"))):
+        results = [result for result in record["results"] if result["backend"] in backends]
+        header = {**record["header"], "started": f"2026-11-{day}T04:00:00+00:00"}
+        (tmp_path / "nights" / f"{name}.json").write_text(json.dumps({**record, "header": header, "results": results}))
+    code, printed = night("nights", ATTN_BACKENDS="fake:ok fake:wrong")
+    assert code == 1, printed
+    # b.json knows of fake:full, which is not there any more; the last night is a.json, whatever its name.
+    assert "WORSE: 4 newly failing, 0 vanished" in (night.out / "compare.txt").read_text()
+    page = (night.out / "report.html").read_text()
+    assert "Over 3 nights" in page
+    assert "4 newly failing" in page
+    assert len(list((tmp_path / "nights").iterdir())) == 3
+
+
+def test_of_too_many_records_the_oldest_that_the_job_put_there_go_and_no_other(night, tmp_path):
+    folder = tmp_path / "nights"
+    folder.mkdir()
+    for day in (1, 2, 3):
+        (folder / f"night-2026110{day}T020000Z.json").write_text("{}")
+    (folder / "mine.json").write_text("{}")
+    code, printed = night("nights", ATTN_BACKENDS="fake:ok", ATTN_NIGHTS="3")
+    assert code == 0, printed
+    names = sorted(path.name for path in folder.iterdir())
+    assert names[:3] == ["mine.json", "night-20261102T020000Z.json", "night-20261103T020000Z.json"]
+    assert len(names) == 4
+
+
+def test_an_earlier_record_that_cannot_be_read_costs_no_page(night, tmp_path):
+    """And the night is not green: what it would have told is not known."""
+    (tmp_path / "before.json").write_text("{")
+    code, printed = night("before.json", ATTN_BACKENDS="fake:ok")
+    assert code == 4, printed
+    assert "previous.json is not JSON" in printed
+    assert (night.out / "summary.md").read_text().startswith("### ✅ CONFORMANT: 4 of 4")
+    assert "CONFORMANT: 4 of 4" in (night.out / "report.html").read_text()

@@ -1,0 +1,64 @@
+"""What diagnosis saw of a wrong step, small enough for a record: pages draw it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..checks import Judgement
+from ..results import ErrorMap, KeyMap
+from .attended_keys import AttendedKeys
+
+__all__ = ["error_map", "key_map"]
+
+_MOST_CELLS = 32
+"""Rows, and heads, of a map."""
+_MOST = 1e9
+"""What no number is for: NaN and Inf are out of any limit."""
+
+
+def error_map(judgement: Judgement) -> ErrorMap:
+    """Error over limit of each row and head, the largest over layers and dims."""
+    by_element, by_row = judgement.ratios
+    ratios = torch.maximum(by_element.amax(-1), by_row).amax(0)
+    rows, heads = ratios.shape
+    cells = _largest_of_neighbours(_largest_of_neighbours(ratios).T).T
+    each = -(-rows // _MOST_CELLS)
+    return ErrorMap(
+        ratios=tuple(tuple(float(f"{min(ratio, _MOST):.3g}") for ratio in row) for row in cells.tolist()),
+        requests=tuple(judgement.expected.data.row_request[::each].tolist()),
+        rows=rows,
+        heads=heads,
+    )
+
+
+def _largest_of_neighbours(ratios: torch.Tensor) -> torch.Tensor:
+    """[n, m] -> [at most 32, m]."""
+    each = -(-len(ratios) // _MOST_CELLS)
+    return torch.stack([part.amax(0) for part in torch.split(ratios, each)])
+
+
+def key_map(attended: AttendedKeys) -> KeyMap:
+    """The same as ``attended.text``."""
+    return KeyMap(
+        request=attended.request,
+        row=attended.row,
+        head=attended.head,
+        length=attended.length,
+        used=_runs(sorted(attended.used)),
+        wanted=_runs(sorted(attended.wanted)),
+        doubled=_runs(sorted(attended.doubled)),
+        not_asked=_runs(attended.not_asked),
+    )
+
+
+def _runs(keys: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """[0, 1, 2, 7] -> (0, 2), (7, 7)."""
+    found: list[tuple[int, int]] = []
+    for key in keys:
+        if found and found[-1][1] == key - 1:
+            found[-1] = (found[-1][0], key)
+        else:
+            found.append((key, key))
+    return tuple(found)

@@ -1,0 +1,168 @@
+"""Earlier nights: how many of a backend's case-runs passed in each, and since when a failure has been red.
+
+A folder holds a record a night, whatever they are called. Nights are ordered by when they started.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..registry import UsageError
+from ..results import BAD, CaseResult, Status
+from .record import FORMAT, Report, read_report
+
+__all__ = ["Age", "History", "Key", "Night", "age_of", "key_of", "last_night", "night_of", "read_history"]
+
+Key = tuple[str, str, str, str]
+"""Backend, mode, execution, and the case without the seed of its run: a seed changes data, slots and the last word of
+every id, and no case."""
+
+
+@dataclass(frozen=True)
+class Night:
+    """What is kept of a record."""
+
+    started: str
+    finished: bool
+    passed: Mapping[str, int]
+    """Backend -> case-runs that passed."""
+    red: Mapping[str, int]
+    """Backend -> case-runs that failed, crashed, timed out or passed unexpectedly."""
+    claimed: Mapping[str, int]
+    """Backend -> case-runs that the record has; of a night that did not finish, fewer than were claimed."""
+    statuses: Mapping[Key, Status] = field(default_factory=dict)
+    """Of the case-runs that were asked about."""
+
+
+@dataclass(frozen=True)
+class History:
+    """Nights before a report that can be held against it: the same tier, and both real or both emulated."""
+
+    nights: tuple[Night, ...] = ()
+    """Oldest first."""
+    last: Path | None = None
+    """The record of the newest night that finished."""
+    remarks: tuple[str, ...] = ()
+    """Files that were left out, and why."""
+
+
+@dataclass(frozen=True)
+class Age:
+    """Since when a case-run has been red without a break."""
+
+    since: str
+    """When the first of these nights started, ISO; empty: it is red tonight for the first time."""
+    nights: int
+    """Nights in which it was seen red, this one included."""
+    or_earlier: bool
+    """No night before them knows it as anything else."""
+
+
+def key_of(result: CaseResult, seed: int) -> Key:
+    """What names a case-run from night to night. ``seed``: of its run."""
+    return _key(result.backend, result.mode, result.execution, result.case, seed)
+
+
+def _key(backend: str, mode: str, execution: str, case: str, seed: int) -> Key:
+    return backend, mode, execution, case.removesuffix(f"-s{seed}")
+
+
+def age_of(nights: Sequence[Night], key: Key) -> Age | None:
+    """Since when a case-run that is red now has been so. ``nights``: oldest first; None: there are none.
+
+    A night in which it did not run, because the night was cut off or the machine lacked something, tells nothing.
+    """
+    if not nights:
+        return None
+    since, count = "", 1
+    for night in reversed(nights):
+        status = night.statuses.get(key)
+        if status in BAD:
+            since, count = night.started, count + 1
+        elif status in _OTHERWISE:
+            return Age(since, count, or_earlier=False)
+    return Age(since, count, or_earlier=bool(since))
+
+
+_OTHERWISE = (Status.PASSED, Status.KNOWN_FAILURE, Status.QUARANTINED)
+"""Statuses that say that a case-run was not red."""
+
+
+def night_of(report: Report) -> Night:
+    """A whole report as a night."""
+    statuses = {key_of(result, report.header.seed): result.status for result in report.results if result.case}
+    return _night(report.header.started, report.finished, statuses.items(), statuses)
+
+
+def _night(started: str, finished: bool, runs: Iterable[tuple[Key, Status]], asked: Collection[Key]) -> Night:
+    passed: Counter[str] = Counter()
+    red: Counter[str] = Counter()
+    claimed: Counter[str] = Counter()
+    statuses: dict[Key, Status] = {}
+    for key, status in runs:
+        backend = key[0]
+        claimed[backend] += 1
+        passed[backend] += status is Status.PASSED
+        red[backend] += status in BAD
+        if key in asked:
+            statuses[key] = status
+    return Night(started, finished, passed, red, claimed, statuses)
+
+
+def read_history(folder: str | Path, report: Report) -> History:
+    """The nights before ``report`` among the ``*.json`` of a folder; of statuses those of what is red in ``report``.
+
+    A file that is no record costs a remark and not the page. Raises ``UsageError`` where there is no such folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder} of earlier records")
+    red = {key_of(r, report.header.seed) for r in report.results if r.case and r.status in BAD}
+    found: list[tuple[Night, Path]] = []
+    remarks = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            data = json.loads(path.read_bytes())
+            why = _not_comparable(data, report)
+            if why:
+                remarks.append(f"{path.name} {why}")
+            elif data["header"]["started"] < report.header.started:
+                found.append((_night_of_plain(data, red), path))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            remarks.append(f"{path.name} cannot be read: {type(error).__name__}")
+    found.sort(key=lambda each: each[0].started)
+    finished = [path for night, path in found if night.finished]
+    return History(tuple(night for night, _ in found), finished[-1] if finished else None, tuple(remarks))
+
+
+def _not_comparable(data: Any, report: Report) -> str:
+    """Why a record is not held against ``report``; empty if it is."""
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        return "is no record that this kit reads"
+    header = data["header"]
+    for name in ("tier", "device"):
+        if header[name] != getattr(report.header, name):
+            return f"is of another {name}: {header[name]}"
+    return ""
+
+
+def _night_of_plain(data: Mapping[str, Any], asked: Collection[Key]) -> Night:
+    # Of months of nights a few figures are wanted: their results are not made into objects.
+    header = data["header"]
+    runs = (
+        (_key(r["backend"], r["mode"], r["execution"], r["case"], header["seed"]), Status(r["status"]))
+        for r in data["results"]
+        if r["case"]
+    )
+    return _night(header["started"], data["finished"], runs, asked)
+
+
+def last_night(folder: str | Path, report: Report) -> Report | None:
+    """Of a folder of records the newest finished night before ``report``."""
+    last = read_history(folder, report).last
+    return read_report(last) if last else None

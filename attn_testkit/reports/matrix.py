@@ -1,0 +1,246 @@
+"""What passed where: backends against modes and executions, and each backend's modes against its checks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ..results import BAD, EXECUTIONS, MODES, RAN, CaseResult, Status, emulated_parts
+
+__all__ = [
+    "Cell",
+    "CheckCell",
+    "CheckMatrix",
+    "CheckRow",
+    "Overview",
+    "OverviewRow",
+    "check_matrices",
+    "is_emulated",
+    "overviews",
+    "reading_order",
+]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One backend in one mode and execution; in case-runs."""
+
+    mode: str
+    execution: str
+    passed: int = 0
+    red: int = 0
+    known: int = 0
+    """Known failures, quarantined ones among them."""
+    missing: int = 0
+    """Planned and not run."""
+    margin: float | None = None
+    """Largest error / limit of those that passed."""
+    starts: bool = False
+    """The first of its mode."""
+    absent: bool = False
+    """The whole mode is claimed, and cannot run here."""
+    note: str = ""
+    """Why the whole mode did not run."""
+
+    @property
+    def kind(self) -> str:
+        """``red``, ``missing``, ``known``, ``passed``, ``absent``, or ``none`` (not claimed, not asked for): the CSS
+        class, worst first.
+        """
+        kinds = ("red", "missing", "known", "passed", "absent")
+        return next((kind for kind in kinds if getattr(self, kind)), "none")
+
+    @property
+    def claimed(self) -> int:
+        """All of them."""
+        return self.passed + self.red + self.known + self.missing
+
+    @property
+    def words(self) -> str:
+        """Everything, as ``3 passed, 1 did not``."""
+        counts = (
+            (self.passed, "passed"),
+            (self.red, "did not pass"),
+            (self.known, "known failures"),
+            (self.missing, "did not run"),
+        )
+        said = [f"{count} {what}" for count, what in counts if count]
+        return ", ".join([*said, *([self.note] if self.note else [])]) or "not asked for"
+
+
+@dataclass(frozen=True)
+class OverviewRow:
+    """One backend in all modes and executions."""
+
+    backend: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Backends by modes and executions, of what was real or of what was emulated."""
+
+    emulated: bool
+    columns: tuple[tuple[str, tuple[str, ...]], ...]
+    """(mode, its executions), in the order in which a server meets them."""
+    rows: tuple[OverviewRow, ...]
+
+
+def overviews(results: Sequence[CaseResult], *, emulated: bool, backends: Sequence[str] = ()) -> list[Overview]:
+    """Real and emulated case-runs apart, real ones first.
+
+    ``emulated``: the run's device, for what did not run. ``backends``: in which order; others follow.
+    """
+    results = sorted(results, key=lambda r: backends.index(r.backend) if r.backend in backends else len(backends))
+    ran = {result.backend for result in results if result.case}
+    return [
+        overview
+        for kind in (False, True)
+        if (overview := _overview([r for r in results if is_emulated(r, emulated) is kind], kind, ran)).rows
+    ]
+
+
+def is_emulated(result: CaseResult, otherwise: bool) -> bool:
+    """Whether anything of it was emulated; ``otherwise`` for what did not come so far as to know."""
+    return result.emulated if result.status in RAN and result.device else otherwise
+
+
+def _overview(results: Sequence[CaseResult], emulated: bool, ran: Collection[str]) -> Overview:
+    """``ran``: backends with case-runs in this overview or the other one."""
+    groups: dict[tuple[str, str, str], list[CaseResult]] = {}
+    for result in results:
+        groups.setdefault((result.backend, result.mode, result.execution), []).append(result)
+    modes = _known_first(MODES, (mode for _, mode, _ in groups))
+    # A backend that cannot be imported has a row without mode and execution.
+    columns = tuple((mode, _known_first(EXECUTIONS, (e for _, m, e in groups if m == mode))) for mode in modes)
+    rows = tuple(
+        OverviewRow(
+            backend,
+            tuple(
+                replace(_cell(mode, execution, groups.get((backend, mode, execution), ())), starts=execution == each[0])
+                for mode, each in columns
+                for execution in each
+            ),
+        )
+        for backend in dict.fromkeys(result.backend for result in results)
+        if backend not in ran
+        or any(r.backend == backend and (r.case or r.status is Status.NOT_RUN_HERE) for r in results)
+    )
+    return Overview(emulated, columns, rows)
+
+
+def _known_first(known: Sequence[str], found: Iterable[str]) -> tuple[str, ...]:
+    present = set(found)
+    return (*(word for word in known if word in present), *sorted(present - {*known}))
+
+
+def _cell(mode: str, execution: str, group: Sequence[CaseResult]) -> Cell:
+    runs = [result for result in group if result.case]
+    margins = [result.margin for result in runs if result.margin is not None and result.status is Status.PASSED]
+    whole = [result for result in group if not result.case]
+
+    def count(holds: Callable[[Status], bool]) -> int:
+        return sum(holds(result.status) for result in runs)
+
+    return Cell(
+        mode,
+        execution,
+        passed=count(lambda status: status is Status.PASSED),
+        red=count(lambda status: status in BAD),
+        known=count(lambda status: status in (Status.KNOWN_FAILURE, Status.QUARANTINED)),
+        missing=count(lambda status: status is Status.NOT_RUN_HERE),
+        margin=max(margins, default=None),
+        absent=any(result.status is Status.NOT_RUN_HERE for result in whole),
+        note="; ".join(dict.fromkeys(f"{r.status}: {r.reason}" if r.reason else str(r.status) for r in whole)),
+    )
+
+
+@dataclass(frozen=True)
+class CheckCell:
+    """One check in one mode and execution; in case-runs."""
+
+    judged: int
+    failed: int
+    not_judged: int
+    """It applies, and could not be judged."""
+
+    @property
+    def kind(self) -> str:
+        """``failed``, ``kept``, ``unjudged`` or ``none`` (it does not apply): the CSS class, and the mark."""
+        return "failed" if self.failed else "kept" if self.judged else "unjudged" if self.not_judged else "none"
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """A mode and execution against every check."""
+
+    mode: str
+    execution: str
+    cells: tuple[CheckCell, ...]
+    lost: int
+    """Case-runs that crashed or timed out, and so judged nothing."""
+    emulated: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CheckMatrix:
+    """Checks of one backend."""
+
+    backend: str
+    checks: tuple[str, ...]
+    rows: tuple[CheckRow, ...]
+
+    @property
+    def failed(self) -> int:
+        """Checks that failed anywhere."""
+        return sum(any(row.cells[index].failed for row in self.rows) for index in range(len(self.checks)))
+
+
+def check_matrices(runs: Sequence[CaseResult]) -> list[CheckMatrix]:
+    """One for each backend that ran."""
+    groups: dict[str, dict[tuple[str, str], list[CaseResult]]] = {}
+    for result in runs:
+        if result.status in RAN:
+            rows = groups.setdefault(result.backend, {})
+            rows.setdefault((result.mode, result.execution), []).append(result)
+    found = []
+    for backend, rows in groups.items():
+        checks = reading_order([result for group in rows.values() for result in group])
+        if checks:
+            found.append(CheckMatrix(backend, checks, tuple(_check_row(*key, rows[key], checks) for key in rows)))
+    return found
+
+
+def reading_order(results: Iterable[CaseResult]) -> tuple[str, ...]:
+    """All ids in the order in which results list theirs, the fullest list first.
+
+    So a page needs no table of checks, which comes with torch, and knows those of another version of the kit.
+    """
+    lists = {kind for result in results for kind in (result.checks, result.not_judged, tuple(sorted(_failed(result))))}
+    order: list[str] = []
+    for ids in sorted(lists, key=lambda ids: (-len(ids), ids)):
+        place = len(order)
+        for check in reversed(ids):
+            if check in order:
+                place = order.index(check)
+            else:
+                order.insert(place, check)
+    return tuple(order)
+
+
+def _failed(result: CaseResult) -> set[str]:
+    return {finding.check for finding in result.findings}
+
+
+def _check_row(mode: str, execution: str, group: Sequence[CaseResult], checks: Sequence[str]) -> CheckRow:
+    judged = Counter(check for result in group for check in {*result.checks, *_failed(result)})
+    failed = Counter(check for result in group for check in _failed(result))
+    not_judged = Counter(check for result in group for check in {*result.not_judged} - _failed(result))
+    return CheckRow(
+        mode,
+        execution,
+        tuple(CheckCell(judged[check], failed[check], not_judged[check]) for check in checks),
+        lost=sum(result.status in (Status.CRASHED, Status.TIMED_OUT) for result in group),
+        emulated=tuple(sorted({part for result in group for part in emulated_parts(result)})),
+    )

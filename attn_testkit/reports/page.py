@@ -1,0 +1,292 @@
+"""What a page shows of a record: everything that the template needs, counted, grouped and cut to size."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from ..results import BAD, MODES, RAN, CaseResult, Status, emulated_parts, repro_command, untried_lines
+from .compare import compare_reports
+from .grouping import Group, group_failures
+from .history import Age, History, Night, age_of, key_of, night_of
+from .matrix import check_matrices, is_emulated, overviews
+from .outcome import verdict
+from .plots import margin_plot, nights_plot
+from .record import Report
+from .tally import rows, seconds_of
+
+__all__ = ["Card", "FailedRun", "age_words", "cards", "page_model", "shares", "verdict_of"]
+
+MOST_CARDS = 150
+"""Causes that have a card; of the rest a line each."""
+MOST_IN_FULL = 200
+"""Failing case-runs that a page shows in full ..."""
+MOST_OF_A_CAUSE = 10
+"""... and of one cause."""
+MOST_NAMED = 25
+"""Further case-runs of one cause that have a line each; the list of all case-runs and the record have the rest."""
+MOST_LINES = 100
+"""Of a table."""
+MOST_NIGHTS = 60
+TOP = 8
+
+
+@dataclass(frozen=True)
+class FailedRun:
+    """One case-run that did not pass."""
+
+    number: int
+    """Its place among the case-runs of the record, from 0."""
+    result: CaseResult
+    repro: str
+    age: Age | None
+
+    @property
+    def headline(self) -> str:
+        """What it says first."""
+        if self.result.findings:
+            return self.result.findings[0].headline
+        return f"{self.result.status}: {self.result.reason.partition(chr(10))[0]}"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One cause."""
+
+    number: int
+    group: Group
+    new: int
+    """Of its case-runs those that were not red before tonight."""
+    age: Age | None
+    """Of the oldest of them."""
+    shown: tuple[FailedRun, ...]
+    """In full."""
+    named: tuple[FailedRun, ...]
+    elsewhere: tuple[tuple[str, int], ...]
+    """(backend, number of the card) of the same cause and check."""
+
+    @property
+    def count(self) -> str:
+        """``6 case-runs``."""
+        return _case_runs(len(self.group.results))
+
+    @property
+    def more(self) -> int:
+        """Case-runs that are only in the list of all."""
+        return len(self.group.results) - len(self.shown) - len(self.named)
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """(mode and execution, case-runs)."""
+        return list(Counter(f"{r.mode} {r.execution}".strip() for r in self.group.results).items())
+
+    @property
+    def emulated(self) -> list[str]:
+        """What was emulated in any of them."""
+        return sorted({part for result in self.group.results for part in emulated_parts(result)})
+
+
+def _case_runs(count: int) -> str:
+    return f"{count} case-run" + ("s" if count != 1 else "")
+
+
+def cards(report: Report, nights: Sequence[Night]) -> list[Card]:
+    """One for each cause, those that are new tonight first, then the largest."""
+    header = report.header
+
+    numbers = {id(result): number for number, result in enumerate(r for r in report.results if r.case)}
+
+    def failed(result: CaseResult) -> FailedRun:
+        age = age_of(nights, key_of(result, header.seed))
+        return FailedRun(numbers[id(result)], result, repro_command(result, header), age)
+
+    found = []
+    for group in group_failures(r for r in report.results if r.case and r.status in BAD):
+        runs = [failed(result) for result in group.results]
+        # What shows the cause best is what is new.
+        runs.sort(key=lambda run: not _is_new(run.age))
+        found.append((group, runs, sum(_is_new(run.age) for run in runs)))
+    found.sort(key=lambda entry: not entry[2])
+    cards_of = {(group.backend, group.check, group.cause): number for number, (group, _, _) in enumerate(found, 1)}
+    in_full = shares([len(runs) for _, runs, _ in found])
+    return [
+        Card(
+            number,
+            group,
+            new,
+            max((run.age for run in runs if run.age), key=lambda age: (age.nights, age.or_earlier), default=None),
+            tuple(runs[:full]),
+            tuple(runs[full : full + MOST_NAMED]),
+            tuple(
+                (backend, other)
+                for (backend, *cause), other in cards_of.items()
+                if cause == [group.check, group.cause] and backend != group.backend
+            ),
+        )
+        for number, ((group, runs, new), full) in enumerate(zip(found, in_full, strict=True), 1)
+    ]
+
+
+def _is_new(age: Age | None) -> bool:
+    return age is not None and not age.since
+
+
+def shares(sizes: Sequence[int], most: int = MOST_IN_FULL, of_each: int = MOST_OF_A_CAUSE) -> list[int]:
+    """How many of each group are shown in full: one of each before a second of any, ``most`` in all."""
+    given = [0] * len(sizes)
+    left = most
+    for turn in range(of_each):
+        for index, size in enumerate(sizes):
+            if size > turn and left:
+                given[index] += 1
+                left -= 1
+    return given
+
+
+def age_words(age: Age | None) -> str:
+    """``new tonight``, ``red since 2026-11-14, 5 nights``; empty where no earlier night is known."""
+    if age is None:
+        return ""
+    if not age.since:
+        return "new tonight"
+    return f"red since {age.since[:10]}{' or earlier' if age.or_earlier else ''}, {age.nights} nights"
+
+
+def verdict_of(report: Report) -> str:
+    """The run in one line."""
+    text = verdict(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
+    return text if report.finished or report.interrupted else f"UNFINISHED: the run was cut off; until then: {text}"
+
+
+def page_model(report: Report, previous: Report | None, history: History) -> dict[str, Any]:
+    """What the templates read. ``previous``: the night to compare with; ``history``: nights before it as well."""
+    results = report.results
+    runs = [result for result in results if result.case]
+    counts = Counter(result.status for result in runs)
+    nights = (history.nights or ((night_of(previous),) if previous else ()))[-MOST_NIGHTS:]
+    tally = rows(results)
+    emulated = report.header.device == "emulated"
+    found = cards(report, nights)
+    known = [result for result in runs if result.status in (Status.KNOWN_FAILURE, Status.QUARANTINED)]
+    return {
+        "report": report,
+        "header": report.header,
+        "verdict": verdict_of(report),
+        "good": report.exit_code == 0 and report.finished,
+        "counts": [(status, counts[status]) for status in Status if counts[status]],
+        "total": max(1, sum(counts.values())),
+        "bad": sum(result.status in BAD for result in runs),
+        "changes": compare_reports(previous, report) if previous else None,
+        "previous": previous,
+        "overviews": overviews(results, emulated=emulated, backends=list(report.header.backends)),
+        "card_of": _card_of(found, emulated),
+        "cards": found[:MOST_CARDS],
+        "other_cards": found[MOST_CARDS:],
+        "all_cards": found,
+        "trend": _trend(report, nights) if nights else [],
+        "nights": len(nights),
+        "first_night": nights[0].started[:10] if nights else "",
+        "history": history,
+        "known": [(result, issue_parts(result.reason)) for result in known[:MOST_LINES]],
+        "known_more": max(0, len(known) - MOST_LINES),
+        "margins": _margins(runs),
+        "tightest": _tightest(runs),
+        "slowest": sorted((r for r in runs if r.status in RAN), key=seconds_of, reverse=True)[:TOP],
+        "matrices": check_matrices(runs),
+        "rows": tally,
+        "row_seconds": sum(row.seconds for row in tally),
+        "used": [status for status in Status if any(row.counts.get(status) for row in tally)],
+        "bad_statuses": BAD,
+        "emulated": sorted({part for result in runs for part in emulated_parts(result)}),
+        "emulation": _emulation(runs),
+        "untried": untried_lines(report.header.untried),
+        "hints": Counter(hint for result in results for hint in result.hints).most_common(),
+        "seconds_of": seconds_of,
+        "emulated_parts": emulated_parts,
+        "age_words": age_words,
+    }
+
+
+def _card_of(found: Sequence[Card], emulated: bool) -> dict[tuple[str, str, str, bool], list[int]]:
+    """(backend, mode, execution, emulated) -> the cards of what is red there, in the page's order."""
+    numbers: dict[tuple[str, str, str, bool], list[int]] = {}
+    for card in found:
+        places = ((r.backend, r.mode, r.execution, is_emulated(r, emulated)) for r in card.group.results)
+        for place in dict.fromkeys(places):
+            numbers.setdefault(place, []).append(card.number)
+    return numbers
+
+
+def issue_parts(reason: str) -> list[tuple[str, bool]]:
+    """(text, whether it is an address) of a reason."""
+    return [(part, part.startswith("http")) for part in re.split(r"(https?://[^\s;,]+)", reason) if part]
+
+
+def _trend(report: Report, nights: Sequence[Night]) -> list[tuple[str, str, Markup]]:
+    """(backend, passed of claimed tonight, a column for each night and tonight's)."""
+    all_nights = [*nights, night_of(report)]
+    tonight = all_nights[-1]
+    return [
+        (
+            backend,
+            f"{tonight.passed[backend]} of {tonight.claimed[backend]}",
+            nights_plot([_column(night, backend) for night in all_nights]),
+        )
+        for backend in tonight.claimed
+    ]
+
+
+def _column(night: Night, backend: str) -> tuple[str, int, int, int, bool]:
+    passed, red, claimed = (each.get(backend, 0) for each in (night.passed, night.red, night.claimed))
+    return night.started[:10], passed, red, claimed, night.finished
+
+
+_DTYPES = re.compile(r"-(fp16|bf16|fp32)-(?:.*-kv([a-z0-9]+)(?=-))?")
+"""Of a case id: its dtype, and that of the KV pool where it is another one."""
+
+
+def dtype_of(case: str) -> str:
+    """``bf16``, ``bf16, KV fp8e4m3``; ``other`` for an id that this page cannot read."""
+    found = _DTYPES.search(case)
+    if not found:
+        return "other"
+    return found[1] + (f", KV {found[2]}" if found[2] else "")
+
+
+def _margins(runs: Sequence[CaseResult]) -> list[tuple[str, Markup]]:
+    """(backend, margins by dtype and mode)."""
+    by_backend: dict[str, dict[tuple[str, str], list[float]]] = {}
+    for result in runs:
+        if result.status is Status.PASSED and result.margin is not None:
+            places = by_backend.setdefault(result.backend, {})
+            places.setdefault((dtype_of(result.case), result.mode), []).append(result.margin)
+    return [
+        (backend, margin_plot({f"{mode} {dtype}": places[dtype, mode] for dtype, mode in sorted(places, key=_order)}))
+        for backend, places in by_backend.items()
+    ]
+
+
+def _order(place: tuple[str, str]) -> tuple[str, int]:
+    dtype, mode = place
+    return dtype, MODES.index(mode) if mode in MODES else len(MODES)
+
+
+def _tightest(runs: Sequence[CaseResult]) -> list[CaseResult]:
+    passed = [result for result in runs if result.status is Status.PASSED and result.margin is not None]
+    return sorted(passed, key=lambda result: result.margin or 0.0, reverse=True)[:TOP]
+
+
+def _emulation(runs: Sequence[CaseResult]) -> list[tuple[str, int, dict[str, int]]]:
+    """(backend, case-runs that ran, of these how many with an emulated device, graph, kernels), if any."""
+    ran: Counter[str] = Counter()
+    parts: dict[str, Counter[str]] = {}
+    for result in runs:
+        if result.status in RAN:
+            ran[result.backend] += 1
+            parts.setdefault(result.backend, Counter()).update(emulated_parts(result))
+    return [(backend, ran[backend], dict(counts)) for backend, counts in parts.items() if counts]

@@ -1,0 +1,216 @@
+"""Failures grouped by cause: what is one bug is one group, and nothing is in two, in none, or in another's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_testkit.reports.grouping import Group, cause_lines, group_failures, without_numbers
+from attn_testkit.results import CaseResult, Finding, Status
+
+NUMBER = "request {n} differs from the oracle, {n}x over the limit"
+
+
+def wrong(
+    hint: str = "", n: int = 1, *, headline: str = NUMBER, check: str = "matches-oracle", where: str = ""
+) -> Finding:
+    return Finding(check, headline.format(n=n), hint=hint, where=where)
+
+
+def failed(*findings: Finding, backend: str = "triton", case: str = "decode-a", **more: object) -> CaseResult:
+    return CaseResult(backend, "decode", "eager", case, Status.FAILED, findings, **more)  # type: ignore[arg-type]
+
+
+def crashed(reason: str, status: Status = Status.CRASHED) -> CaseResult:
+    return CaseResult("triton", "decode", "eager", "decode-a", status, reason=reason)
+
+
+def causes(*results: CaseResult) -> list[tuple[int, str]]:
+    return [(len(group.results), group.cause) for group in group_failures(results)]
+
+
+MISSING = "the first {} missing: the start of a window, or an offset into the table"
+
+
+def test_the_same_cause_with_other_numbers_is_one_group_and_keeps_numbers_that_all_have():
+    one, many = MISSING.format("KV token is"), MISSING.format("17 KV tokens are")
+    assert causes(failed(wrong(one)), failed(wrong(one, 2))) == [(2, one)]
+    assert causes(failed(wrong(many)), failed(wrong(one, 2)), failed(wrong(many))) == [
+        (3, MISSING.format("N KV tokens are"))
+    ]
+
+
+def test_other_backends_checks_and_statuses_are_other_groups():
+    hint = MISSING.format("KV token is")
+    found = group_failures(
+        [
+            failed(wrong(hint)),
+            failed(wrong(hint), backend="flashinfer"),
+            failed(wrong(hint, check="finite")),
+            crashed("gone"),
+            crashed("gone", Status.TIMED_OUT),
+        ]
+    )
+    assert [(group.backend, group.check) for group in found] == [
+        ("triton", "matches-oracle"),
+        ("flashinfer", "matches-oracle"),
+        ("triton", "finite"),
+        ("triton", "crashed"),
+        ("triton", "timed out"),
+    ]
+
+
+def test_the_largest_group_comes_first_and_results_keep_their_order():
+    results = [failed(wrong(hint), case=f"decode-{i}") for i, hint in enumerate(["a", "b", "b", "c", "b"])]
+    found = group_failures(results)
+    assert [(group.cause, [r.case for r in group.results]) for group in found] == [
+        ("b", ["decode-1", "decode-2", "decode-4"]),
+        ("a", ["decode-0"]),
+        ("c", ["decode-3"]),
+    ]
+
+
+def test_the_line_that_most_share_names_the_group_wherever_it_stands():
+    """Which pattern is shown first depends on a case's shapes."""
+    first, second, third = failed(wrong("odd\nshared")), failed(wrong("shared")), failed(wrong("other\nmore\nshared"))
+    assert causes(first, second, third) == [(3, "shared")]
+
+
+def test_of_lines_that_are_shared_as_widely_the_one_that_stands_first_names_the_group():
+    assert causes(failed(wrong("telling\ngeneral")), failed(wrong("telling\ngeneral", 2))) == [(2, "telling")]
+    assert causes(failed(wrong("telling\ngeneral")), failed(wrong("x\ntelling\ny\ngeneral"))) == [(2, "telling")]
+
+
+def test_what_has_not_the_first_groups_line_is_grouped_by_its_own():
+    results = [failed(wrong(h)) for h in ("a\nb", "a\nc", "a", "b\nc", "c")]
+    assert causes(*results) == [(3, "a"), (2, "c")]
+
+
+def test_a_hint_that_only_says_why_the_check_is_blamed_is_no_cause_unless_it_is_all_there_is():
+    why = "in eager it is right: something of the capture-time batch is still in force"
+    check = {"check": "replay-follows-batch"}
+    assert causes(failed(wrong(f"{why}\nonly replays with padded rows are wrong", **check))) == [
+        (1, "only replays with padded rows are wrong")
+    ]
+    assert causes(failed(wrong(why, **check)), failed(wrong(why, 2, **check))) == [(2, why)]
+    exact = "in a bucket of exactly {} it is right"
+    assert causes(failed(wrong(exact.format(1))), failed(wrong(exact.format(3)))) == [(2, exact.format("N"))]
+
+
+def test_a_headline_that_is_a_cause_is_taken_and_its_hints_are_not():
+    headline = "KV memory is wrong after the step: a slot that no live request owns was written"
+    results = [failed(wrong(hint, headline=headline, check="writes-own-kv")) for hint in ("", "it holds row 3", "x")]
+    assert causes(*results) == [(3, headline)]
+    shape = "layer {n} returned shape ({n}, 2, 32), expected (10, 2, 32) or (10, 64)"
+    results = [failed(wrong(headline=shape, n=n, check="output-contract")) for n in (0, 1)]
+    assert causes(*results) == [(2, "layer N returned shape (N), expected (N) or (N)")]
+
+
+def test_without_a_hint_the_headline_of_a_wrong_number_says_what_it_can():
+    assert causes(failed(wrong(n=3)), failed(wrong(n=56))) == [(2, "request N differs from the oracle, over the limit")]
+
+
+RAISED = "{phase} raised AttributeError: 'DenseBackend' object has no attribute 'visible'"
+
+
+def test_what_one_line_raises_is_one_cause_in_whatever_phase():
+    def raised(phase: str, where: str, what: str = RAISED) -> CaseResult:
+        return failed(wrong(headline=what.replace("{phase}", phase), check="completes", where=where))
+
+    place = "dense.py:88 in forward"
+    assert causes(raised("capture", f"{place}: x = self.visible"), raised("forward", place)) == [
+        (2, RAISED.replace("{phase}", "capture"))
+    ]
+    assert len(causes(raised("capture", place), raised("capture", "dense.py:89 in forward"))) == 2
+    assert len(causes(raised("capture", place), raised("capture", place, "{phase} raised ValueError: no"))) == 2
+    assert len(causes(raised("capture", "out[layer 0] = 1"), raised("capture", "out[layer 1] = 2"))) == 1
+
+
+def test_what_died_is_grouped_by_what_it_said_first_and_where_it_stood():
+    said = "no result after 300 s"
+    frame = '\n  File "/home/me/{}.py", line {}, in forward'
+    assert causes(crashed("exit code 7\n  a"), crashed("exit code 7\n  b"), crashed("killed by SIGSEGV")) == [
+        (2, "exit code 7"),
+        (1, "killed by SIGSEGV"),
+    ]
+    assert causes(
+        crashed("CUDA error: an illegal memory access\n x"), crashed("CUDA error: an illegal memory access")
+    ) == [(2, "CUDA error: an illegal memory access")]
+    hung = [crashed(said + frame.format("kernels", line) + frame.format("outer", 3)) for line in (12, 12, 40)]
+    assert causes(*hung) == [(2, f"{said}, in kernels.py:12 forward"), (1, f"{said}, in kernels.py:40 forward")]
+    assert causes(crashed("")) == [(1, "crashed")]
+
+
+@pytest.mark.parametrize(
+    ("text", "alike"),
+    [
+        ("accepted counts are 1, 3, 5 of 6: rows are packed", "accepted counts are N of N: rows are packed"),
+        ("only heads 0-3, 5 of 8 attended", "only head N of N attended"),
+        ("only head 2 of 8 attended", "only head N of N attended"),
+        ("KV tokens 0..12 of request 3", "KV tokens N of request N"),
+        (
+            "request 2 was computed with KV tokens 0..3 of request 1, request 3 row 1 was computed with KV tokens 0..4 "
+            "of request 2 and so on: offsets",
+            "request N was computed with KV tokens N of request N: offsets",
+        ),
+        ("request 0 row 2 holds that of request 0 row 0: order", "request N holds that of request N: order"),
+        ("wrong weights: look at scale, soft cap", "wrong weights"),
+        ("an error of only 3.2 times the limit: precision", "an error of only N times the limit: precision"),
+        ("splits are merged (rows of up to 16 are right, of 20 wrong)", "splits are merged"),
+        ("a soft cap (it comes before the mask)", "a soft cap (it comes before the mask)"),
+        ("wrong after eager:decode-mha2-d64-bf16-b1prod: kept", "wrong after another case-run: kept"),
+        ("wrong after the 4 case-runs that repro names: kept", "wrong after another case-run: kept"),
+        ("tensor at 0x7f3a of -1.5e-08", "tensor at N of N"),
+        ("int64, bf16 and sm90 stay, as does v2", "int64, bf16 and sm90 stay, as does v2"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_what_belongs_to_one_case_is_left_out(text, alike):
+    assert without_numbers(text) == alike
+    assert without_numbers(alike) == alike, "a text that is alike stays so"
+
+
+def test_a_terminal_shows_the_causes_where_they_say_more_than_the_failures():
+    single = [failed(wrong("a")), failed(wrong("b"))]
+    assert cause_lines(group_failures(single)) == []
+    assert cause_lines([]) == []
+    many = [*single, *(failed(wrong("b")) for _ in range(9))]
+    assert cause_lines(group_failures(many)) == [
+        "did not pass, by cause:",
+        "  10  b [matches-oracle; triton]",
+        "   1  a [matches-oracle; triton]",
+    ]
+    assert cause_lines(group_failures(many), most=1)[1:] == ["  10  b [matches-oracle; triton]", "  and 1 more causes"]
+    assert len(cause_lines(group_failures(many), most=2)) == 3
+
+
+RESULTS = st.lists(
+    st.builds(
+        lambda backend, check, lines, n: failed(wrong("\n".join(lines), n, check=check), backend=backend),
+        st.sampled_from("ab"),
+        st.sampled_from(["finite", "matches-oracle"]),
+        st.lists(st.sampled_from(["a 1", "a 2", "b", "c", ""]), max_size=3),
+        st.integers(0, 3),
+    ),
+    max_size=30,
+)
+
+
+@given(RESULTS)
+def test_every_failure_is_in_exactly_one_group_and_says_its_cause(results):
+    results = [replace(result, case=f"decode-{number}") for number, result in enumerate(results)]
+    found = group_failures(results)
+    assert sorted(r.case for group in found for r in group.results) == sorted(r.case for r in results)
+    assert all(isinstance(group, Group) and group.results for group in found)
+    assert [len(group.results) for group in found] == sorted((len(group.results) for group in found), reverse=True)
+    for group in found:
+        for result in group.results:
+            finding = result.findings[0]
+            assert (result.backend, finding.check) == (group.backend, group.check)
+            said = {without_numbers(line) for line in (finding.headline, *finding.hint.splitlines())}
+            assert without_numbers(group.cause) in said
+    names = [(group.backend, group.check, without_numbers(group.cause)) for group in found]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,367 @@
+"""What a page shows of a record: every number of its tables, what is cut and by how much, and what its plots draw."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import nights
+import pytest
+
+from attn_testkit.reports.embedded import embedded_runs
+from attn_testkit.reports.history import Age, History, night_of
+from attn_testkit.reports.matrix import Cell, overviews
+from attn_testkit.reports.page import (
+    MOST_CARDS,
+    MOST_IN_FULL,
+    MOST_NAMED,
+    MOST_OF_A_CAUSE,
+    age_words,
+    cards,
+    dtype_of,
+    issue_parts,
+    shares,
+)
+from attn_testkit.reports.plots import LEVELS, error_plot, keys_plot, level_of, margin_plot, nights_plot
+from attn_testkit.reports.render import html_page, markdown_summary
+from attn_testkit.results import CaseResult, ErrorMap, KeyMap, Status, repro_command
+
+PASSED = CaseResult("b", "decode", "eager", "decode-a", Status.PASSED, device="cuda", margin=0.25)
+
+
+def of(status: Status, **more: object) -> CaseResult:
+    return replace(PASSED, status=status, **more)  # type: ignore[arg-type]
+
+
+def cells(*results: CaseResult, emulated: bool = False) -> dict[tuple[str, str, str], Cell]:
+    (found,) = overviews(results, emulated=emulated)
+    return {(row.backend, cell.mode, cell.execution): cell for row in found.rows for cell in row.cells}
+
+
+def test_a_cell_counts_every_case_run_once_and_its_colour_is_that_of_the_worst():
+    statuses = [Status.PASSED, Status.FAILED, Status.CRASHED, Status.TIMED_OUT, Status.UNEXPECTEDLY_PASSED]
+    statuses += [Status.KNOWN_FAILURE, Status.QUARANTINED, Status.NOT_RUN_HERE]
+    cell = cells(*map(of, statuses))["b", "decode", "eager"]
+    assert (cell.passed, cell.red, cell.known, cell.missing, cell.claimed) == (1, 4, 2, 1, 8)
+    assert cell.words == "1 passed, 4 did not pass, 2 known failures, 1 did not run"
+    worst = {
+        (Status.PASSED,): "passed",
+        (Status.PASSED, Status.KNOWN_FAILURE): "known",
+        (Status.PASSED, Status.KNOWN_FAILURE, Status.NOT_RUN_HERE): "missing",
+        (Status.PASSED, Status.NOT_RUN_HERE, Status.CRASHED): "red",
+    }
+    for present, kind in worst.items():
+        assert cells(*map(of, present))["b", "decode", "eager"].kind == kind
+
+
+def test_the_margin_of_a_cell_is_the_largest_of_those_that_passed():
+    found = cells(
+        PASSED, of(Status.PASSED, margin=0.75), of(Status.FAILED, margin=56.0), of(Status.PASSED, margin=None)
+    )
+    assert found["b", "decode", "eager"].margin == 0.75
+    assert cells(of(Status.FAILED, margin=2.0))["b", "decode", "eager"].margin is None
+
+
+def test_a_mode_that_did_not_run_says_why_and_one_that_is_not_claimed_is_no_failure():
+    found = cells(
+        PASSED,
+        of(Status.UNSUPPORTED, execution="graph", case="", reason="not claimed", device=""),
+        of(Status.NOT_RUN_HERE, mode="target-verify", case="", reason="needs sm100", device=""),
+    )
+    graph, verify = found["b", "decode", "graph"], found["b", "target-verify", "eager"]
+    assert (graph.kind, graph.words) == ("none", "unsupported: not claimed")
+    assert (verify.kind, verify.words) == ("absent", "not run here: needs sm100")
+
+
+def test_columns_are_the_modes_as_a_server_meets_them_and_each_has_its_executions():
+    mixed = [replace(PASSED, mode=mode, execution=e) for mode, e in (("draft-extend", "graph"), ("decode", "graph"))]
+    (found,) = overviews([*mixed, PASSED, replace(PASSED, mode="later")], emulated=False)
+    assert found.columns == (("decode", ("eager", "graph")), ("draft-extend", ("graph",)), ("later", ("eager",)))
+    assert [cell.starts for cell in found.rows[0].cells] == [True, False, True, True]
+
+
+def test_backends_come_as_they_were_named_and_others_after_them():
+    """What is known without running is recorded first, and that is no order."""
+    results = [replace(PASSED, backend=backend) for backend in "xcab"]
+    (found,) = overviews(results, emulated=False, backends=["a", "b", "c"])
+    assert [row.backend for row in found.rows] == ["a", "b", "c", "x"]
+
+
+def test_what_was_emulated_in_any_part_stands_apart_from_what_was_real():
+    fake = replace(PASSED, backend="fake", kernels="emulated")
+    both = [PASSED, replace(PASSED, execution="graph", graph="emulated"), fake]
+    real, emulated = overviews(both, emulated=False)
+    assert (real.emulated, emulated.emulated) == (False, True)
+    assert [row.backend for row in real.rows] == ["b"]
+    assert [row.backend for row in emulated.rows] == ["b", "fake"]
+    assert sum(cell.claimed for overview in (real, emulated) for row in overview.rows for cell in row.cells) == 3
+
+
+def test_what_did_not_run_stands_with_the_device_of_the_run_and_a_backend_is_never_left_out():
+    unclaimed = of(Status.UNSUPPORTED, case="", device="")
+    lost = of(Status.FAILED, device="", mode="", execution="", case="(no case)")
+    for emulated in (False, True):
+        (found,) = overviews([unclaimed], emulated=emulated)
+        assert (found.emulated, [row.backend for row in found.rows]) == (emulated, ["b"])
+        (found,) = overviews([lost], emulated=emulated)
+        assert (found.emulated, found.rows[0].cells[0].red) == (emulated, 1)
+    # Of a backend whose case-runs were all emulated, the real table has nothing but what could not run.
+    fake = replace(PASSED, kernels="emulated")
+    assert [found.emulated for found in overviews([fake, unclaimed], emulated=False)] == [True]
+    absent = of(Status.NOT_RUN_HERE, case="", device="")
+    assert [found.emulated for found in overviews([fake, absent], emulated=False)] == [False, True]
+
+
+def red(count: int, words: str, backend: str = "b") -> list[CaseResult]:
+    finding = replace(nights.window(1), hint=words)
+    return [of(Status.FAILED, backend=backend, case=f"decode-{words}-{n}", findings=(finding,)) for n in range(count)]
+
+
+def test_what_is_new_comes_first_then_the_largest():
+    old, new = [*red(3, "old"), *red(2, "some")], [*red(1, "new"), *red(2, "some")[1:]]
+    before = nights.night([*old, *(replace(r, status=Status.PASSED, findings=()) for r in new)])
+    some = red(4, "some")
+    report = nights.night([*red(3, "old"), *red(1, "new"), *some], "2026-11-21T00:00:00+00:00")
+    history = (night_of(replace(before, results=(*red(3, "old"), *red(2, "some")))),)
+    found = cards(report, history)
+    assert [(card.number, card.group.cause, card.new, card.count) for card in found] == [
+        (1, "some", 2, "4 case-runs"),
+        (2, "new", 1, "1 case-run"),
+        (3, "old", 0, "3 case-runs"),
+    ]
+    assert [run.result.case for run in found[0].shown] == [
+        "decode-some-2",
+        "decode-some-3",
+        "decode-some-0",
+        "decode-some-1",
+    ]
+    assert [run.number for run in found[0].shown] == [6, 7, 4, 5]
+    assert [age_words(card.age) for card in found] == [
+        "red since 2026-11-20 or earlier, 2 nights", "new tonight", "red since 2026-11-20 or earlier, 2 nights",
+    ]  # fmt: skip
+
+
+def test_the_same_cause_of_another_backend_is_named():
+    found = cards(nights.night([*red(2, "one", "a"), *red(1, "one", "b"), *red(1, "two", "b")]), ())
+    assert [(card.number, card.group.backend, card.group.cause, card.elsewhere) for card in found] == [
+        (1, "a", "one", (("b", 2),)),
+        (2, "b", "one", (("a", 1),)),
+        (3, "b", "two", ()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "of_each", "given"),
+    [
+        ([], 5, 2, []),
+        ([3], 5, 2, [2]),
+        ([1, 3, 2], 100, 10, [1, 3, 2]),
+        ([3, 3, 3], 4, 10, [2, 1, 1]),
+        ([3, 3, 3], 3, 10, [1, 1, 1]),
+        ([3, 3, 3], 2, 10, [1, 1, 0]),
+        ([9, 1, 9], 6, 3, [3, 1, 2]),
+        ([9, 1, 9], 7, 3, [3, 1, 3]),
+        ([9, 1, 9], 8, 3, [3, 1, 3]),
+    ],
+)
+def test_one_of_each_cause_is_shown_in_full_before_a_second_of_any(sizes, most, of_each, given):
+    assert shares(sizes, most, of_each) == given
+
+
+def test_a_large_cause_is_cut_and_the_page_says_by_how_much():
+    for count, more in ((MOST_OF_A_CAUSE + MOST_NAMED, 0), (MOST_OF_A_CAUSE + MOST_NAMED + 1, 1)):
+        report = nights.night(red(count, "one"))
+        (card,) = cards(report, ())
+        assert (len(card.shown), len(card.named), card.more) == (MOST_OF_A_CAUSE, MOST_NAMED, more)
+        assert (f"And {more} more" in html_page(report)) is (more > 0)
+
+
+@pytest.mark.parametrize("count", [MOST_CARDS, MOST_CARDS + 1])
+def test_of_very_many_causes_the_last_have_a_line_each_and_links_to_them_hold(count):
+    words = ["".join(chr(97 + int(digit)) for digit in str(number)) for number in range(count)]
+    report = nights.night([result for word in words for result in red(1, word)])
+    page = html_page(report)
+    assert page.count("<article") == MOST_CARDS
+    assert page.count('<li id="cause-') == count - MOST_CARDS
+    assert page.count('<div class="repro">') == MOST_CARDS <= MOST_IN_FULL
+    assert all(f'id="cause-{number}"' in page for number in range(1, count + 1))
+    assert f"{count} causes" in page
+
+
+def test_a_red_cell_links_to_the_first_of_its_causes():
+    results = [*red(1, "one", "a"), *red(5, "two", "b"), *(replace(r, execution="graph") for r in red(2, "one", "b"))]
+    page = html_page(nights.night(results))
+    found = re.findall(
+        r'data-backend="(\w)" [^>]*data-execution="(\w+)"[^>]*>\s*<a href="#cause-(\d)">✗ (\d)</a>', page
+    )
+    assert found == [("a", "eager", "3", "1"), ("b", "eager", "1", "5"), ("b", "graph", "2", "2")]
+    both = html_page(nights.night([*red(5, "two", "b"), *red(1, "one", "b")]))
+    assert "<small>2 causes</small>" in both
+
+
+def embedded(report) -> dict:
+    return json.loads(embedded_runs(report.results, report.header, cards(report, ())))
+
+
+def test_the_list_of_case_runs_holds_them_all_and_gives_their_repro():
+    report = nights.red_night(120, every=6)
+    after = replace(report.results[3], after=("eager:decode-x",), status=Status.FAILED, findings=(nights.window(2),))
+    report = replace(report, results=(*report.results[:3], after, *report.results[4:]))
+    data, runs = embedded(report), [result for result in report.results if result.case]
+    assert {len(column) for column in data["runs"].values()} == {len(runs)}
+    for number, run in enumerate(runs):
+        for name in ("backend", "mode", "execution", "case", "status"):
+            assert data["words"][name][data["runs"][name][number]] == getattr(run, name)
+        place = f"{run.backend} {run.execution}"
+        command = data["own_repro"].get(str(number)) or data["repro"][place].replace("{case}", run.case)
+        assert command == repro_command(run, report.header)
+        card = data["runs"]["card"][number]
+        assert bool(card) is (run.status in (Status.FAILED, Status.CRASHED))
+        assert str(card) in data["causes"] or not card
+    assert list(data["own_repro"]) == ["3"]
+    assert len(set(data["words"]["case"])) == len(data["words"]["case"])
+
+
+def test_numbers_of_the_list_are_short_and_json_has_no_infinity():
+    odd = [replace(PASSED, margin=1 / 3, seconds={"a": 0.1, "b": 0.02468}), of(Status.FAILED, margin=float("inf"))]
+    runs = embedded(nights.night([*odd, replace(PASSED, margin=None)]))["runs"]
+    assert runs["margin"] == [0.333, "inf", None]
+    assert runs["seconds"] == [0.125, 0, 0]
+
+
+def test_nothing_in_the_list_can_end_its_element():
+    report = nights.night([replace(PASSED, backend="</script><!--", case="decode-&lt;")])
+    text = embedded_runs(report.results, report.header, [])
+    assert not {"<", ">", "&"} & set(text)
+    assert json.loads(text)["words"]["backend"] == ["</script><!--"]
+    assert html_page(report).count("</script>") == 3
+
+
+def test_a_page_of_twenty_thousand_case_runs_is_of_a_size_that_opens():
+    assert len(html_page(nights.red_night(20_000)).encode()) < 2_000_000
+
+
+def test_a_summary_names_causes_and_what_changed():
+    before, tonight = nights.green_night(200), nights.red_night(200, every=10)
+    text = markdown_summary(tonight, before, History((night_of(before),)))
+    causes = re.findall(r"<summary>(.*)</summary>", text)
+    assert causes[0].startswith("5 case-runs: the first N KV tokens are missing")
+    assert causes[0].endswith("(matches-oracle, triton) <b>new tonight</b>")
+    assert len(causes) == 3
+    assert text.count("<details open>") == 1
+    assert "Since the last night (2026-11-20 02:17): 11 newly failing, 0 vanished" in text
+    assert "Since" not in markdown_summary(tonight)
+
+
+def test_known_failures_and_the_narrowest_name_their_backend_and_issues_are_links():
+    page = html_page(nights.red_night(400))
+    assert '<a href="https://example.org/issues/12">https://example.org/issues/12</a>' in page
+    for title in ("Known failures", "Nearest to the limit", "Slowest"):
+        section = page[page.index(f">{title}</h2>") :]
+        assert "<th>backend</th>" in section[: section.index("</thead>")]
+    assert issue_parts("see https://a.b/c; later") == [("see ", False), ("https://a.b/c", True), ("; later", False)]
+
+
+def test_what_is_claimed_and_not_tried_is_said_at_the_top_and_in_full():
+    page = html_page(nights.green_night(40))
+    assert page.index("claimed and not tried: 4 backends") < page.index("<table")
+    assert "claimed and not tried (triton): head dim 96; group 4" in page
+
+
+@pytest.mark.parametrize(
+    ("age", "words"),
+    [
+        (None, ""),
+        (Age("", 1, or_earlier=False), "new tonight"),
+        (Age("2026-11-14T02:17:00+00:00", 5, or_earlier=False), "red since 2026-11-14, 5 nights"),
+        (Age("2026-11-14T02:17:00+00:00", 2, or_earlier=True), "red since 2026-11-14 or earlier, 2 nights"),
+    ],
+)
+def test_the_age_of_a_failure_in_words(age, words):
+    assert age_words(age) == words
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("decode-gqa4x2-d64-bf16-p16-k33-shuffled-gauss-b1prod", "bf16"),
+        ("decode-gqa4x2-d64-fp32-p16-k33-shuffled-gauss-b1prod-s3", "fp32"),
+        ("decode-gqa4x2-d64-fp16-p16-k33-shuffled-gauss-kvfp8e4m3-w4-b1prod", "fp16, KV fp8e4m3"),
+        ("decode-ok-k0", "other"),
+    ],
+)
+def test_the_dtype_of_a_case_is_read_from_its_id(case, dtype):
+    assert dtype_of(case) == dtype
+
+
+@pytest.mark.parametrize(
+    ("ratio", "level"),
+    [(0.0, 0), (1.0, 0), (1.01, 1), (2.0, 1), (2.1, 2), (10.0, 2), (11, 3), (100, 3), (101, 4), (1e4, 4), (1e9, 5)],
+)
+def test_the_colour_of_an_error(ratio, level):
+    assert level_of(ratio) == level <= len(LEVELS)
+
+
+def area(svg: str, kind: str) -> float:
+    """Pixels that paths of a class cover."""
+    total = 0.0
+    for path in re.findall(rf'<path class="{kind}" d="([^"]*)"', svg):
+        total += sum(float(w) * float(h) for w, h in re.findall(r"h([\d.]+)v([\d.]+)h-", path))
+    return total
+
+
+def test_an_error_plot_has_a_cell_for_each_row_and_head():
+    svg = str(error_plot(ErrorMap(((0.5, 3.0, 3.0), (1.0, 1e9, 1.5), (0.0, 0.0, 0.0)), (0, 0, 4), 3, 3)))
+    cell = 12 * 12
+    assert [area(svg, f"e{level}") / cell for level in range(6)] == [5, 1, 2, 0, 0, 1]
+    assert re.findall(r">r(\d+)<", svg) == ["0", "4"]
+    assert "3 rows, 3 heads, largest 1e+09 times the limit" in svg
+
+
+def test_a_keys_plot_draws_runs_to_scale_and_one_key_of_many_is_to_be_seen():
+    svg = str(keys_plot(KeyMap(1, 0, 5, 60, ((0, 29),), ((0, 59),), ((3, 5),), ((30, 59),))))
+    assert [area(svg, kind) / 12 for kind in ("wanted", "used", "doubled", "unknown")] == [600, 300, 30, 300]
+    last = str(keys_plot(KeyMap(0, 0, 0, 66_000, ((65_999, 65_999),), ((0, 65_999),))))
+    assert 'class="used" d="M598.0 15h2.0v12h-2.0z"' in last
+
+
+def test_a_margin_plot_marks_all_the_middle_half_the_median_and_the_largest():
+    svg = str(margin_plot({"decode <bf16>": [0.0, 0.25, 0.5, 0.75, 1.0], "one": [0.4]}))
+    left, width = 195, 215
+    assert f'class="whole" d="M{left:.1f} 10H{left + width:.1f}"' in svg
+    assert f'class="half" d="M{left + width / 4:.1f} 10H{left + width * 0.75:.1f}"' in svg
+    assert f'class="median" d="M{left + width / 2:.1f} 5v10"' in svg
+    assert f'<circle cx="{left + width * 0.4:.1f}" cy="30" r="3"/>' in svg
+    assert "decode &lt;bf16&gt;: 5 passed, median 0.50, largest 1.000" in svg
+
+
+def heights(svg: str) -> dict[str, float]:
+    return {
+        kind: float(bottom) - float(top)
+        for kind, top, bottom in re.findall(r'<path class="(\w+)" d="M0 ([\d.]+)h8V([\d.]+)h-8z"/>', svg)
+    }
+
+
+@pytest.mark.parametrize(
+    ("passed", "red_runs", "claimed", "tall"),
+    [
+        (10, 0, 10, {"good": 30}),
+        (0, 10, 10, {"bad": 30}),
+        (5, 5, 10, {"bad": 15, "good": 15}),
+        (999, 1, 1000, {"bad": 4, "good": 26}),
+        (998, 1, 1000, {"bad": 4, "known": 4, "good": 22}),
+        (0, 1, 1000, {"bad": 30 * 4 / 33.97, "known": 30 * 29.97 / 33.97}),
+    ],
+)
+def test_a_column_of_a_night_is_to_scale_but_for_what_would_be_too_thin_to_see(passed, red_runs, claimed, tall):
+    svg = str(nights_plot([("2026-11-20", passed, red_runs, claimed, True)]))
+    assert heights(svg) == pytest.approx(tall, abs=0.11)
+
+
+def test_a_night_without_the_backend_is_a_gap_and_one_that_was_cut_off_is_pale():
+    svg = str(nights_plot([("a", 0, 0, 0, True), ("b", 5, 0, 5, False), ("c", 3, 1, 5, True)]))
+    assert svg.count('class="absent"') == 1
+    assert svg.count('<g class="cut"><title>b: 5 of 5 passed; the night did not finish</title>') == 1
+    assert "<title>c: 3 of 5 passed, 1 red</title>" in svg
+    assert 'width="28"' in svg
