@@ -68,10 +68,9 @@ class StaticInputs:
         ``mask``: whether the backend was given the runner's.
         """
         places = tuple(
-            replace(place, name=watched, shape=(bs * (width if by_token else 1), *place.shape[1:]))
-            for place in self.places
-            for _, by_token, watched in (_BUFFERS[place.name],)
-            if watched
+            replace(place, name=buffer.watched, shape=(bs * (width if buffer.by_token else 1), *buffer.columns))
+            for place, buffer in ((place, _BUFFERS[place.name]) for place in self.places)
+            if buffer.watched
         )
         sent = [Sent(places, self.memory, self.staged)]
         sent.append(sent_alone("batch.seq_lens_cpu", self.seq_lens_cpu[:bs], self.host["seq_lens"][:bs].view(np.uint8)))
@@ -86,6 +85,7 @@ class _Buffer(NamedTuple):
     """As long as all tokens; else as all requests."""
     watched: str
     """As a message names it; empty: a step may write it."""
+    columns: tuple[int, ...] = ()
 
 
 _BUFFERS: Mapping[str, _Buffer] = {
@@ -96,7 +96,7 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "positions": _Buffer(torch.int64, True, "batch.positions"),
     "num_accept_tokens": _Buffer(torch.int32, False, "batch.spec_info.num_accept_tokens"),
     "num_correct_drafts": _Buffer(torch.int32, False, "batch.spec_info.num_correct_drafts"),
-    "hidden_states": _Buffer(torch.float32, True, "batch.spec_info.hidden_states"),
+    "hidden_states": _Buffer(torch.float32, True, "batch.spec_info.hidden_states", (HIDDEN,)),
     "extend_seq_lens": _Buffer(torch.int32, False, "batch.spec_info.extend_seq_lens_tensor"),
     "select_index": _Buffer(torch.int64, False, ""),
 }
@@ -109,8 +109,10 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
     ``width``: N, rows a request.
     """
     packing = pack_places(
-        (name, buffer.dtype, (max_bs * (width if buffer.by_token else 1), *_COLUMNS.get(name, ())))
-        for name, buffer in _BUFFERS.items()
+        tuple(
+            (name, buffer.dtype, (max_bs * (width if buffer.by_token else 1), *buffer.columns))
+            for name, buffer in _BUFFERS.items()
+        )
     )
     staged = packing.fresh()
     host = packing.arrays(staged)
@@ -131,6 +133,3 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
     )
     static.send()
     return static
-
-
-_COLUMNS = {"hidden_states": (HIDDEN,)}
