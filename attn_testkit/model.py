@@ -110,6 +110,11 @@ class Model:
         first = layers[0]
         self.layers, self.table, self.hidden_table = layers, table, hidden_table
         self._parts, self._width = _parts(first), row_width(layers)
+        size = table.dtype.itemsize
+        self.bytes_of_parts = tuple(
+            slice(start * size, (start + heads * w) * size) for start, heads, _, w in self._parts
+        )
+        """Where q, k and v lie in a token's row of one layer."""
         self.contiguous = case.pick("qkv-memory") == 1
         """In half the cases q, k, v are contiguous, in the others they are strided views of one packed tensor."""
         weights = make_weights(first.tp_q_head_num * first.v_head_dim).to(table.device)

@@ -156,7 +156,7 @@ def _capture_bucket(
     return Bucket(
         captured=captured,
         batch=batch,
-        produced=readable(captured.outputs),
+        produced=readable(harness.model, captured.outputs),
         given=static.sent(bs, case.width, spec=spec is not None, mask=verify_mask_of(harness) is None),
         poison=_poison(captured.outputs, harness.fill),
         allocated=tuple(allocated),

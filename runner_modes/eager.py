@@ -8,7 +8,6 @@ import torch
 
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
-from attn_testkit.graphs.poison import fill_with_poison
 
 from .batches import batch_on_device, eager_batch
 from .clock import Clock
@@ -54,15 +53,12 @@ def run_eager(
             torch.cuda.synchronize()
     with clock.phase("read back"), blame("read back", label):
         given = (*sent, loaded.table)
-        return observe(harness, driver, loaded, readable(trace), given, label=label, among=among)
+        return observe(harness, driver, loaded, readable(harness.model, trace), given, label=label, among=among)
 
 
 def _poison_heap(harness: ServerHarness, tokens: int) -> None:
     """Let freed blocks of the output's size hold NaN, so that an unwritten output row shows."""
     first = harness.context.layers[0]
-    blocks = [
-        torch.empty(tokens, first.tp_q_head_num, first.v_head_dim, dtype=dtype, device=harness.device)
-        for dtype in (harness.context.dtype, torch.float32)
-    ]
-    for block in blocks:
-        fill_with_poison(block, harness.fill)
+    elements = tokens * first.tp_q_head_num * first.v_head_dim
+    sizes = [elements * dtype.itemsize for dtype in (harness.context.dtype, torch.float32)]
+    _ = [torch.full((size,), harness.fill, dtype=torch.uint8, device=harness.device) for size in sizes]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import DTYPES, StepData, make_layers, make_step_data, pool_image
+from attn_testkit.cases.data import DTYPES, StepData, held_kv, make_layers, make_step_data, pool_image
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, Capabilities, ForwardMode, KVPool
@@ -20,7 +20,7 @@ from attn_testkit.model import Model, pack, row_width
 
 from .errors import no_mode_left
 from .host_work import host_work
-from .packing import Sent, bytes_of
+from .packing import Bytes, Sent, bytes_of
 from .pool_watch import PoolWatch
 from .tables import Tables
 
@@ -42,6 +42,8 @@ class LoadedStep:
     """The same in memory that the backend is not given."""
     table: Sent = field(repr=False)
     """The request table."""
+    rows: Bytes = field(repr=False)
+    """[T, L, bytes]: what the model looks up, q, k, v of a token beside each other."""
 
 
 def _largest(schedules: Sequence[Schedule], name: str) -> int:
@@ -141,16 +143,20 @@ class ServerHarness:
             given = data
             if step.stored:
                 given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
-            hidden, rows = bytes_of(data.hidden), bytes_of(pack(given.q, given.k, given.v, mla=self._is_mla))
+            packed = pack(given.q, given.k, given.v, mla=self._is_mla)
+            hidden, rows = bytes_of(data.hidden), packed.view(torch.uint8).numpy()
             due = np.unique(np.append(data.out_cache_loc.numpy(), 0))
         marked = pattern if pattern and pattern.startswith("place.") else ""
         tails = self.case.kv_dtype in self.capabilities.finite_page_tails
 
-        def image() -> torch.Tensor:
+        def held() -> tuple[npt.NDArray[np.int64], Bytes]:
             with host_work():
-                return pool_image(schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked)
+                if not (marked or tails):
+                    return held_kv(step, data, after=step.stored)
+                image = pool_image(schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked)
+                return np.arange(image.shape[2]), bytes_of(image)
 
-        self.pool.fill((schedule, step, pattern), image, self.unowned)
-        table, due_on_device = self._tables.fill(step.req_to_token, due, hidden, rows)
+        self.pool.fill((schedule, step, pattern), held, self.unowned)
+        table, due_on_device = self._tables.fill(step.req_to_token, due, hidden, rows.reshape(-1))
         slots = (schedule.num_pages + 1) * schedule.case.page_size
-        return LoadedStep(schedule, step, given, slots, due, due_on_device, table)
+        return LoadedStep(schedule, step, given, slots, due, due_on_device, table, rows)

@@ -12,7 +12,7 @@ import torch
 
 from attn_testkit.checks.observation import Bytes, Group, Observation, Piece, copies_from
 from attn_testkit.graphs.poison import Canaries
-from attn_testkit.model import Trace
+from attn_testkit.model import Model, Trace
 
 from .harness import LoadedStep, ServerHarness
 from .mode_driver import ModeDriver
@@ -33,6 +33,8 @@ class Readable:
     """[n] uint8."""
     row: int
     """Bytes of one row."""
+    sent: tuple[int | slice, slice] | None = None
+    """Layers and bytes of ``LoadedStep.rows`` that it still holds, if nobody modified it."""
 
 
 _RETURNED = (
@@ -44,22 +46,22 @@ _RETURNED = (
 """Fields of ``Outputs``, and of a trace."""
 
 
-def readable(trace: Trace) -> tuple[Readable, ...]:
+def readable(model: Model, trace: Trace) -> tuple[Readable, ...]:
     """All that is looked at, all rows. What a graph produces stays where it is at every replay."""
-    found: list[tuple[Group, str, torch.Tensor]] = []
-    found += [("attention", str(layer), out) for layer, out in enumerate(trace.attention)]
-    found.append(("activations", "packed 0", trace.packed))
+    found = [_readable("attention", str(layer), out) for layer, out in enumerate(trace.attention)]
+    found.append(_readable("activations", "packed 0", trace.packed, (slice(None), slice(None))))
     # q, k and v of each layer, where they were copies of the packed rows.
-    found += [("activations", f"{'qkv'[i % 3]} {i // 3}", dense) for i, dense in enumerate(trace.dense)]
+    for index, dense in enumerate(trace.dense):
+        layer, part = divmod(index, 3)
+        found.append(_readable("activations", f"{'qkv'[part]} {layer}", dense, (layer, model.bytes_of_parts[part])))
     returned = ((name, getattr(trace, attribute)) for name, attribute in _RETURNED)
-    found += [("outputs", name, value) for name, value in returned if value is not None]
-    return tuple(_readable(*each) for each in found)
+    return (*found, *(_readable("outputs", name, value) for name, value in returned if value is not None))
 
 
-def _readable(group: Group, name: str, tensor: torch.Tensor) -> Readable:
+def _readable(group: Group, name: str, tensor: torch.Tensor, sent: tuple[int | slice, slice] | None = None) -> Readable:
     dtype, shape = tensor.dtype, tuple(tensor.shape)
     row = math.prod(shape[1:]) * dtype.itemsize
-    return Readable(group, name, dtype, shape, tensor.view(-1).view(torch.uint8), row)
+    return Readable(group, name, dtype, shape, tensor.view(-1).view(torch.uint8), row, sent)
 
 
 def observe(
@@ -90,7 +92,12 @@ def observe(
         ]
     )
     tokens, returned = loaded.step.tokens, driver.live_rows(loaded)
-    pieces = [_head(each, next(found), returned if each.group == "outputs" else tokens) for each in produced]
+    pieces: list[Piece] = []
+    for each in produced:
+        piece = _head(each, next(found), returned if each.group == "outputs" else tokens)
+        # As with other inputs, only what was modified travels.
+        if each.sent is None or not np.array_equal(piece.raw.reshape(tokens, -1), _sent(loaded, each.sent)):
+            pieces.append(piece)
     pieces += [piece for each in given for piece in _changed(each, next(found))]
     if pool:
         pieces += _pool_pieces(harness, loaded, next(found), next(found))
@@ -117,6 +124,12 @@ def _head(produced: Readable, found: Bytes, rows: int) -> Piece:
     """The first rows of what was read."""
     shape = (rows, *produced.shape[1:])
     return Piece(produced.group, produced.name, produced.dtype, shape, found[: rows * produced.row])
+
+
+def _sent(loaded: LoadedStep, part: tuple[int | slice, slice]) -> Bytes:
+    """[T, bytes]."""
+    rows: Bytes = loaded.rows[:, part[0], part[1]].reshape(len(loaded.rows), -1)
+    return rows
 
 
 def _changed(given: Sent, now: Bytes) -> Iterator[Piece]:

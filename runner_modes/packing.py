@@ -7,14 +7,16 @@ does not read the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from .host_work import host_work
 from .uploads import upload
 
 __all__ = ["Bytes", "Packing", "Place", "Sent", "bytes_of", "pack_places", "send", "sent_alone"]
@@ -82,7 +84,8 @@ class Packing:
         return found
 
 
-def pack_places(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> Packing:
+@lru_cache(maxsize=256)
+def pack_places(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Packing:
     """Lay out tensors of these names, dtypes and shapes, in this order."""
     places: list[Place] = []
     start = 0
@@ -121,11 +124,11 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 
 def send(named: Mapping[str, torch.Tensor], device: torch.device) -> tuple[dict[str, torch.Tensor], Sent]:
     """Host tensors, together in fresh memory on the device, by name."""
-    arrays = {name: tensor.numpy() for name, tensor in named.items()}
-    packing = pack_places((name, named[name].dtype, array.shape) for name, array in arrays.items())
-    host = packing.fresh()
-    for place, array in zip(packing.places, arrays.values(), strict=True):
-        host[place.start : place.end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    with host_work():
+        packing = pack_places(tuple((name, each.dtype, tuple(each.shape)) for name, each in named.items()))
+        host = packing.fresh()
+        for place, tensor in zip(packing.places, named.values(), strict=True):
+            host[place.start : place.end] = bytes_of(tensor.contiguous())
     memory = upload(torch.from_numpy(host), device)
     return packing.tensors(memory), Sent(packing.places, memory, host)
 

@@ -12,7 +12,7 @@ import torch
 from attn_testkit.contract import KVPool
 
 from .packing import Bytes
-from .uploads import upload, upload_into
+from .uploads import upload
 
 __all__ = ["PoolWatch"]
 
@@ -33,24 +33,26 @@ class PoolWatch:
         row = math.prod(self._row) * size
         self._word, self._mark = _widest(row), _widest(row // _widest(row))
         self._now, self._before = storage, torch.empty_like(storage)
-        self._bits = storage.view(self.bits)
+        self._bits, self._bits_before, self._device = storage.view(self.bits), self._before.view(self.bits), pool.device
         # FP8 has neither fill nor indexing everywhere.
         self._to_fill = self._before.view(torch.uint8) if size == 1 else self._before
         self._held: object = None
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def fill(self, name: object, image: Callable[[], torch.Tensor], unowned: float) -> None:
-        """Have the pool hold ``image``, and ``unowned`` behind it: a drive of several modes has the largest pool.
+    def fill(self, name: object, held: Callable[[], tuple[npt.NDArray[np.int64], Bytes]], unowned: float) -> None:
+        """Have some slots hold rows, and all others ``unowned``, a finite number or NaN.
 
-        ``name``: equal for equal images. The last one is on the device already.
+        ``held`` gives slots [n] and the bytes of [L, 2 or 1, n, Hk, Dqk]. ``name``: equal for equal contents; the last
+        ones are on the device already.
         """
         if name != self._held:
-            made, target = image(), self._to_fill
-            slots = made.shape[2]
-            if slots < self._slots:
-                target[:, :, slots:] = unowned if self.bits is not torch.uint8 else 0x7F if math.isnan(unowned) else 0
-                target = target[:, :, :slots]
-            upload_into(target, made.view(target.dtype))
+            self._held = None
+            slots, rows = held()
+            first = len(slots) * slots.itemsize
+            sent = upload(torch.from_numpy(np.concatenate([slots.view(np.uint8), rows.reshape(-1)])), self._device)
+            on_device = sent[first:].view(self.bits).view(self.layers, self.parts, len(slots), *self._row)
+            self._to_fill.fill_(unowned if self.bits is not torch.uint8 else 0x7F if math.isnan(unowned) else 0)
+            self._bits_before.index_copy_(2, sent[:first].view(torch.int64), on_device)
             self._held = name
         self._now.copy_(self._before)
 
@@ -78,7 +80,7 @@ class PoolWatch:
         shape = (self.layers, self.parts, count, *self._row)
         if as_due.sum() < count:
             slots = np.flatnonzero(differs)
-            every = self._bits.index_select(2, upload(torch.from_numpy(slots), self._bits.device)).cpu()
+            every = self._bits.index_select(2, upload(torch.from_numpy(slots), self._device)).cpu()
             return slots, every.view(-1).view(torch.uint8).numpy(), shape
         held = rows.reshape(self.layers * self.parts, len(due), -1)
         return due[as_due], (held if count == len(due) else held[:, as_due]).reshape(-1), shape

@@ -75,12 +75,8 @@ class StaticInputs:
         if not spec:
             names["extend_seq_lens"] = "batch.extend_seq_lens"
         places = tuple(
-            replace(
-                place,
-                name=names[place.name],
-                shape=(bs * (width if _BUFFERS[place.name].by_token else 1), *place.shape[1:]),
-            )
-            for place in self.places
+            replace(place, name=names[place.name], shape=(bs * (width if buffer.by_token else 1), *buffer.columns))
+            for place, buffer in ((place, _BUFFERS[place.name]) for place in self.places)
             if names[place.name]
         )
         sent = [Sent(places, self.memory, self.staged)]
@@ -96,6 +92,7 @@ class _Buffer(NamedTuple):
     """As long as all tokens; else as all requests."""
     watched: str
     """As a message names it; empty: a step may write it."""
+    columns: tuple[int, ...] = ()
 
 
 _BUFFERS: Mapping[str, _Buffer] = {
@@ -106,7 +103,7 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "positions": _Buffer(torch.int64, True, "batch.positions"),
     "num_accept_tokens": _Buffer(torch.int32, False, "batch.spec_info.num_accept_tokens"),
     "num_correct_drafts": _Buffer(torch.int32, False, "batch.spec_info.num_correct_drafts"),
-    "hidden_states": _Buffer(torch.float32, True, "batch.spec_info.hidden_states"),
+    "hidden_states": _Buffer(torch.float32, True, "batch.spec_info.hidden_states", (HIDDEN,)),
     "extend_seq_lens": _Buffer(torch.int32, False, "batch.spec_info.extend_seq_lens_tensor"),
     "extend_prefix_lens": _Buffer(torch.int32, False, "batch.extend_prefix_lens"),
     "extend_start_loc": _Buffer(torch.int32, False, "batch.extend_start_loc"),
@@ -121,8 +118,10 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
     ``width``: N, rows a request.
     """
     packing = pack_places(
-        (name, buffer.dtype, (max_bs * (width if buffer.by_token else 1), *_COLUMNS.get(name, ())))
-        for name, buffer in _BUFFERS.items()
+        tuple(
+            (name, buffer.dtype, (max_bs * (width if buffer.by_token else 1), *buffer.columns))
+            for name, buffer in _BUFFERS.items()
+        )
     )
     staged = packing.fresh()
     host = packing.arrays(staged)
@@ -143,6 +142,3 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
     )
     static.send()
     return static
-
-
-_COLUMNS = {"hidden_states": (HIDDEN,)}

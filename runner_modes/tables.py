@@ -45,8 +45,8 @@ class Tables:
         self._requests: npt.NDArray[np.int32] = np.zeros((requests, context_len), np.int32)
         self.clear_requests()
         # Rows that no step has filled yet are finite: graphs are captured on token 0.
-        self.rows[:-1] = 0.5
-        self.hidden[:-1] = 0.5
+        for table in (self.rows, self.hidden):
+            table[:-1].fill_(0.5)
 
     def clear_requests(self) -> None:
         """No live request: an all-zero request table."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from cachetools import LRUCache, cached
 
@@ -18,7 +19,7 @@ from ..contract import AttentionLayer, ForwardMode
 from .case import Case
 from .patterns import draw, mark_keys, normals, probe_values
 from .places import marked_slots, tail_slots, values_of_place
-from .schedule import Schedule, Step
+from .schedule import Ints, Schedule, Step
 
 __all__ = [
     "DTYPES",
@@ -26,6 +27,7 @@ __all__ = [
     "StepData",
     "bytes_in",
     "forget_data",
+    "held_kv",
     "make_layers",
     "make_step_data",
     "new_kv",
@@ -348,12 +350,25 @@ def pool_image(
     if marked:
         one = _bytes_if_fp8(torch.ones((), dtype=dtype))
         image[:, -1, marked_slots(step, marked, page, slots), :, : schedule.case.head_dim] = one
-    for b, request in enumerate(step.requests):
-        count = request.prefix + (request.new if after else 0)
-        owned = torch.from_numpy(request.slots[:count])
-        for part, source in enumerate(stored):
-            image[:, part, owned] = _bytes_if_fp8(source)[:, b, :count]
+    owned, rows = held_kv(step, data, after=after)
+    raw = image.view(torch.uint8).numpy()
+    raw.reshape(*raw.shape[:3], -1)[:, :, owned] = rows
     return image.view(dtype)
+
+
+def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:
+    """What live requests have in the KV pool before or ``after`` a step, as it is stored.
+
+    Their slots [n], those of shared pages once a request, and the bytes of their rows [L, 2 or 1, n, bytes].
+    """
+    counts = [request.prefix + (request.new if after else 0) for request in step.requests]
+    slots = np.concatenate([request.slots[:count] for request, count in zip(step.requests, counts, strict=True)])
+    parts = [part.view(torch.uint8).numpy() for part in (data.stored_keys, data.stored_values) if part is not None]
+    layers, _, _, heads, width = parts[0].shape
+    rows = np.empty((layers, len(parts), len(slots), heads, width), np.uint8)
+    for index, part in enumerate(parts):
+        np.concatenate([part[:, b, :count] for b, count in enumerate(counts)], axis=1, out=rows[:, index])
+    return slots, rows.reshape(layers, len(parts), len(slots), heads * width)
 
 
 def forget_data() -> None:

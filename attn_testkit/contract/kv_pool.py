@@ -52,7 +52,9 @@ class KVPool:
             )
 
         # A server gives the same buffers at every call.
-        self._buffers = tuple(part.unbind(0) for part in self.storage.unbind(1))
+        parts = self.storage.shape[1]
+        flat = self.storage.flatten(0, 1).unbind(0)
+        self._buffers = tuple(flat[part::parts] for part in range(parts))
         self._row = tuple(self.storage.shape[3:])
 
     @property
