@@ -56,7 +56,7 @@ def _mla(kernel: str) -> Callable[[Case], str]:
 
 
 def _trtllm_mha(case: Case) -> str:
-    if case.mode is ForwardMode.DRAFT_EXTEND:
+    if case.mode.is_ragged():
         return "trtllm_batch_context_with_kv_cache"
     rows = "one row" if case.width == 1 else "packed causal mask"
     keys = ", e4m3 keys" if case.kv_dtype != "same" else ""

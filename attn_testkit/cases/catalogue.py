@@ -297,8 +297,8 @@ def _prompts(claims: Capabilities, plain: Case) -> Iterator[Case]:
     """A prompt of several tiles of rows among rows that decode; and chunks of requests that share their prefixes."""
     rows, page = min(MOST_NEW_TOKENS, claims.max_extend_tokens), plain.page_size
     small = replace(_small(claims, plain), page_size=page, data="gauss")
-    new = (1, rows, 1)
-    yield replace(small, prefixes=(70, 300, 5), new=new, width=room_for(new), bucket=3)
+    among_decodes = (1, rows, 1)
+    yield replace(small, prefixes=(70, 300, 5), new=among_decodes, width=room_for(among_decodes), bucket=3)
     new = tuple(min(n, claims.max_extend_tokens) for n in (page + 1, 2, 1))
     prefixes = (2 * page, 2 * page + 1, page)
     yield replace(small, prefixes=prefixes, new=new, width=room_for(new), bucket=4, layout="shared", chunks=3)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,6 +62,13 @@ def test_chunks_are_a_word_of_the_id_and_one_chunk_is_none() -> None:
     assert (case.new, case.width, case.chunks, case.most_new) == ((9, 1, 2), 4, 3, 9)
     assert parse_case(case.id) == case
     assert "chunks" not in parse_case(case.id.replace("-chunks3", "")).id
+
+
+def test_the_page_of_modes_shows_an_id_that_can_be_read_and_every_mode() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "modes.md").read_text()
+    shown = re.findall(r"^extend-\S+$", page, re.MULTILINE)
+    assert [parse_case(name).id for name in shown] == shown != []
+    assert [mode for mode in ForwardMode if f"| `{mode.value}`" not in page] == []
 
 
 def test_new_tokens_lie_on_both_sides_of_a_page_and_are_1_where_none_are_listed() -> None:
