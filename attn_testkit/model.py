@@ -93,8 +93,7 @@ def row_width(layers: tuple[AttentionLayer, ...]) -> int:
 
 def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mla: bool) -> torch.Tensor:
     """[L, T, H, D] tensors -> [T, L, width] rows of the model's table (host). MLA: v is a part of k."""
-    parts = [x.flatten(2) for x in ((q, k) if mla else (q, k, v))]
-    return torch.cat(parts, -1).transpose(0, 1).contiguous()
+    return torch.cat([x.flatten(2).transpose(0, 1) for x in ((q, k) if mla else (q, k, v))], -1)
 
 
 class Model:

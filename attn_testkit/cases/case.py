@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from ..contract import ForwardMode
@@ -247,6 +247,7 @@ _WORDS: tuple[_Word, ...] = (
 _NEEDED = ("heads", "head_dim", "dtype", "page_size", "prefixes", "layout", "data", "bucket")
 
 
+@lru_cache(maxsize=1 << 14)
 def parse_case(case_id: str) -> Case:
     """Rebuild a case from its id. Raises ``ValueError`` that names the word it could not read."""
     modes = sorted((mode.value for mode in ForwardMode), key=len, reverse=True)

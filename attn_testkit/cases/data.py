@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from cachetools import LRUCache, cached
+from cachetools.keys import hashkey
 
 from ..contract import AttentionLayer, ForwardMode
 from .case import Case
@@ -26,11 +27,13 @@ __all__ = [
     "KEPT_BYTES",
     "StepData",
     "bytes_in",
+    "dequantised",
     "forget_data",
     "held_kv",
     "make_layers",
     "make_step_data",
     "new_kv",
+    "numbers_of",
     "pool_image",
 ]
 
@@ -45,10 +48,11 @@ HIDDEN = 32
 """Width of the model's hidden state."""
 
 
+@lru_cache(maxsize=16)
 def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
     """The two layers of the test model. They differ in everything that a layer may differ in.
 
-    ``sinks`` are host tensors; the drive moves them to the device.
+    ``sinks`` are host tensors; the drive moves copies of them to the device.
     """
     case = case.host or case
     rng = np.random.default_rng(case.digest ^ 0x51)
@@ -137,14 +141,29 @@ class StepData:
     @property
     def keys(self) -> torch.Tensor:
         """[L, B, S, Hk, Dqk] float64: ``stored_keys``, dequantised. Made anew: large, and asked once."""
-        return self.stored_keys.double() * self.kv_scales[0]
+        return dequantised(self.stored_keys, self.kv_scales[0])
 
     @property
     def values(self) -> torch.Tensor:
         """[L, B, S, Hk, Dv] float64, likewise."""
         if self.stored_values is None:
-            return self.stored_keys[..., : self.v.shape[-1]].double() * self.kv_scales[0]
-        return self.stored_values.double() * self.kv_scales[1]
+            return dequantised(self.stored_keys[..., : self.v.shape[-1]], self.kv_scales[0])
+        return dequantised(self.stored_values, self.kv_scales[1])
+
+
+def dequantised(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Float64, new memory: what ``stored`` [L, ...] means. ``scales`` [L, 1, ...]: all 1 unless the dtype is FP8."""
+    if stored.dtype.itemsize > 1:
+        return stored.double()
+    # torch converts FP8 one by one; there are 256 numbers.
+    numbers = np.take(_fp8_numbers(stored.dtype), stored.view(torch.uint8).numpy(), mode="clip")
+    return torch.from_numpy(numbers).mul_(scales)
+
+
+@lru_cache
+def _fp8_numbers(dtype: torch.dtype) -> npt.NDArray[np.float64]:
+    numbers: npt.NDArray[np.float64] = torch.arange(256, dtype=torch.uint8).view(dtype).double().numpy()
+    return numbers
 
 
 def _held_by_fp8(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,7 +242,13 @@ def _drawn(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), lock=threading.Lock())
+def numbers_of(schedule: Schedule, step: Step, pattern: str | None = None) -> tuple[object, ...]:
+    """A key for a step's numbers: one for all steps that hold the same, as a replay and an eager run's second step."""
+    whole = None if step.part_of is None else step.part_of[0].requests
+    return hashkey(schedule, step.seed, step.requests, whole, pattern)
+
+
+@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
 def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
     """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis).
 

@@ -51,7 +51,9 @@ def normals(shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
         # Every seventh number from ``start`` on, round and round: a piece of the strided bank.
         at = start * pow(_STRIDE, -1, bank.numel()) % bank.numel()
         rounds = -(-(at + count) // bank.numel())
-        return _strided_bank().repeat(rounds)[at : at + count].view(shape)
+        # Where it does not come round, a view.
+        strided = _strided_bank() if rounds == 1 else _strided_bank().repeat(rounds)
+        return strided[at : at + count].view(shape)
     return bank[start : start + count].view(shape)
 
 

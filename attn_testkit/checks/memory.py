@@ -26,8 +26,10 @@ def pool_is_right(observed: Observation, page_size: int) -> bool:
     assert observed.inputs is not None
     slots, rows = observed.written
     own = slots >= page_size
+    if not own.all():
+        slots, rows = slots[own], rows[:, :, own]
     want_slots, want_rows = observed.inputs.new_slots, observed.inputs.new_rows
-    return torch.equal(slots[own], want_slots) and torch.equal(_raw(rows[:, :, own]), _raw(want_rows))
+    return torch.equal(slots, want_slots) and torch.equal(_raw(rows), _raw(want_rows))
 
 
 def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..cases.data import StepData
+from ..cases.data import StepData, dequantised
 from ..contract import AttentionLayer
 
 __all__ = ["Attention", "attend", "windowed"]
@@ -46,38 +46,62 @@ def attend(
     ``Attention.flat`` too.
     """
     visible = data.visible if visible is None else visible
-    if data.stored_keys.numel() + data.q[..., 0].numel() * visible.shape[-1] <= _AT_ONCE:
+    if _numbers(data, visible) <= _AT_ONCE:
         return _attend(data, layers, visible, flat)
-    # One layer and one request at a time: nothing is computed on the padding behind short requests, and what is needed
-    # for a moment stays small.
-    by_layer = []
-    for index, layer in enumerate(layers):
-        parts = [_part(data, visible, index, request) for request in range(len(visible))]
-        by_layer.append(_joined([_attend(part, [layer], part.visible, flat) for part in parts], 1))
-    return replace(_joined(by_layer, 0), keys=by_layer[0].keys)
+    # One request at a time: nothing is computed on the padding behind short requests, and what is needed for a moment
+    # stays small. A long one a layer at a time.
+    return _joined([_of_request(data, layers, visible, request, flat) for request in range(len(visible))], 1)
 
 
 _AT_ONCE = 1 << 17
 """Numbers in a step's keys and logits up to which all of it is computed at once."""
+_LAYERS_AT_ONCE = 1 << 19
+"""The same of one request, up to which its layers are."""
 
 
-def _part(data: StepData, visible: torch.Tensor, layer: int, request: int) -> StepData:
-    """One request in one layer, cut to the keys that it may see. What attention does not look at stays whole."""
-    visible = visible[request : request + 1]
-    seen = visible[0].any(0).nonzero()
+def _numbers(data: StepData, visible: torch.Tensor) -> int:
+    return data.stored_keys.numel() + data.q[..., 0].numel() * visible.shape[-1]
+
+
+def _of_request(
+    data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tensor, request: int, flat: bool
+) -> Attention:
+    part = _part(data, visible, request)
+    if _numbers(part, part.visible) <= _LAYERS_AT_ONCE:
+        return _attend(part, layers, part.visible, flat)
+    each = [_attend(_layer(part, index), [layer], part.visible, flat) for index, layer in enumerate(layers)]
+    return replace(_joined(each, 0), keys=each[0].keys)
+
+
+def _part(data: StepData, visible: torch.Tensor, request: int) -> StepData:
+    """One request, cut to the keys that it may see: views. What attention does not look at stays whole."""
+    one = slice(request, request + 1)
+    seen = visible[request].any(0).nonzero()
     keys = slice(0, int(seen[-1]) + 1 if len(seen) else 1)
-    mine, one, this = data.row_request == request, slice(request, request + 1), slice(layer, layer + 1)
+    first, last = torch.searchsorted(data.row_request, torch.tensor([request, request + 1])).tolist()
+    rows = slice(first, last)
     return replace(
         data,
-        q=data.q[this, mine],
-        stored_keys=data.stored_keys[this, one, keys],
-        stored_values=None if data.stored_values is None else data.stored_values[this, one, keys],
-        kv_scales=data.kv_scales[:, this],
-        visible=visible[..., keys],
+        q=data.q[:, rows],
+        stored_keys=data.stored_keys[:, one, keys],
+        stored_values=None if data.stored_values is None else data.stored_values[:, one, keys],
+        visible=visible[one, :, keys],
         key_positions=data.key_positions[one, keys],
         query_positions=data.query_positions[one],
-        row_request=torch.zeros_like(data.row_request[mine]),
-        row_offset=data.row_offset[mine],
+        row_request=torch.zeros_like(data.row_request[rows]),
+        row_offset=data.row_offset[rows],
+    )
+
+
+def _layer(data: StepData, layer: int) -> StepData:
+    """One layer of it, likewise."""
+    this = slice(layer, layer + 1)
+    return replace(
+        data,
+        q=data.q[this],
+        stored_keys=data.stored_keys[this],
+        stored_values=None if data.stored_values is None else data.stored_values[this],
+        kv_scales=data.kv_scales[:, this],
     )
 
 
@@ -94,53 +118,80 @@ def _joined(parts: Sequence[Attention], dim: int) -> Attention:
 
 
 def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tensor, flat: bool) -> Attention:
-    num_layers, _, num_q_heads, dim = data.q.shape
+    num_layers, tokens, num_q_heads, _ = data.q.shape
     bs, widest, _ = visible.shape
     kv_heads = data.stored_keys.shape[3]
-    b, t = data.row_request, data.row_offset
-    q = torch.zeros(num_layers, bs, widest, num_q_heads, dim, dtype=torch.float64)
-    q[:, b, t] = data.q.double()
-    q = q.view(num_layers, bs, widest, kv_heads, -1, dim)
-    scaling = torch.tensor([layer.scaling for layer in layers], dtype=torch.float64).view(-1, 1, 1, 1, 1, 1)
-    # [L, B, Hk, G * Tmax, S]: one matrix product for each KV head of each request.
-    rows = q.permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
-    keys = data.keys.permute(0, 1, 3, 2, 4)
+    padded = tokens != bs * widest
     grouped = (num_layers, bs, kv_heads, num_q_heads // kv_heads, widest, -1)
-    logits = (rows @ keys.transpose(-1, -2)).view(grouped).mul_(scaling)
-    noise = (_norm(rows) * _norm(keys).amax(3, keepdim=True)).view(grouped) * scaling
+
+    def packed(by_head: torch.Tensor) -> torch.Tensor:
+        """[L, B, Hk, G * Tmax, X] -> [L, T, Hq, X]."""
+        rows = by_head.view(grouped).permute(0, 1, 4, 2, 3, 5)
+        if padded:
+            rows = rows[:, data.row_request, data.row_offset]
+        return rows.reshape(num_layers, tokens, num_q_heads, -1)
+
+    # [L, B, Hk, G * Tmax, D] and [L, B, Hk, S, D]: one matrix product for each KV head of each request.
+    rows, keys = _by_kv_head(data, bs, widest, kv_heads), _of_heads(data.stored_keys, data.kv_scales[0])
+    logits = (rows @ keys.mT).view(grouped)
+    scaling = torch.tensor([layer.scaling for layer in layers], dtype=torch.float64).view(-1, 1, 1, 1, 1, 1)
+    noise = (_norm(rows) * _norm(keys).amax(3, keepdim=True)).view(grouped).mul_(scaling)
+    logits.mul_(scaling)
     for index, layer in enumerate(layers):
         if layer.logit_cap:
-            logits[index] = layer.logit_cap * torch.tanh(logits[index] / layer.logit_cap)
-    seen = torch.stack([windowed(visible, data, layer.sliding_window_size) for layer in layers])
-    logits.masked_fill_(~seen[:, :, None, None], -torch.inf)
+            logits[index].div_(layer.logit_cap).tanh_().mul_(layer.logit_cap)
+    seen = _seen(data, visible, layers)
+    logits.masked_fill_(~seen, -torch.inf)
     top = logits.amax(-1, keepdim=True)
     sinks = _sinks(layers, kv_heads)
     if sinks is not None:
         top = torch.maximum(top, sinks)
-    top = top.clamp(min=-1e300)
+    top = top.clamp_(min=-1e300)
     weights = logits.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks - top)
     p = weights.div_(total).flatten(3, 4)
-    values = data.values.permute(0, 1, 3, 2, 4)
-
-    def packed(padded: torch.Tensor) -> torch.Tensor:
-        """[L, B, Hk, G * Tmax, X] -> [L, T, Hq, X]."""
-        return padded.view(grouped).permute(0, 1, 4, 2, 3, 5).flatten(3, 4)[:, b, t]
-
+    if data.stored_values is None:
+        values = keys[..., : data.v.shape[-1]]
+    else:
+        values = _of_heads(data.stored_values, data.kv_scales[1])
     out, everything = packed(p @ values), None
-    sizes = values.abs()
+    sizes = values.abs_()
     if flat:
-        even = seen[:, :, None, None].expand(grouped[:5] + seen.shape[-1:]) / total
-        everything = packed(even.flatten(3, 4) @ sizes)
+        # The rows of a group see the same keys: one product for all of them.
+        even = (seen[:, :, :, 0].double() @ sizes).view(num_layers, bs, kv_heads, 1, widest, -1)
+        everything = packed((even / total).flatten(3, 4))
     return Attention(
         out=out,
         mass=packed(p @ sizes),
         logit_noise=packed(noise.flatten(3, 4)),
-        keys=visible.sum(-1)[b, t],
+        keys=visible.sum(-1)[data.row_request, data.row_offset],
         flat=everything,
     )
+
+
+def _of_heads(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[L, B, S, Hk, D] -> [L, B, Hk, S, D] float64, in one piece: strided matrices multiply ten times slower."""
+    return dequantised(stored.permute(0, 1, 3, 2, 4).contiguous(), scales)
+
+
+def _by_kv_head(data: StepData, bs: int, widest: int, kv_heads: int) -> torch.Tensor:
+    """The queries, [L, B, Hk, G * Tmax, D] float64; zeros behind the rows of a request."""
+    num_layers, tokens, num_q_heads, dim = data.q.shape
+    if tokens == bs * widest:
+        q = data.q.double()
+    else:
+        q = torch.zeros(num_layers, bs, widest, num_q_heads, dim, dtype=torch.float64)
+        q[:, data.row_request, data.row_offset] = data.q.double()
+    return q.view(num_layers, bs, widest, kv_heads, -1, dim).permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
+
+
+def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer]) -> torch.Tensor:
+    """[L or 1, B, 1, 1, Tmax, S] bool: who may see whom, windows included."""
+    windows = [layer.sliding_window_size for layer in layers]
+    seen = [windowed(visible, data, window) for window in (windows if len(set(windows)) > 1 else windows[:1])]
+    return torch.stack(seen)[:, :, None, None]
 
 
 def _norm(rows: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from cachetools import LRUCache, cached
 
-from ..cases.data import KEPT_BYTES, StepData, bytes_in, make_layers, make_step_data
+from ..cases.data import KEPT_BYTES, StepData, bytes_in, make_layers, make_step_data, numbers_of
 from ..cases.schedule import Schedule, Step
 from ..model import Weights, make_weights
 from .attention import Attention, attend
@@ -41,7 +40,7 @@ class Expected:
     """[R, vocab]."""
 
 
-@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), lock=threading.Lock())
+@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
 def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expected:
     """The answer for one step of a schedule, and the limits. ``pattern``: see ``make_step_data``.
 
@@ -54,7 +53,7 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
     if case.mode.is_ragged():
         last = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1)
         hidden, hidden_limit = hidden[last], hidden_limit[last]
-    head = _weights(attention).head
+    weights, sizes = _weights(attention)
     return Expected(
         data=data,
         attention=attention.out,
@@ -62,8 +61,8 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
         row_limit=row_limit(limit, case.dtype),
         hidden=hidden,
         hidden_limit=hidden_limit,
-        logits=hidden @ head,
-        logits_limit=linear_limit(hidden_limit, hidden, head),
+        logits=hidden @ weights.head,
+        logits_limit=linear_limit(hidden_limit, hidden, sizes.head),
     )
 
 
@@ -76,22 +75,22 @@ def attend_with_limit(schedule: Schedule, data: StepData) -> tuple[Attention, to
     return attention, attention_limit(attention, case.dtype, matmul_dtype)
 
 
-def _weights(attention: Attention) -> Weights:
+def _weights(attention: Attention) -> tuple[Weights, Weights]:
     return _double_weights(attention.out.shape[2] * attention.out.shape[3])
 
 
 @lru_cache(maxsize=4)
-def _double_weights(width: int) -> Weights:
-    return make_weights(width).double()
+def _double_weights(width: int) -> tuple[Weights, Weights]:
+    """W and |W| in float64."""
+    weights = make_weights(width).double()
+    return weights, Weights(weights.out.abs(), weights.head.abs())
 
 
 def _hidden(data: StepData, attention: Attention, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    weights: Sequence[torch.Tensor] = _weights(attention).out.unbind(0)
+    (weights, sizes), rows = _weights(attention), attention.out.flatten(2)
     hidden = data.hidden.double()
-    total = torch.zeros_like(hidden)
-    for out, allowed, weight in zip(attention.out, limit, weights, strict=True):
-        rows = out.flatten(1)
-        hidden = hidden + rows @ weight
-        total = total + linear_limit(allowed.flatten(1), rows, weight)
+    for product in rows @ weights.out:
+        hidden += product
+    total = linear_limit(limit.flatten(2), rows, sizes.out).sum(0)
     # Three float32 additions to a number of this size.
     return hidden, total + 3 * 2.0**-24 * hidden.abs()

@@ -74,10 +74,10 @@ def row_limit(limit: torch.Tensor, dtype: str) -> torch.Tensor:
     return norm / 2 + (2 * _SMALLEST[dtype] + flushed)
 
 
-def linear_limit(limit: torch.Tensor, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Carry a limit through ``value @ weight`` in float32: |W| times the limit, plus the product's own sums.
+def linear_limit(limit: torch.Tensor, value: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Carry a limit through ``value @ W`` in float32: |W| times the limit, plus the product's own sums.
 
-    ``limit`` and ``value`` [T, K], ``weight`` [K, N], all float64 -> [T, N] float64.
+    ``limit`` and ``value`` [..., T, K], ``sizes`` [..., K, N]: |W|; all float64 -> [..., T, N] float64.
     """
     own = (value.shape[-1] + 2) * _FLOAT32
-    return value.abs().mul_(own).add_(limit) @ weight.abs()
+    return value.abs().mul_(own).add_(limit) @ sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from attn_testkit.cases.data import (
     StepData,
     _held_by_fp8,
     _store,  # the rule that KVPool.set_kv_buffer must agree with
+    dequantised,
     make_layers,
     make_step_data,
     pool_image,
 )
 from attn_testkit.cases.places import PLACES, marked_slots, place_pattern
-from attn_testkit.cases.schedule import Schedule, Step, make_schedule
+from attn_testkit.cases.schedule import Schedule, Step, make_schedule, only
 from attn_testkit.contract import KVPool
 
 IDS = [
@@ -176,3 +178,25 @@ def test_a_query_is_halved_until_256_holds_it_and_not_once_more(largest: float, 
     assert torch.equal(small, (q / factor).to(torch.float8_e4m3fn).float())
     assert torch.equal(large, k * factor)
     assert float(small.abs().max()) <= 256
+
+
+def test_every_fp8_number_means_what_torch_takes_it_for_times_the_scale_of_its_layer() -> None:
+    stored = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).repeat(2, 1)
+    scales = torch.tensor([[0.25], [2.0]], dtype=torch.float64)
+    want = stored.double() * scales
+    assert want.isnan().sum() == 4
+    assert torch.equal(dequantised(stored, scales).nan_to_num(0.5), want.nan_to_num(0.5))
+    assert torch.equal(dequantised(stored.T, scales.T).nan_to_num(0.5), want.T.nan_to_num(0.5)), "a strided view"
+
+
+def test_steps_of_one_seed_and_the_same_requests_share_their_numbers_and_no_others_do() -> None:
+    schedule, first, data = first_step(IDS[0])
+    again = replace(first, name="again", label="again", stored=True)
+    assert make_step_data(schedule, again) is data
+    assert make_step_data(schedule, first, None) is data, "however it is asked for"
+    assert make_step_data(schedule, first, "mean") is not data
+    assert make_step_data(schedule, replace(first, seed=first.seed + 1)) is not data
+    lone = make_step_data(schedule, only(first, 1))
+    unrelated = make_step_data(schedule, replace(only(first, 1), part_of=None))
+    assert torch.equal(lone.q, data.q[:, 1:2])
+    assert not torch.equal(unrelated.q, lone.q), "drawn for a batch of one"

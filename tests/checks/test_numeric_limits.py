@@ -134,3 +134,26 @@ def test_other_bits_than_in_eager_count_where_they_are_claimed() -> None:
     alike = observation(schedule, expected, eager_run=observation(schedule, expected))
     assert graph_matches_eager(Judgement(alike, expected), same_bits=True) == []
     assert graph_matches_eager(judgement(), same_bits=True) == [], "no eager run, nothing to compare with"
+
+
+def test_the_same_bits_as_in_eager_are_those_of_one_dtype_and_prove_nothing_where_they_are_wrong() -> None:
+    schedule = schedule_of(DECODE)
+    expected, out = expected_zeros(schedule), torch.zeros(SHAPE)
+
+    def beside(eager: torch.Tensor) -> Judgement:
+        return Judgement(
+            observation(schedule, expected, out, eager_run=observation(schedule, expected, eager)), expected
+        )
+
+    assert beside(out).as_in_eager
+    assert not beside(out.double()).as_in_eager
+    assert not beside(-out).as_in_eager, "-0 has other bits"
+    assert not judgement().as_in_eager, "there is no eager run"
+    out[0, 0, 0, 0] = torch.nan
+    assert graph_matches_eager(beside(out)), "NaN in both is no agreement"
+
+
+def test_judging_leaves_the_outputs_as_they_were() -> None:
+    found = judgement(out=torch.zeros(SHAPE, dtype=torch.float64) + LIMIT)
+    assert found.margin == 1
+    assert (found.out == LIMIT).all()

@@ -89,9 +89,11 @@ def test_very_negative_logits_do_not_vanish() -> None:
         "decode-mla4-d64r16-bf16-p16-k15.160.17-shuffled-gauss-b4prod",
     ],
 )
+@pytest.mark.parametrize("layers_at_once", [0, 1 << 40])
 def test_a_large_step_computed_in_parts_gives_what_it_gives_at_once(
-    case_id: str, monkeypatch: pytest.MonkeyPatch
+    case_id: str, layers_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attention, "_LAYERS_AT_ONCE", layers_at_once)
     schedule = make_schedule(parse_case(case_id))
     data, layers = make_step_data(schedule, schedule.steps[0]), make_layers(schedule.case)
     without_first = data.visible.clone()

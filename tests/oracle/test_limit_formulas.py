@@ -75,7 +75,7 @@ def test_a_limit_goes_through_a_product_by_the_sizes_of_the_weights() -> None:
     weight = torch.tensor([[1.0, -2.0], [-3.0, 4.0]], dtype=torch.float64)
     limits = torch.tensor([[0.5, 0.25]], dtype=torch.float64)
     nothing = torch.zeros_like(limits)
-    assert linear_limit(limits, nothing, weight).tolist() == [[0.5 + 0.75, 1.0 + 1.0]]
-    own = linear_limit(nothing, torch.tensor([[-1.0, 2.0]], dtype=torch.float64), weight)
+    assert linear_limit(limits, nothing, weight.abs()).tolist() == [[0.5 + 0.75, 1.0 + 1.0]]
+    own = linear_limit(nothing, torch.tensor([[-1.0, 2.0]], dtype=torch.float64), weight.abs())
     # Two products, one addition, and one rounding of the sum: four float32 roundings of |value| |W|.
     assert own.tolist() == [[4 * 2.0**-24 * 7, 4 * 2.0**-24 * 10]]
