@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Night:
     """Backend -> case-runs that failed, crashed, timed out or passed unexpectedly."""
     claimed: Mapping[str, int]
     """Backend -> case-runs that the record has; of a night that did not finish, fewer than were claimed."""
-    statuses: Mapping[Key, Status] = field(default_factory=dict)
+    statuses: Mapping[Key, Status]
     """Of the case-runs that were asked about."""
 
 

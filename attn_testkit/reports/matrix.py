@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..results import BAD, EXECUTIONS, MODES, RAN, CaseResult, Status, emulated_parts
 
@@ -28,19 +28,19 @@ class Cell:
 
     mode: str
     execution: str
-    passed: int = 0
-    red: int = 0
-    known: int = 0
-    """Known failures, quarantined ones among them."""
-    missing: int = 0
-    """Planned and not run."""
-    margin: float | None = None
-    """Largest error / limit of those that passed."""
-    starts: bool = False
+    starts: bool
     """The first of its mode."""
-    absent: bool = False
+    passed: int
+    red: int
+    known: int
+    """Known failures, quarantined ones among them."""
+    missing: int
+    """Planned and not run."""
+    margin: float | None
+    """Largest error / limit of those that passed."""
+    absent: bool
     """The whole mode is claimed, and cannot run here."""
-    note: str = ""
+    note: str
     """Why the whole mode did not run."""
 
     @property
@@ -118,7 +118,7 @@ def _overview(results: Sequence[CaseResult], emulated: bool, ran: Collection[str
         OverviewRow(
             backend,
             tuple(
-                replace(_cell(mode, execution, groups.get((backend, mode, execution), ())), starts=execution == each[0])
+                _cell(mode, execution, execution == each[0], groups.get((backend, mode, execution), ()))
                 for mode, each in columns
                 for execution in each
             ),
@@ -135,7 +135,7 @@ def _known_first(known: Sequence[str], found: Iterable[str]) -> tuple[str, ...]:
     return (*(word for word in known if word in present), *sorted(present - {*known}))
 
 
-def _cell(mode: str, execution: str, group: Sequence[CaseResult]) -> Cell:
+def _cell(mode: str, execution: str, starts: bool, group: Sequence[CaseResult]) -> Cell:
     runs = [result for result in group if result.case]
     margins = [result.margin for result in runs if result.margin is not None and result.status is Status.PASSED]
     whole = [result for result in group if not result.case]
@@ -146,6 +146,7 @@ def _cell(mode: str, execution: str, group: Sequence[CaseResult]) -> Cell:
     return Cell(
         mode,
         execution,
+        starts,
         passed=count(lambda status: status is Status.PASSED),
         red=count(lambda status: status in BAD),
         known=count(lambda status: status in (Status.KNOWN_FAILURE, Status.QUARANTINED)),

@@ -25,7 +25,8 @@ def error_plot(errors: ErrorMap) -> Markup:
     """Rows down, heads across, a cell coloured by error / limit; the first row of each request has its number."""
     size, left = 12, 26
     levels = [[level_of(ratio) for ratio in row] for row in errors.ratios]
-    width, height = left + size * max(map(len, levels), default=0), size * len(levels)
+    columns = len(levels[0])
+    width, height = left + size * columns, size * len(levels)
     parts = []
     for level in range(len(LEVELS) + 1):
         path = "".join(
@@ -35,7 +36,6 @@ def error_plot(errors: ErrorMap) -> Markup:
         )
         if path:
             parts.append(f'<path class="e{level}" d="{path}"/>')
-    columns = (width - left) // size
     lines = "".join(f"M{left + size * x} 0V{height}" for x in range(columns + 1))
     lines += "".join(f"M{left} {size * y}H{width}" for y in range(len(levels) + 1))
     parts.append(f'<path class="grid" d="{lines}"/>')
@@ -43,7 +43,7 @@ def error_plot(errors: ErrorMap) -> Markup:
         if y == 0 or errors.requests[y - 1] != request:
             parts.append(f'<text x="0" y="{size * y + size - 2}">r{request}</text>')
             parts.append(f'<path class="rule" d="M0 {size * y}h{width}"/>' if y else "")
-    largest = max(map(max, errors.ratios), default=0.0)
+    largest = max(map(max, errors.ratios))
     label = f"error by row and head: {errors.rows} rows, {errors.heads} heads, largest {largest:.3g} times the limit"
     return _svg("errors", width, height, label, parts)
 

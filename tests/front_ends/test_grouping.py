@@ -81,6 +81,7 @@ def test_the_line_that_most_share_names_the_group_wherever_it_stands():
 
 def test_of_lines_that_are_shared_as_widely_the_one_that_stands_first_names_the_group():
     assert causes(failed(wrong("telling\ngeneral")), failed(wrong("telling\ngeneral", 2))) == [(2, "telling")]
+    assert causes(failed(wrong("general\ntelling")), failed(wrong("telling\ny\ngeneral"))) == [(2, "telling")]
     assert causes(failed(wrong("telling\ngeneral")), failed(wrong("x\ntelling\ny\ngeneral"))) == [(2, "telling")]
 
 
@@ -98,6 +99,22 @@ def test_a_hint_that_only_says_why_the_check_is_blamed_is_no_cause_unless_it_is_
     assert causes(failed(wrong(why, **check)), failed(wrong(why, 2, **check))) == [(2, why)]
     exact = "in a bucket of exactly {} it is right"
     assert causes(failed(wrong(exact.format(1))), failed(wrong(exact.format(3)))) == [(2, exact.format("N"))]
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "in eager it is right: something of the capture-time batch is still in force",
+        "with zeros instead of NaN in unowned slots the result is finite",
+        "as the only replay of the only bucket it is right",
+        "it is right when no other mode and no eager step uses the instance, and no other instance plans meanwhile",
+        "in a bucket of exactly 3 it is right",
+        "on a fresh instance, without graphs, the same eager step is right",
+        "as the first step of a fresh instance it is right: something of an earlier step is kept",
+    ],
+)
+def test_each_reason_to_blame_a_check_is_known(why):
+    assert causes(failed(wrong(f"{why}\ntelling"))) == [(1, "telling")]
 
 
 def test_a_headline_that_is_a_cause_is_taken_and_its_hints_are_not():
@@ -185,6 +202,9 @@ def test_a_terminal_shows_the_causes_where_they_say_more_than_the_failures():
     ]
     assert cause_lines(group_failures(many), most=1)[1:] == ["  10  b [matches-oracle; triton]", "  and 1 more causes"]
     assert len(cause_lines(group_failures(many), most=2)) == 3
+    eleven = group_failures([*many, *(failed(wrong(letter)) for letter in "cdefghijk")])
+    assert len(eleven) == 11
+    assert cause_lines(eleven)[-2:] == ["   1  j [matches-oracle; triton]", "  and 1 more causes"]
 
 
 RESULTS = st.lists(

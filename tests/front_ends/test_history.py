@@ -67,6 +67,8 @@ def test_what_cannot_be_compared_or_read_costs_a_remark_and_no_more(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "audit.json").write_text('{"format": "attn-testkit-report/1"}')
     (tmp_path / "notes.txt").write_text("no record")
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "null.json").write_text('{"format": "attn-testkit-report/1", "header": null}')
     odd = json.loads((tmp_path / "a.json").read_text())
     odd["results"][0]["status"] = "skipped"
     (tmp_path / "odd.json").write_text(json.dumps(odd))
@@ -74,8 +76,10 @@ def test_what_cannot_be_compared_or_read_costs_a_remark_and_no_more(tmp_path):
     assert len(found.nights) == 1
     assert found.remarks == (
         "audit.json cannot be read: KeyError",
+        "folder.json cannot be read: IsADirectoryError",
         "laptop.json is of another device: emulated",
         "list.json is no record that this kit reads",
+        "null.json cannot be read: TypeError",
         "odd.json cannot be read: ValueError",
         "smoke.json is of another tier: smoke",
         "torn.json cannot be read: JSONDecodeError",
