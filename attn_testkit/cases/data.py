@@ -159,12 +159,13 @@ def _visibility(step: Step, widest: int, longest: int) -> tuple[torch.Tensor, to
     for b, request in enumerate(step.requests):
         prefix, new = request.prefix, request.new
         visible[b, :new, :prefix] = True
-        if request.tree is None:
+        rows = request.tree or request.draft
+        if rows is None:
             visible[b, :new, prefix : prefix + new] = np.tri(new, dtype=np.bool_)
             query_positions[b, :new] = np.arange(prefix, prefix + new)
         else:
-            visible[b, :new, prefix : prefix + new] = request.tree.visible
-            query_positions[b, :new] = prefix + np.asarray(request.tree.depths)
+            visible[b, :new, prefix : prefix + new] = rows.visible
+            query_positions[b, :new] = prefix + np.asarray(rows.depths)
             key_positions[b, prefix : prefix + new] = query_positions[b, :new]
     return torch.from_numpy(visible), torch.from_numpy(key_positions), torch.from_numpy(query_positions)
 
@@ -353,6 +354,8 @@ def pool_image(
         owned = torch.from_numpy(request.slots[:count])
         for part, source in enumerate(stored):
             image[:, part, owned] = _bytes_if_fp8(source)[:, b, :count]
+            for copy in torch.from_numpy(request.copies):
+                image[:, part, copy] = _bytes_if_fp8(source)[:, b, request.prefix - len(copy) : request.prefix]
     return image.view(dtype)
 
 
