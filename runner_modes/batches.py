@@ -23,7 +23,7 @@ ReplayView = SimpleNamespace
 
 def seq_lens_of(mode: ForwardMode, loaded: LoadedStep) -> list[int]:
     """``seq_lens`` of the live requests, in tokens, by the convention of each mode."""
-    if mode is ForwardMode.TARGET_VERIFY:
+    if mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE):
         return [r.prefix for r in loaded.step.requests]
     return loaded.step.lens
 
@@ -37,24 +37,24 @@ def eager_batch(
 ) -> ForwardBatch:
     """The live batch, unpadded, on the device: [T] and [bs] int64, lengths on the host for those who need them.
 
-    ``spec_info`` and ``extends``: what the mode adds.
+    ``spec_info`` and ``extends``: what the mode adds, or says otherwise.
     """
     step, data, device = loaded.step, loaded.data, harness.device
     lens = torch.tensor(seq_lens_of(mode, loaded), dtype=torch.int64)
     mirrors = harness.capabilities.needs_cpu_seq_lens
-    return ForwardBatch(
-        forward_mode=mode,
-        batch_size=step.bs,
-        input_ids=upload(torch.arange(step.tokens, dtype=torch.int64), device),
-        req_pool_indices=upload(torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64), device),
-        seq_lens=upload(lens, device),
-        out_cache_loc=upload(data.out_cache_loc, device),
-        positions=upload(data.positions, device),
-        seq_lens_cpu=lens if mirrors else None,
-        seq_lens_sum=int(lens.sum()) if mirrors else None,
-        spec_info=spec_info,
-        **extends,
-    )
+    fields: dict[str, Any] = {
+        "forward_mode": mode,
+        "batch_size": step.bs,
+        "input_ids": upload(torch.arange(step.tokens, dtype=torch.int64), device),
+        "req_pool_indices": upload(torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64), device),
+        "seq_lens": upload(lens, device),
+        "out_cache_loc": upload(data.out_cache_loc, device),
+        "positions": upload(data.positions, device),
+        "seq_lens_cpu": lens if mirrors else None,
+        "seq_lens_sum": int(lens.sum()) if mirrors else None,
+        "spec_info": spec_info,
+    }
+    return ForwardBatch(**{**fields, **extends})
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class StaticInputs:
     """[max_bs] int64: flat row of each request's last accepted token."""
     hidden_states: torch.Tensor
     """[max_bs * N, hidden] float32."""
+    draft_slots: torch.Tensor
+    """[max_bs * K * S] int64, draft-decode: slots of all forwards; 0 wherever a request is padding."""
     custom_mask: torch.Tensor
     """Flat bool: the runner's own mask buffer, named in the captured batch of a backend that has none. Nothing updates
     it."""
@@ -119,6 +121,7 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         extend_start_loc=zeros(max_bs, torch.int32),
         select_index=torch.arange(1, max_bs + 1, device=device) * width - 1,
         hidden_states=torch.zeros(tokens, HIDDEN, device=device),
+        draft_slots=zeros(max_bs * harness.context.draft_branches * harness.context.speculative_num_steps, torch.int64),
         custom_mask=torch.ones(mask_size, dtype=torch.bool, device=device),
         seq_lens_cpu=torch.full((max_bs,), fill, dtype=torch.int64),
     )
@@ -168,7 +171,7 @@ def replay_view(
     """As production servers give it: a namespace, with attributes missing and some buffers longer than the batch.
 
     ``bs``: the bucket's requests, padded ones included; ``width``: N; ``fill``: ``seq_lens`` of padded requests;
-    ``extends``: what the mode adds.
+    ``extends``: what the mode adds, or says otherwise.
     """
     live, mirrors = loaded.step.bs, harness.capabilities.needs_cpu_seq_lens
     drafts = mode.is_draft_extend(include_v2=True)
@@ -183,10 +186,10 @@ def replay_view(
         seq_lens_sum=sum(seq_lens_of(mode, loaded)) + (bs - live) * fill if mirrors else None,
         out_cache_loc=static.out_cache_loc[: bs * width if extends else loaded.step.tokens],
         spec_info=spec,
-        **extends,
     )
     if not drafts:
         view.positions = static.positions[: bs * width]
         view.num_padding = bs - live
         view.actual_forward_mode = mode
+    vars(view).update(extends)
     return cast(ForwardBatch, view)

@@ -60,8 +60,9 @@ def context_for(
         max_num_tokens=_largest(schedules, "most_tokens"),
         modes=frozenset(s.case.mode for s in schedules),
         num_draft_tokens=max([1] + [s.case.width for s in spec]),
-        speculative_num_steps=max([0] + [s.spec_steps for s in spec]),
+        speculative_num_steps=max(s.spec_steps for s in schedules),
         topk=max([0] + [s.case.topk for s in verify]),
+        draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 
@@ -103,7 +104,7 @@ class ServerHarness:
         self.capabilities = backend_class.capabilities if claims is None else claims
         self.replay_graph: Callable[[Any], None] = torch.cuda.CUDAGraph.replay
         """Taken before the backend is constructed: one that replaces it would have a graph that is never replayed."""
-        self.model = Model(self.case, layers, self.context.max_num_tokens, self.context.dtype, device)
+        self.model = Model(self.case, layers, _largest(schedules, "most_rows"), self.context.dtype, device)
         # Rows of the table that no step has filled yet are finite: graphs are captured on token 0.
         self.model.table[:-1] = 0.5
         self.model.hidden_table[:-1] = 0.5

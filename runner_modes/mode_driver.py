@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from attn_testkit.checks.observation import Outputs
 from attn_testkit.contract import ForwardBatch, ForwardMode, SpecInput
@@ -18,6 +20,14 @@ __all__ = ["ModeDriver"]
 
 def _none(*_: object) -> Mapping[str, Any]:
     return {}
+
+
+def _once(harness: ServerHarness, batch: ForwardBatch) -> Iterable[ForwardBatch]:
+    return (batch,)
+
+
+def _first_rows(loaded: LoadedStep, bs: int) -> slice:
+    return slice(loaded.step.tokens)
 
 
 @dataclass(frozen=True)
@@ -43,4 +53,8 @@ class ModeDriver:
     """(harness, static, bs, width, fill): the ``extend_*`` fields of a bucket's dummy batch, and what else differs from
     a batch of ``fill`` keys a request. Fills the static buffers that it names."""
     replay_extends: Callable[[ServerHarness, StaticInputs, LoadedStep, int, int], Mapping[str, Any]] = _none
-    """(harness, static, loaded, bs, fill): the ``extend_*`` fields of the replay view."""
+    """(harness, static, loaded, bs, fill): the ``extend_*`` fields of the replay view, and what else differs."""
+    forwards: Callable[[ServerHarness, ForwardBatch], Iterable[ForwardBatch]] = _once
+    """(harness, batch): a batch for each forward of the model that one plan is for; device work only."""
+    live_rows: Callable[[LoadedStep, int], torch.Tensor | slice] = _first_rows
+    """(loaded, bs): where the step's rows are among those of all forwards, each of ``bs`` requests. [T] int64, host."""
