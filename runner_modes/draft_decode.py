@@ -45,7 +45,8 @@ def _slots(loaded: LoadedStep) -> torch.Tensor:
 
 def _first(per_row: torch.Tensor, draft: Draft) -> torch.Tensor:
     """Of the numbers of a step's rows [T] those of the first forward: [bs * K]."""
-    return per_row.view(-1, draft.forwards)[:, 0].contiguous()
+    # By index: a slice of one row would keep the stride, and ``contiguous`` leave it.
+    return per_row[torch.arange(0, len(per_row), draft.forwards)]
 
 
 def _spec(slots: torch.Tensor, branches: int, steps: int) -> DraftDecodeInput:
