@@ -48,7 +48,7 @@ class _Plan:
     """What the kernels read about one step, all on the device."""
 
     table: torch.Tensor
-    """[rows, max_context_len] int32: ``req_to_token``; in draft-decode a row for each branch, which is a request here."""
+    """[rows, max_context_len] int32: ``req_to_token``; in draft-decode a row a branch, which is a request here."""
     requests: torch.Tensor
     """[bs] int64: row of ``table``."""
     kv_lens: torch.Tensor

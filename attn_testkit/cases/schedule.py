@@ -56,9 +56,14 @@ class Request:
     draft: Draft | None = None
     """Draft-decode: the branches of these rows."""
     columns: Ints | None = None
-    """Draft-decode: [columns] int64, KV slot of each column of the request table. Elsewhere columns are tokens."""
+    """Draft-decode: [columns] int64, KV slot of each column of the request table. None elsewhere: those of tokens."""
     copies: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     """Draft-decode: [K - 1, n] int64, slots that hold the prefix's last n tokens again, for a branch each."""
+
+    @property
+    def table_slots(self) -> Ints:
+        """[columns] int64: what its row of the request table says."""
+        return self.slots if self.columns is None else self.columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,8 +276,7 @@ def _table(
     table = rng.integers(1, slots, (rows + 1, ctx))
     table[0] = 0
     for request in requests:
-        columns = request.slots if request.columns is None else request.columns
-        table[request.pool_row, : len(columns)] = columns
+        table[request.pool_row, : len(request.table_slots)] = request.table_slots
     return table.astype(np.int32)
 
 
