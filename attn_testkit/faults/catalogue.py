@@ -30,6 +30,7 @@ CLASSES = {
     "L": "wrappers, claims, contracts",
     "M": "speculative bookkeeping",
     "N": "determinism and batch invariance",
+    "O": "drafts: their forwards and branches",
     "P": "prefill: cached prefixes, chunks, mixed batches",
 }
 """Letter -> kind of bug. A module of this package whose name begins with a letter and ``_`` holds that class."""
@@ -198,7 +199,7 @@ def all_faults() -> tuple[Fault, ...]:
 @lru_cache(maxsize=1)
 def all_controls() -> tuple[Control, ...]:
     """Every healthy control."""
-    for module in ("controls", "controls_of_builds", "controls_of_prefill", "controls_of_process"):
+    for module in ("controls", "controls_of_builds", "controls_of_drafts", "controls_of_prefill", "controls_of_process"):
         importlib.import_module(f"{__package__}.{module}")
     return tuple(_CONTROLS.values())
 
