@@ -26,7 +26,8 @@ class DraftPlannedStepByStep(MultiStepBackend):
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.draft = [self.plan_forward(batch, 0)] * self.forwards
+        self.draft = self.new_buffers(batch.batch_size * self.context.draft_branches)
+        self.init_forward_metadata_in_graph(batch)
 
     @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
