@@ -7,7 +7,7 @@ that a limit on an attention output becomes a limit on hidden states and logits 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,7 +19,7 @@ from .cases.data import HIDDEN, NUM_LAYERS
 from .cases.patterns import normals
 from .contract import AttentionBackend, AttentionLayer, ForwardBatch
 
-__all__ = ["VOCAB", "Model", "Trace", "Weights", "make_weights", "pack", "row_width"]
+__all__ = ["VOCAB", "Model", "Trace", "Weights", "joined", "make_weights", "pack", "row_width"]
 
 VOCAB = 48
 """Width of the logits."""
@@ -70,6 +70,21 @@ class Trace:
     """[rows, K] float32."""
     topk_index: torch.Tensor | None = None
     """[rows, K] int64."""
+
+
+def joined(traces: Sequence[Trace]) -> Trace:
+    """Several forwards as one, their rows one behind the other. Device work only; without logits and what follows."""
+
+    def rows(parts: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        return [torch.cat(each) for each in zip(*parts, strict=True)]
+
+    return Trace(
+        packed=torch.cat([trace.packed for trace in traces]),
+        dense=rows(trace.dense for trace in traces),
+        raw=[out for trace in traces for out in trace.raw],
+        attention=rows(trace.attention for trace in traces),
+        hidden=torch.cat([trace.hidden for trace in traces]),
+    )
 
 
 _Part = tuple[int, int, int, int]

@@ -181,8 +181,10 @@ def _import_failed(spec: str, module_name: str, error: BaseException) -> str:
 
 
 _KIT = re.escape(str(Path(__file__).parent))
-_MACHINERY = re.compile(rf"importlib|<string>|/site-packages/(torch|triton)/|{_KIT}/(\w+\.py|(contract|emulation|graphs)/)")
-"""Files whose frames are no author's line: what imports, what refuses a claim, torch, and the emulation in its place."""
+_MACHINERY = re.compile(
+    rf"importlib|<string>|/site-packages/(torch|triton)/|{_KIT}/(\w+\.py|(contract|emulation|graphs)/)"
+)
+"""Files whose frames are no author's line: what imports, what refuses a claim, torch, the emulation in its place."""
 
 MOST_OF_A_MESSAGE = 1000
 """Characters."""

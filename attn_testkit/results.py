@@ -32,7 +32,7 @@ __all__ = [
 
 
 # The spellings of contract/modes.py, which comes with torch: reports and --help must not wait for it. A test compares.
-MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2", "extend")
+MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2", "extend", "draft-decode")
 EXECUTIONS = ("eager", "graph")
 
 

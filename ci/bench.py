@@ -33,6 +33,7 @@ CASES = {
     "draft-extend": "draft-extend-gqa4x2-d64-bf16-p16-k15.16.17-n4a1.3.2-shuffled-gauss-b4prod",
     "draft-extend-v2": "draft-extend-v2-gqa4x2-d64-bf16-p16-k15.16.17-n4a1.3.2-shuffled-gauss-b4prod",
     "extend": "extend-gqa4x2-d64-bf16-p16-k15.16.17-n7a17.1.2-shuffled-gauss-b4prod",
+    "draft-decode": "draft-decode-gqa4x2-d64-bf16-p16-k15.16.17-topk2steps4-shuffled-gauss-b4prod",
 }
 PHASES = ("setup", "eager", "capture", "replay", "read back", "oracle and checks")
 

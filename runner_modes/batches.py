@@ -33,7 +33,7 @@ ReplayView = SimpleNamespace
 
 def seq_lens_of(mode: ForwardMode, loaded: LoadedStep) -> list[int]:
     """``seq_lens`` of the live requests, in tokens, by the convention of each mode."""
-    if mode is ForwardMode.TARGET_VERIFY:
+    if mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE):
         return [r.prefix for r in loaded.step.requests]
     return loaded.step.lens
 
@@ -47,24 +47,24 @@ def eager_batch(
 ) -> ForwardBatch:
     """The live batch, unpadded, on the host: [T] and [bs] int64, lengths for those who need them there.
 
-    ``spec_info`` and ``extends``: what the mode adds.
+    ``spec_info`` and ``extends``: what the mode adds, or says otherwise.
     """
     step, data = loaded.step, loaded.data
     lens = torch.tensor(seq_lens_of(mode, loaded), dtype=torch.int64)
     mirrors = harness.capabilities.needs_cpu_seq_lens
-    return ForwardBatch(
-        forward_mode=mode,
-        batch_size=step.bs,
-        input_ids=torch.arange(step.tokens, dtype=torch.int64),
-        req_pool_indices=torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64),
-        seq_lens=lens,
-        out_cache_loc=data.out_cache_loc,
-        positions=data.positions,
-        seq_lens_cpu=lens.clone() if mirrors else None,
-        seq_lens_sum=int(lens.sum()) if mirrors else None,
-        spec_info=spec_info,
-        **extends,
-    )
+    fields: dict[str, Any] = {
+        "forward_mode": mode,
+        "batch_size": step.bs,
+        "input_ids": torch.arange(step.tokens, dtype=torch.int64),
+        "req_pool_indices": torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64),
+        "seq_lens": lens,
+        "out_cache_loc": data.out_cache_loc,
+        "positions": data.positions,
+        "seq_lens_cpu": lens.clone() if mirrors else None,
+        "seq_lens_sum": int(lens.sum()) if mirrors else None,
+        "spec_info": spec_info,
+    }
+    return ForwardBatch(**{**fields, **extends})
 
 
 def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardBatch, tuple[Sent, ...]]:
@@ -121,7 +121,10 @@ _OF_BATCH = (
     *("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "positions"),
     *("extend_seq_lens", "extend_prefix_lens", "extend_start_loc"),
 )
-_OF_SPEC = ("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor")
+_OF_SPEC = (
+    *("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor"),
+    "out_cache_loc",
+)
 _WATCHED = frozenset((*(f"batch.{name}" for name in _OF_BATCH), *(f"batch.spec_info.{name}" for name in _OF_SPEC)))
 """What of a batch must hold after a step what it held before."""
 
@@ -170,7 +173,7 @@ def replay_view(
     """As production servers give it: a namespace, with attributes missing and some buffers longer than the batch.
 
     ``bs``: the bucket's requests, padded ones included; ``width``: N; ``fill``: ``seq_lens`` of padded requests;
-    ``extends``: what the mode adds.
+    ``extends``: what the mode adds, or says otherwise.
     """
     live, mirrors = loaded.step.bs, harness.capabilities.needs_cpu_seq_lens
     drafts = mode.is_draft_extend(include_v2=True)
@@ -185,10 +188,10 @@ def replay_view(
         seq_lens_sum=sum(seq_lens_of(mode, loaded)) + (bs - live) * fill if mirrors else None,
         out_cache_loc=static.out_cache_loc[: bs * width if extends else loaded.step.tokens],
         spec_info=spec,
-        **extends,
     )
     if not drafts:
         view.positions = static.positions[: bs * width]
         view.num_padding = bs - live
         view.actual_forward_mode = mode
+    vars(view).update(extends)
     return cast(ForwardBatch, view)

@@ -157,7 +157,7 @@ def _capture_bucket(
         captured=captured,
         batch=batch,
         produced=readable(harness.model, captured.outputs),
-        given=static.sent(bs, case.width, spec=spec is not None, mask=verify_mask_of(harness) is None),
+        given=static.sent(bs, spec=spec is not None, mask=verify_mask_of(harness) is None),
         poison=_poison(captured.outputs, harness.fill),
         allocated=tuple(allocated),
         warm_up_finite=warm.logits is None or bool(warm.logits.isfinite().all()),

@@ -5,20 +5,15 @@ from __future__ import annotations
 from attn_testkit.contract import ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
-from .harness import LoadedStep, ServerHarness
-from .mode_driver import ModeDriver
+from .harness import ServerHarness
+from .mode_driver import ModeDriver, every_token
 
-__all__ = ["DECODE", "head_over_all_rows", "one_a_token"]
+__all__ = ["DECODE", "head_over_all_rows"]
 
 
 def head_over_all_rows(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
     """Logits of every row, padding included: [T, vocab] float32."""
     trace.logits = harness.model.logits(trace.hidden)
-
-
-def one_a_token(loaded: LoadedStep) -> int:
-    """The mode returns every row."""
-    return loaded.step.tokens
 
 
 DECODE = ModeDriver(
@@ -29,5 +24,5 @@ DECODE = ModeDriver(
     fill=lambda harness, static, loaded, bs: None,
     replay_spec=lambda harness, static, loaded, bs, width: None,
     finish=head_over_all_rows,
-    live_rows=one_a_token,
+    returned_rows=every_token,
 )

@@ -16,7 +16,7 @@ from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
 from .harness import LoadedStep, ServerHarness
-from .mode_driver import ModeDriver
+from .mode_driver import ModeDriver, one_a_request
 from .static_inputs import StaticInputs
 
 __all__ = ["DRAFT_EXTEND", "accepted_counts", "captured_draft_spec", "extend_fields", "fill_draft_buffers", "top_k"]
@@ -126,5 +126,5 @@ DRAFT_EXTEND = ModeDriver(
     fill=fill_draft_buffers,
     replay_spec=_replay_spec,
     finish=_finish,
-    live_rows=lambda loaded: loaded.step.bs,
+    returned_rows=one_a_request,
 )

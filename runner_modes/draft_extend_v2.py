@@ -7,10 +7,9 @@ import torch
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
-from .decode import one_a_token
 from .draft_extend import accepted_counts, captured_draft_spec, extend_fields, fill_draft_buffers
 from .harness import LoadedStep, ServerHarness
-from .mode_driver import ModeDriver
+from .mode_driver import ModeDriver, every_token
 from .static_inputs import StaticInputs
 
 __all__ = ["DRAFT_EXTEND_V2"]
@@ -67,5 +66,5 @@ DRAFT_EXTEND_V2 = ModeDriver(
     fill=_fill,
     replay_spec=_replay_spec,
     finish=_finish,
-    live_rows=one_a_token,
+    returned_rows=every_token,
 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from attn_testkit.contract import ForwardMode
 
 from .decode import DECODE
+from .draft_decode import DRAFT_DECODE
 from .draft_extend import DRAFT_EXTEND
 from .draft_extend_v2 import DRAFT_EXTEND_V2
 from .extend import EXTEND
@@ -16,6 +17,6 @@ from .target_verify import TARGET_VERIFY
 __all__ = ["DRIVERS"]
 
 DRIVERS: Mapping[ForwardMode, ModeDriver] = {
-    driver.mode: driver for driver in (DECODE, TARGET_VERIFY, DRAFT_EXTEND, DRAFT_EXTEND_V2, EXTEND)
+    driver.mode: driver for driver in (DECODE, TARGET_VERIFY, DRAFT_EXTEND, DRAFT_EXTEND_V2, EXTEND, DRAFT_DECODE)
 }
 """Mode -> how a server runs it."""

@@ -44,7 +44,7 @@ def run_eager(
         spec, extends = driver.eager_spec(harness, loaded), driver.eager_extends(harness, loaded)
         on_host = eager_batch(harness, loaded, case.mode, spec, extends)
         batch, sent = batch_on_device(on_host, harness.device)
-        _poison_heap(harness, step.tokens)
+        _poison_heap(harness, len(batch.input_ids))
     with clock.phase("eager"):
         with blame("plan", label):
             harness.backend.init_forward_metadata(batch)
@@ -56,9 +56,9 @@ def run_eager(
         return observe(harness, driver, loaded, readable(harness.model, trace), given, label=label, among=among)
 
 
-def _poison_heap(harness: ServerHarness, tokens: int) -> None:
+def _poison_heap(harness: ServerHarness, rows: int) -> None:
     """Let freed blocks of the output's size hold NaN, so that an unwritten output row shows."""
     first = harness.context.layers[0]
-    elements = tokens * first.tp_q_head_num * first.v_head_dim
+    elements = rows * first.tp_q_head_num * first.v_head_dim
     sizes = [elements * dtype.itemsize for dtype in (harness.context.dtype, torch.float32)]
     _ = [torch.full((size,), harness.fill, dtype=torch.uint8, device=harness.device) for size in sizes]

@@ -14,7 +14,7 @@ from attn_testkit.model import Trace
 
 from .draft_extend import extend_fields
 from .harness import LoadedStep, ServerHarness
-from .mode_driver import ModeDriver
+from .mode_driver import ModeDriver, one_a_request
 from .static_inputs import StaticInputs
 
 __all__ = ["EXTEND"]
@@ -99,5 +99,5 @@ EXTEND = ModeDriver(
     replay_spec=lambda harness, static, loaded, bs, width: None,
     replay_extends=_replay_extends,
     finish=_finish,
-    live_rows=lambda loaded: loaded.step.bs,
+    returned_rows=one_a_request,
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.data import draft_topk
 from attn_testkit.contract import ForwardBatch
-from attn_testkit.model import Trace
+from attn_testkit.model import Trace, joined
 
 from .errors import ShapeError
 from .harness import ServerHarness
@@ -19,18 +21,23 @@ __all__ = ["forward"]
 def forward(
     harness: ServerHarness, driver: ModeDriver, batch: ForwardBatch, case: Case, save_kv_cache: bool = True
 ) -> Trace:
-    """All layers and what the mode adds to them. Device work only.
+    """All layers, in every forward of the mode, and what the mode adds to them. Device work only.
 
     Raises ``ShapeError`` at the first layer whose output is not [T, Hq, Dv] or [T, Hq * Dv] in the model's dtype on the
-    harness' device, T being the rows of ``batch.input_ids``; and whatever the backend raises.
+    harness' device, T being the rows of the forward's ``input_ids``; and whatever the backend raises.
     """
-    rows = batch.input_ids.shape[0]
-    trace = harness.model.forward(harness.backend, batch, lambda so_far: _check(harness, so_far, rows), save_kv_cache)
+    traces = []
+    for part in driver.forwards(harness, batch):
+        if traces:
+            harness.backend.init_forward_metadata_in_graph(part)
+        look = partial(_check, harness, part.input_ids.shape[0])
+        traces.append(harness.model.forward(harness.backend, part, look, save_kv_cache))
+    trace = traces[0] if len(traces) == 1 else joined(traces)
     driver.finish(harness, trace, batch, draft_topk(case))
     return trace
 
 
-def _check(harness: ServerHarness, trace: Trace, rows: int) -> None:
+def _check(harness: ServerHarness, rows: int, trace: Trace) -> None:
     """The output of the layer that ran last."""
     layer, out = harness.context.layers[len(trace.raw) - 1], trace.raw[-1]
     heads, dim, name = layer.tp_q_head_num, layer.v_head_dim, f"layer {layer.layer_id}"

@@ -73,8 +73,9 @@ def context_for(
         max_num_tokens=_largest(schedules, "most_tokens"),
         modes=frozenset(s.case.mode for s in schedules),
         num_draft_tokens=max([1] + [s.case.width for s in spec]),
-        speculative_num_steps=max([0] + [s.spec_steps for s in spec]),
+        speculative_num_steps=max(s.spec_steps for s in schedules),
         topk=max([0] + [s.case.topk for s in verify]),
+        draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 
@@ -118,7 +119,7 @@ class ServerHarness:
         requests, columns = context.req_to_token.shape
         width = row_width(layers)
         self._is_mla = layers[0].is_mla
-        self._tables = Tables(requests, columns, context.max_num_tokens, width, context.dtype, device)
+        self._tables = Tables(requests, columns, _largest(schedules, "most_rows"), width, context.dtype, device)
         self.context = replace(context, req_to_token=self._tables.req_to_token)
         self.pool = PoolWatch(self.context.kv_pool)
         """The KV pool, before a step and after it."""

@@ -15,7 +15,7 @@ from attn_testkit.graphs.poison import Canaries
 from attn_testkit.model import Model, Trace
 
 from .harness import LoadedStep, ServerHarness
-from .mode_driver import ModeDriver
+from .mode_driver import ModeDriver, Rows
 from .packing import Sent
 
 __all__ = ["Readable", "observe", "readable"]
@@ -91,12 +91,13 @@ def observe(
             *state,
         ]
     )
-    tokens, returned = loaded.step.tokens, driver.live_rows(loaded)
+    bs = loaded.step.bs + padded
+    live, returned = driver.live_rows(loaded, bs), driver.returned_rows(loaded, bs)
     pieces: list[Piece] = []
     for each in produced:
-        piece = _head(each, next(found), returned if each.group == "outputs" else tokens)
+        piece = _rows(each, next(found), returned if each.group == "outputs" else live)
         # As with other inputs, only what was modified travels.
-        if each.sent is None or not np.array_equal(piece.raw.reshape(tokens, -1), _sent(loaded, each.sent)):
+        if each.sent is None or not np.array_equal(piece.raw.reshape(len(loaded.rows), -1), _sent(loaded, each.sent)):
             pieces.append(piece)
     pieces += [piece for each in given for piece in _changed(each, next(found))]
     if pool:
@@ -120,10 +121,10 @@ def _copied(memories: Sequence[tuple[torch.Tensor | Bytes, int]]) -> Iterator[By
             yield each
 
 
-def _head(produced: Readable, found: Bytes, rows: int) -> Piece:
-    """The first rows of what was read."""
-    shape = (rows, *produced.shape[1:])
-    return Piece(produced.group, produced.name, produced.dtype, shape, found[: rows * produced.row])
+def _rows(produced: Readable, found: Bytes, rows: Rows) -> Piece:
+    """Some rows of what was read."""
+    mine = found.reshape(-1, produced.row)[rows]
+    return Piece(produced.group, produced.name, produced.dtype, (len(mine), *produced.shape[1:]), mine.reshape(-1))
 
 
 def _sent(loaded: LoadedStep, part: tuple[int | slice, slice]) -> Bytes:

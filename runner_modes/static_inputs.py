@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,8 @@ class StaticInputs:
     """[max_bs] int64: flat row of each request's last accepted token."""
     hidden_states: torch.Tensor
     """[max_bs * N, hidden] float32."""
+    draft_slots: torch.Tensor
+    """[max_bs * K * S] int64, draft-decode: slots of all forwards; 0 wherever a request is padding."""
     custom_mask: torch.Tensor
     """Flat bool: the runner's own mask buffer, named in the captured batch of a backend that has none. Nothing updates
     it."""
@@ -60,14 +62,16 @@ class StaticInputs:
     """[n]: where ``host`` lies."""
     places: tuple[Place, ...] = field(repr=False)
     """Where in them."""
+    counts: Mapping[str, int]
+    """How many entries of each a request has."""
 
     def send(self) -> None:
         """Have the buffers hold what ``host`` holds."""
         upload_into(self.memory, torch.from_numpy(self.staged))
         self.seq_lens_cpu.numpy()[:] = self.host["seq_lens"]
 
-    def sent(self, bs: int, width: int, *, spec: bool, mask: bool) -> tuple[Sent, ...]:
-        """What a graph of ``bs`` requests of ``width`` rows may not write, and what it holds from step to step.
+    def sent(self, bs: int, *, spec: bool, mask: bool) -> tuple[Sent, ...]:
+        """What a graph of ``bs`` requests may not write, and what it holds from step to step.
 
         ``spec``: whether its batch has a ``spec_info``. ``mask``: whether the backend was given the runner's.
         """
@@ -75,8 +79,8 @@ class StaticInputs:
         if not spec:
             names["extend_seq_lens"] = "batch.extend_seq_lens"
         places = tuple(
-            replace(place, name=names[place.name], shape=(bs * (width if buffer.by_token else 1), *buffer.columns))
-            for place, buffer in ((place, _BUFFERS[place.name]) for place in self.places)
+            replace(place, name=names[place.name], shape=(bs * self.counts[place.name], *place.shape[1:]))
+            for place in self.places
             if names[place.name]
         )
         sent = [Sent(places, self.memory, self.staged)]
@@ -88,26 +92,27 @@ class StaticInputs:
 
 class _Buffer(NamedTuple):
     dtype: torch.dtype
-    by_token: bool
-    """As long as all tokens; else as all requests."""
+    by: Literal["request", "token", "slot"]
+    """What it has an entry for; slot: of a draft."""
     watched: str
     """As a message names it; empty: a step may write it."""
     columns: tuple[int, ...] = ()
 
 
 _BUFFERS: Mapping[str, _Buffer] = {
-    "input_ids": _Buffer(torch.int64, True, "batch.input_ids"),
-    "req_pool_indices": _Buffer(torch.int64, False, "batch.req_pool_indices"),
-    "seq_lens": _Buffer(torch.int64, False, "batch.seq_lens"),
-    "out_cache_loc": _Buffer(torch.int64, True, "batch.out_cache_loc"),
-    "positions": _Buffer(torch.int64, True, "batch.positions"),
-    "num_accept_tokens": _Buffer(torch.int32, False, "batch.spec_info.num_accept_tokens"),
-    "num_correct_drafts": _Buffer(torch.int32, False, "batch.spec_info.num_correct_drafts"),
-    "hidden_states": _Buffer(torch.float32, True, "batch.spec_info.hidden_states", (HIDDEN,)),
-    "extend_seq_lens": _Buffer(torch.int32, False, "batch.spec_info.extend_seq_lens_tensor"),
-    "extend_prefix_lens": _Buffer(torch.int32, False, "batch.extend_prefix_lens"),
-    "extend_start_loc": _Buffer(torch.int32, False, "batch.extend_start_loc"),
-    "select_index": _Buffer(torch.int64, False, ""),
+    "input_ids": _Buffer(torch.int64, "token", "batch.input_ids"),
+    "req_pool_indices": _Buffer(torch.int64, "request", "batch.req_pool_indices"),
+    "seq_lens": _Buffer(torch.int64, "request", "batch.seq_lens"),
+    "out_cache_loc": _Buffer(torch.int64, "token", "batch.out_cache_loc"),
+    "positions": _Buffer(torch.int64, "token", "batch.positions"),
+    "num_accept_tokens": _Buffer(torch.int32, "request", "batch.spec_info.num_accept_tokens"),
+    "num_correct_drafts": _Buffer(torch.int32, "request", "batch.spec_info.num_correct_drafts"),
+    "hidden_states": _Buffer(torch.float32, "token", "batch.spec_info.hidden_states", (HIDDEN,)),
+    "extend_seq_lens": _Buffer(torch.int32, "request", "batch.spec_info.extend_seq_lens_tensor"),
+    "extend_prefix_lens": _Buffer(torch.int32, "request", "batch.extend_prefix_lens"),
+    "extend_start_loc": _Buffer(torch.int32, "request", "batch.extend_start_loc"),
+    "draft_slots": _Buffer(torch.int64, "slot", "batch.spec_info.out_cache_loc"),
+    "select_index": _Buffer(torch.int64, "request", ""),
 }
 """In the order in which messages name them."""
 
@@ -117,11 +122,11 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
 
     ``width``: N, rows a request.
     """
+    context = harness.context
+    each = {"request": 1, "token": width, "slot": context.draft_branches * context.speculative_num_steps}
+    counts = {name: each[buffer.by] for name, buffer in _BUFFERS.items()}
     packing = pack_places(
-        tuple(
-            (name, buffer.dtype, (max_bs * (width if buffer.by_token else 1), *buffer.columns))
-            for name, buffer in _BUFFERS.items()
-        )
+        tuple((name, buffer.dtype, (max_bs * counts[name], *buffer.columns)) for name, buffer in _BUFFERS.items())
     )
     staged = packing.fresh()
     host = packing.arrays(staged)
@@ -130,7 +135,7 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         array[:] = values.get(name, 0)
     host["select_index"][:] = np.arange(1, max_bs + 1) * width - 1
     memory = torch.empty(packing.size, dtype=torch.uint8, device=harness.device)
-    mask_size = max_bs * width * (fill + width) if harness.context.topk else 0
+    mask_size = max_bs * width * (fill + width) if context.topk else 0
     static = StaticInputs(
         **packing.tensors(memory),
         custom_mask=torch.ones(mask_size, dtype=torch.bool, device=harness.device),
@@ -139,6 +144,7 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         memory=memory,
         staged=staged,
         places=packing.places,
+        counts=counts,
     )
     static.send()
     return static

@@ -13,11 +13,11 @@ from attn_testkit.cases.trees import Tree, bit_packed, full_mask, qlen_only_mask
 from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 
 from .batches import spec_on_device
-from .decode import head_over_all_rows, one_a_token
+from .decode import head_over_all_rows
 from .errors import blame
 from .harness import LoadedStep, ServerHarness
 from .hook_answers import verify_mask_of
-from .mode_driver import ModeDriver
+from .mode_driver import ModeDriver, every_token
 from .static_inputs import StaticInputs
 from .uploads import upload_into
 
@@ -124,5 +124,5 @@ TARGET_VERIFY = ModeDriver(
     fill=lambda harness, static, loaded, bs: None,
     replay_spec=_replay_spec,
     finish=head_over_all_rows,
-    live_rows=one_a_token,
+    returned_rows=every_token,
 )

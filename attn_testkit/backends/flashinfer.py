@@ -44,8 +44,8 @@ class FlashInferBackend(AttentionBackend):
     """MHA, GQA and MQA through ``BatchDecode...`` and ``BatchPrefillWithPagedKVCacheWrapper``."""
 
     capabilities = Capabilities(
-        eager=frozenset(ForwardMode),
-        graph=frozenset(ForwardMode),
+        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
+        graph=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
         families=frozenset({"mha", "gqa", "mqa"}),
         dtypes=frozenset({"fp16", "bf16"}),
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),

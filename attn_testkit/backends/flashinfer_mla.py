@@ -32,8 +32,8 @@ class FlashInferMLABackend(AttentionBackend):
     """MLA through ``BatchMLAPagedAttentionWrapper``, backend fa2."""
 
     capabilities = Capabilities(
-        eager=frozenset(ForwardMode),
-        graph=frozenset(ForwardMode),
+        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
+        graph=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
         families=frozenset({"mla"}),
         dtypes=frozenset({"fp16", "bf16"}),
         head_dims=frozenset({128, 512}),

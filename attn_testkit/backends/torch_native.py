@@ -15,6 +15,7 @@ from ..contract import (
     AttentionLayer,
     BackendContext,
     Capabilities,
+    DraftDecodeInput,
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
@@ -41,6 +42,7 @@ class TorchNativeBackend(AttentionBackend):
         gqa_ratios=frozenset(range(1, 129)),
         max_q_rows=128,
         max_topk=128,
+        max_draft_branches=16,
         sliding_window=frozenset(ForwardMode),
         window_in_trees=True,
         logit_cap=True,
@@ -82,8 +84,10 @@ class TorchNativeBackend(AttentionBackend):
         self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
 
     def _rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
-        """W and [B] int64: query rows of each request."""
+        """W and [B] int64: query rows of each request; in draft-decode a branch is one, with one row."""
         bs, spec = batch.batch_size, batch.spec_info
+        if isinstance(spec, DraftDecodeInput):
+            bs *= spec.topk
         if batch.forward_mode is ForwardMode.EXTEND:
             assert batch.extend_seq_lens is not None
             return min(self.context.max_extend_tokens, batch.input_ids.shape[0]), batch.extend_seq_lens.long()
@@ -99,11 +103,17 @@ class TorchNativeBackend(AttentionBackend):
 
     def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         """[B, C] int64: KV slot of each key."""
-        return self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()].long()
+        table = self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()]
+        if isinstance(batch.spec_info, DraftDecodeInput):
+            lens = batch.seq_lens[: batch.batch_size]
+            table = batch.spec_info.key_slots(table, lens, self.context.page_size, self._key)
+        return table.long()
 
     def _kv_lens(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         """[B] int64: keys of each request, this step's own included."""
-        seq_lens = batch.seq_lens[: batch.batch_size]
+        seq_lens, spec = batch.seq_lens[: batch.batch_size], batch.spec_info
+        if isinstance(spec, DraftDecodeInput):
+            return (seq_lens + spec.step + 1).repeat_interleave(spec.topk)
         return seq_lens + counts if batch.forward_mode.is_target_verify() else seq_lens
 
     def _visibility(

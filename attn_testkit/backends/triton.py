@@ -3,7 +3,8 @@
 It is written to be read. A step has two halves:
 
 * *planning* turns the batch into four small device tensors (``_Plan``): which row of ``req_to_token``, how many keys,
-  where the query rows begin, and who sees whom in a draft tree. It knows the modes, and never waits for the device.
+  where the query rows begin, and who sees whom in a draft tree. It knows the modes, and never waits for the device. To
+  draft-decode it gives a table with a row a branch, and the lengths of all forwards at once.
 * *forward* writes K and V and launches one kernel that knows no modes at all.
 
 Under a graph the kernel must find its plan where it was at capture, so ``init_cuda_graph_state`` allocates the plan
@@ -23,6 +24,7 @@ from attn_testkit.contract import (
     AttentionLayer,
     BackendContext,
     Capabilities,
+    DraftDecodeInput,
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
@@ -45,10 +47,12 @@ _MAX_SPLITS = 4 if INTERPRETED else 16  # under the interpreter programs run one
 class _Plan:
     """What the kernels read about one step, all on the device."""
 
+    table: torch.Tensor
+    """[rows, max_context_len] int32: ``req_to_token``; in draft-decode a row a branch, which is a request here."""
     requests: torch.Tensor
-    """[bs] int64: row of ``req_to_token``."""
+    """[bs] int64: row of ``table``."""
     kv_lens: torch.Tensor
-    """[bs] int32: keys, this step's included."""
+    """[forwards, bs] int32: keys, this step's included. Of several forwards in draft-decode alone."""
     cu_seqlens_q: torch.Tensor
     """[bs + 1] int32: where the query rows of each request begin."""
     mask: torch.Tensor | None
@@ -73,6 +77,7 @@ class TritonBackend(AttentionBackend):
         gqa_ratios=frozenset(range(1, 9)),
         max_q_rows=64,
         max_topk=64,
+        max_draft_branches=16,
         sliding_window=frozenset(ForwardMode),
         window_in_trees=True,
         logit_cap=True,
@@ -89,7 +94,7 @@ class TritonBackend(AttentionBackend):
         self._splits = min(_MAX_SPLITS, triton.cdiv(context.max_context_len, _KEYS_PER_SPLIT))
         heads = max(layer.tp_q_head_num for layer in context.layers)
         width = max(layer.v_head_dim for layer in context.layers)
-        sums = context.max_bs * heads * self._splits
+        sums = context.max_bs * max(1, context.draft_branches) * heads * self._splits
         self._partial = torch.empty(sums * width, dtype=torch.float32, device=context.device)
         self._lse = torch.empty(sums, dtype=torch.float32, device=context.device)
         self._plan: _Plan | None = None
@@ -104,15 +109,18 @@ class TritonBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the plan that all graphs read."""
-        n, device = self.context.num_draft_tokens, self.context.device
+        context, device = self.context, self.context.device
+        n, rows = context.num_draft_tokens, max_bs * max(1, context.draft_branches)
+        branches = max_bs * context.draft_branches
         mask: torch.Tensor | None = None
-        if ForwardMode.TARGET_VERIFY in self.context.modes:
+        if ForwardMode.TARGET_VERIFY in context.modes:
             mask = torch.zeros(max_bs, n, n, dtype=torch.uint8, device=device)
             self._verify_mask = VerifyMask(mask.view(-1), TreeMaskMode.QLEN_ONLY, max_bs)
         self._static = _Plan(
-            requests=torch.zeros(max_bs, dtype=torch.int64, device=device),
-            kv_lens=torch.zeros(max_bs, dtype=torch.int32, device=device),
-            cu_seqlens_q=torch.zeros(max_bs + 1, dtype=torch.int32, device=device),
+            table=torch.zeros(branches, context.max_context_len, dtype=torch.int32, device=device),
+            requests=torch.zeros(rows, dtype=torch.int64, device=device),
+            kv_lens=torch.zeros(max(1, context.speculative_num_steps - 1), rows, dtype=torch.int32, device=device),
+            cu_seqlens_q=torch.zeros(rows + 1, dtype=torch.int32, device=device),
             mask=mask,
             max_q_len=0,
             tile_rows=0,
@@ -125,7 +133,8 @@ class TritonBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         """Copy this step's plan to where the graph reads it; capture and replay are alike."""
-        static, fresh, bs = self._static, self._plan_step(batch), batch.batch_size
+        static, fresh = self._static, self._plan_step(batch)
+        forwards, bs = fresh.kv_lens.shape
         assert static is not None, "init_cuda_graph_state comes before any capture"
         mask: torch.Tensor | None = None
         if batch.forward_mode.is_target_verify():
@@ -134,8 +143,9 @@ class TritonBackend(AttentionBackend):
             # Always the mask's kernel, also for a batch without one: the graph is captured for trees.
             mask.copy_(_chain_mask(mask) if fresh.mask is None else fresh.mask)
         self._plan = _Plan(
+            table=static.table[:bs].copy_(fresh.table) if batch.forward_mode.is_draft_decode() else fresh.table,
             requests=static.requests[:bs].copy_(fresh.requests),
-            kv_lens=static.kv_lens[:bs].copy_(fresh.kv_lens),
+            kv_lens=static.kv_lens[:forwards, :bs].copy_(fresh.kv_lens),
             cu_seqlens_q=static.cu_seqlens_q[: bs + 1].copy_(fresh.cu_seqlens_q),
             mask=mask,
             max_q_len=fresh.max_q_len,
@@ -145,7 +155,9 @@ class TritonBackend(AttentionBackend):
     def _plan_step(self, batch: ForwardBatch) -> _Plan:
         """Plan one step from device tensors alone. ``batch`` may be a replay view, with tensors longer than bs."""
         context, bs, mode, spec = self.context, batch.batch_size, batch.forward_mode, batch.spec_info
-        requests, seq_lens = batch.req_pool_indices[:bs].long(), batch.seq_lens[:bs].long()
+        table, requests, seq_lens = context.req_to_token, batch.req_pool_indices[:bs].long(), batch.seq_lens[:bs].long()
+        if isinstance(spec, DraftDecodeInput):
+            return self._plan_branches(spec, table[requests], seq_lens)
         # Widths come from the context: the batch's own may be 0 or -1 while a graph is captured.
         n = 1 if mode.is_decode() else context.num_draft_tokens
         cu_seqlens_q = torch.arange(bs + 1, dtype=torch.int32, device=seq_lens.device) * n
@@ -163,8 +175,18 @@ class TritonBackend(AttentionBackend):
             cu_seqlens_q = _offsets(batch.extend_seq_lens)
             # Any request of a replay may have all rows of its bucket; a neighbour's may not choose the tiles.
             longest = min(batch.input_ids.shape[0], context.max_extend_tokens)
-            return _Plan(requests, seq_lens.to(torch.int32), cu_seqlens_q, None, longest, context.max_extend_tokens)
-        return _Plan(requests, seq_lens.to(torch.int32), cu_seqlens_q, mask, n, n)
+            kv_lens, most = seq_lens.to(torch.int32)[None], context.max_extend_tokens
+            return _Plan(table, requests, kv_lens, cu_seqlens_q, None, longest, most)
+        return _Plan(table, requests, seq_lens.to(torch.int32)[None], cu_seqlens_q, mask, n, n)
+
+    def _plan_branches(self, spec: DraftDecodeInput, rows: torch.Tensor, seq_lens: torch.Tensor) -> _Plan:
+        """All forwards of a draft. ``rows`` [bs, max_context_len]: of ``req_to_token``; ``seq_lens`` [bs] int64."""
+        key = torch.arange(rows.shape[1], device=rows.device)
+        table = spec.key_slots(rows, seq_lens, self.context.page_size, key)
+        row = torch.arange(len(table) + 1, device=rows.device)
+        own = torch.arange(1, spec.num_steps, device=rows.device)
+        kv_lens = seq_lens.repeat_interleave(spec.topk) + own[:, None]
+        return _Plan(table, row[:-1], kv_lens.to(torch.int32), row.to(torch.int32), None, 1, 1)
 
     # Forward
 
@@ -184,7 +206,8 @@ class TritonBackend(AttentionBackend):
             context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
         key, value = context.kv_pool.get_kv_buffer(layer.layer_id)
         heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
-        bs, splits = plan.kv_lens.shape[0], self._splits if plan.tile_rows == 1 else 1
+        kv_lens = plan.kv_lens[batch.spec_info.step if isinstance(batch.spec_info, DraftDecodeInput) else 0]
+        bs, splits = len(kv_lens), self._splits if plan.tile_rows == 1 else 1
         # Rows behind the last request (ragged modes in a graph) are of no request; zeros travel better than garbage.
         # The interpreter would cut a bfloat16 off instead of rounding it, so there the result is rounded at the end.
         out = q.new_zeros(q.shape[0], heads, dim, dtype=torch.float32 if INTERPRETED else q.dtype)
@@ -193,10 +216,10 @@ class TritonBackend(AttentionBackend):
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else _NO_WINDOW
         attend_kernel[(bs, layer.tp_k_head_num // tiles.kv_heads, triton.cdiv(pairs, tiles.block_m) * splits)](
             q, key, value, out, self._partial, self._lse,
-            context.req_to_token, plan.requests, plan.kv_lens, plan.cu_seqlens_q, batch.positions,
+            plan.table, plan.requests, kv_lens, plan.cu_seqlens_q, batch.positions,
             q if plan.mask is None else plan.mask, q if layer.sinks is None else layer.sinks,  # q: never read
             layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap), window,
-            *q.stride(), *key.stride()[:2], context.req_to_token.stride(0),
+            *q.stride(), *key.stride()[:2], plan.table.stride(0),
             HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
             HAS_CAP=layer.logit_cap > 0, HAS_SINKS=layer.sinks is not None, KV_HEADS=tiles.kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DOT=tiles.dot, num_warps=4, num_stages=2,

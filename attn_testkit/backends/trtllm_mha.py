@@ -60,9 +60,9 @@ class TRTLLMMHABackend(AttentionBackend):
     """Paged attention through ``trtllm_batch_decode_with_kv_cache`` and ``trtllm_batch_context_with_kv_cache``."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        eager=frozenset(ForwardMode),
+        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
         # Servers run the prefill kernel between the pieces of a graph, never inside one.
-        graph=frozenset(ForwardMode) - {ForwardMode.EXTEND},
+        graph=frozenset(ForwardMode) - {ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE},
         families=frozenset({"mha", "gqa", "mqa"}),
         dtypes=frozenset({"fp16", "bf16"}),
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),
@@ -277,9 +277,9 @@ class XQABackend(TRTLLMMHABackend):
     """The same, held to what XQA does, so that its path is also walked where there is no SM90."""
 
     capabilities: ClassVar[Capabilities] = TRTLLMMHABackend.capabilities.with_changes(
-        eager=frozenset(ForwardMode) - _CONTEXT_MODES,
-        graph=frozenset(ForwardMode) - _CONTEXT_MODES,
-        sliding_window=frozenset(ForwardMode) - _CONTEXT_MODES,
+        eager=frozenset(ForwardMode) - _CONTEXT_MODES - {ForwardMode.DRAFT_DECODE},
+        graph=frozenset(ForwardMode) - _CONTEXT_MODES - {ForwardMode.DRAFT_DECODE},
+        sliding_window=frozenset(ForwardMode) - _CONTEXT_MODES - {ForwardMode.DRAFT_DECODE},
         requires=Requires(sm=((90, 90), (120, 121)), packages=_PACKAGES),
         mode_requires={},
     )

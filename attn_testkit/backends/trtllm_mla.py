@@ -64,8 +64,8 @@ class TRTLLMMLABackend(AttentionBackend):
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         # Servers prefill with a kernel for keys that are not absorbed, which is no part of the contract.
-        eager=frozenset(ForwardMode) - {ForwardMode.EXTEND},
-        graph=frozenset(ForwardMode) - {ForwardMode.EXTEND},
+        eager=frozenset(ForwardMode) - {ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE},
+        graph=frozenset(ForwardMode) - {ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE},
         families=frozenset({"mla"}),
         dtypes=frozenset({"bf16"}),  # whatever the queries are, outputs are bfloat16
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),

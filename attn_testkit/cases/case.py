@@ -12,6 +12,7 @@ from typing import Any
 
 from ..contract import ForwardMode
 from . import choices
+from .draft import Draft
 from .trees import Tree, chain
 
 __all__ = ["DATA", "LAYOUTS", "PADDINGS", "Case", "Heads", "parse_case"]
@@ -46,7 +47,8 @@ class Case:
 
     Raises ``ValueError`` for a batch that is empty or larger than its bucket, accepted counts that are not one per
     request and 1 .. width, new tokens that are not one or more per request or more than their graph holds, chunks in
-    another mode than extend, and a tree in another mode than target-verify, or none there.
+    another mode than extend, a tree in another mode than target-verify, or none there, and a draft in another mode than
+    draft-decode, or none there.
     """
 
     mode: ForwardMode
@@ -63,11 +65,13 @@ class Case:
     """Draft-extend: accepted tokens of each request, 1 .. width. Extend: new tokens of each. Empty elsewhere."""
     width: int = 1
     """Rows a request in the graph: 1, N (verify, v2) or S + 1 (v1). Extend: a graph of B requests has B times as many,
-    and a step shares them out."""
+    and a step shares them out. Draft-decode: those of all forwards."""
     chunks: int = 1
     """Extend: steps in which the prompts of the own batch come; it is the first of them. 1 elsewhere."""
     tree: Tree | None = None
     """Target-verify: the draft tree, of ``width`` nodes. None elsewhere."""
+    draft: Draft | None = None
+    """Draft-decode: the branches, of ``width`` rows together. None elsewhere."""
     layout: str = "shuffled"
     """One of ``LAYOUTS``."""
     data: str = "gauss"
@@ -107,6 +111,8 @@ class Case:
             raise ValueError(f"{self.chunks} chunks: prompts come in one or more, and in extend alone")
         if (self.tree is not None) != (self.mode is ForwardMode.TARGET_VERIFY):
             raise ValueError("a tree goes with target-verify, and only with it")
+        if (self.draft is not None) != (self.mode is ForwardMode.DRAFT_DECODE):
+            raise ValueError("a draft goes with draft-decode, and only with it")
 
     def _check_new_tokens(self) -> None:
         if len(self.new) != len(self.prefixes) or min(self.new) < 1:
@@ -125,6 +131,11 @@ class Case:
     def most_new(self) -> int:
         """Most rows of a request in any step."""
         return max(self.width, *self.new) if self.new else self.width
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows a request in one forward of the model."""
+        return self.draft.branches if self.draft else self.width
 
     @property
     def topk(self) -> int:
@@ -146,6 +157,8 @@ class Case:
         if self.tree:
             n = len(self.tree)
             words.append(f"chain{n}" if self.tree == chain(n) else "t" + ".".join(map(str, self.tree.parents)))
+        elif self.draft:
+            words.append(f"topk{self.draft.branches}steps{self.draft.steps}")
         elif self.mode is not ForwardMode.DECODE:
             words.append(f"n{self.width}a{_numbers(self.new)}")
         if self.chunks > 1:
@@ -223,6 +236,10 @@ def _tree(parents: tuple[int, ...]) -> dict[str, Any]:
     return {"tree": Tree(parents), "width": len(parents) + 1}
 
 
+def _draft(draft: Draft) -> dict[str, Any]:
+    return {"draft": draft, "width": len(draft)}
+
+
 _Word = tuple[str, Callable[[re.Match[str]], Mapping[str, Any]]]
 _WORDS: tuple[_Word, ...] = (
     (r"(?P<family>mha|gqa|mqa|mla)(?P<first>\d+)(x(?P<second>\d+))?", _heads),
@@ -232,6 +249,7 @@ _WORDS: tuple[_Word, ...] = (
     (r"k([\d.x]+)", lambda m: {"prefixes": _unnumbers(m[1])}),
     (r"chain(\d+)", lambda m: _tree(chain(int(m[1])).parents)),
     (r"t(\d+(?:\.\d+)*)", lambda m: _tree(tuple(map(int, m[1].split("."))))),
+    (r"topk(\d+)steps(\d+)", lambda m: _draft(Draft(int(m[1]), int(m[2])))),
     (r"chunks(\d+)", lambda m: {"chunks": int(m[1])}),
     (r"n(\d+)a([\d.x]+)", lambda m: {"width": int(m[1]), "new": _unnumbers(m[2])}),
     ("|".join(LAYOUTS), lambda m: {"layout": m[0]}),

@@ -18,6 +18,7 @@ from covertable.sorters import hash as by_hash
 
 from ..contract import Capabilities, ForwardMode
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
+from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
 from .plans import context_len
 from .small_cases import MOST_NEW_TOKENS, small_cases
@@ -35,6 +36,7 @@ _TREES: tuple[Tree, ...] = (
     Tree((0, 1, 0, 3, 0, 5, 1)),
     Tree((0, 0, 0)),
 )
+_DRAFTS = (Draft(1, 4), Draft(2, 3), Draft(1, 2), Draft(4, 2), Draft(3, 6), Draft(1, 7))
 _BIG_TREE = Tree(tuple(max(0, (node - 1) // 3) for node in range(1, 40)))
 """40 nodes: more than fit a 32-bit word of a packed mask."""
 
@@ -104,6 +106,8 @@ def _rows_dimension(claims: Capabilities, mode: ForwardMode) -> dict[str, list[A
         return {}
     if mode is ForwardMode.EXTEND:
         return {"new_tokens": list(NEW_TOKENS), "chunks": [3, 1]}
+    if mode is ForwardMode.DRAFT_DECODE:
+        return {"draft": [draft for draft in _DRAFTS if draft.branches <= claims.max_draft_branches]}
     if mode is ForwardMode.TARGET_VERIFY:
         chains = [chain(min(n, rows)) for n in (2, 4, 7)]
         trees = [t for t in _TREES if len(t) <= rows and t.topk <= claims.max_topk]
@@ -142,7 +146,8 @@ def _fits(claims: Capabilities, case: Case) -> bool:
     if case.window >= 0 and case.topk > 1 and not claims.window_in_trees:
         return False
     max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
-    others = companions(case, claims.graph, claims.max_q_rows, max_topk, claims.max_extend_tokens) if case.mixed else []
+    most = (claims.max_q_rows, max_topk, claims.max_extend_tokens, claims.max_draft_branches)
+    others = companions(case, claims.graph, *most) if case.mixed else []
     return all(context_len(each) <= claims.max_context_len for each in (case, *others))
 
 
@@ -158,8 +163,9 @@ def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> C
     heads: Heads = row["heads"]
     mla = heads.family == "mla"
     tree: Tree | None = row.get("tree")
-    width = len(tree) if tree else row.get("width", 1)
-    prefixes = _Prefixes(row["prefixes"]).lens(row["page_size"], width)
+    draft: Draft | None = row.get("draft")
+    width = len(tree or draft or ()) or row.get("width", 1)
+    prefixes = _Prefixes(row["prefixes"]).lens(row["page_size"], draft.steps if draft else width)
     new = _accepted(row["accepted"], width, len(prefixes)) if "accepted" in row else ()
     if "new_tokens" in row:
         new = new_tokens(row["new_tokens"], len(prefixes), row["page_size"], claims.max_extend_tokens)
@@ -182,6 +188,7 @@ def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> C
         new=new,
         width=width,
         tree=tree,
+        draft=draft,
         chunks=row.get("chunks", 1),
         layout=row["layout"],
         data=row["data"],
@@ -195,7 +202,8 @@ def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> C
 
 def _base(mode: ForwardMode, cases: Sequence[Case]) -> Case:
     """What the named cases are made of. MLA is too slow for the longest; in the older modes ids say which it is."""
-    cheap = [case for case in cases if mode is ForwardMode.EXTEND and case.heads.family != "mla"]
+    newer = mode in (ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE)
+    cheap = [case for case in cases if newer and case.heads.family != "mla"]
     return (*cheap, *cases)[0]
 
 
@@ -203,9 +211,13 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
     """Cases that no covering array is sure to meet."""
     kv_dtype = sorted(claims.kv_dtypes, reverse=True)[0]
     plain = replace(base, window=-1, logit_cap=0.0, sinks=False, kv_dtype=kv_dtype, chunks=1)
+    if plain.draft:
+        draft = Draft(min(2, claims.max_draft_branches), 3)
+        plain = replace(plain, draft=draft, width=len(draft))
     # In smoke once, not once a mode: it costs as much as all other graph cases of a mode together.
-    alone = tier == "smoke" and mode is not min(claims.graph, default=mode)
-    if mode in claims.graph and len(claims.graph) > 1 and not alone:
+    hosts = claims.graph - {ForwardMode.DRAFT_DECODE}
+    alone = tier == "smoke" and mode is not min(hosts, default=mode)
+    if mode in hosts and len(claims.graph) > 1 and not alone:
         # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
         tree = _branching(4) if plain.tree and claims.max_topk > 1 and claims.max_q_rows >= 4 else plain.tree
         width = len(tree) if tree else plain.width
@@ -268,14 +280,16 @@ def _heads_like(claims: Capabilities, plain: Case) -> list[Heads]:
 def _small(claims: Capabilities, plain: Case) -> Case:
     """As little work for each row and key as is claimed, for cases with very many of them."""
     rows = min(2, plain.width)
+    draft = Draft(min(2, plain.draft.branches), 2) if plain.draft else None
     return replace(
         plain,
         heads=min(_heads_like(claims, plain), key=lambda heads: (heads.kv_heads, heads.q_heads)),
         head_dim=plain.head_dim if plain.heads.family == "mla" else min(claims.head_dims),
         page_size=min(claims.page_sizes),
         new=(rows,) * plain.bs if plain.new else (),
-        width=rows,
+        width=len(draft) if draft else rows,
         tree=chain(rows) if plain.tree else None,
+        draft=draft,
         padding="prod",
     )
 
@@ -365,19 +379,31 @@ def _branching(width: int) -> Tree:
 
 
 def companions(
-    case: Case, modes: Set[ForwardMode], max_q_rows: int, max_topk: int = 1, max_extend_tokens: int = 1 << 20
+    case: Case,
+    modes: Set[ForwardMode],
+    max_q_rows: int,
+    max_topk: int = 1,
+    max_extend_tokens: int = 1 << 20,
+    max_draft_branches: int = 1,
 ) -> list[Case]:
     """Cases of the other modes that can share a backend instance with ``case``: same shapes, layers and prefixes.
 
-    One for each of ``modes`` but the case's own, in their order. ``max_q_rows``, ``max_topk`` and
-    ``max_extend_tokens``: as claimed.
+    One for each of ``modes`` but the case's own, in their order; for draft-decode none where the others' rows leave its
+    branches no step. ``max_q_rows`` and what follows: as claimed.
     """
     width = case.width if case.mode.is_speculative() and case.width > 1 else min(4, max_q_rows)
     bs = case.bs
     others = []
+    # S is one number of an instance, and the draft-extends have S + 1 rows.
+    steps = width - 1 if any(mode.is_speculative() for mode in (*modes, case.mode)) else 3
     for mode in sorted(modes - {case.mode}):
         changes: dict[str, Any] = {"mode": mode, "tree": None, "new": (), "width": width, "chunks": 1, "mixed": False}
         changes["host"] = case
+        if mode is ForwardMode.DRAFT_DECODE:
+            if steps > 1:
+                draft = Draft(min(2, max_draft_branches), steps)
+                others.append(replace(case, **{**changes, "draft": draft, "width": len(draft)}))
+            continue
         if mode is ForwardMode.DECODE:
             changes["width"] = 1
         elif mode is ForwardMode.TARGET_VERIFY:

@@ -180,12 +180,13 @@ def _visibility(step: Step, widest: int, longest: int) -> tuple[torch.Tensor, to
     for b, request in enumerate(step.requests):
         prefix, new = request.prefix, request.new
         visible[b, :new, :prefix] = True
-        if request.tree is None:
+        rows = request.tree or request.draft
+        if rows is None:
             visible[b, :new, prefix : prefix + new] = np.tri(new, dtype=np.bool_)
             query_positions[b, :new] = np.arange(prefix, prefix + new)
         else:
-            visible[b, :new, prefix : prefix + new] = request.tree.visible
-            query_positions[b, :new] = prefix + np.asarray(request.tree.depths)
+            visible[b, :new, prefix : prefix + new] = rows.visible
+            query_positions[b, :new] = prefix + np.asarray(rows.depths)
             key_positions[b, prefix : prefix + new] = query_positions[b, :new]
     return torch.from_numpy(visible), torch.from_numpy(key_positions), torch.from_numpy(query_positions)
 
@@ -384,15 +385,20 @@ def pool_image(
 def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:
     """What live requests have in the KV pool before or ``after`` a step, as it is stored.
 
-    Their slots [n], those of shared pages once a request, and the bytes of their rows [L, 2 or 1, n, bytes].
+    Their slots [n], those of shared pages once a request and those of copied ones once a copy, and the bytes of their
+    rows [L, 2 or 1, n, bytes].
     """
-    counts = [request.prefix + (request.new if after else 0) for request in step.requests]
-    slots = np.concatenate([request.slots[:count] for request, count in zip(step.requests, counts, strict=True)])
+    runs: list[tuple[int, int, Ints]] = []
+    for b, request in enumerate(step.requests):
+        runs.append((b, 0, request.slots[: request.prefix + (request.new if after else 0)]))
+        runs += [(b, request.prefix - len(copy), copy) for copy in request.copies]
+    slots = np.concatenate([run for _, _, run in runs])
     parts = [part.view(torch.uint8).numpy() for part in (data.stored_keys, data.stored_values) if part is not None]
     layers, _, _, heads, width = parts[0].shape
     rows = np.empty((layers, len(parts), len(slots), heads, width), np.uint8)
     for index, part in enumerate(parts):
-        np.concatenate([part[:, b, :count] for b, count in enumerate(counts)], axis=1, out=rows[:, index])
+        held = [part[:, b, first : first + len(run)] for b, first, run in runs]
+        np.concatenate(held, axis=1, out=rows[:, index])
     return slots, rows.reshape(layers, len(parts), len(slots), heads * width)
 
 

@@ -48,7 +48,11 @@ def values_of_place(v: torch.Tensor, pattern: str) -> torch.Tensor:
 
 
 def tail_slots(request: Request, page: int) -> Slots:
-    """Slots of the last page that lie behind the last key."""
+    """Slots of its pages that hold no key: in the last page behind the last key, in draft-decode behind each branch."""
+    if request.columns is not None:
+        region = request.columns[request.prefix - request.prefix % page :]
+        pages = (np.unique(region // page)[:, None] * page + np.arange(page)).reshape(-1)
+        return np.setdiff1d(pages, [*request.slots[: request.prefix], *request.copies.reshape(-1)])
     used, last = len(request.slots), int(request.slots[-1])
     return np.arange(last + 1, last + 1 + (-used) % page)
 

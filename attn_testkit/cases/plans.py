@@ -67,7 +67,12 @@ def _filled_up(plan: Plan, rng: np.random.Generator) -> Plan:
 
 
 def lens_of(case: Case, plan: Plan) -> tuple[int, ...]:
-    """Keys of each request of a step, its own rows included: at most, where rows are ragged and not yet drawn."""
+    """Columns of the request table that each request of a step takes: its keys, its own rows included.
+
+    At most, where rows are ragged and not yet drawn.
+    """
+    if case.draft:
+        return tuple(case.draft.room(prefix, case.page_size) for prefix in plan.prefixes)
     return tuple(p + n for p, n in zip(plan.prefixes, plan.new or (case.width,) * len(plan.prefixes), strict=True))
 
 

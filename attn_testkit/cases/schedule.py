@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from ..contract import ForwardMode
 from .case import Case
 from .choices import CHOICES, shallow_depth
+from .draft import Draft
 from .plan import Plan
 from .plans import context_len_of, lens_of, make_plans
 from .trees import Tree, chain, random_tree
@@ -45,13 +46,24 @@ class Request:
     pool_row: int
     """Row of ``req_to_token``; never 0."""
     slots: Ints
-    """[prefix + new] int64: KV slots, in token order."""
+    """[prefix + new] int64: KV slots, in token order; in draft-decode branch by branch."""
     tree: Tree | None = None
     """Target-verify: the draft tree of these rows."""
     accepted: int = 1
     """Draft-extend: accepted tokens; the last of them is the row the draft model continues from."""
     shared: int = 0
     """First tokens of the prefix that lie in pages which other requests share, as a prefix cache has it."""
+    draft: Draft | None = None
+    """Draft-decode: the branches of these rows."""
+    columns: Ints | None = None
+    """Draft-decode: [columns] int64, KV slot of each column of the request table. None elsewhere: those of tokens."""
+    copies: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    """Draft-decode: [K - 1, n] int64, slots that hold the prefix's last n tokens again, for a branch each."""
+
+    @property
+    def table_slots(self) -> Ints:
+        """[columns] int64: what its row of the request table says."""
+        return self.slots if self.columns is None else self.columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +163,8 @@ class Schedule:
 
     @property
     def max_tokens(self) -> int:
-        """Rows of the largest graph."""
-        return self.max_bs * self.case.width
+        """Rows of the largest graph; in draft-decode of each of its forwards."""
+        return self.max_bs * self.case.rows_at_once
 
     @property
     def most_requests(self) -> int:
@@ -161,7 +173,12 @@ class Schedule:
 
     @property
     def most_tokens(self) -> int:
-        """Rows of the largest batch."""
+        """Rows of the largest batch; in draft-decode of each of its forwards."""
+        return self.most_requests * self.case.rows_at_once
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest step, all forwards together."""
         return self.most_requests * self.case.width
 
     def step_named(self, name: str) -> Step:
@@ -192,7 +209,9 @@ def _accepted(case: Case, index: int, count: int, most: int, rng: np.random.Gene
 
 
 def _depth(case: Case) -> int:
-    """S: the longest path of the draft tree; 0 without one."""
+    """S: the longest path of the draft tree, tokens of a branch in draft-decode; 0 without either."""
+    if case.draft:
+        return case.draft.steps
     if not case.mode.is_speculative():
         return 0
     if case.tree:
@@ -257,7 +276,7 @@ def _table(
     table = rng.integers(1, slots, (rows + 1, ctx))
     table[0] = 0
     for request in requests:
-        table[request.pool_row, : len(request.slots)] = request.slots
+        table[request.pool_row, : len(request.table_slots)] = request.table_slots
     return table.astype(np.int32)
 
 
@@ -276,7 +295,7 @@ def _build_step(
         accepted = tuple(counts[plan.rotated :] + counts[: plan.rotated])
     news = plan.new or (accepted if ragged else (case.width,) * count)
     trees = _trees(case, index, count, depth, rng)
-    lens = [p + n for p, n in zip(plan.prefixes, news, strict=True)]
+    lens = lens_of(case, replace(plan, new=news))
     shared = _shared_pages(case, plan.prefixes)
     pages = _pages_for(case.layout, [-(-n // page) for n in lens], num_pages, rng, shared, case.digest)
     pool_rows = rng.permutation(rows)[:count] + 1
@@ -285,15 +304,25 @@ def _build_step(
             prefix,
             new,
             int(pool_rows[i]),
-            (pages[i][:, None] * page + np.arange(page)).reshape(-1)[: prefix + new],
+            (pages[i][:, None] * page + np.arange(page)).reshape(-1)[: lens[i]],
             trees[i],
             accepted[i],
             shared[i] * page,
         )
         for i, (prefix, new) in enumerate(zip(plan.prefixes, news, strict=True))
     )
+    if case.draft:
+        requests = tuple(_branched(request, case.draft, page) for request in requests)
     table = _table(requests, rows, ctx, (num_pages + 1) * page, rng)
     return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too)
+
+
+def _branched(request: Request, draft: Draft, page: int) -> Request:
+    """A request whose slots are columns of the request table, with a row of slots for each branch."""
+    columns, prefix = request.slots, request.prefix
+    own = draft.columns(prefix, page)[:, : draft.forwards].reshape(-1)
+    slots = np.concatenate([columns[:prefix], columns[own]])
+    return replace(request, slots=slots, draft=draft, columns=columns, copies=columns[draft.copies(prefix, page)])
 
 
 def _chunks(case: Case, plans: Sequence[Plan], sizes: tuple[int, int, int, int]) -> list[Step]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
+from .draft import Draft
 from .extend import room_for
 from .trees import Tree
 from .untried import CLAIMS, Value, most_rows, rows_of, untried
@@ -75,7 +76,7 @@ def _tries(claims: Capabilities, case: Case, entry: _Entry) -> bool:
 
 def _capped(name: str, value: Value) -> Any:
     """As much of a bound as cases are made of."""
-    most = {"rows": MOST_ROWS, "extend": MOST_NEW_TOKENS, "topk": MOST_ROWS - 1}.get(name)
+    most = {"rows": MOST_ROWS, "extend": MOST_NEW_TOKENS, "topk": MOST_ROWS - 1, "branches": MOST_ROWS}.get(name)
     return min(value, most) if most and isinstance(value, int) else value
 
 
@@ -112,11 +113,18 @@ def _rows(mode: ForwardMode, rows: int, topk: int) -> dict[str, Any]:
     """``rows`` a request; in the modes that list them the second request has fewer than the first."""
     if mode is ForwardMode.DECODE:
         return {}
+    if mode is ForwardMode.DRAFT_DECODE:
+        return _draft(1)
     if mode is ForwardMode.TARGET_VERIFY:
         # The root has ``topk`` children, and each of them a chain.
         return {"width": rows, "tree": Tree(tuple(max(0, node - topk) for node in range(1, rows)))}
     new = (rows, min(3, rows - 1 or 1))
     return {"width": room_for(new) if mode is ForwardMode.EXTEND else rows, "new": new}
+
+
+def _draft(branches: int) -> dict[str, Any]:
+    draft = Draft(branches, 3)
+    return {"draft": draft, "width": len(draft)}
 
 
 def _mla_heads(claims: Capabilities) -> Heads:
@@ -156,6 +164,7 @@ _CHANGES: Mapping[str, Callable[[Capabilities, Case, Any], Case]] = {
     "rows": lambda claims, case, rows: replace(case, **_rows(case.mode, rows, max(1, case.topk))),
     "extend": lambda claims, case, tokens: replace(case, **_rows(case.mode, tokens, 0)),
     "topk": lambda claims, case, topk: _with_topk(case, topk),
+    "branches": lambda claims, case, branches: replace(case, **_draft(branches)),
     "group": lambda claims, case, group: _with(claims, case, _group(claims, group)),
     "mla_heads": lambda claims, case, heads: _with(claims, case, Heads("mla", heads, 1)),
     "head_dim": lambda claims, case, dim: _of_others(claims, case, head_dim=dim),

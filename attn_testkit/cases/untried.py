@@ -55,6 +55,9 @@ def most_rows(claims: Capabilities, mode: ForwardMode) -> int:
 
 
 def _lens(case: Case) -> Iterator[int]:
+    if case.draft:
+        # No row sees another branch.
+        return (prefix + case.draft.forwards for prefix in case.prefixes)
     return (prefix + rows for prefix, rows in zip(case.prefixes, rows_of(case), strict=True))
 
 
@@ -139,6 +142,12 @@ CLAIMS: dict[str, Claim] = {
         bound=True,
     ),
     "topk": Claim("children of a tree node", _widest_tree, lambda claims, case: case.topk, bound=True),
+    "branches": Claim(
+        "branches of a draft",
+        lambda claims, mode: (claims.max_draft_branches,) if mode is ForwardMode.DRAFT_DECODE else (),
+        lambda claims, case: case.draft.branches if case.draft else 0,
+        bound=True,
+    ),
     "family": Claim("family", lambda claims, mode: claims.families, lambda claims, case: case.heads.family),
     "group": Claim("group", _groups, _group),
     "mla_heads": Claim(

@@ -91,6 +91,15 @@ def _topk(claims: Capabilities, context: BackendContext) -> tuple[str, BackendCo
     return f"topk {claims.max_topk + 1}", replace(context, topk=claims.max_topk + 1)
 
 
+def _branches(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    branches = claims.max_draft_branches + 1
+    if ForwardMode.DRAFT_DECODE not in context.modes or branches > 1024:
+        return None
+    return f"draft branches {branches}", replace(
+        context, draft_branches=branches, max_num_tokens=context.max_bs * branches
+    )
+
+
 def _mode(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     missing = frozenset(ForwardMode) - claims.eager - claims.graph
     if not missing:
@@ -100,7 +109,9 @@ def _mode(claims: Capabilities, context: BackendContext) -> tuple[str, BackendCo
 
 
 _Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
-_WAYS: tuple[_Outside, ...] = (_page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens)
+_WAYS: tuple[_Outside, ...] = (
+    _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches,
+)  # fmt: skip
 
 
 def outside_claims(claims: Capabilities, context: BackendContext) -> Iterator[tuple[str, BackendContext]]:

@@ -98,6 +98,7 @@ def _owners(observed: Observation, slots: int) -> torch.Tensor:
     owner = torch.zeros(slots, dtype=torch.int64)
     for request in observed.step.requests:
         owner[torch.from_numpy(request.slots[: request.prefix])] = 2
+        owner[torch.from_numpy(request.copies).flatten()] = 2
         owner[torch.from_numpy(request.slots[request.prefix :])] = 1
     return owner
 

@@ -3,6 +3,7 @@
 from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_unclaimed
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
 from .capabilities import DTYPES, FAMILIES, KV_DTYPES, Capabilities, Requires, Unsupported
+from .draft_decode import DraftDecodeInput
 from .kernel_backend import KernelBackend, KernelPlan
 from .kv_pool import KVPool
 from .layer import AttentionLayer
@@ -16,6 +17,7 @@ __all__ = [
     "AttentionLayer",
     "BackendContext",
     "Capabilities",
+    "DraftDecodeInput",
     "DraftExtendInput",
     "Execution",
     "ForwardBatch",

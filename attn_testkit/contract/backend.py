@@ -43,11 +43,14 @@ class BackendContext:
     num_draft_tokens: int = 1
     """N: nodes of a draft tree, and rows a request in draft-extend v2."""
     speculative_num_steps: int = 0
-    """S: longest path of a draft tree below its root; v1 has at most S + 1 rows a request."""
+    """S: longest path of a draft tree below its root; v1 has at most S + 1 rows a request. Draft-decode: draft tokens
+    of a branch, from S - 1 forwards."""
     topk: int = 0
     """K: widest branching of a draft tree; 1 for a chain, 0 without target-verify."""
     max_extend_tokens: int = 0
     """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
+    draft_branches: int = 0
+    """K of draft-decode: rows that a request has in each of its forwards; 0 without draft-decode."""
 
 
 def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
@@ -79,6 +82,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         ("new tokens per request", context.max_extend_tokens,
          context.max_extend_tokens <= capabilities.max_extend_tokens),
         ("topk", context.topk, context.topk <= capabilities.max_topk),
+        ("draft branches", context.draft_branches, context.draft_branches <= capabilities.max_draft_branches),
         ("context length", context.max_context_len, context.max_context_len <= capabilities.max_context_len),
         ("sliding window", ", ".join(sorted(context.modes - capabilities.sliding_window)),
          not windowed or context.modes <= capabilities.sliding_window),
@@ -107,6 +111,12 @@ class AttentionBackend(ABC):
     ``init_forward_metadata_out_graph(batch, in_capture=True)``, warm-ups and the capture, each of which runs
     ``init_forward_metadata_in_graph`` and every layer's ``forward``. At a replay only
     ``init_forward_metadata_out_graph(view)`` runs; then the graph does.
+
+    Draft-decode: the same, with several forwards for one plan, and all of them in one graph. The hooks above plan the
+    draft and are given the batch of its first forward. Each later forward has a batch of its own, whose
+    ``spec_info.step`` counts, and begins with ``init_forward_metadata_in_graph`` of it, eager too. So a server's
+    multi-step backend plans all steps beforehand and picks one by ``step``; one that plans a step at a time does it
+    there.
 
     ==================================== ============================================================================
     hook                                 may do

@@ -10,6 +10,7 @@ from enum import IntEnum
 
 import torch
 
+from .draft_decode import DraftDecodeInput
 from .modes import ForwardMode
 
 __all__ = ["DraftExtendInput", "ForwardBatch", "SpecInput", "TreeMaskMode", "VerifyInput", "VerifyMask"]
@@ -112,7 +113,7 @@ class DraftExtendInput:
     """[bs] int64, v2: row of the last accepted token, i * N + num_correct_drafts[i]; used by the caller, afterwards."""
 
 
-SpecInput = VerifyInput | DraftExtendInput
+SpecInput = VerifyInput | DraftExtendInput | DraftDecodeInput
 
 
 @dataclass
@@ -142,6 +143,9 @@ class ForwardBatch:
     The view of an extend has everything that its eager batch has, for B requests and for P rows, the token count that
     the graph was captured with: ``input_ids``, ``positions`` and ``out_cache_loc`` are [P], the others [B] long,
     ``num_padding`` is B - R, ``actual_forward_mode`` there and ``extras`` absent. ``extend_num_tokens`` is T.
+
+    The view of a draft-decode has the attributes of a decode's. It is of the first forward: ``input_ids`` and
+    ``positions`` are [B * K], ``out_cache_loc`` [R * K]; ``spec_info.out_cache_loc`` is [R * K * S].
 
     Of ``spec_info``, which is None in decode and extend:
 

@@ -88,7 +88,7 @@ def _requirement(text: object) -> None:
         raise ValueError(f"Requires.packages: {text!r} is no requirement such as 'my-kernels>=1.2': {reason}") from None
 
 
-_LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_context_len": 1}
+_LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
 _YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant")
 
 
@@ -133,6 +133,9 @@ class Capabilities:
     for a few rows says how few."""
     max_topk: int = 0
     """How wide may a draft tree branch? 0: no target-verify, 1: chains only, K: trees with up to K children a node."""
+    max_draft_branches: int = 1
+    """How many branches may a request have in draft-decode? 1: chains only. Not ``max_topk``: a tree in verify takes a
+    kernel with a mask, and branches in draft-decode any kernel, with a page table for each."""
     max_context_len: int = 1 << 20
     """How long may prefix plus new tokens be?"""
     sliding_window: Set[ForwardMode] = frozenset()

@@ -13,6 +13,7 @@ import torch
 
 from .backend import AttentionBackend, BackendContext
 from .batch import DraftExtendInput, ForwardBatch, TreeMaskMode, VerifyInput, VerifyMask
+from .draft_decode import DraftDecodeInput
 from .layer import AttentionLayer
 from .modes import ForwardMode
 
@@ -24,7 +25,7 @@ class KernelPlan:
     """What a kernel needs to know about one step. All tensors are on the device; their values are not known to Python.
 
     Query rows are packed: request i has rows ``cu_seqlens_q[i] .. cu_seqlens_q[i+1]``. Rows after the last offset are
-    padding, and whatever is written there is ignored.
+    padding, and whatever is written there is ignored. In draft-decode each branch counts as a request of one row.
     """
 
     page_table: torch.Tensor
@@ -43,6 +44,10 @@ class KernelPlan:
     None: causal, aligned to the end: row j of n sees the first ``kv_len - n + j + 1`` keys."""
     layer: AttentionLayer
     """Scale, window, soft cap, sinks, FP8 scales."""
+
+
+_Metadata = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor | None]
+"""Page table, key lengths, query offsets, most rows of a request, mask: as in ``KernelPlan``."""
 
 
 class KernelBackend(AttentionBackend):
@@ -79,6 +84,9 @@ class KernelBackend(AttentionBackend):
         """Rebuild page table, lengths and query offsets on the device."""
         context, bs, mode = self.context, batch.batch_size, batch.forward_mode
         rows = context.req_to_token[batch.req_pool_indices[:bs].long()]
+        if mode.is_draft_decode():
+            self._metadata = self._branches(batch, rows)
+            return
         page_table = (rows[:, self._page_starts] // context.page_size).to(torch.int32)
         seq_lens = batch.seq_lens[:bs].to(torch.int32)
         mask: torch.Tensor | None = None
@@ -91,6 +99,16 @@ class KernelBackend(AttentionBackend):
             seq_lens = seq_lens + width
             mask = self._draft_mask(batch, bs, width)
         self._metadata = (page_table, seq_lens, cu_seqlens_q, width, mask)
+
+    def _branches(self, batch: ForwardBatch, rows: torch.Tensor) -> _Metadata:
+        """Each branch as a request that decodes. ``rows`` [bs, max_context_len]: of ``req_to_token``."""
+        spec, page = batch.spec_info, self.context.page_size
+        assert isinstance(spec, DraftDecodeInput)
+        seq_lens = batch.seq_lens[: len(rows)]
+        page_table = (spec.key_slots(rows, seq_lens, page, self._page_starts) // page).to(torch.int32)
+        kv_lens = (seq_lens + spec.step + 1).to(torch.int32).repeat_interleave(spec.topk)
+        cu_seqlens_q = torch.arange(len(kv_lens) + 1, dtype=torch.int32, device=rows.device)
+        return page_table, kv_lens, cu_seqlens_q, 1, None
 
     def _rows(self, batch: ForwardBatch) -> tuple[int, torch.Tensor | None]:
         """Most query rows of a request, and [bs] how many each has; None: all as many."""

@@ -18,12 +18,16 @@ class ForwardMode(StrEnum):
     ``DRAFT_EXTEND`` (v1)        1..S+1, ragged       prefix + accepted     causal
     ``DRAFT_EXTEND_V2``          N, uniform           prefix + N            causal
     ``EXTEND`` (prefill)         1 and more, ragged   prefix + new          causal
+    ``DRAFT_DECODE``             1 in each branch     prefix only           the prefix, its branch's tokens and itself
     ============================ ==================== ===================== ========================================
 
     ``EXTEND`` is what SGLang calls EXTEND and MIXED: new tokens over a cached prefix of any length, which other
     requests may share; a long prompt comes in chunks, each of which is the next one's prefix; and a request that
     decodes beside prompts is one with a single new token. A batch carries nothing that tells a decode row from a
     prompt's last token, so MIXED is no mode of its own here.
+
+    ``DRAFT_DECODE`` is a draft model's loop of several forwards, planned at once: what SGLang runs as DECODE with a
+    ``spec_info`` and a multi-step backend. ``DraftDecodeInput`` has its rows and slots.
 
     A backend must ask for verify and draft-extend *before* it asks ``is_extend()``: both are extends, and neither
     carries the ``extend_*`` fields of an ``EXTEND`` in a graph's replay view.
@@ -34,10 +38,15 @@ class ForwardMode(StrEnum):
     DRAFT_EXTEND = "draft-extend"
     DRAFT_EXTEND_V2 = "draft-extend-v2"
     EXTEND = "extend"
+    DRAFT_DECODE = "draft-decode"
 
     def is_decode(self) -> bool:
         """One new token for each request."""
         return self is ForwardMode.DECODE
+
+    def is_draft_decode(self) -> bool:
+        """One new token for each branch of each request, in several forwards; ``seq_lens`` is the prefix alone."""
+        return self is ForwardMode.DRAFT_DECODE
 
     def is_target_verify(self) -> bool:
         """N draft-tree nodes for each request; ``seq_lens`` is the prefix alone."""

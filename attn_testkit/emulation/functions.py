@@ -20,7 +20,7 @@ from attn_testkit.emulation.recorder import Watcher
 from attn_testkit.emulation.rules import CHECKED_ON_CPU_ONLY
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.tags import DEVICE, storage_key, tag_device, tag_pinned, wants_cuda
+from attn_testkit.emulation.tags import DEVICE, tag_device, tag_pinned, wants_cuda
 from attn_testkit.emulation.transfers import adopt, mixed_devices
 
 _CPU = torch.device("cpu")
@@ -228,4 +228,3 @@ def _by_default_on_device(func: Any) -> bool:
     """Whether `torch.set_default_device("cuda")` is on and `func` obeys it."""
     default = private.default_device()
     return default is not None and default.type == "cuda" and func in torch.utils._device._device_constructors()
-

@@ -30,6 +30,7 @@ CLASSES = {
     "L": "wrappers, claims, contracts",
     "M": "speculative bookkeeping",
     "N": "determinism and batch invariance",
+    "O": "drafts: their forwards and branches",
     "P": "prefill: cached prefixes, chunks, mixed batches",
 }
 """Letter -> kind of bug. A module of this package whose name begins with a letter and ``_`` holds that class."""
@@ -198,8 +199,8 @@ def all_faults() -> tuple[Fault, ...]:
 @lru_cache(maxsize=1)
 def all_controls() -> tuple[Control, ...]:
     """Every healthy control."""
-    for module in ("controls", "controls_of_builds", "controls_of_prefill", "controls_of_process"):
-        importlib.import_module(f"{__package__}.{module}")
+    for module in ("", "_of_builds", "_of_drafts", "_of_prefill", "_of_process"):
+        importlib.import_module(f"{__package__}.controls{module}")
     return tuple(_CONTROLS.values())
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 from typing_extensions import override
 
-from ..contract import ForwardBatch, ForwardMode
+from ..contract import ForwardBatch
 from .builds import (
     BatchInvariantBackend,
     CascadeBackend,
@@ -74,7 +74,11 @@ class BatchInvariant(BatchInvariantBackend):
     """A request's bits do not depend on its batch, and that is claimed."""
 
     capabilities = BatchInvariantBackend.capabilities.with_changes(
-        graph={"decode"}, eager=frozenset(ForwardMode), families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}
+        graph={"decode"},
+        eager=DenseBackend.capabilities.eager,
+        families={"gqa", "mqa"},
+        dtypes={"bf16"},
+        head_dims={64},
     )
 
 

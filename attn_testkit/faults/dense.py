@@ -43,8 +43,8 @@ class DenseBackend(AttentionBackend):
     """
 
     capabilities = Capabilities(
-        eager=frozenset(ForwardMode),
-        graph=frozenset(ForwardMode),
+        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
+        graph=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
         families={"mha", "gqa", "mqa", "mla"},
         dtypes={"fp16", "bf16", "fp32"},
         kv_dtypes={"same", "fp8_e4m3"},

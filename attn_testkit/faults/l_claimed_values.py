@@ -12,7 +12,7 @@ from ..contract import AttentionLayer, Capabilities, Execution, ForwardMode
 from .catalogue import fault
 from .dense import DenseBackend
 
-DECODE, VERIFY, V1, V2, _ = ForwardMode
+DECODE, VERIFY, V1, V2, *_ = ForwardMode
 _EAGER = (Execution.EAGER,)
 """Kernels are chosen alike in a graph, and eager case-runs cost less."""
 

@@ -60,8 +60,8 @@ class PlannedBackend(AttentionBackend):
     """
 
     capabilities = Capabilities(
-        eager=frozenset(ForwardMode),
-        graph=frozenset(ForwardMode),
+        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
+        graph=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
         families={"mha", "gqa", "mqa"},
         dtypes={"bf16", "fp16"},
         kv_dtypes={"same", "fp8_e4m3"},

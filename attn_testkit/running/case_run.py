@@ -49,7 +49,8 @@ def schedules_of(case: Case, execution: Execution, claims: Capabilities, environ
     if case.mixed and execution is Execution.GRAPH:
         runnable = {mode for mode in claims.graph if not missing_here(claims, environment, mode)}
         max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
-        cases += companions(case, runnable, claims.max_q_rows, max_topk, claims.max_extend_tokens)
+        most = (claims.max_q_rows, max_topk, claims.max_extend_tokens, claims.max_draft_branches)
+        cases += companions(case, runnable, *most)
     return [schedule_for(each, claims) for each in cases]
 
 

@@ -39,3 +39,9 @@ def test_draft_extend_v2(attn_run: Run, attn_item: Item) -> None:
 def test_extend(attn_run: Run, attn_item: Item) -> None:
     """New tokens over a cached prefix, ragged and packed; prompts beside rows that decode."""
     attn_run(attn_item)
+
+
+@pytest.mark.attn_mode("draft-decode")
+def test_draft_decode(attn_run: Run, attn_item: Item) -> None:
+    """All forwards of a draft, a row for each branch, in one graph."""
+    attn_run(attn_item)

@@ -26,7 +26,6 @@ ENOUGH = 5.0
 
 FEW_CASES = {
     ("capped-layer", "draft-topk"): "a soft cap in one of six cases of one mode",
-    ("capped-layer", "shared-prefixes"): "a soft cap in one case of six, and one layout of five",
     ("capped-layer", "chunked-requests"): "a soft cap in a few of the cases in chunks, of one mode",
     ("capped-layer", "last-chunk"): "a soft cap in a few of the cases in chunks, of one mode",
     ("shared-prefixes", "draft-topk"): "one layout of five in one mode",
@@ -130,7 +129,7 @@ def test_what_a_choice_says_is_what_is_built() -> None:
     for case in CORE:
         values = {choice.name: case.pick(choice.name) for choice, value in chosen(case) if value}
         schedule, layers = make_schedule(case), make_layers(case)
-        longest = max(len(r.slots) for step in (*schedule.steps, schedule.oversized) for r in step.requests)
+        longest = max(len(r.table_slots) for step in (*schedule.steps, schedule.oversized) for r in step.requests)
         room = schedule.max_context_len - longest
         assert case.inference_mode == bool(values["grad-mode"])
         assert schedule.second.stored == bool(values["second-step-stored"])
@@ -172,7 +171,7 @@ def test_the_ids_of_a_backend_that_claims_everything_are_those_of_the_last_relea
     tier: str, count: int, digest: str
 ) -> None:
     """New cases may come, and change this; an id that disappears or is spelt anew breaks every stored list."""
-    modes = [mode for mode in ForwardMode if mode is not ForwardMode.EXTEND]
+    modes = [*ForwardMode][:4]
     ids = [case.id for mode in modes for case in generate(TorchNativeBackend.capabilities, mode, tier)]
     assert len(ids) == count
     assert hashlib.blake2b("\n".join(ids).encode(), digest_size=8).hexdigest() == digest

@@ -25,7 +25,8 @@ def test_live_requests_share_no_slot_but_those_of_common_prefix_pages_and_page_0
         assert slots.max() < (schedule.num_pages + 1) * case.page_size
         for request in step.requests:
             assert len(request.slots) == request.prefix + request.new
-            whole = request.slots[: len(request.slots) // case.page_size * case.page_size].reshape(-1, case.page_size)
+            table = request.table_slots
+            whole = table[: len(table) // case.page_size * case.page_size].reshape(-1, case.page_size)
             assert (np.diff(whole, axis=1) == 1).all(), "slots inside a page are consecutive"
             assert (whole[:, 0] % case.page_size == 0).all(), "pages are aligned"
 
@@ -107,7 +108,7 @@ def test_requests_share_the_whole_pages_that_their_prefixes_have_in_common() -> 
 def test_neighbouring_replays_of_a_bucket_have_the_same_lengths_and_then_the_same_in_another_order(
     mode: ForwardMode,
 ) -> None:
-    words = {"decode": "", "target-verify": "t0.0.1-"}.get(mode.value, "n4a1.3.2-")
+    words = {"decode": "", "target-verify": "t0.0.1-", "draft-decode": "topk2steps3-"}.get(mode.value, "n4a1.3.2-")
     steps = make_schedule(parse_case(f"{mode.value}-mha2-d64-bf16-p16-k50.20.5-{words}shuffled-gauss-b4prod")).steps
     elsewhere, same, rotated = steps[4:7]
     lens = [[request.prefix + request.new for request in step.requests] for step in (elsewhere, same, rotated)]
@@ -202,6 +203,7 @@ def test_the_pool_holds_nan_wherever_no_request_lives(case: Case) -> None:
     new = torch.zeros_like(owned)
     for request in step.requests:
         owned[torch.from_numpy(request.slots[: request.prefix])] = True
+        owned[torch.from_numpy(request.copies).flatten()] = True
         new[torch.from_numpy(request.slots[request.prefix :])] = True
     assert before[:, :, ~owned].float().isnan().all()
     assert not before[:, :, owned].float().isnan().any()

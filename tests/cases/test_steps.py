@@ -31,7 +31,9 @@ def every_step(schedule: Schedule) -> tuple[Step, ...]:
 
 
 def keys_at_most(case: Case) -> Callable[[Request], int]:
-    """Keys of a request; where accepted counts decide, as many as there may be."""
+    """Columns of a request's row of the table: its keys; where accepted counts decide, as many as there may be."""
+    if case.draft:
+        return lambda request: len(request.table_slots)
     return lambda request: request.prefix + (request.new if case.mode is ForwardMode.EXTEND else case.width)
 
 
@@ -169,7 +171,7 @@ def test_a_full_context_is_filled_to_its_last_token_and_a_roomy_one_is_whole_pag
         # In draft-extend v1 the longest request need not be one that accepts all.
         steps = (*schedule.steps, schedule.oversized)
         longest = max(max(map(keys_at_most(case), step.requests)) for step in steps)
-        if case.mode is not ForwardMode.EXTEND:
+        if case.mode not in (ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE):
             assert longest == max(prefix for step in steps for prefix in prefixes(step)) + case.width
         room = schedule.max_context_len - longest
         if case.pick("context-room"):
@@ -182,7 +184,10 @@ def test_a_full_context_is_filled_to_its_last_token_and_a_roomy_one_is_whole_pag
 def test_a_request_fills_the_context_in_every_mode() -> None:
     for mode in ForwardMode:
         full = [make_schedule(case) for case in CORE if case.mode is mode and case.pick("context-room")]
-        lens = [(max(max(step.lens) for step in schedule.steps), schedule.max_context_len) for schedule in full]
+        lens = [
+            (max(len(r.table_slots) for step in schedule.steps for r in step.requests), schedule.max_context_len)
+            for schedule in full
+        ]
         assert sum(length == context for length, context in lens) > 5, mode
         assert any(context % schedule.case.page_size for schedule, (_, context) in zip(full, lens, strict=True)), mode
 
@@ -205,7 +210,9 @@ def test_pages_rows_and_tables_are_enough_and_no_more(mode: ForwardMode) -> None
             assert step.req_to_token[1:].min() >= 1
             assert step.req_to_token.max() < (schedule.num_pages + 1) * page
             for request in step.requests:
-                assert np.array_equal(step.req_to_token[request.pool_row, : len(request.slots)], request.slots)
+                assert np.array_equal(
+                    step.req_to_token[request.pool_row, : len(request.table_slots)], request.table_slots
+                )
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "shuffled", "interleaved", "reversed"])

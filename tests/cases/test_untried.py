@@ -19,7 +19,7 @@ from attn_testkit.cases.untried import CLAIMS, Value, says_untried, untried
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
 
-DECODE, VERIFY, V1, V2, EXTEND = ForwardMode
+DECODE, VERIFY, V1, V2, EXTEND, DRAFT = ForwardMode
 README = Path(__file__).resolve().parents[2] / "README.md"
 BUNDLED = {
     entry.name: entry.load().capabilities
@@ -103,6 +103,7 @@ def test_of_sixteen_values_core_tries_all_and_of_more_powers_of_two(most: int, l
         ("dtypes", {"dtypes": {"fp16", "bf16", "fp32"}, "kv_dtypes": {"same", "fp8_e4m3"}}),
         ("rows", {"max_q_rows": 100}),
         ("topk", {"max_q_rows": 100, "max_topk": 8}),
+        ("branches", {"max_draft_branches": 9}),
     ],
 )
 def test_core_leaves_no_value_of_a_claim_and_smoke_prints_what_it_leaves(
@@ -217,7 +218,8 @@ def test_small_cases_keep_within_what_is_claimed(changes: dict[str, object], mod
         assert one.rope_dim in (claimed.mla_rope_dims if one.heads.family == "mla" else {0})
         assert (one.head_dim, one.page_size) in set(itertools.product(claimed.head_dims, claimed.page_sizes))
         assert (one.dtype, one.kv_dtype) in set(itertools.product(claimed.dtypes, claimed.kv_dtypes))
-        assert one.most_new <= (claimed.max_extend_tokens if mode is EXTEND else claimed.max_q_rows)
+        most = {EXTEND: claimed.max_extend_tokens, DRAFT: claimed.max_draft_branches}
+        assert (one.rows_at_once if one.draft else one.most_new) <= most.get(mode, claimed.max_q_rows)
         assert one.topk <= claimed.max_topk
         assert context_len(one) <= claimed.max_context_len
 

@@ -84,7 +84,7 @@ def test_every_registered_backend_is_taken_also_one_that_does_not_load(night):
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [
-        ({"ATTN_BACKENDS": "fake:"}, 5, "NOTHING RAN: of 10 pairs of mode and execution 1 not claimed, 1 not runnable"),
+        ({"ATTN_BACKENDS": "fake:"}, 5, "NOTHING RAN: of 12 pairs of mode and execution 1 not claimed, 1 not runnable"),
         ({"ATTN_BACKENDS": "fake:ok", "ATTN_TIER": "smok"}, 4, "pytest ended with exit code 4 before it had a record"),
         ({"ATTN_PYTHON": "PYTHON_THAT_LISTS_NOTHING"}, 5, "no backend is registered, or attn-testkit list failed"),
     ],

@@ -1,0 +1,68 @@
+"""Draft-decode: the branches of a draft, who sees whom in them, and which columns of the request table they have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Draft"]
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """K branches of S tokens a request. Its rows are those that go through the model, branch by branch: K * (S - 1).
+
+    Raises ``ValueError`` for fewer than 1 branch or 2 steps, in which there is no forward.
+    """
+
+    branches: int
+    """K."""
+    steps: int
+    """S: tokens of a branch. The last one is never fed back."""
+
+    def __post_init__(self) -> None:
+        if self.branches < 1 or self.steps < 2:
+            raise ValueError(f"a draft has 1 branch and 2 steps at least, not {self.branches} and {self.steps}")
+
+    def __len__(self) -> int:
+        return self.branches * self.forwards
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of the model, each of K rows a request."""
+        return self.steps - 1
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Forward of each row, which is how far behind the prefix it stands."""
+        return tuple(range(self.forwards)) * self.branches
+
+    @cached_property
+    def visible(self) -> Bools:
+        """[rows, rows] bool: a row sees itself and those before it in its own branch."""
+        return np.kron(np.eye(self.branches, dtype=np.bool_), np.tri(self.forwards, dtype=np.bool_))
+
+    def columns(self, prefix: int, page: int) -> Ints:
+        """[K, S] int64: column of ``req_to_token`` of each branch's tokens. ``page``: its size."""
+        first = prefix + np.arange(self.branches) * self._region(prefix, page)
+        return first[:, None] + np.arange(self.steps)
+
+    def copies(self, prefix: int, page: int) -> Ints:
+        """[K - 1, n] int64: columns where the branches behind the first have the prefix's last n tokens again.
+
+        Those of a page that the prefix fills in part, so that a branch can go on in a page of its own.
+        """
+        return self.columns(prefix, page)[1:, :1] - prefix % page + np.arange(prefix % page)
+
+    def room(self, prefix: int, page: int) -> int:
+        """Columns that a request takes, its prefix included."""
+        return int(self.columns(prefix, page)[-1, -1]) + 1
+
+    def _region(self, prefix: int, page: int) -> int:
+        return -(-(prefix % page + self.steps) // page) * page

@@ -1,0 +1,53 @@
+"""``spec_info`` of draft-decode, and where the tokens of a branch stand in the request table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["DraftDecodeInput"]
+
+
+@dataclass
+class DraftDecodeInput:
+    """``spec_info`` of draft-decode: K branches a request, S draft tokens a branch, S - 1 forwards of the model.
+
+    A branch's first token came with the draft-extend before, and its last one is not fed back. Forward i has bs * K
+    rows: row ``b * K + j`` is branch j of request b, at position ``seq_lens[b] + i``. It sees the request's
+    ``seq_lens[b]`` keys and its branch's tokens 0 .. i, itself the last of them: ``seq_lens[b] + i + 1`` keys.
+
+    A branch is a row number, and its tokens are those in its slots. When a server's top-k selection has branch 0 go on
+    from branch 1 it moves hidden states, and leaves the KV where it is.
+
+    **The request table.** Branch 0 goes on behind the prefix. With ``last = seq_lens % page_size``, each branch has a
+    region of ``last + S`` columns, rounded up to pages: branch 0's begins at ``seq_lens - last``, and branch j's j
+    regions further on. The first ``last`` of them are the prefix's last tokens, of which the server made each further
+    branch a copy: no two branches write into one page, and all share the whole pages before.
+    """
+
+    topk: int
+    """K; 1 for a chain."""
+    num_steps: int
+    """S, at least 2."""
+    out_cache_loc: torch.Tensor
+    """[bs * K * S] int64: KV slots of the whole draft, by request, branch and step; those of the last step stay unused.
+    Slot 0 for padding; at a replay live requests only."""
+    step: int = 0
+    """i: the forward, 0 .. S - 2; 0 where the draft is planned."""
+
+    def key_slots(
+        self, table: torch.Tensor, seq_lens: torch.Tensor, page_size: int, keys: torch.Tensor
+    ) -> torch.Tensor:
+        """KV slots of the keys ``keys`` [n] int64 of each row: [bs * K, n], in the dtype of ``table``.
+
+        ``table`` [bs, columns]: each request's row of ``req_to_token``. Past a row's keys slots are anybody's. Device
+        work of fixed shapes, so it may be captured.
+        """
+        last = seq_lens.long() % page_size
+        shared = (seq_lens - last)[:, None, None]
+        region = (last + self.num_steps + page_size - 1) // page_size * page_size
+        branch = torch.arange(self.topk, device=seq_lens.device)
+        columns = keys + (branch * region[:, None])[..., None] * (keys >= shared)
+        found = table.gather(1, columns.flatten(1).clamp(max=table.shape[1] - 1))
+        return found.view(-1, len(keys))

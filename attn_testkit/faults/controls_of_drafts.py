@@ -1,0 +1,51 @@
+"""Healthy backends for drafts, which differ in when they plan and from what."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from ..contract import ForwardBatch
+from .catalogue import control
+from .multi_step import MultiStepBackend, spec_of
+from .parent import Metadata
+
+
+@control("draft-planned-at-once")
+class DraftPlannedAtOnce(MultiStepBackend):
+    """The parent of the faults of drafts: a plan for each forward before the first, as sglang's multi-step backends."""
+
+
+@control("draft-planned-step-by-step")
+class DraftPlannedStepByStep(MultiStepBackend):
+    """One set of buffers; each forward is planned into it on the device, right before it, as vLLM's drafters do."""
+
+    @override
+    def new_buffers(self, rows: int) -> list[Metadata]:
+        return [self.new_buffer(rows)] * self.forwards
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self.draft = self.new_buffers(batch.batch_size * self.context.draft_branches)
+        self.init_forward_metadata_in_graph(batch)
+
+    @override
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        step = spec_of(batch).step
+        self.fill(self.draft[step], self.plan_forward(batch, step), batch)
+
+
+@control("draft-lengths-from-positions")
+class DraftLengthsFromPositions(MultiStepBackend):
+    """A row's keys are counted from its position, which the server advances between forwards."""
+
+    @override
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        plan, lens = self.draft[spec_of(batch).step], (batch.positions + 1).to(torch.int32)
+        plan.kv_lens.copy_(lens)
+        plan.chunk.copy_(self.plan_splits(lens))
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        self.init_forward_metadata_in_graph(batch)

@@ -1,0 +1,148 @@
+"""Draft-decode: all forwards of a draft from one plan, each of a row a branch; ``seq_lens`` is the prefix alone.
+
+A graph holds all forwards. What changes between them is made on the device, as a server makes it: a branch's next token
+is its next row of the model's table, positions advance by one in place and are put back, and the slots of a forward are
+cut out of those of the draft. Rows of the trace are those of the forwards, one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn_testkit.cases.draft import Draft
+from attn_testkit.contract import DraftDecodeInput, ForwardBatch, ForwardMode
+
+from .decode import head_over_all_rows
+from .harness import LoadedStep, ServerHarness
+from .mode_driver import ModeDriver, Rows
+from .static_inputs import StaticInputs
+
+__all__ = ["DRAFT_DECODE"]
+
+
+def _draft(loaded: LoadedStep) -> Draft:
+    draft = loaded.schedule.case.draft
+    assert draft is not None
+    return draft
+
+
+def _slots(loaded: LoadedStep) -> torch.Tensor:
+    """[bs * K * S] int64, host: the slots of all branches, by request, branch and step."""
+    page, found = loaded.schedule.case.page_size, []
+    for request in loaded.step.requests:
+        assert request.columns is not None
+        found.append(request.columns[_draft(loaded).columns(request.prefix, page)].reshape(-1))
+    return torch.from_numpy(np.concatenate(found))
+
+
+def _first(per_row: torch.Tensor, draft: Draft) -> torch.Tensor:
+    """Of the numbers of a step's rows [T] those of the first forward: [bs * K]."""
+    # By index: a slice of one row would keep the stride, and ``contiguous`` leave it.
+    return per_row[torch.arange(0, len(per_row), draft.forwards)]
+
+
+def _spec(slots: torch.Tensor, branches: int, steps: int) -> DraftDecodeInput:
+    return DraftDecodeInput(topk=branches, num_steps=steps, out_cache_loc=slots)
+
+
+def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftDecodeInput:
+    draft = _draft(loaded)
+    return _spec(_slots(loaded), draft.branches, draft.steps)
+
+
+def _first_forward(loaded: LoadedStep) -> Mapping[str, torch.Tensor]:
+    """The tensors of a batch that have a row for each branch: of the live requests, on the host."""
+    draft = _draft(loaded)
+    return {
+        "input_ids": _first(torch.arange(loaded.step.tokens), draft),
+        "positions": _first(loaded.data.positions, draft),
+        "out_cache_loc": _first(loaded.data.out_cache_loc, draft),
+    }
+
+
+def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width: int) -> DraftDecodeInput:
+    branches, steps = harness.context.draft_branches, harness.context.speculative_num_steps
+    return _spec(static.draft_slots[: bs * branches * steps], branches, steps)
+
+
+def _static_rows(static: StaticInputs, bs: int, branches: int) -> dict[str, torch.Tensor]:
+    names = ("input_ids", "positions", "out_cache_loc")
+    return {name: getattr(static, name)[: bs * branches] for name in names}
+
+
+def _captured_extends(
+    harness: ServerHarness, static: StaticInputs, bs: int, width: int, fill: int
+) -> Mapping[str, Any]:
+    return _static_rows(static, bs, harness.context.draft_branches)
+
+
+def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
+    """Slots of all forwards; and the rows of the first, where the rows of all of them have been filled in."""
+    case, rows, host = loaded.schedule.case, loaded.step.bs * _draft(loaded).branches, static.host
+    for name, first in _first_forward(loaded).items():
+        host[name][:rows] = first.numpy()
+    host["out_cache_loc"][rows:] = 0
+    if case.padding != "stale":
+        host["positions"][rows:] = 0
+    if case.padding == "nan":
+        host["input_ids"][rows:] = harness.model.nan_row
+    slots = _slots(loaded).numpy()
+    host["draft_slots"][:] = 0
+    host["draft_slots"][: len(slots)] = slots
+
+
+def _replay_spec(
+    harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int
+) -> DraftDecodeInput:
+    draft = _draft(loaded)
+    live = loaded.step.bs * draft.branches * draft.steps
+    return _spec(static.draft_slots[:live], draft.branches, draft.steps)
+
+
+def _replay_extends(
+    harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, fill: int
+) -> Mapping[str, Any]:
+    branches = _draft(loaded).branches
+    live = static.out_cache_loc[: loaded.step.bs * branches]
+    return {**_static_rows(static, bs, branches), "out_cache_loc": live}
+
+
+def _forwards(harness: ServerHarness, batch: ForwardBatch) -> Iterator[ForwardBatch]:
+    spec, ids = batch.spec_info, batch.input_ids
+    assert isinstance(spec, DraftDecodeInput)
+    slots = spec.out_cache_loc.view(batch.batch_size * spec.topk, spec.num_steps).t().contiguous()
+    forwards, last = spec.num_steps - 1, harness.model.nan_row - 1
+    for step in range(forwards):
+        yield replace(batch, input_ids=ids, out_cache_loc=slots[step], spec_info=replace(spec, step=step))
+        # Padded rows may stand anywhere in the table: those at its end, and those of NaN, stay where they are.
+        ids = torch.where(ids < last, ids + 1, ids)
+        batch.positions.add_(1)
+    batch.positions.sub_(forwards)
+
+
+def _live_rows(loaded: LoadedStep, bs: int) -> Rows:
+    """By request, branch and forward, as the tokens of the step."""
+    draft, live = _draft(loaded), loaded.step.bs
+    rows = np.arange(draft.forwards * bs * draft.branches).reshape(draft.forwards, bs, draft.branches)
+    return rows[:, :live].transpose(1, 2, 0).reshape(-1)
+
+
+DRAFT_DECODE = ModeDriver(
+    mode=ForwardMode.DRAFT_DECODE,
+    eager_spec=_eager_spec,
+    eager_extends=lambda harness, loaded: _first_forward(loaded),
+    captured_spec=_captured_spec,
+    captured_extends=_captured_extends,
+    fill=_fill,
+    replay_spec=_replay_spec,
+    replay_extends=_replay_extends,
+    forwards=_forwards,
+    live_rows=_live_rows,
+    returned_rows=_live_rows,
+    finish=head_over_all_rows,
+)
