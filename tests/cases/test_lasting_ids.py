@@ -66,6 +66,39 @@ LISTS = {
 the list with the small cases that follow them."""
 
 
+EXTEND_LISTS = {
+    ("torch_native", "smoke"): (9, "87f4a9ad2a94"),
+    ("torch_native", "core"): (101, "dedb30d67ec1"),
+    ("minimal", "core"): (87, "9ed22392e126"),
+}
+"""The same for extend: how many, and digest of all."""
+EXTEND_IDS = [
+    f"extend-gqa2x2-d32-bf16-p4-k0.5.9-{words}-gauss-b4{padding}"
+    for words, padding in (
+        ("n4a9.1.2-shuffled", "prod"),
+        ("n4a9.1.2-chunks3-shared", "nan"),
+        ("n1a1x3-chunks3-reversed", "small"),
+    )
+]
+
+
+@pytest.mark.parametrize(("claims", "tier"), EXTEND_LISTS, ids=map(" ".join, EXTEND_LISTS))
+def test_the_cases_of_extend_change_on_purpose_alone(claims: str, tier: str) -> None:
+    ids = [case.id for case in generate(CLAIMS[claims], ForwardMode.EXTEND, tier, 0)]
+    assert (len(ids), digest(ids)) == EXTEND_LISTS[claims, tier]
+
+
+def test_the_steps_and_numbers_of_an_extend_change_on_purpose_alone() -> None:
+    found = []
+    for name in EXTEND_IDS:
+        schedule = make_schedule(parse_case(name))
+        for step in (*schedule.steps, schedule.second, schedule.oversized):
+            data = make_step_data(schedule, step)
+            bits = b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in (data.q, data.k, data.v))
+            found.append(f"{name} {described(step)} {hashlib.blake2b(bits, digest_size=6).hexdigest()}")
+    assert digest(found) == "4e841ebe9388", found
+
+
 @pytest.mark.parametrize(("claims", "tier"), LISTS, ids=map(" ".join, LISTS))
 def test_the_cases_of_a_tier_change_on_purpose_alone(claims: str, tier: str) -> None:
     by_mode = [[case.id for case in generate(CLAIMS[claims], mode, tier, 0)] for mode in FIRST_MODES]
