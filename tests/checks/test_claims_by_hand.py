@@ -128,8 +128,8 @@ def test_a_mode_that_is_claimed_neither_eagerly_nor_in_graphs() -> None:
     some = CLAIMS.with_changes(eager={"decode"}, graph={"target-verify"})
     found = outside(some)
     (name,) = (key for key in found if key.startswith("mode"))
-    assert name == "mode draft-extend"
-    assert found[name].modes == {ForwardMode.DRAFT_EXTEND}
+    assert name == "mode draft-decode"
+    assert found[name].modes == {ForwardMode.DRAFT_DECODE}
     assert not any(key.startswith("mode") for key in outside())
 
 
