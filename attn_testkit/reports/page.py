@@ -11,11 +11,12 @@ from typing import Any
 from markupsafe import Markup
 
 from ..results import BAD, MODES, RAN, CaseResult, Status, emulated_parts, repro_command, untried_lines
+from .check_matrix import check_matrices
 from .compare import compare_reports
 from .grouping import Group, group_failures
 from .history import Age, History, Night, age_of, key_of, night_of
-from .matrix import check_matrices, is_emulated, overviews
 from .outcome import verdict
+from .overview import is_emulated, overviews
 from .plots import margin_plot, nights_plot
 from .record import Report
 from .tally import rows, seconds_of

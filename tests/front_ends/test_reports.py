@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 
 from attn_testkit.registry import UsageError
+from attn_testkit.reports.check_matrix import check_matrices, reading_order
 from attn_testkit.reports.compare import compare_reports, comparison_text
-from attn_testkit.reports.matrix import check_matrices, reading_order
 from attn_testkit.reports.outcome import verdict
 from attn_testkit.reports.page import MOST_NAMED, MOST_OF_A_CAUSE
 from attn_testkit.reports.record import Record, Report, plain, read_report, schema

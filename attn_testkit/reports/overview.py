@@ -1,25 +1,13 @@
-"""What passed where: backends against modes and executions, and each backend's modes against its checks."""
+"""What passed where: backends by modes and executions, what was real and what was emulated apart."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..results import BAD, EXECUTIONS, MODES, RAN, CaseResult, Status, emulated_parts
+from ..results import BAD, EXECUTIONS, MODES, RAN, CaseResult, Status
 
-__all__ = [
-    "Cell",
-    "CheckCell",
-    "CheckMatrix",
-    "CheckRow",
-    "Overview",
-    "OverviewRow",
-    "check_matrices",
-    "is_emulated",
-    "overviews",
-    "reading_order",
-]
+__all__ = ["Cell", "Overview", "OverviewRow", "is_emulated", "overviews"]
 
 
 @dataclass(frozen=True)
@@ -154,94 +142,4 @@ def _cell(mode: str, execution: str, starts: bool, group: Sequence[CaseResult]) 
         margin=max(margins, default=None),
         absent=any(result.status is Status.NOT_RUN_HERE for result in whole),
         note="; ".join(dict.fromkeys(f"{r.status}: {r.reason}" if r.reason else str(r.status) for r in whole)),
-    )
-
-
-@dataclass(frozen=True)
-class CheckCell:
-    """One check in one mode and execution; in case-runs."""
-
-    judged: int
-    failed: int
-    not_judged: int
-    """It applies, and could not be judged."""
-
-    @property
-    def kind(self) -> str:
-        """``failed``, ``kept``, ``unjudged`` or ``none`` (it does not apply): the CSS class, and the mark."""
-        return "failed" if self.failed else "kept" if self.judged else "unjudged" if self.not_judged else "none"
-
-
-@dataclass(frozen=True)
-class CheckRow:
-    """A mode and execution against every check."""
-
-    mode: str
-    execution: str
-    cells: tuple[CheckCell, ...]
-    lost: int
-    """Case-runs that crashed or timed out, and so judged nothing."""
-    emulated: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class CheckMatrix:
-    """Checks of one backend."""
-
-    backend: str
-    checks: tuple[str, ...]
-    rows: tuple[CheckRow, ...]
-
-    @property
-    def failed(self) -> int:
-        """Checks that failed anywhere."""
-        return sum(any(row.cells[index].failed for row in self.rows) for index in range(len(self.checks)))
-
-
-def check_matrices(runs: Sequence[CaseResult]) -> list[CheckMatrix]:
-    """One for each backend that ran."""
-    groups: dict[str, dict[tuple[str, str], list[CaseResult]]] = {}
-    for result in runs:
-        if result.status in RAN:
-            rows = groups.setdefault(result.backend, {})
-            rows.setdefault((result.mode, result.execution), []).append(result)
-    found = []
-    for backend, rows in groups.items():
-        checks = reading_order([result for group in rows.values() for result in group])
-        if checks:
-            found.append(CheckMatrix(backend, checks, tuple(_check_row(*key, rows[key], checks) for key in rows)))
-    return found
-
-
-def reading_order(results: Iterable[CaseResult]) -> tuple[str, ...]:
-    """All ids in the order in which results list theirs, the fullest list first.
-
-    So a page needs no table of checks, which comes with torch, and knows those of another version of the kit.
-    """
-    lists = {kind for result in results for kind in (result.checks, result.not_judged, tuple(sorted(_failed(result))))}
-    order: list[str] = []
-    for ids in sorted(lists, key=lambda ids: (-len(ids), ids)):
-        place = len(order)
-        for check in reversed(ids):
-            if check in order:
-                place = order.index(check)
-            else:
-                order.insert(place, check)
-    return tuple(order)
-
-
-def _failed(result: CaseResult) -> set[str]:
-    return {finding.check for finding in result.findings}
-
-
-def _check_row(mode: str, execution: str, group: Sequence[CaseResult], checks: Sequence[str]) -> CheckRow:
-    judged = Counter(check for result in group for check in {*result.checks, *_failed(result)})
-    failed = Counter(check for result in group for check in _failed(result))
-    not_judged = Counter(check for result in group for check in {*result.not_judged} - _failed(result))
-    return CheckRow(
-        mode,
-        execution,
-        tuple(CheckCell(judged[check], failed[check], not_judged[check]) for check in checks),
-        lost=sum(result.status in (Status.CRASHED, Status.TIMED_OUT) for result in group),
-        emulated=tuple(sorted({part for result in group for part in emulated_parts(result)})),
     )
