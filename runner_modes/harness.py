@@ -145,7 +145,7 @@ class ServerHarness:
             if step.stored:
                 given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
             packed = pack(given.q, given.k, given.v, mla=self._is_mla)
-            hidden, rows = bytes_of(data.hidden), packed.view(torch.uint8).numpy()
+            hidden, rows = data.hidden.numpy(), packed.view(torch.uint8).numpy()
             due = np.unique(np.append(data.out_cache_loc.numpy(), 0))
         marked = pattern if pattern and pattern.startswith("place.") else ""
         tails = self.case.kv_dtype in self.capabilities.finite_page_tails

@@ -76,12 +76,12 @@ class Packing:
         return found
 
     def arrays(self, memory: Bytes) -> dict[str, npt.NDArray[Any]]:
-        """The same on the host; as bytes where numpy does not have the dtype."""
-        found: dict[str, npt.NDArray[Any]] = {}
-        for place in self.places:
-            raw, kind = memory[place.start : place.end], _NUMPY.get(place.dtype)
-            found[place.name] = raw if kind is None else raw.view(kind).reshape(place.shape)
-        return found
+        """The same on the host. ``memory`` may end before the last of them, which are left out then."""
+        return {
+            place.name: memory[place.start : place.end].view(_NUMPY[place.dtype]).reshape(place.shape)
+            for place in self.places
+            if place.end <= len(memory)
+        }
 
 
 @lru_cache(maxsize=256)

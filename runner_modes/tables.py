@@ -28,8 +28,8 @@ class Tables:
             (
                 ("req_to_token", torch.int32, (requests, context_len)),
                 ("due", torch.int64, (rows + 1,)),
-                # Those of which a step fills the head come last, the largest at the end: a transfer ends with its head.
                 ("hidden", torch.float32, (rows + 1, HIDDEN)),
+                # Last, because a transfer ends with the rows of the step.
                 ("rows", dtype, (rows + 1, NUM_LAYERS, width)),
             )
         )
@@ -42,35 +42,39 @@ class Tables:
         self.rows = tensors["rows"]
         """[rows + 1, L, width]: q, k, v of a token beside each other. The last row is NaN."""
         self._due, self._sent = tensors["due"], self._memory[: self._packing.places[0].end]
-        self._requests: npt.NDArray[np.int32] = np.zeros((requests, context_len), np.int32)
-        self.clear_requests()
+        self._host = self._packing.fresh()[: self._packing.places[-1].start]
+        """All but the rows, as it was sent last."""
+        arrays = self._packing.arrays(self._host)
+        self._on_host = arrays["req_to_token"], arrays["due"], arrays["hidden"]
         # Rows that no step has filled yet are finite: graphs are captured on token 0.
-        for table in (self.rows, self.hidden):
-            table[:-1].fill_(0.5)
+        arrays["hidden"][:-1] = 0.5
+        self.hidden[:-1].fill_(0.5)
+        self.rows[:-1].fill_(0.5)
+        self.clear_requests()
 
     def clear_requests(self) -> None:
         """No live request: an all-zero request table."""
-        self._requests[:] = 0
+        self._on_host[0][:] = 0
         self.req_to_token.zero_()
 
     def fill(
         self,
         req_to_token: npt.NDArray[np.int32],
         due: npt.NDArray[np.int64],
-        hidden: Bytes,
+        hidden: npt.NDArray[np.float32],
         rows: Bytes,
     ) -> tuple[Sent, torch.Tensor]:
-        """Put a step's numbers in place. ``hidden``, ``rows``: the bytes of the first rows. ``due`` [n].
+        """Put a step's numbers in place. ``hidden`` [T, hidden]; ``rows``: the bytes of T rows; ``due`` [n].
 
-        Returns the request table as it was sent, and ``due`` in memory that no backend is given. What of the request
-        table is not given keeps what an earlier step left.
+        Returns the request table as it was sent, and ``due`` in memory that no backend is given. What is not
+        given keeps what an earlier step left.
         """
-        count, columns = req_to_token.shape
-        self._requests[:count, :columns] = req_to_token
-        pieces = self._requests.reshape(-1).view(np.uint8), due.view(np.uint8), hidden, rows
-        places = self._packing.places
-        host = np.full(places[-1].start + len(pieces[-1]), 0xFF, np.uint8)
-        for place, piece in zip(places, pieces, strict=True):
-            host[place.start : place.start + len(piece)] = piece
+        (count, columns), tokens = req_to_token.shape, len(hidden)
+        own_table, own_due, own_hidden = self._on_host
+        own_table[:count, :columns] = req_to_token
+        own_due[: len(due)] = due
+        own_hidden[:tokens] = hidden
+        host = np.concatenate([self._host, rows])
         upload_into(self._memory[: len(host)], torch.from_numpy(host))
-        return Sent(places[:1], self._sent, host[: places[0].end]), self._due[: len(due)]
+        table = self._packing.places[0]
+        return Sent((table,), self._sent, host[: table.end]), self._due[: len(due)]

@@ -28,7 +28,7 @@ class Captured(Generic[T]):
         self.graph.replay()
 
 
-def warm_up(run_once: Callable[[], T], stream: torch.cuda.Stream, times: int = 2) -> T:
+def warm_up(run_once: Callable[[], T], stream: torch.cuda.Stream, times: int) -> T:
     """Run ``run_once`` on a side stream, as servers do before they capture. Returns what the last run returned.
 
     Everything is done when this returns, so that an error of a kernel is raised here.
