@@ -151,16 +151,10 @@ class PlannedBackend(AttentionBackend):
             kv_lens=whole.kv_lens[:bs],
             cu_seqlens_q=whole.cu_seqlens_q[: bs + 1],
             chunk=whole.chunk[:bs],
-            slots=whole.slots[: self.rows_in_graph(batch)],
+            slots=whole.slots[: len(batch.input_ids) if batch.forward_mode is ForwardMode.EXTEND else bs * width],
             mask=whole.mask[:bs] if whole.mask is not None and batch.forward_mode.is_target_verify() else None,
             max_q_len=width,
         )
-
-    def rows_in_graph(self, batch: ForwardBatch) -> int:
-        """Query rows of the bucket of a captured batch or of its replay view, padding included."""
-        if batch.forward_mode is ForwardMode.EXTEND:
-            return batch.input_ids.shape[0]
-        return batch.batch_size * self.max_q_len(batch.forward_mode)
 
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         """Copy a plan to where the graph reads it."""
