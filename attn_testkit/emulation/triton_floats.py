@@ -1,9 +1,10 @@
-"""bfloat16 and float8 in Triton's interpreter, as a GPU computes them.
+"""bfloat16, float8 and tf32 in Triton's interpreter, as a GPU computes them.
 
 The stock interpreter keeps both as integer words and forgets it in places: `tl.dot`, `+`, `<` and sums of bfloat16 work
 on the words, a cast to bfloat16 truncates, and casts to float8 carry into the exponent. Here bfloat16 is widened to
 float32 for every operation and its result rounded to nearest, ties to even; `tl.dot` multiplies float32 that hold the
-same values; casts to float8 round alike and saturate, as NVIDIA's do. Other types take the stock path.
+same values; casts to float8 round alike and saturate, as NVIDIA's do. `tl.dot` of float32 drops 13 bits of each operand
+unless the kernel says `input_precision="ieee"`. Other types take the stock path.
 
 The interpreter's internals may change with any release. `complaint` runs the result on known values, and a launch is
 refused if they come out wrong: a wrong verdict about somebody's kernel would cost more.
@@ -164,13 +165,25 @@ def _fused(module: Any) -> list[Replacement]:
     return [(builder, "create_fma", create_fma)]
 
 
+def truncate_to_tf32(values: Array) -> Array:
+    """float32 values without the 13 bits that tf32 does not have.
+
+    They are cut off, not rounded: Triton hands `tl.dot` its operands as they are (triton-lang/triton#4574, and `tl.dot`'s
+    own documentation), and "wgmma.mma_async operation involving type .tf32 will truncate lower 13 bits of the 32-bit
+    input data" (PTX ISA).
+    """
+    return (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
 def _dots(module: Any) -> list[Replacement]:
     builder, handle, language = module.InterpreterBuilder, module.TensorHandle, module.tl
-    stock = builder.create_dot
+    stock, tf32 = builder.create_dot, module._ir.INPUT_PRECISION.TF32
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any, **options: Any) -> Any:
+    def create_dot(self: Any, a: Any, b: Any, acc: Any, precision: Any, *rest: Any) -> Any:
+        if precision == tf32 and a.data.dtype == b.data.dtype == np.float32:
+            a, b = (handle(truncate_to_tf32(part.data), language.float32) for part in (a, b))
         a, b = (handle(widen(part.data), language.float32) if _is_bfloat16(part) else part for part in (a, b))
-        return stock(self, a, b, *rest, **options)
+        return stock(self, a, b, acc, precision, *rest)
 
     found: list[Replacement] = [(builder, "create_dot", create_dot)]
     if hasattr(module, "_mxfp_value_handle_to_float32"):  # the operands of dot_scaled
@@ -327,6 +340,15 @@ def _operations_see_values(module: Any) -> bool:
     )
 
 
+def _dots_truncate(module: Any) -> bool:
+    builder, language, precisions = module.interpreter_builder, module.tl, module._ir.INPUT_PRECISION
+    a = module.TensorHandle(np.array([[1 + 2**-10 + 2**-11]], np.float32), language.float32)
+    one, zero = (module.TensorHandle(np.full((1, 1), x, np.float32), language.float32) for x in (1, 0))
+    return _close(builder.create_dot(a, one, zero, precisions.TF32, 0).data, [1 + 2**-10]) and _close(
+        builder.create_dot(a, one, zero, precisions.IEEE, 0).data, a.data
+    )
+
+
 def _reductions_see_values(module: Any) -> bool:
     core, standard = module.tl.core, module.tl.standard
     data = module.TensorHandle(np.array([_TWO, _MINUS_TWO, _ONE, _TWO], _WORD), core.bfloat16)
@@ -345,6 +367,7 @@ SELF_TESTS: dict[str, Callable[[Any], bool]] = {
     "casts to and from bfloat16": _casts_round,
     "casts to and from float8": _float8_rounds,
     "bfloat16 arithmetic and tl.dot": _operations_see_values,
+    "tl.dot of float32": _dots_truncate,
     "bfloat16 reductions and scans": _reductions_see_values,
 }
 

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +18,8 @@ from attn_testkit.contract import Capabilities, KernelBackend, KernelPlan
 @triton.jit
 def flash_decode(
     q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, out_ptr, scale, slot_stride, head_stride, table_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     request, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lens_ptr + request)
@@ -33,12 +37,13 @@ def flash_decode(
         slot = (page.to(tl.int64) * PAGE + key % PAGE) * slot_stride + kv_head * head_stride
         k = tl.load(k_ptr + slot[:, None] + dim[None, :], mask=owned[:, None], other=0.0)
         v = tl.load(v_ptr + slot[:, None] + dim[None, :], mask=owned[:, None], other=0.0)
-        scores = tl.where(owned[None, :], tl.dot(q, tl.trans(k)) * scale, -float("inf"))
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = tl.where(owned[None, :], products * scale, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         p = tl.exp(scores - new_top[:, None])
         shrink = tl.exp(top - new_top)
         total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         top = new_top
     tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=live)
 
@@ -57,6 +62,7 @@ class FlashDecode(KernelBackend):
         max_topk=0,
         needs_cpu_seq_lens=False,
     )
+    precision: ClassVar[str | None] = None
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         k, v = kv
@@ -65,6 +71,18 @@ class FlashDecode(KernelBackend):
         flash_decode[(len(q), layer.tp_k_head_num)](
             q, k, v, plan.page_table, plan.kv_lens, out, layer.scaling, k.stride(1), k.stride(2),
             plan.page_table.stride(0), HEADS=layer.tp_q_head_num, GROUP=layer.q_per_kv, D=layer.head_dim,
-            PAGE=plan.page_size,
+            PAGE=plan.page_size, PRECISION=self.precision,
         )  # fmt: skip
         return out
+
+
+class FlashDecodeOfFloat32(FlashDecode):
+    """Claims float32 and leaves `tl.dot` its default."""
+
+    capabilities = replace(FlashDecode.capabilities, dtypes={"fp32"})
+
+
+class FlashDecodeOfFloat32InFull(FlashDecodeOfFloat32):
+    """The same with dots of float32."""
+
+    precision = "ieee"

@@ -1,4 +1,4 @@
-"""An ordinary bfloat16 Triton kernel passes on a CPU, with room to spare."""
+"""An ordinary Triton kernel is judged on a CPU as on a GPU: bfloat16 passes with room to spare, a tf32 dot of float32 not."""
 
 from __future__ import annotations
 
@@ -33,3 +33,15 @@ def test_it_passes_well_within_the_limits(execution: str) -> None:
     assert {row.case: [f.headline for f in row.findings] for row in rows} == {case: [] for case in CASES}
     assert {row.status for row in rows} == {Status.PASSED}
     assert 0.1 < max(row.margin or 0 for row in rows) < 0.6
+
+
+FLOAT32 = "decode-gqa2x2-d64-fp32-p16-k300.70.12-interleaved-shifted-b3prod"
+
+
+@pytest.mark.parametrize(("name", "right"), [("FlashDecodeOfFloat32", False), ("FlashDecodeOfFloat32InFull", True)])
+def test_float32_needs_a_dot_of_float32(name: str, right: bool) -> None:
+    (row,) = check_backend(
+        f"ordinary_triton:{name}", device="cpu", modes=["decode"], executions=["eager"], cases=[FLOAT32]
+    )
+    assert row.status is (Status.PASSED if right else Status.FAILED)
+    assert [finding.check for finding in row.findings] == ([] if right else ["matches-oracle"])

@@ -81,12 +81,16 @@ def cast_toward_zero(x, out, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def multiply(a, b, start, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+def multiply(
+    a, b, start, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    PRECISION: tl.constexpr = None, ALLOW_TF32: tl.constexpr = None,
+):  # fmt: skip
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     left = tl.load(a + m[:, None] * K + k[None, :])
     right = tl.load(b + k[:, None] * N + n[None, :])
     at = m[:, None] * N + n[None, :]
-    tl.store(out + at, tl.dot(left, right, tl.load(start + at)))
+    product = tl.dot(left, right, tl.load(start + at), input_precision=PRECISION, allow_tf32=ALLOW_TF32)
+    tl.store(out + at, product)
 
 
 @triton.jit
