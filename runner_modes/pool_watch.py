@@ -47,16 +47,18 @@ class PoolWatch:
         """
         if name != self._held:
             self._held = None
-            slots, rows = held()
             self._to_fill.fill_(unowned if self.bits is not torch.uint8 else 0x7F if math.isnan(unowned) else 0)
-            # None where every request is new and short: an empty array has no stride that a view could be made of.
+            slots, rows = held()
             if len(slots):
-                first = len(slots) * slots.itemsize
-                sent = upload(torch.from_numpy(np.concatenate([slots.view(np.uint8), rows.reshape(-1)])), self._device)
-                on_device = sent[first:].view(self.bits).view(self.layers, self.parts, len(slots), *self._row)
-                self._bits_before.index_copy_(2, sent[:first].view(torch.int64), on_device)
+                self._put(slots, rows)
             self._held = name
         self._now.copy_(self._before)
+
+    def _put(self, slots: npt.NDArray[np.int64], rows: Bytes) -> None:
+        first = len(slots) * slots.itemsize
+        sent = upload(torch.from_numpy(np.concatenate([slots.view(np.uint8), rows.reshape(-1)])), self._device)
+        on_device = sent[first:].view(self.bits).view(self.layers, self.parts, len(slots), *self._row)
+        self._bits_before.index_copy_(2, sent[:first].view(torch.int64), on_device)
 
     def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
         """Compare the first ``slots`` on the device, without a wait. ``due`` [count]: those whose rows are wanted.

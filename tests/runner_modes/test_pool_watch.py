@@ -148,5 +148,7 @@ def test_the_same_content_is_not_asked_for_twice_and_is_put_back() -> None:
     watch.fill("second", lambda: (np.array([3]), np.zeros(2 * 2 * 8 * 2, np.uint8)), 1.0)
     assert pool.storage[:, :, 3].eq(0).all()
     assert pool.storage[:, :, [0, 4, 9]].eq(1).all()
+    watch.fill("nobody has a key", lambda: (np.zeros(0, np.int64), np.zeros(0, np.uint8)), 2.0)
+    assert pool.storage.eq(2).all()
     with pytest.raises(AssertionError, match="it is on the device"):
         watch.fill("first", never, math.nan)
