@@ -202,13 +202,17 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
     if alone is not None and alone.replaced and _reads_replaced(rerunner, schedule, step):
         names = ", ".join(f"self.{path}" for path in alone.replaced[:3])
         return "addresses-stable", f"init_forward_metadata_out_graph replaced {names} at a replay; fill it in place"
-    # Ragged rows may need a larger bucket than the requests do.
-    least = max(step.bs, -(-step.tokens // schedule.case.width))
+    least = _least_bucket(schedule, step)
     if step.bucket > least:
         exact = rerunner.graph(_alone(schedule, step, least))
         if exact is not None and _right(_judged(schedule, _last(exact))):
             return "padding-inert", f"in a bucket of exactly {least} it is right"
     return "replay-follows-batch", "in eager it is right: something of the capture-time batch is still in force"
+
+
+def _least_bucket(schedule: Schedule, step: Step) -> int:
+    """The smallest that holds the requests and their rows: of an extend, few requests may have many."""
+    return max(step.bs, -(-step.tokens // schedule.case.width))
 
 
 def _reads_replaced(rerunner: Rerunner, schedule: Schedule, step: Step) -> bool:

@@ -116,6 +116,25 @@ def test_one_row_more_than_is_claimed(mode: ForwardMode, most: int, rows: int | 
         assert (asked.num_draft_tokens, asked.max_num_tokens) == (rows, rows * asked.max_bs)
 
 
+@pytest.mark.parametrize(
+    ("mode", "most", "tokens"),
+    [
+        (ForwardMode.DECODE, 8, None),
+        (ForwardMode.DRAFT_EXTEND, 8, None),
+        (ForwardMode.EXTEND, 8, 9),
+        (ForwardMode.EXTEND, 1023, 1024),
+        (ForwardMode.EXTEND, 1024, None),
+    ],
+)
+def test_one_new_token_more_than_is_claimed(mode: ForwardMode, most: int, tokens: int | None) -> None:
+    found = outside(CLAIMS.with_changes(max_extend_tokens=most), modes=frozenset({mode}))
+    names = [key for key in found if key.endswith("new tokens per request")]
+    assert names == ([] if tokens is None else [f"{tokens} new tokens per request"])
+    if tokens is not None:
+        asked = found[names[0]]
+        assert (asked.max_extend_tokens, asked.max_num_tokens) == (tokens, max(tokens, context().max_num_tokens))
+
+
 @pytest.mark.parametrize(("most", "topk"), [(1, 2), (4, 5), (1023, 1024), (1024, None)])
 def test_one_child_more_than_is_claimed(most: int, topk: int | None) -> None:
     found = outside(CLAIMS.with_changes(max_topk=most), modes=VERIFY)

@@ -221,6 +221,16 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
 ]
 
 
+def test_the_least_bucket_holds_the_requests_and_their_rows() -> None:
+    assert [blame._least_bucket(SCHEDULE, step) for step in SCHEDULE.steps] == [step.bs for step in SCHEDULE.steps]
+    extend = make_schedule(parse_case("extend-gqa2x2-d32-fp32-p4-k3.9-n4a8.1-shuffled-gauss-b5prod"))
+    for step in extend.steps:
+        least = blame._least_bucket(extend, step)
+        assert step.bs <= least <= step.bucket
+        assert (least - 1) * 4 < step.tokens <= least * 4 or least == step.bs
+    assert blame._least_bucket(extend, extend.steps[0]) == 3
+
+
 @pytest.mark.parametrize(
     ("step", "answers", "check", "headline", "hint"), [r[1:] for r in REPLAYS], ids=[r[0] for r in REPLAYS]
 )

@@ -185,6 +185,17 @@ def test_under_a_graph_uneven_counts_are_named_unless_everything_is_wrong(
         assert found.startswith(f"accepted counts are {', '.join(map(str, counts))} of 4: rows are packed")
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_in_extend_the_wrong_rows_must_be_those_of_a_uniform_stride(in_graph: bool) -> None:
+    def found(flat: list[int]) -> str:
+        schedule = Of(case=case(mode=ForwardMode.EXTEND, width=3))
+        requests = [request(new) for new in (2, 4)]
+        return rows.uneven_offsets(evidence([9, 9], [1], requests, rows=flat, in_graph=in_graph, schedule=schedule))
+
+    assert found([4, 5]).startswith("new rows are 2, 4, and the wrong rows are those that a uniform stride of 2 gets")
+    assert found([5]) == ""
+
+
 def test_other_modes_have_no_uneven_rows() -> None:
     assert rows.uneven_offsets(evidence([5, 8], [1], [request(1), request(2)], in_graph=True)) == ""
 

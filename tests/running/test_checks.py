@@ -5,7 +5,7 @@ from broken_backends import ClaimsWhatNoCaseCanMeet, Healthy
 from in_process import check_backend, plan_run, run
 
 from attn_testkit.reports.outcome import verdict
-from attn_testkit.results import CaseResult, Status, format_failure
+from attn_testkit.results import MODES, CaseResult, Status, format_failure
 
 FAST = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod",)
 NAN = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4nan",)
@@ -83,5 +83,5 @@ def test_why_no_case_can_meet_a_claim_is_said(
 ) -> None:
     monkeypatch.setattr(ClaimsWhatNoCaseCanMeet, "capabilities", Healthy.capabilities.with_changes(**claims))
     results = [r for r in check_backend("broken_backends:ClaimsWhatNoCaseCanMeet", device="cpu") if r.case]
-    assert len(results) == 8
+    assert len(results) == 2 * len(MODES)
     assert all(why in r.findings[0].hint for r in results)
