@@ -3,6 +3,7 @@ other kernel."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -46,26 +47,28 @@ def replacements() -> list[tuple[Any, str, Any]]:
 @functools.cache
 def _replacements_in(module: Any) -> list[tuple[Any, str, Any]]:
     launcher = module.GridExecutor
-    programs = triton_programs.Programs(module)
+    programs = triton_programs.Programs(module) if triton_programs.knows(module) else None
     return [
         (launcher, "__call__", _launch_of(module, programs, launcher, launcher.__call__)),
         *triton_speed.replacements(module),
         *triton_floats.replacements(module),
         *triton_memory.replacements(module),
-        *programs.replacements(),
+        *(programs.replacements() if programs is not None else []),
         *triton_autotune.replacements(),
     ]
 
 
 def _launch_of(
-    module: Any, programs: triton_programs.Programs, launcher: Any, stock: Callable[..., Any]
+    module: Any, programs: triton_programs.Programs | None, launcher: Any, stock: Callable[..., Any]
 ) -> Callable[..., Any]:
     def run(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with torch.inference_mode(), disable_modes(), disable_functions():
-            if session.is_active() and not executor.pre_run_hooks:
+        with torch.inference_mode(), disable_modes(), disable_functions(), contextlib.ExitStack() as stack:
+            if programs is not None and session.is_active() and not executor.pre_run_hooks:
                 programs.launch(executor, args, kwargs)
-            else:
-                stock(executor, *args, **kwargs)
+                return
+            if session.is_active() and triton_speed.patches_can_be_shared(module):
+                stack.callback(triton_speed.patch_language(module).restore)
+            stock(executor, *args, **kwargs)
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         current = session.current()

@@ -12,18 +12,44 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import operator
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from attn_testkit.emulation import triton_language
+from attn_testkit.emulation import triton_language, triton_speed
 from attn_testkit.emulation.triton_paths import Contradiction, Effect, Launch, Paths
 from attn_testkit.emulation.triton_record import Recorder, Repeater, Traced, Untraceable, identity
 
+_PARTS = (
+    "InterpretedFunction.rewrite",
+    "ReduceScanOpInterface.apply",
+    "TensorDescHandle",
+    "_implicit_cvt",
+    "_tuple_create",
+    "interpreter_semantic.builder",
+    "tl.core.constexpr",
+    "tl.core.dtype",
+    "tl.core.tensor",
+    "tl.core.tuple",
+    "triton.knobs.compilation.front_end_debugging",
+    "triton.knobs.language.knobs",
+)
 _MOST_HISTORIES = 128
 _TRIES = 64
 """After so many programs that were noted down, more must have been walked, or it is not worth it."""
+
+
+def knows(module: Any) -> bool:
+    """Whether this interpreter has what is used of it here and in `triton_language.py`."""
+    try:
+        for part in _PARTS:
+            operator.attrgetter(part)(module)
+    except AttributeError:
+        return False
+    builds = module.interpreter_semantic.builder is module.interpreter_builder
+    return builds and triton_speed.patches_can_be_shared(module)
 
 
 class Programs:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from attn_testkit.emulation import emulated_cuda, triton_programs
+from attn_testkit.emulation import emulated_cuda, triton_launch, triton_programs
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton was set up without its interpreter (TRITON_INTERPRET=1)", allow_module_level=True)
 
+interpreter = importlib.import_module("triton.runtime.interpreter")
 kernels = importlib.import_module("emulation_kernels")
 tl = importlib.import_module("triton.language")
 
@@ -27,7 +28,7 @@ Launch = Callable[..., None]
 
 
 @pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many programs were noted down, and how many were left to the kernel's Python."""
     found = {"_note": 0, "_run_python": 0}
     for name in found:
@@ -38,7 +39,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
             stock(*args)
 
         monkeypatch.setattr(triton_programs._Grid, name, counted)
-    yield found
+    return found
 
 
 def both(launch: Launch, *tensors: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -195,3 +196,18 @@ def test_a_loop_that_never_ends_alike_is_given_up(monkeypatch, counts):
         x, lens, flags, out,
     )  # fmt: skip
     assert counts["_run_python"] > 0
+
+
+def test_an_interpreter_without_a_part_is_not_known(monkeypatch):
+    assert triton_programs.knows(interpreter)
+    monkeypatch.delattr(interpreter.ReduceScanOpInterface, "apply")
+    assert not triton_programs.knows(interpreter)
+
+
+def test_an_interpreter_that_is_not_known_launches_as_it_is(monkeypatch):
+    monkeypatch.setattr(triton_programs, "knows", lambda module: False)
+    triton_launch._replacements_in.cache_clear()
+    try:
+        assert_alike(lambda x: kernels.add_blocked[(5,)](x, 1.5, BLOCK=4), torch.zeros(20))
+    finally:
+        triton_launch._replacements_in.cache_clear()
