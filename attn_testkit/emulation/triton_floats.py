@@ -102,7 +102,7 @@ def _casts(module: Any) -> list[Replacement]:
         if source == "bf16":
             values = widen(input)
         elif source in _FLOAT8:
-            values = _float8_values(source)[input]
+            values = _float8_values(source).take(input)
         if target == "bf16":
             return narrow(values, truncate)
         if target in _FLOAT8:
@@ -168,9 +168,9 @@ def _fused(module: Any) -> list[Replacement]:
 def truncate_to_tf32(values: Array) -> Array:
     """float32 values without the 13 bits that tf32 does not have.
 
-    They are cut off, not rounded: Triton hands `tl.dot` its operands as they are (triton-lang/triton#4574, and `tl.dot`'s
-    own documentation), and "wgmma.mma_async operation involving type .tf32 will truncate lower 13 bits of the 32-bit
-    input data" (PTX ISA).
+    They are cut off, not rounded: Triton hands the operands over as they are (triton-lang/triton#4574, and the
+    documentation of `tl.dot`), and "wgmma.mma_async operation involving type .tf32 will truncate lower 13 bits of the
+    32-bit input data" (PTX ISA).
     """
     return (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation import session, triton_autotune, triton_floats, triton_speed
+from attn_testkit.emulation import session, triton_autotune, triton_floats, triton_memory, triton_programs, triton_speed
 from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import EmulationError, HostPointerError
 from attn_testkit.emulation.private import disable_functions, disable_modes
@@ -47,22 +47,27 @@ def replacements() -> list[tuple[Any, str, Any]]:
 @functools.cache
 def _replacements_in(module: Any) -> list[tuple[Any, str, Any]]:
     launcher = module.GridExecutor
+    programs = triton_programs.Programs(module) if triton_programs.knows(module) else None
     return [
-        (launcher, "__call__", _launch_of(module, launcher, launcher.__call__)),
+        (launcher, "__call__", _launch_of(module, programs, launcher, launcher.__call__)),
         *triton_speed.replacements(module),
         *triton_floats.replacements(module),
+        *triton_memory.replacements(module),
+        *(programs.replacements() if programs is not None else []),
         *triton_autotune.replacements(),
     ]
 
 
-def _launch_of(module: Any, launcher: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _launch_of(
+    module: Any, programs: triton_programs.Programs | None, launcher: Any, stock: Callable[..., Any]
+) -> Callable[..., Any]:
     def run(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with contextlib.ExitStack() as stack:
+        with torch.inference_mode(), disable_modes(), disable_functions(), contextlib.ExitStack() as stack:
+            if programs is not None and session.is_active() and not executor.pre_run_hooks:
+                programs.launch(executor, args, kwargs)
+                return
             if session.is_active() and triton_speed.patches_can_be_shared(module):
                 stack.callback(triton_speed.patch_language(module).restore)
-            stack.enter_context(torch.inference_mode())
-            stack.enter_context(disable_modes())
-            stack.enter_context(disable_functions())
             stock(executor, *args, **kwargs)
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -25,8 +25,7 @@ def replacements(module: Any) -> list[Replacement]:
     """(object, attribute, faster replacement) for the interpreter `module`."""
     found: list[Replacement] = []
     if patches_can_be_shared(module):
-        function = module.InterpretedFunction
-        found.append((function, "__call__", _nested_call_of(module, function.__call__)))
+        found.append((module.InterpretedFunction, "__call__", nested_call_of(module)))
     for part in (_without_overflow_checks, _with_remembered_dtypes, _with_remembered_blocks, _with_quick_unwrapping):
         try:
             found += part(module)
@@ -51,7 +50,10 @@ def patches_can_be_shared(module: Any) -> bool:
     return True
 
 
-def _nested_call_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+def nested_call_of(module: Any) -> Callable[..., Any]:
+    """A kernel's call of another function of the language, which is patched already."""
+    stock = module.InterpretedFunction.__call__
+
     def nested_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if session.current() is None:
             return stock(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""An ordinary Triton kernel is judged on a CPU as on a GPU: bfloat16 passes with room to spare, a tf32 dot of float32 not."""
+"""An ordinary Triton kernel is judged as on a GPU: bfloat16 passes with room to spare, a tf32 dot fails."""
 
 from __future__ import annotations
 

@@ -173,3 +173,118 @@ def mark_if_positive(x, out, N: tl.constexpr):
     at = tl.arange(0, N)
     positive = tl.load(x) > 0
     tl.store(out + at, 1.0, mask=positive & (at < N - 1))
+
+
+@triton.jit
+def squared(value):
+    return value * value
+
+
+@triton.jit
+def follow(x, lens, flags, out, rows, scale, stride, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    if row >= rows:
+        return
+    length, column = tl.load(lens + row), tl.arange(0, BLOCK)
+    begin = tl.maximum(length - BACK, 0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(begin, length, BLOCK):
+        at = start + column
+        value = tl.load(x + row * stride + at, mask=at < length, other=0.25)
+        if start > BACK // 2:
+            value = squared(value)
+        total += value * scale + start // 3 - (start % 5) * 0.5
+    if tl.load(flags + row) > 0:
+        total = -total
+    count = 0
+    while count * count < length:
+        count += 1
+    tl.store(out + row * BLOCK + column, total + count)
+
+
+@triton.jit
+def add_then_choose(x, flags, more, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    here = x + row * BLOCK + at
+    tl.store(here, tl.load(here) + 1)
+    if tl.load(flags + row) > 0:
+        tl.store(here, tl.load(here) + more)
+    tl.atomic_add(x + row * BLOCK, 0.5)
+
+
+@triton.jit
+def add_then_refuse(x, flags, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    here = x + row * BLOCK + at
+    tl.store(here, tl.load(here) + 1)
+    tl.assume(tl.load(flags + row) == 0)
+
+
+@triton.jit
+def divide_by_flag(x, flags, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    divisor = 0
+    for _ in range(tl.load(flags + row)):
+        divisor += 1
+    tl.store(x + row * BLOCK + tl.arange(0, BLOCK), 12.0 if divisor > 2 else 1 // 0)
+
+
+STEP = tl.constexpr(1)
+
+
+@triton.jit
+def add_step(x, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + at, tl.load(x + at) + STEP)
+
+
+@triton.jit
+def add_and_print(x, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + at, tl.load(x + at) + 1)
+    print("a program")
+
+
+@triton.jit
+def smallest(x, out, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    tl.store(out + row, tl.reduce(tl.load(x + row * BLOCK + tl.arange(0, BLOCK)), 0, smaller))
+
+
+@triton.jit
+def sum_of_transposed(x, out, scale, M: tl.constexpr, N: tl.constexpr):
+    m, n = tl.arange(0, M), tl.arange(0, N)
+    values = tl.load(x + tl.program_id(0) * M * N + m[:, None] * N + n[None, :])
+    sums = tl.sum(tl.trans(values) * scale + tl.zeros([N, M], tl.float32), 1) + tl.sum(values.T * scale, 1)
+    products = tl.dot(tl.trans(values) * 1.0, values, input_precision="ieee")
+    tl.store(out + tl.program_id(0) * N + n, sums + tl.sum(products, 1))
+
+
+@triton.jit
+def gather(x, at, mask, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    live = tl.load(mask + row)[:, None] if BY_ROW else tl.load(mask + row)[:, None] & (column % 2 == 0)[None, :]
+    where = x + tl.load(at + row)[:, None] + column[None, :]
+    found = tl.load(where, mask=live, other=-1)
+    tl.store(out + row[:, None] * COLUMNS + column[None, :], found)
+    tl.store(where, found + 1, mask=live)
+
+
+@triton.jit
+def scatter(out, at, N: tl.constexpr):
+    place = tl.arange(0, N)
+    tl.store(out + tl.load(at + place), place)
+
+
+@triton.jit
+def copy_unaligned(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    bytes_of = x.to(tl.pointer_type(tl.int8)) + 1
+    words = (bytes_of + 4 * at).to(tl.pointer_type(tl.int32))
+    tl.store(out + at, tl.load(words))
+    tl.store(words, tl.load(out + at) + 1)
+
+
+@triton.jit
+def smaller_than_one(value):
+    return tl.minimum(value, 1.0) - 1.0

@@ -31,6 +31,7 @@ def _world() -> dict[tuple[str, str], object]:
         interpreter.GridExecutor,
         interpreter.InterpretedFunction,
         interpreter.InterpreterBuilder,
+        interpreter.ReduceScanOpInterface,
         interpreter.ReduceOps,
         interpreter.ScanOps,
         importlib.import_module("triton.runtime.autotuner").Autotuner,
@@ -39,7 +40,8 @@ def _world() -> dict[tuple[str, str], object]:
         core.block_type,
     )
     found = {(owner.__name__, name): value for owner in owners for name, value in vars(owner).items()}
-    return {**found, ("builder", "options"): interpreter.interpreter_builder.options}
+    found["builder", "options"] = interpreter.interpreter_builder.options
+    return {**found, ("semantic", "builder"): interpreter.interpreter_semantic.builder}
 
 
 def test_an_attention_kernel_gives_the_same_bits():

@@ -1,0 +1,246 @@
+"""What the programs of one kernel did, as a tree of calls: a branch wherever a number of a tensor decided how to go on.
+
+A path through the tree is what one program did. Another program that decides alike does the same calls on its own
+numbers, so it need not run the kernel's Python. Calls that depend on nothing but constants were made when the path was
+learned, those that depend on the launch's arguments are made once a launch, and those that nobody asks for never.
+
+A node is trusted, and walked, once two programs have been there and did the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Run = Callable[..., Any]
+Effect = tuple[object, Any]
+"""What was done, and what it answered."""
+_MOST_CALLS = 20_000
+_MOST_BYTES_KEPT = 1 << 15
+
+
+class Kind(enum.Enum):
+    """What may be done with a call."""
+
+    INPUT = enum.auto()
+    """No call: an argument of the launch, or a constant."""
+    LAUNCH = enum.auto()
+    """The same for every program of a launch, as the size of the grid."""
+    PURE = enum.auto()
+    """The result follows from the arguments, and nothing else happens."""
+    PROGRAM = enum.auto()
+    """Pure, and depends on which program asks."""
+    EFFECT = enum.auto()
+    """Memory is read or written, or something is printed: done once, in the order of the program."""
+    DECISION = enum.auto()
+    """The kernel's Python saw the result."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a path. `args` count the results of the path so far; `name` and `args` say what it is.
+
+    `shorter` computes the same: another function, and its arguments.
+    """
+
+    name: object
+    args: tuple[int, ...]
+    kind: Kind
+    run: Run | None
+    value: Any
+    shorter: tuple[Run, tuple[int, ...]] | None = None
+
+
+class Contradiction(Exception):
+    """Two programs that decided alike did different things."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Step:
+    name: object
+    args: tuple[int, ...]
+    run: Run
+    takes: tuple[int, ...]
+    out: int
+    level: int
+    is_effect: bool
+
+
+class _Node:
+    """Calls without a decision in between, then one decision, or the end."""
+
+    __slots__ = ("at_launch", "children", "decision", "is_known", "needed", "programs", "steps", "todo")
+
+    def __init__(self) -> None:
+        self.steps: list[_Step] = []
+        self.decision: _Step | None = None
+        self.children: dict[Any, _Node] = {}
+        self.programs = 0
+        self.is_known = False
+        self.needed: set[int] = set()
+        self.at_launch: list[_Step] = []
+        self.todo: list[tuple[Run, tuple[int, ...], int, object, tuple[int, ...]]] = []
+
+
+_CONSTANT, _PER_LAUNCH, _PER_PROGRAM = range(3)
+
+
+class Paths:
+    """All paths that programs of one kernel, with arguments of one kind, have taken."""
+
+    def __init__(self, arguments: int) -> None:
+        self._root = _Node()
+        self._nodes = [self._root]
+        self._values: list[Any] = [None] * arguments
+        self._levels = [_PER_LAUNCH] * arguments
+        self._arguments = arguments
+        self._calls = 0
+        self._is_planned = False
+        self.plans = 0
+
+    def learn(self, path: Iterable[Call]) -> None:
+        """Add the path of one program, or count it if it is there.
+
+        Raises Contradiction if another one that decided alike did something else, or if there are too many.
+        """
+        node, at, slots = self._root, 0, list(range(self._arguments))
+        for call in path:
+            args = tuple(slots[arg] for arg in call.args)
+            if call.kind is Kind.DECISION:
+                self._decide(node, at, call, args)
+                if call.value not in node.children:
+                    node.children[call.value] = _Node()
+                    self._nodes.append(node.children[call.value])
+                node, at = node.children[call.value], 0
+                continue
+            if not node.is_known:
+                node.steps.append(self._step(call, args, slots))
+            elif at >= len(node.steps) or (node.steps[at].name, node.steps[at].args) != (call.name, args):
+                raise Contradiction
+            slots.append(node.steps[at].out)
+            at += 1
+        self._close(node, at, None)
+
+    def _decide(self, node: _Node, at: int, call: Call, args: tuple[int, ...]) -> None:
+        assert call.run is not None
+        self._close(node, at, _Step(call.name, args, call.run, args, -1, _PER_PROGRAM, False))
+
+    def _close(self, node: _Node, at: int, decision: _Step | None) -> None:
+        if not node.is_known:
+            node.is_known, node.decision, self._is_planned = True, decision, False
+        same = node.decision is decision is None or (
+            node.decision is not None
+            and decision is not None
+            and (node.decision.name, node.decision.args) == (decision.name, decision.args)
+        )
+        if at != len(node.steps) or not same:
+            raise Contradiction
+        node.programs += 1
+
+    def _step(self, call: Call, args: tuple[int, ...], slots: Sequence[int]) -> _Step:
+        self._calls += 1
+        if self._calls > _MOST_CALLS:
+            raise Contradiction
+        level = max((self._levels[arg] for arg in args), default=_CONSTANT)
+        if call.kind is Kind.LAUNCH:
+            level = max(level, _PER_LAUNCH)
+        elif call.kind in (Kind.PROGRAM, Kind.EFFECT):
+            level = _PER_PROGRAM
+        elif level is _CONSTANT and call.kind is Kind.PURE and _bytes_of(call.value) > _MOST_BYTES_KEPT:
+            level = _PER_LAUNCH
+        self._levels.append(level)
+        self._values.append(call.value if level is _CONSTANT else None)
+        out = len(self._values) - 1
+        run, takes = call.run or _none, args
+        if call.shorter is not None:
+            run, takes = call.shorter[0], tuple(slots[arg] for arg in call.shorter[1])
+        return _Step(call.name, args, run, takes, out, level, call.kind is Kind.EFFECT)
+
+    def _plan(self) -> None:
+        """Say for every node which of its calls are wanted, and which results nobody wants afterwards."""
+        for node in reversed(self._nodes):  # children are younger than their parents
+            needed = set().union(*(child.needed for child in node.children.values()))
+            if node.decision is not None:
+                needed.update(node.decision.args)
+            node.todo, node.at_launch = [], []
+            for step in reversed(node.steps):
+                if step.level is _CONSTANT or not (step.is_effect or step.out in needed):
+                    continue
+                if step.level is _PER_LAUNCH:
+                    node.at_launch.append(step)
+                else:
+                    last = {step.out, *step.takes} - needed
+                    dead = tuple(slot for slot in last if self._levels[slot] is _PER_PROGRAM)
+                    node.todo.append((step.run, step.takes, step.out, step.name if step.is_effect else None, dead))
+                needed.update(step.takes)
+            node.todo.reverse()
+            node.at_launch.reverse()
+            node.needed = needed
+        self._is_planned = True
+        self.plans += 1
+
+    def walk(self, launch: Launch) -> list[Effect] | None:
+        """Run one program along the paths that are known.
+
+        Answers None, or where they end before the program does, its effects so far. An exception of one of the calls
+        ends them too.
+        """
+        if not self._is_planned:
+            self._plan()
+        effects: list[Effect] = []
+        node, values = self._root, launch.values_of(self._values, self.plans)
+        while node.programs > 1:
+            try:
+                if node not in launch.visited:
+                    launch.visit(node, node.at_launch, values)
+                for run, args, out, effect, dead in node.todo:
+                    values[out] = answer = run(*[values[arg] for arg in args])
+                    if effect is not None:
+                        effects.append((effect, answer))
+                    for slot in dead:
+                        values[slot] = None
+                if node.decision is None:
+                    return None
+                choice = node.decision.run(*[values[arg] for arg in node.decision.args])
+            except Exception:  # the kernel's own Python will meet it again, and say where
+                return effects
+            following = node.children.get(choice)
+            if following is None:
+                return effects
+            node = following
+        return effects
+
+
+class Launch:
+    """What the programs of one launch share."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self._arguments = list(arguments)
+        self._values: list[Any] = []
+        self._plan = -1
+        self.visited: set[Any] = set()
+
+    def values_of(self, constants: Sequence[Any], plan: int) -> list[Any]:
+        """A place for every result of a program, with those that are there already."""
+        if plan != self._plan:
+            self._values = [*self._arguments, *constants[len(self._arguments) :]]
+            self._plan = plan
+            self.visited.clear()
+        return self._values.copy()
+
+    def visit(self, node: Any, steps: Iterable[_Step], values: list[Any]) -> None:
+        """Make the calls of a node that are made once a launch."""
+        for step in steps:
+            answer = step.run(*[values[arg] for arg in step.takes])
+            self._values[step.out] = values[step.out] = answer
+        self.visited.add(node)
+
+
+def _bytes_of(value: Any) -> int:
+    return int(getattr(getattr(value, "data", None), "nbytes", 0))
+
+
+def _none() -> None:
+    return None
