@@ -55,7 +55,7 @@ def eager_batch(
     fields: dict[str, Any] = {
         "forward_mode": mode,
         "batch_size": step.bs,
-        "input_ids": torch.arange(step.tokens, dtype=torch.int64),
+        "input_ids": loaded.ids,
         "req_pool_indices": torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64),
         "seq_lens": lens,
         "out_cache_loc": data.out_cache_loc,

@@ -1,13 +1,13 @@
 """Draft-decode: all forwards of a draft from one plan, each of a row a branch; ``seq_lens`` is the prefix alone.
 
-A graph holds all forwards. What changes between them is made on the device, as a server makes it: a branch's next token
-is its next row of the model's table, positions advance by one in place and are put back, and the slots of a forward are
-cut out of those of the draft. Rows of the trace are those of the forwards, one behind the other.
+A graph holds all forwards. What changes between them is made on the device, as a server makes it: each branch's next
+token, positions that advance by one in place and are put back, and the slots of a forward, cut out of those of the
+draft. Rows of the trace are those of the forwards, one behind the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from attn_testkit.cases.draft import Draft
 from attn_testkit.contract import DraftDecodeInput, ForwardBatch, ForwardMode
+from attn_testkit.model import Trace
 
 from .decode import head_over_all_rows
 from .harness import LoadedStep, ServerHarness
@@ -59,7 +60,7 @@ def _first_forward(loaded: LoadedStep) -> Mapping[str, torch.Tensor]:
     """The tensors of a batch that have a row for each branch: of the live requests, on the host."""
     draft = _draft(loaded)
     return {
-        "input_ids": _first(torch.arange(loaded.step.tokens), draft),
+        "input_ids": _first(loaded.ids, draft),
         "positions": _first(loaded.data.positions, draft),
         "out_cache_loc": _first(loaded.data.out_cache_loc, draft),
     }
@@ -112,17 +113,15 @@ def _replay_extends(
     return {**_static_rows(static, bs, branches), "out_cache_loc": live}
 
 
-def _forwards(harness: ServerHarness, batch: ForwardBatch) -> Iterator[ForwardBatch]:
+def _forwards(harness: ServerHarness, batch: ForwardBatch) -> Generator[ForwardBatch, Trace, None]:
     spec, ids = batch.spec_info, batch.input_ids
     assert isinstance(spec, DraftDecodeInput)
     slots = spec.out_cache_loc.view(batch.batch_size * spec.topk, spec.num_steps).t().contiguous()
-    forwards, last = spec.num_steps - 1, harness.model.nan_row - 1
-    for step in range(forwards):
-        yield replace(batch, input_ids=ids, out_cache_loc=slots[step], spec_info=replace(spec, step=step))
-        # Padded rows may stand anywhere in the table: those at its end, and those of NaN, stay where they are.
-        ids = torch.where(ids < last, ids + 1, ids)
+    for step in range(spec.num_steps - 1):
+        trace = yield replace(batch, input_ids=ids, out_cache_loc=slots[step], spec_info=replace(spec, step=step))
+        ids = harness.follow(ids, trace)
         batch.positions.add_(1)
-    batch.positions.sub_(forwards)
+    batch.positions.sub_(spec.num_steps - 1)
 
 
 def _live_rows(loaded: LoadedStep, bs: int) -> Rows:

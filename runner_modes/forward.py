@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from functools import partial
 
 import torch
@@ -26,15 +27,26 @@ def forward(
     Raises ``ShapeError`` at the first layer whose output is not [T, Hq, Dv] or [T, Hq * Dv] in the model's dtype on the
     harness' device, T being the rows of the forward's ``input_ids``; and whatever the backend raises.
     """
-    traces = []
-    for part in driver.forwards(harness, batch):
+    traces: list[Trace] = []
+    parts = driver.forwards(harness, batch)
+    part: ForwardBatch | None = next(parts)
+    while part is not None:
         if traces:
             harness.backend.init_forward_metadata_in_graph(part)
         look = partial(_check, harness, part.input_ids.shape[0])
         traces.append(harness.model.forward(harness.backend, part, look, save_kv_cache))
+        part = _after(parts, traces[-1])
     trace = traces[0] if len(traces) == 1 else joined(traces)
     driver.finish(harness, trace, batch, draft_topk(case))
     return trace
+
+
+def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> ForwardBatch | None:
+    """The batch of the forward behind that of ``trace``; None: it was the last."""
+    try:
+        return parts.send(trace)
+    except StopIteration:
+        return None
 
 
 def _check(harness: ServerHarness, rows: int, trace: Trace) -> None:

@@ -16,7 +16,7 @@ from attn_testkit.cases.data import DTYPES, StepData, held_kv, make_layers, make
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, Capabilities, ForwardMode, KVPool
-from attn_testkit.model import Model, pack, row_width
+from attn_testkit.model import Model, Trace, pack, row_width
 
 from .errors import no_mode_left
 from .host_work import host_work
@@ -44,6 +44,13 @@ class LoadedStep:
     """The request table."""
     rows: Bytes = field(repr=False)
     """[T, L, bytes]: what the model looks up, q, k, v of a token beside each other."""
+    tokens: torch.Tensor | None = None
+    """[T] int64, host: the rows of the model's table; None: one after the other."""
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """[T] int64, host: ``input_ids`` of every row."""
+        return torch.arange(self.step.tokens) if self.tokens is None else self.tokens
 
 
 def _largest(schedules: Sequence[Schedule], name: str) -> int:
@@ -107,6 +114,8 @@ class ServerHarness:
         """Called when all graphs are captured."""
         self.copies_pool = True
         """Whether observations hold the KV pool."""
+        self.follow: Callable[[torch.Tensor, Trace], torch.Tensor] = self._next_rows
+        """(ids, trace) of a forward of a draft -> ids of the next, on the device."""
         self.case: Case = schedules[0].case
         layers = tuple(
             replace(layer, sinks=layer.sinks.to(device)) if layer.sinks is not None else layer
@@ -126,6 +135,13 @@ class ServerHarness:
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden)
         with no_mode_left():
             self.backend = backend_class(self.context)
+
+    def _next_rows(self, ids: torch.Tensor, trace: Trace) -> torch.Tensor:
+        """A branch's next token is its next row of the model's table.
+
+        Padded rows may stand anywhere in it: those at its end, and those of NaN, stay where they are.
+        """
+        return torch.where(ids < self.model.nan_row - 1, ids + 1, ids)
 
     def prepare_capture(self) -> None:
         """The memory as a server has it when it captures: an all-zero request table, page 0 zeros, no live request."""

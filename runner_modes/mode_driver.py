@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ def _none(*_: object) -> Mapping[str, Any]:
     return {}
 
 
-def _once(harness: ServerHarness, batch: ForwardBatch) -> Iterable[ForwardBatch]:
-    return (batch,)
+def _once(harness: ServerHarness, batch: ForwardBatch) -> Generator[ForwardBatch, Trace, None]:
+    yield batch
 
 
 Rows = slice | npt.NDArray[np.int64]
@@ -65,7 +65,8 @@ class ModeDriver:
     a batch of ``fill`` keys a request. Fills the static buffers that it names."""
     replay_extends: Callable[[ServerHarness, StaticInputs, LoadedStep, int, int], Mapping[str, Any]] = _none
     """(harness, static, loaded, bs, fill): the ``extend_*`` fields of the replay view, and what else differs."""
-    forwards: Callable[[ServerHarness, ForwardBatch], Iterable[ForwardBatch]] = _once
-    """(harness, batch): a batch for each forward of the model that one plan is for; device work only."""
+    forwards: Callable[[ServerHarness, ForwardBatch], Generator[ForwardBatch, Trace, None]] = _once
+    """(harness, batch): a batch for each forward of the model that one plan is for; is sent the trace of each. Device
+    work only."""
     live_rows: Callable[[LoadedStep, int], Rows] = every_token
     """(loaded, bs): where the step's rows are among those of all forwards, each of ``bs`` requests."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from attn_testkit.cases.schedule import Step
@@ -23,7 +22,7 @@ from .harness import LoadedStep, ServerHarness
 from .observe import observe
 from .options import DriveOptions
 
-__all__ = ["Replayed", "plan_only", "replay"]
+__all__ = ["Replayed", "fill_static", "plan_only", "replay", "view_of"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ def replay(
     harness, label, bucket = graphs.harness, _label(graphs, step), graphs.buckets[step.bucket]
     with clock.phase("setup"):
         loaded = harness.load(graphs.schedule, step, options.pattern)
-        _fill_static(graphs, loaded)
-        view = _view(graphs, loaded)
+        fill_static(graphs, loaded)
+        view = view_of(graphs, loaded)
         watched = _Watched(harness, options)
         torch.cuda.synchronize()
     with clock.phase("replay"):
@@ -93,9 +92,9 @@ def plan_only(graphs: ScheduleGraphs, step: Step) -> None:
     Raises ``DriveError``.
     """
     loaded = graphs.harness.load(graphs.schedule, step)
-    _fill_static(graphs, loaded)
+    fill_static(graphs, loaded)
     with blame("plan for replay", f"another instance, {_label(graphs, step)}"):
-        graphs.harness.backend.init_forward_metadata_out_graph(_view(graphs, loaded))
+        graphs.harness.backend.init_forward_metadata_out_graph(view_of(graphs, loaded))
 
 
 class _Watched:
@@ -139,14 +138,15 @@ def _label(graphs: ScheduleGraphs, step: Step) -> str:
     return f"replay {step.index + 1} of {len(graphs.schedule.steps)} ({step.label}), {bucket}, {step.bs} live"
 
 
-def _view(graphs: ScheduleGraphs, loaded: LoadedStep) -> ForwardBatch:
+def view_of(graphs: ScheduleGraphs, loaded: LoadedStep) -> ForwardBatch:
+    """What the backend gets to plan a replay. Raises ``DriveError``."""
     harness, static, case, bs = graphs.harness, graphs.static, graphs.schedule.case, loaded.step.bucket
     spec = graphs.driver.replay_spec(harness, static, loaded, bs, case.width)
     extends = graphs.driver.replay_extends(harness, static, loaded, bs, graphs.fill)
     return replay_view(harness, loaded, static, case.mode, bs, case.width, graphs.fill, spec, extends)
 
 
-def _fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
+def fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
     """Static inputs: padding, then the live heads. Tails of ``input_ids`` stay as they were."""
     harness, static, case = graphs.harness, graphs.static, graphs.schedule.case
     step, data, live, tokens, host = loaded.step, loaded.data, loaded.step.bs, loaded.step.tokens, static.host
@@ -157,7 +157,7 @@ def _fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
         host["req_pool_indices"][:] = 0
     if case.padding == "nan":
         host["input_ids"][:] = harness.model.nan_row
-    host["input_ids"][:tokens] = np.arange(tokens)
+    host["input_ids"][:tokens] = loaded.ids.numpy()
     host["positions"][:tokens] = data.positions.numpy()
     host["out_cache_loc"][:tokens] = data.out_cache_loc.numpy()
     host["req_pool_indices"][:live] = [request.pool_row for request in step.requests]
