@@ -15,14 +15,11 @@ import numpy as np
 import torch
 
 from .cases.case import Case
-from .cases.data import HIDDEN, NUM_LAYERS
+from .cases.data import HIDDEN, NUM_LAYERS, VOCAB
 from .cases.patterns import normals
 from .contract import AttentionBackend, AttentionLayer, ForwardBatch
 
 __all__ = ["VOCAB", "Model", "Trace", "Weights", "joined", "make_weights", "pack", "row_width"]
-
-VOCAB = 48
-"""Width of the logits."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from attn_testkit.cases.schedule import Schedule, Step
+from attn_testkit.checks.lossless import Spoken
 from attn_testkit.checks.observation import Copies
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.results import Finding
@@ -94,3 +95,5 @@ class Driven:
     """Attributes whose tensors a plan for a replay replaced."""
     changed: tuple[str, ...] = ()
     """What the backend changed in its process and did not put back."""
+    spoken: Spoken | None = None
+    """What a lossless loop said, where one was due."""

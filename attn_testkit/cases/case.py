@@ -47,8 +47,8 @@ class Case:
 
     Raises ``ValueError`` for a batch that is empty or larger than its bucket, accepted counts that are not one per
     request and 1 .. width, new tokens that are not one or more per request or more than their graph holds, chunks in
-    another mode than extend, a tree in another mode than target-verify, or none there, and a draft in another mode than
-    draft-decode, or none there.
+    another mode than extend, a tree in another mode than target-verify, or none there, a draft in another mode than
+    draft-decode, or none there, and a loop without a draft, or with an FP8 pool.
     """
 
     mode: ForwardMode
@@ -68,6 +68,8 @@ class Case:
     and a step shares them out. Draft-decode: those of all forwards."""
     chunks: int = 1
     """Extend: steps in which the prompts of the own batch come; it is the first of them. 1 elsewhere."""
+    rounds: int = 0
+    """Draft-decode: rounds of a lossless loop (``cases/loop.py``), run beside the steps. 0 elsewhere."""
     tree: Tree | None = None
     """Target-verify: the draft tree, of ``width`` nodes. None elsewhere."""
     draft: Draft | None = None
@@ -113,6 +115,8 @@ class Case:
             raise ValueError("a tree goes with target-verify, and only with it")
         if (self.draft is not None) != (self.mode is ForwardMode.DRAFT_DECODE):
             raise ValueError("a draft goes with draft-decode, and only with it")
+        if self.rounds < 0 or (self.rounds and (not self.draft or self.kv_dtype != "same")):
+            raise ValueError(f"{self.rounds} rounds: a loop goes with draft-decode, and a KV pool of the model's dtype")
 
     def _check_new_tokens(self) -> None:
         if len(self.new) != len(self.prefixes) or min(self.new) < 1:
@@ -161,6 +165,8 @@ class Case:
             words.append(f"topk{self.draft.branches}steps{self.draft.steps}")
         elif self.mode is not ForwardMode.DECODE:
             words.append(f"n{self.width}a{_numbers(self.new)}")
+        if self.rounds:
+            words.append(f"loop{self.rounds}")
         if self.chunks > 1:
             words.append(f"chunks{self.chunks}")
         words += [self.layout, self.data]
@@ -250,6 +256,7 @@ _WORDS: tuple[_Word, ...] = (
     (r"chain(\d+)", lambda m: _tree(chain(int(m[1])).parents)),
     (r"t(\d+(?:\.\d+)*)", lambda m: _tree(tuple(map(int, m[1].split("."))))),
     (r"topk(\d+)steps(\d+)", lambda m: _draft(Draft(int(m[1]), int(m[2])))),
+    (r"loop(\d+)", lambda m: {"rounds": int(m[1])}),
     (r"chunks(\d+)", lambda m: {"chunks": int(m[1])}),
     (r"n(\d+)a([\d.x]+)", lambda m: {"width": int(m[1]), "new": _unnumbers(m[2])}),
     ("|".join(LAYOUTS), lambda m: {"layout": m[0]}),

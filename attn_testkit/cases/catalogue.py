@@ -222,6 +222,8 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
         tree = _branching(4) if plain.tree and claims.max_topk > 1 and claims.max_q_rows >= 4 else plain.tree
         width = len(tree) if tree else plain.width
         yield replace(plain, mixed=True, tree=tree, width=width, bucket=len(plain.prefixes) + 1, padding="prod")
+    if plain.draft:
+        yield from _loops(claims, plain, tier)
     if tier == "smoke":
         return
     if plain.heads.family == "mla" and max(claims.gqa_ratios) > 16:
@@ -316,6 +318,17 @@ def _prompts(claims: Capabilities, plain: Case) -> Iterator[Case]:
     new = tuple(min(n, claims.max_extend_tokens) for n in (page + 1, 2, 1))
     prefixes = (2 * page, 2 * page + 1, page)
     yield replace(small, prefixes=prefixes, new=new, width=room_for(new), bucket=4, layout="shared", chunks=3)
+
+
+def _loops(claims: Capabilities, plain: Case, tier: str) -> Iterator[Case]:
+    """The lossless loop of a chain and, from core on and where trees are claimed as well, of two branches."""
+    small = replace(_small(claims, plain), page_size=plain.page_size, kv_dtype="same", data="gauss", rounds=6)
+    page = plain.page_size
+    prefixes = (page + 1, 2 * page, 1)
+    for draft in (Draft(1, 3), Draft(2, 3))[: 1 if tier == "smoke" else 2]:
+        most = min(claims.max_topk, claims.max_draft_branches)
+        if draft.branches <= most and 1 + draft.branches * draft.steps <= claims.max_q_rows:
+            yield replace(small, draft=draft, width=len(draft), prefixes=prefixes, bucket=4)
 
 
 def _wide_heads(claims: Capabilities, plain: Case) -> Iterator[Case]:

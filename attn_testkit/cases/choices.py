@@ -51,6 +51,10 @@ class Chooses(Protocol):
         """Steps in which prompts come."""
 
     @property
+    def rounds(self) -> int:
+        """Rounds of a lossless loop."""
+
+    @property
     def layout(self) -> str:
         """How tokens lie in the KV pool."""
 
@@ -176,7 +180,7 @@ CHOICES: tuple[Choice, ...] = (
         "num-tokens-per-req",
         "spec_info.num_tokens_per_req at capture",
         (Value("0"), Value("-1, as servers leave it unset")),
-        lambda case: case.mode.is_speculative() or case.mixed,
+        lambda case: case.mode.is_speculative() or case.mixed or case.rounds > 0,
         Execution.GRAPH,
     ),
     # What grows on demand in it still grows under the graphs.

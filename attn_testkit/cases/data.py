@@ -25,6 +25,7 @@ from .schedule import Ints, Schedule, Step
 __all__ = [
     "DTYPES",
     "KEPT_BYTES",
+    "VOCAB",
     "StepData",
     "bytes_in",
     "dequantised",
@@ -46,6 +47,8 @@ DTYPES = {
 NUM_LAYERS = 2
 HIDDEN = 32
 """Width of the model's hidden state."""
+VOCAB = 48
+"""Width of the logits."""
 
 
 @lru_cache(maxsize=16)

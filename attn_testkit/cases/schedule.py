@@ -28,7 +28,7 @@ from .plan import Plan
 from .plans import context_len_of, lens_of, make_plans
 from .trees import Tree, chain, random_tree
 
-__all__ = ["Request", "Schedule", "Step", "make_schedule", "only"]
+__all__ = ["Request", "Schedule", "Step", "branched", "make_schedule", "only"]
 
 Ints = npt.NDArray[np.int64]
 _SECOND = next(choice for choice in CHOICES if choice.name == "second-step")
@@ -312,12 +312,12 @@ def _build_step(
         for i, (prefix, new) in enumerate(zip(plan.prefixes, news, strict=True))
     )
     if case.draft:
-        requests = tuple(_branched(request, case.draft, page) for request in requests)
+        requests = tuple(branched(request, case.draft, page) for request in requests)
     table = _table(requests, rows, ctx, (num_pages + 1) * page, rng)
     return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too)
 
 
-def _branched(request: Request, draft: Draft, page: int) -> Request:
+def branched(request: Request, draft: Draft, page: int) -> Request:
     """A request whose slots are columns of the request table, with a row of slots for each branch."""
     columns, prefix = request.slots, request.prefix
     own = draft.columns(prefix, page)[:, : draft.forwards].reshape(-1)

@@ -36,6 +36,11 @@ class DraftDecodeInput:
     step: int = 0
     """i: the forward, 0 .. S - 2; 0 where the draft is planned."""
 
+    @property
+    def num_tokens_per_req(self) -> int:
+        """K again: rows a request in each forward."""
+        return self.topk
+
     def key_slots(
         self, table: torch.Tensor, seq_lens: torch.Tensor, page_size: int, keys: torch.Tensor
     ) -> torch.Tensor:

@@ -9,6 +9,7 @@ from ..contract import ForwardBatch
 from .catalogue import control
 from .multi_step import MultiStepBackend, spec_of
 from .parent import Metadata
+from .speculative import SpeculativeBackend
 
 
 @control("draft-planned-at-once")
@@ -49,3 +50,10 @@ class DraftLengthsFromPositions(MultiStepBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         self.init_forward_metadata_in_graph(batch)
+
+
+@control("draft-beside-its-target")
+class DraftBesideItsTarget(SpeculativeBackend):
+    """Drafts, verify and draft-extend on one instance, each planned by a child of its own: it goes through the loop."""
+
+    capabilities = SpeculativeBackend.capabilities.with_changes(families={"gqa"}, sliding_window=())

@@ -8,7 +8,8 @@ from typing_extensions import override
 from ..contract import AttentionLayer, BackendContext, Execution, ForwardBatch, ForwardMode
 from .catalogue import fault
 from .multi_step import MultiStepBackend, spec_of
-from .parent import Metadata
+from .parent import Metadata, PlannedBackend
+from .speculative import SpeculativeBackend
 
 _DRAFT = (ForwardMode.DRAFT_DECODE,)
 _GRAPH = (Execution.GRAPH,)
@@ -236,3 +237,43 @@ class WindowOfTheFirst(MultiStepBackend):
     @override
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().window_start(position, layer) - self.step
+
+
+class _SkipsWhatIsStored(PlannedBackend):
+    """Verify leaves out tokens whose slots the round before wrote."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.before: dict[int, int] = {}
+
+    @override
+    def plan_slots(self, batch: ForwardBatch) -> torch.Tensor:
+        slots = super().plan_slots(batch)
+        if not batch.forward_mode.is_target_verify() or self.in_graph:
+            return slots
+        n, lens = self.context.num_draft_tokens, batch.seq_lens_cpu
+        assert lens is not None
+        slots = slots.view(-1, n).clone()
+        for new, row, prefix in zip(slots, batch.req_pool_indices.tolist(), lens.tolist(), strict=True):
+            stored = self.before.get(row, prefix) + n - prefix
+            if stored < n:
+                new[: max(0, stored)] = 0
+            self.before[row] = prefix
+        return slots.view(-1)
+
+
+@fault(
+    slug="verify-keeps-the-rejected-draft",
+    source="general",
+    modes=_DRAFT,
+    executions=(Execution.EAGER,),
+    checks=("lossless",),
+    hint="rejected draft",
+)
+class KeepsTheRejectedDraft(SpeculativeBackend):
+    """A request that goes on has KV in the slots of its last tree, and verify does not store there again."""
+
+    capabilities = SpeculativeBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    others = _SkipsWhatIsStored

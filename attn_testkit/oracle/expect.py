@@ -16,7 +16,7 @@ from ..model import Weights, make_weights
 from .attention import Attention, attend
 from .limits import attention_limit, linear_limit, row_limit
 
-__all__ = ["Expected", "attend_with_limit", "expect"]
+__all__ = ["Expected", "attend_with_limit", "expect", "expect_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +46,17 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
 
     Cached, because eager, graph and every backend are judged by the same numbers.
     """
+    rows = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1) if schedule.case.mode.is_ragged() else None
+    return expect_of(schedule, make_step_data(schedule, step, pattern), rows)
+
+
+def expect_of(schedule: Schedule, data: StepData, rows: torch.Tensor | None = None) -> Expected:
+    """The answer for numbers of any origin. ``rows`` [R] int64: those with hidden states and logits; None: all."""
     case = schedule.case
-    data = make_step_data(schedule, step, pattern)
     attention, limit = attend_with_limit(schedule, data)
     hidden, hidden_limit = _hidden(data, attention, limit)
-    if case.mode.is_ragged():
-        last = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1)
-        hidden, hidden_limit = hidden[last], hidden_limit[last]
+    if rows is not None:
+        hidden, hidden_limit = hidden[rows], hidden_limit[rows]
     weights, sizes = _weights(attention)
     return Expected(
         data=data,

@@ -10,12 +10,14 @@ import torch
 
 from ..cases.case import Case, parse_case
 from ..cases.catalogue import companions
+from ..cases.loop import loop_modes, make_loop
 from ..cases.schedule import Schedule, Step, make_schedule, only
 from ..checks import Stage
 from ..checks.claims import refuses_undeclared
 from ..checks.failures import context_lost, first_line, from_exception, is_ctrl_c
+from ..checks.lossless import Spoken
 from ..checks.observation import Observation
-from ..contract import AttentionBackend, Capabilities, Execution, Unsupported
+from ..contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
 from ..environment import Environment, missing_here
 from ..results import Finding
 from ..runner_modes.clock import Clock
@@ -24,9 +26,10 @@ from ..runner_modes.errors import DriveError
 from ..runner_modes.graphs import GraphRun, drive_graphs
 from ..runner_modes.harness import ServerHarness
 from ..runner_modes.hook_answers import kernels_of
+from ..runner_modes.lossless import run_loop
 from ..runner_modes.messages import DriveCase, Driven, Rerun, StepRecord
 
-__all__ = ["drive_case", "gradients_off", "request_to_isolate", "rerun", "schedule_for", "schedules_of"]
+__all__ = ["drive_case", "gradients_off", "loop_of", "request_to_isolate", "rerun", "schedule_for", "schedules_of"]
 
 
 @contextmanager
@@ -118,6 +121,7 @@ def drive_case(
         with environment.active(), gradients_off(case):
             before = _gradient_modes()
             driven = run(backend_class, drive, environment)
+            driven = replace(driven, spoken=_loop(backend_class, drive, request.execution, environment))
             if _gradient_modes() != before:
                 # The block ends the modes; a server has no such block around a backend.
                 driven = replace(driven, changed=(f"the grad mode: {before} -> {_gradient_modes()}",))
@@ -202,6 +206,26 @@ def _drive_graph(backend_class: type[AttentionBackend], drive: _Drive, environme
         neighbour = _constructed(backend_class, drive.schedules[:1], environment, drive.claims)
     run = drive_graphs(harness, drive.schedules, drive.clock, neighbour=neighbour)
     return replace(_found(run, drive.schedules), records=drive.records([observed for _, observed in run.observed]))
+
+
+def loop_of(
+    case: Case, execution: Execution, claims: Capabilities, environment: Environment
+) -> tuple[ForwardMode, ...]:
+    """The modes of the case's lossless loop; empty where none is due."""
+    claimed = claims.graph if execution is Execution.GRAPH else claims.eager
+    return loop_modes(case, {mode for mode in claimed if not missing_here(claims, environment, mode)})
+
+
+def _loop(
+    backend_class: type[AttentionBackend], drive: _Drive, execution: Execution, environment: Environment
+) -> Spoken | None:
+    case = drive.schedules[0].case
+    modes = loop_of(case, execution, drive.claims, environment)
+    if not modes:
+        return None
+    loop = make_loop(case, modes)
+    harness = _constructed(backend_class, loop.schedules, environment, drive.claims)
+    return run_loop(harness, case, loop, drive.clock, in_graphs=execution is Execution.GRAPH)
 
 
 def _found(run: GraphRun, schedules: Sequence[Schedule]) -> Driven:

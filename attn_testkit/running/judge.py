@@ -11,8 +11,10 @@ import torch
 
 from ..cases.case import Case, parse_case
 from ..cases.data import StepData, make_step_data, new_kv, pool_image
+from ..cases.loop import make_loop, said
 from ..cases.schedule import Schedule, Step, only
 from ..checks import NUMERIC, Judgement, Stage, judged
+from ..checks.lossless import lossless, ran_to_its_end
 from ..checks.observation import Observation, StepInputs
 from ..checks.sameness import batch_invariant, repeatable
 from ..checks.step import judge_step
@@ -21,10 +23,10 @@ from ..diagnosis.blame import explain_numeric
 from ..diagnosis.rerun import Rerunner
 from ..environment import Environment, resolve
 from ..model import pack
-from ..oracle.expect import expect
+from ..oracle.expect import expect, expect_of
 from ..results import CaseResult, Finding, Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
-from .case_run import request_to_isolate, schedules_of
+from .case_run import loop_of, request_to_isolate, schedules_of
 from .pool import WorkerLost
 from .request import Item, Plan
 
@@ -95,7 +97,7 @@ def _judged(
         _judge_step(outcome, observed, claims)
     if driven.stage >= Stage.COMPLETED:
         missing = _missing(schedules, case, execution, claims, outcome.observed)
-        outcome.findings += missing
+        outcome.findings += missing or _said(driven, case, execution, claims, environment)
         if execution is Execution.EAGER and not missing:
             outcome.findings += _compared(case, claims, outcome.observed)
         elif execution is Execution.GRAPH and not outcome.failed:
@@ -104,6 +106,19 @@ def _judged(
     outcome.findings += _left_behind((*described.changed, *driven.changed))
     spent = time.perf_counter() - started
     return outcome, {**driven.seconds, "oracle and checks": spent}
+
+
+def _said(
+    driven: Driven, case: Case, execution: Execution, claims: Capabilities, environment: Environment
+) -> list[Finding]:
+    """What is wrong with a lossless loop, where one was due."""
+    modes = loop_of(case, execution, claims, environment)
+    if not modes:
+        return []
+    spoken, loop = driven.spoken, make_loop(case, modes)
+    if spoken is None or not ran_to_its_end(spoken, loop):
+        return [Finding("completes", "the lossless loop was due and did not run to its end")]
+    return lossless(spoken, expect_of(loop.schedules[0], said(case, spoken.tokens)))
 
 
 def _observations(driven: Driven, schedules: Sequence[Schedule]) -> list[Observation]:

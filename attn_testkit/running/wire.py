@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["Unreadable", "read"]
 
 _ALLOWED = {
+    "attn_testkit.checks.lossless": {"Said", "Spoken"},
     "attn_testkit.checks.observation": {"Copies"},
     "attn_testkit.contract.capabilities": {"Capabilities", "Requires"},
     "attn_testkit.contract.modes": {"ForwardMode"},

@@ -1,0 +1,283 @@
+"""The lossless loop: extend, draft, verify, round after round on one instance, each on what the ones before it wrote.
+
+The target's KV and the draft's lie in one pool, in slots of their own. The model is one, so that what it drafts is what
+it verifies; tokens of a draft are spoilt on the way, so that any number of them is accepted. Greedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attn_testkit.cases.case import Case
+from attn_testkit.cases.data import HIDDEN, VOCAB, StepData
+from attn_testkit.cases.loop import Loop, Vocabulary, make_vocabulary, stage_name
+from attn_testkit.cases.schedule import Request, Schedule, Step, branched
+from attn_testkit.cases.trees import Tree
+from attn_testkit.checks.lossless import Said, Spoken
+from attn_testkit.contract import ForwardMode
+from attn_testkit.model import Model, Trace, pack
+
+from .batches import eager_batch
+from .capture import ScheduleGraphs, capture_schedules
+from .clock import Clock
+from .drivers import DRIVERS
+from .errors import blame
+from .forward import forward
+from .harness import LoadedStep, ServerHarness
+from .replay import fill_static, view_of
+from .uploads import upload_into
+
+__all__ = ["run_loop"]
+
+
+Rows = torch.Tensor
+"""[rows, ...] float32, host."""
+
+
+@dataclass
+class _Talk:
+    """One request: what it said, and how far its KV goes."""
+
+    tokens: list[int]
+    verified: int
+    """Tokens with the target's KV."""
+    drafted: int
+    """Tokens with the draft's KV."""
+    proposed: list[list[int]] = field(default_factory=list)
+    """A draft: [K][S] tokens."""
+    thought: list[Rows] = field(default_factory=list)
+    """[K][S - 1, L, Hq * Dv]: what attention gave in the forwards of each branch."""
+
+
+@dataclass(frozen=True)
+class _Server:
+    """What a loop needs, and what it has heard so far."""
+
+    harness: ServerHarness
+    case: Case
+    loop: Loop
+    graphs: Mapping[ForwardMode, ScheduleGraphs]
+    """Empty: eager."""
+    talks: tuple[_Talk, ...]
+    said: list[Said] = field(default_factory=list)
+
+    def schedule(self, mode: ForwardMode) -> Schedule:
+        """That of a mode."""
+        return next(each for each in self.loop.schedules if each.case.mode is mode)
+
+    def slots(self, request: int, *, of_draft: bool) -> npt.NDArray[np.int64]:
+        """[columns]: its row of the request table."""
+        slots: npt.NDArray[np.int64] = self.loop.table[self.row(request, of_draft=of_draft)].astype(np.int64)
+        return slots
+
+    def row(self, request: int, *, of_draft: bool) -> int:
+        """Its row of the request table, which is never 0."""
+        return 1 + request + (self.case.bs if of_draft else 0)
+
+
+def run_loop(harness: ServerHarness, case: Case, loop: Loop, clock: Clock, *, in_graphs: bool) -> Spoken:
+    """Run all rounds. ``harness``: fresh, made of ``loop.schedules``. Raises ``DriveError``."""
+    words = make_vocabulary(case)
+    harness.model = Model(harness.case, harness.context.layers, VOCAB, harness.context.dtype, harness.device)
+    upload_into(harness.model.table[:-1], pack(words.q, words.k, words.v, mla=harness.context.layers[0].is_mla))
+    upload_into(harness.model.hidden_table[:-1], words.hidden)
+    harness.follow = lambda ids, trace: _ranked(harness, ids, trace)
+    graphs: dict[ForwardMode, ScheduleGraphs] = {}
+    if in_graphs:
+        captured = capture_schedules(harness, loop.schedules, torch.cuda.graph_pool_handle(), clock)
+        graphs = {each.schedule.case.mode: each for each in captured}
+    talks = tuple(_Talk(list(prompt), len(prompt) - 1, len(prompt) - 1) for prompt in loop.prompts)
+    server = _Server(harness, case, loop, graphs, talks)
+    _load_prompts(server, words)
+    accepted = []
+    for number in range(case.rounds):
+        with clock.phase("loop"):
+            _extend(server, number)
+            _draft(server, number)
+            accepted.append(_verify(server, number))
+    tokens = tuple(tuple(talk.tokens) for talk in talks)
+    return Spoken(tokens, tuple(server.said), tuple(accepted))
+
+
+def _ranked(harness: ServerHarness, ids: torch.Tensor, trace: Trace) -> torch.Tensor:
+    """The most likely token after each row."""
+    return harness.model.logits(trace.hidden).argmax(-1)
+
+
+def _load_prompts(server: _Server, words: Vocabulary) -> None:
+    """KV of the prompts but for their last token, for both; NaN everywhere else."""
+    context = server.harness.context
+    pool = context.kv_pool.storage
+    pool.fill_(torch.nan)
+    upload_into(context.req_to_token, torch.from_numpy(server.loop.table))
+    stored = [words.k] if context.layers[0].is_mla else [words.k, words.v]
+    for index, talk in enumerate(server.talks):
+        ids = torch.tensor(talk.tokens[:-1], dtype=torch.int64)
+        for of_draft in (False, True):
+            slots = torch.from_numpy(server.slots(index, of_draft=of_draft)[: len(ids)])
+            for part, source in enumerate(stored):
+                pool[:, part, slots.to(pool.device)] = source[:, ids].to(pool.device)
+
+
+def _run(
+    server: _Server, mode: ForwardMode, requests: Sequence[Request], ids: Sequence[int], label: str
+) -> tuple[Rows, Rows]:
+    """Logits of the mode's rows, [R, vocab], and attention of all live rows, [T, L, Hq * Dv]."""
+    step = Step(label, 0, label, server.case.bucket, tuple(requests), server.loop.table, 0)
+    loaded = LoadedStep(server.schedule(mode), step, _numbers(step), 0, torch.tensor(list(ids)))
+    driver, trace = DRIVERS[mode], (_replay if server.graphs else _eager)(server, mode, loaded)
+    with blame("read back", label):
+        logits = driver.outputs(trace, loaded).next_token_logits
+        assert logits is not None
+        live = driver.live_rows(loaded, step.bucket if server.graphs else step.bs)
+        return logits.cpu(), torch.stack([out.cpu()[live].flatten(1).float() for out in trace.attention], 1)
+
+
+def _eager(server: _Server, mode: ForwardMode, loaded: LoadedStep) -> Trace:
+    harness, driver, label = server.harness, DRIVERS[mode], loaded.step.label
+    spec, extends = driver.eager_spec(harness, loaded), driver.eager_extends(harness, loaded)
+    batch = eager_batch(harness, loaded, mode, spec, extends)
+    with blame("plan", label):
+        harness.backend.init_forward_metadata(batch)
+    with blame("forward", label):
+        return forward(harness, driver, batch, loaded.schedule.case)
+
+
+def _replay(server: _Server, mode: ForwardMode, loaded: LoadedStep) -> Trace:
+    harness, graphs, label = server.harness, server.graphs[mode], loaded.step.label
+    fill_static(graphs, loaded)
+    with blame("plan for replay", label):
+        harness.backend.init_forward_metadata_out_graph(view_of(graphs, loaded))
+    captured = graphs.buckets[loaded.step.bucket].captured
+    with blame("replay", label):
+        harness.replay_graph(captured.graph)
+    return captured.outputs
+
+
+def _numbers(step: Step) -> StepData:
+    """Of a step's rows what a batch is made of; their q, k and v are in the model's table."""
+    none, rows = torch.zeros(0), []
+    for request in step.requests:
+        shape = request.tree or request.draft
+        rows += [request.prefix + depth for depth in (shape.depths if shape else range(request.new))]
+    slots = np.concatenate([request.slots[request.prefix :] for request in step.requests])
+    return StepData(
+        q=none, k=none, v=none, stored_keys=none, stored_values=None, kv_scales=none, visible=none, key_positions=none,
+        query_positions=none, row_request=none, row_offset=none, hidden=torch.zeros(step.tokens, HIDDEN),
+        positions=torch.tensor(rows), out_cache_loc=torch.from_numpy(slots),
+    )  # fmt: skip
+
+
+def _extend(server: _Server, number: int) -> None:
+    """The draft's KV of what was accepted, or of the prompt's last token; the first tokens of each branch."""
+    mode = server.loop.extend_of(number)
+    width, label = server.schedule(mode).case.width, stage_name(number, mode)
+    requests: list[Request] = []
+    ids: list[int] = []
+    for index, talk in enumerate(server.talks):
+        fresh = talk.tokens[talk.drafted :]
+        rows = len(fresh) if mode is ForwardMode.DRAFT_EXTEND else width
+        slots = server.slots(index, of_draft=True)[: talk.drafted + rows]
+        row = server.row(index, of_draft=True)
+        requests.append(Request(talk.drafted, rows, row, slots, accepted=len(fresh)))
+        # Rows behind the accepted ones are computed, stored and never looked at.
+        ids += fresh + [0] * (rows - len(fresh))
+    logits, attention = _run(server, mode, requests, ids, label)
+    draft, end = server.case.draft, 0
+    assert draft is not None
+    for index, (talk, request) in enumerate(zip(server.talks, requests, strict=True)):
+        last = index if mode is ForwardMode.DRAFT_EXTEND else index * width + request.accepted - 1
+        for offset in range(request.accepted):
+            _note(server, label, index, talk.drafted + offset, attention[end + offset])
+        end += request.new
+        talk.drafted = len(talk.tokens)
+        talk.proposed = [[int(token)] for token in logits[last].topk(draft.branches).indices]
+
+
+def _draft(server: _Server, number: int) -> None:
+    """The rest of each branch, and then a token of it spoilt; branches change places from round to round."""
+    draft, page, requests = server.case.draft, server.case.page_size, list[Request]()
+    assert draft is not None
+    pool = server.harness.context.kv_pool.storage
+    ids: list[int] = []
+    for index, talk in enumerate(server.talks):
+        slots = server.slots(index, of_draft=True)[: draft.room(talk.drafted, page)]
+        whole = Request(talk.drafted, len(draft), server.row(index, of_draft=True), slots)
+        requests.append(branched(whole, draft, page))
+        for copy in torch.from_numpy(requests[-1].copies).to(pool.device):
+            # A server's worker copies what the prefix has of its last page.
+            pool[:, :, copy] = pool[
+                :, :, torch.from_numpy(slots[talk.drafted - len(copy) : talk.drafted]).to(pool.device)
+            ]
+        ids += [branch[0] if row == 0 else 0 for branch in talk.proposed for row in range(draft.forwards)]
+    mode = ForwardMode.DRAFT_DECODE
+    logits, attention = _run(server, mode, requests, ids, stage_name(number, mode))
+    likely = logits.argmax(-1).view(-1, draft.branches, draft.forwards).tolist()
+    thought = attention.view(len(requests), draft.branches, draft.forwards, *attention.shape[1:])
+    for index, (talk, branches) in enumerate(zip(server.talks, likely, strict=True)):
+        talk.proposed = [[*first, *rest] for first, rest in zip(talk.proposed, branches, strict=True)]
+        kept = int(server.loop.kept[number, index])
+        if kept < draft.steps:
+            # The first branch begins with the likeliest token; the others differ from it in that one.
+            talk.proposed[0][kept] = (talk.proposed[0][kept] + 1) % VOCAB
+        turn = number % draft.branches
+        talk.proposed = talk.proposed[turn:] + talk.proposed[:turn]
+        talk.thought = [*thought[index, turn:], *thought[index, :turn]]
+
+
+def _verify(server: _Server, number: int) -> tuple[int, ...]:
+    """Accept what the target would have said, and one token more. Accepted tokens of each draft."""
+    mode = ForwardMode.TARGET_VERIFY
+    schedule, label = server.schedule(mode), stage_name(number, mode)
+    tree = schedule.case.tree
+    assert tree is not None
+    requests: list[Request] = []
+    ids: list[list[int]] = []
+    for index, talk in enumerate(server.talks):
+        slots = server.slots(index, of_draft=False)[: talk.verified + len(tree)]
+        row = server.row(index, of_draft=False)
+        requests.append(Request(talk.verified, len(tree), row, slots, tree))
+        ids.append([talk.tokens[-1], *(token for level in zip(*talk.proposed, strict=True) for token in level)])
+    logits, attention = _run(server, mode, requests, [token for each in ids for token in each], label)
+    accepted, by_request = [], logits.view(len(requests), len(tree), -1)
+    for index, (talk, request, rows) in enumerate(zip(server.talks, requests, by_request, strict=True)):
+        seen, likely = attention[index * len(tree) :], rows.argmax(-1).tolist()
+        path = _accepted(tree, ids[index], likely)
+        for depth, node in enumerate(path):
+            _note(server, label, index, talk.verified + depth, seen[node])
+            talk.tokens.append(likely[node])
+        _move(server.harness, request, path)
+        # The forwards of a branch that were fed accepted tokens: what they saw is what was said.
+        for depth, node in enumerate(path[1 : server.loop.steps]):
+            thought = talk.thought[(node - 1) % len(talk.proposed)][depth]
+            _note(server, stage_name(number, ForwardMode.DRAFT_DECODE), index, talk.verified + 1 + depth, thought)
+        talk.verified += len(path)
+        accepted.append(len(path) - 1)
+    return tuple(accepted)
+
+
+def _accepted(tree: Tree, proposed: Sequence[int], likely: Sequence[int]) -> list[int]:
+    """Nodes from the root on, each the first child of the one before whose token is what the target says there."""
+    path = [0]
+    while True:
+        children = (node for node, parent in enumerate(tree.parents, 1) if parent == path[-1])
+        following = next((node for node in children if proposed[node] == likely[path[-1]]), None)
+        if following is None:
+            return path
+        path.append(following)
+
+
+def _note(server: _Server, label: str, request: int, position: int, attention: torch.Tensor) -> None:
+    server.said.append(Said(label, request, position, attention.numpy().copy()))
+
+
+def _move(harness: ServerHarness, request: Request, path: Sequence[int]) -> None:
+    """The KV of an accepted path goes to the front, as a server's worker moves it."""
+    pool = harness.context.kv_pool.storage
+    new = torch.from_numpy(request.slots[request.prefix :])
+    pool[:, :, new[: len(path)].to(pool.device)] = pool[:, :, new[list(path)].to(pool.device)]
