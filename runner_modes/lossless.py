@@ -14,21 +14,22 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import HIDDEN, VOCAB, StepData
+from attn_testkit.cases.data import HIDDEN, NUM_LAYERS, VOCAB, StepData
 from attn_testkit.cases.loop import Loop, Vocabulary, make_vocabulary, stage_name
 from attn_testkit.cases.schedule import Request, Schedule, Step, branched
 from attn_testkit.cases.trees import Tree
 from attn_testkit.checks.lossless import Said, Spoken
 from attn_testkit.contract import ForwardMode
-from attn_testkit.model import Model, Trace, pack
+from attn_testkit.model import Model, Trace, pack, row_width
 
-from .batches import eager_batch
+from .batches import batch_on_device, eager_batch
 from .capture import ScheduleGraphs, capture_schedules
 from .clock import Clock
 from .drivers import DRIVERS
 from .errors import blame
 from .forward import forward
 from .harness import LoadedStep, ServerHarness
+from .packing import Sent
 from .replay import fill_static, view_of
 from .uploads import upload_into
 
@@ -83,9 +84,7 @@ class _Server:
 def run_loop(harness: ServerHarness, case: Case, loop: Loop, clock: Clock, *, in_graphs: bool) -> Spoken:
     """Run all rounds. ``harness``: fresh, made of ``loop.schedules``. Raises ``DriveError``."""
     words = make_vocabulary(case)
-    harness.model = Model(harness.case, harness.context.layers, VOCAB, harness.context.dtype, harness.device)
-    upload_into(harness.model.table[:-1], pack(words.q, words.k, words.v, mla=harness.context.layers[0].is_mla))
-    upload_into(harness.model.hidden_table[:-1], words.hidden)
+    harness.model = _model(harness, words)
     harness.follow = lambda ids, trace: _ranked(harness, ids, trace)
     graphs: dict[ForwardMode, ScheduleGraphs] = {}
     if in_graphs:
@@ -102,6 +101,18 @@ def run_loop(harness: ServerHarness, case: Case, loop: Loop, clock: Clock, *, in
             accepted.append(_verify(server, number))
     tokens = tuple(tuple(talk.tokens) for talk in talks)
     return Spoken(tokens, tuple(server.said), tuple(accepted))
+
+
+def _model(harness: ServerHarness, words: Vocabulary) -> Model:
+    """A model whose table has a row for each word, and one of NaN."""
+    layers, device = harness.context.layers, harness.device
+    table = torch.full(
+        (VOCAB + 1, NUM_LAYERS, row_width(layers)), torch.nan, dtype=harness.context.dtype, device=device
+    )
+    hidden = torch.full((VOCAB + 1, HIDDEN), torch.nan, device=device)
+    upload_into(table[:-1], pack(words.q, words.k, words.v, mla=layers[0].is_mla))
+    upload_into(hidden[:-1], words.hidden)
+    return Model(harness.case, layers, table, hidden)
 
 
 def _ranked(harness: ServerHarness, ids: torch.Tensor, trace: Trace) -> torch.Tensor:
@@ -129,19 +140,21 @@ def _run(
 ) -> tuple[Rows, Rows]:
     """Logits of the mode's rows, [R, vocab], and attention of all live rows, [T, L, Hq * Dv]."""
     step = Step(label, 0, label, server.case.bucket, tuple(requests), server.loop.table, 0)
-    loaded = LoadedStep(server.schedule(mode), step, _numbers(step), 0, torch.tensor(list(ids)))
+    loaded = _loaded(server.schedule(mode), step, ids)
     driver, trace = DRIVERS[mode], (_replay if server.graphs else _eager)(server, mode, loaded)
     with blame("read back", label):
-        logits = driver.outputs(trace, loaded).next_token_logits
-        assert logits is not None
-        live = driver.live_rows(loaded, step.bucket if server.graphs else step.bs)
-        return logits.cpu(), torch.stack([out.cpu()[live].flatten(1).float() for out in trace.attention], 1)
+        assert trace.logits is not None
+        bs = step.bucket if server.graphs else step.bs
+        live, returned = driver.live_rows(loaded, bs), driver.returned_rows(loaded, bs)
+        return trace.logits.cpu()[returned], torch.stack(
+            [out.cpu()[live].flatten(1).float() for out in trace.attention], 1
+        )
 
 
 def _eager(server: _Server, mode: ForwardMode, loaded: LoadedStep) -> Trace:
     harness, driver, label = server.harness, DRIVERS[mode], loaded.step.label
     spec, extends = driver.eager_spec(harness, loaded), driver.eager_extends(harness, loaded)
-    batch = eager_batch(harness, loaded, mode, spec, extends)
+    batch, _ = batch_on_device(eager_batch(harness, loaded, mode, spec, extends), harness.device)
     with blame("plan", label):
         harness.backend.init_forward_metadata(batch)
     with blame("forward", label):
@@ -157,6 +170,15 @@ def _replay(server: _Server, mode: ForwardMode, loaded: LoadedStep) -> Trace:
     with blame("replay", label):
         harness.replay_graph(captured.graph)
     return captured.outputs
+
+
+def _loaded(schedule: Schedule, step: Step, ids: Sequence[int]) -> LoadedStep:
+    """A step whose KV pool and request table are there already, and are not looked at behind it."""
+    none = np.zeros(0, np.uint8)
+    return LoadedStep(
+        schedule, step, _numbers(step), 0, none.view(np.int64), torch.zeros(0), Sent((), none, none), none,
+        tokens=torch.tensor(list(ids)),
+    )  # fmt: skip
 
 
 def _numbers(step: Step) -> StepData:

@@ -49,6 +49,7 @@ def test_ids_are_those_that_records_and_known_failures_name() -> None:
         "refuses-undeclared",
         "repeatable",
         "batch-invariant",
+        "lossless",
     ]
 
 
