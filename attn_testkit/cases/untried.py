@@ -34,9 +34,10 @@ class Claim:
 
     def is_tried(self, claims: Capabilities, case: Case, value: Value) -> bool:
         """Whether ``case`` tries ``value``."""
-        if case.data in _EQUAL_LOGITS:
-            return False
-        found = self.tried(claims, case)
+        return case.data not in _EQUAL_LOGITS and self.covers(self.tried(claims, case), value)
+
+    def covers(self, found: Value | None, value: Value) -> bool:
+        """Whether a case that tries ``found`` tries ``value``."""
         if self.bound and isinstance(found, int) and isinstance(value, int):
             return found >= value
         return found == value
@@ -193,13 +194,14 @@ def untried(claims: Capabilities, mode: ForwardMode, cases: Sequence[Case]) -> l
 
     ``cases`` of other modes count for nothing.
     """
-    own = [case for case in cases if case.mode is mode]
-    return [
-        (name, value)
-        for name, claim in CLAIMS.items()
-        for value in sorted(claim.claimed(claims, mode), key=_order)
-        if not any(claim.is_tried(claims, case, value) for case in own)
-    ]
+    own = [case for case in cases if case.mode is mode and case.data not in _EQUAL_LOGITS]
+    lacking: list[tuple[str, Value]] = []
+    for name, claim in CLAIMS.items():
+        # Hundreds of cases try a few values, and hundreds are claimed.
+        found = {claim.tried(claims, case) for case in own}
+        values = sorted(claim.claimed(claims, mode), key=_order)
+        lacking += [(name, value) for value in values if not any(claim.covers(one, value) for one in found)]
+    return lacking
 
 
 def says_untried(claims: Capabilities, modes: Sequence[ForwardMode], cases: Sequence[Case]) -> tuple[str, ...]:
