@@ -56,7 +56,7 @@ _ASKS = frozenset(
 
 # What most programs call most: functions written in C++.
 _NATIVE = frozenset({type(Tensor.add), type(Tensor.__getitem__), type(torch.zeros)})
-_PROPERTY = type(Tensor.shape.__get__)
+_PROPERTY = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 _HANDLED_IF_STRICT = frozenset({Tensor.__getitem__, Tensor.__setitem__, Tensor.tolist})
 _HANDLED = frozenset(HANDLERS.keys() - _HANDLED_IF_STRICT) | _LOOKED_INTO
 _PLACING = frozenset({"device", "pin_memory", "generator"})

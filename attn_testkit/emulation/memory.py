@@ -64,7 +64,7 @@ class Block:
 
     def alias(self, tensor: Tensor) -> Tensor:
         """A tensor with the geometry of `tensor` on the bare address: it keeps nothing alive."""
-        geometry = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        geometry = (tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
         alias = self._aliases.get(geometry)
         if alias is None:
             with inference():  # replays run in it

@@ -49,7 +49,7 @@ inference = functools.partial(torch._C._InferenceMode, True)
 disable_modes = _disable_current_modes
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many own the storage of an identity; 0 when it is gone and its identity is kept."""
-keep_identity: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._weak_ref
+keep_identity: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._weak_ref  # type: ignore[assignment]
 """The identity of a storage, which is given to no other until `release_identity`; the storage itself may go."""
 release_identity: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 storage_at: Callable[[int], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
@@ -63,7 +63,8 @@ _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 def raw_storage(address: int, nbytes: int) -> torch.UntypedStorage:
     """A storage on memory that it does not own and does not keep alive."""
-    return torch._C._construct_storage_from_data_pointer(address, _CPU, nbytes)
+    raw: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(address, _CPU, nbytes)  # type: ignore[assignment]
+    return raw
 
 
 def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:

@@ -95,7 +95,8 @@ def storage_key(tensor: Tensor) -> int:
     """Identity of the memory behind `tensor`; 0 for layouts that have no single storage. Call it with function modes
     off."""
     try:
-        return tensor.untyped_storage()._cdata
+        key: int = tensor.untyped_storage()._cdata
+        return key
     except (NotImplementedError, RuntimeError):
         return 0
 
