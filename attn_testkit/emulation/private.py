@@ -133,6 +133,11 @@ class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import dynamo, which takes a second, to say that nothing is compiled in here."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         self.names.append(func._schema.name)
         return func(*args, **(kwargs or {}))
