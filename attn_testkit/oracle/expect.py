@@ -21,10 +21,7 @@ __all__ = ["Expected", "attend_with_limit", "expect"]
 
 
 @dataclass(frozen=True, eq=False)
-class Expected:
-    """Float64, host. L layers, T live rows, R output rows (T, or one a request in draft-extend v1)."""
-
-    data: StepData
+class _Answer:
     attention: torch.Tensor
     """[L, T, Hq, Dv]."""
     attention_limit: torch.Tensor
@@ -41,12 +38,25 @@ class Expected:
     """[R, vocab]."""
 
 
-@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
+@dataclass(frozen=True, eq=False)
+class Expected(_Answer):
+    """Float64, host. L layers, T live rows, R output rows (T, or one a request in draft-extend v1)."""
+
+    data: StepData
+    """What it is the answer to."""
+
+
 def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expected:
     """The answer for one step of a schedule, and the limits. ``pattern``: see ``make_step_data``.
 
-    Cached, because eager, graph and every backend are judged by the same numbers.
+    The answer is cached, because eager, graph and every backend are judged by the same numbers. The data are not kept
+    by it: those of long requests are larger by far.
     """
+    return Expected(**vars(_answer(schedule, step, pattern)), data=make_step_data(schedule, step, pattern))
+
+
+@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
+def _answer(schedule: Schedule, step: Step, pattern: str | None) -> _Answer:
     case = schedule.case
     data = make_step_data(schedule, step, pattern)
     attention, limit = attend_with_limit(schedule, data)
@@ -55,8 +65,7 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
         last = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1)
         hidden, hidden_limit = hidden[last], hidden_limit[last]
     weights, sizes = _weights(attention)
-    return Expected(
-        data=data,
+    return _Answer(
         attention=attention.out,
         attention_limit=limit,
         row_limit=row_limit(limit, case.dtype),
