@@ -150,7 +150,8 @@ def _modes_see_inside_a_redispatch() -> bool:
 
 
 def _composites_decompose() -> bool:
-    op = torch.ops.aten.linear.default
+    # Torch imports sympy for this one: here, and not in the middle of a program that is observed.
+    op = torch.ops.aten.matmul.default
     with torch.inference_mode(), _Names() as mode:
         op.decompose(torch.zeros(2, 2), torch.zeros(2, 2))
     return can_decompose(op) and len(mode.names) > 0 and not can_decompose(torch.ops.aten.mm.default)
