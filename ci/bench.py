@@ -1,31 +1,37 @@
-"""What a case-run costs: case-runs per second by backend, mode and execution, and where the time goes.
+"""What a run costs: its start, its memory, case-runs, checked replays and eager steps per second, and what they go to.
 
-    python ci/bench.py --backend torch_native --device cpu --seconds 5
+    python ci/bench.py --backend torch_native --device cpu --json before.json
+    python ci/bench.py --backend torch_native --device cpu --against before.json
+    python ci/bench.py --backend torch_native --device cpu --profile
 
-One worker at a time, small shapes.
-A graph case-run is everything: a backend instance, both buckets warmed up and captured,
-eight or nine replays, three or four eager runs between them, the oracle and all checks. Nothing is asserted; figures
-belong to the machine that is printed above them.
+One worker, small shapes. A graph case-run is everything: a backend instance, both buckets warmed up and captured, every
+replay, the eager runs between them, the oracle and all checks. CPU time is that of all processes together, and on a
+shared machine it is what to compare. Nothing is asserted; figures belong to the machine that is printed above them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import os
-import platform
+import pstats
+import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from bench_record import OtherMachine, Record, Row, changed_versions, check_same, compared, machine, read, tenths, write
 from rich.console import Console
 from rich.table import Table
 
 from attn_testkit.results import Status
 
 if TYPE_CHECKING:
-    from attn_testkit.running.loop import Runner
-    from attn_testkit.running.request import Item, Plan
+    from attn_testkit.running.request import Item, Judge, Plan
 
 CASES = {
     "decode": "decode-gqa4x2-d64-bf16-p16-k15.16.17-shuffled-gauss-b4prod",
@@ -36,6 +42,12 @@ CASES = {
     "draft-decode": "draft-decode-gqa4x2-d64-bf16-p16-k15.16.17-topk2steps4-shuffled-gauss-b4prod",
 }
 PHASES = ("setup", "eager", "capture", "replay", "read back", "oracle and checks")
+_WARM_UP = 3
+_AT_ONCE = 5
+"""Case-runs between two looks at the clock."""
+_SAMPLED_EVERY = 0.25
+"""Seconds between two looks at the memory of a run."""
+_KIT = (f"{os.sep}attn_testkit{os.sep}", f"{os.sep}runner_modes{os.sep}")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -44,56 +56,251 @@ PHASES = ("setup", "eager", "capture", "replay", "read back", "oracle and checks
 )
 @click.option("--device", default="auto", show_default=True, metavar="auto|cuda|cpu")
 @click.option("--seconds", default=3.0, show_default=True, help="Measuring time for each row.")
-@click.option("--in-process", is_flag=True, help="Without the process of its own that a backend has in a run.")
-def main(backends: tuple[str, ...], device: str, seconds: float, in_process: bool) -> None:
+@click.option("--in-process", is_flag=True, help="Without the processes that a run has: no start, no memory.")
+@click.option("--profile", is_flag=True, help="Name what takes a tenth of a case-run or more. Implies --in-process.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Keep the figures.")
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path, exists=True),
+    metavar="FILE",
+    help="Compare with figures that --json kept on this machine.",
+)
+def main(
+    backends: tuple[str, ...],
+    device: str,
+    seconds: float,
+    in_process: bool,
+    profile: bool,
+    json_file: Path | None,
+    against: Path | None,
+) -> None:
     """Measure and print; never fails on a figure."""
-    import torch
+    before = _read(against) if against else None
+    # The tensors are tiny, and waiting threads spin.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    console = Console(width=None if os.isatty(1) else 180)
+    how = _How(device, seconds, in_process or profile, profile, before)
+    measured = [_of_backend(backend, how, console) for backend in backends]
+    record = Record(
+        measured[0].machine,
+        measured[0].versions,
+        tuple(row for each in measured for row in each.rows),
+        {name: value for each in measured for name, value in each.start_s.items()},
+        {name: value for each in measured for name, value in each.memory_mb.items()},
+    )
+    _print(console, record)
+    if json_file:
+        write(record, json_file)
+    if before:
+        _print_comparison(console, record, before)
 
-    from attn_testkit.running.loop import Runner
+
+def _read(path: Path) -> Record:
+    try:
+        return read(path)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+@dataclass(frozen=True)
+class _How:
+    device: str
+    seconds: float
+    """Of measuring, for each row."""
+    in_process: bool
+    profile: bool
+    before: Record | None
+    """What the figures will be held against."""
+
+
+def _check_same(here: Mapping[str, str], before: Record | None) -> None:
+    try:
+        check_same(here, here if before is None else before.machine)
+    except OtherMachine as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _of_backend(backend: str, how: _How, console: Console) -> Record:
+    from attn_testkit.running.judge_process import judge_for
     from attn_testkit.running.request import Options, Request
 
-    torch.set_num_threads(1)
-    console = Console(width=None if os.isatty(1) else 140)
-    table = Table("backend", "mode", "execution", "runs/s", "ms each", *PHASES)
-    shown = False
-    with contextlib.closing(Runner(Options(in_process=in_process))) as runner:
-        for backend in backends:
-            for mode, case in CASES.items():
-                plan = runner.plan(Request((backend,), modes=(mode,), device=device, cases=(case,)))
-                if not shown:
-                    how = "one process" if in_process else "a judge and a worker, which take turns"
-                    console.print(f"{plan.header.device_name}, {_cpu()}, {how}, torch {torch.__version__}")
-                    shown = True
-                for item in plan.items:
-                    each, spent = _measure(runner, plan, item, seconds)
-                    cells = [f"{spent[phase]:.2f}" for phase in PHASES]
-                    table.add_row(backend, mode, item.execution, f"{1000 / each:.1f}", f"{each:.1f}", *cells)
-    console.print(table)
+    device = how.device
+    found: dict[Item, tuple[float, float, dict[str, float]]] = {}
+    started = time.perf_counter()
+    with contextlib.closing(judge_for(Options(in_process=how.in_process), device)) as judge, _memory(judge) as memory:
+        plan = judge.plan(Request((backend,), tier="core", device=device))
+        here = machine(plan.header.device_name, in_process=how.in_process)
+        _check_same(here, how.before)
+        start = {"to the plan of core": time.perf_counter() - started}
+        _results(judge, plan, plan.items[0], 1)
+        start["to the first result"] = time.perf_counter() - started
+        for mode, case in CASES.items():
+            for item in judge.plan(Request((backend,), modes=(mode,), device=device, cases=(case,))).items:
+                found[item] = _measured(judge, plan, item, how.seconds)
+                if how.profile:
+                    _print_profile(console, judge, plan, item)
+    steps = _steps(plan, list(found))
+    rows = (
+        Row(backend, item.mode, item.execution, 1000 * each, 1000 * cpu, *(n / each for n in steps[item]), phases)
+        for item, (each, cpu, phases) in found.items()
+    )
+    return Record(
+        here,
+        {"kit": plan.header.kit, **plan.header.versions},
+        tuple(rows),
+        {} if how.in_process else {f"{backend}: start {name}": value for name, value in start.items()},
+        {f"{backend}: {name}": size for name, size in memory.items()},
+    )
 
 
-def _measure(runner: Runner, plan: Plan, item: Item, seconds: float) -> tuple[float, dict[str, float]]:
-    """Milliseconds of one case-run, and of each of its phases."""
-    list(runner.run(plan, [item] * 3))
+def _results(judge: Judge, plan: Plan, item: Item, count: int) -> dict[str, float]:
+    """Seconds by phase that ``count`` case-runs took in sum."""
     spent: dict[str, float] = defaultdict(float)
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        for result in runner.run(plan, [item] * 5):
-            if result.status is not Status.PASSED:
-                first = result.findings[0].headline if result.findings else result.reason
-                raise click.ClickException(f"{item.backend} fails {item.case}: {first}")
-            for name, value in result.seconds.items():
-                spent[name] += 1000 * value
-            count += 1
-    each = 1000 * (time.perf_counter() - start) / count
-    return each, defaultdict(float, {name: value / count for name, value in spent.items()})
+    for result in judge.run(plan, [item] * count):
+        if result.status is not Status.PASSED:
+            first = result.findings[0].headline if result.findings else result.reason
+            raise click.ClickException(f"{item.backend} fails {item.case}: {first}")
+        for name, value in result.seconds.items():
+            spent[name] += value
+    return spent
 
 
-def _cpu() -> str:
+def _measured(judge: Judge, plan: Plan, item: Item, seconds: float) -> tuple[float, float, dict[str, float]]:
+    """Seconds of one case-run, of CPU time in it, and milliseconds of each of its phases."""
+    _results(judge, plan, item, _WARM_UP)
+    spent: dict[str, float] = defaultdict(float)
+    count, start, cpu = 0, time.perf_counter(), _cpu_seconds(judge)
+    while not count or time.perf_counter() - start < seconds:
+        for name, value in _results(judge, plan, item, _AT_ONCE).items():
+            spent[name] += value
+        count += _AT_ONCE
+    each = (time.perf_counter() - start) / count
+    return each, (_cpu_seconds(judge) - cpu) / count, {name: 1000 * value / count for name, value in spent.items()}
+
+
+def _steps(plan: Plan, items: Sequence[Item]) -> dict[Item, tuple[int, int]]:
+    """(replays, eager steps) of a case-run of each, counted from what a worker sends back: all of it is judged."""
+    from attn_testkit.runner_modes.messages import DriveCase
+
+    from attn_testkit.contract import Execution
+    from attn_testkit.environment import resolve
+    from attn_testkit.running.pool import Worker
+
+    resolve(plan.device).prepare_process()
+    counts: dict[Item, tuple[int, int]] = {}
+    with contextlib.closing(Worker(plan.candidates[0], plan.device, timeout_s=300.0)) as worker:
+        for item in items:
+            records = worker.drive(DriveCase(item.case, Execution(item.execution))).records
+            replays = sum(record.replay for record in records)
+            counts[item] = replays, len(records) - replays
+    return counts
+
+
+@contextlib.contextmanager
+def _memory(judge: Judge) -> Iterator[dict[str, float]]:
+    """The most that the processes of a judge hold while the block runs, in 10^6 bytes; empty in this process."""
+    most: dict[str, float] = {}
+    pid = _pid(judge)
+    ended = threading.Event()
+
+    def look() -> None:
+        while pid is not None and not ended.wait(_SAMPLED_EVERY):
+            sizes = {"judge": _size(pid), "workers": sum(map(_size, _family(pid) - {pid}))}
+            most.update({name: max(most.get(name, 0.0), size) for name, size in sizes.items()})
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
     try:
-        with open("/proc/cpuinfo") as info:
-            return next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        yield most
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _pid(judge: Judge) -> int | None:
+    """Of the process that judges; None: this one."""
+    process = getattr(judge, "_process", None)
+    return None if process is None else process.pid
+
+
+def _stat(pid: int | str) -> list[str]:
+    """What stands behind the name in /proc/PID/stat; zeros where there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return ["0"] * 50
+
+
+def _family(pid: int) -> set[int]:
+    """A process and all that descends from it."""
+    parents = {int(entry.name): int(_stat(entry.name)[1]) for entry in Path("/proc").glob("[0-9]*")}
+    family = {pid}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family
+
+
+def _cpu_seconds(judge: Judge) -> float:
+    """CPU time of the processes of a judge that live; 0 without Linux."""
+    pid = _pid(judge)
+    if pid is None:
+        return time.process_time()
+    return sum(int(ticks) for each in _family(pid) for ticks in _stat(each)[11:13]) / os.sysconf("SC_CLK_TCK")
+
+
+def _size(pid: int) -> float:
+    """Proportional set size, in 10^6 bytes; 0 without Linux."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024 / 1e6
+    return 0.0
+
+
+def _print(console: Console, record: Record) -> None:
+    versions = [f"{name} {record.versions[name]}" for name in ("kit", "torch", "triton") if name in record.versions]
+    console.print(", ".join((*record.machine.values(), *versions)))
+    table = Table("backend", "mode", "execution", "runs/s", "ms each", "CPU ms", "replays/s", "eager steps/s", *PHASES)
+    for row in record.rows:
+        cells = [f"{row.phases_ms.get(phase, 0.0):.2f}" for phase in PHASES]
+        rates = [f"{1000 / row.case_run_ms:.1f}", f"{row.case_run_ms:.1f}", f"{row.cpu_ms:.1f}"]
+        rates += [f"{rate:.0f}" if rate else "" for rate in (row.replays_per_s, row.eager_steps_per_s)]
+        table.add_row(row.backend, row.mode, row.execution, *rates, *cells)
+    console.print(table)
+    for name, value in record.start_s.items():
+        console.print(f"{name}: {value:.1f} s")
+    for name, value in record.memory_mb.items():
+        console.print(f"{name}: {value:.0f} MB at most")
+
+
+def _print_profile(console: Console, judge: Judge, plan: Plan, item: Item) -> None:
+    profiler = cProfile.Profile()
+    profiler.runcall(_results, judge, plan, item, _AT_ONCE)
+    stats = pstats.Stats(profiler)
+    console.print(f"{item.backend} {item.mode} {item.execution}: what takes a tenth of the time or more")
+    for name, part in tenths(_by_function(stats.stats), stats.total_tt):
+        console.print(f"  {part:4.0%}  {name}")
+
+
+def _by_function(stats: Mapping[tuple[str, int, str], tuple[int, int, float, float, object]]) -> dict[str, float]:
+    """Seconds inside each function of the kit, with all that it calls; of others their own seconds alone."""
+    spent: dict[str, float] = {}
+    for (file, line, function), (_, _, own, inside, _) in stats.items():
+        of_kit = next((part for part in _KIT if part in file), None)
+        if of_kit is None:
+            spent[f"{function}, by itself"] = spent.get(f"{function}, by itself", 0.0) + own
+        else:
+            spent[f"{function} ({of_kit[1:]}{file.rpartition(of_kit)[2]}:{line})"] = inside
+    return spent
+
+
+def _print_comparison(console: Console, now: Record, before: Record) -> None:
+    figures = compared(now, before)
+    for line in changed_versions(now, before):
+        console.print(line)
+    table = Table("", "before", "now", "now / before")
+    for name, was, is_ in figures:
+        table.add_row(name, f"{was:.1f}", f"{is_:.1f}", f"{is_ / was:.2f}" if was else "")
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..environment import resolve
 from ..faults import all_faults
-from ..running.forking import preload
+from ..running.forking import begin_forking, preload
 from ..running.loop import JUDGED_HERE, Runner
 from ..running.merging import merged
 from ..running.request import Options
@@ -24,11 +24,14 @@ def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = 
 
     Raises ``UsageError`` when the settings name nothing, or a device that is not here.
     """
-    tasks = tasks_for(settings)
     started = time.perf_counter()
-    result = Audit(settings, device=resolve(settings.device).name)
-    resolve(settings.device).prepare_process()
+    environment = resolve(settings.device)
+    environment.prepare_process()
     preload("attn_testkit.faults.everything")
+    # It imports all faults while this process does.
+    begin_forking()
+    tasks = tasks_for(settings)
+    result = Audit(settings, device=environment.name)
     for count, verdict in enumerate(_verdicts(tasks, settings), start=1):
         if isinstance(verdict, FaultVerdict):
             result.faults.append(verdict)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, zip_longest
 
 from ..cases.case import parse_case
 from ..contract import Capabilities
@@ -60,24 +60,28 @@ def tasks_for(settings: Settings) -> list[Task]:
         names += [entry.slug for entry in all_hostile()]
         asked = settings.faults or (settings.classes,)
         raise UsageError(f"no fault matches {', '.join(asked)}{did_you_mean(asked[0], names)}")
-    # The longest first, so that no process is left alone with one at the end.
-    return sorted(tasks, key=lambda task: (task.kind != "control", task.execution == "eager"))
+    # The longest first, so that no process is left alone with one at the end; and next to each other what shares cases,
+    # and with them the oracle's answers.
+    return sorted(tasks, key=lambda task: (task.kind != "control", task.mode, task.name))
 
 
-def kill_order(items: Sequence[Item]) -> list[Item]:
+def kill_order(items: Sequence[Item], first: tuple[str, str] | None = None) -> list[Item]:
     """Cheap first: modes and executions take turns, each as often as its cost allows. The order knows no fault.
 
-    As in a run, everything under no_grad comes before everything under inference_mode.
+    As in a run, everything under no_grad comes before everything under inference_mode. ``first``: (execution, case)
+    that comes before all others, where it is among them.
     """
     modes = [parse_case(item.case).inference_mode for item in items]
     by_mode = [[item for item, mode in zip(items, modes, strict=True) if mode is wanted] for wanted in (False, True)]
-    return [*_taking_turns(by_mode[0]), *_taking_turns(by_mode[1])]
+    order = [*_taking_turns(by_mode[0]), *_taking_turns(by_mode[1])]
+    return sorted(order, key=lambda item: (item.execution, item.case) != first)
 
 
 def _taking_turns(items: Sequence[Item]) -> list[Item]:
-    streams: dict[tuple[str, str], deque[Item]] = {}
+    lists: dict[tuple[str, str], list[Item]] = {}
     for item in items:
-        streams.setdefault((item.execution, item.mode), deque()).append(item)
+        lists.setdefault((item.execution, item.mode), []).append(item)
+    streams = {key: _from_both_ends(listed) for key, listed in lists.items()}
     for stream in streams.values():
         mixed = [item for item in stream if parse_case(item.case).mixed]
         for item in mixed:
@@ -92,6 +96,13 @@ def _taking_turns(items: Sequence[Item]) -> list[Item]:
         if not streams[key]:
             del streams[key]
     return order
+
+
+def _from_both_ends(items: Sequence[Item]) -> deque[Item]:
+    """A mode's list begins with its covering array and ends with cases that try what the array leaves out."""
+    half = (len(items) + 1) // 2
+    pairs = zip_longest(items[:half], reversed(items[half:]))
+    return deque(item for pair in pairs for item in pair if item is not None)
 
 
 def run_task(task: Task, settings: Settings, runner: Runner) -> Verdict:
@@ -121,7 +132,9 @@ def _run_fault(task: Task, settings: Settings, runner: Runner) -> FaultVerdict:
     plan = _plan(fault.spec, claims, settings, [m.value for m in fault.modes], [e.value for e in fault.executions])
     preset = (row for row in plan.preset if row.status in BAD)
     count = 0
-    with closing(runner.run(plan, kill_order(plan.items))) as results:
+    order = kill_order(plan.items, settings.caught_before.get(task.name))
+    # Mostly it is caught in the first few: what is begun ahead would be for nothing.
+    with closing(runner.run(plan, order, ahead=False)) as results:
         for count, result in enumerate(chain(preset, results), start=1):
             if result.status in BAD:
                 return _caught(verdict, result, plan, count, time.perf_counter() - started)

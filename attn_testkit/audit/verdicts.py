@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ class Settings:
     jobs: int = 2
     timeout_s: float = 240.0
     """For one task; controls get five times as long."""
+    caught_before: Mapping[str, tuple[str, str]] = field(default_factory=dict, repr=False)
+    """Slug of a fault -> (execution, case) that is tried first on it: what caught it in an earlier audit."""
 
     @property
     def partial(self) -> bool:
@@ -177,7 +180,7 @@ class Audit:
     def as_plain(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
-            "settings": asdict(self.settings),
+            "settings": {key: value for key, value in asdict(self.settings).items() if key != "caught_before"},
             "device": self.device,
             "seconds": round(self.seconds, 1),
             "exit_code": self.exit_code,

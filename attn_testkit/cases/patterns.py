@@ -25,15 +25,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["draw", "mark_keys", "marked_keys", "normals", "probe_values"]
+__all__ = ["BANK_SIZE", "draw", "mark_keys", "marked_keys", "normals", "probe_values"]
 
-_BANK_SIZE = 1 << 20
+BANK_SIZE = 1 << 20
 _STRIDE = 7
 
 
 @lru_cache(maxsize=1)
 def _bank() -> torch.Tensor:
-    numbers = np.random.default_rng(20260101).standard_normal(2 * _BANK_SIZE, dtype=np.float32)
+    numbers = np.random.default_rng(20260101).standard_normal(2 * BANK_SIZE, dtype=np.float32)
     return torch.from_numpy(numbers)
 
 
@@ -46,8 +46,8 @@ def _strided_bank() -> torch.Tensor:
 def normals(shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
     """Float32 unit normals. Reading a shared bank costs a tenth of drawing them."""
     count, bank = math.prod(shape), _bank()
-    start = int(rng.integers(0, _BANK_SIZE))
-    if count > _BANK_SIZE:
+    start = int(rng.integers(0, BANK_SIZE))
+    if count > BANK_SIZE:
         # Every seventh number from ``start`` on, round and round: a piece of the strided bank.
         at = start * pow(_STRIDE, -1, bank.numel()) % bank.numel()
         rounds = -(-(at + count) // bank.numel())

@@ -47,6 +47,12 @@ others do not, or a hostile backend gets a green.""",
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Other random data.")
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes; default: by CPUs and memory, at most 8.")
 @click.option("--timeout", type=Seconds(), default=240.0, show_default=True, metavar="S", help="Seconds for one fault.")
+@click.option(
+    "--last",
+    type=click.Path(),
+    metavar="FILE",
+    help="What --json wrote: what caught a fault then is tried first on it.",
+)
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write everything.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write the kill matrix as a page.")
 @click.option("--verbose", "-v", is_flag=True, help="Also the failure of every fault.")
@@ -59,6 +65,7 @@ def audit(
     seed: int,
     jobs: int | None,
     timeout: float,
+    last: str | None,
     json_file: str | None,
     html_file: str | None,
     verbose: bool,
@@ -70,6 +77,7 @@ def audit(
     """
     from ..audit import Settings
     from ..audit import audit as run_audit
+    from ..audit.history import caught_before
     from ..audit.show import audit_page, audit_text, checks_page
     from ..environment import resolve
 
@@ -78,7 +86,8 @@ def audit(
         return 0
     emulated = resolve(device).emulated
     jobs = jobs or min(8 if emulated else 4, os.cpu_count() or 1, _processes_that_fit())
-    settings = Settings(tier, device, seed, faults, classes, jobs, timeout)
+    known = caught_before(last) if last else {}
+    settings = Settings(tier, device, seed, faults, classes, jobs, timeout, known)
     with _Progress(settings) as progress:
         found = run_audit(settings, progress.see)
     click.echo(audit_text(found, verbose=verbose))

@@ -191,6 +191,11 @@ class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import dynamo, which takes a second, to say that nothing is compiled in here."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         self.names.append(func._schema.name)
         return func(*args, **(kwargs or {}))
@@ -203,7 +208,8 @@ def _modes_see_inside_a_redispatch() -> bool:
 
 
 def _composites_decompose() -> bool:
-    op = torch.ops.aten.linear.default
+    # Torch imports sympy for this one: here, and not in the middle of a program that is observed.
+    op = torch.ops.aten.matmul.default
     with torch.inference_mode(), _Names() as mode:
         op.decompose(torch.zeros(2, 2), torch.zeros(2, 2))
     return can_decompose(op) and len(mode.names) > 0 and not can_decompose(torch.ops.aten.mm.default)

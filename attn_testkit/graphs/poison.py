@@ -80,6 +80,11 @@ class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.byte = byte
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import dynamo, which takes a second, to say that nothing is compiled in here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -20,10 +20,7 @@ __all__ = ["Expected", "attend_with_limit", "expect", "expect_of"]
 
 
 @dataclass(frozen=True, eq=False)
-class Expected:
-    """Float64, host. L layers, T live rows, R output rows (T, or one a request where requests are ragged)."""
-
-    data: StepData
+class _Answer:
     attention: torch.Tensor
     """[L, T, Hq, Dv]."""
     attention_limit: torch.Tensor
@@ -40,26 +37,43 @@ class Expected:
     """[R, vocab]."""
 
 
-@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
+@dataclass(frozen=True, eq=False)
+class Expected(_Answer):
+    """Float64, host. L layers, T live rows, R output rows (T, or one a request where requests are ragged)."""
+
+    data: StepData
+    """What it is the answer to."""
+
+
 def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expected:
     """The answer for one step of a schedule, and the limits. ``pattern``: see ``make_step_data``.
 
-    Cached, because eager, graph and every backend are judged by the same numbers.
+    The answer is cached, because eager, graph and every backend are judged by the same numbers. The data are not kept
+    by it: those of long requests are larger by far.
     """
+    return Expected(**vars(_answer(schedule, step, pattern)), data=make_step_data(schedule, step, pattern))
+
+
+def expect_of(schedule: Schedule, data: StepData) -> Expected:
+    """The answer for numbers of any origin: hidden states and logits of every row."""
+    return Expected(**vars(_of(schedule, data, None)), data=data)
+
+
+@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
+def _answer(schedule: Schedule, step: Step, pattern: str | None) -> _Answer:
     rows = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1) if schedule.case.mode.is_ragged() else None
-    return expect_of(schedule, make_step_data(schedule, step, pattern), rows)
+    return _of(schedule, make_step_data(schedule, step, pattern), rows)
 
 
-def expect_of(schedule: Schedule, data: StepData, rows: torch.Tensor | None = None) -> Expected:
-    """The answer for numbers of any origin. ``rows`` [R] int64: those with hidden states and logits; None: all."""
+def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None) -> _Answer:
+    """``rows`` [R] int64: those with hidden states and logits; None: all."""
     case = schedule.case
     attention, limit = attend_with_limit(schedule, data)
     hidden, hidden_limit = _hidden(data, attention, limit)
     if rows is not None:
         hidden, hidden_limit = hidden[rows], hidden_limit[rows]
     weights, sizes = _weights(attention)
-    return Expected(
-        data=data,
+    return _Answer(
         attention=attention.out,
         attention_limit=limit,
         row_limit=row_limit(limit, case.dtype),

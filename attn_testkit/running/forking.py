@@ -12,8 +12,9 @@ __all__ = ["SERVE", "begin_forking", "fork_context", "preload"]
 SERVE = "attn_testkit.running.worker"
 """Module whose ``serve`` a worker runs."""
 _preloaded = [SERVE, "attn_testkit.running.judging"]
-_EMULATED = ["torch._dynamo"]
-"""What the emulation has torch import in every worker; on a GPU it would delay the first one by seconds."""
+_EMULATED = ["torch.fx.experimental.symbolic_shapes", "triton.runtime.interpreter"]
+"""What the emulation has every worker import: torch decomposes a product of matrices, and kernels are interpreted."""
+_LAST = "attn_testkit.running.ready"
 
 
 def preload(module: str) -> None:
@@ -26,7 +27,7 @@ def fork_context() -> ForkServerContext:
     """Where workers are started."""
     context = multiprocessing.get_context("forkserver")
     emulated = os.environ.get("TRITON_INTERPRET") == "1"
-    context.set_forkserver_preload([*_preloaded, *(_EMULATED if emulated else ())])
+    context.set_forkserver_preload([*_preloaded, *(_EMULATED if emulated else ()), _LAST])
     return context
 
 

@@ -91,14 +91,17 @@ class Runner:
                 found.append(("", str(error)))
         return found
 
-    def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
-        """Results as they come, one for each item. Closing the generator ends what is running."""
+    def run(self, plan: Plan, items: Sequence[Item], *, ahead: bool = True) -> Generator[CaseResult, None, None]:
+        """Results as they come, one for each item. Closing the generator ends what is running.
+
+        ``ahead``: whether a worker begins its next case-run while the one before is judged.
+        """
         waiting = deque(_groups(items))
         jobs = 1 if self.options.in_process else max(1, min(self.options.jobs, len(waiting)))
         if jobs > 1:
-            yield from self._run_threads(plan, waiting, jobs)
+            yield from self._run_threads(plan, waiting, jobs, ahead)
             return
-        with contextlib.closing(self._results(plan, waiting, 0, jobs, threading.Event())) as results:
+        with contextlib.closing(self._results(plan, waiting, 0, jobs, ahead, threading.Event())) as results:
             yield from results
 
     def close(self) -> None:
@@ -112,7 +115,9 @@ class Runner:
         while self._judging:
             self._judging.pop().close()
 
-    def _run_threads(self, plan: Plan, waiting: deque[_Group], jobs: int) -> Generator[CaseResult, None, None]:
+    def _run_threads(
+        self, plan: Plan, waiting: deque[_Group], jobs: int, ahead: bool
+    ) -> Generator[CaseResult, None, None]:
         ended = threading.Event()
 
         def give_up() -> None:
@@ -121,10 +126,10 @@ class Runner:
             self.close()
             self._closed = False
 
-        yield from merged([self._results(plan, waiting, i, jobs, ended) for i in range(jobs)], give_up)
+        yield from merged([self._results(plan, waiting, i, jobs, ahead, ended) for i in range(jobs)], give_up)
 
     def _results(
-        self, plan: Plan, waiting: deque[_Group], index: int, jobs: int, ended: threading.Event
+        self, plan: Plan, waiting: deque[_Group], index: int, jobs: int, ahead: bool, ended: threading.Event
     ) -> Generator[CaseResult, None, None]:
         """What one thread of ``jobs`` does, until ``ended`` is set."""
         candidates = {candidate.spec: candidate for candidate in plan.candidates}
@@ -135,7 +140,7 @@ class Runner:
                 if self._closed or ended.is_set():
                     return
                 same = after is not None and after.backend == item.backend
-                place.next = _request(after) if after and same else None
+                place.next = _request(after) if after and same and ahead else None
                 yield self._result(item, plan, place, candidates[item.backend], judging)
                 self._trimmer.after_case()
         finally:

@@ -6,15 +6,18 @@ import importlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from in_process import plan_run
 
 from attn_testkit.audit import Audit, Settings, audit
+from attn_testkit.audit.history import caught_before
 from attn_testkit.audit.show import audit_page, audit_text
 from attn_testkit.audit.tasks import kill_order, run_task, tasks_for
 from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, HostileVerdict, Task
+from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import CHECKS
 from attn_testkit.cli import main
 from attn_testkit.contract import BackendContext, Execution, ForwardMode
@@ -24,7 +27,7 @@ from attn_testkit.faults.catalogue import Control, Fault
 from attn_testkit.faults.parent import PlannedBackend
 from attn_testkit.registry import UsageError
 from attn_testkit.running.loop import Runner
-from attn_testkit.running.request import Options
+from attn_testkit.running.request import Item, Options
 
 
 class AssertingBackend(PlannedBackend):
@@ -149,6 +152,44 @@ def test_eager_cases_come_before_dear_graph_cases_and_every_mode_gets_its_turn()
     first = order[:12]
     assert {item.mode for item in first} == set(ForwardMode)
     assert sum(item.execution == Execution.GRAPH for item in first) <= len(ForwardMode)
+
+
+def test_what_the_covering_array_leaves_out_takes_turns_with_it() -> None:
+    named = [f"decode-mha2-d64-bf16-p{page}-k21.3-shuffled-gauss-b2prod" for page in range(1, 17)]
+    items = [Item("a", "decode", "eager", case) for case in named if not parse_case(case).inference_mode]
+    assert len(items) > 3
+    order = kill_order(items)
+    assert order[:4] == [items[0], items[-1], items[1], items[-2]]
+    assert sorted(map(id, order)) == sorted(map(id, items))
+
+
+def test_what_caught_a_fault_before_is_tried_first_on_it(tmp_path: Path) -> None:
+    plan = plan_run(backends=["attn_testkit.faults.parent:PlannedBackend"], device="cpu")
+    usual = kill_order(plan.items)
+    last = usual[-1]
+    first = kill_order(plan.items, (last.execution, last.case))
+    assert first == [last, *usual[:-1]]
+    assert kill_order(plan.items, ("eager", "a case that is gone")) == usual
+    record = tmp_path / "audit.json"
+    seen = FaultVerdict("stale", "A", "general", ("finite",), ("finite",), last.case, last.mode, last.execution)
+    record.write_text(json.dumps(Audit(Settings(), [seen, replace(seen, slug="survived", case="")]).as_plain()))
+    assert caught_before(str(record)) == {"stale": (last.execution, last.case)}
+
+
+def test_an_earlier_audit_that_cannot_be_read_is_said_so_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.json: No such file"):
+        caught_before(str(tmp_path / "none.json"))
+    for text in ("{", "[]", '{"faults": [{"slug": "a"}]}'):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(UsageError, match="is no record of an audit"):
+            caught_before(str(tmp_path / "other.json"))
+
+
+def test_tasks_that_share_cases_follow_each_other_and_faults_come_last() -> None:
+    tasks = tasks_for(Settings())
+    controls = [task for task in tasks if task.kind == "control"]
+    assert tasks[: len(controls)] == controls
+    assert [(task.mode, task.name) for task in controls] == sorted((task.mode, task.name) for task in controls)
 
 
 def test_the_page_of_an_audit_shows_survivors_first() -> None:

@@ -58,7 +58,7 @@ def test_the_oracle_answers_nobody_in_a_process_that_runs_a_backend() -> None:
 import gc
 from attn_testkit.oracle import attention, expect
 from attn_testkit.running.oracle_sealed import seal_oracle
-held = attention.attend, expect.expect, expect.expect.__wrapped__, expect.attend_with_limit
+held = attention.attend, expect.expect, expect._answer.__wrapped__, expect.attend_with_limit
 seal_oracle()
 for function in (*held, attention.attend):
     try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers
+from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.model import make_weights
 from attn_testkit.oracle.attention import attend, windowed
@@ -100,3 +100,13 @@ def test_a_window_of_w_keeps_w_keys_and_the_rows_own() -> None:
     assert windowed(data.visible, data, -1) is data.visible
     for window, counts in ((0, [1, 1, 1]), (4, [1, 5, 5]), (5, [1, 6, 6]), (20, [1, 6, 21])):
         assert windowed(data.visible, data, window).sum((1, 2)).tolist() == counts
+
+
+def test_an_answer_is_computed_once_and_does_not_keep_the_data_that_it_was_computed_from() -> None:
+    schedule = schedule_of(DECODE.format("bf16", ""))
+    first = expect(schedule, schedule.steps[0])
+    make_step_data.cache_clear()
+    again = expect(schedule, schedule.steps[0])
+    assert again.attention is first.attention
+    assert again.data is not first.data
+    assert torch.equal(again.data.stored_keys, first.data.stored_keys)

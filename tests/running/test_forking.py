@@ -1,0 +1,61 @@
+"""The process that workers are forked from: what each of them needs first is there already."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PRELOAD = """
+import gc, importlib, sys
+from attn_testkit.running import forking
+asked = []
+server = type(forking.multiprocessing.get_context("forkserver"))
+server.set_forkserver_preload = lambda _, names: asked.extend(names)
+forking.fork_context()
+assert asked[-1] == "attn_testkit.running.ready", asked
+for name in asked:
+    importlib.import_module(name)
+assert gc.get_freeze_count() > 100_000, gc.get_freeze_count()
+"""
+DRIVE = """
+import sys
+from attn_testkit.contract import Execution
+from attn_testkit.running.candidate import Candidate
+from attn_testkit.running.worker import LocalWorker
+from attn_testkit.runner_modes.messages import DriveCase
+before = set(sys.modules)
+worker = LocalWorker(Candidate("torch_native"), "cpu")
+constructed = set(sys.modules)
+for execution in Execution:
+    driven = worker.drive(DriveCase("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod", execution))
+    assert driven.records and not driven.findings and not driven.changed, driven
+print(len(constructed - before), *sorted(set(sys.modules) - constructed))
+"""
+
+
+def imported(code: str) -> tuple[int, list[str]]:
+    """How many modules a worker imports in its constructor, and those that it imports in its first drives."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, "nothing is printed at the end, either"
+    first, *late = done.stdout.split()
+    return int(first), late
+
+
+def test_a_worker_that_emulates_a_device_imports_next_to_nothing_of_its_own() -> None:
+    pytest.importorskip("triton")
+    first, late = imported(PRELOAD + DRIVE)
+    assert first < 10, "its backend, and what that needs"
+    assert not any(name.startswith(("torch._dynamo", "sympy", "triton")) for name in late), late
+    assert len(late) < 3, late
+
+
+def test_no_package_is_imported_in_the_middle_of_a_drive_where_nothing_was_preloaded() -> None:
+    # Their import changes the filters of warnings, and that would be the backend's finding.
+    pytest.importorskip("triton")
+    _, late = imported(DRIVE)
+    assert {name.partition(".")[0] for name in late} <= {"torch"}, late
