@@ -62,6 +62,7 @@ CHECK_IDS = (
     "refuses-undeclared",
     "repeatable",
     "batch-invariant",
+    "lossless",
 )
 NO_CASE = "(no case)"
 """Stands for a case in the row of a mode that is claimed and that no case can satisfy, or of a backend that cannot be

@@ -150,7 +150,7 @@ def test_eager_cases_come_before_dear_graph_cases_and_every_mode_gets_its_turn()
     order = kill_order(plan.items)
     assert sorted(map(id, order)) == sorted(map(id, plan.items))
     first = order[:12]
-    assert {item.mode for item in first} == set(ForwardMode)
+    assert {item.mode for item in first} == {item.mode for item in plan.items} >= {"decode", "extend"}
     assert sum(item.execution == Execution.GRAPH for item in first) <= len(ForwardMode)
 
 
@@ -205,7 +205,7 @@ def test_an_audit_of_hostile_backends_alone_speaks_of_them_alone() -> None:
     found = Audit(Settings())
     found.hostile.append(HostileVerdict("prints-a-verdict", "It prints CONFORMANT.", 0, "passed", 1, "failed: finite"))
     page, text = audit_page(found), audit_text(found)
-    for said in ("prints-a-verdict", "It prints CONFORMANT.", "failed: finite"[:6]):
+    for said in ("prints-a-verdict", "It prints CONFORMANT.", "failed: finite"):
         assert said in page or said in text
     assert page.count("bad-number") >= 2, "a green, and an honest one that fails"
     assert "faults caught" not in text

@@ -167,7 +167,7 @@ def test_the_kits_own_failure_is_no_verdict_on_the_backend():
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({}, "of 10 pairs of mode and execution 1 not claimed, 1 not runnable here (needs sm100), 8 not selected"),
+        ({}, "of 12 pairs of mode and execution 1 not claimed, 1 not runnable here (needs sm100), 10 not selected"),
         ({"cases": ["x*"]}, None),
     ],
 )
