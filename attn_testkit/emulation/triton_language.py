@@ -68,10 +68,25 @@ def builder_is(module: Any, builder: Any) -> Iterator[None]:
         semantic.builder = before
 
 
+class _CurrentBuilder:
+    """Whichever builder the language hands its calls to now."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module.interpreter_semantic.builder, name)
+
+
 @contextlib.contextmanager
 def patched(module: Any) -> Iterator[None]:
     """The language as the interpreter patches it for a launch, good for recordings too."""
-    scope = triton_speed.patch_language(module)
+    own = module.interpreter_builder
+    module.interpreter_builder = _CurrentBuilder(module)  # Triton 3.6 gives every call the builder that it finds here
+    try:
+        scope = triton_speed.patch_language(module)
+    finally:
+        module.interpreter_builder = own
     new = _replacements(module)
     replaced = [(owner, name, vars(owner)[name]) for owner, name, _ in new]
     try:

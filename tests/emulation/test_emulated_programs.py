@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -30,6 +31,8 @@ Launch = Callable[..., None]
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many programs were noted down, and how many were left to the kernel's Python."""
+    if "interpreter_semantic" not in inspect.getsource(interpreter._patch_attr):
+        pytest.skip("what an earlier launch outside the emulation left in this Triton's language cannot be noted down")
     found = {"_note": 0, "_run_python": 0}
     for name in found:
         stock = getattr(triton_programs._Grid, name)
