@@ -81,7 +81,7 @@ class StaticInputs:
         places = tuple(
             replace(place, name=names[place.name], shape=(bs * self.counts[place.name], *place.shape[1:]))
             for place in self.places
-            if names[place.name]
+            if names[place.name] and self.counts[place.name]
         )
         sent = [Sent(places, self.memory, self.staged)]
         sent.append(sent_alone("batch.seq_lens_cpu", self.seq_lens_cpu[:bs], self.host["seq_lens"][:bs].view(np.uint8)))

@@ -137,14 +137,14 @@ def test_of_static_buffers_what_a_bucket_was_captured_with_is_watched(bs: int, r
     schedule = make_schedule(parse_case(VERIFY))
     harness = ServerHarness(TorchNativeBackend, [schedule], CUDA)
     static = make_static_inputs(harness, width=3, max_bs=4, fill=1)
-    sent, *others = static.sent(bs, 3, mask=False)
+    sent, *others = static.sent(bs, spec=True, mask=False)
     lengths = {place.name.removeprefix("batch."): place.shape[0] for place in sent.places}
     by_token = {"input_ids", "out_cache_loc", "positions", "spec_info.hidden_states"}
     assert {name for name, length in lengths.items() if length == tokens} == by_token
     assert {length for name, length in lengths.items() if name not in by_token} == {rows}
     assert [each.places[0].name for each in others] == ["batch.seq_lens_cpu"]
     assert others[0].places[0].shape == (rows,)
-    assert static.sent(bs, 3, mask=True)[-1].places[0].name == "batch.spec_info.custom_mask"
+    assert static.sent(bs, spec=True, mask=True)[-1].places[0].name == "batch.spec_info.custom_mask"
 
 
 def test_what_a_step_writes_on_the_host_reaches_every_buffer() -> None:

@@ -396,7 +396,7 @@ def test_what_a_drive_runs_beside_its_own_case_is_claimed_and_can_run_here() -> 
         assert found[0].case == case
         return sorted(schedule.case.mode for schedule in found[1:])
 
-    assert modes(mixed) == ["draft-extend", "draft-extend-v2", "extend", "target-verify"]
+    assert modes(mixed) == ["draft-decode", "draft-extend", "draft-extend-v2", "extend", "target-verify"]
     assert modes(mixed, EAGER) == []
     assert modes(parse_case(CASE)) == []
     assert modes(mixed, graph={"decode", "target-verify"}) == ["target-verify"]

@@ -51,7 +51,7 @@ def test_no_grad_comes_first_then_cases_as_listed_each_eager_before_graph_and_on
 def test_what_is_not_claimed_is_a_row_and_no_item() -> None:
     found = planned(claims=CLAIMS.with_changes(eager={"decode"}, graph={"target-verify"}))
     assert {(item.mode, item.execution) for item in found.items} == {("decode", "eager"), ("target-verify", "graph")}
-    assert len(found.preset) == 8
+    assert len(found.preset) == 10
     assert {(row.status, row.reason, row.case) for row in found.preset} == {(Status.UNSUPPORTED, "not claimed", "")}
     assert found.header.planned == len(found.items)
 

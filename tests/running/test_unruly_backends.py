@@ -28,7 +28,7 @@ def test_a_broken_backend_gets_no_green_whatever_it_does_to_its_process(name: st
     ("name", "what"),
     [
         ("ReplacesAFunctionOfTheHarness", "attn_testkit.runner_modes.eager.observe was replaced"),
-        ("ReplacesAConstantOfTheHarness", "attn_testkit.runner_modes.observe._BATCH_TENSORS was replaced"),
+        ("ReplacesAConstantOfTheHarness", "attn_testkit.runner_modes.observe._RETURNED was replaced"),
         ("ReplacesAnEntryOfATable", "attn_testkit.runner_modes.drivers.DRIVERS was modified"),
         ("ReplacesAMethodOfTheHarness", "attn_testkit.runner_modes.harness.ServerHarness.load was replaced"),
         ("ReplacesAFunctionOfTorch", "torch.allclose was replaced"),

@@ -53,7 +53,7 @@ def test_a_device_that_is_not_there_is_said_so(monkeypatch: pytest.MonkeyPatch) 
 def test_unclaimed_modes_are_unsupported_and_not_counted() -> None:
     plan = plan_run(backends=["broken_backends:ForwardExits"], device="cpu", cases=[CASE], executions=["eager"])
     results = list(run(plan))
-    assert [r.status for r in results if not r.case] == [Status.UNSUPPORTED] * 4
+    assert [r.status for r in results if not r.case] == [Status.UNSUPPORTED] * 5
     assert plan.header.planned == 1
 
 

@@ -84,6 +84,6 @@ def test_one_bug_is_one_or_two_causes_however_many_case_runs_it_breaks(off_by_on
 
 def test_what_restates_a_check_is_what_diagnosis_says():
     """A sentence that diagnosis words anew would be taken for a cause, and all failures of a check would have one."""
-    said = " ".join(Path(blame.__file__).read_text().split()).replace('" "', "").replace("{step.bs}", "3")
+    said = " ".join(Path(blame.__file__).read_text().split()).replace('" "', "").replace("{least}", "3")
     for words in RESTATES_THE_CHECK:
         assert words in without_numbers(said), words

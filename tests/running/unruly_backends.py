@@ -126,7 +126,7 @@ class ReplacesAConstantOfTheHarness(TorchNativeBackend):
         super().__init__(context)
         import attn_testkit.runner_modes.observe as observe
 
-        observe._BATCH_TENSORS = ()
+        observe._RETURNED = ()
 
 
 class ReplacesAnEntryOfATable(TorchNativeBackend):
