@@ -162,7 +162,8 @@ class ServerHarness:
                 given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
             packed = pack(given.q, given.k, given.v, mla=self._is_mla)
             hidden, rows = data.hidden.numpy(), packed.view(torch.uint8).numpy()
-            due = np.unique(np.append(data.out_cache_loc.numpy(), 0))
+            # Not by np.unique: its first call imports a package, and a drive is no place for that.
+            due = np.array(sorted({0, *data.out_cache_loc.tolist()}), dtype=np.int64)
         marked = pattern if pattern and pattern.startswith("place.") else ""
         tails = self.case.kv_dtype in self.capabilities.finite_page_tails
 
