@@ -27,7 +27,7 @@ from .judge import fails, judge_item
 from .judging import JudgingProcess
 from .merging import merged
 from .plan import plan_run
-from .pool import Worker, WorkerLost
+from .pool import Worker, WorkerLost, WorkerStartError
 from .request import Item, Options, Plan, Request, bare_result, kit_error
 from .worker import LocalWorker
 
@@ -68,7 +68,20 @@ class Runner:
                 parse_case(_named_request(name).case)
             except ValueError as error:
                 raise UsageError(f"--after: {error}") from None
-        return plan_run(request, lambda candidate: self.claims(candidate, request.device))
+        return plan_run(request, lambda candidate: self._claims_for(candidate, request))
+
+    def _claims_for(self, candidate: Candidate, request: Request) -> Capabilities:
+        """What it claims. The other workers that the run will want import it while the plan is made."""
+        claims = self.claims(candidate, request.device)
+        alone = len(request.candidates) == 1 and not request.cases
+        for index in range(1, self.options.jobs) if alone and not self.options.in_process else ():
+            try:
+                worker = Worker(candidate, request.device, self.options.timeout_s, gpu=self._gpu(index))
+            except WorkerStartError:
+                break  # the run will ask for one again, and say what is in the way
+            with self._lock:
+                self._idle.append(worker)
+        return claims
 
     def claims(self, candidate: Candidate, device: str) -> Capabilities:
         """What a backend claims. Raises ``UsageError`` where it cannot be imported."""

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from attn_testkit.runner_modes.messages import Described, DriveCase, Driven, Rerun
@@ -21,7 +21,7 @@ from attn_testkit.running.gpus import GpuSlots
 from attn_testkit.running.judge_process import judge_for
 from attn_testkit.running.loop import Runner, _groups
 from attn_testkit.running.pool import WorkerLost
-from attn_testkit.running.request import Item, Options, Plan
+from attn_testkit.running.request import Item, Options, Plan, Request
 from attn_testkit.running.worker import LocalWorker, given_up
 
 HEADER = RunHeader("1", "", "", "smoke", 0, "emulated", "CPU", {}, {}, 0)
@@ -131,6 +131,56 @@ def test_an_idle_worker_of_the_same_backend_is_used_again_and_one_of_another_is_
     assert len(FakeWorker.made) == 3, "one that ended is not used again"
     runner.close()
     assert all(w.ended for w in FakeWorker.made)
+
+
+def asked(*specs: str, **more: object) -> Request:
+    return Request(specs, device="cpu", **more)  # type: ignore[arg-type]
+
+
+def test_all_workers_of_a_run_start_while_its_plan_is_made_and_no_more(judging: list[Judging]) -> None:
+    runner = Runner(Options(jobs=3, gpus=("0", "1"), timeout_s=7.0))
+    made = runner.plan(asked("torch_native", modes=("decode",)))
+    assert [(w.candidate.spec, w.gpu, w.timeout_s) for w in FakeWorker.made] == [
+        ("torch_native", gpu, 7.0) for gpu in ("0", "1", "0")
+    ]
+    list(runner.run(made, made.items))
+    assert len(FakeWorker.made) == 3, "the run uses those"
+    runner.close()
+    assert FakeWorker.alive == 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "options"),
+    [
+        (asked("torch_native", "triton"), Options(jobs=3)),
+        (asked("torch_native", cases=("decode-*",)), Options(jobs=3)),
+        (asked("torch_native"), Options(jobs=3, in_process=True)),
+        (asked("torch_native"), Options(jobs=1)),
+    ],
+    ids=["two backends", "few cases", "in process", "one job"],
+)
+def test_no_worker_starts_before_it_is_known_that_it_is_wanted(
+    judging: list[Judging], request_: Request, options: Options
+) -> None:
+    runner = Runner(options)
+    runner.plan(request_)
+    assert FakeWorker.alive == 1
+    runner.close()
+
+
+def test_a_worker_that_cannot_start_ahead_fails_no_plan(
+    judging: list[Judging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FirstAlone(FakeWorker):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            if FakeWorker.made:
+                raise pool.WorkerStartError("no process could be started")
+            super().__init__(*given, **more)
+
+    monkeypatch.setattr(loop, "Worker", FirstAlone)
+    runner = Runner(Options(jobs=3))
+    assert runner.plan(asked("torch_native")).items
+    runner.close()
 
 
 def test_a_worker_of_another_gpu_is_not_used(judging: list[Judging]) -> None:
