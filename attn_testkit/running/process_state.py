@@ -129,15 +129,12 @@ def _replaced(before: ProcessState) -> Iterator[tuple[str, str, Any]]:
                     yield name, key, current
 
 
-_BOOKKEEPING = frozenset(
-    {"Storage", "__dict__", "__weakref__", "__doc__", "__abstractmethods__", "_abc_impl", "__annotations__"}
-)
-"""Attributes that Python and ``torch.set_default_dtype`` make anew."""
-
-
 def _is_fixed(key: str, value: Any) -> bool:
-    """Functions, classes, modules and constants. The kit and torch assign to variables of their own."""
-    return key not in _BOOKKEEPING and (callable(value) or isinstance(value, ModuleType) or key.lstrip("_").isupper())
+    """Functions, classes, modules and constants. The kit and torch assign to variables of their own.
+
+    ``torch.set_default_dtype`` makes ``torch.Storage`` anew.
+    """
+    return key != "Storage" and (callable(value) or isinstance(value, ModuleType) or key.lstrip("_").isupper())
 
 
 def _wrapped_by_torch(value: Any, current: Any) -> bool:

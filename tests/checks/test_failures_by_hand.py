@@ -255,6 +255,9 @@ def test_of_a_message_of_many_lines_the_reason_is_shown() -> None:
         "forward raised CompilationError: at 3:12: AttributeError(\"module 'triton.language' has no attribute 'dott'\")"
     )
     assert found.where.splitlines()[-1] == "line 3 of the kernel: scores = tl.dott(q, at)"
+    for less in (REFUSED.replace("at 3:12:", "CompilationError:"), REFUSED.replace("             ^\n", "")):
+        found = from_exception(named("CompilationError", less), "forward", "", needs_cpu_lengths=True)
+        assert "of the kernel" not in found.where, "a line without a number, or a number without a line"
 
 
 @pytest.mark.parametrize(

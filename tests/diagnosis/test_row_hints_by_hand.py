@@ -62,6 +62,12 @@ SWAPS: list[tuple[str, Any, tuple[SwappedRow, ...], str]] = [
         "request 0 holds the same values as request 1: off",
     ),
     ("inside", TWO_EACH, (mine(0, 0, 0, 1), mine(0, 1, 0, 0)), "the order of rows in a request"),
+    (
+        "inside and between",
+        TWO_EACH,
+        (mine(0, 0, 0, 1), mine(0, 1, 1, 0)),
+        "or an order of requests that is not undone",
+    ),
     ("one row each", ONE_EACH, (mine(0, 0, 1, 0), mine(1, 0, 0, 0)), "results go back in another order than"),
     ("several rows", TWO_EACH, (mine(0, 0, 1, 0), mine(1, 0, 0, 0)), "or an order of requests that is not undone"),
     ("as long as its own", ONE_EACH, (mine(0, 0, 1, None, keys=5),), "the request row (req_pool_indices)"),

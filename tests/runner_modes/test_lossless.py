@@ -155,3 +155,20 @@ def test_another_token_than_the_likeliest_is_heard() -> None:
     far[row.position, spoken.tokens[0][row.position + 1]] -= 1e3
     (finding,) = lossless(spoken, replace(expected, logits=far))
     assert "greedy decode" in finding.headline
+
+
+def test_a_token_may_be_less_likely_by_what_both_logits_may_be_off_and_no_more() -> None:
+    _, spoken, expected = speak()
+    row = next(each for each in spoken.said if "verify" in each.stage and each.request == 2)
+    at = sum(len(tokens) for tokens in spoken.tokens[:2]) + row.position
+    token = spoken.tokens[2][row.position + 1]
+
+    def heard(gap: float) -> int:
+        logits, limits = expected.logits.clone(), torch.zeros_like(expected.logits_limit)
+        logits[at] = 0.0
+        logits[at, token] = -gap
+        limits[:, 1] = 0.5
+        return len(lossless(spoken, replace(expected, logits=logits, logits_limit=limits)))
+
+    assert heard(1.0) == 0, "at the limit"
+    assert heard(1.0 + 1e-9) == 1

@@ -36,6 +36,10 @@ class Runner:
                     raise ZeroDivisionError("a bug of the kit")
                 if item == "dies":
                     os._exit(9)
+                if item == "lingers":
+                    os.closerange(3, 64)
+                    time.sleep(0.5)
+                    os._exit(7)
                 if item == "prints":
                     print("noise on stdout", flush=True)
                 yield item

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from types import SimpleNamespace as Of
 from typing import Any
 
@@ -65,3 +66,18 @@ def test_everything_that_is_asked_for_is_handed_on(asked: list[Any]) -> None:
             "known.toml",
         ),
     ]
+
+
+def test_the_raising_form_takes_what_the_other_takes_and_hands_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (inspect.signature(f) for f in (check_backend.check_backend, check_backend.assert_conformant))
+    assert one == other
+    taken: list[Any] = []
+
+    def handed(*backend: Any, **more: Any) -> Any:
+        taken.append((backend, more))
+        return True
+
+    monkeypatch.setattr(check_backend, "check_backend", handed)
+    more = {name: object() for name in one.parameters if name != "backend"}
+    assert check_backend.assert_conformant("m:A", **more) is True  # type: ignore[arg-type,comparison-overlap]
+    assert taken == [(("m:A",), more)]

@@ -78,6 +78,8 @@ def test_a_judge_that_ends_is_an_error_with_its_exit_code_and_never_the_end_of_t
     one._connection = gone
     with pytest.raises(JudgeError, match="exit code 9"):
         one.plan("")
+    with pytest.raises(JudgeError, match="exit code 7"):
+        list(judge().run("", ["lingers"]))
 
 
 def test_a_judge_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, judge: Made) -> None:

@@ -13,7 +13,7 @@ from attn_testkit.runner_modes.messages import Described, DriveCase, Driven, Rer
 
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.registry import UsageError
-from attn_testkit.results import KIT_ERROR, CaseResult, RunHeader, Status
+from attn_testkit.results import KIT_ERROR, CaseResult, Finding, RunHeader, Status
 from attn_testkit.running import forking, judge_process, loop, pool, worker
 from attn_testkit.running.candidate import Candidate, candidate_for
 from attn_testkit.running.child import MOST_BYTES, _last_lines, _tail, ending
@@ -669,3 +669,38 @@ def test_the_least_used_gpu_is_given_and_taken_back() -> None:
     slots.free("c")
     assert slots.take("e") == "3"
     assert GpuSlots(()).take("a") == ""
+
+
+def failing(drive: Callable[..., Driven], described: Described, plan: Plan, each: Item) -> CaseResult:
+    drive(DriveCase(each.case, Execution(each.execution)))
+    return replace(passed(each), status=Status.FAILED, findings=(Finding("matches-oracle", "wrong"),))
+
+
+def test_failures_of_one_kind_are_asked_about_in_a_fresh_process_until_it_is_known(
+    judging: list[Judging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judging.append(failing)
+    asked: list[str] = []
+
+    def wrong_anyway(self: Runner, before: object, each: Item, *more: object) -> bool:
+        asked.append(each.case)
+        return True
+
+    monkeypatch.setattr(Runner, "_fails_afresh", wrong_anyway)
+    results(*(item("m:A", f"{i}") for i in range(6)))
+    assert asked == ["1", "2"], "nothing came before the first; what two have shown holds for the rest"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("of the harness"), WorkerLost(Status.CRASHED, "killed")])
+def test_what_cannot_be_driven_again_in_a_fresh_process_says_nothing(
+    judging: list[Judging], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def drive(self: FakeWorker, request: object) -> Driven:
+        raise error
+
+    monkeypatch.setattr(FakeWorker, "drive", drive)
+    runner = Runner()
+    place = loop._Place(runner, "cpu", "")
+    before = [DriveCase("x", Execution.EAGER)]
+    assert runner._fails_afresh(before, item("m:A", "y"), plan(), place, A) is None
+    assert [w.ended for w in FakeWorker.made] == [True]
