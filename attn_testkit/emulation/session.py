@@ -38,8 +38,8 @@ class Session:
 
     `capture` is the capture in progress, if any; `stream` the current one; `capture_stream` where torch.cuda.graph
     captures when it is given none. `called` is the function of torch that the author called, where somebody might ask.
-    `creating`: operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now checks values on the host where
-    the CUDA one does not, so reading them is no finding.
+    `creating`: operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now
+    checks values on the host where the CUDA one does not, so reading them is no finding.
     """
 
     __slots__ = (

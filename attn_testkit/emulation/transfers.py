@@ -27,7 +27,8 @@ def mixed_devices(session: Session, operation: str) -> EmulationError:
 def copy_across(
     session: Session, source: Tensor, dtype: torch.dtype | None, to_device: bool, non_blocking: bool
 ) -> Tensor:
-    """A copy of `source` as `dtype` (None: its own) in new memory on the other side; pinned if it goes to the host without blocking.
+    """A copy of `source` as `dtype` (None: its own) in new memory on the other side; pinned if it goes to the host
+    without blocking.
 
     Raises what `Session.refuse` raises where CUDA would not let the host wait for it.
     """
