@@ -37,8 +37,8 @@ _ALSO_TAKES_HOST_SCALARS = frozenset(
 _KEEP_WHOLE = frozenset(
     {"copy_", "_to_copy", "clone", "stack", "sum", "mean", "zeros_like", "ones_like", "full_like", "repeat",
      "constant_pad_nd", "sort", "index_put", "index_put_", "masked_fill", "masked_scatter", "embedding", "median",
-     "kthvalue", "norm", "logsumexp", "new_zeros", "new_ones", "new_full", "_pin_memory", "rand_like", "randn_like", "_safe_softmax",
-     "nan_to_num"}
+     "kthvalue", "norm", "logsumexp", "new_zeros", "new_ones", "new_full", "_pin_memory", "rand_like", "randn_like",
+     "_safe_softmax", "nan_to_num"}
 )  # fmt: skip
 
 
