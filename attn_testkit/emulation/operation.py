@@ -43,6 +43,10 @@ class Operation:
         """Whether some tensor lies there."""
         return bool(self.keys) and (self.on_device or any(key in _device for key in self.keys))
 
+    def is_floating(self) -> bool:
+        """Whether all tensors hold floating-point numbers."""
+        return all(tensor.dtype.is_floating_point for tensor in self.tensors)
+
     def run(self) -> Any:
         """Its result."""
         return self.facts.run(*self.args, **self.kwargs)

@@ -23,6 +23,7 @@ from attn_testkit.emulation.schema import (
     CROSSES,
     HOST_ENTRY,
     INDEXES,
+    MATRIX_PRODUCTS,
     among,
     call_of,
     facts_of,
@@ -130,7 +131,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _opens(self, operation: Operation) -> bool:
         """Whether it is a composite, to be run so that the operations inside it are seen."""
         facts = operation.facts
-        return facts.inside is not None and (facts.implicit or bool(operation.tensors))
+        if facts.inside is None or (facts.name in MATRIX_PRODUCTS and operation.on_device and operation.is_floating()):
+            return False
+        return facts.implicit or bool(operation.tensors)
 
     def _open(self, operation: Operation) -> Any:
         assert operation.facts.inside is not None

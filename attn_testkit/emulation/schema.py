@@ -40,6 +40,8 @@ _KEEP_WHOLE = frozenset(
      "kthvalue", "norm", "logsumexp", "new_zeros", "new_ones", "new_full", "_pin_memory", "rand_like", "randn_like",
      "_safe_softmax", "nan_to_num"}
 )  # fmt: skip
+MATRIX_PRODUCTS = frozenset({"einsum", "matmul", "linear"})
+"""The same of composites that CUDA refuses for integers alone."""
 
 
 @dataclass(frozen=True, slots=True)

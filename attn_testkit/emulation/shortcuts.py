@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attn_testkit.emulation.private import OpOverload
@@ -52,6 +53,12 @@ _OF_ONE_DIMENSION = {
     Tensor.any: _aten.any.dim,
     Tensor.all: _aten.all.dim,
     Tensor.cumsum: _aten.cumsum.default,
+}
+
+_PRODUCTS = {
+    Tensor.matmul: _aten.matmul.default,
+    torch.matmul: _aten.matmul.default,
+    F.linear: _aten.linear.default,
 }
 
 _SOFTMAX = frozenset({torch.softmax, Tensor.softmax})
@@ -103,8 +110,13 @@ def operation_of(func: Any, args: tuple[Any, ...]) -> Taken | None:
     It writes none of its arguments.
     """
     count = len(args)
+    if func is torch.einsum:
+        return _einsum(*args)
     if not count or type(args[0]) is not Tensor:
         return None
+    product = _PRODUCTS.get(func)
+    if product is not None:
+        return (product, args, _NOTHING) if _are_floating(args) else None
     if count == 2:
         return _of_two(func, args)
     if count == 1:
@@ -128,12 +140,23 @@ def _of_two(func: Any, args: tuple[Any, ...]) -> Taken | None:
         return None if op is None else (op, args, _NOTHING)
     if func is Tensor.to and kind is torch.dtype:
         return _cast(first, second)
-    if kind is Tensor:
-        if func is Tensor.matmul and first.dim() == second.dim() == 2:
-            return _aten.mm.default, args, _NOTHING
-        if func is Tensor.__getitem__ and second.dtype in _INDICES and second.dim():
-            return _aten.index.Tensor, (first, [second]), _NOTHING
+    if kind is Tensor and func is Tensor.__getitem__ and second.dtype in _INDICES and second.dim():
+        return _aten.index.Tensor, (first, [second]), _NOTHING
     return None
+
+
+def _einsum(equation: Any, *operands: Any) -> Taken | None:
+    if len(operands) == 1 and type(operands[0]) in (list, tuple):
+        operands = tuple(operands[0])
+    # Of three and more torch chooses an order first.
+    if type(equation) is str and 0 < len(operands) < 3 and _are_floating(operands):
+        return _aten.einsum.default, (equation, list(operands)), _NOTHING
+    return None
+
+
+def _are_floating(values: tuple[Any, ...]) -> bool:
+    """Whether all are plain tensors of floating-point numbers: CUDA multiplies no matrices of integers."""
+    return all(type(value) is Tensor and value.dtype.is_floating_point for value in values)
 
 
 def _cast(tensor: Any, dtype: torch.dtype | None) -> Taken | None:

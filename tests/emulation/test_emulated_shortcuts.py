@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_testkit.emulation import CaptureError, HostSyncError, emulated_cuda, functions, shortcuts
+from attn_testkit.emulation import CaptureError, EmulationError, HostSyncError, emulated_cuda, functions, shortcuts
 
 X = torch.arange(12.0).view(3, 4) - 5
 INTS = torch.arange(12).view(3, 4)
@@ -37,8 +38,8 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def shown(func: Any, args: tuple[Any, ...]) -> list[Any]:
-    with torch.no_grad(), Seen() as seen:
+def shown(func: Any, args: tuple[Any, ...], mode: Any = torch.no_grad) -> list[Any]:
+    with mode(), Seen() as seen:
         func(*args)
     return [(name, plain(args), kwargs) for name, args, kwargs in seen.calls]
 
@@ -56,7 +57,6 @@ CALLS = [
     *[(func, (tensor,)) for func in shortcuts._CASTS for tensor in (X, INTS)],
     *[(Tensor.to, (tensor, dtype)) for tensor in (X, INTS) for dtype in (torch.float32, torch.float16)],
     (Tensor.masked_fill, (X, X > 0, 1.5)),
-    (Tensor.matmul, (X, X.t())),
     (Tensor.__getitem__, (X, INDEX)),
     (Tensor.__getitem__, (X, INDEX.int())),
 ]  # fmt: skip
@@ -73,10 +73,30 @@ def test_an_operation_that_is_taken_is_the_one_that_the_dispatcher_shows(func, a
         assert [(str(op), plain(given), kwargs)] == calls
 
 
+PRODUCTS = [
+    (Tensor.matmul, (X, X.t())),
+    (torch.matmul, (X[None], X.t())),
+    (F.linear, (X, X)),
+    (F.linear, (X, X, torch.ones(3))),
+    (torch.einsum, ("ij,kj->ik", X, X)),
+    (torch.einsum, ("ij->ji", [X])),
+]
+
+
+@pytest.mark.parametrize(("func", "args"), PRODUCTS, ids=names_of(PRODUCTS))
+def test_a_matrix_product_is_taken_as_what_the_dispatcher_shows_before_it_takes_it_apart(func, args):
+    op, given, kwargs = shortcuts.operation_of(func, args)
+    assert [(str(op), plain(given), kwargs)] == shown(func, args, torch.inference_mode)
+
+
 MORE = [
     (Tensor.add, (X, True)),
     (Tensor.masked_fill, (X, X > 0, torch.tensor(1.0))),
-    (Tensor.matmul, (X[None], X.t())),
+    (Tensor.matmul, (INTS, INTS.t())),
+    (torch.einsum, ("ij,kj->ik", INTS, INTS)),
+    (torch.einsum, ("ij,kj,lj->ikl", X, X, X)),
+    (torch.einsum, (X, [0, 1])),
+    (F.linear, (X, X, None)),
     (Tensor.__getitem__, (X, X > 0)),
     (Tensor.__getitem__, (X, torch.tensor(1))),
     (Tensor.__getitem__, (X, [0, 1])),
@@ -150,16 +170,20 @@ def _program(x: Tensor, index: Tensor) -> list[Tensor]:
     mixed = rows.transpose(0, 1).reshape(2, -1) * 2 + 1
     hidden = mixed > 3
     weights = torch.softmax(mixed.masked_fill(~hidden | (mixed <= 5), 0.5), -1)
-    return [weights @ weights.t(), hidden.any(1), index.cumsum(0), mixed.clone().half(), x[:, 1:3].unsqueeze(0)]
+    return [weights, hidden.any(1), index.cumsum(0), mixed.clone().half(), x[:, 1:3].unsqueeze(0)]
 
 
-def _recorded(mode: Any) -> tuple[list[Any], list[Tensor]]:
+def _products(x: Tensor, _: Tensor) -> list[Tensor]:
+    return [x @ x.t(), F.linear(x[None], x), torch.einsum("ij,kj->ik", x, x), torch.einsum("ij->ji", x).clone()]
+
+
+def _recorded(mode: Any, program: Any = _program) -> tuple[list[Any], list[Tensor]]:
     with mode(), emulated_cuda():
         x = torch.arange(12.0).view(3, 4).cuda().half()
         index = torch.tensor([2, 0]).cuda()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            outputs = _program(x, index)
+            outputs = program(x, index)
         graph.replay()
         nodes = [(type(node).__name__, node.name, node.site.line, len(node.blocks)) for node in graph.recorded.nodes]
         return nodes, [output.cpu() for output in outputs]
@@ -172,6 +196,26 @@ def test_a_capture_records_the_same_with_and_without_shortcuts(mode, monkeypatch
     others, wanted = _recorded(mode)
     assert nodes == others
     assert all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True))
+
+
+def test_matrix_products_are_one_operation_each_with_and_without_shortcuts(monkeypatch):
+    nodes, outputs = _recorded(torch.inference_mode, _products)
+    assert [name for _, name, _, _ in nodes] == [
+        "aten.matmul.default", "aten.linear.default", "aten.einsum.default", "aten.clone.default"
+    ]  # fmt: skip
+    monkeypatch.setattr(functions, "_shortcut", lambda *_: NotImplemented)
+    others, wanted = _recorded(torch.inference_mode, _products)
+    assert nodes == others
+    assert all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("product", ["x @ x", "F.linear(x, x)", "torch.einsum('ij,jk->ik', x, x)"])
+def test_no_product_hides_that_cuda_multiplies_no_integers(product, mode):
+    with mode(), emulated_cuda():
+        names = {"x": torch.ones(3, 3, dtype=torch.int64, device="cuda"), "torch": torch, "F": F}
+        with pytest.raises(EmulationError, match="not implemented for Long"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            eval(product, names)
 
 
 def test_a_dispatch_mode_of_the_program_sees_what_runs_in_its_capture():
