@@ -33,7 +33,7 @@ class PoolWatch:
         row = math.prod(self._row) * size
         self._word, self._mark = _widest(row), _widest(row // _widest(row))
         self._now, self._before = storage, torch.empty_like(storage)
-        self._bits, self._bits_before, self._device = storage.view(self.bits), self._before.view(self.bits), pool.device
+        self._device = pool.device
         # FP8 has neither fill nor indexing everywhere.
         self._to_fill = self._before.view(torch.uint8) if size == 1 else self._before
         self._held: object = None
@@ -57,8 +57,9 @@ class PoolWatch:
     def _put(self, slots: npt.NDArray[np.int64], rows: Bytes) -> None:
         first = len(slots) * slots.itemsize
         sent = upload(torch.from_numpy(np.concatenate([slots.view(np.uint8), rows.reshape(-1)])), self._device)
-        on_device = sent[first:].view(self.bits).view(self.layers, self.parts, len(slots), *self._row)
-        self._bits_before.index_copy_(2, sent[:first].view(torch.int64), on_device)
+        on_device = sent[first:].view(_WORDS[self._word]).view(self.layers, self.parts, len(slots), -1)
+        _, before = self._words(self._slots)
+        before.index_copy_(2, sent[:first].view(torch.int64), on_device)
 
     def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
         """Compare the first ``slots`` on the device, without a wait. ``due`` [count]: those whose rows are wanted.
@@ -68,7 +69,7 @@ class PoolWatch:
         now, before = self._words(slots)
         # As wide as a row of booleans allows.
         changed = torch.ne(now, before).view(_WORDS[self._mark]).amax((0, 1, 3))
-        rows = self._bits.index_select(2, due)
+        rows = now.index_select(2, due)
         size = self.layers * self.parts * count * math.prod(self._row) * self.bits.itemsize
         return (changed.view(torch.uint8), slots * self._mark), (rows.view(-1).view(torch.uint8), size)
 
@@ -79,12 +80,13 @@ class PoolWatch:
 
         ``changed``, ``rows``: what ``look`` gave for ``due``, on the host. If others changed too, they are copied now.
         """
-        differs: npt.NDArray[np.bool_] = np.logical_or.reduce(changed.reshape(-1, self._mark), axis=1)
+        differs: npt.NDArray[np.bool_] = changed.view(f"u{self._mark}") != 0
         as_due, count = differs[due], int(differs.sum())
         shape = (self.layers, self.parts, count, *self._row)
         if as_due.sum() < count:
             slots = np.flatnonzero(differs)
-            every = self._bits.index_select(2, upload(torch.from_numpy(slots), self._device)).cpu()
+            now, _ = self._words(self._slots)
+            every = now.index_select(2, upload(torch.from_numpy(slots), self._device)).cpu()
             return slots, every.view(-1).view(torch.uint8).numpy(), shape
         held = rows.reshape(self.layers * self.parts, len(due), -1)
         return due[as_due], (held if count == len(due) else held[:, as_due]).reshape(-1), shape

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NO_TENSORS = frozenset({int, float, bool, complex, str, slice, type(None), torch.Size, torch.dtype, torch.device})
+NO_TENSORS = frozenset(
+    {int, float, bool, complex, str, slice, type(None), type(...), torch.Size, torch.dtype, torch.device}
+)
 """Types that hold no tensor, for a quick look at most of what an operation is called with."""
 
 

@@ -30,7 +30,7 @@ class Capture:
         self.failed = False
         self.ended = False
         self._generators = generators
-        self._live: list[Block] = []
+        self._live: dict[int, Block] = {}
 
     def knows_generator(self, generator: torch.Generator) -> bool:
         """Whether `generator` was registered with the graph, or is a default one."""
@@ -45,7 +45,7 @@ class Capture:
     def _meet(self, storage: torch.UntypedStorage, in_pool: bool) -> Block:
         block = self.blocks[storage._cdata] = Block(storage, in_pool=in_pool)
         if in_pool:
-            self._live.append(block)
+            self._live[block.key] = block
         return block
 
     def about_to_write(self, tensor: Tensor) -> None:
@@ -55,15 +55,19 @@ class Capture:
 
     def retire_dropped_blocks(self) -> None:
         """Mark pool blocks that the program does not refer to any more; from there on their content is undefined."""
-        kept = []
-        for block in self._live:
-            if use_count(block.key) > 1:  # the graph is one of them
-                kept.append(block)
-                continue
-            block.dead = True
-            if not self.ended:
-                self.nodes.append(DropNode("end of a temporary", block.spot, [block], self.policy.poison_temporaries))
-        self._live = kept
+        if 1 not in map(use_count, self._live):  # the graph itself is the last
+            return
+        for key, block in list(self._live.items()):
+            if use_count(key) == 1:
+                del self._live[key]
+                block.dead = True
+                if not self.ended:
+                    poison = self.policy.poison_temporaries
+                    self.nodes.append(DropNode("end of a temporary", block.place, [block], poison))
+
+    def disown(self, block: Block) -> None:
+        """The memory of `block` is no longer where the program left it: whether the program drops it says nothing."""
+        self._live.pop(block.key, None)
 
     def undo(self) -> None:
         """Undo what the captured operations did: on CUDA kernels do not run during a capture."""
@@ -75,4 +79,4 @@ class Capture:
 
     def blocks_to_check(self) -> list[Block]:
         """Memory that a replay must find where it was: all of it but pool memory that the program dropped."""
-        return [block for block in self.blocks.values() if not block.in_pool] + self._live
+        return [block for block in self.blocks.values() if not block.in_pool] + [*self._live.values()]

@@ -15,10 +15,11 @@ from attn_testkit.emulation.arguments import NO_TENSORS, map_tensors
 from attn_testkit.emulation.crossings import HANDLERS
 from attn_testkit.emulation.errors import EmulationError, spell
 from attn_testkit.emulation.generators import EmulatedGenerator
-from attn_testkit.emulation.private import TorchFunctionMode
+from attn_testkit.emulation.private import TorchFunctionMode, modes_entered, pop_mode, push_mode
 from attn_testkit.emulation.recorder import Watcher
 from attn_testkit.emulation.rules import CHECKED_ON_CPU_ONLY
 from attn_testkit.emulation.session import Session
+from attn_testkit.emulation.shortcuts import has_numbers_alone, only_looks, operation_of
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import DEVICE, tag_device, tag_pinned, wants_cuda
 from attn_testkit.emulation.transfers import adopt, mixed_devices
@@ -54,11 +55,19 @@ _ASKS = frozenset(
      Tensor.untyped_storage, Tensor.is_inference, Tensor.__len__, Tensor.__hash__}
 )  # fmt: skip
 
-# What most programs call most: functions written in C++.
-_NATIVE = frozenset({type(Tensor.add), type(Tensor.__getitem__), type(torch.zeros)})
 _PROPERTY = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
+_NATIVE = frozenset({type(Tensor.add), type(Tensor.__getitem__), type(torch.zeros)})
+"""Types of functions written in C++."""
 _HANDLED_IF_STRICT = frozenset({Tensor.__getitem__, Tensor.__setitem__, Tensor.tolist})
-_HANDLED = frozenset(HANDLERS.keys() - _HANDLED_IF_STRICT) | _LOOKED_INTO
+
+_ASK, _RUN, _THINK = range(1, 4)
+"""Ways of an eager call: straight through; where its arguments lie, if they all lie in one place; the long way."""
+_WAYS: dict[Any, int] = {
+    **dict.fromkeys(_PLAIN, _RUN),
+    **dict.fromkeys(_LOOKED_INTO, _THINK),
+    **dict.fromkeys(HANDLERS.keys() - _HANDLED_IF_STRICT, _THINK),
+    **dict.fromkeys(_ASKS, _ASK),
+}
 _PLACING = frozenset({"device", "pin_memory", "generator"})
 
 _HOST, _HOST_SCALAR, _DEVICE = 1, 2, 4
@@ -83,6 +92,10 @@ def _places(values: Iterable[Any]) -> int:
     return found
 
 
+def _changes_type(func: Any, args: tuple[Any, ...]) -> bool:
+    return func is Tensor.to and len(args) == 2 and type(args[1]) is torch.dtype
+
+
 def _tag_result(result: Any) -> Any:
     if isinstance(result, Tensor):
         tag_device(result)
@@ -90,6 +103,15 @@ def _tag_result(result: Any) -> Any:
         for item in result:
             _tag_result(item)
     return result
+
+
+def _shortcut(watcher: Watcher, func: Any, args: tuple[Any, ...]) -> Any:
+    if args and only_looks(func, args):
+        return func(*args)
+    if func is Tensor.reshape and type(args[0]) is Tensor and has_numbers_alone(args):
+        return watcher.reshape(func, args)
+    taken = operation_of(func, args)
+    return NotImplemented if taken is None else watcher.take(*taken)
 
 
 class DeviceFunctions(TorchFunctionMode):
@@ -101,39 +123,78 @@ class DeviceFunctions(TorchFunctionMode):
         self._watcher = Watcher(session)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        # Every call of torch passes here: what most of them need stands in this function, and calls none.
         kind = type(func)
-        if func in _ASKS or (kind is _PROPERTY and func.__name__ in ("__get__", "__set__")):
+        if kind is _PROPERTY:
+            return func(*args)
+        way = _WAYS.get(func)
+        if way is _ASK:
             return func(*args, **kwargs) if kwargs else func(*args)
         session = self.session
-        kwargs = kwargs or _NO_KEYWORDS
         if session.capture is not None or session.sync_mode:
-            return self._strictly(func, args, kwargs)
-        handled = func in _HANDLED and not (func is Tensor.to and len(args) == 2 and type(args[1]) is torch.dtype)
-        if not handled and (kind in _NATIVE or func in _PLAIN) and _PLACING.isdisjoint(kwargs):
-            found = _places(args) | _places(kwargs.values()) if kwargs else _places(args)
-            if 0 < found < _DEVICE:
-                outer, session.creating = session.creating, False
-                try:
-                    return func(*args, **kwargs)
-                finally:
-                    session.creating = outer
+            return self._strictly(func, args, kwargs or _NO_KEYWORDS)
+        if way is _RUN or (way is None and kind in _NATIVE) or _changes_type(func, args):
+            on_device = on_host = 0
+            for value in args:
+                kind = type(value)
+                if kind is Tensor:
+                    try:
+                        if value.untyped_storage()._cdata in _device:
+                            on_device += 1
+                            continue
+                    except (NotImplementedError, RuntimeError):  # a layout without a storage of its own
+                        pass
+                    on_host += 1
+                elif kind not in NO_TENSORS:
+                    found = _places(value if kind is tuple else (value,))
+                    on_device += found >= _DEVICE
+                    on_host += found & ~_DEVICE
+            if kwargs:
+                if not _PLACING.isdisjoint(kwargs):
+                    return self._with_handler(func, args, kwargs)
+                found = _places(kwargs.values())
+                on_device += found >= _DEVICE
+                on_host += found & ~_DEVICE
+            else:
+                kwargs = _NO_KEYWORDS
             # Nothing refuses an eager copy, wherever it goes.
-            if found == _DEVICE or (found and func is Tensor.copy_):
+            if on_device and (not on_host or func is Tensor.copy_):
                 outer, session.creating = session.creating, True
                 try:
                     result = func(*args, **kwargs)
                 finally:
                     session.creating = outer
                 return tag_device(result) if type(result) is Tensor else _tag_result(result)
-        return self._with_handler(func, args, kwargs)
+            if on_host and not on_device:
+                outer, session.creating = session.creating, False
+                try:
+                    return func(*args, **kwargs)
+                finally:
+                    session.creating = outer
+        return self._with_handler(func, args, kwargs or _NO_KEYWORDS)
 
     def _strictly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call while host syncs matter."""
         session = self.session
         outer, session.called = session.called, func
         try:
-            return self._with_handler(func, args, kwargs)
+            result = NotImplemented if kwargs else self._directly(func, args)
+            return self._with_handler(func, args, kwargs) if result is NotImplemented else result
         finally:
             session.called = outer
+
+    def _directly(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """The result of a call whose way through the dispatcher is known; NotImplemented for any other, and where the
+        program has a dispatch mode of its own."""
+        if self.session.capture is None:
+            return NotImplemented if modes_entered() else _shortcut(self._watcher, func, args)
+        if modes_entered() != 1:
+            return NotImplemented
+        mode = pop_mode()
+        try:
+            return _shortcut(mode, func, args) if isinstance(mode, Watcher) else NotImplemented
+        finally:
+            push_mode(mode)
 
     def _with_handler(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handler = HANDLERS.get(func)

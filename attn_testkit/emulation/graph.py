@@ -13,7 +13,6 @@ from attn_testkit.emulation import rules, session
 from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError
 from attn_testkit.emulation.memory import Block
-from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.pools import Pool, PoolHandle, new_handle, pool_for
 from attn_testkit.emulation.private import disable_functions, disable_modes
 from attn_testkit.emulation.program import CallNode, DropNode, Node, Step, compile_program
@@ -71,9 +70,10 @@ class EmulatedGraph:
             raise RuntimeError(
                 f'Unknown capture error mode. Expected "global", "thread_local" or "relaxed", got {capture_error_mode}'
             )
-        gc.collect()
         self._clear()
         self._pool = pool_for(tuple(pool) if pool is not None else new_handle())  # type: ignore[arg-type]
+        if self._pool.captures:
+            gc.collect()  # what only garbage refers to is nobody's
         self._clobbers = self._pool.reusable()
         self.recorded = Capture(current.policy, CaptureStreams(current.stream), self._generators)
         current.begin_capture(self.recorded, self.abandon_capture)
@@ -147,7 +147,8 @@ class EmulatedGraph:
         capture = self._require_captured("replay")
         if self._has_calls and self._replays < _COLLECT_BEFORE_REPLAYS:
             gc.collect()
-        _check_memory(self._checked, capture.nodes, capture.policy)
+        if _replace_what_is_gone(self._checked, capture):
+            self._program, self._sources = compile_program(capture.nodes, capture.policy.fill)
         for block in self._clobbers:
             block.fill(capture.policy.fill)
         steps = iter(self._program)
@@ -209,18 +210,25 @@ def _say_where(error: Exception, node: Node) -> None:
         error.site = node.site  # type: ignore[attr-defined]
 
 
-def _check_memory(blocks: list[Block], nodes: list[Node], policy: Policy) -> None:
-    """Raise, or patch (policy "poison"), where memory that `nodes` use is gone."""
+def _replace_what_is_gone(blocks: list[Block], capture: Capture) -> bool:
+    """Whether some of the memory that `capture` uses is gone, and another buffer stands for it (policy "poison").
+
+    Raises DanglingMemoryError under the policy "error".
+    """
+    replaced = False
     for block in blocks:
         trouble = block.trouble()
         if trouble is None:
             continue
-        users = [node for node in nodes if block in node.blocks and not isinstance(node, DropNode)]
+        users = [node for node in capture.nodes if block in node.blocks and not isinstance(node, DropNode)]
         if not users:
             continue
-        if policy.dangling == "error":
+        if capture.policy.dangling == "error":
             raise _dangling(block, trouble, users)
-        block.replace_by_filled_buffer(0xFF if policy.fill is None else policy.fill)
+        capture.disown(block)
+        block.replace_by_filled_buffer(0xFF if capture.policy.fill is None else capture.policy.fill)
+        replaced = True
+    return replaced
 
 
 def _dangling(block: Block, trouble: str, users: list[Node]) -> DanglingMemoryError:

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,17 +109,21 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 def _tensor_properties() -> Iterator[tuple[Any, str, Any]]:
     base: Any = torch._C.TensorBase
-    yield Tensor, "device", _answer(base.device.__get__, _CUDA)
-    yield Tensor, "is_cuda", _answer(base.is_cuda.__get__, True)
-    yield Tensor, "is_cpu", _answer(base.is_cpu.__get__, False)
+    yield Tensor, "device", _answer(base.device, _CUDA)
+    yield Tensor, "is_cuda", _answer(base.is_cuda, True)
+    yield Tensor, "is_cpu", _answer(base.is_cpu, False)
+    # The same on host and device, and asked for so often that a function mode should not see it.
+    yield Tensor, "shape", _unseen(base.shape)
+    yield Tensor, "dtype", _unseen(base.dtype)
     get_device, record_stream = base.get_device, base.record_stream
     yield Tensor, "get_device", lambda tensor: 0 if looks_device(tensor) else get_device(tensor)
     # memory is never given to another stream here
     yield Tensor, "record_stream", lambda tensor, s: None if looks_device(tensor) else record_stream(tensor, s)
 
 
-def _answer(of_host: Callable[[Tensor], Any], of_device: Any) -> property:
+def _answer(original: Any, of_device: Any) -> property:
     """A property that is `of_device` for device tensors."""
+    of_host = original.__get__
 
     def get(tensor: Tensor) -> Any:
         with disable_functions():
@@ -128,6 +132,19 @@ def _answer(of_host: Callable[[Tensor], Any], of_device: Any) -> property:
             if type(tensor) is Tensor:
                 return of_host(tensor)
         return of_host(tensor)  # a subclass may have an answer of its own
+
+    return property(get)
+
+
+def _unseen(original: Any) -> property:
+    """The property as it is, hidden from function modes."""
+    of_any = original.__get__
+
+    def get(tensor: Tensor) -> Any:
+        if type(tensor) is not Tensor:
+            return of_any(tensor)
+        with disable_functions():
+            return of_any(tensor)
 
     return property(get)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation.private import inference, raw_storage, storage_from_weak, weak_reference
+from attn_testkit.emulation.private import dtype_of, inference, raw_storage, storage_from_weak, weak_reference
 from attn_testkit.emulation.sites import Site, site_of
-from attn_testkit.emulation.tags import allocation_spot
+from attn_testkit.emulation.tags import allocated_at
 
 
 def fill_storage(storage: torch.UntypedStorage, byte: int | None) -> None:
@@ -18,7 +19,13 @@ def fill_storage(storage: torch.UntypedStorage, byte: int | None) -> None:
         ctypes.memset(storage.data_ptr(), byte, storage.nbytes())
 
 
-_Geometry = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+@functools.cache
+def _empty(dtype: torch.dtype) -> Tensor:
+    with inference():
+        return torch.empty(0, dtype=dtype)
+
+
+_Geometry = tuple[torch.dtype, int | torch.SymInt, torch.Size, tuple[int, ...]]
 
 
 class Block:
@@ -29,26 +36,23 @@ class Block:
     are what they were when the graph met the storage.
     """
 
-    __slots__ = ("_aliases", "_raw", "address", "dead", "key", "nbytes", "owner", "saved", "spot", "weak")
+    __slots__ = ("_aliases", "_raw", "address", "dead", "key", "nbytes", "owner", "place", "saved", "weak")
 
     def __init__(self, storage: torch.UntypedStorage, *, in_pool: bool) -> None:
         self.key = storage._cdata
         self.owner = storage if in_pool else None
         self.weak = None if in_pool else weak_reference(storage)
-        self.spot = allocation_spot(self.key)
-        self._aliases: dict[_Geometry, Tensor] = {}
+        self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
+        self.place = allocated_at(self.key)
         self.saved: bytes | None = None
         self.dead = False
-        self._locate(storage)
-
-    def _locate(self, storage: torch.UntypedStorage) -> None:
-        self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
         self._raw: torch.UntypedStorage | None = None
+        self._aliases: dict[_Geometry, Tensor] = {}
 
     @property
     def site(self) -> Site:
         """The line that allocated it."""
-        return site_of(self.spot)
+        return site_of(self.place)
 
     @property
     def raw(self) -> torch.UntypedStorage:
@@ -64,17 +68,21 @@ class Block:
 
     def alias(self, tensor: Tensor) -> Tensor:
         """A tensor with the geometry of `tensor` on the bare address: it keeps nothing alive."""
-        geometry = (tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        geometry = (dtype_of(tensor), int(tensor.storage_offset()), tensor.size(), tensor.stride())
         alias = self._aliases.get(geometry)
-        if alias is None:
-            with inference():  # replays run in it
-                alias = self._new_alias(*geometry)
-        return alias
+        if alias is not None:
+            return alias
+        if torch.is_inference_mode_enabled():
+            return self._new_alias(*geometry)
+        with inference():  # replays run in it
+            return self._new_alias(*geometry)
 
-    def _new_alias(self, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    def _new_alias(
+        self, dtype: torch.dtype, offset: int | torch.SymInt, size: torch.Size, stride: tuple[int, ...]
+    ) -> Tensor:
         if not self.nbytes:
             return torch.empty_strided(size, stride, dtype=dtype)
-        alias = torch.empty(0, dtype=dtype).set_(self.raw, offset, size, stride)
+        alias = _empty(dtype).detach().set_(self.raw, offset, size, stride)
         self._aliases[dtype, offset, size, stride] = alias
         return alias
 
@@ -85,7 +93,8 @@ class Block:
     def follow(self, storage: torch.UntypedStorage) -> None:
         """Fresh pool memory was resized before anything used it: take the new address."""
         self._aliases.clear()
-        self._locate(storage)
+        self._raw = None
+        self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
 
     def trouble(self) -> str | None:
         """None while the address is good; otherwise what happened to it."""

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.utils._device
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "OpOverload",
     "StorageWeakRef",
     "TorchDispatchMode",
     "TorchFunctionMode",
@@ -25,10 +27,12 @@ __all__ = [
     "direct_call",
     "disable_functions",
     "disable_modes",
+    "dtype_of",
     "has_composite_kernel",
     "inference",
     "is_gone",
     "keep_identity",
+    "modes_entered",
     "opened",
     "pop_mode",
     "push_mode",
@@ -45,6 +49,8 @@ __all__ = [
 ]
 
 disable_functions = torch._C.DisableTorchFunction
+dtype_of: Callable[[Tensor], torch.dtype] = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
+"""`tensor.dtype`, without the property that stands for it while a thread is inside."""
 inference = functools.partial(torch._C._InferenceMode, True)
 """`torch.inference_mode()` without a function of Python on the way."""
 disable_modes = _disable_current_modes
@@ -88,54 +94,55 @@ def storage_from_weak(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
 
 
-def can_decompose(op: torch._ops.OpOverload) -> bool:
+def can_decompose(op: OpOverload) -> bool:
     """Whether torch defines `op` by other operations on every device (implicitly composite)."""
     return bool(op._can_decompose())
 
 
-def has_composite_kernel(op: torch._ops.OpOverload) -> bool:
+def has_composite_kernel(op: OpOverload) -> bool:
     """Whether the same C++ code, made of other operations, serves CPU and CUDA (explicitly composite)."""
     return any(_has_kernel(op, key) for key in _EXPLICIT) and not _has_kernel(op, "CPU")
 
 
-def direct_call(op: torch._ops.OpOverload) -> Callable[..., object]:
+def direct_call(op: OpOverload) -> Callable[..., object]:
     """What calling `op` comes to, without a function of Python on the way."""
-    return op._op if type(op) is torch._ops.OpOverload else op
+    return op._op if type(op) is OpOverload else op
 
 
-def opened(op: torch._ops.OpOverload, implicit: bool) -> Callable[..., object]:
+def opened(op: OpOverload, implicit: bool) -> Callable[..., object]:
     """Calls a composite so that the active modes see the operations inside it."""
     if not implicit:
         return functools.partial(op.redispatch, _CPU_KEYS)
     return op.decompose if _IMPLICIT in op.py_kernels else functools.partial(op._op_dk, _IMPLICIT)
 
 
-def run_kernel(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def run_kernel(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Run the kernel itself, so that the active modes see the operations inside it. A kernel registered for CUDA only
     (Python, in a custom operation) serves too."""
     return op.redispatch(_CUDA_KEYS if _only_for_cuda(op) else _CPU_KEYS, *args, **kwargs)
 
 
 @functools.cache
-def _only_for_cuda(op: torch._ops.OpOverload) -> bool:
+def _only_for_cuda(op: OpOverload) -> bool:
     elsewhere = ("CPU", "CompositeImplicitAutograd", *_EXPLICIT)
     return _has_kernel(op, "CUDA") and not any(_has_kernel(op, key) for key in elsewhere)
 
 
-def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
+def _has_kernel(op: OpOverload, key: str) -> bool:
     name = op.name()  # type: ignore[no-untyped-call]
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
+modes_entered: Callable[[], int] = torch._C._len_torch_dispatch_stack
 push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
 """Have a dispatch mode see operations, as `with mode:` does, without the accounts that torch.compile keeps."""
-pop_mode = functools.partial(torch._C._pop_torch_dispatch_stack, None)
-"""End the last `push_mode`."""
+pop_mode: Callable[[], TorchDispatchMode] = functools.partial(torch._C._pop_torch_dispatch_stack, None)
+"""End the last `push_mode`, and return what it pushed."""
 
 
 def without_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function with no dispatch mode active."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not modes_entered():
         return function(*args, **kwargs)
     with disable_modes():
         return function(*args, **kwargs)
@@ -208,6 +215,16 @@ def _modes_see_inside_a_redispatch() -> bool:
     return any(name.startswith("aten::empty") for name in mode.names)
 
 
+def _modes_can_be_pushed() -> bool:
+    mode = _Names()
+    push_mode(mode)
+    try:
+        torch.zeros(2)
+    finally:
+        same = modes_entered() == 1 and pop_mode() is mode
+    return same and len(mode.names) > 0 and modes_entered() == 0
+
+
 def _composites_decompose() -> bool:
     # Torch imports sympy for this one: here, and not in the middle of a program that is observed.
     op = torch.ops.aten.matmul.default
@@ -249,6 +266,11 @@ SELF_TESTS: dict[str, tuple[Callable[[], bool], str]] = {
     "modes inside a redispatch": (
         _modes_see_inside_a_redispatch,
         "OpOverload.redispatch hides the operations inside it: host reads inside composites would go unseen",
+    ),
+    "pushed modes": (
+        _modes_can_be_pushed,
+        "torch._C._push_on_torch_dispatch_stack / _pop_torch_dispatch_stack / _len_torch_dispatch_stack changed:"
+        " operations would go unseen",
     ),
     "decomposition": (
         _composites_decompose,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -25,7 +26,7 @@ class Node:
     """One thing that a replay does again, named by `what`, recorded at `place`. `blocks` is every memory it touches."""
 
     what: object
-    place: Site | Spot | None
+    place: Spot | Site
     blocks: list[Block] = field(default_factory=list)
 
     @property
@@ -36,7 +37,7 @@ class Node:
     @property
     def site(self) -> Site:
         """The line that recorded it."""
-        return self.place if isinstance(self.place, Site) else site_of(self.place)
+        return site_of(self.place)
 
     def step(self, fill: int | None) -> Step | None:
         """The ready call for a replay, None if there is nothing to do; `fill` is the policy's byte."""
@@ -59,12 +60,7 @@ class OpNode(Node):
         if not self.fresh:
             return functools.partial(run, *self.args, **self.kwargs)
         if len(self.fresh) == 1 and _returns_one_tensor(op):
-            target = self.fresh[0][1]
-            into = _out_variant(op)
-            if into is not None and target.dim():  # some out= forms disagree about results without dimensions
-                kept = {key: value for key, value in self.kwargs.items() if key in into.arguments}
-                return functools.partial(into.run, *self.args, **kept, **{into.out: target})
-            return functools.partial(_run_and_copy, target, run, self.args, self.kwargs)
+            return _into(self.fresh[0][1], op, self.args, self.kwargs)
         return functools.partial(_run_and_copy_each, self.fresh, run, self.args, self.kwargs)
 
 
@@ -111,6 +107,36 @@ def _filler(block: Block, fill: int | None) -> Step | None:
     if fill is None or not block.nbytes or not block.in_pool:
         return None
     return functools.partial(ctypes.memset, block.address, fill, block.nbytes)
+
+
+def _into(target: Tensor, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    """`op` with its only result in `target`."""
+    in_place = _IN_PLACE.get(op)
+    if in_place is not None:
+        return in_place(target, *args)
+    into = _out_variant(op)
+    if into is not None and target.dim():  # some out= forms disagree about results without dimensions
+        kept = {key: value for key, value in kwargs.items() if key in into.arguments}
+        return functools.partial(into.run, *args, **kept, **{into.out: target})
+    return functools.partial(_run_and_copy, target, direct_call(op), args, kwargs)
+
+
+def _masked_fill(target: Tensor, source: Tensor, mask: Tensor, value: Any) -> Step:
+    def step() -> None:
+        target.copy_(source)
+        target.masked_fill_(mask, value)
+
+    return step
+
+
+# The out= forms of these make their result in new memory, and copy it.
+_IN_PLACE: dict[OpOverload, Callable[..., Step]] = {
+    torch.ops.aten.clone.default: lambda target, source: functools.partial(target.copy_, source),
+    torch.ops.aten._to_copy.default: lambda target, source: functools.partial(target.copy_, source),
+    torch.ops.aten.masked_fill.Scalar: _masked_fill,
+    torch.ops.aten.full.default: lambda target, size, value: functools.partial(target.fill_, value),
+    torch.ops.aten.zeros.default: lambda target, size: target.zero_,
+}
 
 
 def _run_and_copy(target: Tensor, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from attn_testkit.emulation import private, rules
-from attn_testkit.emulation.arguments import map_tensors, tensors_in
+from attn_testkit.emulation.arguments import tensors_in
 from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.memory import fill_storage
+from attn_testkit.emulation.operation import Operation, is_memory_of, with_tensors
 from attn_testkit.emulation.private import TorchDispatchMode, inference, pop_mode, push_mode
 from attn_testkit.emulation.program import AllocationNode, OpNode
 from attn_testkit.emulation.schema import (
@@ -22,58 +23,29 @@ from attn_testkit.emulation.schema import (
     CROSSES,
     HOST_ENTRY,
     INDEXES,
-    Facts,
+    MATRIX_PRODUCTS,
     among,
     call_of,
     facts_of,
-    written_by,
 )
 from attn_testkit.emulation.session import Session
-from attn_testkit.emulation.sites import author_spot
-from attn_testkit.emulation.tags import DEVICE, is_device, is_pinned, storage_key, tag_device, tag_pinned
+from attn_testkit.emulation.sites import Site, Spot, author_spot
+from attn_testkit.emulation.tags import (
+    DEVICE,
+    allocated_at,
+    is_device,
+    is_pinned,
+    storage_key,
+    tag_device,
+    tag_pinned,
+)
 from attn_testkit.emulation.transfers import copy_across, mixed_devices
 
 _CPU = torch.device("cpu")
 _device = DEVICE.entries
 _NO_KEYWORDS: dict[str, Any] = {}
-
-
-class Operation:
-    """One operation on its way through the dispatcher.
-
-    `tensors` are all that it is called with, `keys` the identities of their memory; `on_device`: all of them lie there.
-    """
-
-    __slots__ = ("args", "facts", "func", "keys", "kwargs", "on_device", "tensors")
-
-    def __init__(
-        self,
-        func: OpOverload,
-        facts: Facts,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        keys: list[int],
-        on_device: bool,
-    ) -> None:
-        self.func, self.facts, self.args, self.kwargs = func, facts, args, kwargs
-        self.tensors, self.keys, self.on_device = tensors, keys, on_device
-
-    def run(self) -> Any:
-        """Its result."""
-        return self.facts.run(*self.args, **self.kwargs)
-
-    def written(self) -> list[Tensor]:
-        """What it writes."""
-        return written_by(self.facts, self.args, self.kwargs) if self.facts.written else []
-
-    def fresh(self, result: Any) -> list[tuple[int, Tensor]]:
-        """(position, tensor) of those in its result that are none of its arguments' memory."""
-        if type(result) is Tensor:
-            return [] if storage_key(result) in self.keys else [(0, result)]
-        outputs: list[Tensor] = []
-        tensors_in((result,), outputs)
-        return [(i, output) for i, output in enumerate(outputs) if storage_key(output) not in self.keys]
+_CLONE = torch.ops.aten.clone.default
+_CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -92,23 +64,21 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or _NO_KEYWORDS
         facts = facts_of(func)
-        tensors: list[Tensor] = []
-        tensors_in(args, tensors)
-        if kwargs:
-            tensors_in(kwargs.values(), tensors)
-        keys = [storage_key(tensor) for tensor in tensors]
-        lie = [key in _device for key in keys]
-        device = True in lie if lie else self.session.creating
-        target = kwargs.get("device") if kwargs else None
+        if facts.view and not kwargs and facts.name not in rules.BY_OPERATION:
+            result = facts.run(*args)
+            if is_memory_of(args[0], result):
+                return result
+        operation = Operation(func, args, kwargs)
+        device = operation.touches_device() if operation.tensors else self.session.creating
+        target = kwargs.get("device")
         # "cpu" says nothing: device memory is CPU memory here
         if target is not None and torch.device(target).type == "cuda":
-            kwargs = {**kwargs, "device": _CPU}
+            kwargs = operation.kwargs = {**kwargs, "device": _CPU}
             if facts.name == "_to_copy" and not device:
                 return self._copy_to_device(args[0], kwargs)
             device = True
         if not device or facts.name in HOST_ENTRY:
             return self._host(func, args, kwargs)
-        operation = Operation(func, facts, args, kwargs, tensors, keys, False not in lie)
         self._check(operation)
         return self._run(operation)
 
@@ -161,7 +131,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _opens(self, operation: Operation) -> bool:
         """Whether it is a composite, to be run so that the operations inside it are seen."""
         facts = operation.facts
-        return facts.inside is not None and (facts.implicit or bool(operation.tensors))
+        if facts.inside is None or (facts.name in MATRIX_PRODUCTS and operation.on_device and operation.is_floating()):
+            return False
+        return facts.implicit or bool(operation.tensors)
 
     def _open(self, operation: Operation) -> Any:
         assert operation.facts.inside is not None
@@ -174,24 +146,51 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _look_inside(self, operation: Operation) -> Any:
         """The kernel of a custom operation may be Python made of torch operations."""
         with self.session.function_mode, self:
-            return private.run_kernel(operation.func, operation.args, operation.kwargs)
+            result = private.run_kernel(operation.func, operation.args, operation.kwargs)
+        operation.keys = [storage_key(tensor) for tensor in operation.tensors]  # it may have given them other memory
+        return result
 
     def _run(self, operation: Operation) -> Any:
         """Run an operation on device memory."""
-        session, facts = self.session, operation.facts
-        if facts.foreign:
+        if operation.facts.foreign:
             return self._look_inside(operation)
-        if session.strict and self._opens(operation):
+        if self.session.strict and self._opens(operation):
             return self._open(operation)
         self._refuse_mixed(operation)
+        return self._run_whole(operation)
+
+    def _run_whole(self, operation: Operation) -> Any:
+        """Run an operation without a look inside."""
+        session = self.session
         result = operation.run()
         for _, output in operation.fresh(result):
             tag_device(output)
             if session.capture is not None and session.stream.cuda_stream:
                 session.refuse(rules.OUTSIDE_ALLOCATION, str(operation.func))
-            if facts.name in ALLOCATES:
+            if operation.facts.name in ALLOCATES:
                 fill_storage(output.untyped_storage(), session.policy.fill)
         return result
+
+    def take(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that writes none of its arguments, as if the dispatcher had shown it; no mode is active.
+
+        NotImplemented, and nothing runs, unless all its tensors lie on the device.
+        """
+        operation = Operation(func, args, kwargs)
+        if not operation.on_device:
+            return NotImplemented
+        if operation.facts.name in rules.ON_DEVICE:
+            self._check(operation)
+        return self._run_whole(operation)
+
+    def reshape(self, func: Callable[..., Tensor], args: tuple[Any, ...]) -> Any:
+        """`take` for `Tensor.reshape`, which looks at the same memory where it can, and copies where it cannot."""
+        tensor = args[0]
+        result = func(*args)
+        if storage_key(result) == storage_key(tensor):
+            return result
+        copied = self.take(_CLONE, (tensor,), _CONTIGUOUS)
+        return copied if copied is NotImplemented else copied.view(result.size())
 
 
 class Recorder(Watcher):  # type: ignore[no-untyped-call]
@@ -217,9 +216,7 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         self._refuse_mixed(operation)
         if facts.view:
             result = operation.run()
-            if not operation.fresh(result):
-                return result
-            return self._noted(operation, [], result)
+            return self._noted(operation, [], result) if operation.fresh(result) else result
         written = operation.written()
         if facts.name in CHANGES_GEOMETRY:
             result = operation.run()
@@ -234,53 +231,63 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         # As many as before: a native kernel.
         return self._noted(operation, written, result) if len(capture.nodes) == before else result
 
+    def _run_whole(self, operation: Operation) -> Any:
+        if self.session.stream.capture is not self.capture.streams:
+            return super()._run_whole(operation)
+        return self._noted(operation, [], operation.run())
+
     def _noted(self, operation: Operation, written: list[Tensor], result: Any) -> Any:
         """The result of an operation that a replay runs again, unless it only looked at memory in another way."""
         capture = self.capture
-        self._follow_resized(operation.func, written)
+        if written:
+            self._follow_resized(operation.func, written)
         fresh = operation.fresh(result)
+        place = None
         for _, output in fresh:
-            tag_device(output)
+            if storage_key(output) not in _device:
+                tag_device(output)
+                place = allocated_at(storage_key(output))
             capture.block(output, in_pool=True)
         capture.retire_dropped_blocks()
         if fresh or written:
-            if not operation.on_device:
+            if written and not operation.on_device:
                 for tensor in written:
                     if not is_device(tensor):  # the host must not see what the device would write only at replay
                         capture.block(tensor).restore()
             self.session.stream.note_work()
+            place = place or author_spot(1)
             if operation.facts.name in ALLOCATES:
-                self._note_allocations(operation.func, fresh)
+                self._note_allocations(operation.func, place, fresh)
             else:
-                self._note_operation(operation, fresh)
+                self._note_operation(operation, place, fresh)
         return result
 
-    def _note_allocations(self, func: OpOverload, fresh: list[tuple[int, Tensor]]) -> None:
+    def _note_allocations(self, func: OpOverload, place: Spot | Site, fresh: list[tuple[int, Tensor]]) -> None:
         for _, output in fresh:
             block = self.capture.block(output)
             block.fill(self.capture.policy.fill)
-            self.capture.nodes.append(AllocationNode(func, author_spot(), [block]))
+            self.capture.nodes.append(AllocationNode(func, place, [block]))
 
-    def _note_operation(self, operation: Operation, fresh: list[tuple[int, Tensor]]) -> None:
-        node = OpNode(operation.func, author_spot())
-        capture, blocks = self.capture, node.blocks
-        crosses = operation.facts.name in CROSSES
-
-        def alias(tensor: Tensor) -> Tensor:
-            block = capture.block(tensor)
+    def _note_operation(self, operation: Operation, place: Spot | Site, fresh: list[tuple[int, Tensor]]) -> None:
+        known, meet = self.capture.blocks, self.capture.block
+        everything = operation.on_device
+        crosses = not everything and operation.facts.name in CROSSES
+        blocks, frozen = [], []
+        for tensor, key in zip(operation.tensors, operation.keys, strict=True):
+            if everything or key in _device or (crosses and is_pinned(tensor)):
+                block = known.get(key) or meet(tensor)
+                blocks.append(block)
+                frozen.append(block.alias(tensor))
+            else:
+                with inference():
+                    frozen.append(tensor.detach().clone())  # CUDA takes a host value now
+        kept = []
+        for position, output in fresh:
+            block = meet(output)
             blocks.append(block)
-            return block.alias(tensor)
-
-        def freeze(tensor: Tensor) -> Tensor:
-            if operation.on_device or is_device(tensor) or (crosses and is_pinned(tensor)):
-                return alias(tensor)
-            with inference():
-                return tensor.detach().clone()  # CUDA takes a host value now
-
-        node.args = tuple([map_tensors(value, freeze) for value in operation.args])
-        node.kwargs = {name: map_tensors(value, freeze) for name, value in operation.kwargs.items()}
-        node.fresh = [(position, alias(output)) for position, output in fresh]
-        capture.nodes.append(node)
+            kept.append((position, block.alias(output)))
+        args, kwargs = with_tensors(operation.args, operation.kwargs, frozen)
+        self.capture.nodes.append(OpNode(operation.func, place, blocks, args, kwargs, kept))
 
     def _follow_resized(self, func: OpOverload, tensors: list[Tensor]) -> None:
         for tensor in tensors:

@@ -40,6 +40,8 @@ _KEEP_WHOLE = frozenset(
      "kthvalue", "norm", "logsumexp", "new_zeros", "new_ones", "new_full", "_pin_memory", "rand_like", "randn_like",
      "_safe_softmax", "nan_to_num"}
 )  # fmt: skip
+MATRIX_PRODUCTS = frozenset({"einsum", "matmul", "linear"})
+"""The same of composites that CUDA refuses for integers alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,8 @@ class Facts:
     `run` calls it. `arguments` are (name, default, or None) in order; `written` the (position, name) of those it
     writes. `implicit`: torch defines it by other operations on every device. `explicit`: one C++ kernel made of other
     operations serves CPU and CUDA, and is worth a look inside. `inside` runs either so that these are seen. `foreign`:
-    a custom operation. `view`: it runs no kernel, and its results are its arguments' memory. `takes_host_scalars`: a
-    host tensor without dimensions may stand beside device tensors.
+    a custom operation. `view`: unless its result is new memory, it ran no kernel; it has one tensor for an argument.
+    `takes_host_scalars`: a host tensor without dimensions may stand beside device tensors.
     """
 
     name: str
@@ -95,9 +97,14 @@ def facts_of(op: OpOverload) -> Facts:
         implicit,
         explicit,
         foreign,
-        views and not (implicit or foreign or name in CHANGES_GEOMETRY),
+        views and not (foreign or name in CHANGES_GEOMETRY) and _looks_at_one_tensor(schema),
         (pointwise and name not in _CHECKS_DEVICES) or name in _ALSO_TAKES_HOST_SCALARS,
     )
+
+
+def _looks_at_one_tensor(schema: torch._C.FunctionSchema) -> bool:
+    arguments = [str(argument.type) for argument in schema.arguments]
+    return arguments[:1] == ["Tensor"] and not any("Tensor" in name for name in arguments[1:])
 
 
 def written_by(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -49,8 +49,8 @@ Spot = tuple[CodeType, int]
 """A piece of code and the offset of an instruction in it."""
 
 
-def author_spot(skip: int = 0) -> Spot | None:
-    """The innermost frame that belongs to the program under test; None if there is none.
+def author_spot(skip: int = 0) -> Spot | Site:
+    """The innermost frame that belongs to the program under test; `UNKNOWN` if there is none.
 
     `skip`: so many callers are functions of this package, and need no look.
     """
@@ -60,16 +60,18 @@ def author_spot(skip: int = 0) -> Spot | None:
         if not _is_machinery(code.co_filename):
             return code, frame.f_lasti
         frame = frame.f_back  # type: ignore[assignment]
-    return None
+    return UNKNOWN
 
 
-def site_of(spot: Spot | None) -> Site:
-    """The line of a spot; `UNKNOWN` for None."""
-    if spot is None:
-        return UNKNOWN
-    code, offset = spot
-    lines = (line for start, end, line in code.co_lines() if start <= offset < end)
-    return Site(code.co_filename, next(lines, None) or code.co_firstlineno, code.co_name)
+def site_of(place: Spot | Site) -> Site:
+    """The line of a spot; a site is one already."""
+    if isinstance(place, Site):
+        return place
+    code, offset = place
+    for start, end, line in code.co_lines():
+        if start <= offset < end:
+            return Site(code.co_filename, line or code.co_firstlineno, code.co_name)
+    return Site(code.co_filename, code.co_firstlineno, code.co_name)
 
 
 def author_site() -> Site:

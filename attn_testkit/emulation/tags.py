@@ -9,71 +9,95 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_testkit.emulation.private import disable_functions, keep_identity, release_identity, storage_at, use_count
-from attn_testkit.emulation.sites import Spot, author_spot
+from attn_testkit.emulation.sites import UNKNOWN, Site, Spot, author_spot, site_of
 
-_FIRST_PURGE = 128
+_YOUNG = 128
+"""So many storages are entered between two purges."""
 _STRIDED = torch.strided
 
 
 class Registry:
-    """Storages of one kind: the spot that allocated each, by its identity.
+    """Storages of one kind: where each was allocated, by its identity.
 
     `peak_bytes` is the most that was live whenever the program asked, since it last reset the peak.
     """
 
-    __slots__ = ("_lock", "_purge_at", "_walking", "entries", "peak_bytes")
+    __slots__ = ("_full_at", "_lock", "_walking", "_young", "entries", "peak_bytes")
 
     def __init__(self) -> None:
-        self.entries: dict[int, Spot | None] = {}
-        self._purge_at = _FIRST_PURGE
+        self.entries: dict[int, Spot | Site] = {}
+        self._young: list[int] = []
+        self._full_at = _YOUNG
         self._lock = threading.RLock()
         self._walking = False
         self.peak_bytes = 0
 
-    def add(self, storage: torch.UntypedStorage) -> None:
-        """Enter a storage, allocated at the author's line that runs now; nothing if it is known."""
-        key = storage._cdata
-        if key not in self.entries:
-            keep_identity(storage)
-            self.entries[key] = author_spot(2)
-            if len(self.entries) > self._purge_at:
-                self.purge()
+    def add(self, storage: torch.UntypedStorage, skip: int = 0) -> None:
+        """Enter a storage that is not known, allocated at the author's line that runs now.
+
+        `skip`: so many callers of this are functions of this package.
+        """
+        key = keep_identity(storage)
+        self.entries[key] = author_spot(skip + 1)
+        young = self._young
+        young.append(key)
+        if len(young) >= _YOUNG:
+            self.purge()
 
     def purge(self) -> None:
-        """Forget storages that are gone; not while somebody walks over the entries, who would read freed memory."""
+        """Forget storages that are gone, old ones when they have doubled: most go young.
+
+        Not while somebody walks over the entries, who would read freed memory.
+        """
         if not self._lock.acquire(blocking=False):
             return
         try:
             if not self._walking:
                 self._walking = True
-                for key in [key for key in list(self.entries) if not use_count(key)]:
-                    del self.entries[key]
-                    release_identity(key)
-                self._purge_at = max(_FIRST_PURGE, 2 * len(self.entries))
+                full = len(self.entries) > self._full_at
+                asked, self._young = list(self.entries) if full else self._young, []
+                for key in asked:
+                    if not use_count(key):
+                        del self.entries[key]
+                        release_identity(key)
+                if full:
+                    self._full_at = 2 * len(self.entries) + _YOUNG
                 self._walking = False
         finally:
             self._lock.release()
 
-    def live(self) -> list[tuple[Spot | None, torch.UntypedStorage]]:
-        """Every storage that still exists, and the spot that allocated it."""
+    def live(self) -> list[tuple[int, torch.UntypedStorage]]:
+        """Every storage that still exists, by its identity."""
         with self._lock:
             # A finalizer that runs in here may add, and purge.
             outer, self._walking = self._walking, True
-            found = [
-                (spot, storage) for key, spot in list(self.entries.items()) if (storage := storage_at(key)) is not None
-            ]
+            found = [(key, storage) for key in list(self.entries) if (storage := storage_at(key)) is not None]
             self._walking = outer
             return found
 
     def live_bytes(self) -> int:
         """Bytes in storages that still exist."""
         return sum(storage.nbytes() for _, storage in self.live())
+
+    def sites(self, keys: Iterable[int]) -> list[Site]:
+        """The lines that allocated these storages. What was looked up is remembered: programs ask more than once."""
+        known: dict[tuple[int, int], Site] = {}
+        found = []
+        for key in keys:
+            place = self.entries[key]
+            if not isinstance(place, Site):
+                spot = id(place[0]), place[1]
+                place = known[spot] if spot in known else known.setdefault(spot, site_of(place))
+                self.entries[key] = place
+            found.append(place)
+        return found
 
 
 DEVICE = Registry()
@@ -96,9 +120,9 @@ def storage_key(tensor: Tensor) -> int:
     off."""
     try:
         key: int = tensor.untyped_storage()._cdata
-        return key
     except (NotImplementedError, RuntimeError):
         return 0
+    return key
 
 
 def is_device(tensor: Tensor) -> bool:
@@ -124,16 +148,18 @@ def tag_device(tensor: Tensor) -> Tensor:
     except (NotImplementedError, RuntimeError):
         return tensor
     if storage._cdata not in _device and not tensor.is_meta and (type(tensor) is Tensor or tensor.layout is _STRIDED):
-        DEVICE.add(storage)
+        DEVICE.add(storage, 2)
     return tensor
 
 
 def tag_pinned(tensor: Tensor) -> Tensor:
     """Make the memory of `tensor` pinned host memory."""
-    PINNED.add(tensor.untyped_storage())
+    storage = tensor.untyped_storage()
+    if storage._cdata not in _pinned:
+        PINNED.add(storage)
     return tensor
 
 
-def allocation_spot(key: int) -> Spot | None:
-    """Where a storage was allocated, if it is known."""
-    return _device.get(key) or _pinned.get(key)
+def allocated_at(key: int) -> Spot | Site:
+    """Where a storage was allocated."""
+    return _device.get(key) or _pinned.get(key) or UNKNOWN

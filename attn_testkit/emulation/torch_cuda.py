@@ -3,6 +3,7 @@ left."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from attn_testkit.emulation.generators import EmulatedGenerator
 from attn_testkit.emulation.graph import EmulatedGraph, graph
 from attn_testkit.emulation.pools import new_handle
 from attn_testkit.emulation.session import SYNC_DEFAULT, SYNC_ERROR, SYNC_WARN
-from attn_testkit.emulation.sites import Site, site_of
+from attn_testkit.emulation.sites import Site
 from attn_testkit.emulation.stream_state import StreamState
 from attn_testkit.emulation.streams import Event, ExternalStream, Stream, StreamContext
 from attn_testkit.emulation.tags import DEVICE
@@ -145,7 +146,11 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 def memory_snapshot(mempool_id: Any = None) -> list[dict[str, Any]]:
     """One segment in torch's form for each storage on the device, with the line that allocated it as its only frame."""
-    return [_segment(site_of(spot), storage.data_ptr(), storage.nbytes()) for spot, storage in DEVICE.live()]
+    live = DEVICE.live()
+    sites = DEVICE.sites(key for key, _ in live)
+    return [
+        _segment(site, storage.data_ptr(), storage.nbytes()) for site, (_, storage) in zip(sites, live, strict=True)
+    ]
 
 
 def _segment(site: Site, address: int, size: int) -> dict[str, Any]:
@@ -269,17 +274,26 @@ def _guarded(emulated: Callable[..., Any], original: Callable[..., Any] | None) 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
     """(object, attribute, emulated value) of everything to replace under torch.cuda."""
+    classes, functions = _names_in_torch()
+    for module, name, emulated in classes:
+        yield module, name, emulated
+    for module, name, emulated in functions:
+        yield module, name, _guarded(emulated, getattr(module, name))
+
+
+_Named = list[tuple[ModuleType, str, Any]]
+
+
+@functools.cache
+def _names_in_torch() -> tuple[_Named, _Named]:
+    """What this torch has of the names above: to be replaced for everybody, and for threads inside the emulation."""
+    everybody: _Named = [(torch.cuda, "default_generators", (_DEFAULT_GENERATOR,))]
+    inside: _Named = []
     for module in _MODULES:
         for name, emulated in CLASSES.items():
             if hasattr(module, name) and (module is torch.cuda or name in ("CUDAGraph", "graph", "Stream", "Event")):
-                yield module, name, emulated
-        for name, emulated in FUNCTIONS.items():
-            if hasattr(module, name):
-                yield module, name, _guarded(emulated, getattr(module, name))
-    yield torch.cuda, "default_generators", (_DEFAULT_GENERATOR,)
-    for name, emulated in ACCELERATOR.items():
-        if hasattr(torch.accelerator, name):
-            yield torch.accelerator, name, _guarded(emulated, getattr(torch.accelerator, name))
-    for name, emulated in _NVTX.items():
-        if hasattr(torch.cuda.nvtx, name):
-            yield torch.cuda.nvtx, name, emulated
+                everybody.append((module, name, emulated))
+        inside += [(module, name, emulated) for name, emulated in FUNCTIONS.items() if hasattr(module, name)]
+    inside += [(torch.accelerator, name, it) for name, it in ACCELERATOR.items() if hasattr(torch.accelerator, name)]
+    everybody += [(torch.cuda.nvtx, name, it) for name, it in _NVTX.items() if hasattr(torch.cuda.nvtx, name)]
+    return everybody, inside

@@ -289,3 +289,40 @@ def test_an_operation_that_raises_in_a_replay_is_told_with_the_line_that_recorde
     assert (site.function, site.line) == ("captured", captured.__code__.co_firstlineno + 2)
     assert f"recorded at {site}" in raised.value.__notes__[0]
     assert "index_select" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "x.clone()", "x[0, 0].clone()", "x.t().clone()", "x[:1].expand(3, 4).clone()", "x.half()", "x.t().double()",
+        "x.masked_fill(x > 1, 7.0)", "x[:1].masked_fill(x > 1, 7.0)", "x[0, 0].masked_fill(x[0, 0] > -9, 7.0)",
+        "torch.full((3, 4), 2.5, device='cuda')", "torch.full((), 2.5, device='cuda')", "x.bool()",
+        "torch.zeros(3, device='cuda')", "x.t().reshape(-1)",
+    ],
+)  # fmt: skip
+def test_a_replay_into_memory_that_is_there_gives_what_the_operation_gives(make, capture):
+    x = torch.arange(12.0, device="cuda").view(3, 4)
+    graph, y = capture(lambda: eval(make, {"x": x, "torch": torch}))
+    x.neg_().add_(3)
+    for _ in range(2):
+        graph.replay()
+        wanted = eval(make, {"x": x, "torch": torch})
+        assert (y.dtype, y.stride()) == (wanted.dtype, wanted.stride())
+        assert torch.equal(y, wanted)
+
+
+def test_views_in_place_turn_the_tensor_once_and_not_on_every_replay(capture):
+    x = torch.arange(6.0, device="cuda").view(2, 3)
+
+    def run():
+        y = x * 1
+        before = y + 0
+        y.t_()
+        return before, y + 0
+
+    graph, (before, after) = capture(run)
+    for _ in range(3):
+        x.add_(1)
+        graph.replay()
+        assert torch.equal(before, x)
+        assert torch.equal(after, x.t())

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from attn_testkit.emulation import DanglingMemoryError, Policy, emulated_cuda
+from attn_testkit.emulation import DanglingMemoryError, Policy, emulated_cuda, tags
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
@@ -220,3 +220,40 @@ def test_host_memory_is_left_alone():
     assert not torch.zeros(4).isnan().any()
     host = torch.empty(4)
     assert host.device.type == "cpu"
+
+
+def test_under_the_poison_policy_an_output_that_was_resized_is_left_alone():
+    with emulated_cuda(Policy(dangling="poison")):
+        x = ones(1000)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x * 2
+            y.add_(torch.empty(1000, device="cuda").fill_(1))
+        y.resize_(100_000).fill_(5)
+        bystanders = [torch.full((1000,), 7.0, device="cuda") for _ in range(16)]
+        graph.replay()
+        graph.replay()
+        assert (y == 5).all()
+        assert all((each == 7).all() for each in bystanders)
+
+
+def test_memory_that_is_gone_is_forgotten_and_what_is_kept_stays_device_memory():
+    kept = [ones() for _ in range(3 * tags._YOUNG)]
+    for _ in range(4 * tags._YOUNG):
+        ones()
+    assert all(each.is_cuda for each in kept)
+    assert len(tags.DEVICE.entries) < 3 * (len(kept) + tags._YOUNG)
+    kept.clear()
+    for _ in range(12 * tags._YOUNG):
+        ones()
+    assert len(tags.DEVICE.entries) < 6 * tags._YOUNG
+
+
+def test_a_snapshot_names_the_line_of_each_allocation():
+    x = ones(77)
+    y = torch.zeros(78, device="cuda")
+    for _ in range(2):  # the second time from what is remembered
+        frames = {each["address"]: each["blocks"][0]["frames"][0] for each in torch.cuda.memory_snapshot()}
+        here = test_a_snapshot_names_the_line_of_each_allocation.__code__.co_firstlineno
+        assert frames[x.data_ptr()]["name"] == "ones"
+        assert (frames[y.data_ptr()]["line"], frames[y.data_ptr()]["filename"]) == (here + 2, __file__)
