@@ -68,7 +68,11 @@ class Runner:
                 parse_case(_named_request(name).case)
             except ValueError as error:
                 raise UsageError(f"--after: {error}") from None
-        return plan_run(request, lambda candidate: self.claims(candidate, request.device))
+        return plan_run(
+            request,
+            lambda candidate: self.claims(candidate, request.device),
+            lambda candidate: dict(self._described[candidate].broken_packages),
+        )
 
     def claims(self, candidate: Candidate, device: str) -> Capabilities:
         """What a backend claims. Raises ``UsageError`` where it cannot be imported."""

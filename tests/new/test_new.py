@@ -71,7 +71,9 @@ def test_what_it_writes_passes_ruff_as_it_is_and_by_the_rules_of_the_kit(call, t
     assert code == 0, err
     rules = Path(__file__).resolve().parents[2] / "pyproject.toml"
     for args in (["check"], ["format", "--check"], ["check", "--config", str(rules)]):
-        found = subprocess.run([sys.executable, "-m", "ruff", *args, "."], cwd=tmp_path, capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            [sys.executable, "-m", "ruff", *args, "."], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         assert found.returncode == 0, found.stdout
 
 
