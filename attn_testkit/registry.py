@@ -31,6 +31,7 @@ __all__ = [
     "capabilities_line",
     "checked_class",
     "did_you_mean",
+    "import_failure",
     "load_backend",
     "origin_of",
     "registered_backends",
@@ -173,11 +174,16 @@ def _import(spec: str, module_name: str) -> ModuleType:
 
 
 def _import_failed(spec: str, module_name: str, error: BaseException) -> str:
+    return f"backend {spec!r}: importing {module_name} failed: {import_failure(error)}"
+
+
+def import_failure(error: BaseException) -> str:
+    """What an import raised and where, in one line: ``ImportError: no libcudart (at /.../vendor/__init__.py:12)``."""
     # The innermost frame that an author can mend: the line of the user's file that broke, or of a package it imports.
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _MACHINERY.search(f.filename)]
     at = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     text = readable(" ".join(message_of(error).split()), MOST_OF_A_MESSAGE)
-    return f"backend {spec!r}: importing {module_name} failed: {type(error).__name__}: {text}{at}"
+    return f"{type(error).__name__}: {text}{at}"
 
 
 _KIT = re.escape(str(Path(__file__).parent))

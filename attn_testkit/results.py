@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 __all__ = [
+    "CANNOT_IMPORT",
     "CHECK_IDS",
     "EXECUTIONS",
     "KIT_ERROR",
@@ -38,6 +39,8 @@ EXECUTIONS = ("eager", "graph")
 
 KIT_ERROR = "the kit itself failed: "
 """How the reason of a result begins when the fault is ours, not the backend's."""
+CANNOT_IMPORT = "is installed and cannot be imported"
+"""In the reason of what is not run because a package is broken."""
 # The ids of checks/, which comes with torch, in its reading order. A test compares.
 CHECK_IDS = (
     "completes",

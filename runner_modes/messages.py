@@ -28,6 +28,8 @@ class Described:
     claims: Capabilities
     changed: tuple[str, ...] = ()
     """What importing it changed in the process."""
+    broken_packages: tuple[tuple[str, str], ...] = ()
+    """(requirement of the claims, why not) of packages that are installed and cannot be imported."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ from ..registry import UsageError, unknown
 from ..running.judge_process import JudgeError
 from .audit import audit
 from .compare import compare
+from .doctor import doctor
 from .explain import explain
 from .known import known
 from .list_ import list_
+from .new import new
 from .report import report
 from .repro import repro
 from .run import run
@@ -51,7 +53,7 @@ def commands() -> None:
     """Tests whether an attention backend computes what it claims, eager and under CUDA graphs."""
 
 
-for _command in (run, repro, list_, explain, report, compare, known, audit):
+for _command in (run, repro, new, doctor, list_, explain, report, compare, known, audit):
     commands.add_command(_command)
 
 

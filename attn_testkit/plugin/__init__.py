@@ -15,7 +15,7 @@ import pytest
 
 from ..running.gpus import visible_gpus
 from . import options as plugin_options
-from .own_tests import MARK, OWN_TESTS, CaseRun, OwnTests, parametrize, uncalled
+from .own_tests import MARK, OWN_TESTS, CaseRun, Check, OwnTests, parametrize, uncalled
 from .reporting import Run, complete, text_only
 from .session import SESSION, Session, param_id, pickled_plan
 
@@ -31,7 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the session's state; on a worker, take the GPU that the controller assigned."""
     config.addinivalue_line("markers", "attn_mode(mode): the runner mode whose case-runs a test of the suite takes")
-    config.addinivalue_line("markers", f"{MARK}(wanted): what attn_testkit.conformance_cases marks a test with")
+    config.addinivalue_line(
+        "markers", f"{MARK}(backend, ..., tier=...): a test for each case-run, as by conformance_cases"
+    )
     config.stash[OWN_TESTS] = OwnTests()
     gpu = _workerinput(config).get("attn_gpu")
     if gpu:
@@ -137,6 +139,12 @@ def attn_run(request: pytest.FixtureRequest) -> Run:
 def attn_case(request: pytest.FixtureRequest) -> CaseRun:
     """The case-run of a test that ``attn_testkit.conformance_cases`` decorates; calling it runs it."""
     return CaseRun(request.config.stash[OWN_TESTS], request.node, getattr(request, "param", None))
+
+
+@pytest.fixture
+def attn_check(request: pytest.FixtureRequest) -> Check:
+    """Call ``attn_check(backend, ...)`` to judge a backend inside a test; fails the test unless it conforms."""
+    return Check(request.config.stash[OWN_TESTS], request.path.parent)
 
 
 @pytest.hookimpl(wrapper=True)

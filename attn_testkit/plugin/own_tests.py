@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from ..registry import UsageError
-from ..reports.outcome import verdict
+from ..reports.outcome import Results, verdict
 from ..results import BAD, CaseResult, RunHeader, Status, format_failure
 from ..running.candidate import candidate_for
 from ..running.judge_process import JudgeError, JudgeProcess
@@ -18,7 +19,7 @@ from ..running.request import Item, Judge, Options, Prepared, Request, kit_error
 from .reporting import CaseFailed, properties
 from .session import param_id
 
-__all__ = ["MARK", "OWN_TESTS", "CaseRun", "OwnTests", "conformance_cases", "parametrize", "uncalled"]
+__all__ = ["MARK", "OWN_TESTS", "CaseRun", "Check", "OwnTests", "conformance_cases", "parametrize", "uncalled"]
 
 MARK = "attn_conformance"
 FIXTURE = "attn_case"
@@ -68,8 +69,36 @@ def conformance_cases(
     Raises ``UsageError``; for what only planning can know (a backend that cannot be imported), collecting the test is
     an error.
     """
+    wanted = _wanted(
+        *backends,
+        tier=tier,
+        device=device,
+        modes=modes,
+        executions=executions,
+        seed=seed,
+        cases=cases,
+        timeout_s=timeout_s,
+        known_failures=known_failures,
+    )
+    return getattr(pytest.mark, MARK)(wanted)  # type: ignore[no-any-return]
+
+
+def _wanted(
+    *backends: str | type[Any],
+    tier: str = "smoke",
+    device: str = "auto",
+    modes: Sequence[str] = (),
+    executions: Sequence[str] = (),
+    seed: int = 0,
+    cases: Sequence[str] = (),
+    timeout_s: float = 300.0,
+    known_failures: str | Path | None = None,
+) -> Wanted:
+    """What these arguments of the decorator, the mark and the fixture ask for. Raises ``UsageError``."""
     if not backends:
         raise UsageError("which backend? Write conformance_cases('module:Class') or conformance_cases(MyBackend)")
+    if isinstance(modes, str) or isinstance(executions, str) or isinstance(cases, str):
+        raise UsageError("modes, executions and cases are lists of names: write modes=['decode']")
     request = Request(
         backends=tuple(candidate_for(backend) for backend in backends),
         modes=tuple(modes),
@@ -80,8 +109,18 @@ def conformance_cases(
         cases=tuple(cases),
         command="conformance_cases",
     )
-    known = Path(known_failures) if known_failures else None
-    return getattr(pytest.mark, MARK)(Wanted(request, Options(timeout_s=timeout_s), known))  # type: ignore[no-any-return]
+    return Wanted(request, Options(timeout_s=timeout_s), Path(known_failures) if known_failures else None)
+
+
+def _of_mark(mark: pytest.Mark) -> Wanted:
+    """What a mark asks for: the decorator's, or one that was written out with the decorator's arguments."""
+    if len(mark.args) == 1 and isinstance(mark.args[0], Wanted):
+        return mark.args[0]
+    try:
+        return _wanted(*mark.args, **mark.kwargs)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(_wanted).parameters)
+        raise UsageError(f"@pytest.mark.{MARK}: {str(error).partition(' ')[2]} (arguments: {known})") from None
 
 
 def parametrize(metafunc: pytest.Metafunc, own: OwnTests) -> None:
@@ -91,10 +130,10 @@ def parametrize(metafunc: pytest.Metafunc, own: OwnTests) -> None:
         return
     if FIXTURE not in metafunc.fixturenames:
         pytest.fail(f"{metafunc.function.__name__} has conformance_cases, and takes no {FIXTURE}", pytrace=False)
-    wanted: Wanted = mark.args[0]
-    if wanted.known:
-        wanted = replace(wanted, known=metafunc.definition.path.parent / wanted.known)
     try:
+        wanted = _of_mark(mark)
+        if wanted.known:
+            wanted = replace(wanted, known=metafunc.definition.path.parent / wanted.known)
         params = list(_params(own.prepared(wanted), wanted))
     except (UsageError, JudgeError) as error:
         pytest.fail(f"attn-testkit: {error}", pytrace=False)
@@ -136,7 +175,7 @@ class OwnTests:
         """The result of one case-run, whatever the backend does."""
         prepared = self.prepared(wanted)
         try:
-            (result,) = self._judge(wanted).run(prepared.plan, [item])
+            (result,) = self._judge(wanted).run(prepared.plan.to_run(), [item])
         except JudgeError as error:
             self._drop(wanted)
             return kit_error(item, str(error))
@@ -145,6 +184,16 @@ class OwnTests:
             self._drop(wanted)
             raise
         return prepared.ledger.judge(result)
+
+    def check(self, wanted: Wanted) -> Results:
+        """All of it at once. Raises ``UsageError`` and ``JudgeError``."""
+        prepared = self.prepared(wanted)
+        try:
+            found = tuple(map(prepared.ledger.judge, self._judge(wanted).run(prepared.plan, prepared.items)))
+        except BaseException:
+            self._drop(wanted)
+            raise
+        return Results(prepared.plan.header, (*prepared.preset, *found), tuple(prepared.problems()))
 
     def close(self) -> None:
         """End the processes."""
@@ -198,6 +247,28 @@ class CaseRun:
 
     def __repr__(self) -> str:
         return self._param.id
+
+
+class Check:
+    """The fixture ``attn_check``: judges a backend inside a test, on processes that all tests of the session share."""
+
+    def __init__(self, own: OwnTests, folder: Path) -> None:
+        self._own, self._folder = own, folder
+
+    def __call__(self, *backends: str | type[Any], **given: Any) -> Results:
+        """Check backends; arguments are those of ``conformance_cases``.
+
+        Fails the test with the verdict and the failures unless they conform; else returns the ``Results``. Raises
+        ``UsageError`` for a request that makes no sense, and ``JudgeError`` where the process that judges died.
+        """
+        __tracebackhide__ = True
+        wanted = _wanted(*backends, **given)
+        if wanted.known:
+            wanted = replace(wanted, known=self._folder / wanted.known)
+        results = self._own.check(wanted)
+        if not results:
+            raise CaseFailed("\n".join(filter(None, (results.verdict, results.texts))), results.verdict)
+        return results
 
 
 def uncalled(item: pytest.Item) -> str:

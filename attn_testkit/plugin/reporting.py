@@ -22,7 +22,11 @@ RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
 
 
 class CaseFailed(AssertionError):
-    """A case-run did not pass; the message is the text of the failure."""
+    """A case-run did not pass; the message is the text of the failure, and ``short`` what a summary says of it."""
+
+    def __init__(self, text: str, short: str = "") -> None:
+        super().__init__(text)
+        self.short = short
 
 
 class Run:
@@ -48,23 +52,23 @@ class Run:
 
 def complete(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
     """Put the result on the report, as plain values, and the failure's own text in place of a traceback."""
-    if not {"attn_item", "attn_case"} & {*getattr(item, "fixturenames", ())}:
+    if not {"attn_item", "attn_case", "attn_check"} & {*getattr(item, "fixturenames", ())}:
         return
     report.user_properties = [(str(name), plain(value)) for name, value in report.user_properties]
     if call.excinfo is not None and isinstance(call.excinfo.value, CaseFailed):
-        report.longrepr = text_only(item, str(call.excinfo.value))
+        report.longrepr = text_only(item, str(call.excinfo.value), call.excinfo.value.short)
     result = item.stash.get(RESULT, None)
     if result is not None and call.when == "call":
         report.attn_result = plain(asdict(result))  # type: ignore[attr-defined]
 
 
-def text_only(item: pytest.Item, text: str) -> ReprExceptionInfo:
-    """A failure that pytest shows as this text, and in its short summary as the first line."""
+def text_only(item: pytest.Item, text: str, short: str = "") -> ReprExceptionInfo:
+    """A failure that pytest shows as this text, and in its short summary as the first line, or as ``short``."""
     # This form, unlike a plain string, survives xdist with the one-line message of the short summary.
     first, _, _ = text.partition("\n")
     path, line, _ = item.location
     # The summary's line is cut at the terminal's width and already has the case in the test's id.
-    crash = ReprFileLocation(path, (line or 0) + 1, first.partition(": ")[2] or first)
+    crash = ReprFileLocation(path, (line or 0) + 1, short or first.partition(": ")[2] or first)
     return ReprExceptionInfo(ReprTraceback([ReprEntryNative([text + "\n"])], None, style="native"), crash)
 
 
@@ -72,8 +76,12 @@ def properties(result: CaseResult) -> list[tuple[str, Any]]:
     """What JUnit XML says of a case-run."""
     values: dict[str, Any] = {
         "attn_backend": result.backend,
+        "attn_mode": result.mode,
+        "attn_execution": result.execution,
         "attn_case": result.case,
         "attn_status": result.status,
+        "attn_failed_checks": ", ".join(dict.fromkeys(finding.check for finding in result.findings)) or None,
+        "attn_reason": result.reason or None,
         "attn_margin": result.margin,
         "attn_seconds": round(seconds_of(result), 4),
         "attn_emulated": result.emulated,

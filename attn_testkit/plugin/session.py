@@ -100,7 +100,7 @@ class Session:
         prepared = self.plan()
         assert prepared is not None
         try:
-            (result,) = self.judge().run(prepared.plan, [item])
+            (result,) = self.judge().run(prepared.plan.to_run(), [item])
         except JudgeError as error:
             self._drop_judge()
             return kit_error(item, str(error))

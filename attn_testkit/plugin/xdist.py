@@ -14,6 +14,7 @@ from ..reports.record import plain
 from ..results import format_failure
 from ..running.gpus import GpuSlots, visible_gpus
 from ..running.request import kit_error
+from .reporting import properties
 from .session import Session
 
 __all__ = ["XdistHooks"]
@@ -52,3 +53,4 @@ class XdistHooks:
         result = kit_error(item, str(report.longrepr))
         report.attn_result = plain(asdict(result))  # type: ignore[attr-defined]
         report.longrepr = format_failure(result, self._session.header)
+        report.user_properties = properties(result)

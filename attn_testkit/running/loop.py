@@ -68,7 +68,11 @@ class Runner:
                 parse_case(_named_request(name).case)
             except ValueError as error:
                 raise UsageError(f"--after: {error}") from None
-        return plan_run(request, lambda candidate: self._claims_for(candidate, request))
+        return plan_run(
+            request,
+            lambda candidate: self._claims_for(candidate, request),
+            lambda candidate: dict(self._described[candidate].broken_packages),
+        )
 
     def _claims_for(self, candidate: Candidate, request: Request) -> Capabilities:
         """What it claims. The other workers that the run will want import it while the plan is made."""

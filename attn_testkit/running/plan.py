@@ -22,10 +22,14 @@ from .request import Item, Plan, Request, unloadable
 __all__ = ["plan_run"]
 
 Claims = Callable[[Candidate], Capabilities]
+Broken = Callable[[Candidate], Mapping[str, str]]
+"""Requirement of the claims -> why it is installed and cannot be imported."""
 
 
-def plan_run(request: Request, claims_of: Claims) -> Plan:
-    """Decide what to run. Raises ``UsageError`` for a request that makes no sense."""
+def plan_run(request: Request, claims_of: Claims, broken_of: Broken = lambda _: {}) -> Plan:
+    """Decide what to run. Raises ``UsageError`` for a request that makes no sense. ``broken_of`` is asked after
+    ``claims_of``.
+    """
     if not request.backends:
         raise UsageError("no backend was named; give --backend a short name or module:Class")
     if request.tier not in TIERS:
@@ -47,10 +51,11 @@ def plan_run(request: Request, claims_of: Claims) -> Plan:
                 raise
             preset.append(unloadable(candidate.spec, str(error)))
             continue
+        broken = broken_of(candidate)
         first = len(items)
         for mode in modes:
             for execution in executions:
-                found, rows = _of_mode(candidate.spec, claims, mode, execution, request, exact, environment)
+                found, rows = _of_mode(candidate.spec, claims, mode, execution, request, exact, environment, broken)
                 items += found
                 preset += rows
         if not request.cases:
@@ -75,11 +80,12 @@ def _of_mode(
     request: Request,
     exact: Sequence[Case],
     environment: Environment,
+    broken: Mapping[str, str],
 ) -> tuple[list[tuple[Item, Case]], list[CaseResult]]:
     """Items of one mode and execution, and the rows that are known without running."""
     if not claims.offers(mode, execution):
         return [], [_row(spec, mode, execution, Status.UNSUPPORTED, "not claimed")]
-    absent = missing_here(claims, environment, mode)
+    absent = missing_here(claims, environment, mode) or _broken_here(claims, mode, broken)
     if absent:
         return [], [_row(spec, mode, execution, Status.NOT_RUN_HERE, absent)]
     found = _cases_for(claims, mode, request, exact)
@@ -89,6 +95,13 @@ def _of_mode(
     return [
         (Item(spec, mode.value, execution.value, case.id, probe and case is found[0]), case) for case in found
     ], rows
+
+
+def _broken_here(claims: Capabilities, mode: ForwardMode, broken: Mapping[str, str]) -> str:
+    """What of the packages that this mode needs cannot be imported, or nothing."""
+    of_mode = claims.mode_requires.get(mode)
+    needed = (*claims.requires.packages, *(of_mode.packages if of_mode else ()))
+    return next((broken[text] for text in needed if text in broken), "")
 
 
 def _in_order(items: Sequence[tuple[Item, Case]]) -> tuple[Item, ...]:

@@ -129,6 +129,10 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     device: str = "auto"
 
+    def to_run(self) -> Plan:
+        """What running any of its items takes, without the items: it travels with every case-run of pytest."""
+        return replace(self, header=replace(self.header, explained={}, untried={}), items=(), preset=())
+
 
 class Judge(Protocol):
     """Plans and runs, in this process or in one of its own."""

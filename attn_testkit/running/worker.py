@@ -26,6 +26,7 @@ from .host_memory import Trimmer
 from .left_running import Running
 from .oracle_sealed import seal_oracle
 from .process_state import ProcessState, changes, restore, take_state, unchanged
+from .vendor_packages import broken_packages
 from .wire import read
 
 __all__ = ["LocalWorker", "given_up", "serve"]
@@ -55,6 +56,8 @@ class LocalWorker:
         # A module may ask for the device where it is imported.
         with self.environment.active():
             self.backend_class: type[AttentionBackend] = resolve_candidate(candidate)
+            claims = _plain(candidate, self.backend_class)
+            broken = broken_packages(claims)
         changed = tuple(changes(before, skip=_FIRST_SEEN_AT_IMPORT))
         if changed:
             restore(before)
@@ -65,7 +68,7 @@ class LocalWorker:
         self._drives = 0
         self._case = ""
         self._trimmer = Trimmer()
-        self.described = Described(_plain(candidate, self.backend_class), changed)
+        self.described = Described(claims, changed, tuple(broken.items()))
 
     def describe(self) -> Described:
         """What the backend claims."""

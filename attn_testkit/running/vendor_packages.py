@@ -1,0 +1,73 @@
+"""Packages that a backend says it needs: whether what is installed can be imported, and if not, why.
+
+A package that is installed and broken, as by a missing library of CUDA, is no fault of the backend that calls it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata as metadata
+import sys
+from collections.abc import Iterable, Iterator
+
+from packaging.requirements import Requirement
+
+from ..contract import Capabilities
+from ..registry import import_failure
+from ..results import CANNOT_IMPORT
+
+__all__ = ["broken_packages", "module_of"]
+
+
+def broken_packages(claims: Capabilities) -> dict[str, str]:
+    """Requirement -> sentence, for packages of the claims that are installed and cannot be imported. Imports them."""
+    needed = [*claims.requires.packages, *(text for each in claims.mode_requires.values() for text in each.packages)]
+    found = {}
+    for text in dict.fromkeys(needed):
+        why = _why_broken(Requirement(text))
+        if why:
+            found[text] = why
+    return found
+
+
+def _why_broken(requirement: Requirement) -> str:
+    try:
+        distribution = metadata.distribution(requirement.name)
+    except metadata.PackageNotFoundError:
+        return ""
+    module = module_of(distribution)
+    if not requirement.specifier.contains(distribution.version, prereleases=True) or not module:
+        return ""
+    try:
+        importlib.import_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # Half of it would stay, and be found by the next import as if it were whole.
+        for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
+            del sys.modules[name]
+        said = import_failure(error)
+        return f"{distribution.name} {distribution.version} {CANNOT_IMPORT}: {said}"
+    return ""
+
+
+def module_of(distribution: metadata.Distribution) -> str:
+    """The module that a distribution is named after: ``flashinfer`` of flashinfer-python; empty where none is.
+
+    Others that it installs, such as its benchmarks, are nobody's business.
+    """
+    name = distribution.name.lower().replace("-", "_").replace(".", "_")
+    fits = [
+        module for module in _modules(distribution) if name == module.lower() or name.startswith(f"{module.lower()}_")
+    ]
+    return max(fits, key=len, default="")
+
+
+def _modules(distribution: metadata.Distribution) -> Iterator[str]:
+    listed = distribution.read_text("top_level.txt")
+    if listed:
+        yield from listed.split()
+        return
+    files: Iterable[metadata.PackagePath] = distribution.files or ()
+    tops = {file.parts[0] for file in files if len(file.parts) > 1 and file.suffix in (".py", ".so")}
+    yield from sorted(top for top in tops if top.isidentifier())

@@ -1,0 +1,164 @@
+"""What pytest users do without thinking: -k, --lf, -x, --junitxml, marks and fixtures of their own."""
+
+from __future__ import annotations
+
+import pickle
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+INSTALL_FAKE = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import attn_testkit.running.judge_process as judge_process
+judge_process.RUNNER = "fake_runner"
+"""
+SUITE = ("--pyargs", "attn_testkit.suite")
+QUICK = ("-Wignore::pytest.PytestAssertRewriteWarning", "-pno:hypothesispytest")
+XDIST = pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["serial", "xdist"])
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, fake):
+    """Run pytest on the fake judge, on the suite or on the text of a test file."""
+    monkeypatch.setenv("COLUMNS", "200")
+    pytester.makeconftest(INSTALL_FAKE)
+    pytester.makeini("[pytest]\nstrict = true\nfilterwarnings = error\n")
+
+    def _run(*args: str, test: str = "") -> pytest.RunResult:
+        if test:
+            pytester.makepyfile(test_mine=test)
+        return pytester.runpytest_inprocess(*(() if test else SUITE), *QUICK, *args)
+
+    return _run
+
+
+def cases_of(path: Path) -> dict[str, ElementTree.Element]:
+    """Status -> the case of a JUnit XML that has it."""
+    found = {}
+    for case in ElementTree.parse(path).iter("testcase"):
+        found[properties_of(case)["attn_status"]] = case
+    return found
+
+
+def properties_of(case: ElementTree.Element) -> dict[str, str]:
+    return {each.attrib["name"]: each.attrib["value"] for each in case.iter("property")}
+
+
+@XDIST
+def test_junit_xml_has_reasons_of_failures_crashes_and_timeouts(run, pytester, workers):
+    args = ("--attn-backend=fake:ok,wrong,segfault,late", "--attn-mode=decode", "--attn-execution=graph", *workers)
+    assert run(*args, "--junitxml=out.xml").ret == 1
+    cases = cases_of(pytester.path / "out.xml")
+    assert {*cases} == {"passed", "failed", "crashed", "timed out"}
+    messages = {status: case.find("failure").attrib["message"] for status, case in cases.items() if status != "passed"}
+    assert messages == {
+        "failed": "request 3 differs from the oracle, 56x over the limit",
+        "crashed": "crashed: the process was killed by SIGSEGV",
+        "timed out": "timed out: no result after 1 s",
+    }
+    assert "about to read a freed page" in cases["crashed"].find("failure").text
+    assert "about to read a freed page" in properties_of(cases["crashed"])["attn_reason"]
+    failed = properties_of(cases["failed"])
+    assert failed["attn_failed_checks"] == "matches-oracle"
+    assert (failed["attn_mode"], failed["attn_execution"]) == ("decode", "graph")
+    assert "attn_reason" not in failed
+    assert "attn_failed_checks" not in properties_of(cases["passed"])
+
+
+@XDIST
+def test_crashes_and_timeouts_have_their_reason_in_the_short_summary(run, workers):
+    args = ("--attn-backend=fake:segfault,late", "--attn-mode=decode", "--attn-execution=eager", *workers)
+    run(*args).stdout.fnmatch_lines_random(
+        [
+            "FAILED *?fake:segfault,late-eager-decode-segfault-k0? - crashed: the process was killed by SIGSEGV",
+            "FAILED *?fake:segfault,late-eager-decode-late-k1? - timed out: no result after 1 s",
+        ]
+    )
+
+
+def test_last_failed_runs_what_failed_and_nothing_else(run):
+    args = ("--attn-backend=fake:ok,wrong,ok", "--attn-mode=decode")
+    run(*args).assert_outcomes(passed=4, failed=2)
+    again = run(*args, "--lf")
+    again.assert_outcomes(failed=2, deselected=4)
+    again.stdout.fnmatch_lines(["NOT CONFORMANT: 2 failed of 2 claimed case-runs"])
+
+
+def test_stopping_at_the_first_failure_is_no_green_and_says_what_did_not_run(run):
+    found = run("--attn-backend=fake:ok,wrong,ok", "--attn-mode=decode", "--attn-execution=eager", "-x")
+    found.assert_outcomes(passed=1, failed=1)
+    assert found.ret == 1
+    found.stdout.fnmatch_lines(["NOT CONFORMANT: 1 failed of 3 claimed case-runs; 1 did not run"])
+
+
+MARKED = """
+    import pytest
+
+    pytestmark = pytest.mark.attn_conformance({given})
+
+    def test_conformance(attn_case):
+        attn_case()
+"""
+
+
+def test_the_mark_takes_what_the_decorator_takes(run):
+    found = run(test=MARKED.format(given="'fake:ok,wrong', modes=['decode']"))
+    found.assert_outcomes(passed=2, failed=2, skipped=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", "which backend? Write conformance_cases('module:Class')"),
+        ("'fake:ok', mode=['decode']", "got an unexpected keyword argument 'mode' (arguments: backends, tier, device,"),
+        ("'fake:ok', modes='decode'", "modes, executions and cases are lists of names: write modes=['decode']"),
+    ],
+)
+def test_a_mark_that_asks_for_nonsense_is_an_error_of_collecting(run, given, message):
+    found = run(test=MARKED.format(given=given))
+    assert found.ret == 2
+    assert message in found.stdout.str()
+
+
+FIXTURE = """
+    def test_decode(attn_check):
+        results = attn_check("{backend}", modes=["decode"])
+        assert len([r for r in results if r.case]) == 4
+
+    def test_again(attn_check, request):
+        attn_check("{backend}", modes=["decode"])
+        from attn_testkit.plugin.own_tests import OWN_TESTS
+        assert len(request.config.stash[OWN_TESTS]._judges) == 1
+"""
+
+
+def test_the_fixture_judges_a_backend_inside_a_test_on_one_process(run):
+    run(test=FIXTURE.format(backend="fake:ok,ok")).assert_outcomes(passed=2)
+
+
+def test_the_fixture_fails_the_test_with_the_verdict_and_no_traceback(run):
+    found = run(test=FIXTURE.format(backend="fake:ok,wrong"))
+    found.assert_outcomes(failed=2)
+    found.stdout.fnmatch_lines(["FAILED *::test_decode - NOT CONFORMANT: 2 failed of 4 claimed case-runs"])
+    assert "  where    out[request 3, head 5, dim 17] = 0.4121, want 0.1870" in found.stdout.str()
+    assert "own_tests.py" not in found.stdout.str()
+
+
+def test_the_fixture_finds_known_failures_beside_the_test(run):
+    test = "def test_it(attn_check):\n    attn_check('fake:ok', known_failures='none.toml')\n"
+    found = run(test=test)
+    assert "test_the_fixture_finds_known_failures_beside_the_test0/none.toml: No such file" in found.stdout.str()
+
+
+def test_what_travels_with_a_case_run_does_not_grow_with_the_plan(fake):
+    """Each case-run is asked for by itself: with the whole plan a session would take time by the square of its size."""
+
+    def size(count: int) -> int:
+        plan = fake.plan_run(backends=["fake:" + ",".join(["ok"] * count)])
+        assert len(plan.items) == 4 * count
+        return len(pickle.dumps(replace(plan.to_run(), header=replace(plan.to_run().header, backends={}))))
+
+    assert size(100) == size(200)
