@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["attend_slots", "store_slots"]
+__all__ = ["attend", "attend_slots", "read_rows", "store_slots"]
 
 
 def store_slots(
@@ -43,18 +43,18 @@ def attend_slots(
         seen = behind >= 0
         if sliding_window_size >= 0:
             seen &= behind <= sliding_window_size
-        k, v = (_rows(buffer, slots) * scale for buffer, scale in zip((k_buffer, v_buffer), scales, strict=True))
+        k, v = (read_rows(buffer, slots) * scale for buffer, scale in zip((k_buffer, v_buffer), scales, strict=True))
         mine = (row >= first) & (row < end)
         # Slots that nobody sees hold anything, and 0 * NaN is NaN.
         v = v.masked_fill(~(seen & mine[:, None]).any(0)[:, None, None], 0.0)
-        result = _attend(q, k, v, seen, sm_scale, logit_cap, sinks)
+        result = attend(q, k, v, seen, sm_scale, logit_cap, sinks)
         out = torch.where(mine[:, None, None], result.to(q.dtype), out)
     return out
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, sm_scale: float, logit_cap: float,
-    sinks: torch.Tensor | None,
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, sm_scale: float,
+    logit_cap: float = 0.0, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """One request: q [T, Hq, D] on k and v [n, Hk, D] as far as ``seen`` [T, n] says; in float32."""
     heads = k.shape[1]
@@ -68,7 +68,8 @@ def _attend(
     return torch.einsum("thgn,nhd->thgd", p, v).flatten(1, 2)
 
 
-def _rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def read_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """``buffer[slots]`` in float32; indexing is not implemented for FP8 everywhere, so its bytes are gathered."""
     if buffer.dtype.itemsize > 1:
         return buffer[slots].float()
     return buffer.view(torch.uint8)[slots].view(buffer.dtype).float()
