@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 import torch
@@ -142,11 +143,12 @@ class Model:
         batch: ForwardBatch,
         look: Callable[[Trace], None],
         save_kv_cache: bool = True,
+        none_kv: bool = False,
     ) -> Trace:
         """All layers. Device work only, so it may be captured. ``look`` is called after each layer.
 
-        ``save_kv_cache`` False: the pool holds the new keys and values already. The trace has hidden states and no
-        logits. Raises what the backend and ``look`` raise.
+        ``save_kv_cache`` False: the pool holds the new keys and values already; with ``none_kv`` the first layer gets
+        None for them. The trace has hidden states and no logits. Raises what the backend and ``look`` raise.
         """
         packed = self.table.index_select(0, batch.input_ids)
         hidden = self.hidden_table.index_select(0, batch.input_ids)
@@ -154,11 +156,15 @@ class Model:
         rows = packed.shape[0]
         # By name and only when it is False: servers leave the argument out elsewhere.
         named = {} if save_kv_cache else {"save_kv_cache": False}
+        none_kv = none_kv and not save_kv_cache
         for index, layer in enumerate(self.layers):
             q, k, v = self._split(packed, index, rows)
             if self.contiguous:
                 q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
                 trace.dense += [q, k, v]
+            if none_kv and index == 0:
+                # The contract's types say tensors: nobody else gets it.
+                k = v = cast(torch.Tensor, None)
             out = backend.forward(q, k, v, layer, batch, **named)
             trace.raw.append(out)
             look(trace)

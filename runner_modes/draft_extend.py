@@ -19,7 +19,15 @@ from .harness import LoadedStep, ServerHarness
 from .mode_driver import ModeDriver, one_a_request
 from .static_inputs import StaticInputs
 
-__all__ = ["DRAFT_EXTEND", "accepted_counts", "captured_draft_spec", "extend_fields", "fill_draft_buffers", "top_k"]
+__all__ = [
+    "DRAFT_EXTEND",
+    "accepted_counts",
+    "captured_draft_spec",
+    "captured_width",
+    "extend_fields",
+    "fill_draft_buffers",
+    "top_k",
+]
 
 
 def accepted_counts(loaded: LoadedStep) -> torch.Tensor:
@@ -54,6 +62,13 @@ def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
     )
 
 
+def captured_width(harness: ServerHarness, width: int) -> int:
+    """``num_tokens_per_req`` at capture: the width, or unset as older servers had it, for who says it takes that."""
+    if not harness.capabilities.takes_unset_width:
+        return width
+    return -1 if harness.case.pick("num-tokens-per-req") else 0
+
+
 def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, width: int) -> DraftExtendInput:
     """``spec_info`` of a bucket's dummy batch, for both draft-extends: every request has the full width."""
     mirrors = harness.capabilities.needs_cpu_seq_lens
@@ -63,7 +78,7 @@ def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, w
         num_accept_tokens=static.num_accept_tokens[:bs],
         positions=static.positions[: bs * width],
         num_accept_tokens_cpu=[width] * bs if mirrors else None,
-        num_tokens_per_req=-1 if harness.case.pick("num-tokens-per-req") else 0,
+        num_tokens_per_req=captured_width(harness, width),
         extend_seq_lens_tensor=static.extend_seq_lens[:bs],
         extend_seq_lens_cpu=[width] * bs if mirrors or harness.case.mode is ForwardMode.DRAFT_EXTEND_V2 else None,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode
@@ -27,6 +30,12 @@ def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
         extend_seq_lens_cpu=[n] * loaded.step.bs,
         select_index=torch.arange(loaded.step.bs) * n + accepted - 1,
     )
+
+
+def _eager_extends(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, Any]:
+    """With the list of rows, which a server knows on the host whatever the backend needs."""
+    rows = [request.new for request in loaded.step.requests]
+    return {**extend_fields(harness, loaded), "extend_seq_lens_cpu": rows}
 
 
 def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
@@ -61,7 +70,7 @@ def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int
 DRAFT_EXTEND_V2 = ModeDriver(
     mode=ForwardMode.DRAFT_EXTEND_V2,
     eager_spec=_eager_spec,
-    eager_extends=extend_fields,
+    eager_extends=_eager_extends,
     captured_spec=captured_draft_spec,
     fill=_fill,
     replay_spec=_replay_spec,

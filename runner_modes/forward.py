@@ -34,7 +34,8 @@ def forward(
         if traces:
             harness.backend.init_forward_metadata_in_graph(part)
         look = partial(_check, harness, part.input_ids.shape[0])
-        traces.append(harness.model.forward(harness.backend, part, look, save_kv_cache))
+        none_kv = harness.capabilities.takes_none_kv
+        traces.append(harness.model.forward(harness.backend, part, look, save_kv_cache, none_kv=none_kv))
         part = _after(parts, traces[-1])
     trace = traces[0] if len(traces) == 1 else joined(traces)
     driver.finish(harness, trace, batch, draft_topk(case))

@@ -190,7 +190,7 @@ def _numbers(step: Step) -> StepData:
     slots = np.concatenate([request.slots[request.prefix :] for request in step.requests])
     return StepData(
         q=none, k=none, v=none, stored_keys=none, stored_values=None, kv_scales=none, visible=none, key_positions=none,
-        query_positions=none, row_request=none, row_offset=none, hidden=torch.zeros(step.tokens, HIDDEN),
+        query_positions=none, row_request=none, row_offset=none, row_key=none, hidden=torch.zeros(step.tokens, HIDDEN),
         positions=torch.tensor(rows), out_cache_loc=torch.from_numpy(slots),
     )  # fmt: skip
 

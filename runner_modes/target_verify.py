@@ -14,6 +14,7 @@ from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, Verify
 
 from .batches import spec_on_device
 from .decode import head_over_all_rows
+from .draft_extend import captured_width
 from .errors import blame
 from .harness import LoadedStep, ServerHarness
 from .hook_answers import verify_mask_of
@@ -103,8 +104,7 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
         spec_steps=harness.context.speculative_num_steps,
         topk=harness.context.topk,
         draft_token_num=width,
-        # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367).
-        num_tokens_per_req=-1 if harness.case.pick("num-tokens-per-req") else 0,
+        num_tokens_per_req=captured_width(harness, width),
         tree_mask_mode=owned.mode if owned else TreeMaskMode.FULL_MASK,
     )
 

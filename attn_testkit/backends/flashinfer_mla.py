@@ -45,6 +45,8 @@ class FlashInferMLABackend(AttentionBackend):
         max_topk=1,
         deterministic=True,
         needs_cpu_seq_lens=True,
+        takes_none_kv=True,
+        takes_unset_width=True,
         requires=Requires(sm=(80, 129), packages=_PACKAGES),
     )
     entry_point: ClassVar[EntryPoint] = BATCH_MLA_FA2

@@ -48,6 +48,8 @@ class TorchNativeBackend(AttentionBackend):
         logit_cap=True,
         sinks=True,
         needs_cpu_seq_lens=False,
+        takes_none_kv=True,
+        takes_unset_width=True,
         deterministic=True,
     )
 

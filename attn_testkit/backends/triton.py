@@ -83,6 +83,8 @@ class TritonBackend(AttentionBackend):
         logit_cap=True,
         sinks=True,
         needs_cpu_seq_lens=False,
+        takes_none_kv=True,
+        takes_unset_width=True,
         deterministic=True,
         batch_invariant=True,
         requires=Requires(packages=("triton>=3.6",)),

@@ -77,6 +77,8 @@ class TRTLLMMLABackend(AttentionBackend):
         max_q_rows=32,
         max_topk=1,
         needs_cpu_seq_lens=False,
+        takes_none_kv=True,
+        takes_unset_width=True,
         requires=Requires(
             sm=(100, 103),
             packages=("flashinfer-python>=0.7.2,<0.8",),

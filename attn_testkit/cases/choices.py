@@ -175,7 +175,8 @@ CHOICES: tuple[Choice, ...] = (
         (Value("1, which looks like a decode"), Value("half of the one before"), Value("as many as before")),
         lambda case: case.chunks > 1,
     ),
-    # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367).
+    # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367). For backends
+    # that say that they take that; others get the width.
     Choice(
         "num-tokens-per-req",
         "spec_info.num_tokens_per_req at capture",

@@ -136,6 +136,8 @@ class StepData:
     """[T] int64: request of each row."""
     row_offset: torch.Tensor
     """[T] int64: row inside its request."""
+    row_key: torch.Tensor
+    """[T] int64: place of the row's own key among those of its request, along S."""
     positions: torch.Tensor
     """[T] int64."""
     out_cache_loc: torch.Tensor
@@ -294,6 +296,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
         query_positions=query_positions,
         row_request=b,
         row_offset=torch.from_numpy(row_offset),
+        row_key=at,
         positions=query_positions[b, torch.from_numpy(row_offset)],
         out_cache_loc=torch.from_numpy(np.concatenate([r.slots[r.prefix :] for r in step.requests])),
     )
@@ -316,6 +319,7 @@ def _one_request(data: StepData, whole: Step, index: int) -> StepData:
         query_positions=data.query_positions[one, : request.new],
         row_request=torch.zeros(request.new, dtype=torch.int64),
         row_offset=data.row_offset[mine],
+        row_key=data.row_key[mine],
         positions=data.positions[mine],
         out_cache_loc=data.out_cache_loc[mine],
     )
@@ -341,6 +345,7 @@ def _chunk(data: StepData, whole: Step, step: Step) -> StepData:
         query_positions=query_positions,
         row_request=data.row_request[mine],
         row_offset=(data.row_offset - first)[mine],
+        row_key=data.row_key[mine],
         positions=data.positions[mine],
         out_cache_loc=data.out_cache_loc[mine],
     )
@@ -413,8 +418,7 @@ def forget_data() -> None:
 
 def new_kv(step: Step, data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
     """What a step stores: its slots [n] int64, ascending, and [L, 2 or 1, n, Hk, Dqk] in the pool's dtype for them."""
-    b = data.row_request
-    at = data.row_offset + torch.tensor([request.prefix for request in step.requests])[b]
+    b, at = data.row_request, data.row_key
     stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
     rows = torch.stack([_bytes_if_fp8(source)[:, b, at] for source in stored], 1)
     slots, order = data.out_cache_loc.sort()

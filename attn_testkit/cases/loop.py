@@ -181,6 +181,7 @@ def said(case: Case, tokens: Sequence[Sequence[int]]) -> StepData:
         query_positions=place.expand(len(lens), -1),
         row_request=request,
         row_offset=offset,
+        row_key=offset,
         positions=offset,
         out_cache_loc=torch.zeros_like(offset),
     )

@@ -91,7 +91,7 @@ class Step:
     eager_too: bool = False
     """At a replay, an eager run of the same step follows."""
     stored: bool = False
-    """The pool holds the new keys and values already, and ``save_kv_cache`` is False: k and v are NaN."""
+    """The pool holds the new keys and values already, and ``save_kv_cache`` is False: k and v are NaN, or None."""
 
     @property
     def bs(self) -> int:
@@ -150,6 +150,8 @@ class Schedule:
     """S of the draft trees (S + 1 = width in v1)."""
     matmul_dtype: str = "model"
     """What the backend says it multiplies in (``Capabilities.matmul_dtype``): limits follow from it, data do not."""
+    new_rows_as_given: bool = False
+    """Whether it says that a forward's own rows are attended as given (``Capabilities.new_rows_as_given``)."""
 
     @property
     def chunks(self) -> tuple[Step, ...]:
@@ -358,8 +360,10 @@ def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int])
 
 
 @lru_cache(maxsize=256)
-def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
-    """Lay out all steps of a case. The same case always gives the same schedule. ``matmul_dtype``: see ``Schedule``.
+def make_schedule(case: Case, matmul_dtype: str = "model", new_rows_as_given: bool = False) -> Schedule:
+    """Lay out all steps of a case. The same case always gives the same schedule.
+
+    ``matmul_dtype``, ``new_rows_as_given``: see ``Schedule``.
 
     Cached: what is computed of a schedule is kept by the object.
     """
@@ -380,4 +384,6 @@ def make_schedule(case: Case, matmul_dtype: str = "model") -> Schedule:
     *replays, last = steps
     second = replace(_second(case, steps, sizes), name="second", stored=case.pick("second-step-stored") == 1)
     oversized = replace(last, name="oversized")
-    return Schedule(case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, matmul_dtype)
+    return Schedule(
+        case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, matmul_dtype, new_rows_as_given
+    )

@@ -40,6 +40,7 @@ _PHASE_WORDS = {
     "graph state": "init_cuda_graph_state",
     "plan": "init_forward_metadata",
     "forward": "forward",
+    "forward without k and v": "forward",
     "plan for capture": "init_forward_metadata_out_graph(in_capture=True)",
     "warm-up": "a warm-up before capture",
     "capture": "capture",
@@ -118,6 +119,8 @@ def _classify(
             f"preparing a replay waits for the device: {message}",
             "needs_cpu_seq_lens is False: keep lengths on the device, or declare that they are needed",
         )
+    if phase == "forward without k and v" and "NoneType" in message:
+        return "completes", raised, "takes_none_kv: with save_kv_cache False k and v may be None, and are not read"
     if not needs_cpu_lengths and "NoneType" in message and phase not in _BEFORE_ANY_BATCH:
         return (
             "no-host-lengths",
@@ -208,6 +211,7 @@ _HOOKS = {
     "graph state": "init_cuda_graph_state",
     "plan": "init_forward_metadata",
     "forward": "forward",
+    "forward without k and v": "forward",
     "plan for capture": "init_forward_metadata_out_graph",
     "plan for replay": "init_forward_metadata_out_graph",
     "fill value": "get_cuda_graph_seq_len_fill_value",

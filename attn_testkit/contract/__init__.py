@@ -4,7 +4,8 @@ from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
 from .capabilities import DTYPES, FAMILIES, KV_DTYPES, Capabilities, Requires, Unsupported
 from .draft_decode import DraftDecodeInput
-from .kernel_backend import KernelBackend, KernelPlan
+from .kernel_backend import KernelBackend
+from .kernel_plan import KernelPlan
 from .kv_pool import KVPool
 from .layer import AttentionLayer
 from .modes import Execution, ForwardMode

@@ -158,7 +158,8 @@ class AttentionBackend(ABC):
         packed tensor; none may be modified. For MLA ``q`` is [T, H, kv_lora_rank + rope] (absorbed), ``k`` [T, 1, same]
         the latent row to store, and ``v`` its first part. With ``save_kv_cache`` False the pool holds the new keys and
         values already (a fused kernel stored them, or the layer shares another's): k and v may hold anything, and must
-        be neither read nor stored.
+        be neither read nor stored. Servers then give None for both, and so does the kit to a backend that claims
+        ``takes_none_kv``.
         Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype.
         Rows of padded requests may hold anything.
         """

@@ -77,7 +77,7 @@ class VerifyInput:
     draft_token_num: int
     """N, the root included."""
     num_tokens_per_req: int
-    """N again; 0 or -1 while a graph is captured, which a backend must tolerate."""
+    """N again; while a graph is captured 0 or -1, for a backend that says that it takes that."""
     tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK
     seq_lens_sum: int | None = None
     seq_lens_cpu: torch.Tensor | None = None
@@ -103,7 +103,8 @@ class DraftExtendInput:
     num_accept_tokens_cpu: list[int] | None = None
     """Host copy of ``num_accept_tokens``; None when the backend needs no CPU lengths."""
     num_tokens_per_req: int = -1
-    """v2: N. -1 in v1, and 0 or -1 while a graph is captured, which a backend must tolerate."""
+    """v2: N. -1 in v1, but for the captured batch, which has S + 1. While a graph is captured 0 or -1 in both, for a
+    backend that says that it takes that."""
     num_tokens_for_logprob_per_req: int = 1
     extend_seq_lens_tensor: torch.Tensor | None = None
     """[bs] int32: rows of each request; set in a graph, at capture and at every replay."""
@@ -208,9 +209,11 @@ class ForwardBatch:
     """[bs] int32: exclusive cumsum of ``extend_seq_lens``."""
     extend_seq_lens_cpu: list[int] | None = None
     """Host copy of ``extend_seq_lens``. Extend always gives it, and the next one: the scheduler cut the chunks, and
-    knows them without a wait. Draft-extends: None when the backend does not need CPU lengths."""
+    knows them without a wait; and so does an eager draft-extend v2, ``[N] * bs``. v1: None when the backend does not
+    need CPU lengths."""
     extend_prefix_lens_cpu: list[int] | None = None
-    """Host copy of ``extend_prefix_lens``, likewise."""
+    """Host copy of ``extend_prefix_lens``. Extend always gives it; draft-extends: None when the backend does not need
+    CPU lengths."""
     spec_info: SpecInput | None = None
     num_padding: int = 0
     """Padded requests at the end; 0 in eager."""

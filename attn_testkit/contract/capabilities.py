@@ -89,7 +89,8 @@ def _requirement(text: object) -> None:
 
 
 _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
-_YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant")
+_YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
+               "takes_none_kv", "takes_unset_width")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,14 @@ class Capabilities:
     float32. Probabilities may be rounded to the model's dtype before the second product, the output is, and so may be
     partial results that are combined. Logits that are rounded to bf16 or fp16 before the softmax are outside the
     limits, and fail ``matches-oracle``."""
+    new_rows_as_given: Set[ForwardMode] = frozenset()
+    """With an FP8 pool: in which modes does a forward attend its own k and v as they were given, in the model's dtype?
+    Prefill kernels that read them where they are do so, and are more exact. In the other modes they are attended as the
+    pool stores them. What earlier forwards stored, those of the same draft and earlier chunks too, is attended as the
+    pool holds it, and so is everything where ``save_kv_cache`` is False. The oracle follows."""
+    takes_none_kv: bool = False
+    """With ``save_kv_cache`` False: may k and v be None? Servers say so that the pool holds the new keys and values
+    already. The first layer gets None then, and the others tensors of NaN, as all do without the claim."""
     head_dims: Set[int] = frozenset({64, 128})
     """Which widths of a q/k/v row (for MLA: the latent width; the rope part is ``mla_rope_dims``)?"""
     mla_rope_dims: Set[int] = frozenset({64})
@@ -149,7 +158,11 @@ class Capabilities:
     needs_cpu_seq_lens: bool = True
     """Does planning read ``seq_lens_cpu`` / ``seq_lens_sum`` / ``*_cpu`` lists? If False they are None or trap.
 
-    In extend ``extend_seq_lens_cpu`` and ``extend_prefix_lens_cpu`` are there all the same."""
+    In extend ``extend_seq_lens_cpu`` and ``extend_prefix_lens_cpu`` are there all the same, in draft-extend v2 the
+    first of them: a server knows them without a wait."""
+    takes_unset_width: bool = False
+    """May ``spec_info.num_tokens_per_req`` be 0 or -1 while a graph is captured, as servers up to mid-2026 had it?
+    Current ones give the width there too."""
     finite_page_tails: Set[str] = frozenset()
     """For which KV dtypes must unused slots of a request's last page hold finite numbers? (Otherwise they hold NaN.)"""
     deterministic: bool = False
@@ -169,7 +182,7 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         _spelled("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
-        for name in ("eager", "graph", "sliding_window"):
+        for name in ("eager", "graph", "sliding_window", "new_rows_as_given"):
             object.__setattr__(self, name, _modes(name, getattr(self, name)))
         kv_dtypes = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES))
         for name, known in (("families", FAMILIES), ("dtypes", DTYPES), *kv_dtypes):

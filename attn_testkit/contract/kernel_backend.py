@@ -7,51 +7,25 @@ CUDA graph by construction: fixed shapes, fixed addresses, no host lengths.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 
 import torch
 
 from .backend import AttentionBackend, BackendContext
 from .batch import DraftExtendInput, ForwardBatch, TreeMaskMode, VerifyInput, VerifyMask
 from .draft_decode import DraftDecodeInput
+from .kernel_plan import KernelPlan, KernelStep
 from .layer import AttentionLayer
 from .modes import ForwardMode
 
-__all__ = ["KernelBackend", "KernelPlan"]
-
-
-@dataclass(frozen=True)
-class KernelPlan:
-    """What a kernel needs to know about one step. All tensors are on the device; their values are not known to Python.
-
-    Query rows are packed: request i has rows ``cu_seqlens_q[i] .. cu_seqlens_q[i+1]``. Rows after the last offset are
-    padding, and whatever is written there is ignored. In draft-decode each branch counts as a request of one row.
-    """
-
-    page_table: torch.Tensor
-    """[bs, max_pages] int32. Entries past a request's pages are foreign page ids: bound every read by ``kv_lens``."""
-    kv_lens: torch.Tensor
-    """[bs] int32: keys of each request, this step's new ones included."""
-    cu_seqlens_q: torch.Tensor
-    """[bs + 1] int32: exclusive running sum of query rows."""
-    max_q_len: int
-    """Upper bound of the query rows of one request, which holds for every replay."""
-    max_kv_len: int
-    """Upper bound of ``kv_lens`` that holds for every replay."""
-    page_size: int
-    mask: torch.Tensor | None
-    """[bs, N, N] bool in target-verify with trees: row t may see draft node c; the prefix is always visible.
-    None: causal, aligned to the end: row j of n sees the first ``kv_len - n + j + 1`` keys."""
-    layer: AttentionLayer
-    """Scale, window, soft cap, sinks, FP8 scales."""
-
-
-_Metadata = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor | None]
-"""Page table, key lengths, query offsets, most rows of a request, mask: as in ``KernelPlan``."""
+__all__ = ["KernelBackend"]
 
 
 class KernelBackend(AttentionBackend):
-    """An attention backend made from one kernel call. Subclasses give ``capabilities`` and ``run``."""
+    """An attention backend made from one kernel call. Subclasses give ``capabilities`` and ``run``.
+
+    A kernel with a cache writer of its own overrides ``write_kv``; one that stores the rows while it attends them
+    overrides it with nothing, and has ``k``, ``v`` and ``out_cache_loc`` in its plan.
+    """
 
     @abstractmethod
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
@@ -63,8 +37,6 @@ class KernelBackend(AttentionBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        pages = -(-context.max_context_len // context.page_size)
-        self._page_starts = torch.arange(pages, device=context.device) * context.page_size
         self._mask: VerifyMask | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -81,13 +53,12 @@ class KernelBackend(AttentionBackend):
         return self._mask
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Rebuild page table, lengths and query offsets on the device."""
+        """Rebuild lengths and query offsets on the device; tables when they are asked for."""
         context, bs, mode = self.context, batch.batch_size, batch.forward_mode
-        rows = context.req_to_token[batch.req_pool_indices[:bs].long()]
+        table = context.req_to_token[batch.req_pool_indices[:bs].long()]
         if mode.is_draft_decode():
-            self._metadata = self._branches(batch, rows)
+            self._step = self._branches(batch, table)
             return
-        page_table = (rows[:, self._page_starts] // context.page_size).to(torch.int32)
         seq_lens = batch.seq_lens[:bs].to(torch.int32)
         mask: torch.Tensor | None = None
         width, counts = self._rows(batch)
@@ -98,17 +69,16 @@ class KernelBackend(AttentionBackend):
         if mode.is_target_verify():
             seq_lens = seq_lens + width
             mask = self._draft_mask(batch, bs, width)
-        self._metadata = (page_table, seq_lens, cu_seqlens_q, width, mask)
+        self._step = KernelStep(table, seq_lens, cu_seqlens_q, width, mask, context.page_size)
 
-    def _branches(self, batch: ForwardBatch, rows: torch.Tensor) -> _Metadata:
-        """Each branch as a request that decodes. ``rows`` [bs, max_context_len]: of ``req_to_token``."""
-        spec, page = batch.spec_info, self.context.page_size
+    def _branches(self, batch: ForwardBatch, table: torch.Tensor) -> KernelStep:
+        """Each branch as a request that decodes. ``table`` [bs, max_context_len]: rows of ``req_to_token``."""
+        spec = batch.spec_info
         assert isinstance(spec, DraftDecodeInput)
-        seq_lens = batch.seq_lens[: len(rows)]
-        page_table = (spec.key_slots(rows, seq_lens, page, self._page_starts) // page).to(torch.int32)
+        seq_lens = batch.seq_lens[: len(table)]
         kv_lens = (seq_lens + spec.step + 1).to(torch.int32).repeat_interleave(spec.topk)
-        cu_seqlens_q = torch.arange(len(kv_lens) + 1, dtype=torch.int32, device=rows.device)
-        return page_table, kv_lens, cu_seqlens_q, 1, None
+        cu_seqlens_q = torch.arange(len(kv_lens) + 1, dtype=torch.int32, device=table.device)
+        return KernelStep(table, kv_lens, cu_seqlens_q, 1, None, self.context.page_size, spec, seq_lens)
 
     def _rows(self, batch: ForwardBatch) -> tuple[int, torch.Tensor | None]:
         """Most query rows of a request, and [bs] how many each has; None: all as many."""
@@ -147,15 +117,19 @@ class KernelBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Store the new rows and call the kernel. Shapes as in ``AttentionBackend.forward``."""
         context = self.context
+        new = (k, v) if save_kv_cache else (None, None)
+        plan = KernelPlan(self._step, layer, batch.out_cache_loc, context.max_context_len, save_kv_cache, *new)
         if save_kv_cache:
-            context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
-        page_table, kv_lens, cu_seqlens_q, width, mask = self._metadata
+            self.write_kv(k, v, plan)
         key, value = context.kv_pool.get_kv_buffer(layer.layer_id)
-        paged = (_in_pages(key, context.page_size), _in_pages(value, context.page_size))
-        plan = KernelPlan(
-            page_table, kv_lens, cu_seqlens_q, width, context.max_context_len, context.page_size, mask, layer
-        )
-        return self.run(q, paged, plan)
+        return self.run(q, (_in_pages(key, context.page_size), _in_pages(value, context.page_size)), plan)
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
+        """Store rows ``k`` [T, Hk, D] and ``v`` [T, Hk, Dv] in ``plan.out_cache_loc``, by the rule of ``KVPool``.
+
+        Before ``run``, and where ``save_kv_cache`` is True alone. May run under capture: device work only.
+        """
+        self.context.kv_pool.set_kv_buffer(plan.layer, plan.out_cache_loc, k, v)
 
 
 def _in_pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -6,6 +6,8 @@ attn_testkit.examples.graph_faults:ReallocatedMetadata --device cpu`` shows what
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..contract import BackendContext, ForwardBatch, KernelPlan
@@ -43,8 +45,7 @@ class _Planned(MinimalBackend):
         self._use(self.lens[: batch.batch_size])
 
     def _use(self, lens: torch.Tensor) -> None:
-        page_table, _, offsets, width, mask = self._metadata
-        self._metadata = (page_table, lens, offsets, width, mask)
+        self._step = replace(self._step, kv_lens=lens)
 
 
 class ReallocatedMetadata(_Planned):

@@ -74,7 +74,7 @@ class CascadeBackend(PlannedBackend):
 class RegisterRowsBackend(PlannedBackend):
     """New keys and values are attended where the kernel has them, in ``k`` and ``v``, and stored by the same kernel.
 
-    For pools of the model's dtype. With ``save_kv_cache`` False ``k`` and ``v`` are not looked at.
+    With ``save_kv_cache`` False ``k`` and ``v`` are not looked at.
     """
 
     new: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -113,6 +113,8 @@ class RegisterRowsBackend(PlannedBackend):
         row = (meta.cu_seqlens_q[:-1, None] + offset).clamp(0, len(self.new[0]) - 1)
         mine = ((offset >= 0) & (offset < meta.cu_seqlens_q.diff()[:, None]))[:, :, None, None]
         k, v = (new.reshape(len(new), layer.tp_k_head_num, -1)[row].float() for new in self.new)
+        # What is gathered is multiplied by the scales of an FP8 pool further on.
+        k, v = k / layer.k_scale, v / layer.v_scale
         return torch.where(mine, k, keys), torch.where(mine, v, values)
 
 

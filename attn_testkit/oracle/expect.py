@@ -15,6 +15,7 @@ from ..cases.schedule import Schedule, Step
 from ..model import Weights, make_weights
 from .attention import Attention, attend
 from .limits import attention_limit, linear_limit, row_limit
+from .new_rows import as_given
 
 __all__ = ["Expected", "attend_with_limit", "expect", "expect_of"]
 
@@ -59,16 +60,22 @@ def expect_of(schedule: Schedule, data: StepData) -> Expected:
     return Expected(**vars(_of(schedule, data, None)), data=data)
 
 
-@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
+def _asked(schedule: Schedule, step: Step, pattern: str | None) -> tuple[object, ...]:
+    # The same numbers have another answer where none are given but by the pool.
+    return (*numbers_of(schedule, step, pattern), step.stored and schedule.new_rows_as_given)
+
+
+@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=_asked, lock=threading.Lock())
 def _answer(schedule: Schedule, step: Step, pattern: str | None) -> _Answer:
     rows = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1) if schedule.case.mode.is_ragged() else None
-    return _of(schedule, make_step_data(schedule, step, pattern), rows)
+    data = make_step_data(schedule, step, pattern)
+    return _of(schedule, data, rows, given=schedule.new_rows_as_given and not step.stored)
 
 
-def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None) -> _Answer:
-    """``rows`` [R] int64: those with hidden states and logits; None: all."""
+def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, given: bool = False) -> _Answer:
+    """``rows`` [R] int64: those with hidden states and logits; None: all. ``given``: see ``attend_with_limit``."""
     case = schedule.case
-    attention, limit = attend_with_limit(schedule, data)
+    attention, limit = attend_with_limit(schedule, data, given)
     hidden, hidden_limit = _hidden(data, attention, limit)
     if rows is not None:
         hidden, hidden_limit = hidden[rows], hidden_limit[rows]
@@ -84,11 +91,16 @@ def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None) -> _Answe
     )
 
 
-def attend_with_limit(schedule: Schedule, data: StepData) -> tuple[Attention, torch.Tensor]:
-    """Attention on a step's numbers, and how far each element may be from it: [L, T, Hq, Dv] float64."""
+def attend_with_limit(schedule: Schedule, data: StepData, given: bool = False) -> tuple[Attention, torch.Tensor]:
+    """Attention on a step's numbers, and how far each element may be from it: [L, T, Hq, Dv] float64.
+
+    ``given``: a forward's own rows are attended as given, not as the pool holds them.
+    """
     case, matmul_dtype = schedule.case, schedule.matmul_dtype
     # What is rounded in absolute terms: FP8 probabilities, and those of fp16 that a sink made small.
     flat = matmul_dtype != "model" or (case.dtype == "fp16" and case.sinks)
+    if given:
+        data = as_given(data, one_by_one=case.draft is not None)
     attention = attend(data, make_layers(case), flat=flat)
     return attention, attention_limit(attention, case.dtype, matmul_dtype)
 

@@ -41,9 +41,10 @@ def gradients_off(case: Case) -> Iterator[None]:
 
 def schedule_for(case: Case, claims: Capabilities) -> Schedule:
     """One object for all backends with the same limits, so that they share the oracle's answers."""
-    if case.kv_dtype == "same" or claims.matmul_dtype == "model":
+    as_given = case.mode in claims.new_rows_as_given
+    if case.kv_dtype == "same" or (claims.matmul_dtype == "model" and not as_given):
         return make_schedule(case)
-    return make_schedule(case, claims.matmul_dtype)
+    return make_schedule(case, claims.matmul_dtype, as_given)
 
 
 def schedules_of(case: Case, execution: Execution, claims: Capabilities, environment: Environment) -> list[Schedule]:

@@ -97,6 +97,15 @@ TABLE: list[tuple[str, Exception, str, bool, str, str, str]] = [
         "before a replay raised Attr",
         "a view without extend_*",
     ),
+    (
+        "None for k",
+        named("AttributeError", "'NoneType' object has no attribute 'view'"),
+        "forward without k and v",
+        False,
+        "completes",
+        "forward raised AttributeError",
+        "takes_none_kv",
+    ),
     ("attribute", named("AttributeError"), "plan", True, "completes", "raised AttributeError", ""),
     ("other in replay plan", named("KeyError"), "plan for replay", True, "completes", "raised KeyError", ""),
     (
@@ -134,6 +143,7 @@ def test_what_was_raised_where_says_which_check_fails(
         ("graph state", "init_cuda_graph_state"),
         ("plan", "init_forward_metadata"),
         ("forward", "forward"),
+        ("forward without k and v", "forward"),
         ("plan for capture", "init_forward_metadata_out_graph(in_capture=True)"),
         ("warm-up", "a warm-up before capture"),
         ("plan for replay", "init_forward_metadata_out_graph before a replay"),

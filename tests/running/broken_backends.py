@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from attn_testkit.contract import (
@@ -238,8 +240,7 @@ class SharedLengthsOfAllBuckets(_Decode):
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
-        page_table, _, offsets, width, mask = self._metadata
-        self._metadata = (page_table, self.lens[: batch.batch_size], offsets, width, mask)
+        self._step = replace(self._step, kv_lens=self.lens[: batch.batch_size])
 
 
 class NotABackend:

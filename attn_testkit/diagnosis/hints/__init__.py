@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .evidence import Evidence
 from .keys import elsewhere, key_range, masked_too_late, own_rows_mixed, read_twice
-from .numbers import right_keys
+from .numbers import new_rows, right_keys
 from .rows import (
     kept_from_before,
     last_page,
@@ -41,6 +41,7 @@ _PATTERNS: tuple[Callable[[Evidence], str], ...] = (
     read_twice,
     own_rows_mixed,
     key_range,
+    new_rows,
     right_keys,
     only_padded,
 )

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from ...oracle.expect import attend_with_limit
 from ..attended_keys import AttendedKeys
 from .evidence import Evidence
 
-__all__ = ["right_keys"]
+__all__ = ["new_rows", "right_keys"]
+
+
+def new_rows(e: Evidence) -> str:
+    """The step is right for a backend that says the other thing of new rows in an FP8 pool."""
+    schedule, step = e.schedule, e.step
+    if schedule.case.kv_dtype == "same" or step.stored:
+        return ""
+    given = schedule.new_rows_as_given
+    other, limit = attend_with_limit(schedule, e.expected.data, not given)
+    if not ((e.judgement.out.double() - other.out).abs() <= limit).all():
+        return ""
+    mode = str(schedule.case.mode)
+    if given:
+        return f"right for new rows as the pool stores them, and new_rows_as_given claims {mode}"
+    return f"right for new rows as given, not as the pool stores them: claim new_rows_as_given={{{mode!r}}}"
 
 
 def right_keys(e: Evidence) -> str:

@@ -1,0 +1,173 @@
+"""What a kernel needs to know about one step. What not every kernel asks for is made when it is first asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from .draft_decode import DraftDecodeInput
+from .layer import AttentionLayer
+
+__all__ = ["KernelPlan", "KernelStep"]
+
+
+@dataclass(frozen=True, eq=False)
+class KernelStep:
+    """What the layers of a step share: see ``KernelPlan``. In draft-decode each branch counts as a request."""
+
+    table: torch.Tensor
+    """[requests, max_context_len] int32: their rows of the request table; of requests, not of branches."""
+    kv_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_q_len: int
+    mask: torch.Tensor | None
+    page_size: int
+    draft: DraftDecodeInput | None = None
+    draft_prefixes: torch.Tensor | None = None
+    """Draft-decode: [requests] int64, keys before the draft."""
+
+    @cached_property
+    def slot_table(self) -> torch.Tensor:
+        """See ``KernelPlan``."""
+        if self.draft is None:
+            return self.table
+        return self._slots(torch.arange(self.table.shape[1], device=self.table.device))
+
+    @cached_property
+    def page_table(self) -> torch.Tensor:
+        """See ``KernelPlan``."""
+        starts = torch.arange(0, self.table.shape[1], self.page_size, device=self.table.device)
+        return (self._slots(starts) // self.page_size).to(torch.int32)
+
+    @cached_property
+    def prefix_lens(self) -> torch.Tensor:
+        """See ``KernelPlan``."""
+        # Padded requests of a draft-extend have fewer keys than rows.
+        return (self.kv_lens - self.cu_seqlens_q.diff()).clamp(min=0).to(torch.int32)
+
+    @cached_property
+    def keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Offsets and slots of all keys."""
+        return self._packed(self.kv_lens)
+
+    @cached_property
+    def prefixes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Offsets and slots of the keys before this step."""
+        return self._packed(self.prefix_lens)
+
+    def _slots(self, keys: torch.Tensor) -> torch.Tensor:
+        """[bs, n] int32: slots of the keys ``keys`` [n] int64."""
+        if self.draft is None or self.draft_prefixes is None:
+            return self.table[:, keys]
+        return self.draft.key_slots(self.table, self.draft_prefixes, self.page_size, keys)
+
+    def _packed(self, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first ``lens`` [bs] keys of each request, one request behind the other. Shapes follow no length."""
+        ends, (bs, columns) = lens.long().cumsum(0), self.slot_table.shape
+        indptr = torch.nn.functional.pad(ends, (1, 0))
+        place = torch.arange(bs * columns, device=lens.device)
+        request = torch.searchsorted(ends, place, right=True).clamp(max=bs - 1)
+        key = (place - indptr[request]).clamp(max=columns - 1)
+        slots = self.slot_table[request, key].long()
+        return indptr.to(torch.int32), torch.where(place < ends[-1], slots, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class KernelPlan:
+    """What a kernel needs to know about a layer of a step. Tensors are on the device, their values unknown to Python.
+
+    Query rows are packed: request i has rows ``cu_seqlens_q[i] .. cu_seqlens_q[i+1]``. Rows after the last offset are
+    padding, and whatever is written there is ignored. In draft-decode each branch counts as a request of one row.
+
+    Kernels find keys by ``page_table``, by ``slot_table``, or by ``kv_indptr`` and ``kv_indices``; what is not asked
+    for is not made, and what was made for one layer is there for the others.
+    """
+
+    step: KernelStep
+    layer: AttentionLayer
+    """Scale, window, soft cap, sinks, FP8 scales."""
+    out_cache_loc: torch.Tensor
+    """[T] int64: KV slot of each row of this step, at a replay of a graph 0 for padding."""
+    max_kv_len: int
+    """Upper bound of ``kv_lens`` that holds for every replay."""
+    save_kv_cache: bool = True
+    """False: the pool holds the new keys and values already."""
+    k: torch.Tensor | None = None
+    """[T, Hk, D], this step's own, in the model's dtype. None where ``save_kv_cache`` is False."""
+    v: torch.Tensor | None = None
+    """[T, Hk, Dv], likewise."""
+
+    @property
+    def kv_lens(self) -> torch.Tensor:
+        """[bs] int32: keys of each request, this step's new ones included."""
+        return self.step.kv_lens
+
+    @property
+    def prefix_lens(self) -> torch.Tensor:
+        """[bs] int32: keys of each request before this step."""
+        return self.step.prefix_lens
+
+    @property
+    def cu_seqlens_q(self) -> torch.Tensor:
+        """[bs + 1] int32: exclusive running sum of query rows. Also known as qo_indptr."""
+        return self.step.cu_seqlens_q
+
+    @property
+    def max_q_len(self) -> int:
+        """Upper bound of the query rows of one request, which holds for every replay."""
+        return self.step.max_q_len
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """[bs, N, N] bool in target-verify with trees: row t may see draft node c; the prefix is always visible.
+
+        None: causal, aligned to the end: row j of n sees the first ``kv_len - n + j + 1`` keys.
+        """
+        return self.step.mask
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self.step.page_size
+
+    @property
+    def page_table(self) -> torch.Tensor:
+        """[bs, max_pages] int32. Entries past a request's pages are foreign page ids: bound reads by ``kv_lens``."""
+        return self.step.page_table
+
+    @property
+    def slot_table(self) -> torch.Tensor:
+        """[bs, max_kv_len] int32: KV slot of each key. Entries past a request's keys are foreign slots."""
+        return self.step.slot_table
+
+    @property
+    def kv_indptr(self) -> torch.Tensor:
+        """[bs + 1] int32: where each request's slots lie in ``kv_indices``."""
+        return self.step.keys[0]
+
+    @property
+    def kv_indices(self) -> torch.Tensor:
+        """[bs * max_kv_len] int64: KV slots of all keys, packed; 0 behind the last one."""
+        return self.step.keys[1]
+
+    @property
+    def prefix_indptr(self) -> torch.Tensor:
+        """[bs + 1] int32: the same for the keys before this step."""
+        return self.step.prefixes[0]
+
+    @property
+    def prefix_indices(self) -> torch.Tensor:
+        """[bs * max_kv_len] int64: their slots."""
+        return self.step.prefixes[1]
+
+    @property
+    def k_scale(self) -> torch.Tensor:
+        """[1] float32: ``layer.k_scale`` for kernels that read it on the device."""
+        return torch.full((1,), self.layer.k_scale, dtype=torch.float32, device=self.step.table.device)
+
+    @property
+    def v_scale(self) -> torch.Tensor:
+        """[1] float32, likewise."""
+        return torch.full((1,), self.layer.v_scale, dtype=torch.float32, device=self.step.table.device)

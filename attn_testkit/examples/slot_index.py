@@ -1,0 +1,34 @@
+"""The adapter of a kernel that finds keys by slot (SGLang, LightLLM), with a cache writer of its own."""
+
+from __future__ import annotations
+
+import torch
+
+from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
+from .slot_index_kernel import attend_slots, store_slots
+
+__all__ = ["SlotIndexBackend"]
+
+
+class SlotIndexBackend(KernelBackend):
+    """Every mode, chains alone; pages of any size, which the kernel does not know."""
+
+    capabilities = Capabilities(
+        eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mha", "gqa", "mqa"},
+        kv_dtypes={"same", "fp8_e4m3"}, page_sizes={1, 4, 16, 64}, max_q_rows=8, max_topk=1, max_draft_branches=4,
+        sliding_window=frozenset(ForwardMode), logit_cap=True, sinks=True, needs_cpu_seq_lens=False,
+        takes_none_kv=True, deterministic=True,
+    )  # fmt: skip
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
+        """The kernel's own writer."""
+        buffers = self.context.kv_pool.get_kv_buffer(plan.layer.layer_id)
+        store_slots(k, v, *buffers, plan.out_cache_loc, plan.k_scale, plan.v_scale)
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        """One call. Shapes as in ``KernelBackend.run``."""
+        layer = plan.layer
+        return attend_slots(
+            q, kv[0].flatten(0, 1), kv[1].flatten(0, 1), plan.cu_seqlens_q, plan.kv_indptr, plan.kv_indices,
+            layer.scaling, plan.k_scale, plan.v_scale, layer.sliding_window_size, layer.logit_cap, layer.sinks,
+        )  # fmt: skip

@@ -1,0 +1,73 @@
+"""Class C: what a forward attends of its own k and v, and what it makes of them where they are stored already."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from .builds import RegisterRowsBackend
+from .catalogue import fault
+from .parent import PlannedBackend
+
+_ALL = tuple(ForwardMode)
+FP8 = PlannedBackend.capabilities.with_changes(
+    kv_dtypes={"fp8_e4m3"}, dtypes={"bf16"}, families={"gqa"}, head_dims={64}, logit_cap=False, sinks=False
+)
+"""An FP8 pool, and few values of what says nothing about it."""
+
+
+@fault(
+    slug="attends-new-rows-as-given",
+    source="general; extend kernels of sglang, prefix prefill of vLLM",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="new_rows_as_given",
+)
+class AttendsNewRowsAsGiven(RegisterRowsBackend):
+    """New rows are attended in the model's dtype, stored in FP8, and the claims say that they are attended as stored.
+
+    The same tokens give other numbers once they are prefix.
+    """
+
+    capabilities = FP8
+
+
+@fault(
+    slug="declares-new-rows-as-given",
+    source="general",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="new_rows_as_given",
+)
+class DeclaresNewRowsAsGiven(PlannedBackend):
+    """The claims say that new rows are attended as given, and the kernel reads them from the FP8 pool."""
+
+    capabilities = FP8.with_changes(new_rows_as_given=_ALL)
+
+
+@fault(
+    slug="reshapes-k-before-it-asks",
+    source="general",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("completes",),
+    hint="takes_none_kv",
+)
+class ReshapesKBeforeItAsks(PlannedBackend):
+    """k is brought into shape before save_kv_cache is looked at, and where the pool holds it already it is None."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(takes_none_kv=True)
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        k = k.reshape(-1, layer.tp_k_head_num, layer.head_dim)
+        return super().forward(q, k, v, layer, batch, save_kv_cache)

@@ -1,0 +1,142 @@
+"""What servers say in different ways, and what a backend must claim to be told it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attn_testkit.runner_modes.clock import Clock
+from attn_testkit.runner_modes.eager import run_eager
+from attn_testkit.runner_modes.graphs import drive_graphs
+from attn_testkit.runner_modes.harness import ServerHarness
+from attn_testkit.runner_modes.options import DriveOptions
+
+from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.contract import Capabilities, DraftExtendInput, ForwardBatch, ForwardMode, VerifyInput
+from attn_testkit.emulation import emulated_cuda
+from attn_testkit.examples import MinimalBackend
+
+DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
+VERIFY = "target-verify-gqa2x2-d64-bf16-p16-k3.15.40-chain3-shuffled-gauss-b4prod"
+V1 = "draft-extend-gqa2x2-d64-bf16-p16-k3.15.40-n4a1.3.2-shuffled-gauss-b4prod"
+V2 = "draft-extend-v2-gqa2x2-d64-bf16-p16-k3.15.40-n4a1.3.2-shuffled-gauss-b4prod"
+WIDTHS = {VERIFY: 3, V1: 4, V2: 4}
+
+
+class Spy(MinimalBackend):
+    """Healthy; remembers what it was given."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.eager: list[ForwardBatch] = []
+        self.captured: list[ForwardBatch] = []
+        self.new: list[tuple[Any, Any, bool]] = []
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self.eager.append(batch)
+        super().init_forward_metadata_in_graph(batch)
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        if in_capture:
+            self.captured.append(batch)
+
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> torch.Tensor:
+        self.new.append((k, v, save_kv_cache))
+        return super().forward(q, k, v, layer, batch, save_kv_cache)
+
+
+class TakesUnsetWidth(Spy):
+    capabilities = Spy.capabilities.with_changes(takes_unset_width=True)
+
+
+class TakesNone(Spy):
+    capabilities = Spy.capabilities.with_changes(takes_none_kv=True)
+
+
+class Needy(Spy):
+    capabilities = Spy.capabilities.with_changes(needs_cpu_seq_lens=True)
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    with torch.no_grad(), emulated_cuda():
+        yield
+
+
+def graph(case: Case, backend: type[Spy]) -> Spy:
+    schedule = make_schedule(case)
+    harness = ServerHarness(backend, [schedule], torch.device("cuda"))
+    drive_graphs(harness, [schedule], Clock(), DriveOptions(eager_steps=False))
+    assert isinstance(harness.backend, Spy)
+    return harness.backend
+
+
+def eager(case: Case, backend: type[Spy], *, second: bool = False) -> Spy:
+    schedule = make_schedule(case)
+    harness = ServerHarness(backend, [schedule], torch.device("cuda"))
+    run_eager(harness, schedule, schedule.second if second else schedule.steps[0], Clock())
+    assert isinstance(harness.backend, Spy)
+    return harness.backend
+
+
+@pytest.mark.parametrize("case_id", WIDTHS)
+def test_the_captured_batch_says_the_width_unless_a_backend_takes_it_unset(case_id: str) -> None:
+    case = parse_case(case_id)
+    for backend, widths in (
+        (Spy, {WIDTHS[case_id]}),
+        (TakesUnsetWidth, {-1 if case.pick("num-tokens-per-req") else 0}),
+    ):
+        specs = [batch.spec_info for batch in graph(case, backend).captured]
+        assert all(isinstance(spec, (VerifyInput, DraftExtendInput)) for spec in specs)
+        assert {spec.num_tokens_per_req for spec in specs if spec} == widths
+
+
+@pytest.mark.parametrize(
+    ("case_id", "backend", "lens", "prefixes"),
+    [
+        (V2, Spy, [4, 4, 4], None),
+        (V2, Needy, [4, 4, 4], [3, 15, 40]),
+        (V1, Spy, None, None),
+        (V1, Needy, [1, 3, 2], [3, 15, 40]),
+    ],
+)
+def test_the_rows_of_an_eager_v2_are_known_on_the_host_whatever_a_backend_needs(
+    case_id: str, backend: type[Spy], lens: list[int] | None, prefixes: list[int] | None
+) -> None:
+    (batch,) = eager(parse_case(case_id), backend).eager
+    assert (batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu) == (lens, prefixes)
+
+
+@pytest.mark.parametrize("backend", [Spy, TakesNone])
+def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(backend: type[Spy]) -> None:
+    cases = [parse_case(DECODE).with_seed(seed) for seed in range(8)]
+    stored = next(case for case in cases if case.pick("second-step-stored"))
+    for k, v, save in eager(stored, backend).new:
+        assert save
+        assert k.isfinite().all()
+        assert v.isfinite().all()
+    first, last = eager(stored, backend, second=True).new
+    assert not first[2]
+    assert not last[2]
+    assert (first[0] is None) == (first[1] is None) == (backend is TakesNone)
+    rest = (last[:2],) if backend is TakesNone else (first[:2], last[:2])
+    assert all(each.isnan().all() for pair in rest for each in pair)
+
+
+@pytest.mark.parametrize(
+    ("claim", "message"),
+    [
+        ({"takes_none_kw": True}, "unknown capability 'takes_none_kw'; did you mean 'takes_none_kv'"),
+        ({"takes_none_kv": "yes"}, "takes_none_kv must be True or False, got 'yes'"),
+        ({"takes_unset_width": 1}, "takes_unset_width must be True or False, got 1"),
+        ({"new_rows": "as_given"}, "unknown capability 'new_rows'; did you mean 'new_rows_as_given'"),
+        ({"new_rows_as_given": "extend"}, "new_rows_as_given must be a set or list of values, got 'extend'"),
+    ],
+)
+def test_a_misspelt_claim_is_answered_with_the_right_one(claim: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Capabilities(eager={ForwardMode.DECODE}, **claim)
