@@ -180,6 +180,15 @@ def chunks(schedule: Schedule) -> list[Step]:
     return [schedule.steps[0], *schedule.chunks]
 
 
+def test_a_chunk_has_the_keys_and_values_that_are_stored_by_then_and_no_later_ones() -> None:
+    schedule = make_schedule(parse_case(CHUNKED.format("shared")))
+    data = [make_step_data(schedule, step) for step in chunks(schedule)]
+    for step, each in zip(chunks(schedule), data, strict=True):
+        assert each.stored_values is not None
+        assert each.stored_keys.shape[2] == each.stored_values.shape[2] == each.visible.shape[2] == max(step.lens)
+        assert torch.equal(each.stored_values, data[-1].stored_values[:, :, : max(step.lens)])
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "shuffled", "interleaved", "reversed", "shared"])
 def test_the_prefix_of_a_chunk_is_what_the_chunk_before_it_wrote(layout: str) -> None:
     for seed in range(4):

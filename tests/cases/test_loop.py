@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.loop import Loop, loop_modes, make_loop
+from attn_testkit.cases.loop import Loop, loop_modes, make_loop, make_vocabulary
 from attn_testkit.contract import ForwardMode
 
 CASE = "draft-decode-gqa2x2-d64-bf16-p{page}-k{prefixes}-topk{k}steps{s}-loop{rounds}-shuffled-gauss-b4prod"
@@ -63,7 +64,17 @@ def test_a_whole_draft_is_kept_first_then_nothing_then_anything_between() -> Non
     assert loop_of(rounds=1).kept.tolist() == [[3, 3, 3]]
 
 
+def test_the_tree_of_a_loop_is_chains_from_the_root_level_by_level() -> None:
+    verify = next(s for s in loop_of(k=2, s=3).schedules if s.case.mode is ForwardMode.TARGET_VERIFY)
+    assert verify.case.tree is not None
+    assert verify.case.tree.parents == (0, 0, 1, 2, 3, 4)
+
+
 def test_the_same_id_gives_the_same_loop_as_ever() -> None:
     loop = loop_of()
-    laid = repr((loop.prompts, loop.kept.tolist(), loop.table.tolist())).encode()
-    assert hashlib.sha256(laid).hexdigest()[:16] == "e6fc576784f05b0a"
+    laid = repr((loop.prompts, loop.kept.tolist(), loop.table.tolist()))
+    words = make_vocabulary(loop.schedules[0].case)
+    digest = hashlib.sha256(laid.encode())
+    for each in (words.q, words.k, words.v, words.hidden):
+        digest.update(each.contiguous().view(torch.uint8).numpy().tobytes())
+    assert digest.hexdigest()[:16] == "d15651e32ce29977"

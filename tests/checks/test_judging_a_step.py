@@ -10,7 +10,7 @@ from by_hand import CLAIMS, DECODE, LIMIT, expected_zeros, observation, right_ou
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_testkit.checks import CHECKS, NUMERIC, Judgement
-from attn_testkit.checks.observation import Outputs
+from attn_testkit.checks.observation import Outputs, copies_of
 from attn_testkit.checks.step import _ORDER, judge_step
 from attn_testkit.contract import Capabilities
 
@@ -35,6 +35,21 @@ def wrong_in_everything(value: float) -> Judgement:
         eager_run=observation(SCHEDULE, expected, -out),
     )
     return Judgement(seen, expected)
+
+
+def test_groups_that_are_compared_as_a_whole_are_alike_in_every_bit_or_not_alike() -> None:
+    wide, narrow = torch.arange(3), torch.arange(5, dtype=torch.uint8)
+
+    def alike(*now: tuple[str, torch.Tensor]) -> bool:
+        before = [("before", "wide", wide), ("before", "narrow", narrow), ("pool", "rows", narrow)]
+        mixed = [*before[:1], *(("now", name, tensor) for name, tensor in now), *before[1:]]
+        return copies_of(mixed).same("before", "now")  # type: ignore[arg-type]
+
+    assert alike(("wide", wide), ("narrow", narrow))
+    assert not alike(("wide", wide), ("narrow", narrow.flip(0)))
+    assert not alike(("wide", wide.flip(0)), ("narrow", narrow))
+    assert not alike(("wide", wide))
+    assert not alike(("wide", wide), ("slim", narrow)), "another name"
 
 
 def ids(judgement: Judgement, claims: Capabilities = CLAIMS) -> list[str]:

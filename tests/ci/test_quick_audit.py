@@ -22,6 +22,7 @@ FAULTS = [
     "tree-mask-by-depth",
     "new-keys-attended-but-not-stored",
     "early-exit-without-writing",
+    "verify-keeps-the-rejected-draft",
 ]
 CONTROLS = [
     ("page-tails-minus-one", "decode", "graph"),

@@ -352,6 +352,7 @@ def test_a_length_from_which_on_replays_are_wrong() -> None:
     assert told([3, 9], [0]) == ""
     assert told([3, 3], [1]) == ""
     assert told([9], [0]) == ""
+    assert told([5, 3, 9], [1, 2]) == "", "one that is shorter than a right one is wrong too"
     assert told([9], []) == ""
     assert "up to 8" in told([9], [0], [Of(replay=True, step=Of(lens=[8]))])
     assert told([9], [0], [Of(replay=True, step=Of(lens=[9]))]) == ""
