@@ -57,6 +57,12 @@ def test_target_and_draft_of_every_request_have_pages_of_their_own(page: int, k:
     assert {schedule.max_context_len for schedule in loop.schedules} == {slots.shape[1]}
 
 
+def test_a_request_has_room_for_its_longest_text_and_a_draft_behind_it_and_no_more() -> None:
+    # A prompt of 6, 4 tokens of each round, then a draft of 3 and a tree of 4 nodes.
+    assert loop_of(1, "5", k=1, s=3, rounds=1).table.shape[1] == 17
+    assert loop_of(1, "5", k=1, s=3, rounds=2).table.shape[1] == 21
+
+
 def test_a_whole_draft_is_kept_first_then_nothing_then_anything_between() -> None:
     kept = loop_of(rounds=40, s=3).kept
     assert kept[:2].tolist() == [[3, 3, 3], [0, 0, 0]]
