@@ -12,7 +12,7 @@ from ..faults import all_controls, all_faults, all_left_out
 from ..faults.catalogue import CLASSES, Fault
 from .verdicts import Audit, ControlVerdict, FaultVerdict
 
-__all__ = ["audit_page", "audit_text", "checks_page"]
+__all__ = ["audit_page", "audit_text", "check_pages"]
 
 
 def audit_text(audit: Audit, *, verbose: bool = False) -> str:
@@ -150,16 +150,24 @@ def audit_page(audit: Audit) -> str:
     )
 
 
-def checks_page() -> str:
-    """``docs/checks.md``: each check, what breaks it, the faults that prove it, how to read its failure."""
-    faults = all_faults()
-    return _template("checks.md.j2", autoescape=False).render(
-        checks=[(check, _proofs(faults, check.id)) for check in CHECKS.values()],
-        classes=CLASSES,
-        faults=faults,
-        controls=all_controls(),
-        left_out=all_left_out(),
-    )
+def check_pages(index: str = "checks.md") -> dict[str, str]:
+    """The documentation of the checks, path to text: the index, and beside it a folder with a page for each check.
+
+    The folder has the index's name without its suffix, and a page of the catalogue of faults and controls too.
+    """
+    folder, faults = index.rpartition(".")[0], all_faults()
+    checks = [(check, _proofs(faults, check.id)) for check in CHECKS.values()]
+    every = {"folder": folder, "faults": faults, "controls": all_controls()}
+    one = _template("check.md.j2", autoescape=False)
+    pages = {
+        index: _template("checks.md.j2", autoescape=False).render(every, checks=checks),
+        f"{folder}/catalogue.md": _template("catalogue.md.j2", autoescape=False).render(
+            every, classes=CLASSES, left_out=all_left_out()
+        ),
+    }
+    for check, proofs in checks:
+        pages[f"{folder}/{check.id}.md"] = one.render(folder=folder, check=check, proofs=proofs)
+    return {path: f"{text}\n" for path, text in pages.items()}
 
 
 def _proofs(faults: Sequence[Fault], check: str) -> list[Fault]:

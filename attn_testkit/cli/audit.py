@@ -6,10 +6,13 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..registry import UsageError
+from ..reports.record import cannot_write
 from ..running.request import TIERS
 from .files import write_text
 from .options import Seconds, Spelled, device_option
@@ -56,7 +59,12 @@ others do not, or a hostile backend gets a green.""",
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write everything.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write the kill matrix as a page.")
 @click.option("--verbose", "-v", is_flag=True, help="Also the failure of every fault.")
-@click.option("--docs", type=click.Path(), metavar="FILE", help="Write the page of checks, and run nothing.")
+@click.option(
+    "--docs",
+    type=click.Path(),
+    metavar="FILE",
+    help="Write the pages of the checks: FILE, and a folder beside it. Runs nothing.",
+)
 def audit(
     faults: tuple[str, ...],
     classes: str,
@@ -78,11 +86,11 @@ def audit(
     from ..audit import Settings
     from ..audit import audit as run_audit
     from ..audit.history import caught_before
-    from ..audit.show import audit_page, audit_text, checks_page
+    from ..audit.show import audit_page, audit_text, check_pages
     from ..environment import resolve
 
     if docs:
-        write_text(docs, checks_page())
+        _write_pages(Path(docs), check_pages(Path(docs).name))
         return 0
     emulated = resolve(device).emulated
     jobs = jobs or min(8 if emulated else 4, os.cpu_count() or 1, _processes_that_fit())
@@ -96,6 +104,22 @@ def audit(
     if html_file:
         write_text(html_file, audit_page(found))
     return found.exit_code
+
+
+def _write_pages(index: Path, pages: dict[str, str]) -> None:
+    """The pages, by their paths from the folder of the index; and a word on those of a check that is gone."""
+    folder = index.with_suffix("")
+    if folder == index:
+        raise UsageError(f"--docs {index}: the file needs a suffix, as docs/checks.md; the folder has its name without")
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    for name, text in pages.items():
+        write_text(str(index.parent / name), text)
+    for page in sorted(folder.glob("*.md")):
+        if f"{folder.name}/{page.name}" not in pages:
+            click.echo(f"attn-testkit: {page} is the page of no check: remove it", err=True)
 
 
 def _processes_that_fit() -> int:

@@ -20,7 +20,7 @@ from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
 
 DECODE, VERIFY, V1, V2, EXTEND, DRAFT = ForwardMode
-README = Path(__file__).resolve().parents[2] / "README.md"
+TIERS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "running.md"
 BUNDLED = {
     entry.name: entry.load().capabilities
     for entry in importlib.metadata.entry_points(group="attn_testkit.backends")
@@ -268,7 +268,7 @@ def meets_every(strength: int, cases: list[Case]) -> bool:
     return True
 
 
-def test_the_readme_says_what_the_tiers_try() -> None:
+def test_the_page_says_what_the_tiers_try() -> None:
     everything = TorchNativeBackend.capabilities
     mla = everything.with_changes(families={"mla"})
     core = [one for mode in ForwardMode for one in generate(everything, mode, "core")]
@@ -280,7 +280,7 @@ def test_the_readme_says_what_the_tiers_try() -> None:
     assert not meets_every(3, named["core"])
     requests, keys = max(one.bs for one in core), max(max(one.prefixes) for one in core)
     mla_keys = max(max(one.prefixes) for one in deep)
-    (row,) = [line for line in README.read_text().splitlines() if line.startswith("| `core` |")]
+    (row,) = [line for line in TIERS_PAGE.read_text().splitlines() if line.startswith("| `core` |")]
     assert f"{requests} requests, {keys:,} keys (MLA: {mla_keys:,})" in row
     assert f"{MOST_ROWS} at most" in row
     assert f"more than {MOST_VALUES} values" in row

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_testkit.audit.show import audit_page, checks_page
+from attn_testkit.audit.show import audit_page
 from attn_testkit.audit.verdicts import Audit, FaultVerdict, Settings
 from attn_testkit.checks import CHECKS
 from attn_testkit.contract import AttentionBackend, ForwardMode
@@ -122,8 +122,3 @@ def test_an_entry_that_cannot_be_audited_is_refused(
     }
     with pytest.raises(ValueError, match=message):
         fault(**{**entry, **changes})(backend)  # type: ignore[arg-type]
-
-
-def test_the_page_of_checks_is_up_to_date() -> None:
-    page = ROOT / "docs" / "checks.md"
-    assert page.read_text() == checks_page(), "run: attn-testkit audit --docs docs/checks.md"

@@ -1,0 +1,86 @@
+"""What mkdocs is asked to do beside its own: the README as the first page, a nav with globs, links that leave ``docs``.
+
+The pages are read in three places: on the site, in the repository, and by the tests. They are written for the second,
+so a link to a file outside ``docs`` is relative there; here it becomes one to the repository's address. A page that
+would fetch anything from another host, other than by a click, fails the build.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = "https://github.com/attn-testkit/attn-testkit/blob/main/"
+_LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+_FETCHED = re.compile(
+    r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^>]*>"
+    r"|<link\b(?=[^>]*\brel=[\"']?(?:stylesheet|preconnect|preload|icon))[^>]*\bhref=[\"']?(?:https?:)?//[^>]*>"
+    r"|@import\s+(?:url\()?[\"']?(?:https?:)?//\S+"
+)
+# The word that makes --strict fail.
+_log = logging.getLogger("mkdocs.hooks.docs")
+
+
+def on_config(config: Any) -> Any:
+    """Replace each glob of the nav by its pages, in the order of the links of its section's first page."""
+    for section in config.nav:
+        for title, entries in section.items():
+            if isinstance(entries, list):
+                section[title] = [page for entry in entries for page in _pages(entry, entries[0])]
+    return config
+
+
+def _pages(entry: Any, first: Any) -> list[Any]:
+    if not isinstance(entry, str) or "*" not in entry:
+        return [entry]
+    docs = ROOT / "docs"
+    index = (docs / first).read_text()
+    found = [page.relative_to(docs).as_posix() for page in docs.glob(entry)]
+    return sorted(found, key=lambda page: (index.find(f"({page})") % len(index), page))
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Make ``index.md`` of the README."""
+    text = _LINK.sub(_from_docs, (ROOT / "README.md").read_text())
+    files.append(File.generated(config, "index.md", content=text))
+    return files
+
+
+def _from_docs(match: re.Match[str]) -> str:
+    """A link of the README, as it is written in ``docs``."""
+    before, target, anchor, after = match.groups(default="")
+    if "://" not in target:
+        target = posixpath.relpath(target, "docs")
+    return f"{before}{target}{anchor}{after}"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn links that leave ``docs`` into links to the repository."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def to_source(match: re.Match[str]) -> str:
+        before, target, anchor, after = match.groups(default="")
+        path = posixpath.normpath(posixpath.join("docs", folder, target))
+        if "://" in target or path.startswith("docs/"):
+            return match[0]
+        if not (ROOT / path).exists():
+            _log.warning("%s links to %s, and the repository has no %s", page.file.src_uri, target, path)
+        return f"{before}{SOURCE}{path}{anchor}{after}"
+
+    return _LINK.sub(to_source, markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """Refuse a site that asks another host for a script, a style, a font or a picture."""
+    for path in sorted(Path(config.site_dir).rglob("*")):
+        if path.suffix in (".html", ".css"):
+            found = _FETCHED.search(path.read_text())
+            if found:
+                raise PluginError(f"{path} would fetch from another host: {found[0]}")

@@ -1,0 +1,103 @@
+"""The page of case ids and the parser say the same: every word parses, and every value of the code stands there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+from transcript import ROOT
+
+from attn_testkit.cases import case as grammar
+from attn_testkit.cases.case import DATA, LAYOUTS, PADDINGS, Case, parse_case
+from attn_testkit.contract import ForwardMode
+
+PAGE = (ROOT / "docs" / "case-ids.md").read_text()
+PLAIN = {
+    "decode": "decode-gqa4x2-d64-bf16-p8-k33-shuffled-gauss-b5prod",
+    "target-verify": "target-verify-gqa4x2-d64-bf16-p8-k33-chain5-shuffled-gauss-b5prod",
+    "draft-extend": "draft-extend-gqa4x2-d64-bf16-p8-k33x2-n7a1.2-shuffled-gauss-b5prod",
+    "draft-extend-v2": "draft-extend-v2-gqa4x2-d64-bf16-p8-k33x2-n7a1.2-shuffled-gauss-b5prod",
+    "extend": "extend-gqa4x2-d64-bf16-p8-k0.15.32-n13a17.1x2-shuffled-gauss-b5prod",
+    "draft-decode": "draft-decode-gqa4x2-d64-bf16-p8-k33-topk2steps3-shuffled-gauss-b5prod",
+}
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, its head left out."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+def words(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+EVERYWHERE = [(word, "decode") for row in table("Always there") for word in words(row[0]) if word not in PLAIN]
+OF_MODES = [(w, mode) for row in table("Of a mode") for w in words(row[0]) for mode in row[1].split(", ")]
+OPTIONAL = [(word, "decode") for row in table("Where there are any") for word in words(row[0])]
+
+
+def kinds() -> list[re.Pattern[str]]:
+    """The words that the parser knows: a pattern each."""
+    return [re.compile(pattern) for pattern, _ in grammar._WORDS]
+
+
+def kind_of(word: str) -> re.Pattern[str]:
+    return next(pattern for pattern in kinds() if pattern.fullmatch(word))
+
+
+def with_word(case_id: str, word: str) -> str:
+    """The id with this word in the place of the one of its kind, or where a word of its kind stands."""
+    mode = next(m for m in sorted(PLAIN, key=len, reverse=True) if case_id.startswith(m + "-"))
+    parts = case_id[len(mode) + 1 :].split("-")
+    kind = kind_of(word)
+    # A tree takes the chain's place.
+    same = [at for at, part in enumerate(parts) if kind_of(part) is kind or (part == "chain5" and word[0] == "t")]
+    if same:
+        parts[same[0]] = word
+        return "-".join([mode, *parts])
+    # The parser names the usual form of an id whose words stand in another order.
+    with pytest.raises(ValueError, match="not in its usual form; write ") as refused:
+        parse_case("-".join([mode, word, *parts]))
+    return str(refused.value).rpartition("write ")[2]
+
+
+@pytest.mark.parametrize(("word", "mode"), [*EVERYWHERE, *OF_MODES, *OPTIONAL])
+def test_every_word_of_the_page_parses(word: str, mode: str) -> None:
+    case_id = with_word(PLAIN[mode], word)
+    assert f"-{word}" in case_id
+    assert parse_case(case_id).id == case_id
+
+
+def test_the_example_of_the_page_parses() -> None:
+    (example,) = re.findall(r"^extend-\S+$", PAGE, re.M)
+    assert parse_case(example).id == example
+
+
+def test_every_mode_is_on_the_page_and_parses() -> None:
+    assert set(PLAIN) == {mode.value for mode in ForwardMode} == set(words(table("Always there")[0][0]))
+    assert all(parse_case(case_id).id == case_id for case_id in PLAIN.values())
+
+
+def test_every_word_that_the_parser_knows_is_on_the_page() -> None:
+    shown = [word for word, _ in (*EVERYWHERE, *OF_MODES, *OPTIONAL)]
+    assert [kind.pattern for kind in kinds() if not any(kind.fullmatch(word) for word in shown)] == []
+
+
+def test_every_value_of_a_list_is_on_the_page() -> None:
+    shown = {word for word, _ in EVERYWHERE}
+    assert {*LAYOUTS, *DATA, "fp16", "bf16", "fp32"} <= shown
+    assert {f"b4{padding}" for padding in PADDINGS} <= shown
+    assert {row[0].strip("`") for row in table("Data patterns")} == set(DATA)
+
+
+def test_every_field_of_a_case_can_be_said_by_a_word_of_the_page() -> None:
+    """A dimension that is added has a word, which stands on the page: ids that differ in it differ in the case."""
+    said: set[str] = set()
+    for word, mode in (*EVERYWHERE, *OF_MODES, *OPTIONAL):
+        one, other = parse_case(with_word(PLAIN[mode], word)), parse_case(PLAIN[mode])
+        said |= {field.name for field in fields(Case) if getattr(one, field.name) != getattr(other, field.name)}
+    said.add("mode")
+    assert said == {field.name for field in fields(Case)} - {"host"}

@@ -1,0 +1,71 @@
+"""The pages of the checks are what the audit writes: one for each, with an index and the catalogue of faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transcript import ROOT
+
+from attn_testkit.audit.show import check_pages
+from attn_testkit.checks import CHECKS
+from attn_testkit.cli import main
+from attn_testkit.faults import all_controls, all_faults, all_left_out
+
+DOCS = ROOT / "docs"
+
+
+def test_the_pages_are_up_to_date() -> None:
+    stale = [name for name, text in check_pages().items() if (DOCS / name).read_text() != text]
+    assert stale == [], "run: attn-testkit audit --docs docs/checks.md"
+
+
+def test_no_page_is_left_of_a_check_that_is_gone() -> None:
+    assert {f"checks/{page.name}" for page in (DOCS / "checks").iterdir()} | {"checks.md"} == set(check_pages())
+
+
+def test_every_check_has_a_page_with_all_that_is_said_about_it_and_the_index_links_it() -> None:
+    pages = check_pages()
+    assert len(pages) == len(CHECKS) + 2
+    for check in CHECKS.values():
+        page = pages[f"checks/{check.id}.md"]
+        assert page.startswith(f"# {check.id}\n")
+        assert all(words in page for words in (check.text, check.cause, check.source, check.how_to_read))
+        assert f"(checks/{check.id}.md)" in pages["checks.md"]
+
+
+def test_every_fault_stands_on_the_page_of_the_check_that_must_catch_it_first() -> None:
+    pages = check_pages()
+    for fault in all_faults():
+        assert f"| [`{fault.slug}`]" in pages[f"checks/{fault.checks[0]}.md"]
+
+
+def test_the_catalogue_names_controls_and_what_was_left_out() -> None:
+    page = check_pages()["checks/catalogue.md"]
+    assert all(f"| `{control.name}` |" in page for control in all_controls())
+    assert all(f"* `{entry.slug}`: " in page for entry in all_left_out())
+    assert all(f"* `{fault.slug}`: " in page for fault in all_faults() if fault.modelled)
+
+
+def test_the_command_writes_them_beside_each_other_and_names_a_page_of_no_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "old-check.md").touch()
+    assert main(["audit", "--docs", str(tmp_path / "mine.md")]) == 0
+    assert capsys.readouterr().err == f"attn-testkit: {tmp_path}/mine/old-check.md is the page of no check: remove it\n"
+    written = {page.relative_to(tmp_path).as_posix() for page in tmp_path.rglob("*.md")}
+    assert written == {*check_pages("mine.md"), "mine/old-check.md"}
+    assert "(mine/finite.md)" in (tmp_path / "mine.md").read_text()
+    assert "(../mine.md)" in (tmp_path / "mine" / "finite.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("none/checks.md", "there is no directory"), ("checks", "the file needs a suffix")]
+)
+def test_where_they_cannot_be_written_one_line_says_so(
+    name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", "--docs", str(tmp_path / name)]) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line

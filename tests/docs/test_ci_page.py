@@ -1,0 +1,90 @@
+"""What the page about CI gives to copy: a workflow that is one, and an entry point that the kit finds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transcript import ROOT, fences
+
+PAGE = ROOT / "docs" / "ci.md"
+
+
+def titled(name: str) -> str:
+    (body,) = [fence.body for fence in fences(PAGE) if fence.title == name]
+    return body
+
+
+def workflow() -> dict[Any, Any]:
+    loaded = yaml.safe_load(titled(".github/workflows/attention.yml"))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def test_the_workflow_has_a_trigger_and_jobs_whose_steps_do_one_thing_each() -> None:
+    flow = workflow()
+    # YAML 1.1 reads the word ``on`` as true.
+    assert set(flow) == {"name", True, "permissions", "env", "jobs"}
+    assert set(flow[True]) == {"pull_request", "schedule"}
+    for job in flow["jobs"].values():
+        assert {"runs-on", "timeout-minutes", "steps"} <= set(job)
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step), step
+            assert set(step) <= {"run", "uses", "with", "if", "name"}
+
+
+def test_no_pull_request_reaches_a_machine_of_ones_own() -> None:
+    for job in workflow()["jobs"].values():
+        if job["runs-on"] != "ubuntu-latest":
+            assert job["if"] == "github.event_name == 'schedule'"
+
+
+def test_what_the_workflow_runs_is_a_command_that_knows_its_options_and_values() -> None:
+    from attn_testkit.cli import commands
+
+    lines = [step["run"] for job in workflow()["jobs"].values() for step in job["steps"] if "run" in step]
+    runs = [line.split(">>")[0].split("attn-testkit ", 1)[1].split() for line in lines if "attn-testkit " in line[:30]]
+    assert [words[0] for words in runs] == ["run", "report", "run"]
+    for name, *words in runs:
+        command = commands.commands[name]
+        with command.make_context(name, list(words)) as context:
+            assert not context.args
+    backends = {words[words.index("--backend") + 1] for words in runs if "--backend" in words}
+    assert backends == set(entry_points())
+
+
+def entry_points() -> dict[str, str]:
+    found = tomllib.loads(titled("pyproject.toml"))["project"]["entry-points"]["attn_testkit.backends"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_entry_point_is_found_and_its_backend_is_run(tmp_path: Path) -> None:
+    """As an installer would write it down, in a folder on the path."""
+    ((name, spec),) = entry_points().items()
+    module, _, attribute = spec.partition(":")
+    source = tmp_path / Path(*module.split(".")).with_suffix(".py")
+    source.parent.mkdir(parents=True)
+    (source.parent / "__init__.py").touch()
+    shutil.copy(ROOT / "docs" / "code" / "my_decode.py", source)
+    with source.open("a") as more:
+        more.write(f"\n\nclass {attribute}(MyDecode):\n    pass\n")
+    metadata = tmp_path / "my_pkg-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-pkg\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[attn_testkit.backends]\n{name} = {spec}\n")
+    case = "decode-gqa2x2-d64-fp16-p16-k0.1.16-contiguous-mean-b3prod"
+    done = subprocess.run(
+        [sys.executable, "-m", "attn_testkit", "run", "--backend", name, "--device", "cpu", "--case", case, "--mode",
+         "decode"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=400,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("CONFORMANT: 2 of 2 claimed case-runs passed")

@@ -1,0 +1,93 @@
+"""Every command-line option that a page names exists: with the command it stands with, or with some command at all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+from transcript import ROOT, fences
+
+from attn_testkit.cli import commands
+from attn_testkit.plugin import options as plugin_options
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_OURS = re.compile(r"(?:attn-testkit|-m attn_testkit) +([a-z]+)(?![\w.])")
+ELSEWHERE = {
+    "--no-deps", "--no-build-isolation", "--index-url", "--system-site-packages",  # pip, venv
+    "--pyargs",  # pytest
+    "--strict",  # mypy, mkdocs
+    "--disable-hybrid-kv-cache-manager",  # vLLM
+}  # fmt: skip
+"""Options of programs that are not ours."""
+
+
+def options_of() -> dict[str, set[str]]:
+    """Of each command of ``attn-testkit``."""
+    everywhere = {"--help", "--version"}
+    return {
+        name: everywhere | {word for param in command.params for word in (*param.opts, *param.secondary_opts)}
+        for name, command in all_commands().items()
+    }
+
+
+def all_commands() -> dict[str, click.Command]:
+    return dict(commands.commands)
+
+
+def of_pytest() -> set[str]:
+    return set(_OPTION.findall(Path(str(plugin_options.__file__)).read_text()))
+
+
+def of_scripts() -> set[str]:
+    """What the repository's own scripts and modules read, by the text of their sources."""
+    sources = [*(ROOT / "ci").glob("*.py"), *(ROOT / "attn_testkit").rglob("*.py")]
+    return {word for path in sources for word in re.findall(r"[\"'](--[a-z][a-z-]*)[\"']", path.read_text())}
+
+
+def lines_of(body: str) -> list[str]:
+    """Lines of a fence; one that ends with a backslash with the next."""
+    return body.replace("\\\n", " ").splitlines()
+
+
+def wrong_in(line: str) -> list[str]:
+    """Options of a line that the command in it does not have; one without a command is asked of none."""
+    match = _OURS.search(line)
+    if not match:
+        return []
+    known = options_of()
+    if match[1] not in known:
+        return [f"attn-testkit {match[1]}: no such command"]
+    rest = re.split(r"[|>]|&&", line[match.end() :])[0]
+    return [f"attn-testkit {match[1]} {word}" for word in _OPTION.findall(rest) if word not in known[match[1]]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_the_options_of_every_shown_command_are_its_own(page: Path) -> None:
+    shown = [line for fence in fences(page) if not fence.title for line in lines_of(fence.body)]
+    inline = re.findall(r"`([^`\n]*attn-testkit [^`\n]*)`", page.read_text())
+    assert [wrong for line in (*shown, *inline) for wrong in wrong_in(line)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_option_that_is_named_exists_somewhere(page: Path) -> None:
+    known = set().union(*options_of().values()) | of_pytest() | of_scripts() | ELSEWHERE
+    assert sorted(set(_OPTION.findall(page.read_text())) - known) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("$ attn-testkit run --backend x --device cpu", []),
+        ("attn-testkit run --bakend x", ["attn-testkit run --bakend"]),
+        ("python -m attn_testkit repro --jobs 3 CASE", ["attn-testkit repro --jobs"]),
+        ("attn-testkit rum --backend x", ["attn-testkit rum: no such command"]),
+        ("attn-testkit list | grep --count x", []),
+        ("python -m attn_testkit.calibrate --measure", []),
+    ],
+)
+def test_a_wrong_option_is_seen(line: str, wrong: list[str]) -> None:
+    assert wrong_in(line) == wrong

@@ -1,0 +1,61 @@
+"""The site: every page is in its nav, nothing of it comes from another host, and nothing of the kit needs it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from packaging.requirements import Requirement
+from transcript import ROOT
+
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def entries(nav: Any) -> Iterator[str]:
+    """Pages and globs of a nav."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for each in nav.values() if isinstance(nav, dict) else nav:
+            yield from entries(each)
+
+
+def test_every_page_stands_in_the_nav_once_and_every_entry_is_a_page() -> None:
+    docs = ROOT / "docs"
+    listed = [page.relative_to(docs).as_posix() for entry in entries(CONFIG["nav"]) for page in docs.glob(entry)]
+    assert sorted(listed) == sorted(page.relative_to(docs).as_posix() for page in docs.rglob("*.md"))
+    # The README is the first page.
+    missing = [entry for entry in entries(CONFIG["nav"]) if not list(docs.glob(entry))]
+    assert missing == ["index.md"]
+
+
+def test_no_font_is_fetched_and_no_plugin_or_style_comes_from_elsewhere() -> None:
+    assert CONFIG["theme"]["font"] is False
+    assert CONFIG["plugins"] == ["search"]
+    assert not {"extra_css", "extra_javascript"} & set(CONFIG)
+
+
+def test_what_mkdocs_remarks_on_is_a_warning_and_the_build_is_strict() -> None:
+    for section in CONFIG["validation"].values():
+        assert set(section.values()) == {"warn"}
+    script = (ROOT / "ci" / "docs.sh").read_text()
+    assert "mkdocs build --strict" in script
+    # It counts what is logged, and --quiet logs no warning.
+    assert "--quiet build" not in script
+    assert "--strict --quiet" not in script
+
+
+def test_the_generator_is_an_extra_in_a_range_and_no_dependency() -> None:
+    needed = {Requirement(text).name for text in PROJECT["dependencies"]}
+    extra = [Requirement(text) for text in PROJECT["optional-dependencies"]["docs"]]
+    assert {each.name for each in extra} == {"mkdocs", "mkdocs-material"}
+    assert all({spec.operator for spec in each.specifier} == {">=", "<"} for each in extra)
+    assert not needed & {each.name for each in extra}
+
+
+def test_ci_builds_the_site() -> None:
+    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "pr.yml").read_text())
+    assert "bash ci/docs.sh" in [step.get("run") for step in flow["jobs"]["docs"]["steps"]]
