@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,9 +13,11 @@ from enum import StrEnum
 __all__ = [
     "CANNOT_IMPORT",
     "CHECK_IDS",
+    "CUT",
     "EXECUTIONS",
     "KIT_ERROR",
     "MODES",
+    "NOT_STARTED",
     "NO_CASE",
     "CaseResult",
     "ErrorMap",
@@ -25,6 +28,7 @@ __all__ = [
     "emulated_parts",
     "exit_code",
     "format_failure",
+    "left_lines",
     "message_of",
     "readable",
     "repro_command",
@@ -39,6 +43,8 @@ EXECUTIONS = ("eager", "graph")
 
 KIT_ERROR = "the kit itself failed: "
 """How the reason of a result begins when the fault is ours, not the backend's."""
+NOT_STARTED = "not started: "
+"""How the reason of a result begins that the budget of the run left no time for."""
 CANNOT_IMPORT = "is installed and cannot be imported"
 """In the reason of what is not run because a package is broken."""
 # The ids of checks/, which comes with torch, in its reading order. A test compares.
@@ -234,6 +240,11 @@ class CaseResult:
         return bool(emulated_parts(self))
 
     @property
+    def left_out(self) -> bool:
+        """The budget of the run left no time for it."""
+        return self.status is Status.NOT_RUN_HERE and self.reason.startswith(NOT_STARTED)
+
+    @property
     def of_the_kit(self) -> bool:
         """Our own code failed here: this says nothing about the backend."""
         return self.reason.startswith(KIT_ERROR)
@@ -275,24 +286,32 @@ class RunHeader:
     """Id of each check -> ``text``, ``cause``, ``source`` and ``how_to_read``: a page explains it without the kit."""
 
 
+CUT = 7
+"""Exit code of a run that its budget cut short and that is good as far as it came. pytest has 6 for warnings."""
+
+
 def exit_code(
     planned: int, results: Iterable[CaseResult], interrupted: bool = False, problems: Sequence[str] = ()
 ) -> int:
     """pytest's numbers: 0 conformant, 1 not (or claimed case-runs did not run), 2 interrupted, 3 the kit itself failed,
-    5 nothing to run. ``problems``: what fails the run besides its case-runs.
+    5 nothing to run; and 7 where nothing failed and the budget of the run left something out. ``problems``: what fails
+    the run besides its case-runs.
     """
     runs = [result for result in results if result.case]
     if interrupted:
         return 2
     if any(result.of_the_kit for result in runs):
         return 3
+    left = sum(result.left_out for result in runs)
     if not planned and not runs:
         return 1 if problems else 5
     counts = Counter(result.status for result in runs)
     accounted = sum(counts[status] for status in RAN | {Status.QUARANTINED})
     # Known failures alone are no green: then nothing is known to work.
-    good = counts[Status.PASSED] and accounted >= planned and not any(counts[status] for status in BAD)
-    return 0 if good and not problems else 1
+    good = counts[Status.PASSED] and accounted + left >= planned and not any(counts[status] for status in BAD)
+    if not good or problems:
+        return 1
+    return CUT if left else 0
 
 
 def format_failure(result: CaseResult, header: RunHeader | None = None, *, first_only: bool = False) -> str:
@@ -359,6 +378,33 @@ def untried_lines(untried: Mapping[str, Sequence[str]]) -> list[str]:
         for spec, phrases in untried.items()
         if phrases
     ]
+
+
+def left_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:
+    """What the budget has left out, by mode and execution, and the command that runs it; empty for nothing."""
+    left = Counter((result.mode, result.execution) for result in results if result.left_out)
+    if not left:
+        return []
+    counts = ", ".join(f"{mode} {execution} {count}" for (mode, execution), count in left.items())
+    return [f"left out by the budget: {counts}", f"the rest: {_without_budget(header.command)}"]
+
+
+_OF_A_BUDGET = ("--budget", "--attn-budget", "--last", "--html")
+
+
+def _without_budget(command: str) -> str:
+    """The command of a run without its budget; where that kept a record, only what this lacks."""
+    words = iter(shlex.split(command))
+    kept: list[str] = []
+    for word in words:
+        name, given, value = word.partition("=")
+        if name not in (*_OF_A_BUDGET, "--json"):
+            kept.append(word)
+            continue
+        value = value if given else next(words, "")
+        if name == "--json":
+            kept += ["--rest-of", value]
+    return shlex.join(kept)
 
 
 def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:

@@ -46,7 +46,7 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog="Exit codes: 0 conformant, 1 not, 2 interrupted, 3 the kit itself failed, 4 usage, 5 nothing ran.",
+    epilog="Exit codes: 0 conformant, 1 not, 2 interrupted, 3 the kit itself failed, 4 usage, 5 nothing, 7 cut.",
 )
 @click.version_option(metadata.version("attn-testkit"), prog_name="attn-testkit")
 def commands() -> None:

@@ -52,16 +52,19 @@ class Device(click.ParamType[str]):
 
 
 class Seconds(click.ParamType[float]):
-    """How long a case-run may take."""
+    """How long a case-run, or another thing, may take."""
 
     name = "seconds"
+
+    def __init__(self, what: str = "timeout") -> None:
+        self.what = what
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Accept a number of seconds or say what one is."""
         try:
-            return checked_seconds(float(value))
+            return checked_seconds(float(value), self.what)
         except ValueError:
-            raise UsageError(f"timeout is {value!r}; expected seconds, such as 300") from None
+            raise UsageError(f"{self.what} is {value!r}; expected seconds, such as 300") from None
 
 
 backend_option = click.option(

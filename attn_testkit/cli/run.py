@@ -7,14 +7,15 @@ import itertools
 import os
 import signal
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import click
 
 from ..registry import UsageError
-from ..reports.record import Record, Report
-from ..results import BAD, CaseResult
+from ..reports.record import Record, Report, read_report
+from ..results import BAD, RAN, CaseResult
 from ..running.gpus import visible_gpus
 from ..running.judge_process import JudgeError, judge_for
 from ..running.request import Options, Prepared, Request, final_code, prepare
@@ -31,7 +32,9 @@ __all__ = ["NO_GATE", "run"]
 Examples:
   attn-testkit run --backend triton --device cpu
   attn-testkit run --backend my_pkg.attn:MyBackend --mode decode --execution graph --tier core
-  attn-testkit run --backend my_pkg.attn:MyBackend --tier full --jobs 8 --json out.json --html out.html""",
+  attn-testkit run --backend my_pkg.attn:MyBackend --tier full --jobs 8 --json out.json --html out.html
+  attn-testkit run --backend my_pkg.attn:MyBackend --tier core --budget 60 --json cut.json
+  attn-testkit run --backend my_pkg.attn:MyBackend --tier core --rest-of cut.json""",
 )
 @selection_options
 @click.option("--known-failures", type=click.Path(), metavar="FILE", help="TOML of failures that are tolerated.")
@@ -42,6 +45,12 @@ Examples:
     "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S",
     help="Seconds that one case-run may take.",
 )  # fmt: skip
+@click.option(
+    "--budget", type=Seconds("budget"), metavar="S",
+    help="Begin no case-run after so many seconds; the most valuable come first. Exit code 7 if any is left.",
+)  # fmt: skip
+@click.option("--last", type=click.Path(), metavar="FILE", help="With --budget: first what failed in this record.")
+@click.option("--rest-of", type=click.Path(), multiple=True, metavar="FILE", help="Only what no such record ran.")
 @click.option("--in-process", is_flag=True, help="No child process: for debuggers, and no gate.")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N case-runs that did not pass.")
 @click.option("-x", "stop_first", is_flag=True, help="The same with N = 1.")
@@ -63,6 +72,10 @@ def _refuse_clashes(values: dict[str, Any]) -> None:
         raise UsageError("--in-process runs in one process; leave out --jobs")
     if values["stop_first"] and values["max_failures"]:
         raise UsageError("-x is --max-failures 1; give one of them")
+    if values["last"] and not values["budget"]:
+        raise UsageError("--last says what comes first where not all may run; give it with --budget")
+    if values["json_file"] in values["rest_of"]:
+        raise UsageError("--json would overwrite the record that --rest-of reads; name another file")
 
 
 def _run(request: Request, values: dict[str, Any]) -> int:
@@ -71,11 +84,17 @@ def _run(request: Request, values: dict[str, Any]) -> int:
         timeout_s=values["timeout"],
         gpus=_gpus_to_share(request, values["jobs"]),
         in_process=values["in_process"],
+        budget_s=values["budget"],
     )
+    earlier = {name: read_report(name) for name in values["rest_of"]}
+    if values["budget"]:
+        request = replace(request, most_valuable_first=True, failed_before=_failed(values["last"]))
     if not request.backends:
         raise UsageError("which backend? Name one from `attn-testkit list`, or module:Class")
     with contextlib.closing(judge_for(options, request.device)) as judge:
         prepared = prepare(judge, request, values["known_failures"])
+        for name, before in earlier.items():
+            prepared = _rest_of(prepared, before, name)
         echo_header(prepared.plan.header)
         if options.in_process:
             click.echo(NO_GATE, err=True)
@@ -89,6 +108,30 @@ NO_GATE = (
     "  --in-process is for debuggers and no gate: the backend shares this process with what judges it, and could "
     "change the verdict"
 )
+
+
+def _failed(record: str | None) -> tuple[tuple[str, str], ...]:
+    """(backend, case) of what did not pass in a record."""
+    results = read_report(record).results if record else ()
+    return tuple(dict.fromkeys((r.backend, r.case) for r in results if r.case and r.status in BAD))
+
+
+def _rest_of(prepared: Prepared, before: Report, name: str) -> Prepared:
+    """Only what did not run in a record of the same request. Raises ``UsageError`` for one of another."""
+    header, then = prepared.plan.header, before.header
+    for what in ("kit", "tier", "seed", "device", "device_name", "backends", "versions"):
+        if getattr(header, what) != getattr(then, what):
+            raise UsageError(
+                f"{name} is no part of this run: its {what} is {getattr(then, what)!r}, here {getattr(header, what)!r}"
+            )
+    ran = {(r.backend, r.execution, r.case) for r in before.results if r.case and r.status in RAN}
+    items = tuple(item for item in prepared.items if (item.backend, item.execution, item.case) not in ran)
+    tried = len(prepared.items) - len(items)
+    if not items:
+        raise UsageError(f"{name} lacks nothing of this run: all {tried} case-runs ran")
+    untried = {spec: (*phrases, f"what {tried} case-runs in {name} try") for spec, phrases in header.untried.items()}
+    header = replace(header, planned=header.planned - tried, untried=untried)
+    return replace(prepared, items=items, plan=replace(prepared.plan, header=header))
 
 
 def _gpus_to_share(request: Request, jobs: int) -> tuple[str, ...]:

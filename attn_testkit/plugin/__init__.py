@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         min_cases=plugin_options.min_cases(config),
         command=shlex.join(["pytest", *map(str, config.invocation_params.args)]),
         timeout_s=config.option.attn_timeout,
+        budget_s=config.option.attn_budget,
         collects_only=config.option.collectonly,
         planned=pickled_plan(_workerinput(config).get("attn_plan")),
     )
@@ -119,6 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     _refuse(config.stash[SESSION])
     items[:] = [item for item in items if not _is_placeholder(item)]
+    config.stash[SESSION].sort(items)
 
 
 @pytest.hookimpl(trylast=True)

@@ -64,6 +64,10 @@ def add(parser: pytest.Parser) -> None:
         help="Seconds that one case-run may take (default 300); it is then given up and reported as timed out.",
     )  # fmt: skip
     group.addoption(
+        "--attn-budget", type=_budget, metavar="S", dest="attn_budget",
+        help="Begin no case-run of the suite after so many seconds, and the most valuable ones first; exit code 7.",
+    )  # fmt: skip
+    group.addoption(
         "--attn-keep-unloadable", action="store_true", dest="attn_keep_unloadable",
         help="A backend that cannot be imported is a failing row, and the others are judged all the same.",
     )  # fmt: skip
@@ -77,16 +81,33 @@ def request(config: pytest.Config) -> Request:
     """What was asked for; ``pytest.UsageError`` for an ini value that does not exist."""
     option = config.option
     tier = option.attn_tier or _from_ini(_word("tier", TIERS), "attn_tier", config)
+    backends = tuple(option.attn_backend or config.getini("attn_backends"))
     return Request(
-        backends=tuple(option.attn_backend or config.getini("attn_backends")),
+        backends=backends,
         modes=tuple(option.attn_mode),
         executions=tuple(option.attn_execution),
         tier=tier,
         device=option.attn_device,
         seed=option.attn_seed,
         cases=tuple(option.attn_case),
+        most_valuable_first=option.attn_budget is not None,
+        failed_before=_failed_before(config, backends) if option.attn_budget is not None else (),
         keep_unloadable=option.attn_keep_unloadable,
     )
+
+
+def _failed_before(config: pytest.Config, backends: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """(backend, case) of what pytest's cache says failed the last time."""
+    cache = getattr(config, "cache", None)
+    names = [nodeid.partition("[")[2][:-1] for nodeid in (cache.get("cache/lastfailed", {}) if cache else {})]
+    found = [
+        (backend, name.removeprefix(f"{backend}-{execution}-"))
+        for name in names
+        for backend in backends
+        for execution in EXECUTIONS
+        if name.startswith(f"{backend}-{execution}-")
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def known_file(config: pytest.Config) -> Path | None:
@@ -127,13 +148,17 @@ def _device(value: str) -> str:
         raise pytest.UsageError(str(error)) from None
 
 
-def _seconds(value: str) -> float:
+def _seconds(value: str, what: str = "timeout") -> float:
     try:
-        return checked_seconds(float(value))
+        return checked_seconds(float(value), what)
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
     except ValueError:
-        raise pytest.UsageError(f"timeout is {value!r}; expected seconds, such as 300") from None
+        raise pytest.UsageError(f"{what} is {value!r}; expected seconds, such as 300") from None
+
+
+def _budget(value: str) -> float:
+    return _seconds(value, "budget")
 
 
 def _number(what: str) -> Callable[[str], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,9 +15,9 @@ from ..registry import UsageError
 from ..reports.outcome import verdict
 from ..reports.record import Record, result_from_plain
 from ..reports.tally import text_table
-from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, untried_lines
+from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, left_lines, untried_lines
 from ..running.judge_process import JudgeError, JudgeProcess
-from ..running.request import Item, Judge, Options, Plan, Prepared, Request, final_code, kit_error, prepare
+from ..running.request import Item, Judge, Options, Plan, Prepared, Request, final_code, kit_error, not_started, prepare
 
 __all__ = ["SESSION", "Session", "param_id", "pickled_plan"]
 
@@ -58,6 +59,9 @@ class Session:
     """Why the request cannot be planned."""
     timeout_s: float = 0.0
     """Seconds that one case-run may take; 0: as on the command line."""
+    budget_s: float | None = None
+    """Seconds after which no case-run is begun any more, from the session's start."""
+    begun: float = field(default_factory=lambda: time.monotonic())
     planned: Plan | None = None
     """The controller's plan, on a worker of xdist."""
     prepared: Prepared | None = None
@@ -99,6 +103,8 @@ class Session:
         """The result of one case-run, whatever the backend does."""
         prepared = self.plan()
         assert prepared is not None
+        if self.budget_s is not None and time.monotonic() - self.begun >= self.budget_s:
+            return not_started(item, self.budget_s)
         try:
             (result,) = self.judge().run(prepared.plan.to_run(), [item])
         except JudgeError as error:
@@ -109,6 +115,13 @@ class Session:
             self._drop_judge()
             raise
         return prepared.ledger.judge(result)
+
+    def sort(self, items: list[pytest.Item]) -> None:
+        """With a budget, the tests of the suite in the plan's order, which has the most valuable first."""
+        if self.budget_s is None or self.prepared is None:
+            return
+        place = {param_id(item): number for number, item in enumerate(self.prepared.items)}
+        items.sort(key=lambda item: place.get(item.nodeid.partition("[")[2][:-1], -1))
 
     def begin(self, nodeids: Iterable[str]) -> None:
         """Collection is over: these tests were selected. What of them does not run will fail the session."""
@@ -183,7 +196,7 @@ class Session:
                 terminal.line(f"warning: {warning}")
         for problem in self.problems:
             terminal.line(f"problem: {problem}")
-        for line in untried_lines(self.header.untried):
+        for line in [*left_lines(self.header, self.results), *untried_lines(self.header.untried)]:
             terminal.line(line)
         text = verdict(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
         terminal.line(text, bold=True, green=self.code == 0, red=self.code != 0)

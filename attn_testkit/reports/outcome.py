@@ -18,6 +18,7 @@ from ..results import (
     emulated_parts,
     exit_code,
     format_failure,
+    left_lines,
     untried_lines,
 )
 
@@ -36,6 +37,8 @@ def verdict(
     of = f"of {header.planned} claimed case-runs"
     ours = sum(run.of_the_kit for run in runs)
     counts[Status.CRASHED] -= ours
+    left = sum(run.left_out for run in runs)
+    cut = f"; {left} were not started, the budget was over" if left else ""
     bad = [f"{counts[status]} {status}" for status in Status if status in BAD and counts[status]]
     if interrupted:
         return f"INTERRUPTED: {ran} {of} had run" + (f"; {', '.join(bad)}" if bad else "")
@@ -45,18 +48,19 @@ def verdict(
     if not header.planned and not runs:
         return f"NOTHING RAN: {_why_nothing(header, rows)}"
     if bad:
-        missing = header.planned - accounted
-        return f"NOT CONFORMANT: {', '.join(bad)} {of}" + (f"; {missing} did not run" if missing > 0 else "")
-    if accounted < header.planned:
+        missing = header.planned - accounted - left
+        return f"NOT CONFORMANT: {', '.join(bad)} {of}" + (f"; {missing} did not run" if missing > 0 else "") + cut
+    if accounted + left < header.planned:
         return f"INCOMPLETE: {ran} {of} ran"
     other = [(counts[Status.KNOWN_FAILURE], "known failures"), (counts[Status.QUARANTINED], "quarantined")]
     text = ", ".join([f"{counts[Status.PASSED]} {of} passed", *(f"{n} {what}" for n, what in other if n)])
     if not counts[Status.PASSED]:
-        return f"NOT CONFORMANT: {text}; nothing is known to work"
+        return f"NOT CONFORMANT: {text}; nothing is known to work{cut}"
     if problems:
-        return f"NOT ACCEPTED: {text}, but {problems[0]}"
+        return f"NOT ACCEPTED: {text}, but {problems[0]}{cut}"
     parts = sorted({part for run in runs for part in emulated_parts(run)})
-    return f"CONFORMANT: {text}" + (f"; emulated {', '.join(parts)}: no proof about hardware" if parts else "")
+    word = "CUT SHORT" if left else "CONFORMANT"
+    return f"{word}: {text}{cut}" + (f"; emulated {', '.join(parts)}: no proof about hardware" if parts else "")
 
 
 def _why_nothing(header: RunHeader, rows: Sequence[CaseResult]) -> str:
@@ -154,7 +158,12 @@ class Results(Sequence[CaseResult]):
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, (self.texts, *untried_lines(self.header.untried), self.verdict)))
+        return "\n".join(
+            filter(
+                None,
+                (self.texts, *left_lines(self.header, self.rows), *untried_lines(self.header.untried), self.verdict),
+            )
+        )
 
     __repr__ = __str__
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
@@ -28,7 +29,7 @@ from .judging import JudgingProcess
 from .merging import merged
 from .plan import plan_run
 from .pool import Worker, WorkerLost, WorkerStartError
-from .request import Item, Options, Plan, Request, bare_result, kit_error
+from .request import Item, Options, Plan, Request, bare_result, kit_error, not_started
 from .worker import LocalWorker
 
 __all__ = ["JUDGED_HERE", "Runner"]
@@ -52,6 +53,7 @@ class Runner:
         # A signal may come while this very thread holds it, and its handler closes everything.
         self._lock = threading.RLock()
         self._trimmer = Trimmer()
+        self._begun = time.monotonic()
         self._closed = False
         self._wrong_afresh: Counter[tuple[str, ...]] = Counter()
         """Kind of failure -> how often it was found in a fresh process too."""
@@ -156,7 +158,11 @@ class Runner:
             for item, after in _with_next(waiting, jobs):
                 if self._closed or ended.is_set():
                     return
-                same = after is not None and after.backend == item.backend
+                if self._budget_is_over():
+                    assert self.options.budget_s is not None
+                    yield not_started(item, self.options.budget_s)
+                    continue
+                same = after is not None and after.backend == item.backend and not _turns_back(item.case, after.case)
                 place.next = _request(after) if after and same and ahead else None
                 yield self._result(item, plan, place, candidates[item.backend], judging)
                 self._trimmer.after_case()
@@ -166,6 +172,9 @@ class Runner:
                 self._judging.append(judging)
             elif judging is not None:
                 judging.close()
+
+    def _budget_is_over(self) -> bool:
+        return self.options.budget_s is not None and time.monotonic() - self._begun >= self.options.budget_s
 
     def _judging_process(self) -> JudgingProcess:
         """One that is idle: it knows the answers to what it has judged."""
@@ -183,6 +192,7 @@ class Runner:
         device = plan.header.device
         place.before = None
         try:
+            place.turn_to(item.case)
             described = place.take(candidate).describe()
             if judging is not None:
                 result = judging.judge(place.drive, described, plan, item)
@@ -299,6 +309,21 @@ _CANNOT_TELL = (
 )
 
 
+def _turns_back(before: str, after: str) -> bool:
+    """Whether a process would go from inference_mode back to no_grad, which no server does.
+
+    A tensor that a module made under the one and keeps cannot be used under the other.
+    """
+    return _under_inference_mode(before) and not _under_inference_mode(after)
+
+
+def _under_inference_mode(case: str) -> bool:
+    try:
+        return parse_case(case).inference_mode
+    except ValueError:
+        return False  # the drive will say what is wrong with it
+
+
 def _request(item: Item) -> DriveCase:
     return DriveCase(item.case, Execution(item.execution))
 
@@ -350,6 +375,12 @@ class _Place:
             worker = self._worker = self._runner._worker_for(candidate, self._device, self.gpu)
             self._prepare(worker)
         return worker
+
+    def turn_to(self, case: str) -> None:
+        """End the worker where this case must not follow what it has driven."""
+        worker = self._worker
+        if isinstance(worker, Worker) and any(_turns_back(driven.case, case) for driven in worker.history):
+            worker.close()
 
     def _prepare(self, worker: Worker | LocalWorker) -> None:
         """Have it drive what every process is to drive first."""

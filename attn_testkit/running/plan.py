@@ -17,6 +17,7 @@ from ..environment import Environment, missing_here, resolve, versions
 from ..registry import UsageError, did_you_mean, origin_of
 from ..results import NO_CASE, CaseResult, Finding, RunHeader, Status
 from .candidate import Candidate
+from .most_valuable import most_valuable_first
 from .request import Item, Plan, Request, unloadable
 
 __all__ = ["plan_run"]
@@ -65,7 +66,7 @@ def plan_run(request: Request, claims_of: Claims, broken_of: Broken = lambda _: 
         raise UsageError(f"no case matches {', '.join(request.cases)}")
     return Plan(
         header=_header(request, environment, len(items) + sum(row.status is Status.FAILED for row in preset), untried),
-        items=_in_order(items),
+        items=most_valuable_first(items, request.failed_before) if request.most_valuable_first else _in_order(items),
         preset=tuple(preset),
         candidates=request.candidates,
         device=request.device,

@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import Protocol
 
 from ..registry import UsageError, did_you_mean
-from ..results import EXECUTIONS, KIT_ERROR, MODES, NO_CASE, CaseResult, Finding, RunHeader, Status, exit_code
+from ..results import (
+    EXECUTIONS,
+    KIT_ERROR,
+    MODES,
+    NO_CASE,
+    NOT_STARTED,
+    CaseResult,
+    Finding,
+    RunHeader,
+    Status,
+    exit_code,
+)
 from .candidate import Candidate
 from .known_failures import KnownFailure, Ledger, load_known
 
@@ -28,6 +39,7 @@ __all__ = [
     "checked_seconds",
     "final_code",
     "kit_error",
+    "not_started",
     "prepare",
     "unloadable",
 ]
@@ -36,7 +48,7 @@ TIERS = ("smoke", "core", "full")
 
 
 MOST_SECONDS = 86_400.0
-"""A case-run that is not over after a day is not waited for."""
+"""A case-run that is not over after a day is not waited for, and no run has a longer budget."""
 
 
 def checked_device(name: str) -> str:
@@ -47,10 +59,10 @@ def checked_device(name: str) -> str:
     return name
 
 
-def checked_seconds(value: float) -> float:
-    """The value, if a case-run may take so long. Raises ``UsageError``."""
+def checked_seconds(value: float, what: str = "timeout") -> float:
+    """The value, if a case-run may take so long, or a run. Raises ``UsageError``."""
     if not 0 < value <= MOST_SECONDS:
-        raise UsageError(f"timeout is {value:g}; expected seconds above 0, and at most {MOST_SECONDS:g}")
+        raise UsageError(f"{what} is {value:g}; expected seconds above 0, and at most {MOST_SECONDS:g}")
     return value
 
 
@@ -68,6 +80,10 @@ class Request:
     """Globs on case ids of the tier, or exact ids of any case."""
     command: str = ""
     """How it was asked for, for the record."""
+    most_valuable_first: bool = False
+    """Whether the plan is in the order of ``running/most_valuable.py``: for a run that may not come to its end."""
+    failed_before: tuple[tuple[str, str], ...] = ()
+    """(backend, case id) of what failed the last time: first then."""
     keep_unloadable: bool = False
     """A backend that cannot be imported is a failing row, and no ``UsageError``: the others are judged all the same."""
 
@@ -97,6 +113,8 @@ class Options:
     """No process of its own for the backend: for debuggers, and no gate."""
     after: tuple[str, ...] = ()
     """``eager:CASE`` or ``graph:CASE``: what every process drives first."""
+    budget_s: float | None = None
+    """Seconds after which no case-run is begun any more; planning counts. What is left is said to be not run."""
     asks_afresh: bool = True
     """Whether a case-run that fails is run again in a fresh process, to see whether an earlier one is the cause."""
 
@@ -104,6 +122,8 @@ class Options:
         if not isinstance(self.jobs, int) or self.jobs < 1:
             raise UsageError(f"jobs is {self.jobs!r}; expected a whole number from 1 up")
         checked_seconds(self.timeout_s)
+        if self.budget_s is not None:
+            checked_seconds(self.budget_s, "budget")
 
 
 @dataclass(frozen=True)
@@ -203,6 +223,11 @@ def bare_result(item: Item, status: Status, reason: str, device: str = "") -> Ca
     return CaseResult(
         item.backend, item.mode, item.execution, item.case, status, reason=reason, device=device, graph=graph
     )
+
+
+def not_started(item: Item, budget_s: float) -> CaseResult:
+    """The result of a case-run that the budget has left no time for."""
+    return bare_result(item, Status.NOT_RUN_HERE, f"{NOT_STARTED}the budget of {budget_s:g} s was over")
 
 
 def unloadable(spec: str, reason: str) -> CaseResult:

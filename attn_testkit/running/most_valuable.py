@@ -1,0 +1,103 @@
+"""The order of cases where there may be no time for all: what failed, then new values, then new pairs of values."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import fields
+
+from ..cases.case import Case
+from ..contract import Execution
+from .request import Item
+
+__all__ = ["most_valuable_first", "pairs_of", "richest_first", "values_of"]
+
+Entry = tuple[Item, Case]
+_FIRST_ROUND = 16
+"""Cases of one backend before the next has its turn; each later round has twice as many."""
+
+
+def most_valuable_first(entries: Sequence[Entry], failed: Collection[tuple[str, str]]) -> tuple[Item, ...]:
+    """The items in the order in which they are to run.
+
+    ``failed``: (backend, case id) of what failed the last time. Those come first; then, as smoke does, cases until
+    every value of every dimension is met; then each time the case with the most pairs of values that none before it
+    has. In rounds: in each, one backend after the other, under no_grad before inference_mode, as in any plan, eager and
+    graph of a case next to each other.
+    """
+    backends = list(dict.fromkeys(item.backend for item, _ in entries))
+    place: dict[tuple[str, str], tuple[int, int]] = {}
+    for backend in backends:
+        own = {case.id: case for item, case in entries if item.backend == backend}
+        first = _first(own, {case for name, case in failed if name == backend})
+        taken = {case.id for case in first}
+        rest = richest_first((case for case in own.values() if case.id not in taken), pairs_of, met=first)
+        for number, case in enumerate([*first, *rest]):
+            place[backend, case.id] = (_round(number, len(first)), number)
+
+    def key(entry: Entry) -> tuple[int, int, bool, int, bool]:
+        item, case = entry
+        round_, number = place[item.backend, item.case]
+        graph = item.execution == Execution.GRAPH.value
+        return round_, backends.index(item.backend), case.inference_mode, number, graph
+
+    return tuple(item for item, _ in sorted(entries, key=key))
+
+
+def _first(own: dict[str, Case], failed: Collection[str]) -> list[Case]:
+    """What failed, and as many more as it takes to meet every value."""
+    first = [case for case in own.values() if case.id in failed]
+    met = {value for case in first for value in values_of(case)}
+    for case in richest_first((case for case in own.values() if case.id not in failed), values_of, met=first):
+        if values_of(case) <= met:
+            break
+        met |= values_of(case)
+        first.append(case)
+    return first
+
+
+def _round(number: int, first: int) -> int:
+    """Round 0: what comes before the pairs."""
+    if number < first:
+        return 0
+    return ((number - first) // _FIRST_ROUND + 1).bit_length()
+
+
+Features = frozenset[Hashable]
+
+
+def richest_first(
+    cases: Iterable[Case], features: Callable[[Case], Features], met: Iterable[Case] = ()
+) -> Iterator[Case]:
+    """Next the case with the most features that no case before it has, nor one of ``met``; ties as given."""
+    seen = {feature for case in met for feature in features(case)}
+    waiting = [(-len(features(case) - seen), number, case) for number, case in enumerate(cases)]
+    heapq.heapify(waiting)
+    while waiting:
+        _, number, case = heapq.heappop(waiting)
+        # It can only have become less since it was counted: where it is still the most, it is the most of all.
+        gain = -len(features(case) - seen)
+        if waiting and (gain, number) > waiting[0][:2]:
+            heapq.heappush(waiting, (gain, number, case))
+            continue
+        seen |= features(case)
+        yield case
+
+
+def values_of(case: Case) -> Features:
+    """(field, value) of all that a case tries."""
+    return frozenset(_values(case))
+
+
+def pairs_of(case: Case) -> Features:
+    """Every pair of values of two fields that a case has."""
+    return frozenset(itertools.combinations(_values(case), 2))
+
+
+_NO_VALUE = ("seed", "host")
+"""Fields that say nothing of what is tried."""
+
+
+def _values(case: Case) -> list[tuple[str, Hashable]]:
+    return [(each.name, getattr(case, each.name)) for each in fields(case) if each.name not in _NO_VALUE]
