@@ -15,13 +15,15 @@ from . import choices
 from .draft import Draft
 from .trees import Tree, chain
 
-__all__ = ["DATA", "LAYOUTS", "PADDINGS", "Case", "Heads", "parse_case"]
+__all__ = ["DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "Case", "Heads", "parse_case"]
 
 LAYOUTS = ("contiguous", "shuffled", "interleaved", "reversed", "shared")
 """How a request's tokens lie in the KV pool. ``reversed``: pages descend inside a request (non-monotonic slots).
 ``shared``: requests have the whole pages that their prefixes have in common, as after a hit in a prefix cache."""
 DATA = ("gauss", "shifted", "peaked", "negative", "mean", "footprint", "cliff")
 """Data patterns; see ``cases/patterns.py``."""
+EXTREME_DATA = ("saturated", "swamped")
+"""Those of a few cases alone, which show nothing but what they are for: see ``cases/extremes.py``."""
 PADDINGS = ("prod", "nan", "stale", "small")
 """What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
 
@@ -77,7 +79,7 @@ class Case:
     layout: str = "shuffled"
     """One of ``LAYOUTS``."""
     data: str = "gauss"
-    """One of ``DATA``."""
+    """One of ``DATA`` or ``EXTREME_DATA``."""
     rope_dim: int = 0
     """MLA: width of the part of a key that is no value. 0 elsewhere."""
     kv_dtype: str = "same"
@@ -260,7 +262,7 @@ _WORDS: tuple[_Word, ...] = (
     (r"chunks(\d+)", lambda m: {"chunks": int(m[1])}),
     (r"n(\d+)a([\d.x]+)", lambda m: {"width": int(m[1]), "new": _unnumbers(m[2])}),
     ("|".join(LAYOUTS), lambda m: {"layout": m[0]}),
-    ("|".join(DATA), lambda m: {"data": m[0]}),
+    ("|".join((*DATA, *EXTREME_DATA)), lambda m: {"data": m[0]}),
     (r"kvfp8e4m3", lambda m: {"kv_dtype": "fp8_e4m3"}),
     (r"w(\d+)", lambda m: {"window": int(m[1])}),
     (r"cap([\d.]+)", lambda m: {"logit_cap": float(m[1])}),
@@ -285,7 +287,7 @@ def parse_case(case_id: str) -> Case:
     for word in case_id[len(mode) + 1 :].split("-"):
         found = next(((m, read) for p, read in _WORDS if (m := re.fullmatch(p, word))), None)
         if found is None:
-            known = (*LAYOUTS, *DATA, "fp16", "bf16", "fp32", "sink")
+            known = (*LAYOUTS, *DATA, *EXTREME_DATA, "fp16", "bf16", "fp32", "sink")
             close = difflib.get_close_matches(word, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"case id {case_id!r}: cannot read {word!r}{hint}")

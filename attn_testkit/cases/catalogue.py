@@ -20,6 +20,7 @@ from ..contract import Capabilities, ForwardMode
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
+from .extremes import extreme_cases
 from .plans import context_len
 from .small_cases import MOST_NEW_TOKENS, small_cases
 from .trees import Tree, chain
@@ -207,13 +208,19 @@ def _base(mode: ForwardMode, cases: Sequence[Case]) -> Case:
     return (*cheap, *cases)[0]
 
 
-def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
-    """Cases that no covering array is sure to meet."""
+def _plain(claims: Capabilities, base: Case) -> Case:
+    """``base`` without options."""
     kv_dtype = sorted(claims.kv_dtypes, reverse=True)[0]
     plain = replace(base, window=-1, logit_cap=0.0, sinks=False, kv_dtype=kv_dtype, chunks=1)
-    if plain.draft:
-        draft = Draft(min(2, claims.max_draft_branches), 3)
-        plain = replace(plain, draft=draft, width=len(draft))
+    if not plain.draft:
+        return plain
+    draft = Draft(min(2, claims.max_draft_branches), 3)
+    return replace(plain, draft=draft, width=len(draft))
+
+
+def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
+    """Cases that no covering array is sure to meet."""
+    plain = _plain(claims, base)
     # In smoke once, not once a mode: it costs as much as all other graph cases of a mode together.
     hosts = claims.graph - {ForwardMode.DRAFT_DECODE}
     alone = tier == "smoke" and mode is not min(hosts, default=mode)
@@ -366,7 +373,12 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
                 cases.setdefault(case.id, case)
     if cases and tier != "smoke":
         small = small_cases(claims, mode, tier, list(cases.values()), lambda case: _fits(claims, case))
+        base = _small(claims, _plain(claims, _base(mode, list(cases.values()))))
         cases.update((case.id, case) for case in small)
+        for extreme in extreme_cases(claims, base):
+            case = extreme.with_seed(seed)
+            if _fits(claims, case):
+                cases.setdefault(case.id, case)
     return tuple(cases.values())
 
 

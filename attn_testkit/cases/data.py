@@ -171,10 +171,11 @@ def _fp8_numbers(dtype: torch.dtype) -> npt.NDArray[np.float64]:
     return numbers
 
 
-def _held_by_fp8(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries that FP8 holds exactly: kernels with an FP8 pool may or may not round theirs, some by the shape."""
+def _of_fp8_range(q: torch.Tensor, k: torch.Tensor, held: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries in the range of FP8; ``held``: and exactly held by it, as kernels that round theirs need it."""
     shift = 2.0 ** max(0, math.ceil(math.log2(max(float(q.abs().max()), 1.0) / 256)))
-    return (q / shift).to(torch.float8_e4m3fn).float(), k * shift
+    q = q / shift
+    return q.to(torch.float8_e4m3fn).float() if held else q, k * shift
 
 
 def _visibility(step: Step, widest: int, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -218,9 +219,10 @@ def _shared_rows(rows: torch.Tensor, step: Step, asked: int | None) -> torch.Ten
 
 
 def _drawn(
-    case: Case, step: Step, pattern: str, rng: np.random.Generator
+    schedule: Schedule, step: Step, pattern: str, rng: np.random.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [L, T, Hq, Dqk], k [L, B, S, Hk, Dqk], v [L, B, S, Hk, Dv] in the model's dtype."""
+    case = schedule.case
     hq, hk, dv, dqk = case.heads.q_heads, case.heads.kv_heads, case.head_dim, case.head_dim + case.rope_dim
     lens = step.lens
     shape = (NUM_LAYERS, step.bs, max(lens), hk)
@@ -243,7 +245,7 @@ def _drawn(
         asked = int(pattern.split(".")[1]) if probe or pattern.startswith("place.") else None
         k, v = _shared_rows(k, step, asked), _shared_rows(v, step, asked)
     if case.kv_dtype != "same":
-        q, k = _held_by_fp8(q, k)
+        q, k = _of_fp8_range(q, k, held=schedule.matmul_dtype != "model")
     dtype = DTYPES[case.dtype]
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
@@ -270,7 +272,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     kv_dtype = DTYPES[case.dtype if case.kv_dtype == "same" else case.kv_dtype]
     is_mla, dv = case.heads.family == "mla", case.head_dim
     longest, widest = max(step.lens), max(r.new for r in step.requests)
-    q, k, v = _drawn(case, step, pattern or case.data, rng)
+    q, k, v = _drawn(schedule, step, pattern or case.data, rng)
     layers = make_layers(case)
     k_scales, v_scales = [layer.k_scale for layer in layers], [layer.v_scale for layer in layers]
     stored_k = _store(k, k_scales, kv_dtype)

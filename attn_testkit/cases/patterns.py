@@ -13,6 +13,10 @@ Patterns
                    late, or a tile far below the one before it, must rescale what was summed.
     ``footprint``  V is one-hot: channel c carries one chosen key. A limit in proportion to the weight a channel carries
                    then shows one wrong key of thousands, and the output says which keys were attended.
+    ``saturated``  every token has a key and a value beyond what an FP8 pool holds: who stores them without a limit
+                   stores NaN.
+    ``swamped``    equal weights, and a value at either end of a request that is 50,000 times as large as those between:
+                   sums of 16 bits lose thousands of small terms, one by one.
 """
 
 from __future__ import annotations
@@ -100,6 +104,23 @@ def _cliff(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     return queries, keys, normals(v, rng)
 
 
+def _saturated(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    queries, keys, values = (normals(shape, rng).clone() for shape in (q, k, v))
+    sign = 1.0 - 2 * (torch.arange(k[2]) % 2)
+    # Scales are 2 at most. No query looks at these channels, so that logits stay what they are.
+    keys[..., 0] = 2000 * sign[:, None]
+    values[..., 1] = -2000 * sign[:, None]
+    queries[..., :2] = 0
+    return queries, keys, values
+
+
+def _swamped(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    values = normals(v, rng).abs() * 0.01 + 0.03
+    # Half a unit in the last place of a 16-bit sum is 1 from here on, and 16 small terms together are less.
+    values[:, :, [0, -1]] = 2048.0
+    return torch.zeros(q), torch.zeros(k), values
+
+
 _MAKERS: dict[str, _Maker] = {
     "gauss": _gauss,
     "shifted": _shifted,
@@ -108,6 +129,8 @@ _MAKERS: dict[str, _Maker] = {
     "mean": _mean,
     "footprint": _footprint,
     "cliff": _cliff,
+    "saturated": _saturated,
+    "swamped": _swamped,
 }
 
 

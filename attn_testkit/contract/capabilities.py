@@ -113,7 +113,9 @@ class Capabilities:
     """Which dtypes of the KV pool? ``same`` as the model, ``fp8_e4m3`` with per-tensor scales."""
     matmul_dtype: str = "model"
     """With an FP8 pool: to what are queries and probabilities rounded before the two products? ``model``: the model's
-    dtype; ``fp8_e4m3``: FP8 kernels round both to FP8, with scale 1 for queries. The limits follow from it.
+    dtype; ``fp8_e4m3``: FP8 kernels round both to FP8, with scale 1 for queries. The limits follow from it, and so do
+    the queries: numbers that FP8 holds for the second, any for the first. Probabilities are rounded relative to the
+    row's largest, or larger (flash kernels times 256 or 448): those that sum to 1 vanish in long requests.
 
     Whatever it says: q.k is kept in float32 through scale, soft cap, mask and softmax, and both products accumulate in
     float32. Probabilities may be rounded to the model's dtype before the second product, the output is, and so may be

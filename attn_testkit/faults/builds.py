@@ -141,7 +141,7 @@ class TiledBackend(PlannedBackend):
             reference = raised.masked_fill(raised == -torch.inf, 0.0)
             p, shrink = torch.exp(tile - reference[..., None]), torch.exp(top - reference)
             total = total * shrink + p.sum(-1)
-            out = out * shrink[..., None] + self.product(p, value)
+            out = self.added(out * shrink[..., None], self.product(p, value))
             top = raised
         acc.copy_((out / total.clamp(min=1e-30)[..., None]).flatten(3, 4))
         lse.copy_((top + total.log()).flatten(3, 4))
@@ -150,6 +150,10 @@ class TiledBackend(PlannedBackend):
         """[B, S, W, Hk, G]: the reference from this tile on."""
         largest = tile.amax(-1)
         return torch.where(largest > top + self.slack, largest, top)
+
+    def added(self, out: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """The accumulator with a tile's part."""
+        return out + part
 
     def product(self, p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """P V of a tile."""

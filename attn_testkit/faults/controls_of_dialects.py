@@ -6,6 +6,7 @@ from ..contract import ForwardMode
 from .builds import RegisterRowsBackend
 from .c_new_rows import FP8
 from .catalogue import control
+from .g_narrow_numbers import Fp8Probabilities
 from .multi_step import MultiStepBackend
 
 
@@ -23,3 +24,8 @@ class DraftRowsAsGiven(MultiStepBackend, RegisterRowsBackend):
     capabilities = MultiStepBackend.capabilities.with_changes(
         kv_dtypes={"fp8_e4m3"}, new_rows_as_given={ForwardMode.DRAFT_DECODE}
     )
+
+
+@control("fp8-probabilities-lifted")
+class Fp8ProbabilitiesLifted(Fp8Probabilities):
+    """Probabilities in FP8 times 256, queries in FP8, and it says so (FlashAttention 3)."""

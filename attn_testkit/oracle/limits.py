@@ -10,7 +10,8 @@ to 4096, gaussian, peaked, shifted and tiny values, bf16 and fp16, errors take t
 0.05 to 0.52, XQA 0.05 to 0.78, torch with rounded probabilities 0.05 to 0.41.
 
 A backend that says that it multiplies in FP8 (``Capabilities.matmul_dtype``) rounds its probabilities to FP8 before the
-second product, and nothing else of coarser roundoff: the queries of a case with an FP8 pool are numbers that FP8 holds.
+second product, and nothing else of coarser roundoff: the queries that it is given are numbers that FP8 holds. Those of
+any other backend with an FP8 pool are free, and who rounds them is over the limit.
 FP8 has few small numbers: below 2^-6 its error no longer shrinks with the number. Kernels round p relative to the
 row's largest, or larger (flash kernels times 256 or 448), so that error is at most 2^-10 of the largest p, whatever
 p_j is.

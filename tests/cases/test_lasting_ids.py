@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.case import EXTREME_DATA, Case, parse_case
 from attn_testkit.cases.catalogue import companions, generate
 from attn_testkit.cases.choices import chosen
 from attn_testkit.cases.data import make_step_data
@@ -38,6 +38,11 @@ IDS = [
         for seed in ("", "-s1", "-s2")
     ),
 ]
+
+
+def lasting(claims: str, mode: ForwardMode, tier: str) -> list[Case]:
+    """The cases but those of extreme numbers, which came later and stand behind all others."""
+    return [case for case in generate(CLAIMS[claims], mode, tier, 0) if case.data not in EXTREME_DATA]
 
 
 def digest(lines: list[str]) -> str:
@@ -84,7 +89,7 @@ EXTEND_IDS = [
 
 @pytest.mark.parametrize(("claims", "tier"), EXTEND_LISTS, ids=map(" ".join, EXTEND_LISTS))
 def test_the_cases_of_extend_change_on_purpose_alone(claims: str, tier: str) -> None:
-    ids = [case.id for case in generate(CLAIMS[claims], ForwardMode.EXTEND, tier, 0)]
+    ids = [case.id for case in lasting(claims, ForwardMode.EXTEND, tier)]
     assert (len(ids), digest(ids)) == EXTEND_LISTS[claims, tier]
 
 
@@ -101,7 +106,7 @@ def test_the_steps_and_numbers_of_an_extend_change_on_purpose_alone() -> None:
 
 @pytest.mark.parametrize(("claims", "tier"), LISTS, ids=map(" ".join, LISTS))
 def test_the_cases_of_a_tier_change_on_purpose_alone(claims: str, tier: str) -> None:
-    by_mode = [[case.id for case in generate(CLAIMS[claims], mode, tier, 0)] for mode in FIRST_MODES]
+    by_mode = [[case.id for case in lasting(claims, mode, tier)] for mode in FIRST_MODES]
     kept, counts, whole = LISTS[claims, tier]
     assert digest([name for names, count in zip(by_mode, counts, strict=True) for name in names[:count]]) == kept
     assert digest([name for names in by_mode for name in names]) == whole
@@ -127,7 +132,8 @@ def test_the_numbers_of_a_case_change_on_purpose_alone() -> None:
     """A case id in a bug report stands for the bits that failed."""
     found = {}
     for name in IDS:
-        schedule = make_schedule(parse_case(name))
+        # Of a kernel that multiplies in FP8: the queries that it gets are what any got in the first release.
+        schedule = make_schedule(parse_case(name), "fp8_e4m3" if "fp8" in name else "model")
         data = make_step_data(schedule, schedule.steps[0])
         bits = [x.contiguous().view(torch.uint8).numpy().tobytes() for x in (data.q, data.k, data.v, data.hidden)]
         found[name] = hashlib.blake2b(b"".join(bits), digest_size=6).hexdigest()
@@ -135,7 +141,7 @@ def test_the_numbers_of_a_case_change_on_purpose_alone() -> None:
 
 
 def test_the_hidden_choices_of_a_case_change_on_purpose_alone() -> None:
-    names = [case.id for mode in FIRST_MODES for case in generate(CLAIMS["torch_native"], mode, "core", 0)]
+    names = [case.id for mode in FIRST_MODES for case in lasting("torch_native", mode, "core")]
     lines = [f"{name} {c.name} {value and value.words}" for name in names for c, value in chosen(parse_case(name))]
     assert digest(lines) == "8e26efcab12c"
 

@@ -13,7 +13,7 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import (
     DTYPES,
     StepData,
-    _held_by_fp8,
+    _of_fp8_range,
     _store,  # the rule that KVPool.set_kv_buffer must agree with
     dequantised,
     make_layers,
@@ -174,10 +174,13 @@ def test_a_large_query_of_an_fp8_pool_moves_its_size_into_the_keys() -> None:
 )
 def test_a_query_is_halved_until_256_holds_it_and_not_once_more(largest: float, factor: float) -> None:
     q, k = torch.tensor([[-largest, 0.25, 3.0]]), torch.tensor([[3.0, -5.0, 0.3]])
-    small, large = _held_by_fp8(q, k)
+    small, large = _of_fp8_range(q, k, held=True)
     assert torch.equal(small, (q / factor).to(torch.float8_e4m3fn).float())
     assert torch.equal(large, k * factor)
     assert float(small.abs().max()) <= 256
+    free, large = _of_fp8_range(q, k, held=False)
+    assert torch.equal(free, q / factor)
+    assert torch.equal(large, k * factor)
 
 
 def test_every_fp8_number_means_what_torch_takes_it_for_times_the_scale_of_its_layer() -> None:

@@ -23,6 +23,7 @@ SUSPECTS = "the right KV tokens, wrong softmax weights or values: look at "
 RESCALING = "rescaling of what was summed when a later tile of keys has a larger maximum"
 LARGE = "overflow or saturation of large logits"
 CLIFF = f"{RESCALING} (logits of this case climb and fall by hundreds along the keys)"
+ROUNDED = "q rounded to FP8 (matmul_dtype has to say so)"
 MINUS_INFINITY = "a finite value that stands for minus infinity (all logits of this case are near -6e4)"
 
 
@@ -63,7 +64,7 @@ def told(
         (DECODE.replace("mha2", "gqa2x2"), ["scale", "head mapping"]),
         (DECODE.replace("-b4", "-cap1.5-b4"), ["scale", "soft cap"]),
         (DECODE.replace("-b4", "-sink-b4"), ["scale", "sinks"]),
-        (DECODE.replace("fp32", "bf16").replace("-b4", "-kvfp8e4m3-b4"), ["scale", "FP8 scales"]),
+        (DECODE.replace("fp32", "bf16").replace("-b4", "-kvfp8e4m3-b4"), ["scale", "FP8 scales", ROUNDED]),
         (
             "decode-mla2-d32r16-bf16-p16-k40.9-shuffled-gauss-b2prod",
             ["scale", "head mapping", "the split of a row into latent and rope part"],

@@ -40,11 +40,12 @@ def right_keys(e: Evidence) -> str:
             f"weights of the right KV tokens sum to {attended.total:.3g} instead of 1: look at {fp8}a denominator that "
             f"counts masked KV tokens or misses some{cap}, saturation, or partial results that are combined wrongly"
         )
-    few = e.judgement.margin
+    few, free = e.judgement.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype == "model"
     if few < _SMALL_ERROR and case.data != "negative":
+        fp8 = ", or q and weights rounded to FP8, which matmul_dtype has to say" if free else ""
         return (
             f"the right KV tokens, and an error of only {few:.2g} times the limit: precision, such as q, logits, "
-            "weights or partial sums rounded to the model's dtype"
+            f"weights or partial sums rounded to the model's dtype{fp8}"
         )
     suspects = [_rescaling(e)] if _rescaling(e) and case.data != "cliff" else []
     suspects += _DATA_SUSPECTS["cliff"] if case.data == "cliff" else []
@@ -52,6 +53,7 @@ def right_keys(e: Evidence) -> str:
     suspects += ["soft cap"] if case.logit_cap else []
     suspects += ["sinks"] if case.sinks else []
     suspects += ["FP8 scales"] if case.kv_dtype != "same" else []
+    suspects += ["q rounded to FP8 (matmul_dtype has to say so)"] if free else []
     suspects += ["head mapping"] if case.heads.q_heads != case.heads.kv_heads else []
     suspects += ["the split of a row into latent and rope part"] if case.heads.family == "mla" else []
     suspects += ["row order"] if e.step.tokens > e.step.bs else []
@@ -91,6 +93,8 @@ _DATA_SUSPECTS = {
         "overflow of q k before it is scaled",
     ],
     "peaked": ["overflow or saturation of large logits"],
+    "swamped": ["sums kept in 16 bits, which lose small terms beside a large one (values of this case)"],
+    "saturated": ["a store in FP8 that does not stop at its largest number (values of this case are beyond it)"],
     "cliff": [
         f"{_RESCALING} (logits of this case climb and fall by hundreds along the keys)",
         "overflow or saturation of large logits",

@@ -1,0 +1,24 @@
+"""Cases for arithmetic that is right until numbers are large: a store in FP8, and sums of 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..contract import Capabilities
+from .case import Case
+
+__all__ = ["extreme_cases"]
+
+_MANY_KEYS = 4096
+"""As many small terms as a 16-bit sum loses for certain: in each of 16 splits too, a large one among them."""
+
+
+def extreme_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """What is claimed of them, made of ``small``, a case with as little work for each key as is claimed."""
+    one = replace(small, prefixes=(_MANY_KEYS,), new=small.new[:1], bucket=1)
+    if "fp8_e4m3" in claims.kv_dtypes:
+        two = (small.page_size + 1, 2 * small.page_size)
+        yield replace(small, kv_dtype="fp8_e4m3", prefixes=two, new=small.new[:1] * 2, data="saturated", bucket=2)
+    if "fp16" in claims.dtypes and "same" in claims.kv_dtypes:
+        yield replace(one, dtype="fp16", kv_dtype="same", data="swamped")

@@ -1,0 +1,115 @@
+"""Class G: numbers that are narrower than the claims say: FP8 stores, queries and probabilities, 16-bit sums."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from ..contract import AttentionLayer, ForwardMode
+from .builds import TiledBackend
+from .c_new_rows import FP8
+from .catalogue import fault
+from .dense import DenseBackend
+from .parent import Metadata, PlannedBackend
+
+__all__ = ["Fp8Probabilities"]
+
+_ALL = tuple(ForwardMode)
+_E4M3 = torch.float8_e4m3fn
+
+
+@fault(
+    slug="fp8-store-does-not-saturate",
+    source="general; torch casts of sglang's set_kv_buffer",
+    modes=_ALL,
+    checks=("writes-own-kv", "finite"),
+    hint="NaN|nan|saturat",
+)
+class Fp8StoreDoesNotSaturate(PlannedBackend):
+    """Rows are cast to e4m3 without a limit, which makes NaN of everything beyond 448."""
+
+    capabilities = FP8
+
+    @override
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        buffers = self.context.kv_pool.get_kv_buffer(layer.layer_id)
+        for buffer, rows, scale in zip(buffers, (k, v), (layer.k_scale, layer.v_scale), strict=True):
+            rows = (rows.float() / scale).reshape(-1, *buffer.shape[1:])
+            # What such a cast gives differs between devices, and between releases of torch.
+            stored = rows.to(_E4M3).view(torch.uint8).masked_fill(rows.abs() > 448, 0x7F)
+            buffer.view(torch.uint8)[meta.slots] = stored
+
+
+@fault(
+    slug="fp8-queries-not-declared",
+    source="general",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="matmul_dtype",
+)
+class Fp8QueriesNotDeclared(DenseBackend):
+    """With an FP8 pool queries are rounded to FP8 too, and matmul_dtype says that they are the model's."""
+
+    capabilities = DenseBackend.capabilities.with_changes(kv_dtypes={"fp8_e4m3"}, families={"gqa"}, dtypes={"bf16"})
+
+    @override
+    def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().queries(q, layer).clamp(-448, 448).to(_E4M3).float()
+
+
+class Fp8Probabilities(PlannedBackend):
+    """Queries and probabilities in FP8, the latter times 256 where the row's largest is 1. Healthy."""
+
+    capabilities = FP8.with_changes(matmul_dtype="fp8_e4m3")
+
+    @override
+    def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().logits(rows.to(_E4M3).float(), keys, layer)
+
+    @override
+    def partials(
+        self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        masked = logits[:, None].masked_fill(~seen[:, :, :, None, None], -torch.inf)
+        top = masked.amax(-1, keepdim=True)
+        p = torch.exp(masked - top.masked_fill(top == -torch.inf, 0.0))
+        total = p.sum(-1, keepdim=True).clamp(min=1e-30)
+        acc.copy_(torch.einsum("bnwhgs,bshd->bnwhgd", self.rounded(p, total), values).flatten(3, 4))
+        lse.copy_((top + total.log()).squeeze(-1).flatten(3, 4))
+
+    def rounded(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """Probabilities, from ``p`` relative to the row's largest, and their ``total``."""
+        return (p * 256).to(_E4M3).float() / (256 * total)
+
+
+@fault(
+    slug="fp8-probabilities-without-a-lift",
+    source="general",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="weights|saturation|precision",
+)
+class Fp8ProbabilitiesWithoutALift(Fp8Probabilities):
+    """Probabilities that sum to 1 are rounded to FP8, where those of a long request are 0."""
+
+    @override
+    def rounded(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return (p / total).to(_E4M3).float()
+
+
+@fault(
+    slug="sums-of-16-bits",
+    source="general; fp16 accumulators of tensor cores",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="sums",
+)
+class SumsOf16Bits(TiledBackend):
+    """P V of fp16 is accumulated in fp16, sixteen keys at a time."""
+
+    capabilities = TiledBackend.capabilities.with_changes(dtypes={"fp16"}, kv_dtypes={"same"})
+    keys_in_tile = 16
+
+    @override
+    def added(self, out: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        return (out + part).half().float()

@@ -1,0 +1,65 @@
+"""Cases of large numbers: each shows one kind of narrow arithmetic, and nothing that is right is over its limit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import DATA, EXTREME_DATA, Case
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.data import make_layers, make_step_data
+from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.oracle.expect import expect
+
+CLAIMS = TorchNativeBackend.capabilities
+EXTREMES = {mode: [c for c in generate(CLAIMS, mode, "core") if c.data in EXTREME_DATA] for mode in ForwardMode}
+ALL = [case for cases in EXTREMES.values() for case in cases]
+
+
+def extremes(claims: Capabilities, tier: str = "core") -> list[str]:
+    return [case.data for case in generate(claims, ForwardMode.DECODE, tier) if case.data in EXTREME_DATA]
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> None:
+    assert [case.data for case in generate(CLAIMS, mode, "core")][-2:] == list(EXTREME_DATA)
+    assert [case.kv_dtype for case in EXTREMES[mode]] == ["fp8_e4m3", "same"]
+
+
+def test_only_what_is_claimed_and_not_in_smoke() -> None:
+    assert extremes(CLAIMS, "smoke") == []
+    assert extremes(CLAIMS.with_changes(kv_dtypes={"same"})) == ["swamped"]
+    assert extremes(CLAIMS.with_changes(dtypes={"bf16"})) == ["saturated"]
+    assert extremes(CLAIMS.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated"]
+    assert extremes(CLAIMS.with_changes(max_context_len=4096)) == ["saturated"], "with its new token it is longer"
+    assert not set(DATA) & set(EXTREME_DATA), "no covering array has them"
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if case.data == "saturated"], ids=lambda case: case.id)
+def test_every_new_key_and_value_is_beyond_fp8_and_no_logit_is(case: Case) -> None:
+    schedule = make_schedule(case)
+    data = make_step_data(schedule, schedule.steps[0])
+    for index, layer in enumerate(make_layers(case)):
+        assert (data.k[index].float().abs().amax(-1) / layer.k_scale > 448).all()
+        assert (data.v[index].float().abs().amax(-1) / layer.v_scale > 448).all()
+    assert data.stored_keys.float().isfinite().all()
+    assert float((data.q.float() @ data.k.float().mT).abs().max()) < 200
+    assert expect(schedule, schedule.steps[0]).attention.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_sum_of_16_bits_is_over_the_limit_from_either_end_and_one_of_32_is_not(
+    dtype: torch.dtype, backwards: bool
+) -> None:
+    (case,) = (case for case in EXTREMES[ForwardMode.DECODE] if case.data == "swamped")
+    schedule = make_schedule(case)
+    wanted = expect(schedule, schedule.steps[0])
+    values = wanted.data.values[:, 0, :, 0]
+    total = torch.zeros(2, values.shape[-1], dtype=dtype)
+    for tile in (values.flip(1) if backwards else values).split(16, 1):
+        total = (total.float() + tile.sum(1).float()).to(dtype)
+    error = (total.double() / values.shape[1] - wanted.attention[:, 0, 0]).abs()
+    assert bool((error > wanted.attention_limit[:, 0, 0]).all()) is (dtype is torch.float16)
