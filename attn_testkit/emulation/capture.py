@@ -76,20 +76,21 @@ class Capture:
                 del self._live[key]
                 block.dead = True
                 if not self.ended:
-                    poison = self.policy.poison_temporaries
+                    # What moved is nowhere to be read any more.
+                    poison = not self._share_memory(block) and self.policy.poison_temporaries
                     self.nodes.append(DropNode("end of a temporary", block.place, [block], poison))
-                    self._share_memory(block)
 
-    def _share_memory(self, block: Block) -> None:
-        """Let a block that was just dropped lie where another had been dropped before this one was made.
+    def _share_memory(self, block: Block) -> bool:
+        """Whether a block that was just dropped now lies where another had been dropped before this one was made.
 
         So a graph holds what was live at once, as with the allocator of CUDA, and not the sum of its temporaries.
         """
         if block.nbytes < SHARED or not block.movable:
-            return
+            return False
         fit = [free for free, since in self._free.items() if since < block.number and free.nbytes >= block.nbytes]
         place = min(fit, key=lambda free: free.nbytes, default=block)
-        if place is not block:
+        moved = place is not block
+        if moved:
             block.move_into(place)
             del self.blocks[block.key]
             self._given_back += block.nbytes
@@ -97,6 +98,7 @@ class Capture:
                 self._given_back = 0
                 give_back_free_memory()
         self._free[place] = next(self._order)
+        return moved
 
     def disown(self, block: Block) -> None:
         """The memory of `block` is no longer where the program left it: whether the program drops it says nothing."""
