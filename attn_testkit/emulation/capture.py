@@ -3,14 +3,22 @@ fills it, a graph replays it, neither is known here."""
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation.memory import Block
+from attn_testkit.emulation.memory import Block, give_back_free_memory
 from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.private import same_generator, use_count
 from attn_testkit.emulation.program import DropNode, Node
 from attn_testkit.emulation.stream_state import CaptureStreams
+
+SHARED = 1 << 20
+"""So many bytes a block has at least that is given memory which was dropped before."""
+
+_FREED = 1 << 28
+"""After so many bytes the heap is trimmed: it is in pieces, into which no block of the same size fits again."""
 
 
 class Capture:
@@ -20,7 +28,10 @@ class Capture:
     the capture. `ended`: it became a graph, and nothing is recorded any more.
     """
 
-    __slots__ = ("__weakref__", "_generators", "_live", "blocks", "ended", "failed", "nodes", "policy", "streams")
+    __slots__ = (
+        "__weakref__", "_free", "_generators", "_given_back", "_live", "_order", "blocks", "ended", "failed", "nodes",
+        "policy", "streams",
+    )  # fmt: skip
 
     def __init__(self, policy: Policy, streams: CaptureStreams, generators: list[torch.Generator]) -> None:
         self.policy = policy
@@ -31,6 +42,9 @@ class Capture:
         self.ended = False
         self._generators = generators
         self._live: dict[int, Block] = {}
+        self._order = itertools.count()
+        self._free: dict[Block, int] = {}
+        self._given_back = 0
 
     def knows_generator(self, generator: torch.Generator) -> bool:
         """Whether `generator` was registered with the graph, or is a default one."""
@@ -43,7 +57,7 @@ class Capture:
         return self._meet(storage, in_pool) if block is None else block
 
     def _meet(self, storage: torch.UntypedStorage, in_pool: bool) -> Block:
-        block = self.blocks[storage._cdata] = Block(storage, in_pool=in_pool)
+        block = self.blocks[storage._cdata] = Block(storage, next(self._order), in_pool=in_pool)
         if in_pool:
             self._live[block.key] = block
         return block
@@ -62,8 +76,29 @@ class Capture:
                 del self._live[key]
                 block.dead = True
                 if not self.ended:
-                    poison = self.policy.poison_temporaries
+                    # What moved is nowhere to be read any more.
+                    poison = not self._share_memory(block) and self.policy.poison_temporaries
                     self.nodes.append(DropNode("end of a temporary", block.place, [block], poison))
+
+    def _share_memory(self, block: Block) -> bool:
+        """Whether a block that was just dropped now lies where another had been dropped before this one was made.
+
+        So a graph holds what was live at once, as with the allocator of CUDA, and not the sum of its temporaries.
+        """
+        if block.nbytes < SHARED or not block.movable:
+            return False
+        fit = [free for free, since in self._free.items() if since < block.number and free.nbytes >= block.nbytes]
+        place = min(fit, key=lambda free: free.nbytes, default=block)
+        moved = place is not block
+        if moved:
+            block.move_into(place)
+            del self.blocks[block.key]
+            self._given_back += block.nbytes
+            if self._given_back > _FREED:
+                self._given_back = 0
+                give_back_free_memory()
+        self._free[place] = next(self._order)
+        return moved
 
     def disown(self, block: Block) -> None:
         """The memory of `block` is no longer where the program left it: whether the program drops it says nothing."""

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation.private import dtype_of, inference, raw_storage, storage_from_weak, weak_reference
+from attn_testkit.emulation.private import (
+    disable_functions,
+    dtype_of,
+    inference,
+    raw_storage,
+    storage_from_weak,
+    weak_reference,
+)
 from attn_testkit.emulation.sites import Site, site_of
 from attn_testkit.emulation.tags import allocated_at
 
@@ -17,6 +26,20 @@ def fill_storage(storage: torch.UntypedStorage, byte: int | None) -> None:
     """Set every byte of memory that the caller holds alive to `byte`; None leaves it alone."""
     if byte is not None and storage.nbytes():
         ctypes.memset(storage.data_ptr(), byte, storage.nbytes())
+
+
+def give_back_free_memory() -> None:
+    """Have the C library return what is free in its heap. Does nothing without glibc."""
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _trim() -> Any:
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        return ctypes.CDLL(None).malloc_trim
+    return None
 
 
 @functools.cache
@@ -33,12 +56,17 @@ class Block:
 
     `owner` is set for memory of the graph's own pool only. Anything else is outside: it may die at any time, and its
     address must not be touched before `trouble()` has said that it is still the same memory. `nbytes` and `address`
-    are what they were when the graph met the storage.
+    are what they were when the graph met the storage. `number`: the later it did, the larger. `movable`: nothing has
+    the address but aliases that this block made.
     """
 
-    __slots__ = ("_aliases", "_raw", "address", "dead", "key", "nbytes", "owner", "place", "saved", "weak")
+    __slots__ = (
+        "_aliases", "_raw", "address", "dead", "key", "movable", "nbytes", "number", "owner", "place", "saved",
+        "weak",
+    )  # fmt: skip
 
-    def __init__(self, storage: torch.UntypedStorage, *, in_pool: bool) -> None:
+    def __init__(self, storage: torch.UntypedStorage, number: int, *, in_pool: bool) -> None:
+        self.number = number
         self.key = storage._cdata
         self.owner = storage if in_pool else None
         self.weak = None if in_pool else weak_reference(storage)
@@ -46,6 +74,7 @@ class Block:
         self.place = allocated_at(self.key)
         self.saved: bytes | None = None
         self.dead = False
+        self.movable = in_pool
         self._raw: torch.UntypedStorage | None = None
         self._aliases: dict[_Geometry, Tensor] = {}
 
@@ -95,6 +124,13 @@ class Block:
         self._aliases.clear()
         self._raw = None
         self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
+
+    def move_into(self, other: Block) -> None:
+        """Use the memory of `other`, which is as large and not in use when this is; give back its own."""
+        with disable_functions(), inference():
+            for alias in self._aliases.values():
+                alias.set_(other.raw, alias.storage_offset(), alias.size(), alias.stride())
+        self.owner, self._raw, self.address = other.owner, other.raw, other.address
 
     def trouble(self) -> str | None:
         """None while the address is good; otherwise what happened to it."""

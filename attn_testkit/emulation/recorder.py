@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from attn_testkit.emulation import private, rules
 from attn_testkit.emulation.arguments import tensors_in
 from attn_testkit.emulation.capture import Capture
-from attn_testkit.emulation.memory import fill_storage
+from attn_testkit.emulation.memory import Block, fill_storage
 from attn_testkit.emulation.operation import Operation, is_memory_of, with_tensors
 from attn_testkit.emulation.private import TorchDispatchMode, inference, pop_mode, push_mode
 from attn_testkit.emulation.program import AllocationNode, OpNode
@@ -46,6 +46,9 @@ _device = DEVICE.entries
 _NO_KEYWORDS: dict[str, Any] = {}
 _CLONE = torch.ops.aten.clone.default
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
+
+Fresh = tuple[int, Tensor, Block]
+"""Of a result: which of its tensors, and the new memory that it lies in."""
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -241,13 +244,14 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         capture = self.capture
         if written:
             self._follow_resized(operation.func, written)
-        fresh = operation.fresh(result)
+        fresh: list[Fresh] = []
         place = None
-        for _, output in fresh:
-            if storage_key(output) not in _device:
+        for position, output in operation.fresh(result):
+            key = storage_key(output)
+            if key not in _device:
                 tag_device(output)
-                place = allocated_at(storage_key(output))
-            capture.block(output, in_pool=True)
+                place = allocated_at(key)
+            fresh.append((position, output, capture.block(output, in_pool=True)))
         capture.retire_dropped_blocks()
         if fresh or written:
             if written and not operation.on_device:
@@ -262,13 +266,12 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
                 self._note_operation(operation, place, fresh)
         return result
 
-    def _note_allocations(self, func: OpOverload, place: Spot | Site, fresh: list[tuple[int, Tensor]]) -> None:
-        for _, output in fresh:
-            block = self.capture.block(output)
+    def _note_allocations(self, func: OpOverload, place: Spot | Site, fresh: list[Fresh]) -> None:
+        for _, _, block in fresh:
             block.fill(self.capture.policy.fill)
             self.capture.nodes.append(AllocationNode(func, place, [block]))
 
-    def _note_operation(self, operation: Operation, place: Spot | Site, fresh: list[tuple[int, Tensor]]) -> None:
+    def _note_operation(self, operation: Operation, place: Spot | Site, fresh: list[Fresh]) -> None:
         known, meet = self.capture.blocks, self.capture.block
         everything = operation.on_device
         crosses = not everything and operation.facts.name in CROSSES
@@ -281,11 +284,8 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
             else:
                 with inference():
                     frozen.append(tensor.detach().clone())  # CUDA takes a host value now
-        kept = []
-        for position, output in fresh:
-            block = meet(output)
-            blocks.append(block)
-            kept.append((position, block.alias(output)))
+        kept = [(position, block.alias(output)) for position, output, block in fresh]
+        blocks += [block for _, _, block in fresh]
         args, kwargs = with_tensors(operation.args, operation.kwargs, frozen)
         self.capture.nodes.append(OpNode(operation.func, place, blocks, args, kwargs, kept))
 

@@ -167,6 +167,7 @@ def _refuse_host_pointers(executor: Any, pointers: list[Tensor]) -> None:
 def _freeze(value: Any, capture: Capture, node: CallNode) -> Any:
     if isinstance(value, Tensor):
         block = capture.block(value)
+        block.movable = False  # the next launch may find the addresses of this one remembered
         node.blocks.append(block)
         with torch.inference_mode():
             return block.alias(value)

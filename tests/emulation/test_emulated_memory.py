@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attn_testkit.emulation import DanglingMemoryError, Policy, emulated_cuda, tags
+from attn_testkit.emulation import capture as capturing
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
@@ -125,6 +126,91 @@ def test_use_of_a_dropped_temporary_reads_fill_on_every_replay(capture):
     alias = torch.empty(0).set_(dropped[0].raw, 0, (4,), (1,))
     assert alias.isnan().all()
     assert y.tolist() == [3] * 4
+
+
+LARGE = capturing.SHARED // 4
+"""As many float32 fill the smallest block that may share memory."""
+
+
+def _chain(x: torch.Tensor, count: int) -> torch.Tensor:
+    for _ in range(count):
+        x = x + 1
+    return x
+
+
+def _pool_addresses(graph: torch.cuda.CUDAGraph) -> set[int]:
+    return {block.address for node in graph.recorded.nodes for block in node.blocks if block.in_pool}
+
+
+@pytest.mark.parametrize(("size", "moved"), [(LARGE, 4), (LARGE - 1, 0)])
+def test_large_temporaries_lie_where_earlier_ones_were_dropped(capture, size, moved):
+    x = ones(size)
+    graph, y = capture(lambda: _chain(x, 8))
+    assert len(_pool_addresses(graph)) == 8 - moved
+    assert len(graph._program) == 8 + (7 - moved), "only memory of their own is filled where they are dropped"
+    x.fill_(5)
+    graph.replay()
+    graph.replay()
+    assert y.unique().tolist() == [13]
+
+
+def test_the_heap_is_trimmed_after_so_many_bytes_of_moved_temporaries(capture, monkeypatch):
+    trimmed: list[None] = []
+    monkeypatch.setattr(capturing, "give_back_free_memory", lambda: trimmed.append(None))
+    monkeypatch.setattr(capturing, "_FREED", 2 * capturing.SHARED - 1)
+    x = ones(LARGE)
+    capture(lambda: _chain(x, 8))  # four of them are moved
+    assert len(trimmed) == 2
+
+
+def test_temporaries_that_are_in_use_at_once_share_no_memory(capture):
+    x = ones(LARGE)
+
+    def program() -> torch.Tensor:
+        first = _chain(x, 2)
+        kept = _chain(x, 3) * 2
+        return _chain(first, 2) + kept
+
+    graph, y = capture(program)
+    x.fill_(5)
+    graph.replay()
+    assert y.unique().tolist() == [5 + 4 + 2 * (5 + 3)]
+
+
+def test_a_smaller_temporary_may_lie_in_a_larger_one_and_not_the_other_way(capture):
+    x = ones(2 * LARGE)
+    graph, y = capture(lambda: (_chain(x[:LARGE], 4).sum() + _chain(x, 4).sum()) + _chain(x[:LARGE], 4).sum())
+    graph.replay()
+    assert y.item() == 5 * 4 * LARGE
+    assert all(
+        block.owner.nbytes() >= block.nbytes for node in graph.recorded.nodes for block in node.blocks if block.in_pool
+    )
+
+
+def test_shared_memory_that_was_dropped_is_clobbered_by_a_later_graph_of_the_pool(capture):
+    x = ones(LARGE)
+    first, y = capture(lambda: _chain(x, 8))
+    second, z = capture(lambda: _chain(x, 8), pool=first.pool())
+    for graph in (second, first, second):
+        graph.replay()
+    assert y.unique().tolist() == z.unique().tolist() == [9]
+
+
+def test_memory_that_a_kernel_was_given_stays_where_it_is(capture):
+    triton_kernels = pytest.importorskip("emulation_kernels")
+    x = ones(LARGE)
+
+    def program() -> torch.Tensor:
+        y = x
+        for _ in range(4):
+            y = y + 1
+            triton_kernels.add[(1,)](y, 1, 4)
+        return y[:4].clone()
+
+    graph, y = capture(program)
+    assert len(_pool_addresses(graph)) == 5
+    graph.replay()
+    assert y.tolist() == [9] * 4
 
 
 def test_poison_of_temporaries_can_be_turned_off():
