@@ -18,7 +18,7 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _OURS = re.compile(r"(?:attn-testkit|-m attn_testkit) +([a-z]+)(?![\w.])")
 ELSEWHERE = {
     "--no-deps", "--no-build-isolation", "--index-url", "--system-site-packages",  # pip, venv
-    "--pyargs",  # pytest
+    "--pyargs", "--deselect", "--ff", "--lf", "--junitxml", "--maxfail",  # pytest
     "--strict",  # mypy, mkdocs
     "--disable-hybrid-kv-cache-manager",  # vLLM
 }  # fmt: skip
