@@ -22,9 +22,11 @@ _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 _FETCHED = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^>]*>"
     r"|<link\b(?=[^>]*\brel=[\"']?(?:stylesheet|preconnect|preload|icon))[^>]*\bhref=[\"']?(?:https?:)?//[^>]*>"
+    # The theme's script asks GitHub for the figures that it shows there.
+    r"|<[^>]*\bdata-md-component=[\"']?source\b[^>]*>"
     r"|@import\s+(?:url\()?[\"']?(?:https?:)?//\S+"
 )
-# The word that makes --strict fail.
+# One of mkdocs's own, whose warnings --strict counts.
 _log = logging.getLogger("mkdocs.hooks.docs")
 
 
@@ -70,6 +72,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = posixpath.normpath(posixpath.join("docs", folder, target))
         if "://" in target or path.startswith("docs/"):
             return match[0]
+        if path == "README.md":
+            return f"{before}{posixpath.relpath('index.md', folder or '.')}{anchor}{after}"
         if not (ROOT / path).exists():
             _log.warning("%s links to %s, and the repository has no %s", page.file.src_uri, target, path)
         return f"{before}{SOURCE}{path}{anchor}{after}"

@@ -42,10 +42,9 @@ class MyDecode(AttentionBackend):
     def forward(self, q, k, v, layer, batch, save_kv_cache=True):
         if save_kv_cache:
             self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
-        slots = self.slots
         keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
-        keys, values = keys[slots].float(), values[slots].float()
-        seen = torch.arange(slots.shape[1], device=q.device) < self.lens[:, None]
+        keys, values = keys[self.slots].float(), values[self.slots].float()
+        seen = torch.arange(keys.shape[1], device=q.device) < self.lens[:, None]
         values = values.masked_fill(~seen[:, :, None, None], 0.0)
         heads = q.view(len(q), layer.tp_k_head_num, -1, layer.head_dim).float()
         logits = torch.einsum("bhgd,bshd->bhgs", heads, keys) * layer.scaling

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from transcript import ROOT, fences
+
+from attn_testkit.cli import commands, main
 
 PAGE = ROOT / "docs" / "ci.md"
 
@@ -46,8 +46,6 @@ def test_no_pull_request_reaches_a_machine_of_ones_own() -> None:
 
 
 def test_what_the_workflow_runs_is_a_command_that_knows_its_options_and_values() -> None:
-    from attn_testkit.cli import commands
-
     lines = [step["run"] for job in workflow()["jobs"].values() for step in job["steps"] if "run" in step]
     runs = [line.split(">>")[0].split("attn-testkit ", 1)[1].split() for line in lines if "attn-testkit " in line[:30]]
     assert [words[0] for words in runs] == ["run", "report", "run"]
@@ -65,7 +63,9 @@ def entry_points() -> dict[str, str]:
     return found
 
 
-def test_the_entry_point_is_found_and_its_backend_is_run(tmp_path: Path) -> None:
+def test_the_entry_point_is_found_and_its_backend_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As an installer would write it down, in a folder on the path."""
     ((name, spec),) = entry_points().items()
     module, _, attribute = spec.partition(":")
@@ -79,12 +79,10 @@ def test_the_entry_point_is_found_and_its_backend_is_run(tmp_path: Path) -> None
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-pkg\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[attn_testkit.backends]\n{name} = {spec}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     case = "decode-gqa2x2-d64-fp16-p16-k0.1.16-contiguous-mean-b3prod"
-    done = subprocess.run(
-        [sys.executable, "-m", "attn_testkit", "run", "--backend", name, "--device", "cpu", "--case", case, "--mode",
-         "decode"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=400,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("CONFORMANT: 2 of 2 claimed case-runs passed")
+    code = main(["run", "--backend", name, "--device", "cpu", "--mode", "decode", "--case", case, "--in-process"])
+    out, err = capsys.readouterr()
+    assert code == 0, out + err
+    assert out.splitlines()[-1].startswith("CONFORMANT: 2 of 2 claimed case-runs passed")
+    assert f"attn-testkit 0.1.0: {name} 1.0" in err

@@ -35,7 +35,9 @@ def test_every_page_stands_in_the_nav_once_and_every_entry_is_a_page() -> None:
 def test_no_font_is_fetched_and_no_plugin_or_style_comes_from_elsewhere() -> None:
     assert CONFIG["theme"]["font"] is False
     assert CONFIG["plugins"] == ["search"]
-    assert not {"extra_css", "extra_javascript"} & set(CONFIG)
+    assert all((ROOT / "docs" / path).exists() for path in CONFIG["extra_css"])
+    # With a repository the theme's script asks its host for stars and forks.
+    assert not {"extra_javascript", "repo_url"} & set(CONFIG)
 
 
 def test_what_mkdocs_remarks_on_is_a_warning_and_the_build_is_strict() -> None:
