@@ -16,6 +16,7 @@ from .audit import audit
 from .compare import compare
 from .doctor import doctor
 from .explain import explain
+from .fuzz import fuzz
 from .known import known
 from .list_ import list_
 from .new import new
@@ -53,7 +54,7 @@ def commands() -> None:
     """Tests whether an attention backend computes what it claims, eager and under CUDA graphs."""
 
 
-for _command in (run, repro, new, doctor, list_, explain, report, compare, known, audit):
+for _command in (run, repro, fuzz, new, doctor, list_, explain, report, compare, known, audit):
     commands.add_command(_command)
 
 
