@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from .reports.outcome import NotConformant, Results
     from .running.check_backend import assert_conformant, check_backend
 
-__all__ = ["NotConformant", "Results", "assert_conformant", "check_backend", "conformance_cases"]
+__all__ = ["NotConformant", "Results", "__version__", "assert_conformant", "check_backend", "conformance_cases"]
+
+__version__ = "0.1.0"
+"""The one place where it stands: pyproject.toml reads it from here."""
 
 _HOMES = {
     "NotConformant": ".reports.outcome",

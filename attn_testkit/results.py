@@ -15,6 +15,7 @@ __all__ = [
     "CHECK_IDS",
     "CUT",
     "EXECUTIONS",
+    "FUZZ",
     "KIT_ERROR",
     "MODES",
     "NOT_STARTED",
@@ -73,6 +74,8 @@ CHECK_IDS = (
     "batch-invariant",
     "lossless",
 )
+FUZZ = "fuzz"
+"""The tier of a record of random cases, of which none was due."""
 NO_CASE = "(no case)"
 """Stands for a case in the row of a mode that is claimed and that no case can satisfy, or of a backend that cannot be
 imported."""

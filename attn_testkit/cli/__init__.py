@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata as metadata
 import os
 import sys
 import traceback
@@ -16,12 +15,14 @@ from .audit import audit
 from .compare import compare
 from .doctor import doctor
 from .explain import explain
+from .fuzz import fuzz
 from .known import known
 from .list_ import list_
 from .new import new
 from .report import report
 from .repro import repro
 from .run import run
+from .version import version_text
 
 __all__ = ["main"]
 
@@ -43,17 +44,26 @@ class _Commands(click.Group):
         return list(self.commands)
 
 
+def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo(version_text())
+        context.exit()
+
+
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="Exit codes: 0 conformant, 1 not, 2 interrupted, 3 the kit itself failed, 4 usage, 5 nothing, 7 cut.",
 )
-@click.version_option(metadata.version("attn-testkit"), prog_name="attn-testkit")
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
+    help="Show the version, and on what the emulation was measured.",
+)  # fmt: skip
 def commands() -> None:
     """Tests whether an attention backend computes what it claims, eager and under CUDA graphs."""
 
 
-for _command in (run, repro, new, doctor, list_, explain, report, compare, known, audit):
+for _command in (run, repro, fuzz, new, doctor, list_, explain, report, compare, known, audit):
     commands.add_command(_command)
 
 

@@ -12,7 +12,7 @@ import click
 from ..registry import UsageError, unknown
 from ..running.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
 
-__all__ = ["case_option", "device_option", "request_from", "selection_options"]
+__all__ = ["case_option", "command_line", "device_option", "request_from", "selection_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -102,5 +102,9 @@ def selection_options(command: F) -> F:
 def request_from(values: dict[str, Any]) -> Request:
     """Take the shared options out of a command's values."""
     names = ("backends", "modes", "executions", "tier", "device", "seed", "cases")
-    command = shlex.join(["attn-testkit", *sys.argv[1:]])
-    return Request(**{name: values.pop(name) for name in names}, command=command)
+    return Request(**{name: values.pop(name) for name in names}, command=command_line())
+
+
+def command_line() -> str:
+    """How this process was asked, for records."""
+    return shlex.join(["attn-testkit", *sys.argv[1:]])

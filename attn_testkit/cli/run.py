@@ -23,7 +23,7 @@ from .files import write_text
 from .options import Seconds, request_from, selection_options
 from .show import Watch, echo_header, print_summary
 
-__all__ = ["NO_GATE", "run"]
+__all__ = ["NO_GATE", "run", "terminated_like_interrupted"]
 
 
 @click.command(
@@ -33,8 +33,7 @@ Examples:
   attn-testkit run --backend triton --device cpu
   attn-testkit run --backend my_pkg.attn:MyBackend --mode decode --execution graph --tier core
   attn-testkit run --backend my_pkg.attn:MyBackend --tier full --jobs 8 --json out.json --html out.html
-  attn-testkit run --backend my_pkg.attn:MyBackend --tier core --budget 60 --json cut.json
-  attn-testkit run --backend my_pkg.attn:MyBackend --tier core --rest-of cut.json""",
+  attn-testkit run --backend my_pkg.attn:MyBackend --tier core --budget 60 --json cut.json""",
 )
 @selection_options
 @click.option("--known-failures", type=click.Path(), metavar="FILE", help="TOML of failures that are tolerated.")
@@ -43,13 +42,13 @@ Examples:
 @click.option("--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Processes.")
 @click.option(
     "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S",
-    help="Seconds that one case-run may take.",
+    help="Seconds for one case-run.",
 )  # fmt: skip
 @click.option(
     "--budget", type=Seconds("budget"), metavar="S",
-    help="Begin no case-run after so many seconds; the most valuable come first. Exit code 7 if any is left.",
+    help="Begin no case-run after S seconds; the most valuable come first. Exit code 7: cut.",
 )  # fmt: skip
-@click.option("--last", type=click.Path(), metavar="FILE", help="With --budget: first what failed in this record.")
+@click.option("--last", type=click.Path(), metavar="FILE", help="With --budget: first what failed there.")
 @click.option("--rest-of", type=click.Path(), multiple=True, metavar="FILE", help="Only what no such record ran.")
 @click.option("--in-process", is_flag=True, help="No child process: for debuggers, and no gate.")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N case-runs that did not pass.")
@@ -63,7 +62,7 @@ def run(**values: Any) -> int:
     """
     request = request_from(values)
     _refuse_clashes(values)
-    with _terminated_like_interrupted():
+    with terminated_like_interrupted():
         return _run(request, values)
 
 
@@ -206,7 +205,9 @@ def _closing(source: Iterator[CaseResult]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
+def terminated_like_interrupted() -> Iterator[None]:
+    """Inside, SIGTERM is a KeyboardInterrupt."""
+
     # A CI job that is cancelled sends SIGTERM: its report must be closed like one that somebody interrupts.
     def stop(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

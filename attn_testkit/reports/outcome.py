@@ -10,6 +10,7 @@ from typing import overload
 from ..results import (
     BAD,
     EXECUTIONS,
+    FUZZ,
     MODES,
     RAN,
     CaseResult,
@@ -45,6 +46,9 @@ def verdict(
     if ours:
         rest = [f"{counts[Status.PASSED]} passed", *bad]
         return f"KIT ERROR: the kit itself failed in {ours} {of}, no verdict on the backend; {', '.join(rest)}"
+    if header.tier == FUZZ and runs:
+        words = ", ".join([f"{counts[Status.PASSED]} passed", *bad])
+        return f"{'FOUND' if bad else 'NOTHING FOUND'}: of {len(runs)} random case-runs {words}"
     if not header.planned and not runs:
         return f"NOTHING RAN: {_why_nothing(header, rows)}"
     if bad:

@@ -17,13 +17,17 @@ import sys
 import traceback
 from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..registry import UsageError
 from ..results import CaseResult
 from .forking import begin_forking
 from .gpus import visible_gpus
 from .request import Item, Judge, Options, Plan, Request
+
+if TYPE_CHECKING:
+    from ..contract import Capabilities
+    from .candidate import Candidate
 
 __all__ = ["RUNNER", "JudgeError", "JudgeProcess", "judge_for"]
 
@@ -72,6 +76,12 @@ class JudgeProcess:
         self._send(("claims", tuple(specs), device))
         lines: list[tuple[str, str]] = self._receive("claims")
         return lines
+
+    def capabilities(self, candidate: Candidate, device: str) -> Capabilities:
+        """What a backend claims. Imports torch here, as the values are the contract's. Raises ``UsageError``."""
+        self._send(("capabilities", candidate, device))
+        claims: Capabilities = self._receive("capabilities")
+        return claims
 
     def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
         """Results as they come. One that is given up before its end takes the judge along."""
@@ -200,6 +210,8 @@ def _answer(runner: Any, message: tuple[Any, ...], connection: Connection) -> No
             connection.send(("result", None))
         elif kind == "plan":
             connection.send(("plan", runner.plan(*values)))
+        elif kind == "capabilities":
+            connection.send(("capabilities", runner.claims(*values)))
         else:
             connection.send(("claims", runner.claims_lines(*values)))
     except UsageError as error:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from attn_testkit.registry import BackendNotFound, UsageError
 from attn_testkit.results import CaseResult, Finding, RunHeader, Status
+from attn_testkit.running.candidate import Candidate
 from attn_testkit.running.request import Item, Options, Plan, Request, bare_result, kit_error, unloadable
 
 MODES = ("decode", "target-verify")
@@ -96,6 +97,9 @@ class Runner:
 
     def claims_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
         return [(f"claims of {spec}", "") for spec in specs]
+
+    def claims(self, candidate: Candidate, device: str) -> object:
+        return f"claims of {candidate.spec}"
 
     def close(self) -> None:
         pass

@@ -1,0 +1,257 @@
+"""``fuzz``: random cases over everything that a backend claims, until the time is up."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..registry import UsageError
+from ..reports.record import Record
+from ..results import BAD, FUZZ, CaseResult, RunHeader, Status, exit_code, format_failure
+from ..running.candidate import Candidate
+from ..running.judge_process import JudgeError, JudgeProcess
+from ..running.request import EXECUTIONS, MODES, Item, Options, Plan, Request, kit_error
+from .options import Seconds, Spelled, command_line, device_option, execution_option
+from .run import terminated_like_interrupted
+from .show import LOG_SECONDS, echo_header
+
+if TYPE_CHECKING:
+    from ..cases.case import Case
+    from ..fuzz.database import Database
+    from ..fuzz.search import Found, Search
+
+__all__ = ["fuzz"]
+
+MOST_MINUTES = 60.0 * 24 * 7
+
+
+class Minutes(click.ParamType[float]):
+    """How long to search."""
+
+    name = "minutes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Accept a number of minutes or say what one is."""
+        try:
+            minutes = float(value)
+        except ValueError:
+            raise UsageError(f"minutes is {value!r}; expected a number, such as 10 or 0.5") from None
+        if math.isnan(minutes) or not 0 < minutes <= MOST_MINUTES:
+            raise UsageError(f"minutes is {minutes:g}; expected more than 0, and at most {MOST_MINUTES:g}")
+        return minutes
+
+
+@click.command(
+    short_help="Try random cases until the time is up, and make what fails small.",
+    epilog="""\b
+Examples:
+  attn-testkit fuzz --backend my_pkg.attn:MyBackend --minutes 10
+  attn-testkit fuzz --backend my_pkg.attn:MyBackend --minutes 5 --mode decode --seed 7 --json fuzz.json
+\b
+Exit code 0: nothing found, which is no CONFORMANT. 1: found. 2: interrupted. 5: nothing ran.""",
+)
+@click.option("--backend", "-b", required=True, metavar="SPEC", help="Registered name or module:Class.")
+@click.option("--minutes", type=Minutes(), default=5.0, show_default=True, metavar="N", help="How long to search.")
+@click.option("--runs", type=click.IntRange(1), metavar="N", help="At most so many case-runs: the same ones each time.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Other cases.")
+@click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="Default: all that are claimed.")
+@execution_option
+@device_option
+@click.option(
+    "--database", type=click.Path(path_type=Path), default=Path(".attn-testkit-fuzz"), show_default=True,
+    metavar="FOLDER", help="What failed, tried first the next time.",
+)  # fmt: skip
+@click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Record, complete at every moment.")
+@click.option("--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="For one case-run.")
+def fuzz(backend: str, minutes: float, database: Path, json_file: str | None, timeout: float, **values: Any) -> int:
+    """Try random cases over everything that a backend claims, and make what fails small: a case with few values that
+    are not plain, one for each mode and check.
+    """
+    if importlib.util.find_spec("hypothesis") is None:
+        raise UsageError("fuzz needs Hypothesis: pip install 'attn-testkit[fuzz]'")
+    from ..fuzz.database import Database
+
+    wanted = _Wanted(backend, minutes, timeout, **values)
+    with terminated_like_interrupted(), contextlib.closing(_Judge(wanted)) as judge:
+        header = replace(judge.plan.header, tier=FUZZ, seed=wanted.seed, planned=0, untried={}, command=command_line())
+        kept = Database(database)
+        record = Record(json_file, header) if json_file else None
+        echo_header(header)
+        return _search(wanted, judge, _Diary(header, kept, record))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    backend: str
+    minutes: float
+    timeout: float
+    runs: int | None
+    seed: int
+    modes: tuple[str, ...]
+    executions: tuple[str, ...]
+    device: str
+
+
+class _Judge:
+    """The processes that judge, each replaced where it died. A case-run is asked for by itself, as pytest does.
+
+    One for cases under no_grad and one for those under inference_mode: a worker does not go back from the one to the
+    other, and random cases would start a new one every time.
+    """
+
+    def __init__(self, wanted: _Wanted) -> None:
+        self._wanted = wanted
+        self._processes: dict[bool, JudgeProcess] = {}
+        # Nothing of it is run: it holds the header, and what a case-run takes beside its item.
+        request = Request((wanted.backend,), wanted.modes, wanted.executions, device=wanted.device)
+        try:
+            self.plan: Plan = self._process(False).plan(request)
+            self.claims = self._process(False).capabilities(Candidate(wanted.backend), wanted.device)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, case: Case, execution: str) -> CaseResult:
+        """The result of one case-run, whatever the backend does."""
+        item = Item(self._wanted.backend, case.mode.value, execution, case.id)
+        try:
+            (result,) = self._process(case.inference_mode).run(self.plan.to_run(), [item])
+        except JudgeError as error:
+            self._processes.pop(case.inference_mode).close()
+            return kit_error(item, str(error))
+        return result
+
+    def close(self) -> None:
+        """End the processes."""
+        while self._processes:
+            self._processes.popitem()[1].close()
+
+    def _process(self, inference_mode: bool) -> JudgeProcess:
+        if inference_mode not in self._processes:
+            options = Options(timeout_s=self._wanted.timeout, asks_afresh=False)
+            self._processes[inference_mode] = JudgeProcess(options, self._wanted.device)
+        return self._processes[inference_mode]
+
+
+@dataclass
+class _Diary:
+    """What is told and kept while the search goes on."""
+
+    header: RunHeader
+    database: Database
+    record: Record | None
+    results: list[CaseResult] = field(default_factory=list)
+    _begun: float = field(default_factory=time.monotonic)
+    _last: float = 0.0
+    _kept: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+    def see(self, result: CaseResult, making_small: Found | None) -> None:
+        """One more case-run. Of those that make a failure small, the smallest alone is recorded, in the end."""
+        if making_small is None or result.status not in BAD:
+            self.add(result)
+        now = time.monotonic() - self._begun
+        if now - self._last >= LOG_SECONDS:
+            self._last = now
+            doing = f", making {making_small.smallest.case} smaller" if making_small else ""
+            bad = f", {len(self._kept)} found" if self._kept else ""
+            click.echo(f"  {len(self.results)} case-runs{bad}, {now:.0f} s{doing}", err=True)
+
+    def add(self, result: CaseResult) -> None:
+        """Record a result."""
+        self.results.append(result)
+        if self.record:
+            self.record.add(result)
+
+    def smaller(self, found: Found) -> None:
+        """A failure that is new, or smaller than before: it is kept at once, whatever ends the search."""
+        from ..fuzz.database import Entry
+
+        if found.kind not in self._kept:
+            click.echo(f"found: {found.kind[1]} in {found.first.case} ({found.first.execution}); made small:", err=True)
+        small = found.smallest
+        entry = Entry(small.backend, small.execution, small.case, found.kind[1])
+        self.database.replace(self._kept.get(found.kind), entry)
+        self._kept[found.kind] = entry
+
+    def end(self, found: Sequence[Found], *, interrupted: bool) -> int:
+        """Print what was found and the verdict, close the record; the exit code."""
+        for each in found:
+            if each.smallest is not each.first:
+                self.add(each.smallest)
+            click.echo(format_failure(each.smallest, self.header))
+            click.echo(f"  plain    but for {', '.join(each.odd) or 'nothing'}\n")
+        code = exit_code(0, self.results, interrupted)
+        if self.record:
+            self.record.finish(code, interrupted=interrupted)
+        runs = len({(result.execution, result.case) for result in self.results})
+        click.secho(_verdict(runs, found, self.results, interrupted), bold=True, fg="green" if code == 0 else "red")
+        if found:
+            click.echo(f"they are kept in {self.database.file}, and tried first the next time", err=True)
+        return code
+
+
+def _verdict(runs: int, found: Sequence[Found], results: Sequence[CaseResult], interrupted: bool) -> str:
+    ours = sum(result.of_the_kit for result in results)
+    if ours:
+        return f"KIT ERROR: the kit itself failed in {ours} of {runs} random case-runs"
+    kinds = f"{len(found)} kind{'s' if len(found) != 1 else ''} of failure"
+    words = f"FOUND: {kinds}" if found else "NOTHING FOUND"
+    stopped = "INTERRUPTED; " if interrupted else ""
+    return f"{stopped}{words} in {runs} random case-runs" + ("" if found else "; that is no CONFORMANT: see run")
+
+
+def _search(wanted: _Wanted, judge: _Judge, diary: _Diary) -> int:
+    from ..contract import Execution, ForwardMode
+    from ..fuzz.search import Search, TimeUp
+
+    runnable = {item.mode for item in judge.plan.items}
+    if not runnable:
+        reasons = dict.fromkeys(row.reason for row in judge.plan.preset if row.reason)
+        click.echo(f"NOTHING RAN: {', '.join(reasons)}")
+        return 5
+    search = Search(
+        claims=judge.claims,
+        modes=[mode for mode in ForwardMode if mode.value in runnable],
+        executions=[Execution(each) for each in wanted.executions or EXECUTIONS],
+        run=judge.run,
+        seed=wanted.seed,
+        seconds=60 * wanted.minutes,
+        most=wanted.runs,
+        on_result=diary.see,
+        on_smaller=diary.smaller,
+    )
+    search.begin()
+    interrupted = False
+    try:
+        with contextlib.suppress(TimeUp):
+            _again(search, diary, wanted)
+        search.go_on()
+    except KeyboardInterrupt:
+        interrupted = True
+    return diary.end(list(search.found.values()), interrupted=interrupted)
+
+
+def _again(search: Search, diary: _Diary, wanted: _Wanted) -> None:
+    """What failed the last time. What passes now is no longer kept."""
+    from ..fuzz.search import check_of
+
+    entries = [
+        entry
+        for entry in diary.database.of(wanted.backend)
+        if entry.execution in (wanted.executions or EXECUTIONS)
+        and any(entry.case.startswith(f"{mode.value}-") for mode in search.modes)
+    ]
+    for entry, result in zip(entries, search.again([(e.execution, e.case) for e in entries]), strict=False):
+        if result.status is Status.PASSED:
+            click.echo(f"no longer fails: {entry.case} ({entry.execution})", err=True)
+            diary.database.replace(entry, None)
+        elif check_of(result) != entry.check:
+            diary.database.replace(entry, None)

@@ -1,0 +1,43 @@
+"""``--version``: of the kit, and on what the emulation's facts were measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import __version__
+
+__all__ = ["Calibration", "calibrations", "version_text"]
+
+_VERDICTS = Path(__file__).parents[1] / "calibrate"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One file of verdicts: what a real GPU answered to the questions that the emulation answers too."""
+
+    device: str
+    torch: str
+    triton: str
+    answers: int
+
+    def __str__(self) -> str:
+        return f"{self.device}, torch {self.torch}, triton {self.triton}: {self.answers} answers"
+
+
+def calibrations(folder: Path = _VERDICTS) -> list[Calibration]:
+    """All that come with the kit, the newest torch first. Read without torch."""
+    found = []
+    for path in sorted(folder.glob("verdicts_*.json"), reverse=True):
+        data = json.loads(path.read_text("utf-8"))
+        answers = sum(len(section) for section in data["verdicts"].values())
+        found.append(Calibration(data["device"], data["torch"], data["triton"], answers))
+    return found
+
+
+def version_text() -> str:
+    """What ``attn-testkit --version`` prints."""
+    lines = [f"attn-testkit, version {__version__}"]
+    lines += [f"emulated CUDA is held against {each}" for each in calibrations()]
+    return "\n".join(lines)

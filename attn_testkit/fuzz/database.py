@@ -1,0 +1,69 @@
+"""What fuzzing has found, in a plain file: tried first the next time. A line each: backend, execution, case, check."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..registry import UsageError
+from ..reports.record import cannot_write
+
+__all__ = ["Database", "Entry"]
+
+FILE = "failures.tsv"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One failure."""
+
+    backend: str
+    execution: str
+    case: str
+    check: str
+    """The first check that failed, or how the case-run ended."""
+
+
+class Database:
+    """The file in a folder. Raises ``UsageError`` where it cannot be read or written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = self.file.read_text("utf-8") if self.file.exists() else ""
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(f"cannot use {folder} for failures: {why or error}") from error
+        self._entries = [self._entry(number, line) for number, line in enumerate(text.splitlines(), 1) if line]
+        self._write()
+
+    def of(self, backend: str) -> list[Entry]:
+        """Failures of a backend, oldest first."""
+        return [entry for entry in self._entries if entry.backend == backend]
+
+    def replace(self, old: Entry | None, new: Entry | None) -> None:
+        """Put one in the place of another; None: of nothing, or nothing."""
+        if old in self._entries:
+            self._entries.remove(old)
+        if new is not None and new not in self._entries:
+            self._entries.append(new)
+        self._write()
+
+    def _entry(self, number: int, line: str) -> Entry:
+        parts = line.split("\t")
+        if len(parts) != 4:
+            raise UsageError(f"{self.file}, line {number}: expected backend, execution, case and check, tabs between")
+        return Entry(*parts)
+
+    def _write(self) -> None:
+        # At once or not at all: whatever ends the process.
+        new = self.file.with_suffix(".new")
+        try:
+            new.write_text(
+                "".join(f"{e.backend}\t{e.execution}\t{e.case}\t{e.check}\n" for e in self._entries), "utf-8"
+            )
+            os.replace(new, self.file)
+        except OSError as error:
+            raise cannot_write(self.file, error) from error

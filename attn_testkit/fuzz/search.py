@@ -1,0 +1,171 @@
+"""The search: random cases until the time is up, each failure made small, one for each mode and check."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import hypothesis
+from hypothesis import strategies as st
+
+from ..cases.case import Case, parse_case
+from ..contract import Capabilities, Execution, ForwardMode
+from ..results import BAD, CaseResult
+from .strategies import differences, random_cases
+
+__all__ = ["Found", "Search", "TimeUp", "check_of"]
+
+Pair = tuple[Case, str]
+"""A case and its execution."""
+Kind = tuple[str, str]
+"""Mode, and the first check that failed or how the case-run ended: failures of a kind are taken to have one cause."""
+_EXAMPLES_OF_A_SEARCH = 1_000_000
+
+
+class TimeUp(BaseException):
+    """The time or the number of case-runs is up. No ``Exception``, which Hypothesis would take for a failure."""
+
+
+class _Failed(Exception):
+    """A case-run of the kind that is looked for."""
+
+
+def check_of(result: CaseResult) -> str:
+    """The first check that failed, or how the case-run ended."""
+    return result.findings[0].check if result.findings else result.status.value
+
+
+@dataclass
+class Found:
+    """A failure, as small as it is by now."""
+
+    kind: Kind
+    first: CaseResult
+    smallest: CaseResult
+    odd: tuple[str, ...]
+    """What of the smallest case is not plain."""
+
+
+@dataclass
+class Search:
+    """One backend's. ``run`` judges a case-run, whatever the backend does."""
+
+    claims: Capabilities
+    modes: Sequence[ForwardMode]
+    executions: Sequence[Execution]
+    run: Callable[[Case, str], CaseResult]
+    seed: int
+    seconds: float
+    """From ``begin`` on."""
+    most: int | None = None
+    """Case-runs."""
+    on_result: Callable[[CaseResult, Found | None], None] = lambda result, found: None
+    """Told of each case-run that was new, and of the failure that is made small at the moment."""
+    on_smaller: Callable[[Found], None] = lambda found: None
+    clock: Callable[[], float] = time.monotonic
+    found: dict[Kind, Found] = field(default_factory=dict)
+    runs: int = 0
+    _results: dict[tuple[str, str], CaseResult] = field(default_factory=dict)
+    _plainest: dict[ForwardMode, Case] = field(default_factory=dict)
+    _until: float = 0.0
+
+    def begin(self) -> None:
+        """From now on time counts."""
+        self._until = self.clock() + self.seconds
+
+    def again(self, pairs: Sequence[tuple[str, str]]) -> Iterator[CaseResult]:
+        """(execution, case id) of what failed once, tried again. Raises ``TimeUp``."""
+        for execution, case in pairs:
+            result = self._result(parse_case(case), execution, None)
+            if result.status in BAD:
+                self._note(result)
+            yield result
+
+    def go_on(self) -> None:
+        """Search until the time is up, a new kind of failure after the other."""
+        with contextlib.suppress(TimeUp):
+            round_ = 0
+            while self._search(round_):
+                round_ += 1
+
+    def _search(self, round_: int) -> Found | None:
+        """The next kind of failure, made small; None where there is nothing more to be drawn."""
+        target: list[Found] = []
+
+        def body(pair: Pair) -> None:
+            result = self._result(*pair, target[0] if target else None)
+            if result.status not in BAD:
+                return
+            kind = (result.mode, check_of(result))
+            if not target and kind not in self.found:
+                target.append(self._note(result))
+            if target and kind == target[0].kind:
+                self._keep_smaller(target[0], result)
+                raise _Failed
+
+        with contextlib.suppress(_Failed):
+            self._hypothesis(body, round_)
+        return target[0] if target else None
+
+    def _hypothesis(self, body: Callable[[Pair], None], round_: int) -> None:
+        settings = hypothesis.settings(
+            max_examples=_EXAMPLES_OF_A_SEARCH,
+            database=None,
+            deadline=None,
+            phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+            suppress_health_check=list(hypothesis.HealthCheck),
+            verbosity=hypothesis.Verbosity.quiet,
+            report_multiple_bugs=False,
+            print_blob=False,
+        )
+        # The seed of each round follows from the user's alone: with --runs the same cases come in the same order.
+        hypothesis.seed(f"{self.seed}:{round_}")(settings(hypothesis.given(self._pairs())(body)))()
+
+    def _pairs(self) -> st.SearchStrategy[Pair]:
+        options: list[st.SearchStrategy[Pair]] = []
+        for mode in self.modes:
+            executions = [e.value for e in self.executions if self.claims.offers(mode, e)]
+            if executions:
+                options.append(st.tuples(random_cases(self.claims, mode), st.sampled_from(executions)))
+        return st.one_of(options)
+
+    def _result(self, case: Case, execution: str, making_small: Found | None) -> CaseResult:
+        """The case-run's result; the same question is not asked twice."""
+        key = (execution, case.id)
+        if key not in self._results:
+            if self.clock() >= self._until or (self.most is not None and self.runs >= self.most):
+                raise TimeUp
+            self._results[key] = self.run(case, execution)
+            self.runs += 1
+            self.on_result(self._results[key], making_small)
+        return self._results[key]
+
+    def _note(self, result: CaseResult) -> Found:
+        kind = (result.mode, check_of(result))
+        found = Found(kind, result, result, self._odd(result))
+        known = self.found.setdefault(kind, found)
+        if known is found:
+            self.on_smaller(found)
+        return known
+
+    def _keep_smaller(self, found: Found, result: CaseResult) -> None:
+        odd = self._odd(result)
+        if (len(odd), len(result.case), result.case) < (len(found.odd), len(found.smallest.case), found.smallest.case):
+            found.smallest, found.odd = result, odd
+            self.on_smaller(found)
+
+    def _odd(self, result: CaseResult) -> tuple[str, ...]:
+        case = parse_case(result.case)
+        if case.mode not in self._plainest:
+            self._plainest[case.mode] = _plainest(self.claims, case.mode)
+        return tuple(differences(case, self._plainest[case.mode]))
+
+
+def _plainest(claims: Capabilities, mode: ForwardMode) -> Case:
+    """What every case of a mode is shrunk towards."""
+    settings = hypothesis.settings(
+        database=None, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+    )
+    return hypothesis.find(random_cases(claims, mode), lambda case: True, settings=settings)

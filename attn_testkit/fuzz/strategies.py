@@ -1,0 +1,134 @@
+"""Random cases of a mode, over everything that is claimed; what Hypothesis shrinks to is the plainest.
+
+Each list begins with its plainest value: a failure ends with few values that are not the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ..cases.case import DATA, LAYOUTS, PADDINGS, Case, Heads
+from ..cases.draft import Draft
+from ..cases.extend import room_for
+from ..cases.plans import context_len
+from ..cases.trees import Tree
+from ..contract import Capabilities, ForwardMode
+
+__all__ = ["differences", "random_cases"]
+
+_MOST_REQUESTS = 5
+_MOST_PREFIX = 400
+"""Tokens; catalogues try the long ones, and here a case is to be quick."""
+_MOST_ROWS = 12
+"""Query rows of a request, and nodes of a tree."""
+_MOST_NEW = 70
+"""New tokens of a request in extend."""
+_MOST_HEADS = 64
+_MOST_SLACK = 4
+_MOST_WINDOW = 80
+
+
+def random_cases(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[Case]:
+    """Cases of a mode. Raises ``ValueError`` where the other claims leave none."""
+    if not _heads(claims):
+        raise ValueError(f"{mode} is claimed, and no head layout with it")
+    # What is too long for the claims is drawn again: few are, and which depends on all of a case.
+    return _cases(claims, mode).filter(lambda case: context_len(case) <= claims.max_context_len)
+
+
+@st.composite
+def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
+    heads = draw(st.sampled_from(_heads(claims)))
+    mla = heads.family == "mla"
+    longest = st.one_of(st.integers(0, 20), st.integers(0, _MOST_PREFIX))
+    prefixes = tuple(draw(st.lists(longest, min_size=1, max_size=_MOST_REQUESTS)))
+    rows = draw(_rows(claims, mode, len(prefixes)))
+    slack = draw(st.integers(0, _MOST_SLACK))
+    tree = rows.get("tree")
+    windowed = mode in claims.sliding_window and (tree is None or tree.topk == 1 or claims.window_in_trees)
+    return Case(
+        mode=mode,
+        heads=heads,
+        head_dim=draw(st.sampled_from([d for d in sorted(claims.head_dims) if d <= _widest(claims)])),
+        rope_dim=draw(st.sampled_from(sorted(claims.mla_rope_dims))) if mla else 0,
+        dtype=draw(st.sampled_from(sorted(claims.dtypes))),
+        kv_dtype=draw(st.sampled_from(sorted(claims.kv_dtypes, reverse=True))),
+        page_size=draw(st.sampled_from(sorted(claims.page_sizes))),
+        prefixes=prefixes,
+        layout=draw(st.sampled_from(LAYOUTS)),
+        data=draw(st.sampled_from(DATA)),
+        window=draw(st.one_of(st.just(-1), st.integers(0, _MOST_WINDOW))) if windowed else -1,
+        logit_cap=draw(st.sampled_from([0.0, 1.5])) if claims.logit_cap else 0.0,
+        sinks=draw(st.booleans()) if claims.sinks else False,
+        bucket=len(prefixes) + slack,
+        padding=draw(st.sampled_from(PADDINGS)) if slack else "prod",
+        seed=draw(st.integers(0, 99)),
+        **rows,
+    )
+
+
+def _widest(claims: Capabilities) -> int:
+    # As in the catalogue: wider rows are those of MLA.
+    return max(512, min(claims.head_dims))
+
+
+def _heads(claims: Capabilities) -> list[Heads]:
+    groups = [ratio for ratio in sorted(claims.gqa_ratios) if ratio > 1]
+    found = [Heads("mha", count, count) for count in (2, 1, 4)] if "mha" in claims.families else []
+    if "gqa" in claims.families:
+        found += [Heads("gqa", ratio * count, count) for ratio in groups for count in (2, 4)]
+    if "mqa" in claims.families:
+        found += [Heads("mqa", ratio, 1) for ratio in groups]
+    if "mla" in claims.families and claims.mla_rope_dims:
+        found += [Heads("mla", count, 1) for count in sorted(claims.gqa_ratios)]
+    return [heads for heads in found if heads.q_heads <= _MOST_HEADS] or found[:1]
+
+
+def _rows(claims: Capabilities, mode: ForwardMode, requests: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Fields of a case that say which rows a request has."""
+    most = min(claims.max_q_rows, _MOST_ROWS)
+    if mode is ForwardMode.DECODE:
+        return st.just({})
+    if mode is ForwardMode.TARGET_VERIFY:
+        return _trees(most, claims.max_topk).map(lambda tree: {"tree": tree, "width": len(tree)})
+    if mode is ForwardMode.DRAFT_DECODE:
+        drafts = st.builds(Draft, st.integers(1, min(claims.max_draft_branches, 4)), st.integers(2, 7))
+        return drafts.map(lambda draft: {"draft": draft, "width": len(draft)})
+    if mode is ForwardMode.EXTEND:
+        each = st.integers(1, min(claims.max_extend_tokens, _MOST_NEW))
+        return st.fixed_dictionaries({"new": _each(each, requests), "chunks": st.integers(1, 3)}).map(_with_room)
+    return st.integers(1, most).flatmap(
+        lambda width: st.fixed_dictionaries(
+            {"width": st.just(width), "new": _each(st.integers(1, width), requests)}
+        )
+    )  # fmt: skip
+
+
+def _with_room(rows: dict[str, Any]) -> dict[str, Any]:
+    return {**rows, "width": room_for(rows["new"])}
+
+
+def _each(counts: st.SearchStrategy[int], requests: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(counts, min_size=requests, max_size=requests).map(tuple)
+
+
+@st.composite
+def _trees(draw: st.DrawFn, most: int, topk: int) -> Tree:
+    """Up to ``most`` nodes of up to ``topk`` children; the plainest is a chain."""
+    parents: list[int] = []
+    for node in range(1, draw(st.integers(1, most))):
+        room = [parent for parent in range(node - 1, -1, -1) if parents.count(parent) < topk]
+        parents.append(draw(st.sampled_from(room)))
+    return Tree(tuple(parents))
+
+
+def differences(case: Case, plainest: Case) -> list[str]:
+    """Names of what is not as in the plainest case of the mode."""
+    return [
+        each.name
+        for each in fields(case)
+        if each.name not in ("mode", "host") and getattr(case, each.name) != getattr(plainest, each.name)
+    ]

@@ -1,0 +1,169 @@
+"""The search on backends that are a condition: what fails is found, made small, and the same for the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.cases.plans import context_len
+from attn_testkit.cases.untried import rows_of
+from attn_testkit.contract import Capabilities, Execution, ForwardMode
+from attn_testkit.examples import MinimalBackend
+from attn_testkit.fuzz.search import Found, Search, TimeUp
+from attn_testkit.fuzz.strategies import random_cases
+from attn_testkit.results import CaseResult, Finding, Status
+
+CLAIMS = TorchNativeBackend.capabilities
+Fails = Callable[[Case, str], str]
+MODES = st.sampled_from(sorted(ForwardMode))
+
+
+def search_for(fails: Fails, *, most: int = 400, seed: int = 0, claims: Capabilities = CLAIMS, **more) -> Search:
+    """A search on a backend that fails the check that ``fails`` names, if any."""
+
+    def run(case: Case, execution: str) -> CaseResult:
+        check = fails(case, execution)
+        findings = (Finding(check, "wrong"),) if check else ()
+        status = Status.FAILED if check else Status.PASSED
+        return CaseResult("m:B", case.mode.value, execution, case.id, status, findings)
+
+    values = {"modes": [ForwardMode.DECODE], "executions": list(Execution), "seconds": 60.0, **more}
+    search = Search(claims=claims, run=run, seed=seed, most=most, **values)
+    search.begin()
+    return search
+
+
+def found_by(fails: Fails, **more) -> dict[tuple[str, str], Found]:
+    search = search_for(fails, **more)
+    search.go_on()
+    return search.found
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data(), MODES)
+def test_every_case_is_one_that_an_id_rebuilds_and_that_the_claims_hold(data, mode) -> None:
+    case = data.draw(random_cases(CLAIMS, mode))
+    assert parse_case(case.id) == case
+    assert case.mode is mode
+    assert case.heads.family in CLAIMS.families
+    assert case.head_dim in CLAIMS.head_dims
+    assert case.page_size in CLAIMS.page_sizes
+    assert max(rows_of(case)) <= (CLAIMS.max_extend_tokens if mode is ForwardMode.EXTEND else CLAIMS.max_q_rows)
+    assert case.topk <= CLAIMS.max_topk
+    assert context_len(case) <= CLAIMS.max_context_len
+
+
+NARROW = MinimalBackend.capabilities.with_changes(
+    page_sizes={16}, head_dims={64}, dtypes={"bf16"}, max_q_rows=2, max_topk=1, max_context_len=300, families={"mqa"},
+    gqa_ratios={4}, max_extend_tokens=5,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data(), MODES)
+def test_narrow_claims_are_kept(data, mode) -> None:
+    case = data.draw(random_cases(NARROW, mode))
+    assert (str(case.heads), case.head_dim, case.dtype, case.page_size) == ("mqa4", 64, "bf16", 16)
+    assert (case.window, case.logit_cap, case.sinks, case.kv_dtype) == (-1, 0.0, False, "same")
+    assert max(rows_of(case)) <= 5 if mode is ForwardMode.EXTEND else case.rows_at_once <= 2
+    assert case.topk <= 1
+    assert context_len(case) <= 300
+
+
+def test_what_no_claim_leaves_a_head_layout_for_is_said() -> None:
+    with pytest.raises(ValueError, match="decode is claimed, and no head layout with it"):
+        random_cases(CLAIMS.with_changes(families={"gqa"}, gqa_ratios={1}), ForwardMode.DECODE)
+
+
+def test_a_failure_is_made_small_and_says_what_is_not_plain() -> None:
+    (found,) = found_by(
+        lambda case, _: "matches-oracle" if case.page_size > 8 and max(case.prefixes) > 20 else ""
+    ).values()
+    small = parse_case(found.smallest.case)
+    assert found.kind == ("decode", "matches-oracle")
+    assert set(found.odd) == {"page_size", "prefixes"}
+    assert (small.page_size, small.prefixes) == (16, (21,))
+    assert (small.dtype, small.layout, small.data, small.seed) == ("bf16", "contiguous", "gauss", 0)
+
+
+def test_two_failures_of_different_checks_are_both_found_and_not_mixed_up() -> None:
+    def fails(case: Case, execution: str) -> str:
+        if case.sinks:
+            return "finite"
+        return "matches-oracle" if case.dtype == "fp16" else ""
+
+    found = found_by(fails)
+    assert {kind[1]: each.odd for kind, each in found.items()} == {"finite": ("sinks",), "matches-oracle": ("dtype",)}
+
+
+def test_a_failure_under_graphs_alone_ends_under_graphs() -> None:
+    (found,) = found_by(lambda case, execution: "replay-follows-batch" if execution == "graph" else "").values()
+    assert found.smallest.execution == "graph"
+    assert found.odd == ()
+
+
+def test_a_healthy_backend_gives_nothing() -> None:
+    search = search_for(lambda case, _: "", most=150)
+    search.go_on()
+    assert search.found == {}
+    assert search.runs == 150
+
+
+def cases_of(seed: int) -> list[tuple[str, str]]:
+    seen: list[tuple[str, str]] = []
+    found_by(lambda case, execution: seen.append((case.id, execution)) or "", most=40, seed=seed)
+    return seen
+
+
+def test_the_same_seed_gives_the_same_cases_and_another_seed_others() -> None:
+    first = cases_of(7)
+    assert len(first) == len(set(first)) == 40
+    assert cases_of(7) == first
+    assert cases_of(8) != first
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(3.0, 3), (3.5, 4)])
+def test_no_case_run_begins_when_the_time_is_up(seconds: float, runs: int) -> None:
+    now = [10.0]
+
+    def fails(case: Case, execution: str) -> str:
+        now[0] += 1.0
+        return ""
+
+    search = search_for(fails, seconds=seconds, clock=lambda: now[0])
+    search.go_on()
+    assert search.runs == runs
+
+
+def test_what_was_found_is_kept_when_the_time_is_up_while_it_is_made_small() -> None:
+    search = search_for(lambda case, _: "finite" if case.window >= 0 else "", most=12)
+    told: list[str] = []
+    search.on_smaller = lambda found: told.append(found.smallest.case)
+    search.go_on()
+    (found,) = search.found.values()
+    assert told[-1] == found.smallest.case
+    assert len(found.odd) <= len(search._odd(found.first))
+
+
+def test_old_failures_are_tried_again_and_the_search_does_not_find_them_twice() -> None:
+    old = "decode-mha2-d32-bf16-p16-k0-contiguous-gauss-b1prod"
+    search = search_for(lambda case, _: "matches-oracle" if case.page_size > 8 else "", most=60)
+    (result,) = search.again([("eager", old)])
+    assert result.status is Status.FAILED
+    search.go_on()
+    assert list(search.found) == [("decode", "matches-oracle")]
+    assert search.found["decode", "matches-oracle"].smallest.case == old
+
+
+def test_old_failures_end_with_the_time_too() -> None:
+    search = search_for(lambda case, _: "", most=0)
+    with pytest.raises(TimeUp):
+        list(search.again([("eager", "decode-mha2-d32-bf16-p16-k0-contiguous-gauss-b1prod")]))
