@@ -20,7 +20,7 @@ from attn_testkit.emulation.recorder import Watcher
 from attn_testkit.emulation.rules import CHECKED_ON_CPU_ONLY
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.tags import DEVICE, tag_device, tag_pinned, wants_cuda
+from attn_testkit.emulation.tags import DEVICE, storage_key, tag_device, tag_pinned, wants_cuda
 from attn_testkit.emulation.transfers import adopt, mixed_devices
 
 _CPU = torch.device("cpu")
@@ -75,8 +75,8 @@ def _places(values: Iterable[Any]) -> int:
         if kind is Tensor or isinstance(value, Tensor):
             try:
                 key = value.untyped_storage()._cdata
-            except (NotImplementedError, RuntimeError):  # a layout without a storage of its own
-                key = 0
+            except (NotImplementedError, RuntimeError):  # a layout without a storage of its own, or a wrapper
+                key = storage_key(value)
             found |= _DEVICE if key in _device else _HOST if value.dim() else _HOST_SCALAR
         elif isinstance(value, (list, tuple)):
             found |= _places(value)

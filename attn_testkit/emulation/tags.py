@@ -98,7 +98,17 @@ def storage_key(tensor: Tensor) -> int:
         key: int = tensor.untyped_storage()._cdata
         return key
     except (NotImplementedError, RuntimeError):
-        return 0
+        inner = unwrapped(tensor)
+        return 0 if inner is None else storage_key(inner)
+
+
+def unwrapped(tensor: Tensor) -> Tensor | None:
+    """What a tensor is around that vmap, or its like, hands to its function; None for any other tensor.
+
+    The wrapper has no storage.
+    """
+    functorch: Any = torch._C._functorch
+    return functorch.get_unwrapped(tensor) if functorch.is_functorch_wrapped_tensor(tensor) else None
 
 
 def is_device(tensor: Tensor) -> bool:
@@ -122,6 +132,9 @@ def tag_device(tensor: Tensor) -> Tensor:
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
+        inner = unwrapped(tensor)
+        if inner is not None:
+            tag_device(inner)
         return tensor
     if storage._cdata not in _device and not tensor.is_meta and (type(tensor) is Tensor or tensor.layout is _STRIDED):
         DEVICE.add(storage)
