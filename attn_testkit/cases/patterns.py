@@ -115,9 +115,9 @@ def _saturated(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Dr
 
 
 def _swamped(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
-    values = normals(v, rng).abs() * 0.01 + 0.03
-    # Half a unit in the last place of a 16-bit sum is 1 from here on, and 16 small terms together are less.
-    values[:, :, [0, -1]] = 2048.0
+    values = normals(v, rng).abs() * 4e-5 + 1.2e-4
+    # Half a unit in the last place of an fp16 sum is 2^-8 from here on, and 16 small terms together are less.
+    values[:, :, [0, -1]] = 8.0
     return torch.zeros(q), torch.zeros(k), values
 
 

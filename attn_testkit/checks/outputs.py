@@ -63,8 +63,12 @@ def _compare(
     )
 
 
+_VANISHED = 87.0
+"""A logit that is so far below the largest has a probability below 2^-125, for which float32 may have 0."""
+
+
 def _topk(observed: Observation, outputs: Outputs, expected: Expected, k: int) -> list[Finding]:
-    """Indices may differ from the oracle's only where the logits tie within their limits."""
+    """Indices may differ from the oracle's only where logits tie within their limits, or both probabilities are 0."""
     p, index = outputs.topk_p, outputs.topk_index
     assert p is not None
     assert index is not None
@@ -79,7 +83,9 @@ def _topk(observed: Observation, outputs: Outputs, expected: Expected, k: int) -
     chosen = expected.logits.gather(1, index.clamp(0, expected.logits.shape[1] - 1))
     slack = 2 * expected.logits_limit.amax(-1, keepdim=True)
     inside = (index >= 0) & (index < expected.logits.shape[1])
-    tied = ((best - chosen).abs() <= slack) & inside
+    largest = best[:, :1]
+    vanished = (largest - best > _VANISHED) & (largest - chosen > _VANISHED)
+    tied = (((best - chosen).abs() <= slack) | vanished) & inside
     if not tied.all():
         row = int((~tied).any(-1).nonzero()[0])
         return _finding(

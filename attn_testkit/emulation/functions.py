@@ -15,13 +15,13 @@ from attn_testkit.emulation.arguments import NO_TENSORS, map_tensors
 from attn_testkit.emulation.crossings import HANDLERS
 from attn_testkit.emulation.errors import EmulationError, spell
 from attn_testkit.emulation.generators import EmulatedGenerator
-from attn_testkit.emulation.private import TorchFunctionMode, modes_entered, pop_mode, push_mode
+from attn_testkit.emulation.private import TorchFunctionMode, modes_entered, pop_mode, push_mode, vmap_level
 from attn_testkit.emulation.recorder import Watcher
 from attn_testkit.emulation.rules import CHECKED_ON_CPU_ONLY
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.shortcuts import has_numbers_alone, only_looks, operation_of
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.tags import DEVICE, tag_device, tag_pinned, wants_cuda
+from attn_testkit.emulation.tags import DEVICE, storage_key, tag_device, tag_pinned, wants_cuda
 from attn_testkit.emulation.transfers import adopt, mixed_devices
 
 _CPU = torch.device("cpu")
@@ -84,8 +84,8 @@ def _places(values: Iterable[Any]) -> int:
         if kind is Tensor or isinstance(value, Tensor):
             try:
                 key = value.untyped_storage()._cdata
-            except (NotImplementedError, RuntimeError):  # a layout without a storage of its own
-                key = 0
+            except (NotImplementedError, RuntimeError):  # a layout without a storage of its own, or a wrapper
+                key = storage_key(value)
             found |= _DEVICE if key in _device else _HOST if value.dim() else _HOST_SCALAR
         elif isinstance(value, (list, tuple)):
             found |= _places(value)
@@ -139,12 +139,13 @@ class DeviceFunctions(TorchFunctionMode):
                 kind = type(value)
                 if kind is Tensor:
                     try:
-                        if value.untyped_storage()._cdata in _device:
-                            on_device += 1
-                            continue
-                    except (NotImplementedError, RuntimeError):  # a layout without a storage of its own
-                        pass
-                    on_host += 1
+                        key = value.untyped_storage()._cdata
+                    except (NotImplementedError, RuntimeError):  # a layout without a storage of its own, or a wrapper
+                        key = storage_key(value)
+                    if key in _device:
+                        on_device += 1
+                    else:
+                        on_host += 1
                 elif kind not in NO_TENSORS:
                     found = _places(value if kind is tuple else (value,))
                     on_device += found >= _DEVICE
@@ -184,8 +185,10 @@ class DeviceFunctions(TorchFunctionMode):
             session.called = outer
 
     def _directly(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """The result of a call whose way through the dispatcher is known; NotImplemented for any other, and where the
-        program has a dispatch mode of its own."""
+        """The result of a call whose way through the dispatcher is known; NotImplemented for any other, inside of vmap,
+        and where the program has a dispatch mode of its own."""
+        if vmap_level() is not None:
+            return NotImplemented
         if self.session.capture is None:
             return NotImplemented if modes_entered() else _shortcut(self._watcher, func, args)
         if modes_entered() != 1:

@@ -33,8 +33,8 @@ class Operation:
         for tensor in tensors:
             try:
                 key = tensor.untyped_storage()._cdata
-            except (NotImplementedError, RuntimeError):  # a layout without a storage of its own
-                key = 0
+            except (NotImplementedError, RuntimeError):  # a layout without a storage of its own, or a wrapper
+                key = storage_key(tensor)
             keys.append(key)
             on_device = on_device and key in _device
         self.tensors, self.keys, self.on_device = tensors, keys, on_device

@@ -43,7 +43,9 @@ __all__ = [
     "self_tests",
     "storage_at",
     "storage_from_weak",
+    "unwrapped",
     "use_count",
+    "vmap_level",
     "weak_reference",
     "without_modes",
 ]
@@ -54,6 +56,9 @@ dtype_of: Callable[[Tensor], torch.dtype] = torch._C.TensorBase.dtype.__get__  #
 inference = functools.partial(torch._C._InferenceMode, True)
 """`torch.inference_mode()` without a function of Python on the way."""
 disable_modes = _disable_current_modes
+_functorch: Any = torch._C._functorch
+vmap_level: Callable[[], object] = _functorch.peek_interpreter_stack
+"""None outside of vmap and its like."""
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many own the storage of an identity; 0 when it is gone and its identity is kept."""
 keep_identity: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._weak_ref  # type: ignore[assignment]
@@ -244,6 +249,28 @@ def _generators_can_be_subclassed() -> bool:
     )
 
 
+def unwrapped(tensor: Tensor) -> Tensor | None:
+    """What a tensor is around that vmap, or its like, hands to its function; None for any other tensor.
+
+    The wrapper has no storage.
+    """
+    return _functorch.get_unwrapped(tensor) if _functorch.is_functorch_wrapped_tensor(tensor) else None
+
+
+def _vmap_wraps_what_it_is_given() -> bool:
+    seen: list[bool] = []
+
+    def note(row: Tensor) -> Tensor:
+        inner = unwrapped(row)
+        seen.append(inner is not None and inner.untyped_storage()._cdata == source.untyped_storage()._cdata)
+        seen.append(vmap_level() is not None)
+        return row + 0
+
+    source = torch.zeros(2, 1)
+    torch.vmap(note)(source)
+    return seen == [True, True] and unwrapped(source) is None and vmap_level() is None
+
+
 SELF_TESTS: dict[str, tuple[Callable[[], bool], str]] = {
     "weak storage references": (
         _weak_references_see_death,
@@ -279,6 +306,10 @@ SELF_TESTS: dict[str, tuple[Callable[[], bool], str]] = {
     "tensor properties": (
         _tensor_properties_are_inherited,
         "torch.Tensor defines device/is_cuda itself now: they cannot be replaced and restored safely",
+    ),
+    "vmap": (
+        _vmap_wraps_what_it_is_given,
+        "torch._C._functorch no longer says what vmap wraps: device memory inside of it would pass for host memory",
     ),
     "generator subclass": (
         _generators_can_be_subclassed,

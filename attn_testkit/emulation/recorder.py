@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from attn_testkit.emulation import private, rules
 from attn_testkit.emulation.arguments import tensors_in
 from attn_testkit.emulation.capture import Capture
+from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.memory import Block, fill_storage
 from attn_testkit.emulation.operation import Operation, is_memory_of, with_tensors
 from attn_testkit.emulation.private import TorchDispatchMode, inference, pop_mode, push_mode
@@ -29,7 +30,7 @@ from attn_testkit.emulation.schema import (
     facts_of,
 )
 from attn_testkit.emulation.session import Session
-from attn_testkit.emulation.sites import Site, Spot, author_spot
+from attn_testkit.emulation.sites import Site, Spot, author_site, author_spot
 from attn_testkit.emulation.tags import (
     DEVICE,
     allocated_at,
@@ -59,6 +60,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.session = session
 
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled in here: torch need not say so around every call."""
@@ -66,6 +69,13 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or _NO_KEYWORDS
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise EmulationError(
+                str(func),
+                author_site(),
+                "a capture would take it, and the emulation records no higher-order operator of torch",
+                "check its graphs on a GPU; here it runs eagerly",
+            )
         facts = facts_of(func)
         if facts.view and not kwargs and facts.name not in rules.BY_OPERATION:
             result = facts.run(*args)

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation.private import disable_functions, keep_identity, release_identity, storage_at, use_count
+from attn_testkit.emulation.private import (
+    disable_functions,
+    keep_identity,
+    release_identity,
+    storage_at,
+    unwrapped,
+    use_count,
+)
 from attn_testkit.emulation.sites import UNKNOWN, Site, Spot, author_spot, site_of
 
 _YOUNG = 128
@@ -121,7 +128,8 @@ def storage_key(tensor: Tensor) -> int:
     try:
         key: int = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
-        return 0
+        inner = unwrapped(tensor)
+        return 0 if inner is None else storage_key(inner)
     return key
 
 
@@ -146,6 +154,9 @@ def tag_device(tensor: Tensor) -> Tensor:
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
+        inner = unwrapped(tensor)
+        if inner is not None:
+            tag_device(inner)
         return tensor
     if storage._cdata not in _device and not tensor.is_meta and (type(tensor) is Tensor or tensor.layout is _STRIDED):
         DEVICE.add(storage, 2)

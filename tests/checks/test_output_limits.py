@@ -110,6 +110,16 @@ def test_an_index_outside_the_vocabulary_is_wrong_even_beside_a_tie(index: int) 
     assert findings(V1_TOP1, topk_index=changed(chosen, index, 0, 0))
 
 
+def test_tokens_whose_probability_float32_may_have_as_0_stand_for_each_other() -> None:
+    expected, index = ranked()
+    for far, wrong in ((87.5, False), (86.5, True)):
+        logits = expected.logits.clone()
+        logits[-1, :4] = torch.tensor([200.0, 100.0, 200.0 - far, 50.0])
+        p = torch.softmax(logits, -1).float().gather(1, changed(index, 3, -1, 2))
+        found = findings(V1_TOP3, replace(expected, logits=logits), topk_index=changed(index, 3, -1, 2), topk_p=p)
+        assert bool(found) is wrong
+
+
 def test_probabilities_have_the_limit_of_their_logits() -> None:
     expected, index = ranked()
     # By so little that a probability's limit is no larger than the probability.
