@@ -37,10 +37,9 @@ pythons() { # the path of each interpreter to try
 
 mapfile -t found < <(pythons)
 ((${#found[@]})) || fail "no Python of ${minor_versions[*]} is here"
+here=" $(for python in "${found[@]}"; do "$python" -c "import sys; print('%d.%d' % sys.version_info[:2], end=' ')"; done)"
 for version in "${minor_versions[@]}"; do
-  [[ -n "${ATTN_PYTHONS:-}" ]] || printf '%s\n' "${found[@]}" |
-    while read -r python; do "$python" -c "import sys; print('%d.%d' % sys.version_info[:2])"; done | grep -qx "$version" ||
-    untried+=("Python $version: it is not here")
+  [[ -n "${ATTN_PYTHONS:-}" || "$here" == *" $version "* ]] || untried+=("Python $version: it is not here")
 done
 
 echo "== build"

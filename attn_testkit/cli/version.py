@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import __version__
+import attn_testkit
 
 __all__ = ["Calibration", "calibrations", "version_text"]
 
@@ -38,6 +38,6 @@ def calibrations(folder: Path = _VERDICTS) -> list[Calibration]:
 
 def version_text() -> str:
     """What ``attn-testkit --version`` prints."""
-    lines = [f"attn-testkit, version {__version__}"]
+    lines = [f"attn-testkit, version {attn_testkit.__version__}"]
     lines += [f"emulated CUDA is held against {each}" for each in calibrations()]
     return "\n".join(lines)
