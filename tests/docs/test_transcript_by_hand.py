@@ -86,7 +86,7 @@ def test_a_diff_must_fit_exactly_once(text: str, times: int) -> None:
         changed(text, "-a\n+b\n")
 
 
-def test_a_page_is_rewritten_with_what_is_printed_and_keeps_what_it_abbreviates(tmp_path: Path) -> None:
+def test_a_page_is_rewritten_where_it_differs_and_keeps_what_it_abbreviates(tmp_path: Path) -> None:
     page, folder = tmp_path / "page.md", tmp_path / "folder"
     folder.mkdir()
     text = (
@@ -95,9 +95,10 @@ def test_a_page_is_rewritten_with_what_is_printed_and_keeps_what_it_abbreviates(
         "```console\n$ cat in.txt\nold\nold\n```\n\n"
         '```diff title="in.txt"\n-one\n+two\n```\n\n'
         "```console\n$ cat in.txt\nold\n```\n\n"
-        "```console\n$ seq 9\n1\n...\n```\n"
+        "```console\n$ seq 9\n1\n...\n```\n\n"
+        "```console\n$ echo 0.1 s\n9.9 s\n```\n"
     )
     page.write_text(text)
-    assert [fence.line for fence in fences(page)] == [4, 8, 14, 19, 24]
+    assert [fence.line for fence in fences(page)] == [4, 8, 14, 19, 24, 30]
     wanted = text.replace("old\nold\n", "one\n").replace("old\n", "two\n")
     assert rewritten(page, folder) == wanted

@@ -11,7 +11,8 @@ A page holds fences of three kinds that are run, from top to bottom, in one empt
 Compared is everything but times, torch's version and the width of columns; margins may differ by 0.1, because another
 CPU rounds otherwise.
 
-``python tests/docs/transcript.py PAGE...`` writes what the commands print into the pages, but for fences with ``...``.
+``python tests/docs/transcript.py PAGE...`` writes what the commands print into the pages, where it is not the same, and
+not into fences with ``...``.
 """
 
 from __future__ import annotations
@@ -189,6 +190,8 @@ def rewritten(page: Path, folder: Path) -> str:
             parts = [(command, execute(command, folder)) for command in commands(fence.body)]
             if any(LEFT_OUT in command.printed for command, _ in parts):
                 print(f"{fence.place}: abbreviated, left as it is", file=sys.stderr)
+                continue
+            if all(same(without_blank_end(command.printed), without_blank_end(out)) for command, out in parts):
                 continue
             new = [
                 f"{line.rstrip()}\n"
