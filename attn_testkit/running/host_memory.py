@@ -12,12 +12,12 @@ import os
 
 __all__ = ["Trimmer"]
 
-_GROWN = 1 << 28
+_GROWN = 1 << 27
 """Bytes that a process may grow by between two rounds."""
 
 
 class Trimmer:
-    """Gives back what is free when the process has grown by a quarter of a gigabyte. Does nothing without glibc."""
+    """Gives back what is free when the process has grown by an eighth of a gigabyte. Does nothing without glibc."""
 
     def __init__(self) -> None:
         self._trim = None

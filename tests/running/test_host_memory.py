@@ -5,18 +5,18 @@ import pytest
 from attn_testkit.running import host_memory
 from attn_testkit.running.host_memory import Trimmer
 
-QUARTER = 1 << 28
+EIGHTH = 1 << 27
 
 
-def test_a_process_that_grew_by_more_than_a_quarter_of_a_gigabyte_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, given_back = [100 * QUARTER], []
+def test_a_process_that_grew_by_more_than_an_eighth_of_a_gigabyte_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, given_back = [100 * EIGHTH], []
     monkeypatch.setattr(host_memory, "_resident", lambda: sizes[-1])
     trimmer = Trimmer()
     monkeypatch.setattr(trimmer, "_trim", given_back.append)
-    sizes.append(101 * QUARTER)
+    sizes.append(101 * EIGHTH)
     trimmer.after_case()
     assert given_back == []
-    sizes.append(101 * QUARTER + 1)
+    sizes.append(101 * EIGHTH + 1)
     trimmer.after_case()
     assert given_back == [0]
     trimmer.after_case()
