@@ -83,6 +83,7 @@ def context_for(
         speculative_num_steps=max(s.spec_steps for s in schedules),
         topk=max([0] + [s.case.topk for s in verify]),
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
+        capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 

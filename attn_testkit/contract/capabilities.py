@@ -147,6 +147,9 @@ class Capabilities:
     max_draft_branches: int = 1
     """How many branches may a request have in draft-decode? 1: chains only. Not ``max_topk``: a tree in verify takes a
     kernel with a mask, and branches in draft-decode any kernel, with a page table for each."""
+    kernel_changes_at: Set[int] = frozenset()
+    """From which batch sizes on does another kernel run? 8 for one kernel of up to 7 requests and another of more. A
+    batch of each size is tried, and one that is smaller by a request."""
     max_context_len: int = 1 << 20
     """How long may prefix plus new tokens be?"""
     sliding_window: Set[ForwardMode] = frozenset()
@@ -191,10 +194,12 @@ class Capabilities:
             object.__setattr__(
                 self, name, frozenset(_spelled(name, v, known) for v in _listed(name, getattr(self, name)))
             )
-        for name in ("head_dims", "page_sizes", "gqa_ratios", "mla_rope_dims"):
+        for name, least in (("head_dims", 1), ("page_sizes", 1), ("gqa_ratios", 1), ("mla_rope_dims", 0),
+                            ("kernel_changes_at", 2)):  # fmt: skip
             values = _listed(name, getattr(self, name))
-            if not all(_is_whole(v) and v >= (0 if name == "mla_rope_dims" else 1) for v in values):
-                raise ValueError(f"Capabilities.{name} must be positive whole numbers, got {sorted(map(str, values))}")
+            if not all(_is_whole(v) and v >= least for v in values):
+                numbers = f"whole numbers from {least} on" if least > 1 else "positive whole numbers"
+                raise ValueError(f"Capabilities.{name} must be {numbers}, got {sorted(map(str, values))}")
             object.__setattr__(self, name, frozenset(values))
         for name, least in _LEAST.items():
             number = getattr(self, name)

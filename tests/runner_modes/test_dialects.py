@@ -140,3 +140,35 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
 def test_a_misspelt_claim_is_answered_with_the_right_one(claim: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Capabilities(eager={ForwardMode.DECODE}, **claim)
+
+
+class BuiltTwice(Spy):
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.calls: list[tuple[str, int]] = []
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        self.calls.append(("capture" if in_capture else "replay", batch.batch_size))
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        self.calls.append(("capturing" if torch.cuda.is_current_stream_capturing() else "warm-up", batch.batch_size))
+
+    def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
+        assert batch is self.captured[-1]
+        self.calls.append(("before", batch.batch_size))
+
+
+def test_the_hook_before_a_capture_comes_behind_its_warm_ups_and_never_before_a_replay() -> None:
+    backend = graph(parse_case(DECODE), BuiltTwice)
+    assert isinstance(backend, BuiltTwice)
+    assert backend.calls[:9] == [
+        ("capture", 4), ("warm-up", 4), ("warm-up", 4), ("before", 4), ("capturing", 4),
+        ("capture", 2), ("warm-up", 2), ("before", 2), ("capturing", 2),
+    ]  # fmt: skip
+    assert {name for name, _ in backend.calls[9:]} == {"replay"}
+
+
+def test_a_backend_knows_which_sizes_are_captured() -> None:
+    assert graph(parse_case(DECODE), Spy).context.capture_sizes == (2, 4)
