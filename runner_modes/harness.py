@@ -144,6 +144,11 @@ class ServerHarness:
         """
         return torch.where(ids < self.model.nan_row - 1, ids + 1, ids)
 
+    def padding_slot(self, turn: int) -> int:
+        """KV slot of rows of padding: those that the backend takes, by turns; at capture it is turn 0."""
+        slots = sorted(self.capabilities.padding_slots, reverse=True)
+        return slots[turn % len(slots)]
+
     def prepare_capture(self) -> None:
         """The memory as a server has it when it captures: an all-zero request table, page 0 zeros, no live request."""
         pool = self.context.kv_pool

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from typing_extensions import override
 
-from ..contract import ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .builds import RegisterRowsBackend
 from .c_new_rows import FP8
 from .catalogue import control
+from .dense import DenseBackend
 from .g_narrow_numbers import Fp8Probabilities
 from .multi_step import MultiStepBackend
 from .parent import Metadata, PlannedBackend
@@ -60,3 +63,25 @@ class KernelByCaptureSizes(PlannedBackend):
         if bs < 5 and bs < self.context.capture_sizes[-1]:
             return splits
         return torch.stack([splits.any(1), *[torch.zeros_like(splits[:, 0])] * (self.max_splits - 1)], 1)
+
+
+@control("padding-is-not-stored")
+class PaddingIsNotStored(DenseBackend):
+    """Rows of padding have slot -1, and go to page 0 (vLLM's kernels leave them out)."""
+
+    capabilities = DenseBackend.capabilities.with_changes(
+        padding_slots={-1}, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, max_context_len=1 << 14
+    )
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        stored = replace(batch, out_cache_loc=batch.out_cache_loc.clamp(min=0))
+        return super().forward(q, k, v, layer, stored, save_kv_cache)
