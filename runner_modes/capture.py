@@ -150,6 +150,8 @@ def _capture_bucket(
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with blame("warm-up", label):
         warm = warm_up(run_once, side, warm_ups)
+    with blame("plan before capture", label):
+        backend.init_forward_metadata_before_capture(batch)
     before = set(blocks_held(harness).values())
     with blame("capture", label):
         captured = record(run_once, side, pool)

@@ -87,13 +87,13 @@ def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: 
     case, rows, host = loaded.schedule.case, loaded.step.bs * _draft(loaded).branches, static.host
     for name, first in _first_forward(loaded).items():
         host[name][:rows] = first.numpy()
-    host["out_cache_loc"][rows:] = 0
+    host["out_cache_loc"][rows:] = padding = harness.padding_slot(loaded.step.index)
     if case.padding != "stale":
         host["positions"][rows:] = 0
     if case.padding == "nan":
         host["input_ids"][rows:] = harness.model.nan_row
     slots = _slots(loaded).numpy()
-    host["draft_slots"][:] = 0
+    host["draft_slots"][:] = padding
     host["draft_slots"][: len(slots)] = slots
 
 

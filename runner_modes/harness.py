@@ -83,6 +83,7 @@ def context_for(
         speculative_num_steps=max(s.spec_steps for s in schedules),
         topk=max([0] + [s.case.topk for s in verify]),
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
+        capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 
@@ -142,6 +143,11 @@ class ServerHarness:
         Padded rows may stand anywhere in it: those at its end, and those of NaN, stay where they are.
         """
         return torch.where(ids < self.model.nan_row - 1, ids + 1, ids)
+
+    def padding_slot(self, turn: int) -> int:
+        """KV slot of rows of padding: those that the backend takes, by turns; at capture it is turn 0."""
+        slots = sorted(self.capabilities.padding_slots, reverse=True)
+        return slots[turn % len(slots)]
 
     def prepare_capture(self) -> None:
         """The memory as a server has it when it captures: an all-zero request table, page 0 zeros, no live request."""

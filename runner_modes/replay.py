@@ -151,7 +151,7 @@ def fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
     harness, static, case = graphs.harness, graphs.static, graphs.schedule.case
     step, data, live, tokens, host = loaded.step, loaded.data, loaded.step.bs, loaded.step.tokens, static.host
     host["seq_lens"][:] = graphs.fill
-    host["out_cache_loc"][:] = 0
+    host["out_cache_loc"][:] = harness.padding_slot(step.index)
     if case.padding != "stale":
         host["positions"][:] = 0
         host["req_pool_indices"][:] = 0

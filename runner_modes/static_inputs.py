@@ -130,7 +130,15 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
     )
     staged = packing.fresh()
     host = packing.arrays(staged)
-    values = {"seq_lens": fill, "num_accept_tokens": width, "num_correct_drafts": width - 1, "extend_seq_lens": width}
+    padding = harness.padding_slot(0)
+    values = {
+        "out_cache_loc": padding,
+        "draft_slots": padding,
+        "seq_lens": fill,
+        "num_accept_tokens": width,
+        "num_correct_drafts": width - 1,
+        "extend_seq_lens": width,
+    }
     for name, array in host.items():
         array[:] = values.get(name, 0)
     host["select_index"][:] = np.arange(1, max_bs + 1) * width - 1

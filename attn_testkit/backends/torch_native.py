@@ -50,6 +50,7 @@ class TorchNativeBackend(AttentionBackend):
         needs_cpu_seq_lens=False,
         takes_none_kv=True,
         takes_unset_width=True,
+        padding_slots=frozenset({0, -1}),
         deterministic=True,
     )
 
@@ -157,7 +158,8 @@ class TorchNativeBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Store, gather, mask, softmax, sum; in float32. Shapes as in ``AttentionBackend.forward``."""
         if save_kv_cache:
-            self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+            # Padding of slot -1 goes where other padding goes: page 0.
+            self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)
         seen = self._in_window(layer)
         logits = self._logits(self._queries(q, layer), self._keys(layer), layer)
         out = self._sum(self._weights(logits, seen, layer), self._values(layer), seen) * layer.v_scale

@@ -85,6 +85,7 @@ class TritonBackend(AttentionBackend):
         needs_cpu_seq_lens=False,
         takes_none_kv=True,
         takes_unset_width=True,
+        padding_slots=frozenset({0, -1}),
         deterministic=True,
         batch_invariant=True,
         requires=Requires(packages=("triton>=3.6",)),
@@ -205,7 +206,8 @@ class TritonBackend(AttentionBackend):
         context, plan = self.context, self._plan
         assert plan is not None, "a step is planned before its forward"
         if save_kv_cache:
-            context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+            # Padding of slot -1 goes where other padding goes: page 0.
+            context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)
         key, value = context.kv_pool.get_kv_buffer(layer.layer_id)
         heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
         kv_lens = plan.kv_lens[batch.spec_info.step if isinstance(batch.spec_info, DraftDecodeInput) else 0]

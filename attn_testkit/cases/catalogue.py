@@ -23,6 +23,7 @@ from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
 from .plans import context_len
 from .small_cases import MOST_NEW_TOKENS, small_cases
+from .switches import switch_cases
 from .trees import Tree, chain
 from .untried import most_rows
 
@@ -371,15 +372,22 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
             case = named.with_seed(seed)
             if _fits(claims, case):
                 cases.setdefault(case.id, case)
+    base = _small(claims, _plain(claims, _base(mode, list(cases.values())))) if cases else None
     if cases and tier != "smoke":
         small = small_cases(claims, mode, tier, list(cases.values()), lambda case: _fits(claims, case))
-        base = _small(claims, _plain(claims, _base(mode, list(cases.values()))))
         cases.update((case.id, case) for case in small)
-        for extreme in extreme_cases(claims, base):
-            case = extreme.with_seed(seed)
-            if _fits(claims, case):
-                cases.setdefault(case.id, case)
+    for each in _later(claims, base, tier) if base else ():
+        case = each.with_seed(seed)
+        if _fits(claims, case):
+            cases.setdefault(case.id, case)
     return tuple(cases.values())
+
+
+def _later(claims: Capabilities, base: Case, tier: str) -> Iterator[Case]:
+    """What stands behind all others: made of ``base``, which has little work for each row and key."""
+    if tier != "smoke":
+        yield from extreme_cases(claims, base)
+    yield from switch_cases(claims, base)
 
 
 @cached(LRUCache(256), condition=threading.Condition())

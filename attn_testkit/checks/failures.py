@@ -42,6 +42,7 @@ _PHASE_WORDS = {
     "forward": "forward",
     "forward without k and v": "forward",
     "plan for capture": "init_forward_metadata_out_graph(in_capture=True)",
+    "plan before capture": "init_forward_metadata_before_capture",
     "warm-up": "a warm-up before capture",
     "capture": "capture",
     "plan for replay": "init_forward_metadata_out_graph before a replay",
@@ -213,6 +214,7 @@ _HOOKS = {
     "forward": "forward",
     "forward without k and v": "forward",
     "plan for capture": "init_forward_metadata_out_graph",
+    "plan before capture": "init_forward_metadata_before_capture",
     "plan for replay": "init_forward_metadata_out_graph",
     "fill value": "get_cuda_graph_seq_len_fill_value",
 }

@@ -51,6 +51,9 @@ class BackendContext:
     """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
     draft_branches: int = 0
     """K of draft-decode: rows that a request has in each of its forwards; 0 without draft-decode."""
+    capture_sizes: tuple[int, ...] = ()
+    """Batch sizes that graphs are captured for, ascending; where one mode has several, those of all modes. Kernels are
+    chosen by them. Empty where nobody knows them."""
 
 
 def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
@@ -109,7 +112,8 @@ class AttentionBackend(ABC):
 
     Graph: ``init_cuda_graph_state`` once; then for each bucket, largest first,
     ``init_forward_metadata_out_graph(batch, in_capture=True)``, warm-ups and the capture, each of which runs
-    ``init_forward_metadata_in_graph`` and every layer's ``forward``. At a replay only
+    ``init_forward_metadata_in_graph`` and every layer's ``forward``; between the two stands
+    ``init_forward_metadata_before_capture``, which may be left out. At a replay only
     ``init_forward_metadata_out_graph(view)`` runs; then the graph does.
 
     Draft-decode: the same, with several forwards for one plan, and all of them in one graph. The hooks above plan the
@@ -176,6 +180,13 @@ class AttentionBackend(ABC):
         """Before a capture (``in_capture``) and before every replay, outside the graph.
 
         At a replay ``batch`` is a view: ``ForwardBatch`` says which attributes it has, and how long they are.
+        """
+
+    def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:  # noqa: B027 - optional hook
+        """Between the last warm-up and the capture of a bucket, outside the graph.
+
+        For backends whose servers build metadata twice (vLLM), with ``batch`` as ``init_forward_metadata_out_graph``
+        had it at this capture. What the capture reads must be what replays fill.
         """
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027 - optional hook

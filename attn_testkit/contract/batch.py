@@ -167,7 +167,7 @@ class ForwardBatch:
     ``select_index``                   no                            None                    [B]
     ================================== ============================= ======================= =========================
 
-    Padded requests have ``req_pool_indices`` 0 (or a stale row), ``seq_lens`` at the fill value, and slot 0 for
+    Padded requests have ``req_pool_indices`` 0 (or a stale row), ``seq_lens`` at the fill value, and slot 0 (or -1) for
     every token. In draft-extends that is fewer keys than rows, so a prefix computed from it is negative: clamp.
 
     **Rows of v1 in a graph.** It was captured with S + 1 rows a request, and ``q`` keeps those B * (S + 1) rows. At a
@@ -191,7 +191,7 @@ class ForwardBatch:
     seq_lens: torch.Tensor
     """[bs] int64; its meaning depends on the mode: see ``ForwardMode``."""
     out_cache_loc: torch.Tensor
-    """[T] int64: KV slot of each new token; slot 0 for padding."""
+    """[T] int64: KV slot of each new token; for padding 0, or -1 where the backend's ``padding_slots`` has it."""
     positions: torch.Tensor
     """[T] int64: zero-based absolute position of each row."""
     seq_lens_cpu: torch.Tensor | None = None

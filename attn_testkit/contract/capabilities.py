@@ -147,6 +147,12 @@ class Capabilities:
     max_draft_branches: int = 1
     """How many branches may a request have in draft-decode? 1: chains only. Not ``max_topk``: a tree in verify takes a
     kernel with a mask, and branches in draft-decode any kernel, with a page table for each."""
+    padding_slots: Set[int] = frozenset({0})
+    """Which KV slots may rows of padding have in a graph? 0: they are stored in page 0, which is reserved. -1: they are
+    not stored at all (vLLM). With both replays take turns. ``KVPool.set_kv_buffer`` takes no -1."""
+    kernel_changes_at: Set[int] = frozenset()
+    """From which batch sizes on does another kernel run? 8 for one kernel of up to 7 requests and another of more. A
+    batch of each size is tried, and one that is smaller by a request."""
     max_context_len: int = 1 << 20
     """How long may prefix plus new tokens be?"""
     sliding_window: Set[ForwardMode] = frozenset()
@@ -191,11 +197,17 @@ class Capabilities:
             object.__setattr__(
                 self, name, frozenset(_spelled(name, v, known) for v in _listed(name, getattr(self, name)))
             )
-        for name in ("head_dims", "page_sizes", "gqa_ratios", "mla_rope_dims"):
+        for name, least in (("head_dims", 1), ("page_sizes", 1), ("gqa_ratios", 1), ("mla_rope_dims", 0),
+                            ("kernel_changes_at", 2)):  # fmt: skip
             values = _listed(name, getattr(self, name))
-            if not all(_is_whole(v) and v >= (0 if name == "mla_rope_dims" else 1) for v in values):
-                raise ValueError(f"Capabilities.{name} must be positive whole numbers, got {sorted(map(str, values))}")
+            if not all(_is_whole(v) and v >= least for v in values):
+                numbers = f"whole numbers from {least} on" if least > 1 else "positive whole numbers"
+                raise ValueError(f"Capabilities.{name} must be {numbers}, got {sorted(map(str, values))}")
             object.__setattr__(self, name, frozenset(values))
+        slots = _listed("padding_slots", self.padding_slots)
+        if not slots or not all(_is_whole(slot) and slot in (0, -1) for slot in slots):
+            raise ValueError(f"Capabilities.padding_slots must be {{0}}, {{-1}} or {{0, -1}}, got {slots}")
+        object.__setattr__(self, "padding_slots", frozenset(slots))
         for name, least in _LEAST.items():
             number = getattr(self, name)
             if not _is_whole(number) or number < least:

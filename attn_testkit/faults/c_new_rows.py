@@ -1,4 +1,4 @@
-"""Class C: what a forward attends of its own k and v, and what it makes of them where they are stored already."""
+"""Class C: what a forward does with its own k and v: attended, stored already, or of rows that are padding."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing_extensions import override
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .builds import RegisterRowsBackend
 from .catalogue import fault
+from .dense import DenseBackend
 from .parent import PlannedBackend
 
 _ALL = tuple(ForwardMode)
@@ -71,3 +72,17 @@ class ReshapesKBeforeItAsks(PlannedBackend):
     ) -> torch.Tensor:
         k = k.reshape(-1, layer.tp_k_head_num, layer.head_dim)
         return super().forward(q, k, v, layer, batch, save_kv_cache)
+
+
+@fault(
+    slug="slot-minus-one-is-the-last-slot",
+    source="general; PAD_SLOT_ID of vLLM",
+    modes=_ALL,
+    executions=("graph",),
+    checks=("writes-own-kv", "reads-own-kv", "padding-inert"),
+    hint="",
+)
+class SlotMinusOneIsTheLastSlot(DenseBackend):
+    """Rows of padding have slot -1, which indexing takes for the last slot of the pool."""
+
+    capabilities = DenseBackend.capabilities.with_changes(padding_slots={-1}, families={"gqa"}, dtypes={"bf16"})

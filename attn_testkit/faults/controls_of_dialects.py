@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from ..contract import ForwardMode
+from dataclasses import replace
+
+import torch
+from typing_extensions import override
+
+from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .builds import RegisterRowsBackend
 from .c_new_rows import FP8
 from .catalogue import control
+from .dense import DenseBackend
 from .g_narrow_numbers import Fp8Probabilities
 from .multi_step import MultiStepBackend
+from .parent import Metadata, PlannedBackend
 
 
 @control("new-rows-as-given")
@@ -29,3 +36,52 @@ class DraftRowsAsGiven(MultiStepBackend, RegisterRowsBackend):
 @control("fp8-probabilities-lifted")
 class Fp8ProbabilitiesLifted(Fp8Probabilities):
     """Probabilities in FP8 times 256, queries in FP8, and it says so (FlashAttention 3)."""
+
+
+@control("metadata-built-twice")
+class MetadataBuiltTwice(PlannedBackend):
+    """Metadata are built for the warm-up and again for the capture, in the same buffers (vLLM)."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, logit_cap=False, sinks=False
+    )
+
+    @override
+    def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
+        self.init_forward_metadata_out_graph(batch, in_capture=True)
+
+
+@control("kernel-by-capture-sizes")
+class KernelByCaptureSizes(PlannedBackend):
+    """Batches as large as the largest graph and larger are not split, and it names the size of its other switch."""
+
+    capabilities = MetadataBuiltTwice.capabilities.with_changes(kernel_changes_at={5})
+
+    @override
+    def in_split(self, meta: Metadata) -> torch.Tensor:
+        splits, bs = super().in_split(meta), len(meta.kv_lens)
+        if bs < 5 and bs < self.context.capture_sizes[-1]:
+            return splits
+        return torch.stack([splits.any(1), *[torch.zeros_like(splits[:, 0])] * (self.max_splits - 1)], 1)
+
+
+@control("padding-is-not-stored")
+class PaddingIsNotStored(DenseBackend):
+    """Rows of padding have slot -1, and go to page 0 (vLLM's kernels leave them out)."""
+
+    capabilities = DenseBackend.capabilities.with_changes(
+        padding_slots={-1}, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, max_context_len=1 << 14
+    )
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        stored = replace(batch, out_cache_loc=batch.out_cache_loc.clamp(min=0))
+        return super().forward(q, k, v, layer, stored, save_kv_cache)

@@ -146,6 +146,7 @@ def test_what_was_raised_where_says_which_check_fails(
         ("forward without k and v", "forward"),
         ("plan for capture", "init_forward_metadata_out_graph(in_capture=True)"),
         ("warm-up", "a warm-up before capture"),
+        ("plan before capture", "init_forward_metadata_before_capture"),
         ("plan for replay", "init_forward_metadata_out_graph before a replay"),
         ("replay", "replay"),
         ("read back", "reading the results back"),

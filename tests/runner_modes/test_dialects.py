@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,6 +134,9 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
         ({"takes_none_kw": True}, "unknown capability 'takes_none_kw'; did you mean 'takes_none_kv'"),
         ({"takes_none_kv": "yes"}, "takes_none_kv must be True or False, got 'yes'"),
         ({"takes_unset_width": 1}, "takes_unset_width must be True or False, got 1"),
+        ({"padding_slots": {1}}, "padding_slots must be {0}, {-1} or {0, -1}, got [1]"),
+        ({"padding_slots": set()}, "padding_slots must be {0}, {-1} or {0, -1}, got []"),
+        ({"padding_slot": -1}, "unknown capability 'padding_slot'; did you mean 'padding_slots'"),
         ({"new_rows": "as_given"}, "unknown capability 'new_rows'; did you mean 'new_rows_as_given'"),
         ({"new_rows_as_given": "extend"}, "new_rows_as_given must be a set or list of values, got 'extend'"),
     ],
@@ -140,3 +144,71 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
 def test_a_misspelt_claim_is_answered_with_the_right_one(claim: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Capabilities(eager={ForwardMode.DECODE}, **claim)
+
+
+class BuiltTwice(Spy):
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.calls: list[tuple[str, int]] = []
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        self.calls.append(("capture" if in_capture else "replay", batch.batch_size))
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        self.calls.append(("capturing" if torch.cuda.is_current_stream_capturing() else "warm-up", batch.batch_size))
+
+    def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
+        assert batch is self.captured[-1]
+        self.calls.append(("before", batch.batch_size))
+
+
+def test_the_hook_before_a_capture_comes_behind_its_warm_ups_and_never_before_a_replay() -> None:
+    backend = graph(parse_case(DECODE), BuiltTwice)
+    assert isinstance(backend, BuiltTwice)
+    assert backend.calls[:9] == [
+        ("capture", 4), ("warm-up", 4), ("warm-up", 4), ("before", 4), ("capturing", 4),
+        ("capture", 2), ("warm-up", 2), ("before", 2), ("capturing", 2),
+    ]  # fmt: skip
+    assert {name for name, _ in backend.calls[9:]} == {"replay"}
+
+
+def test_a_backend_knows_which_sizes_are_captured() -> None:
+    assert graph(parse_case(DECODE), Spy).context.capture_sizes == (2, 4)
+
+
+class PaddingSlots(Spy):
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.seen: list[torch.Tensor] = []
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        # The view of a replay has live rows alone: the captured batch shows all.
+        if batch.batch_size == 4:
+            self.seen.append(self.captured[0].out_cache_loc.clone())
+
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> torch.Tensor:
+        stored = replace(batch, out_cache_loc=batch.out_cache_loc.clamp(min=0))
+        return super().forward(q, k, v, layer, stored, save_kv_cache)
+
+
+class BothSlots(PaddingSlots):
+    capabilities = Spy.capabilities.with_changes(padding_slots={0, -1})
+
+
+class NoSlot(PaddingSlots):
+    capabilities = Spy.capabilities.with_changes(padding_slots={-1})
+
+
+@pytest.mark.parametrize(("backend", "slots"), [(PaddingSlots, {0}), (BothSlots, {0, -1}), (NoSlot, {-1})])
+@pytest.mark.parametrize("case_id", [DECODE, "extend-gqa2x2-d64-bf16-p16-k3.15.40-n1a1x3-shuffled-gauss-b4prod"])
+def test_rows_of_padding_have_the_slots_that_a_backend_takes(
+    backend: type[PaddingSlots], slots: set[int], case_id: str
+) -> None:
+    spy = graph(parse_case(case_id), backend)
+    assert isinstance(spy, PaddingSlots)
+    tails = [int(each[3]) for each in spy.seen]
+    assert tails[0] == max(slots), "at capture"
+    assert {slot for slot in tails if slot <= 0} == slots

@@ -1,0 +1,38 @@
+"""Batch sizes at which a kernel changes: a batch on either side, in every tier."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.examples import MinimalBackend
+
+CLAIMS = MinimalBackend.capabilities
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+@pytest.mark.parametrize("tier", ["smoke", "core"])
+def test_each_side_of_a_switch_has_a_batch_of_its_own_behind_all_other_cases(mode: ForwardMode, tier: str) -> None:
+    plain = generate(CLAIMS, mode, tier)
+    cases = generate(CLAIMS.with_changes(kernel_changes_at={5, 6, 20}), mode, tier)
+    assert cases[: len(plain)] == plain
+    added = cases[len(plain) :]
+    assert [(case.bs, case.bucket) for case in added] == [(n, n) for n in (4, 5, 6, 19, 20)]
+    assert [make_schedule(case).max_bs for case in added] == [4, 5, 6, 19, 20]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({1}, "kernel_changes_at must be whole numbers from 2 on, got ['1']"),
+        ({2.5}, "kernel_changes_at must be whole numbers from 2 on, got ['2.5']"),
+        (8, "kernel_changes_at must be a set or list of values, got 8; write {8}"),
+    ],
+)
+def test_what_is_no_batch_size_is_answered(sizes: object, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Capabilities(eager={ForwardMode.DECODE}, kernel_changes_at=sizes)  # type: ignore[arg-type]
