@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -64,10 +63,8 @@ def test_chunks_are_a_word_of_the_id_and_one_chunk_is_none() -> None:
     assert "chunks" not in parse_case(case.id.replace("-chunks3", "")).id
 
 
-def test_the_page_of_modes_shows_an_id_that_can_be_read_and_every_mode() -> None:
+def test_the_page_of_modes_has_every_mode() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "modes.md").read_text()
-    shown = re.findall(r"^extend-\S+$", page, re.MULTILINE)
-    assert [parse_case(name).id for name in shown] == shown != []
     assert [mode for mode in ForwardMode if f"| `{mode.value}`" not in page] == []
 
 
