@@ -57,7 +57,7 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
 
 def expect_of(schedule: Schedule, data: StepData) -> Expected:
     """The answer for numbers of any origin: hidden states and logits of every row."""
-    return Expected(**vars(_of(schedule, data, None)), data=data)
+    return Expected(**vars(_of(schedule, data, None, given=False)), data=data)
 
 
 def _asked(schedule: Schedule, step: Step, pattern: str | None) -> tuple[object, ...]:
@@ -72,7 +72,7 @@ def _answer(schedule: Schedule, step: Step, pattern: str | None) -> _Answer:
     return _of(schedule, data, rows, given=schedule.new_rows_as_given and not step.stored)
 
 
-def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, given: bool = False) -> _Answer:
+def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given: bool) -> _Answer:
     """``rows`` [R] int64: those with hidden states and logits; None: all. ``given``: see ``attend_with_limit``."""
     case = schedule.case
     attention, limit = attend_with_limit(schedule, data, given)

@@ -704,3 +704,25 @@ def test_what_cannot_be_driven_again_in_a_fresh_process_says_nothing(
     before = [DriveCase("x", Execution.EAGER)]
     assert runner._fails_afresh(before, item("m:A", "y"), plan(), place, A) is None
     assert [w.ended for w in FakeWorker.made] == [True]
+
+
+def test_every_worker_drives_first_what_every_process_is_to_drive_first(
+    judging: list[Judging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven: list[object] = []
+
+    def drive(self: FakeWorker, request: object) -> Driven:
+        driven.append(request)
+        return Driven()
+
+    monkeypatch.setattr(FakeWorker, "drive", drive)
+    judging.append(driving)
+    results(item("m:A", "x"), item("m:A", "y"), item("m:B", "x"), after=("graph:before",))
+    first, x, y = (
+        DriveCase(*of) for of in (("before", Execution.GRAPH), ("x", Execution.EAGER), ("y", Execution.EAGER))
+    )
+    assert driven == [first, x, y, first, x]
+
+
+def test_importing_may_take_a_minute_or_as_long_as_a_case_run() -> None:
+    assert (pool.import_seconds(7.0), pool.import_seconds(61.0)) == (60.0, 61.0)

@@ -12,6 +12,7 @@ import pytest
 from attn_testkit.runner_modes.messages import Described, Driven, StepRecord
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.checks.lossless import Said, Spoken
 from attn_testkit.checks.observation import Copies
 from attn_testkit.contract import Capabilities, Requires
 from attn_testkit.results import Finding
@@ -27,6 +28,14 @@ def test_messages_travel_whole() -> None:
     assert [getattr(found, f.name) for f in fields(Driven)][1:] == [getattr(driven, f.name) for f in fields(Driven)][1:]
     assert found.records[0].copies.flat.tolist() == list(range(8))
     assert found.records[0].copies.layout == copies.layout
+
+
+def test_what_a_loop_said_travels_whole() -> None:
+    said = Said("round 1, draft-decode", 1, 5, np.ones((2, 4), np.float32))
+    spoken = read(pickle.dumps(Driven(spoken=Spoken(((1, 2),), (said,), ((3,),))))).spoken
+    assert (spoken.tokens, spoken.accepted) == (((1, 2),), ((3,),))
+    assert (spoken.said[0].stage, spoken.said[0].request, spoken.said[0].position) == ("round 1, draft-decode", 1, 5)
+    assert spoken.said[0].attention.tolist() == [[1.0] * 4] * 2
 
 
 @pytest.mark.parametrize(
