@@ -19,7 +19,7 @@ from ..contract import Capabilities, Execution
 from ..environment import resolve
 from ..registry import UsageError, capabilities_line
 from ..results import CaseResult, Status
-from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
+from ..runner_modes.messages import Described, DriveCase
 from .between_cases import explained_by_what_was_kept
 from .candidate import Candidate
 from .exits import refuse_success_by_exit
@@ -27,6 +27,7 @@ from .host_memory import Trimmer
 from .judge import fails, judge_item
 from .judging import JudgingProcess
 from .merging import merged
+from .place import Place, turns_back
 from .plan import plan_run
 from .pool import Worker, WorkerLost, WorkerStartError
 from .request import Item, Options, Plan, Request, bare_result, kit_error, not_started
@@ -92,11 +93,11 @@ class Runner:
     def claims(self, candidate: Candidate, device: str) -> Capabilities:
         """What a backend claims. Raises ``UsageError`` where it cannot be imported."""
         if candidate not in self._described:
-            worker = self._worker_for(candidate, device, self._gpu(0))
+            worker = self.worker_for(candidate, device, self._gpu(0))
             try:
                 self._described[candidate] = worker.describe()
             finally:
-                self._give_back(worker)
+                self.give_back(worker)
         return self._described[candidate].claims
 
     def claims_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
@@ -152,7 +153,7 @@ class Runner:
     ) -> Generator[CaseResult, None, None]:
         """What one thread of ``jobs`` does, until ``ended`` is set."""
         candidates = {candidate.spec: candidate for candidate in plan.candidates}
-        place = _Place(self, plan.device, self._gpu(index))
+        place = Place(self, plan.device, self._gpu(index), [_named_request(name) for name in self.options.after])
         judging = self._judging_process() if self._beside or jobs > JUDGED_HERE else None
         try:
             for item, after in _with_next(waiting, jobs):
@@ -162,7 +163,7 @@ class Runner:
                     assert self.options.budget_s is not None
                     yield not_started(item, self.options.budget_s)
                     continue
-                same = after is not None and after.backend == item.backend and not _turns_back(item.case, after.case)
+                same = after is not None and after.backend == item.backend and not turns_back(item.case, after.case)
                 place.next = _request(after) if after and same and ahead else None
                 yield self._result(item, plan, place, candidates[item.backend], judging)
                 self._trimmer.after_case()
@@ -184,7 +185,7 @@ class Runner:
             return JudgingProcess()
 
     def _result(
-        self, item: Item, plan: Plan, place: _Place, candidate: Candidate, judging: JudgingProcess | None
+        self, item: Item, plan: Plan, place: Place, candidate: Candidate, judging: JudgingProcess | None
     ) -> CaseResult:
         """One case-run. Whatever the backend or the kit does, this returns."""
         if self._lost:
@@ -214,7 +215,7 @@ class Runner:
         return self._asked_afresh(result, item, plan, place, candidate)
 
     def _asked_afresh(
-        self, result: CaseResult, item: Item, plan: Plan, place: _Place, candidate: Candidate
+        self, result: CaseResult, item: Item, plan: Plan, place: Place, candidate: Candidate
     ) -> CaseResult:
         """The result, and whether an earlier case-run in the same process is the cause of a failure."""
         if result.status not in (Status.FAILED, Status.CRASHED) or not place.before or not self.options.asks_afresh:
@@ -237,7 +238,7 @@ class Runner:
         return found
 
     def _fails_afresh(
-        self, before: Sequence[DriveCase], item: Item, plan: Plan, place: _Place, candidate: Candidate
+        self, before: Sequence[DriveCase], item: Item, plan: Plan, place: Place, candidate: Candidate
     ) -> bool | None:
         worker = Worker(candidate, plan.device, self.options.timeout_s, gpu=place.gpu)
         with self._lock:
@@ -263,7 +264,7 @@ class Runner:
         with self._lock:
             self._busy.discard(worker)
 
-    def _worker_for(self, candidate: Candidate, device: str, gpu: str) -> Worker | LocalWorker:
+    def worker_for(self, candidate: Candidate, device: str, gpu: str) -> Worker | LocalWorker:
         """An idle worker of the same backend and GPU, else a new one in the place of an idle one of another."""
         with self._lock:
             fits = [w for w in self._idle if w.candidate == candidate and getattr(w, "gpu", gpu) == gpu and not w.ended]
@@ -283,7 +284,8 @@ class Runner:
             self._busy.add(made)
         return made
 
-    def _give_back(self, worker: Worker | LocalWorker | None) -> None:
+    def give_back(self, worker: Worker | LocalWorker | None) -> None:
+        """Let others have it."""
         if worker is None:
             return
         with self._lock:
@@ -307,21 +309,6 @@ _CANNOT_TELL = (
     "--in-process: whether a failure has its cause in an earlier case-run cannot be told; run without it, or that case "
     "alone"
 )
-
-
-def _turns_back(before: str, after: str) -> bool:
-    """Whether a process would go from inference_mode back to no_grad, which no server does.
-
-    A tensor that a module made under the one and keeps cannot be used under the other.
-    """
-    return _under_inference_mode(before) and not _under_inference_mode(after)
-
-
-def _under_inference_mode(case: str) -> bool:
-    try:
-        return parse_case(case).inference_mode
-    except ValueError:
-        return False  # the drive will say what is wrong with it
 
 
 def _request(item: Item) -> DriveCase:
@@ -354,82 +341,6 @@ def _taken(waiting: deque[_Group]) -> _Group:
         return waiting.popleft()
     except IndexError:
         return deque()
-
-
-class _Place:
-    """One thread's worker: replaced when it ended, or when another backend is due."""
-
-    def __init__(self, runner: Runner, device: str, gpu: str) -> None:
-        self._runner, self._device, self.gpu = runner, device, gpu
-        self._worker: Worker | LocalWorker | None = None
-        self.next: DriveCase | None = None
-        """What the same backend is to do after this: begun while the judge is busy."""
-        self.before: tuple[DriveCase, ...] | None = None
-        """What the worker had driven before the first case that it was asked to drive since this was None."""
-
-    def take(self, candidate: Candidate) -> Worker | LocalWorker:
-        """A worker of this backend that lives."""
-        worker = self._worker
-        if worker is None or worker.ended or worker.candidate != candidate:
-            self.leave()
-            worker = self._worker = self._runner._worker_for(candidate, self._device, self.gpu)
-            self._prepare(worker)
-        return worker
-
-    def turn_to(self, case: str) -> None:
-        """End the worker where this case must not follow what it has driven."""
-        worker = self._worker
-        if isinstance(worker, Worker) and any(_turns_back(driven.case, case) for driven in worker.history):
-            worker.close()
-
-    def _prepare(self, worker: Worker | LocalWorker) -> None:
-        """Have it drive what every process is to drive first."""
-        for request in () if worker.history else map(_named_request, self._runner.options.after):
-            worker.history.append(request)
-            worker.drive(request)
-
-    def drive(self, request: DriveCase | Rerun) -> Driven:
-        """Have the backend driven, by another worker if the one before has ended. Raises ``WorkerLost``."""
-        assert self._worker is not None
-        worker = self.take(self._worker.candidate)
-        self._note(request)
-        try:
-            answer = worker.drive(request)
-        except WorkerLost as error:
-            if not error.of_another:
-                raise
-            # What was begun ahead took the worker along. It will be begun again, and blamed, in its turn.
-            self.next = None
-            worker = self.take(self._worker.candidate)
-            self.before = None
-            self._note(request)
-            answer = worker.drive(request)
-        if isinstance(request, DriveCase) and self.next is not None:
-            worker.ahead(self.next)
-            worker.history.append(self.next)
-            self.next = None
-        return answer
-
-    def _note(self, request: DriveCase | Rerun) -> None:
-        """Keep in mind what a worker drives, and what came before."""
-        assert self._worker is not None
-        history = self._worker.history
-        if not isinstance(request, DriveCase):
-            return
-        # One that was begun ahead is the last of the list already.
-        if not (history and history[-1] == request and self.before is None):
-            history.append(request)
-        if self.before is None:
-            self.before = tuple(history[:-1])
-
-    def last_words(self) -> str:
-        """What the worker printed since it was last asked."""
-        return self._worker.last_words() if self._worker else ""
-
-    def leave(self) -> None:
-        """Let others have it."""
-        self._runner._give_back(self._worker)
-        self._worker = None
 
 
 def _groups(items: Sequence[Item]) -> list[_Group]:

@@ -20,6 +20,7 @@ from attn_testkit.running.child import MOST_BYTES, _last_lines, _tail, ending
 from attn_testkit.running.gpus import GpuSlots
 from attn_testkit.running.judge_process import judge_for
 from attn_testkit.running.loop import Runner, _groups
+from attn_testkit.running.place import Place
 from attn_testkit.running.pool import WorkerLost
 from attn_testkit.running.request import Item, Options, Plan, Request
 from attn_testkit.running.worker import LocalWorker, given_up
@@ -185,17 +186,17 @@ def test_a_worker_that_cannot_start_ahead_fails_no_plan(
 
 def test_a_worker_of_another_gpu_is_not_used(judging: list[Judging]) -> None:
     runner = Runner(Options(gpus=("0", "1")))
-    a = runner._worker_for(A, "cpu", "0")
-    runner._give_back(a)
-    b = runner._worker_for(A, "cpu", "1")
+    a = runner.worker_for(A, "cpu", "0")
+    runner.give_back(a)
+    b = runner.worker_for(A, "cpu", "1")
     assert b is not a
     assert (a.ended, b.gpu) == (True, "1")  # type: ignore[union-attr]
-    runner._give_back(b)
-    assert runner._worker_for(A, "cpu", "1") is b
+    runner.give_back(b)
+    assert runner.worker_for(A, "cpu", "1") is b
     runner.close()
     assert b.ended, "busy ones are ended, too"
-    c = runner._worker_for(A, "cpu", "1")
-    runner._give_back(c)
+    c = runner.worker_for(A, "cpu", "1")
+    runner.give_back(c)
     assert c.ended, "nothing is kept once it is closed"
 
 
@@ -700,7 +701,7 @@ def test_what_cannot_be_driven_again_in_a_fresh_process_says_nothing(
 
     monkeypatch.setattr(FakeWorker, "drive", drive)
     runner = Runner()
-    place = loop._Place(runner, "cpu", "")
+    place = Place(runner, "cpu", "")
     before = [DriveCase("x", Execution.EAGER)]
     assert runner._fails_afresh(before, item("m:A", "y"), plan(), place, A) is None
     assert [w.ended for w in FakeWorker.made] == [True]
