@@ -149,7 +149,10 @@ def _registered_spec(name: str) -> str:
     points = _entry_points()
     if name in points:
         return points[name].value
-    known = f" (known: {', '.join(sorted(points))}; or module:Class)" if points else " (write module:Class)"
+    known = " (write module:Class)"
+    if points:
+        own = "a name of your own is known once its package is installed"
+        known = f" (known: {', '.join(sorted(points))}; or module:Class; {own})"
     if "." in name:
         module_name, _, class_name = name.rpartition(".")
         raise BackendNotFound(

@@ -32,7 +32,7 @@ class KernelBackend(AttentionBackend):
         """Attend over the paged KV memory; the new keys and values are already in it.
 
         ``q`` [T, Hq, D]; ``kv`` K [pages, page_size, Hk, D] and V [pages, page_size, Hk, Dv]. Returns [T, Hq, Dv].
-        May run under capture: device work only.
+        ``q`` may be a strided view of a packed tensor. May run under capture: device work only.
         """
 
     def __init__(self, context: BackendContext) -> None:

@@ -145,7 +145,8 @@ def _keys_of(
     like = _like(out, result.out[layers], limit[layers]).tolist()
     fits = [place for place, fit in zip(asked, like, strict=True) if fit]
     # Its own KV tokens, other ones of them: a wrong length or position, no swap. Requests may share a prefix.
-    if not fits or any(request == own for request, _ in fits):
+    stored = data.stored_keys
+    if not fits or any(torch.equal(stored[:, own, :n], stored[:, request, :n]) for request, n in fits):
         return []
     request, keys = next(((r, n) for r, n in fits if n == lens[r]), fits[0])
     return [SwappedRow(own, offset, request, None, keys)]

@@ -100,6 +100,33 @@ def test_rescaling_is_suspected_where_only_rows_of_more_than_a_tile_are_wrong(
     assert found == SUSPECTS + (f"{RESCALING} or splits are merged ({said}), scale" if said else "scale")
 
 
+STRIDES = "the strides of q (here a view of a packed tensor, not contiguous; row 0 is right under any stride)"
+
+
+@pytest.mark.parametrize(
+    ("view", "wrong", "said"),
+    [
+        (True, (1, 2), True),
+        (False, (1, 2), False),
+        (True, (0, 1, 2), False),
+        (True, (2,), False),
+        (True, (1,), False),
+    ],
+)
+def test_the_strides_of_q_are_suspected_where_it_is_a_view_and_row_0_alone_is_right(
+    view: bool, wrong: tuple[int, ...], said: bool
+) -> None:
+    case = DECODE.replace("k40.9.3", "k9.7.6" if view else "k12.6.5")
+    assert (parse_case(case).pick("qkv-memory") == 0) is view
+    assert told(case, *wrong) == SUSPECTS + (f"{STRIDES}, scale" if said else "scale")
+
+
+def test_a_lone_row_says_nothing_of_strides() -> None:
+    lone = (DECODE.replace("k40.9.3", f"k{n}") for n in range(1, 9))
+    view = next(each for each in lone if parse_case(each).pick("qkv-memory") == 0)
+    assert told(view, 0) == SUSPECTS + "scale"
+
+
 def test_where_no_row_is_wrong_no_length_is_suspected() -> None:
     assert RESCALING not in told(DECODE.replace("gauss", "negative"), errors=0.0)
 

@@ -114,6 +114,15 @@ def test_a_wrong_length_in_a_prefix_that_requests_share_is_no_swap() -> None:
     assert computed_with(schedule, 1, 20) == computed_with(schedule, 0, 20) == []
 
 
+def test_a_shared_prefix_is_ones_own_though_it_is_no_length_of_ones_own() -> None:
+    """Request 0 saw the 16 KV tokens that it shares with request 1; with the one behind them it is a swap."""
+    schedule = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k23.16.20-shared-gauss-b3prod"))
+    step = schedule.steps[0]
+    assert (step.lens[:2], [request.shared for request in step.requests][:2]) == ([24, 17], [20, 16])
+    assert computed_with(schedule, 1, 16) == []
+    assert computed_with(schedule, 1, 17) == ["request 0 was computed with KV tokens 0..16 of request 1"]
+
+
 @pytest.mark.parametrize(("other", "keys"), [(1, 8), (2, 13), (1, 13)])
 def test_lengths_that_no_row_of_either_request_would_have_are_not_looked_for(other: int, keys: int) -> None:
     """Three rows see at most three tokens fewer than the request has, and none more than it has."""

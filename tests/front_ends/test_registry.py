@@ -96,6 +96,7 @@ def test_a_registered_name_is_found_with_its_distribution():
         ("tritno", "unknown backend 'tritno'; did you mean 'triton'?"),
         ("torch-native", "unknown backend 'torch-native'; did you mean 'torch_native'?"),
         ("zzz", "unknown backend 'zzz' (known: "),
+        ("zzz", "or module:Class; a name of your own is known once its package is installed)"),
         ("authored.Good", "a class is named module:Class, did you mean 'authored:Good'?"),
         ("authored:", "backend 'authored:' is incomplete; write module:Class"),
         (":Good", "backend ':Good' is incomplete; write module:Class"),

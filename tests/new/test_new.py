@@ -88,6 +88,17 @@ def test_the_file_of_known_failures_is_empty_and_its_example_is_valid(call, tmp_
     assert tomllib.loads(file.read_text())["known"][0]["kind"] == "tolerated"
 
 
+def test_the_workflow_installs_the_kit_from_where_the_page_about_ci_does(call, tmp_path):
+    """It is on no package index, so a name alone cannot be installed."""
+    call("new", "mine")
+    flow = (tmp_path / "mine" / ".github" / "workflows" / "conformance.yml").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "ci.md").read_text()
+    (kit,) = [line.partition(" @ ")[2] for line in page.splitlines() if line.startswith("  KIT: ")]
+    assert f'"attn-testkit[xdist] @ {kit}"' in flow
+    (torch,) = [line.partition("install ")[2] for line in page.splitlines() if "whl/cpu" in line]
+    assert torch in flow
+
+
 @pytest.mark.parametrize("there", sorted(WRITTEN))
 def test_nothing_that_exists_is_overwritten_and_nothing_else_is_written_beside_it(call, tmp_path, there):
     path = tmp_path / "here" / there

@@ -49,6 +49,7 @@ def right_keys(e: Evidence) -> str:
         )
     suspects = [_rescaling(e)] if _rescaling(e) and case.data != "cliff" else []
     suspects += _DATA_SUSPECTS["cliff"] if case.data == "cliff" else []
+    suspects += _strides(e)
     suspects += ["scale"]
     suspects += ["soft cap"] if case.logit_cap else []
     suspects += ["sinks"] if case.sinks else []
@@ -61,6 +62,16 @@ def right_keys(e: Evidence) -> str:
     return f"the right KV tokens, wrong softmax weights or values: look at {', '.join(dict.fromkeys(suspects))}"
 
 
+def _strides(e: Evidence) -> list[str]:
+    """q is a view, and all rows but the first are wrong: of a view that is read as contiguous, the first is right."""
+    later = list(range(1, e.step.tokens))
+    if not later or e.rows != later or e.schedule.case.pick("qkv-memory") == _CONTIGUOUS:
+        return []
+    return ["the strides of q (here a view of a packed tensor, not contiguous; row 0 is right under any stride)"]
+
+
+_CONTIGUOUS = 1
+"""The value of ``qkv-memory`` that makes q, k and v contiguous."""
 _SMALL_ERROR = 5.0
 """Errors up to so many limits are what one rounding too many gives."""
 _TILE = 16
