@@ -76,7 +76,7 @@ def fuzz(backend: str, minutes: float, database: Path, json_file: str | None, ti
     are not plain, one for each mode and check.
     """
     if importlib.util.find_spec("hypothesis") is None:
-        raise UsageError("fuzz needs Hypothesis: pip install 'attn-testkit[fuzz]'")
+        raise UsageError("fuzz needs Hypothesis: pip install 'hypothesis>=6.100,<7'")
     from ..fuzz.database import Database
 
     wanted = _Wanted(backend, minutes, timeout, **values)

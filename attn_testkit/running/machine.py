@@ -37,10 +37,8 @@ class Package:
 
     @property
     def command(self) -> str:
-        """What installs it as it should be; empty where it is."""
-        if self.fits:
-            return ""
-        return f"pip install '{_KIT}[{self.extra}]'" if self.extra else f"pip install '{self.name}{self.wanted}'"
+        """What installs it as it should be; empty where it is. Not by the extra: the kit may be on no index."""
+        return "" if self.fits else f"pip install '{self.name}{self.wanted}'"
 
 
 def packages(requirements: list[str] | None = None) -> list[Package]:

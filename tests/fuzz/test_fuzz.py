@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import jsonschema
@@ -131,4 +132,7 @@ def test_without_hypothesis_it_says_what_to_install(call, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = call("-b", "fake:ok")
     assert code == 4
-    assert err == "attn-testkit: fuzz needs Hypothesis: pip install 'attn-testkit[fuzz]'\n"
+    (wanted,) = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]["fuzz"]
+    assert err == f"attn-testkit: fuzz needs Hypothesis: pip install '{wanted}'\n"
