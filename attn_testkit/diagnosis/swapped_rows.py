@@ -145,7 +145,7 @@ def _keys_of(
     like = _like(out, result.out[layers], limit[layers]).tolist()
     fits = [place for place, fit in zip(asked, like, strict=True) if fit]
     # Its own KV tokens, other ones of them: a wrong length or position, no swap. Requests may share a prefix.
-    stored = data.stored_keys
+    stored = data.stored_keys.contiguous().view(torch.uint8)  # torch compares no FP8 numbers
     if not fits or any(torch.equal(stored[:, own, :n], stored[:, request, :n]) for request, n in fits):
         return []
     request, keys = next(((r, n) for r, n in fits if n == lens[r]), fits[0])

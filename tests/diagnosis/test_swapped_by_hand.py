@@ -114,6 +114,11 @@ def test_a_wrong_length_in_a_prefix_that_requests_share_is_no_swap() -> None:
     assert computed_with(schedule, 1, 20) == computed_with(schedule, 0, 20) == []
 
 
+def test_keys_of_an_fp8_pool_are_compared_too() -> None:
+    schedule = make_schedule(parse_case("decode-gqa2x2-d32-bf16-p4-k23.16.20-shuffled-gauss-kvfp8e4m3-b3prod"))
+    assert computed_with(schedule, 1, 17) == ["request 0 was computed with KV tokens 0..16 of request 1"]
+
+
 def test_a_shared_prefix_is_ones_own_though_it_is_no_length_of_ones_own() -> None:
     """Request 0 saw the 16 KV tokens that it shares with request 1; with the one behind them it is a swap."""
     schedule = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k23.16.20-shared-gauss-b3prod"))
