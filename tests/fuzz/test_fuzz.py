@@ -72,9 +72,13 @@ def test_a_healthy_backend_gives_nothing_and_what_passes_now_is_no_longer_kept(t
 def test_whatever_ends_it_leaves_a_record_that_can_be_read(tmp_path: Path, how: signal.Signals) -> None:
     command = [sys.executable, "-m", "attn_testkit", "fuzz", "--backend", "torch_native", *FEW, "--json", "a.json"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup a child would inherit "ignored"
+    try:
+        running = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     until = time.monotonic() + 120
     while time.monotonic() < until and not _results(tmp_path / "a.json"):
         time.sleep(0.1)
