@@ -45,12 +45,14 @@ class Child:
     """A process that imports ``module`` and calls its ``serve(connection, *arguments)``.
 
     Forked from the process that has imported torch; what it prints goes into a file. ``reader`` makes an object of the
-    bytes it sends, or raises ``Unreadable``. Used by one thread. Raises ``OSError`` or ``EOFError`` when no process can
-    be started.
+    bytes it sends, or raises ``Unreadable``. Used by one thread; another may close it. Raises ``OSError`` or
+    ``EOFError`` when no process can be started.
     """
 
     def __init__(self, module: str, *arguments: Any, reader: Callable[[bytes], Any] = read) -> None:
         self.ended = False
+        # Held by a thread whose signal handler may close it again.
+        self._closing = threading.RLock()
         self._reader = reader
         self._mark = 0
         self._deadline = self._seconds = 0.0
@@ -116,11 +118,12 @@ class Child:
         return "".join(f"\n  {line}" for line in _last_lines(lines))
 
     def close(self) -> None:
-        """End the process and everything it started."""
-        if not self.ended:
-            self.ended = True
-            self._kill()
-            self._connection.close()
+        """End the process and everything it started. When this returns they have ended, whichever thread began it."""
+        with self._closing:
+            if not self.ended:
+                self.ended = True
+                self._kill()
+                self._connection.close()
 
     def __del__(self) -> None:
         with contextlib.suppress(OSError):
@@ -130,15 +133,16 @@ class Child:
         self._deadline, self._seconds = time.monotonic() + seconds, seconds
 
     def _kill(self) -> None:
-        pid = self._process.pid
-        if pid is not None and self._process.exitcode is None:
-            # Its own group where it came so far, and itself where not.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getpgid(pid) == pid:
-                    os.killpg(pid, signal.SIGKILL)
-                else:
-                    os.kill(pid, signal.SIGKILL)
-            self._process.join()
+        with self._closing:
+            pid = self._process.pid
+            if pid is not None and self._process.exitcode is None:
+                # Its own group where it came so far, and itself where not.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    if os.getpgid(pid) == pid:
+                        os.killpg(pid, signal.SIGKILL)
+                    else:
+                        os.kill(pid, signal.SIGKILL)
+                self._process.join()
 
     def _died(self) -> NoReturn:
         self._process.join(timeout=5)

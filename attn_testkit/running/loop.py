@@ -241,8 +241,7 @@ class Runner:
         self, before: Sequence[DriveCase], item: Item, plan: Plan, place: Place, candidate: Candidate
     ) -> bool | None:
         worker = Worker(candidate, plan.device, self.options.timeout_s, gpu=place.gpu)
-        with self._lock:
-            self._busy.add(worker)
+        self._begin(worker)
         try:
             described = worker.describe()
             for request in before:
@@ -259,7 +258,13 @@ class Runner:
         finally:
             self._end(worker)
 
-    def _end(self, worker: Worker) -> None:
+    def _begin(self, worker: Worker | LocalWorker) -> None:
+        with self._lock:
+            self._busy.add(worker)
+        if self._closed:  # while it was started
+            worker.close()
+
+    def _end(self, worker: Worker | LocalWorker) -> None:
         worker.close()
         with self._lock:
             self._busy.discard(worker)
@@ -280,8 +285,7 @@ class Runner:
             made = LocalWorker(candidate, device)
         else:
             made = Worker(candidate, device, self.options.timeout_s, gpu=gpu)
-        with self._lock:
-            self._busy.add(made)
+        self._begin(made)
         return made
 
     def give_back(self, worker: Worker | LocalWorker | None) -> None:
@@ -289,11 +293,12 @@ class Runner:
         if worker is None:
             return
         with self._lock:
-            self._busy.discard(worker)
             if not worker.ended and not self._closed:
+                self._busy.discard(worker)
                 self._idle.append(worker)
                 return
-        worker.close()
+        # Among the busy until it is gone: who closes the runner meanwhile waits for that.
+        self._end(worker)
 
     def _gpu(self, index: int) -> str:
         gpus = self.options.gpus

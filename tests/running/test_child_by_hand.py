@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,32 @@ def test_what_it_printed_is_removed_with_it(started: Any) -> None:
     one.__del__()
     assert not words.exists()
     one.__del__()
+
+
+def test_closing_waits_where_another_thread_has_begun_to(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runner that is closed while a thread ends its worker would leave before the process is gone."""
+    one = started()
+    begun, may_end = threading.Event(), threading.Event()
+    join = one._process.join
+
+    def slow_join(timeout: float | None = None) -> None:
+        begun.set()
+        may_end.wait(AMPLE)
+        join(timeout)
+
+    monkeypatch.setattr(one._process, "join", slow_join)
+    first = threading.Thread(target=one.close)
+    first.start()
+    begun.wait(AMPLE)
+    second = threading.Thread(target=one.close)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    may_end.set()
+    second.join(AMPLE)
+    assert not second.is_alive()
+    assert not alive(one.pid)
+    first.join(AMPLE)
 
 
 def test_where_no_process_can_be_started_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

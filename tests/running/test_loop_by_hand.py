@@ -727,3 +727,18 @@ def test_every_worker_drives_first_what_every_process_is_to_drive_first(
 
 def test_importing_may_take_a_minute_or_as_long_as_a_case_run() -> None:
     assert (pool.import_seconds(7.0), pool.import_seconds(61.0)) == (60.0, 61.0)
+
+
+def test_closing_a_runner_waits_for_a_worker_that_a_thread_is_ending(judging: list[Judging]) -> None:
+    runner = Runner(Options())
+    runner.close()
+    worker = runner.worker_for(A, "cpu", "")
+    assert worker.ended, "started for a runner that was closed meanwhile"
+    runner = Runner(Options())
+    worker = runner.worker_for(A, "cpu", "")
+    seen: list[set[Any]] = []
+    runner._closed = True
+    worker.close = lambda: seen.append(set(runner._busy))  # type: ignore[method-assign]
+    runner.give_back(worker)
+    assert seen == [{worker}]
+    assert not runner._busy
