@@ -17,7 +17,7 @@ from rich.text import Text
 from ..reports.grouping import cause_lines, group_failures
 from ..reports.outcome import FailureTexts, verdict
 from ..reports.tally import rows, text_table
-from ..results import BAD, CaseResult, RunHeader, Status, left_lines, untried_lines
+from ..results import BAD, FUZZ, CaseResult, RunHeader, Status, left_lines, untried_lines
 
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
 
@@ -34,10 +34,8 @@ def echo_header(header: RunHeader) -> None:
     backends = ", ".join(f"{spec} {version}".strip() for spec, version in header.backends.items())
     versions = ", ".join(f"{name} {version}" for name, version in header.versions.items() if name != "python")
     click.echo(f"attn-testkit {header.kit}: {backends}", err=True)
-    click.echo(
-        f"  {header.device_name}; {versions}; tier {header.tier}, seed {header.seed}, {header.planned} case-runs",
-        err=True,
-    )
+    planned = f", {header.planned} case-runs" if header.tier != FUZZ else ""  # nobody knows how many there will be
+    click.echo(f"  {header.device_name}; {versions}; tier {header.tier}, seed {header.seed}{planned}", err=True)
 
 
 class Watch:

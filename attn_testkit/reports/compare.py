@@ -50,6 +50,8 @@ class Comparison:
     newly_passing: tuple[Change, ...]
     vanished: tuple[Change, ...]
     """Ran before, and does not run now: a coverage that shrinks by itself."""
+    not_reached: tuple[Change, ...]
+    """Ran before, and the new run's budget left no time for it: nothing is known of it."""
     appeared: tuple[Change, ...]
     shrunk_margins: tuple[Change, ...]
     still_failing: tuple[Change, ...]
@@ -80,8 +82,9 @@ def compare_reports(old: Report, new: Report) -> Comparison:
         newly_failing=tuple(failing(b, a) for b, a in pairs if _bad(a) and not _bad(b))
         + tuple(failing(None, after[key]) for key in after if key not in before and _bad(after[key])),
         newly_passing=tuple(_change(b, a) for b, a in pairs if _bad(b) and a.status is Status.PASSED),
-        vanished=tuple(_change(b, a) for b, a in pairs if _ran(b) and not _ran(a))
+        vanished=tuple(_change(b, a) for b, a in pairs if _ran(b) and not _ran(a) and not a.left_out)
         + tuple(_change(before[key], None) for key in before if key not in after and _ran(before[key])),
+        not_reached=tuple(_change(b, a, now="not reached") for b, a in pairs if _ran(b) and a.left_out),
         appeared=tuple(_change(None, after[key]) for key in after if key not in before and not _bad(after[key])),
         shrunk_margins=tuple(
             _change(b, a, f"{_margin(b):.3f}", f"{_margin(a):.3f}") for b, a in pairs if _margin_shrank(b, a)
@@ -101,6 +104,8 @@ def comparison_text(found: Comparison) -> str:
         ("newly passing", found.newly_passing),
     ]
     lines = [f"note: {remark}" for remark in found.remarks]
+    if found.not_reached:
+        lines.append(f"note: the new run's budget left no time for {len(found.not_reached)} of the old run's case-runs")
     for title, changes in sections:
         if not changes:
             continue

@@ -20,7 +20,7 @@ from attn_testkit.reports.page import MOST_NAMED, MOST_OF_A_CAUSE
 from attn_testkit.reports.record import Record, Report, plain, read_report, schema
 from attn_testkit.reports.render import html_page, markdown_summary
 from attn_testkit.reports.tally import rows, text_table
-from attn_testkit.results import CaseResult, Status, exit_code, format_failure
+from attn_testkit.results import NOT_STARTED, CaseResult, Status, exit_code, format_failure
 
 
 def run_of(words: str, **header) -> Report:
@@ -362,6 +362,19 @@ def test_coverage_that_shrinks_by_itself_is_worse():
     found = compare_reports(old, replace(old, results=(*old.results[:-1], skipped)))
     assert len(found.vanished) == 1
     assert found.exit_code == 1
+
+
+def test_what_a_budget_left_out_has_not_vanished():
+    old = run_of("ok,ok")
+    left = replace(old.results[-1], status=Status.NOT_RUN_HERE, reason=f"{NOT_STARTED}the budget of 5 s was over")
+    found = compare_reports(old, replace(old, results=(*old.results[:-1], left)))
+    assert [(change.case, change.new) for change in found.not_reached] == [(left.case, "not reached")]
+    assert not found.vanished
+    assert found.exit_code == 0
+    text = comparison_text(found)
+    assert "the new run's budget left no time for 1 of the old run's case-runs" in text
+    assert text.splitlines()[-1].startswith("not worse")
+    assert not compare_reports(replace(old, results=(*old.results[:-1], left)), old).not_reached
 
 
 def test_a_margin_that_shrank_is_told_and_is_no_failure():
