@@ -38,7 +38,7 @@ class AttendedKeys:
     doubled: frozenset[int]
     """KV tokens that counted more than once."""
     looked_at: frozenset[int]
-    """KV tokens that were asked about; long requests are asked at both ends."""
+    """KV tokens that were asked about: of a long request those at both ends, and about both ends of ``wanted``."""
     length: int
     """KV tokens of the request."""
     elsewhere: Mapping[str, float]
@@ -56,6 +56,11 @@ class AttendedKeys:
     def right(self) -> bool:
         """Every KV token that should have weight had it, once, and nothing else had."""
         return self.used == self.wanted and not self.doubled and not self.elsewhere
+
+    @property
+    def own(self) -> bool:
+        """All of its weight went to KV tokens of the request itself."""
+        return bool(self.used) and not self.elsewhere and self.normalised
 
     @property
     def not_asked(self) -> list[int]:
@@ -137,9 +142,10 @@ def _attended_at(
     request, row = int(expected.data.row_request[flat]), int(expected.data.row_offset[flat])
     dim = schedule.case.head_dim
     length = step.lens[request]
-    starts = list(range(0, length, dim))
-    if len(starts) > _MAX_PASSES:
-        starts = starts[: _MAX_PASSES // 2] + starts[-_MAX_PASSES // 2 :]
+    window = make_layers(schedule.case)[layer].sliding_window_size
+    visible = windowed(expected.data.visible, expected.data, window)[request, row]
+    wanted = frozenset(int(k) for k in visible.nonzero().flatten())
+    starts = _starts(length, dim, wanted)
 
     def weights_of(pattern: str) -> torch.Tensor | None:
         """[Hq, Dv]."""
@@ -155,9 +161,6 @@ def _attended_at(
             return None
         weights.update(zip(range(start, length), values[head].tolist(), strict=False))
         by_head.append(values[:, : length - start])
-    window = make_layers(schedule.case)[layer].sliding_window_size
-    visible = windowed(expected.data.visible, expected.data, window)[request, row]
-    wanted = frozenset(int(k) for k in visible.nonzero().flatten())
     known = len(weights) == length and not schedule.case.sinks
     elsewhere: dict[str, float] = {}
     if not known or abs(sum(weights.values()) - 1) >= _SMALL:
@@ -172,6 +175,19 @@ def _attended_at(
     found = _read(request, row, weights, wanted, elsewhere, total)
     heads = _heads_astray(torch.cat(by_head, 1), sorted(weights), found.wanted)
     return replace(found, length=length, head=head, heads=heads, window=window)
+
+
+def _starts(length: int, dim: int, wanted: frozenset[int]) -> list[int]:
+    """First tokens of the runs of ``dim`` that are asked about: of a long request both ends of what the row should
+    attend to, and both ends of the request.
+    """
+    last = (length - 1) // dim
+    near = [min(wanted, default=0), max(wanted, default=0)]
+    both_ends = [block for i in range(last + 1) for block in (i, last - i)]
+    blocks = dict.fromkeys(
+        [*(key // dim for key in near), 0, last, *((near[0] - 1) // dim, (near[1] + 1) // dim), *both_ends]
+    )
+    return sorted(block * dim for block in [b for b in blocks if 0 <= b <= last][:_MAX_PASSES])
 
 
 def _heads_astray(weights: torch.Tensor, keys: list[int], wanted: frozenset[int]) -> tuple[int, ...]:

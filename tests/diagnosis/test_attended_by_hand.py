@@ -172,6 +172,38 @@ def test_long_requests_are_asked_at_both_ends() -> None:
     assert found(wrong_at(exact, (0, 1, 0)), Backend(exact, even(exact.steps[0].lens))).not_asked == []
 
 
+@pytest.mark.parametrize(
+    ("length", "wanted", "starts"),
+    [
+        (1, range(1), [0]),
+        (192, range(192), [0, 32, 64, 96, 128, 160]),
+        (193, range(193), [0, 32, 64, 128, 160, 192]),
+        (400, range(200, 211), [0, 32, 192, 352, 384]),
+        (400, range(192, 211), [0, 32, 160, 192, 352, 384]),
+        (400, range(200, 224), [0, 32, 192, 224, 352, 384]),
+        (400, range(100, 300), [0, 32, 96, 288, 352, 384]),
+        (400, (), [0, 32, 64, 320, 352, 384]),
+    ],
+)
+def test_what_a_row_should_attend_to_is_asked_about_from_edge_to_edge(
+    length: int, wanted: Any, starts: list[int]
+) -> None:
+    """A window of 12 in a long request would be missed by whoever asks at the request's ends."""
+    found = attended_keys._starts(length, 32, frozenset(wanted))
+    assert len(found) <= 6
+    assert set(starts) <= set(found)
+    assert found == sorted(set(found))
+
+
+def test_own_are_tokens_of_the_request_alone() -> None:
+    schedule = schedule_of()
+    lens = schedule.steps[0].lens
+    fewer = lambda request, key, head: 1 / 20 if key < 20 else 0.0  # noqa: E731
+    assert found(wrong_at(schedule, (0, 2, 1)), Backend(schedule, fewer)).own
+    assert not found(wrong_at(schedule, (0, 2, 1)), Backend(schedule, even(lens, lambda key, head: key < 20))).own
+    assert not found(wrong_at(schedule, (0, 2, 1)), Backend(schedule, lambda *_: 0.0, tail=1.0)).own
+
+
 def test_with_sinks_nobody_knows_the_sum() -> None:
     schedule = schedule_of("-sink")
     told = found(wrong_at(schedule, (0, 2, 1)), Backend(schedule, even(schedule.steps[0].lens)))

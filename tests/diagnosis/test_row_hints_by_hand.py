@@ -139,6 +139,7 @@ def v1(
     ("counts", "flat", "said"),
     [
         ([1, 3], [1, 2, 3], "a uniform stride of 4"),
+        ([4, 1], [0, 1, 2, 3, 4], ""),
         ([2, 4], [2, 3, 4, 5], "a uniform stride of 4"),
         ([2, 4], [4, 5], "a uniform stride of 2"),
         ([1, 4], [1, 2, 3], "a uniform stride of 2"),
@@ -200,6 +201,32 @@ def test_in_extend_the_wrong_rows_must_be_those_of_a_uniform_stride(in_graph: bo
 
     assert found([4, 5]).startswith("new rows are 2, 4, and the wrong rows are those that a uniform stride of 2 gets")
     assert found([5]) == ""
+
+
+def test_where_all_rows_are_wrong_or_one_used_its_own_keys_no_stride_is_blamed() -> None:
+    counts, every = [5, 1], [0, 1, 2, 3, 4, 5]
+    assert every in rows._wrong_under(2, counts)
+    schedule = Of(case=case(mode=ForwardMode.EXTEND, width=2))
+    requests = [request(new) for new in counts]
+
+    def said(flat: list[int], attended: Any) -> bool:
+        return bool(
+            rows.uneven_offsets(evidence([9, 9], [1], requests, rows=flat, schedule=schedule, attended=attended))
+        )
+
+    some = rows._wrong_under(2, counts)[1]
+    assert some != every
+    assert said(some, None)
+    assert said(some, Of(right=False, own=True))
+    assert not said(some, Of(right=True, own=True))
+    assert not said(every, None)
+    assert not said(every, Of(right=False, own=True))
+    assert said(every, Of(right=False, own=False))
+
+
+def test_where_a_row_used_its_own_keys_alone_request_0_says_nothing_of_strides() -> None:
+    assert rows.later_requests(evidence([3, 4, 5], [1, 2], attended=Of(own=False)))
+    assert not rows.later_requests(evidence([3, 4, 5], [1, 2], attended=Of(own=True)))
 
 
 def test_other_modes_have_no_uneven_rows() -> None:

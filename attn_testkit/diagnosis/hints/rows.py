@@ -58,7 +58,8 @@ def _swap_cause(e: Evidence) -> str:
 
 def uneven_offsets(e: Evidence) -> str:
     """Ragged rows, and offsets that suit equal counts alone."""
-    if not e.schedule.case.mode.is_ragged():
+    # Offsets that suit other counts lead a row to the KV tokens of another.
+    if not e.schedule.case.mode.is_ragged() or (e.attended is not None and e.attended.right):
         return ""
     if not e.in_graph or e.schedule.case.mode is ForwardMode.EXTEND:
         return _uneven_in_eager(e)
@@ -83,7 +84,9 @@ def _uneven_in_eager(e: Evidence) -> str:
     counts = [r.new for r in e.step.requests]
     strides = dict.fromkeys((e.schedule.case.width, counts[0], sum(counts) // len(counts), max(counts)))
     stride = next((n for n in strides if e.rows in _wrong_under(n, counts)), None)
-    if stride is None or len(counts) == 1:
+    # Where all rows are wrong, that they are says nothing of a stride: what one of them attended to has to.
+    told = len(e.rows) < sum(counts) or (e.attended is not None and not e.attended.own)
+    if stride is None or len(counts) == 1 or not told:
         return ""
     return (
         f"{_accepted_counts(e)}, and the wrong rows are those that a uniform stride of {stride} gets wrong: rows are "
@@ -211,9 +214,10 @@ def last_page(e: Evidence) -> str:
 
 def later_requests(e: Evidence) -> str:
     """Request 0 is right, and all others are wrong."""
-    # Two requests say little, and where request 0 is the longest, what is wrong may be all that are shorter.
-    shorter = e.lens[0] < max(e.lens)
-    if e.step.bs > 2 and shorter and e.wrong == list(range(1, e.step.bs)):
+    # Two requests say little, and where request 0 is the longest, what is wrong may be all that are shorter. A stride
+    # leads to others' KV tokens.
+    shorter, own = e.lens[0] < max(e.lens), e.attended is not None and e.attended.own
+    if e.step.bs > 2 and shorter and not own and e.wrong == list(range(1, e.step.bs)):
         return "request 0 is right and all others are wrong: it lies at offset 0 under any stride; look at the strides"
     return ""
 
