@@ -84,14 +84,11 @@ def _captured_extends(
 
 def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
     """Slots of all forwards; and the rows of the first, where the rows of all of them have been filled in."""
-    case, rows, host = loaded.schedule.case, loaded.step.bs * _draft(loaded).branches, static.host
+    step, rows, host = loaded.step, loaded.step.bs * _draft(loaded).branches, static.host
     for name, first in _first_forward(loaded).items():
         host[name][:rows] = first.numpy()
-    host["out_cache_loc"][rows:] = padding = harness.padding_slot(loaded.step.index)
-    if case.padding != "stale":
-        host["positions"][rows:] = 0
-    if case.padding == "nan":
-        host["input_ids"][rows:] = harness.model.nan_row
+    host["out_cache_loc"][rows:] = padding = harness.padding_slot(step.index)
+    static.pad(step, rows, harness.model.nan_row)
     slots = _slots(loaded).numpy()
     host["draft_slots"][:] = padding
     host["draft_slots"][: len(slots)] = slots

@@ -147,20 +147,16 @@ def view_of(graphs: ScheduleGraphs, loaded: LoadedStep) -> ForwardBatch:
 
 
 def fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
-    """Static inputs: padding, then the live heads. Tails of ``input_ids`` stay as they were."""
+    """Static inputs: the live heads, and padding behind them."""
     harness, static, case = graphs.harness, graphs.static, graphs.schedule.case
     step, data, live, tokens, host = loaded.step, loaded.data, loaded.step.bs, loaded.step.tokens, static.host
     host["seq_lens"][:] = graphs.fill
     host["out_cache_loc"][:] = harness.padding_slot(step.index)
-    if case.padding != "stale":
-        host["positions"][:] = 0
-        host["req_pool_indices"][:] = 0
-    if case.padding == "nan":
-        host["input_ids"][:] = harness.model.nan_row
     host["input_ids"][:tokens] = loaded.ids.numpy()
     host["positions"][:tokens] = data.positions.numpy()
     host["out_cache_loc"][:tokens] = data.out_cache_loc.numpy()
     host["req_pool_indices"][:live] = [request.pool_row for request in step.requests]
     host["seq_lens"][:live] = seq_lens_of(case.mode, loaded)
+    static.pad(step, tokens, harness.model.nan_row)
     graphs.driver.fill(harness, static, loaded, step.bucket)
     static.send()

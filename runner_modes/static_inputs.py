@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.data import HIDDEN
+from attn_testkit.cases.schedule import Step
 
 from .harness import ServerHarness
 from .packing import Bytes, Place, Sent, pack_places, sent_alone
@@ -56,6 +57,8 @@ class StaticInputs:
     """[max_bs] int64, host."""
     host: Mapping[str, npt.NDArray[Any]] = field(repr=False)
     """By name, the same on the host but for the last two. A step writes here, and ``send`` takes it to the device."""
+    left: Mapping[str, npt.NDArray[Any]] = field(repr=False)
+    """What stands in ``host`` where a server resets nothing: what the last replay with so many live rows had."""
     memory: torch.Tensor = field(repr=False)
     """[n] uint8, device: where the buffers lie."""
     staged: Bytes = field(repr=False)
@@ -69,6 +72,15 @@ class StaticInputs:
         """Have the buffers hold what ``host`` holds."""
         upload_into(self.memory, torch.from_numpy(self.staged))
         self.seq_lens_cpu.numpy()[:] = self.host["seq_lens"]
+
+    def pad(self, step: Step, rows: int, nan_row: int) -> None:
+        """Fill what lies behind the live requests of ``step`` and its ``rows`` live rows, as its padding says."""
+        for name, live in (("positions", rows), ("req_pool_indices", step.bs), ("input_ids", rows)):
+            zeroed = name != "input_ids" and step.padding != "stale"
+            self.host[name][live:] = 0 if zeroed else self.left[name][live:]
+            self.left[name][:live] = self.host[name][:live]
+        if step.padding == "nan":
+            self.host["input_ids"][rows:] = nan_row
 
     def sent(self, bs: int, *, spec: bool, mask: bool) -> tuple[Sent, ...]:
         """What a graph of ``bs`` requests may not write, and what it holds from step to step.
@@ -149,6 +161,7 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         custom_mask=torch.ones(mask_size, dtype=torch.bool, device=harness.device),
         seq_lens_cpu=torch.zeros(max_bs, dtype=torch.int64),
         host=host,
+        left={name: host[name].copy() for name in ("positions", "req_pool_indices", "input_ids")},
         memory=memory,
         staged=staged,
         places=packing.places,

@@ -84,7 +84,7 @@ def _in_owned_buffer(harness: ServerHarness, loaded: LoadedStep, owned: VerifyMa
     data = torch.from_numpy(mask.view(np.uint8))
     with blame("verify mask"):
         room = owned.buffer.view(torch.uint8)
-        if loaded.schedule.case.padding == "stale":
+        if loaded.step.padding == "stale":
             room.fill_(_ALL_VISIBLE[owned.mode])
         upload_into(room[: len(data)], data)
     return _verify_input(harness, loaded, owned.buffer, owned.mode)

@@ -148,6 +148,20 @@ CHOICES: tuple[Choice, ...] = (
         (Value("as late as the second longest prefix allows"), Value("before the shortest prefix ends")),
         lambda case: case.layout == "shared",
     ),
+    # Each replay but the first two has another; see ``cases/variety.py``.
+    Choice(
+        "layout-turns",
+        "layouts of the steps from step 2 on, all in turn",
+        (Value("forwards from the case's"), Value("backwards")),
+        lambda case: case.layout != "shared",
+    ),
+    Choice(
+        "padding-turns",
+        "padding of the replays from step 2 on, all in turn",
+        (Value("forwards from the case's"), Value("backwards")),
+        lambda case: case.padding != "small",
+        Execution.GRAPH,
+    ),
     # Draft-extend v2 has a row for every node of the target's tree, and a branching tree has more nodes than S + 1: a
     # stride of S + 1 is right for chains alone (sglang #27545).
     Choice(

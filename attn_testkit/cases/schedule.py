@@ -27,6 +27,7 @@ from .draft import Draft
 from .plan import Plan
 from .plans import context_len_of, lens_of, make_plans
 from .trees import Tree, chain, random_tree
+from .variety import layout_at, padding_at
 
 __all__ = ["Request", "Schedule", "Step", "branched", "make_schedule", "only"]
 
@@ -90,6 +91,10 @@ class Step:
     the same numbers in the same slots."""
     eager_too: bool = False
     """At a replay, an eager run of the same step follows."""
+    layout: str = ""
+    """How its tokens lie in the KV pool: one of ``LAYOUTS``."""
+    padding: str = ""
+    """What fills the rows behind its live ones: one of ``PADDINGS``."""
     stored: bool = False
     """The pool holds the new keys and values already, and ``save_kv_cache`` is False: k and v are NaN, or None."""
 
@@ -300,7 +305,8 @@ def _build_step(
     trees = _trees(case, index, count, depth, rng)
     lens = lens_of(case, replace(plan, new=news))
     shared = _shared_pages(case, plan.prefixes)
-    pages = _pages_for(case.layout, [-(-n // page) for n in lens], num_pages, rng, shared, case.digest)
+    layout = layout_at(case, index)
+    pages = _pages_for(layout, [-(-n // page) for n in lens], num_pages, rng, shared, case.digest)
     pool_rows = rng.permutation(rows)[:count] + 1
     requests = tuple(
         Request(
@@ -317,7 +323,8 @@ def _build_step(
     if case.draft:
         requests = tuple(branched(request, case.draft, page) for request in requests)
     table = _table(requests, rows, ctx, (num_pages + 1) * page, rng)
-    return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too)
+    return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too,
+                layout=layout, padding=padding_at(case, index))  # fmt: skip
 
 
 def branched(request: Request, draft: Draft, page: int) -> Request:

@@ -98,7 +98,8 @@ def _in_words(step: Step, case: Case) -> str:
     rows = f"; {case.width} rows each" if case.mode.is_speculative() and not case.mode.is_ragged() else ""
     if case.mode is ForwardMode.EXTEND:
         rows = f"; {_listed([r.new for r in step.requests])} new"
-    return f'"{step.label}": keys {_listed(step.lens)}{accepted}{rows}'
+    padding = f", padding {step.padding}" if step.bucket > step.bs else ""
+    return f'"{step.label}": keys {_listed(step.lens)}{accepted}{rows}; {step.layout}{padding}'
 
 
 def _choices(case: Case) -> Iterator[tuple[str, str]]:

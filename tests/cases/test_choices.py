@@ -31,6 +31,7 @@ FEW_CASES = {
     ("shared-prefixes", "draft-topk"): "one layout of five in one mode",
     ("shared-prefixes", "chunked-requests"): "one layout of five in one mode",
     ("shared-prefixes", "last-chunk"): "one layout of five in one mode",
+    ("shared-prefixes", "layout-turns"): "requests that share pages do so in every step",
     ("draft-topk", "chunked-requests"): "draft-extend has no chunks",
     ("draft-topk", "last-chunk"): "draft-extend has no chunks",
     ("chunked-requests", "num-tokens-per-req"): "speculative modes have no chunks, but in mixed cases",

@@ -101,7 +101,7 @@ def test_the_steps_and_numbers_of_an_extend_change_on_purpose_alone() -> None:
             data = make_step_data(schedule, step)
             bits = b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in (data.q, data.k, data.v))
             found.append(f"{name} {described(step)} {hashlib.blake2b(bits, digest_size=6).hexdigest()}")
-    assert digest(found) == "4e841ebe9388", found
+    assert digest(found) == "b50ff5b39111", found
 
 
 @pytest.mark.parametrize(("claims", "tier"), LISTS, ids=map(" ".join, LISTS))
@@ -125,7 +125,7 @@ def test_the_steps_of_a_case_change_on_purpose_alone() -> None:
             schedule.spec_steps,
         )
         found[name] = digest([str(sizes), *map(described, steps)])
-    assert digest([f"{name} {found[name]}" for name in IDS]) == "da9f84ffd115", found
+    assert digest([f"{name} {found[name]}" for name in IDS]) == "bd611e474c54", found
 
 
 def test_the_numbers_of_a_case_change_on_purpose_alone() -> None:
@@ -143,7 +143,7 @@ def test_the_numbers_of_a_case_change_on_purpose_alone() -> None:
 def test_the_hidden_choices_of_a_case_change_on_purpose_alone() -> None:
     names = [case.id for mode in FIRST_MODES for case in lasting("torch_native", mode, "core")]
     lines = [f"{name} {c.name} {value and value.words}" for name in names for c, value in chosen(parse_case(name))]
-    assert digest(lines) == "8e26efcab12c"
+    assert digest(lines) == "c95e9bb33253"
 
 
 def test_the_companions_of_a_mixed_case_change_on_purpose_alone() -> None:

@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from attn_testkit.runner_modes.clock import Clock
+from attn_testkit.runner_modes.graphs import drive_graphs
+from attn_testkit.runner_modes.harness import ServerHarness
+from attn_testkit.runner_modes.options import DriveOptions
 
-from attn_testkit import check_backend
-from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.results import Status
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.schedule import Step, make_schedule
+from attn_testkit.emulation import emulated_cuda
+from attn_testkit.examples import MinimalBackend
 
 CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b5{}"
 
 
-class WantsZeros(TorchNativeBackend):
-    """Raises where positions or request rows of padding are not 0. Padded lengths are at the fill value, 1."""
+@pytest.fixture(autouse=True)
+def emulated() -> Iterator[None]:
+    with emulated_cuda():
+        yield
+
+
+class Remembers(MinimalBackend):
+    """Healthy; keeps what each replay's view has behind its live requests: positions, request rows, lengths."""
 
     # So that a plan may look at the device.
-    capabilities = TorchNativeBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = MinimalBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.padded: list[tuple[list[int], list[int], list[int]]] = []
 
     def init_forward_metadata_out_graph(self, batch: Any, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture=in_capture)
-        if in_capture:
-            return
-        live = batch.batch_size - batch.num_padding
-        for name in ("positions", "req_pool_indices"):
-            padded = getattr(batch, name)[live : batch.batch_size]
-            if int(padded.abs().sum()):
-                raise RuntimeError(f"padding of {name} is {padded.tolist()}")
-        if batch.num_padding and set(batch.seq_lens[live : batch.batch_size].tolist()) != {1}:
-            raise RuntimeError("padding of seq_lens is not the fill value")
+        if not in_capture:
+            rows = slice(batch.batch_size - batch.num_padding, batch.batch_size)
+            fields = (batch.positions, batch.req_pool_indices, batch.seq_lens)
+            self.padded.append(tuple(field[rows].tolist() for field in fields))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("padding", "zeros"), [("prod", True), ("nan", True), ("small", True), ("stale", False)])
-def test_padding_is_zeros_unless_it_is_what_an_earlier_replay_left(padding: str, zeros: bool) -> None:
-    spec = f"{__name__}:WantsZeros"
-    (result,) = check_backend(spec, device="cpu", executions=["graph"], cases=[CASE.format(padding)])
-    assert result.status is (Status.PASSED if zeros else Status.FAILED), str(result)
-    if not zeros:
-        assert "padding of " in str(result)
+def replays(padding: str) -> list[tuple[Step, tuple[list[int], list[int], list[int]]]]:
+    schedule = make_schedule(parse_case(CASE.format(padding)))
+    harness = ServerHarness(Remembers, [schedule], torch.device("cuda"))
+    drive_graphs(harness, [schedule], Clock(), DriveOptions(eager_steps=False))
+    assert isinstance(harness.backend, Remembers)
+    return [*zip(schedule.steps, harness.backend.padded, strict=True)]
+
+
+@pytest.mark.parametrize("padding", ["prod", "nan", "stale"])
+def test_padding_is_zeros_unless_it_is_what_an_earlier_replay_left(padding: str) -> None:
+    told = [(step.padding, found) for step, found in replays(padding) if step.bs < step.bucket]
+    assert {kind for kind, _ in told} == {"prod", "nan", "stale"}, "one capture meets them all"
+    for kind, (positions, rows, lens) in told:
+        assert set(lens) == {1}, "the fill value"
+        if kind != "stale":
+            assert set(positions) == set(rows) == {0}
+    assert any(sum(rows) for kind, (_, rows, _) in told if kind == "stale")
+
+
+def test_small_padding_is_live_requests() -> None:
+    assert all(step.bs == step.bucket for step, _ in replays("small"))

@@ -53,7 +53,7 @@ def own_rows_mixed(e: Evidence) -> str:
     attended = e.attended
     if attended is None:
         return ""
-    prefix, layout = e.step.requests[attended.request].prefix, e.schedule.case.layout
+    prefix, layout = e.step.requests[attended.request].prefix, e.step.layout
     missing, extra = attended.wanted - attended.used, attended.used - attended.wanted
     mixed = len(missing) == len(extra) > 0 and min(missing | extra) >= prefix
     if not mixed or e.step.requests[attended.request].new < 2 or layout == "contiguous":
