@@ -122,18 +122,46 @@ def _classify(
         )
     if phase == "forward without k and v" and "NoneType" in message:
         return "completes", raised, "takes_none_kv: with save_kv_cache False k and v may be None, and are not read"
-    if not needs_cpu_lengths and "NoneType" in message and phase not in _BEFORE_ANY_BATCH:
-        return (
-            "no-host-lengths",
-            raised,
-            "needs_cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and the *_cpu lists are None",
-        )
     hint = ""
+    if not needs_cpu_lengths and "NoneType" in message and phase not in _BEFORE_ANY_BATCH:
+        if _reads_host_lengths(_frames(error)):
+            return "no-host-lengths", raised, f"{_NO_LENGTHS} are None"
+        if _reads_host_lengths(_methods(error)):
+            hint = f"if it is a length: {_NO_LENGTHS} are None, also where they were kept by another hook"
     if phase == "plan for replay" and kind == "AttributeError":
         hint = "at a replay the batch is a view without extend_* fields; take lengths from seq_lens and spec_info"
     elif context_lost(error):
         hint = "the device context is lost; errors of asynchronous kernels surface late, so the cause may be earlier"
     return "completes", raised, hint
+
+
+_NO_LENGTHS = "needs_cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and the *_cpu lists"
+
+
+def _reads_host_lengths(codes: Iterator[CodeType]) -> bool:
+    """Whether an author's function names a length on the host. A None may be anything else that is not there yet."""
+    own = (code for code in codes if not _foreign(code.co_filename))
+    return any(name.endswith("_cpu") or name == "seq_lens_sum" for code in own for name in _names_in(code))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
+
+
+def _frames(error: BaseException) -> Iterator[CodeType]:
+    return (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _methods(error: BaseException) -> Iterator[CodeType]:
+    """All functions of the backends that the frames hold."""
+    for backend in set(_backends_in(error)):
+        for kind in backend.__mro__:
+            for value in vars(kind).values():
+                if isinstance(code := getattr(value, "__code__", None), CodeType):
+                    yield code
 
 
 def _forgotten_super(error: BaseException) -> str:

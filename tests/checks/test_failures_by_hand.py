@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,13 +76,13 @@ TABLE: list[tuple[str, Exception, str, bool, str, str, str]] = [
     ),
     ("sync elsewhere", named("E", SYNC), "plan", True, "completes", "init_forward_metadata raised E: called", ""),
     (
-        "none",
+        "none of anything",
         named("T", "NoneType"),
         "plan",
         False,
-        "no-host-lengths",
-        "init_forward_metadata raised T: NoneType",
-        "are None",
+        "completes",
+        "init_forward_metadata raised T: None",
+        "",
     ),
     ("none, with mirrors", named("T", "NoneType"), "plan", True, "completes", "init_forward_metadata raised T", ""),
     *(
@@ -351,3 +352,56 @@ def test_frames_that_an_author_cannot_mend_are_passed_over(path: str, foreign: b
     from attn_testkit.checks import failures
 
     assert _foreign(path.replace("KIT", failures._KIT)) is foreign
+
+
+class Planned(AttentionBackend):
+    """Keeps a length on the host, or reads it at once, or trips over a None that is no length."""
+
+    plan = None
+
+    def keeps(self, batch: Any) -> None:
+        self.longest = batch.seq_lens_cpu
+
+    def reads(self, batch: Any) -> int:
+        return int(max(length.item() for length in batch.seq_lens_cpu.unbind()))
+
+    def sums(self, batch: Any) -> int:
+        return batch.seq_lens_sum.bit_length()  # type: ignore[no-any-return]
+
+    def uses(self, batch: Any) -> None:
+        self.longest.max()
+
+    forward = None  # type: ignore[assignment]
+
+
+class Unplanned(AttentionBackend):
+    """Names no length."""
+
+    def uses(self, batch: Any) -> None:
+        self.plan.table  # type: ignore[attr-defined]  # noqa: B018
+
+    plan = forward = None  # type: ignore[assignment]
+
+
+def tripped(kind: type, hook: str) -> tuple[str, str]:
+    backend = object.__new__(kind)
+    backend.longest = None
+    batch = SimpleNamespace(seq_lens_cpu=None, seq_lens_sum=None)
+    with pytest.raises((AttributeError, TypeError), match="NoneType") as caught:
+        getattr(backend, hook)(batch)
+    found = from_exception(caught.value, "plan", "", needs_cpu_lengths=False)
+    return found.check, found.hint
+
+
+def test_a_none_is_a_missing_length_where_the_authors_line_reads_one() -> None:
+    for hook in ("reads", "sums"):
+        check, hint = tripped(Planned, hook)
+        assert check == "no-host-lengths"
+        assert hint.startswith("needs_cpu_seq_lens is False")
+
+
+def test_a_none_that_another_hook_left_may_be_one_and_is_no_verdict() -> None:
+    check, hint = tripped(Planned, "uses")
+    assert check == "completes"
+    assert hint.startswith("if it is a length: needs_cpu_seq_lens is False")
+    assert tripped(Unplanned, "uses") == ("completes", "")
