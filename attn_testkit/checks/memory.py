@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ..cases.case import Case
@@ -51,6 +53,9 @@ def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:
     first = next(kind for kind in ("unowned", "old", "new") if kinds[kind])
     layer, part, slot = (int(i) for i in (differs & (owner == _OWNER[first])).nonzero()[0])
     counts = ", ".join(f"{n} {_KIND[kind]}" for kind, n in kinds.items() if n)
+    behind = _rows_behind(observed, case)
+    hint = _of_padding(kinds, behind)
+    hint = hint or _held_instead(observed, got, want, owner, (layer, part, slot), padded=0 < kinds["new"] <= behind)
     name = "latent" if pool_after.shape[1] == 1 else "KV"[part]
     return [
         Finding(
@@ -59,7 +64,7 @@ def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:
             where=f"layer {layer}, {name}, slot {slot + page} (page {slot // page + 1}, offset {slot % page}): "
             f"{_owner_text(observed, slot + page)}",
             spread=f"slots that are wrong: {counts}",
-            hint=_held_instead(observed, got, want, owner, (layer, part, slot)),
+            hint=hint,
             step=observed.label,
         )
     ]
@@ -69,27 +74,60 @@ _OWNER = {"new": 1, "old": 2, "unowned": 0}
 _KIND = {"new": "of this step's tokens", "old": "of earlier tokens", "unowned": "unowned"}
 
 
+def _of_padding(kinds: Mapping[str, int], behind: int) -> str:
+    """Where all live rows are stored, other slots were written, and ``behind`` rows of padding are enough for them."""
+    more = kinds["unowned"] + kinds["old"]
+    if kinds["new"] or not 0 < more <= behind:
+        return ""
+    return (
+        f"the new tokens lie where they should; slots written beside them: {more}; rows of padding: "
+        f"{behind}. {_PADDING_GOES}"
+    )
+
+
+def _rows_behind(observed: Observation, case: Case) -> int:
+    """Rows of padding in the graph; 0 in an eager run."""
+    return observed.step.bucket * case.width - observed.step.tokens if observed.replay else 0
+
+
+_PADDING_GOES = (
+    "Padding belongs in slot 0: take out_cache_loc of the whole graph's batch, or reset the tail of your own buffer at "
+    "every replay"
+)
+
+
 def _held_instead(
-    observed: Observation, got: torch.Tensor, want: torch.Tensor, owner: torch.Tensor, at: tuple[int, int, int]
+    observed: Observation,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    owner: torch.Tensor,
+    at: tuple[int, int, int],
+    *,
+    padded: bool,
 ) -> str:
-    """Whose row a wrong slot holds instead. ``got``, ``want`` [L, parts, slots after page 0, ...]."""
+    """Whose row a wrong slot holds instead. ``got``, ``want`` [L, parts, slots after page 0, ...].
+
+    ``padded``: whether rows of padding may be what stands there.
+    """
     if observed.step.stored:
         return "save_kv_cache was False: the pool held the new K and V, and k and v were not to be stored"
     layer, part, slot = at
     row, page = got[layer, part, slot], observed.pool.shape[2] - got.shape[2]
     new = (owner == _OWNER["new"]).nonzero().flatten()
+    padding = f"; or a row of padding was stored over it. {_PADDING_GOES}" if padded else ""
     same = (want[:, :, new] == row).flatten(3).all(-1).nonzero().tolist()
     if same:
         places = {(a, b): int(new[c]) for a, b, c in same}
         if (layer, part) in places:
             whose = _owner_text(observed, places[layer, part] + page)
-            return f"it holds the row of the {whose}: row order, a stride, or a wrong slot"
+            return f"it holds the row of the {whose}: row order, a stride, or a wrong slot{padding}"
         other = "the other layer's row" if (layer, 1 - part) not in places else "K where V belongs, or V where K does"
         return f"it holds {other}"
     if owner[slot] == _OWNER["new"] and bool((row == got[layer, part][owner == _OWNER["unowned"]][:1]).all()):
         return "it was not written, or written with the NaN of a padded row"
     if owner[slot] == _OWNER["new"]:
-        return "no row of this step: k and v may be strided views of one tensor, and an FP8 pool holds K / k_scale"
+        fp8 = ", and an FP8 pool holds K / k_scale" if observed.pool.dtype.itemsize == 1 else ""
+        return f"it holds no live row of this step: k and v may be strided views of one tensor{fp8}{padding}"
     return ""
 
 
@@ -146,7 +184,7 @@ CHECKS = (
         "A slot of -1 for padding, slots frozen at capture, K and V swapped, a scale that is missing or applied twice.",
         "vLLM #43810; TensorRT-LLM #17110; sglang #24243",
         "`where` names the slot, its page, and whose it is. An unowned slot: padding. An earlier token: an offset. "
-        "This step's: frozen slots, or the wrong numbers.",
+        "This step's: frozen slots, the wrong numbers, or padding that was stored over them.",
         judged_from=Stage.OBSERVED,
         run=lambda judgement, schedule, claims: writes_own_kv(judgement.observed, schedule.case),
     ),

@@ -231,11 +231,36 @@ def pool_hint(
 
 NEW = [int(r.slots[r.prefix]) for r in SCHEDULE.steps[0].requests]
 OLD = int(SCHEDULE.steps[0].requests[1].slots[0])
+OWNED = {int(slot) for request in SCHEDULE.steps[0].requests for slot in request.slots}
 
 
 def distinct() -> tuple[tuple[int, int, int, float], ...]:
     """Each new row of each layer and part has a number of its own."""
     return tuple((a, b, slot, 1.0 + 10 * a + 5 * b + i) for a in (0, 1) for b in (0, 1) for i, slot in enumerate(NEW))
+
+
+def padding_hint(*slots: int, bucket: int, replay: bool = True) -> str:
+    step, expected = replace(SCHEDULE.steps[0], bucket=bucket), expected_zeros(SCHEDULE)
+    after, held = empty_pool(SCHEDULE), empty_pool(SCHEDULE)
+    for slot in slots:
+        held[0, 0, slot] = 99.0
+    seen = observation(SCHEDULE, expected, step=step, replay=replay)
+    (finding,) = writes_own_kv(with_pool(seen, expected, after, held), SCHEDULE.case)
+    return finding.hint
+
+
+def test_slots_that_rows_of_padding_may_have_written_are_told_as_that() -> None:
+    live, stray = SCHEDULE.steps[0].bs, [slot for slot in range(PAGE, 9 * PAGE) if slot not in OWNED][:2]
+    said = "the new tokens lie where they should; slots written beside them: 2; rows of padding: 2."
+    assert padding_hint(*stray, bucket=live + 2).startswith(said)
+    assert "beside them: 1; rows of padding: 1." in padding_hint(OLD, bucket=live + 1)
+    assert padding_hint(*stray, bucket=live + 1) == "", "more slots than rows of padding"
+    assert padding_hint(*stray, bucket=live) == ""
+    assert padding_hint(*stray, bucket=live + 2, replay=False) == "", "an eager run has none"
+    assert "or a row of padding was stored over it. Padding belongs" in padding_hint(NEW[0], bucket=live + 1)
+    assert "padding" not in padding_hint(NEW[0], bucket=live)
+    assert "padding" not in padding_hint(*NEW[:2], bucket=live + 1)
+    assert "FP8" not in padding_hint(NEW[0], bucket=live)
 
 
 def test_whose_row_a_wrong_slot_holds_is_said() -> None:
@@ -245,7 +270,9 @@ def test_whose_row_a_wrong_slot_holds_is_said() -> None:
     assert pool_hint((0, 0, NEW[0], 6.0), want=want) == "it holds K where V belongs, or V where K does"
     assert pool_hint((0, 0, NEW[0], 11.0), want=want) == "it holds the other layer's row"
     assert pool_hint((0, 0, NEW[0], 0.0), want=want).startswith("it was not written, or written with the NaN")
-    assert pool_hint((0, 0, NEW[0], 99.0), want=want).startswith("no row of this step: k and v may be strided views")
+    assert pool_hint((0, 0, NEW[0], 99.0), want=want).startswith(
+        "it holds no live row of this step: k and v may be strided"
+    )
     assert pool_hint((0, 0, OLD, 99.0), want=want) == ""
     assert "row of the new token" in pool_hint((0, 0, OLD, 1.0), want=want)
     assert pool_hint((0, 0, NEW[0], 2.0), want=want, stored=True).startswith("save_kv_cache was False")
