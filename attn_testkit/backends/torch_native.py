@@ -86,7 +86,7 @@ class TorchNativeBackend(AttentionBackend):
         row = torch.arange(tokens, device=starts.device)
         request = torch.searchsorted(starts, row, right=True) - 1
         self._place = request * width + (row - starts[request]).clamp(max=width - 1)
-        self._slots = self._place(self._key_slots(batch))
+        self._slots = self._index(self._key_slots(batch))
         self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
 
     def _rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
@@ -185,7 +185,7 @@ class TorchNativeBackend(AttentionBackend):
         pool = self.context.kv_pool
         return (pool.get_kv_buffer if self._has_slot_views else pool.get_kv_pages)(layer.layer_id)
 
-    def _place(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _index(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Slots int64 as indices into ``_buffers``."""
         page = self.context.page_size
         return (slots,) if self._has_slot_views else (slots // page, slots % page)

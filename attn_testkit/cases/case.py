@@ -253,7 +253,7 @@ def _draft(draft: Draft) -> dict[str, Any]:
 
 
 def _layout_word(name: str) -> str:
-    return "kv" + name.replace("-", "")
+    return "kv" + name.removeprefix("kv").replace("-", "")
 
 
 _KV_LAYOUTS = {_layout_word(name): name for name in KV_LAYOUTS if name != "nhd"}

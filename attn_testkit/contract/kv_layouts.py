@@ -23,6 +23,7 @@ __all__ = [
 _ORDERS: Mapping[str, tuple[str, ...]] = {
     "nhd": ("layer", "part", "page", "slot", "head", "dim"),
     "hnd": ("layer", "part", "page", "head", "slot", "dim"),
+    "kv-in-block": ("layer", "page", "part", "slot", "head", "dim"),
     "side-by-side": ("layer", "page", "slot", "head", "part", "dim"),
     "side-by-side-hnd": ("layer", "page", "head", "slot", "part", "dim"),
     "layers-in-block": ("page", "layer", "part", "slot", "head", "dim"),

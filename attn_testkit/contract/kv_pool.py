@@ -26,6 +26,7 @@ class KVPool:
     ==================== ==================================================== ========================================
     ``nhd``              [2, pages, page_size, Hk, D]                         K and V are contiguous by slot
     ``hnd``              [2, pages, Hk, page_size, D]                         heads before slots: no view by slot
+    ``kv-in-block``      [pages, 2, page_size, Hk, D]                         K and V of a page are one block
     ``side-by-side``     [pages, page_size, Hk, 2, D]                         K and V of a head share a row of 2 * D
     ``side-by-side-hnd`` [pages, Hk, page_size, 2, D]                         both of the above, as vLLM has it
     ``layers-in-block``  [pages, 2, page_size, Hk, D], strided                a page of all layers is one block
