@@ -110,7 +110,7 @@ class ServerHarness:
         *,
         claims: Capabilities | None = None,
     ) -> None:
-        """Construct the backend; raises what its constructor raises, and ``DriveError`` for what it makes of its KV pool.
+        """Construct the backend; raises what its constructor raises, and ``DriveError`` where it lays out its KV pool.
 
         ``schedules``: with what differs between their modes alone; the first one's case decides dtypes, page size and
         layers. ``unowned``: what slots that no request owns hold, NaN, or a number to find out where a NaN came from.

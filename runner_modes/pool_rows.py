@@ -77,7 +77,9 @@ class _Table:
 class PoolRows:
     """One copy of a pool's memory."""
 
-    def __init__(self, pieces: Iterable[torch.Tensor], tables: Sequence[_Table], slots: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, pieces: Iterable[torch.Tensor], tables: Sequence[_Table], slots: int, dtype: torch.dtype
+    ) -> None:
         """``pieces``: all memory, each [n] uint8. ``slots``: all of the pool. ``dtype``: the pool's."""
         self.pieces, self._tables, self._slots, self._dtype = tuple(pieces), tuple(tables), slots, dtype
         one = tables[0]
@@ -97,7 +99,9 @@ class PoolRows:
         if steps is None:
             tables = [_table(pieces, part, ((1, 0),), pool.num_slots) for parts in layers for part in parts]
         else:
-            tables = [_table(pieces, layers[0][0], ((len(layers), steps[0]), (len(layers[0]), steps[1])), pool.num_slots)]
+            tables = [
+                _table(pieces, layers[0][0], ((len(layers), steps[0]), (len(layers[0]), steps[1])), pool.num_slots)
+            ]
         return PoolRows(pieces, tables, pool.num_slots, pool.dtype)
 
     def twin(self) -> PoolRows:
@@ -135,7 +139,7 @@ class PoolRows:
     def differs(self, other: PoolRows, slots: int) -> torch.Tensor:
         """The first ``slots`` against a twin's: ``mark`` bytes each, not all 0 where one differs."""
         pairs = zip(self._tables, self.views(slots), other.views(slots), strict=True)
-        found = [table.differs(*views, self.mark) for table, *views in pairs]
+        found = [table.differs(now, before, self.mark) for table, now, before in pairs]
         return (found[0] if len(found) == 1 else torch.stack(found).amax(0)).view(-1)[:slots]
 
     def views(self, slots: int) -> list[torch.Tensor]:
@@ -179,8 +183,8 @@ def _table(pieces: Sequence[torch.Tensor], view: torch.Tensor, outer: _Dims, slo
     strides = [stride for group in groups for _, stride in group][:-1]
     word = _widest(math.gcd(groups[2][-1][0], first, pieces[piece].numel(), *strides))
     groups[2][-1] = groups[2][-1][0] // word, word
-    in_words = [tuple((count, stride // word) for count, stride in group) for group in groups]
-    return _Table(piece, word, *in_words, first // word)
+    in_outer, in_slots, in_row = (tuple((count, stride // word) for count, stride in group) for group in groups)
+    return _Table(piece, word, in_outer, in_slots, in_row, first // word)
 
 
 def _merged(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -198,7 +202,7 @@ def _steps(layers: Sequence[tuple[torch.Tensor, ...]]) -> tuple[int, int] | None
     """Bytes from a layer to the next and from K to V, where both are the same everywhere; None where they are not."""
     first = layers[0][0]
     alike = {(part.untyped_storage().data_ptr(), part.shape, part.stride()) for parts in layers for part in parts}
-    starts = [[part.storage_offset() for part in parts] for parts in layers]
+    starts = [[int(part.storage_offset()) for part in parts] for parts in layers]
     by_layer = starts[1][0] - starts[0][0] if len(starts) > 1 else 0
     by_part = starts[0][1] - starts[0][0] if len(starts[0]) > 1 else 0
     even = all(

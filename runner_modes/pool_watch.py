@@ -103,4 +103,5 @@ class PoolWatch:
         ``found``: what ``look`` gave of it, on the host.
         """
         pairs = np.concatenate([each.view(np.int64) for each in found]).reshape(-1, 2)
-        return pairs[pairs[:, 0] > 0, 1] * self.bits.itemsize
+        places: npt.NDArray[np.int64] = pairs[pairs[:, 0] > 0, 1] * self.bits.itemsize
+        return places

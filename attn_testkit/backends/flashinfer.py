@@ -119,7 +119,9 @@ class FlashInferBackend(AttentionBackend):
 
     def _eager_wrapper(self, decode: bool) -> Any:
         if decode:
-            return self._decode.call(self._float_workspace, self._kv_layout, use_tensor_cores=self._tensor_cores, backend="fa2")
+            return self._decode.call(
+                self._float_workspace, self._kv_layout, use_tensor_cores=self._tensor_cores, backend="fa2"
+            )
         return self._prefill.call(self._float_workspace, self._kv_layout, backend="fa2")
 
     def _graph_wrapper(self, decode: bool, bs: int, masked: bool) -> Any:

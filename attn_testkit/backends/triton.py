@@ -227,7 +227,8 @@ class TritonBackend(AttentionBackend):
             q if plan.mask is None else plan.mask, q if layer.sinks is None else layer.sinks,  # q: never read
             layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap), window,
             *q.stride(), *key.stride()[:3], *value.stride()[:3], plan.table.stride(0),
-            PAGE=0 if k_page == context.page_size * k_slot else context.page_size, HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
+            PAGE=0 if k_page == context.page_size * k_slot else context.page_size,
+            HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
             HAS_CAP=layer.logit_cap > 0, HAS_SINKS=layer.sinks is not None, KV_HEADS=tiles.kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DOT=tiles.dot, num_warps=4, num_stages=2,
         )  # fmt: skip

@@ -59,7 +59,8 @@ def attend_kernel(
     req_to_token_ptr, requests_ptr, kv_lens_ptr, cu_seqlens_q_ptr, positions_ptr, mask_ptr, sinks_ptr,
     scale, v_scale, logit_cap, window,
     q_row, q_head, q_dim, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row,
-    PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, NODES: tl.constexpr, SPLITS: tl.constexpr,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, NODES: tl.constexpr,
+    SPLITS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip

@@ -36,5 +36,5 @@ def pool_layout_cases(claims: Capabilities, mode: ForwardMode, tier: str, small:
                 # More than a page, and more than another; pages that lie in no order.
                 prefixes = (2 * size + 1, size + max(1, size // 2), 3)
                 new = small.new and (*small.new[:2], small.new[0])
-                changes = {"prefixes": prefixes, "new": new, "bucket": 4, "page_size": size}
-                yield replace(small, kv_layout=name, kv_dtype=dtype, data="gauss", layout="shuffled", **changes)
+                of_pool = replace(small, kv_layout=name, kv_dtype=dtype, page_size=size, layout="shuffled")
+                yield replace(of_pool, prefixes=prefixes, new=new, bucket=4, data="gauss")

@@ -43,7 +43,10 @@ def small_cases(
     """
     left = sorted((e for e in untried(claims, mode, cases) if _wanted(claims, mode, tier, *e)), key=_place)
     while left:
-        case, tried = replace(plain_case(claims, mode), seed=cases[0].seed, kv_layout=usual_layout(claims)), list[_Entry]()
+        case, tried = (
+            replace(plain_case(claims, mode), seed=cases[0].seed, kv_layout=usual_layout(claims)),
+            list[_Entry](),
+        )
         for name, value in left:
             changed = _CHANGES[name](claims, case, _capped(name, value))
             most = _MOST_WORK_OF_ROWS if dict(tried).keys() & {"rows", "extend"} else _MOST_WORK

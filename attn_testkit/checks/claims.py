@@ -54,7 +54,7 @@ def _page(claims: Capabilities, context: BackendContext) -> tuple[str, BackendCo
     if page is None:
         return None
     pool = _pool(context, page * 2, page)
-    return pool and (f"page size {page}", replace(context, page_size=page, kv_pool=pool))
+    return (f"page size {page}", replace(context, page_size=page, kv_pool=pool)) if pool else None
 
 
 def _dtype(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -62,7 +62,7 @@ def _dtype(claims: Capabilities, context: BackendContext) -> tuple[str, BackendC
     if name is None or context.kv_pool.dtype != context.dtype:
         return None
     pool = _pool(context, dtype=_DTYPES[name])
-    return pool and (f"dtype {name}", replace(context, dtype=_DTYPES[name], kv_pool=pool))
+    return (f"dtype {name}", replace(context, dtype=_DTYPES[name], kv_pool=pool)) if pool else None
 
 
 def _head_dim(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -71,7 +71,7 @@ def _head_dim(claims: Capabilities, context: BackendContext) -> tuple[str, Backe
         return None
     layers = tuple(replace(layer, head_dim=dim, v_head_dim=dim) for layer in context.layers)
     pool = _pool(context, layers=layers)
-    return pool and (f"head dim {dim}", replace(context, layers=layers, kv_pool=pool))
+    return (f"head dim {dim}", replace(context, layers=layers, kv_pool=pool)) if pool else None
 
 
 def _window(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:

@@ -76,7 +76,7 @@ def _outside(observed: Observation) -> Finding:
         "KV memory is wrong after the step: memory of the pool that belongs to no slot was written",
         where=f"byte {observed.outside[0]} of the memory that a KV pool of layout "
         f"{observed.schedule.case.kv_layout} lies in",
-        hint="a row is stored with the strides of the pool, and no wider than it is: page stride and slot stride differ",
+        hint="a row is stored by the strides of the pool, and no wider than it is; what is behind it may be padding",
         step=observed.label,
     )
 

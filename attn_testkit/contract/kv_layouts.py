@@ -94,8 +94,10 @@ def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
     own = [axis for axis in order if axis not in ("layer", "gap")]
     found = []
     for start in range(0, sizes["layer"] * strides["layer"], strides["layer"]):
-        parts = (view(("page", "slot", "head", "dim"), start + part * strides["part"]) for part in range(sizes["part"]))
-        found.append(KVLayer(*parts, buffer=view(own, start)))
+        key, *value = (
+            view(("page", "slot", "head", "dim"), start + part * strides["part"]) for part in range(sizes["part"])
+        )
+        found.append(KVLayer(key, value[0] if value else None, view(own, start)))
     return tuple(found)
 
 
@@ -160,7 +162,9 @@ def _wrong(spec: KVPoolSpec, layer: AttentionLayer, view: object, buffer: torch.
     if view.untyped_storage().nbytes() % spec.dtype.itemsize:
         return f"lie in {view.untyped_storage().nbytes()} bytes, which are no whole number of {spec.dtype}"
     if buffer is not None and buffer.untyped_storage().data_ptr() != view.untyped_storage().data_ptr():
-        return "do not lie in the layer's buffer: reshape, contiguous and indexing copy; take view, transpose and slices"
+        return (
+            "do not lie in the layer's buffer: reshape, contiguous and indexing copy; take view, transpose and slices"
+        )
     return ""
 
 

@@ -13,6 +13,7 @@ from .parent import Metadata
 from .strided import LEAN, StridedBackend, Views
 
 _ALL = tuple(ForwardMode)
+_HINT = "the KV pool of this case has layout"
 _READS = ("matches-oracle", "reads-own-kv")
 
 
@@ -33,6 +34,7 @@ def _dense(view: torch.Tensor) -> torch.Tensor:
     source="aiter #3498; vLLM #37228, #37032",
     modes=_ALL,
     checks=_READS,
+    hint=_HINT,
 )
 class PageStrideFromSlots(StridedBackend):
     """The kernel computes a page's address from page size and slot stride, where K and V of a page share a block."""
@@ -45,14 +47,16 @@ class PageStrideFromSlots(StridedBackend):
         return _page_stride_computed(key), _page_stride_computed(value)
 
 
-@fault(slug="page-padding-forgotten", source="vLLM #54877; vllm-ascend #9763", modes=_ALL, checks=_READS)
+@fault(slug="page-padding-forgotten", source="vLLM #54877; vllm-ascend #9763", modes=_ALL, checks=_READS, hint=_HINT)
 class PagePaddingForgotten(PageStrideFromSlots):
     """Pages are padded to the size that other layers have, and the kernel's page stride is that of the rows alone."""
 
     capabilities = LEAN.with_changes(kv_layouts={"padded-pages"})
 
 
-@fault(slug="rows-of-k-and-v-taken-for-contiguous", source="general; vLLM #37228", modes=_ALL, checks=_READS)
+@fault(
+    slug="rows-of-k-and-v-taken-for-contiguous", source="general; vLLM #37228", modes=_ALL, checks=_READS, hint=_HINT
+)
 class RowsTakenForContiguous(StridedBackend):
     """K and V of a head share a row, and the kernel walks K as if rows of keys followed each other."""
 
@@ -64,7 +68,7 @@ class RowsTakenForContiguous(StridedBackend):
         return _dense(key), _dense(value)
 
 
-@fault(slug="hnd-read-as-nhd", source="general", modes=_ALL, checks=_READS)
+@fault(slug="hnd-read-as-nhd", source="general", modes=_ALL, checks=_READS, hint=_HINT)
 class HndReadAsNhd(RowsTakenForContiguous):
     """The pool has heads before slots, and the kernel was built for slots before heads."""
 
@@ -83,7 +87,9 @@ class LayerOffsetForgotten(StridedBackend):
         return super().read_views(first if self.context.kv_pool.layout == "layers-in-block" else layer)
 
 
-@fault(slug="halves-of-a-row-swapped", source="general", modes=_ALL, checks=("writes-own-kv", *_READS), hint="K where V")
+@fault(
+    slug="halves-of-a-row-swapped", source="general", modes=_ALL, checks=("writes-own-kv", *_READS), hint="K where V"
+)
 class HalvesSwapped(StridedBackend):
     """Writer and kernel agree that V comes first in a row, and everyone else has K first."""
 
@@ -131,8 +137,12 @@ class WrittenToAReshapedCopy(StridedBackend):
 
     @override
     def write_views(self, layer: AttentionLayer) -> Views:
-        page, (key, value) = self.context.page_size, super().write_views(layer)
-        return tuple(view.reshape(-1, *view.shape[2:]).unflatten(0, (-1, page)) for view in (key, value))  # type: ignore[return-value]
+        key, value = super().write_views(layer)
+        slots = self.context.kv_pool.num_slots
+        return (
+            key.reshape(slots, *key.shape[2:]).view(key.shape),
+            value.reshape(slots, *value.shape[2:]).view(value.shape),
+        )
 
 
 @fault(
