@@ -19,8 +19,8 @@ class DriveError(Exception):
     def __init__(self, phase: str, label: str) -> None:
         super().__init__(phase)
         self.phase = phase
-        """``constructor``, ``plan``, ``forward``, ``graph state``, ``plan for capture``, ``warm-up``, ``capture``,
-        ``plan for replay``, ``replay``, ``read back``, ``verify mask``, ``fill value`` or ``kernels``."""
+        """``constructor``, ``KV pool``, ``plan``, ``forward``, ``graph state``, ``plan for capture``, ``warm-up``,
+        ``capture``, ``plan for replay``, ``replay``, ``read back``, ``verify mask``, ``fill value`` or ``kernels``."""
         self.label = label
         """The step or bucket, in words; empty where there is none."""
 

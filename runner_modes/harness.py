@@ -16,9 +16,10 @@ from attn_testkit.cases.data import DTYPES, StepData, held_kv, make_layers, make
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, Capabilities, ForwardMode, KVPool
+from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
 from attn_testkit.model import Model, Trace, pack, row_width
 
-from .errors import no_mode_left
+from .errors import blame, no_mode_left
 from .host_work import host_work
 from .packing import Bytes, Sent, bytes_of
 from .pool_watch import PoolWatch
@@ -58,20 +59,28 @@ def _largest(schedules: Sequence[Schedule], name: str) -> int:
 
 
 def context_for(
-    schedules: Sequence[Schedule], device: torch.device, layers: tuple[AttentionLayer, ...]
+    schedules: Sequence[Schedule],
+    device: torch.device,
+    layers: tuple[AttentionLayer, ...],
+    own_layout: Callable[[KVPoolSpec], Sequence[KVLayer]] | None = None,
 ) -> BackendContext:
-    """What a server would give the constructor of a backend that is to run these schedules. All tables are zeros."""
+    """What a server would give the constructor of a backend that is to run these schedules. All tables are zeros.
+
+    ``own_layout``: lays out the KV pool where the case leaves that to the backend. Raises ``DriveError`` where it does.
+    """
     case = schedules[0].case
     dtype = DTYPES[case.dtype]
     kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
     pages, rows = _largest(schedules, "num_pages"), _largest(schedules, "pool_rows")
     ctx = _largest(schedules, "max_context_len")
+    with blame("KV pool"):
+        pool = KVPool(pages * case.page_size, case.page_size, layers, kv_dtype, device, case.kv_layout, own_layout)
     spec = [s for s in schedules if s.case.mode.is_speculative()]
     verify = [s for s in schedules if s.case.tree is not None]
     return BackendContext(
         device=device,
         dtype=dtype,
-        kv_pool=KVPool(pages * case.page_size, case.page_size, layers, kv_dtype, device),
+        kv_pool=pool,
         req_to_token=torch.zeros(rows + 1, ctx, dtype=torch.int32, device=device),
         layers=layers,
         page_size=case.page_size,
@@ -101,7 +110,7 @@ class ServerHarness:
         *,
         claims: Capabilities | None = None,
     ) -> None:
-        """Construct the backend; raises what its constructor raises.
+        """Construct the backend; raises what its constructor raises, and ``DriveError`` where it lays out its KV pool.
 
         ``schedules``: with what differs between their modes alone; the first one's case decides dtypes, page size and
         layers. ``unowned``: what slots that no request owns hold, NaN, or a number to find out where a NaN came from.
@@ -125,7 +134,8 @@ class ServerHarness:
         self.capabilities = backend_class.capabilities if claims is None else claims
         self.replay_graph: Callable[[Any], None] = torch.cuda.CUDAGraph.replay
         """Taken before the backend is constructed: one that replaces it would have a graph that is never replayed."""
-        context = context_for(schedules, device, layers)
+        own_layout = backend_class.lay_out_kv_pool if self.case.kv_layout == OWN else None
+        context = context_for(schedules, device, layers, own_layout)
         requests, columns = context.req_to_token.shape
         width = row_width(layers)
         self._is_mla = layers[0].is_mla
@@ -151,9 +161,7 @@ class ServerHarness:
 
     def prepare_capture(self) -> None:
         """The memory as a server has it when it captures: an all-zero request table, page 0 zeros, no live request."""
-        pool = self.context.kv_pool
-        pool.storage.view(torch.uint8).fill_(0x7F if pool.dtype.itemsize == 1 else 0xFF)
-        pool.storage.view(torch.uint8)[:, :, : pool.page_size] = 0
+        self.pool.clear()
         self._tables.clear_requests()
 
     def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> LoadedStep:

@@ -122,17 +122,15 @@ def _ranked(harness: ServerHarness, ids: torch.Tensor, trace: Trace) -> torch.Te
 
 def _load_prompts(server: _Server, words: Vocabulary) -> None:
     """KV of the prompts but for their last token, for both; NaN everywhere else."""
-    context = server.harness.context
-    pool = context.kv_pool.storage
-    pool.fill_(torch.nan)
+    context, pool = server.harness.context, server.harness.pool
+    pool.poison()
     upload_into(context.req_to_token, torch.from_numpy(server.loop.table))
     stored = [words.k] if context.layers[0].is_mla else [words.k, words.v]
     for index, talk in enumerate(server.talks):
         ids = torch.tensor(talk.tokens[:-1], dtype=torch.int64)
         for of_draft in (False, True):
             slots = torch.from_numpy(server.slots(index, of_draft=of_draft)[: len(ids)])
-            for part, source in enumerate(stored):
-                pool[:, part, slots.to(pool.device)] = source[:, ids].to(pool.device)
+            pool.store(slots, torch.stack([source[:, ids] for source in stored], 1))
 
 
 def _run(
@@ -225,17 +223,14 @@ def _draft(server: _Server, number: int) -> None:
     """The rest of each branch, and then a token of it spoilt; branches change places from round to round."""
     draft, page, requests = server.case.draft, server.case.page_size, list[Request]()
     assert draft is not None
-    pool = server.harness.context.kv_pool.storage
     ids: list[int] = []
     for index, talk in enumerate(server.talks):
         slots = server.slots(index, of_draft=True)[: draft.room(talk.drafted, page)]
         whole = Request(talk.drafted, len(draft), server.row(index, of_draft=True), slots)
         requests.append(branched(whole, draft, page))
-        for copy in torch.from_numpy(requests[-1].copies).to(pool.device):
+        for copy in torch.from_numpy(requests[-1].copies):
             # A server's worker copies what the prefix has of its last page.
-            pool[:, :, copy] = pool[
-                :, :, torch.from_numpy(slots[talk.drafted - len(copy) : talk.drafted]).to(pool.device)
-            ]
+            server.harness.pool.move(torch.from_numpy(slots[talk.drafted - len(copy) : talk.drafted]), copy)
         ids += [branch[0] if row == 0 else 0 for branch in talk.proposed for row in range(draft.forwards)]
     mode = ForwardMode.DRAFT_DECODE
     logits, attention = _run(server, mode, requests, ids, stage_name(number, mode))
@@ -300,6 +295,5 @@ def _note(server: _Server, label: str, request: int, position: int, attention: t
 
 def _move(harness: ServerHarness, request: Request, path: Sequence[int]) -> None:
     """The KV of an accepted path goes to the front, as a server's worker moves it."""
-    pool = harness.context.kv_pool.storage
     new = torch.from_numpy(request.slots[request.prefix :])
-    pool[:, :, new[: len(path)].to(pool.device)] = pool[:, :, new[list(path)].to(pool.device)]
+    harness.pool.move(new[list(path)], new[: len(path)])

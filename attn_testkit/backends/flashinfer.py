@@ -52,6 +52,7 @@ class FlashInferBackend(AttentionBackend):
         # 256 has kernels too. Each head dim is eighteen more modules to compile, and 256 takes the longest.
         head_dims=frozenset({64, 128}),
         page_sizes=frozenset({1, 16, 32, 64}),
+        kv_layouts=frozenset({"nhd", "hnd", "kv-in-block"}),
         gqa_ratios=frozenset({1, 2, 3, 4, 5, 6, 7, 8, 16}),
         max_q_rows=64,
         max_topk=64,
@@ -73,6 +74,7 @@ class FlashInferBackend(AttentionBackend):
         self.kernels = "emulated" if fake else "real"
         first = context.layers[0]
         self._tensor_cores = first.q_per_kv >= 4 or context.kv_pool.dtype.itemsize == 1
+        self._kv_layout = "HND" if context.kv_pool.layout == "hnd" else "NHD"
         self._float_workspace = workspace(context.device, fake)
         self._kinds = list(dict.fromkeys(LayerKind.of(layer) for layer in context.layers))
         self._eager: dict[tuple[bool, LayerKind], Any] = {}
@@ -117,14 +119,16 @@ class FlashInferBackend(AttentionBackend):
 
     def _eager_wrapper(self, decode: bool) -> Any:
         if decode:
-            return self._decode.call(self._float_workspace, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2")
-        return self._prefill.call(self._float_workspace, "NHD", backend="fa2")
+            return self._decode.call(
+                self._float_workspace, self._kv_layout, use_tensor_cores=self._tensor_cores, backend="fa2"
+            )
+        return self._prefill.call(self._float_workspace, self._kv_layout, backend="fa2")
 
     def _graph_wrapper(self, decode: bool, bs: int, masked: bool) -> Any:
         if decode:
             return self._decode.call(
                 self._float_workspace,
-                "NHD",
+                self._kv_layout,
                 use_cuda_graph=True,
                 use_tensor_cores=self._tensor_cores,
                 paged_kv_indptr_buffer=self._kv_indptr[: bs + 1],
@@ -134,7 +138,7 @@ class FlashInferBackend(AttentionBackend):
             )
         return self._prefill.call(
             self._float_workspace,
-            "NHD",
+            self._kv_layout,
             use_cuda_graph=True,
             qo_indptr_buf=self._qo_indptr[: bs + 1],
             paged_kv_indptr_buf=self._kv_indptr[: bs + 1],
@@ -201,10 +205,12 @@ class FlashInferBackend(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store the new rows and run the wrapper that was planned for this layer's kind."""
-        pool, page_size = self.context.kv_pool, self.context.page_size
+        pool = self.context.kv_pool
         if save_kv_cache:
             pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
-        key, value = (buffer.view(-1, page_size, *buffer.shape[1:]) for buffer in pool.get_kv_buffer(layer.layer_id))
+        # Of K and V in one block the package takes the block itself.
+        kv: Any = pool.get_layer_buffer(layer.layer_id)
+        kv = kv if pool.layout == "kv-in-block" else kv.unbind(0)
         scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if pool.dtype.itemsize == 1 else {}
-        out: torch.Tensor = self._current[LayerKind.of(layer)].run(q, (key, value), **scales)
+        out: torch.Tensor = self._current[LayerKind.of(layer)].run(q, kv, **scales)
         return out

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..contract import (
+    KV_LAYOUTS,
     AttentionBackend,
     AttentionLayer,
     BackendContext,
@@ -39,6 +40,7 @@ class TorchNativeBackend(AttentionBackend):
         head_dims=frozenset({32, 64, 128, 256, 512}),
         mla_rope_dims=frozenset({32, 64}),
         page_sizes=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
+        kv_layouts=frozenset(KV_LAYOUTS) - {"own"},
         gqa_ratios=frozenset(range(1, 129)),
         max_q_rows=128,
         max_topk=128,
@@ -58,6 +60,7 @@ class TorchNativeBackend(AttentionBackend):
         super().__init__(context)
         self._key = torch.arange(context.max_context_len, device=context.device)
         self._mask: VerifyMask | None = None
+        self._has_slot_views = context.kv_pool.layout in ("nhd", "side-by-side")
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """One mask buffer for every graph; the draft stage fills it in place."""
@@ -83,7 +86,7 @@ class TorchNativeBackend(AttentionBackend):
         row = torch.arange(tokens, device=starts.device)
         request = torch.searchsorted(starts, row, right=True) - 1
         self._place = request * width + (row - starts[request]).clamp(max=width - 1)
-        self._slots = self._key_slots(batch)
+        self._slots = self._index(self._key_slots(batch))
         self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
 
     def _rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
@@ -171,11 +174,21 @@ class TorchNativeBackend(AttentionBackend):
 
     def _keys(self, layer: AttentionLayer) -> torch.Tensor:
         """[B, C, Hk, D] float32, not yet multiplied by an FP8 pool's scale."""
-        return _gather(self.context.kv_pool.get_key_buffer(layer.layer_id), self._slots)
+        return _gather(self._buffers(layer)[0], self._slots)
 
     def _values(self, layer: AttentionLayer) -> torch.Tensor:
         """[B, C, Hk, Dv] float32, likewise."""
-        return _gather(self.context.kv_pool.get_value_buffer(layer.layer_id), self._slots)
+        return _gather(self._buffers(layer)[1], self._slots)
+
+    def _buffers(self, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V by slot, or by page and slot where the layout has no view by slot."""
+        pool = self.context.kv_pool
+        return (pool.get_kv_buffer if self._has_slot_views else pool.get_kv_pages)(layer.layer_id)
+
+    def _index(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Slots int64 as indices into ``_buffers``."""
+        page = self.context.page_size
+        return (slots,) if self._has_slot_views else (slots // page, slots % page)
 
     def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         """[B, Hk, G, W, C]: scaled, capped, not yet masked."""
@@ -203,7 +216,7 @@ class TorchNativeBackend(AttentionBackend):
         return torch.einsum("bhgws,bshd->bwhgd", p, values)
 
 
-def _gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def _gather(buffer: torch.Tensor, slots: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """``buffer[slots]`` in float32; indexing is not implemented for FP8 everywhere, so its bytes are gathered."""
     if buffer.dtype.itemsize > 1:
         return buffer[slots].float()

@@ -20,6 +20,7 @@ import torch
 import triton
 
 from attn_testkit.contract import (
+    KV_LAYOUTS,
     AttentionBackend,
     AttentionLayer,
     BackendContext,
@@ -74,6 +75,7 @@ class TritonBackend(AttentionBackend):
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),
         head_dims=frozenset({32, 64, 128, 256}),
         page_sizes=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
+        kv_layouts=frozenset(KV_LAYOUTS) - {"own"},
         gqa_ratios=frozenset(range(1, 9)),
         max_q_rows=64,
         max_topk=64,
@@ -208,7 +210,8 @@ class TritonBackend(AttentionBackend):
         if save_kv_cache:
             # Padding of slot -1 goes where other padding goes: page 0.
             context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)
-        key, value = context.kv_pool.get_kv_buffer(layer.layer_id)
+        key, value = context.kv_pool.get_kv_pages(layer.layer_id)
+        k_page, k_slot, *_ = key.stride()
         heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
         kv_lens = plan.kv_lens[batch.spec_info.step if isinstance(batch.spec_info, DraftDecodeInput) else 0]
         bs, splits = len(kv_lens), self._splits if plan.tile_rows == 1 else 1
@@ -223,7 +226,8 @@ class TritonBackend(AttentionBackend):
             plan.table, plan.requests, kv_lens, plan.cu_seqlens_q, batch.positions,
             q if plan.mask is None else plan.mask, q if layer.sinks is None else layer.sinks,  # q: never read
             layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap), window,
-            *q.stride(), *key.stride()[:2], plan.table.stride(0),
+            *q.stride(), *key.stride()[:3], *value.stride()[:3], plan.table.stride(0),
+            PAGE=0 if k_page == context.page_size * k_slot else context.page_size,
             HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
             HAS_CAP=layer.logit_cap > 0, HAS_SINKS=layer.sinks is not None, KV_HEADS=tiles.kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DOT=tiles.dot, num_warps=4, num_stages=2,

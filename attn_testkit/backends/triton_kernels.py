@@ -58,8 +58,9 @@ def attend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr,
     req_to_token_ptr, requests_ptr, kv_lens_ptr, cu_seqlens_q_ptr, positions_ptr, mask_ptr, sinks_ptr,
     scale, v_scale, logit_cap, window,
-    q_row, q_head, q_dim, kv_slot, kv_head, table_row,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, NODES: tl.constexpr, SPLITS: tl.constexpr,
+    q_row, q_head, q_dim, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, NODES: tl.constexpr,
+    SPLITS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +69,8 @@ def attend_kernel(
     A tile's rows are pairs (query row, query head) and its columns pairs (key, KV head), so that all query heads of a
     KV head share its keys. ``NODES`` is 0 for causal attention aligned to the end of the keys; otherwise a request is a
     draft tree of ``NODES`` rows and ``mask`` [bs, NODES, NODES] says who sees whom. With ``SPLITS`` > 1 the result is
-    partial, for ``merge_kernel`` to finish.
+    partial, for ``merge_kernel`` to finish. ``PAGE``: slots of a page, or 0 where slots are as far apart as in a page
+    everywhere, and no page needs to be known.
     """
     request, head_group = tl.program_id(0), tl.program_id(1)
     tile, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
@@ -109,13 +111,18 @@ def attend_kernel(
             total = tl.full([BLOCK_M], 1.0, tl.float32)
 
     table = req_to_token_ptr + tl.load(requests_ptr + request) * table_row + column_key
-    k_at = k_ptr + (column_head * kv_head)[:, None] + dim[None, :]
-    v_at = v_ptr + (column_head * kv_head)[:, None] + dim[None, :]
+    k_at = k_ptr + (column_head * k_head)[:, None] + dim[None, :]
+    v_at = v_ptr + (column_head * v_head)[:, None] + dim[None, :]
     for start in range(begin, end, KEYS):
         key = start + column_key
         owned = key < end  # slots behind the end are other requests' and may hold NaN, which 0 would not silence
-        slot = tl.load(table + start, mask=owned, other=0).to(tl.int64) * kv_slot
-        k = tl.load(k_at + slot[:, None], mask=owned[:, None], other=0.0).to(DOT)
+        slot = tl.load(table + start, mask=owned, other=0).to(tl.int64)
+        if PAGE > 0:
+            k_slots = slot // PAGE * k_page + slot % PAGE * k_slot
+            v_slots = slot // PAGE * v_page + slot % PAGE * v_slot
+        else:
+            k_slots, v_slots = slot * k_slot, slot * v_slot
+        k = tl.load(k_at + k_slots[:, None], mask=owned[:, None], other=0.0).to(DOT)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if HAS_CAP:  # cap * tanh(s / cap), written so that exp cannot overflow
             e = tl.exp(tl.abs(s) * (-2.0 / logit_cap))
@@ -139,7 +146,7 @@ def attend_kernel(
         base = tl.where(new_m == float("-inf"), 0.0, new_m)  # never -inf - -inf
         p = tl.exp(s - base[:, None])
         shrink = tl.exp(m - base)
-        v = tl.load(v_at + slot[:, None], mask=owned[:, None], other=0.0).to(DOT)
+        v = tl.load(v_at + v_slots[:, None], mask=owned[:, None], other=0.0).to(DOT)
         acc = acc * shrink[:, None] + tl.dot(p.to(DOT), v, input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         m = new_m

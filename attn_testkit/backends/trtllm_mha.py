@@ -71,6 +71,7 @@ class TRTLLMMHABackend(AttentionBackend):
         # these are the ones that are tried, not all that there are. 128-slot pages have conditions on trtllm-gen.
         head_dims=frozenset({64, 128}),
         page_sizes=frozenset({16, 64}),
+        kv_layouts=frozenset({"nhd", "hnd"}),
         gqa_ratios=frozenset({1, 4, 8}),
         max_q_rows=32,
         max_topk=1,  # the mask of XQA is for chains, and trtllm-gen has none
@@ -223,7 +224,8 @@ class TRTLLMMHABackend(AttentionBackend):
         if save_kv_cache:
             pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
         fp8 = pool.dtype.itemsize == 1
-        key, value = (_pages(buffer, self.context.page_size) for buffer in pool.get_kv_buffer(layer.layer_id))
+        # Heads first: contiguous in a pool of that layout, strided in another.
+        key, value = (pages.transpose(1, 2) for pages in pool.get_kv_pages(layer.layer_id))
         common = {
             "query": self._query(q, layer, fp8),
             "kv_cache": (key, value),
@@ -292,11 +294,6 @@ def _running_sum(counts: torch.Tensor, into: torch.Tensor) -> None:
     """``into`` [bs + 1] int32: 0, then the running sum of ``counts`` [bs]."""
     into[:1].zero_()
     into[1:].copy_(counts.cumsum(0))
-
-
-def _pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
-    """[slots, Hk, D] -> [pages, Hk, P, D] without a copy."""
-    return buffer.view(-1, page_size, *buffer.shape[1:]).transpose(1, 2)
 
 
 def _packed_causal_mask(max_bs: int, n: int, device: torch.device) -> torch.Tensor:

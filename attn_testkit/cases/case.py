@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ..contract import ForwardMode
+from ..contract import KV_LAYOUTS, ForwardMode
 from . import choices
 from .draft import Draft
 from .trees import Tree, chain
@@ -84,6 +84,8 @@ class Case:
     """MLA: width of the part of a key that is no value. 0 elsewhere."""
     kv_dtype: str = "same"
     """Of the KV pool: ``same`` as ``dtype``, or ``fp8_e4m3``."""
+    kv_layout: str = "nhd"
+    """How the KV pool lies in memory: one of ``KV_LAYOUTS``."""
     window: int = -1
     """W of one layer; the other has none, or a wider one: see ``make_layers``."""
     logit_cap: float = 0.0
@@ -174,6 +176,8 @@ class Case:
         words += [self.layout, self.data]
         if self.kv_dtype != "same":
             words.append("kv" + self.kv_dtype.replace("_", ""))
+        if self.kv_layout != "nhd":
+            words.append(_layout_word(self.kv_layout))
         if self.window >= 0:
             words.append(f"w{self.window}")
         if self.logit_cap:
@@ -248,6 +252,11 @@ def _draft(draft: Draft) -> dict[str, Any]:
     return {"draft": draft, "width": len(draft)}
 
 
+def _layout_word(name: str) -> str:
+    return "kv" + name.removeprefix("kv").replace("-", "")
+
+
+_KV_LAYOUTS = {_layout_word(name): name for name in KV_LAYOUTS if name != "nhd"}
 _Word = tuple[str, Callable[[re.Match[str]], Mapping[str, Any]]]
 _WORDS: tuple[_Word, ...] = (
     (r"(?P<family>mha|gqa|mqa|mla)(?P<first>\d+)(x(?P<second>\d+))?", _heads),
@@ -264,6 +273,7 @@ _WORDS: tuple[_Word, ...] = (
     ("|".join(LAYOUTS), lambda m: {"layout": m[0]}),
     ("|".join((*DATA, *EXTREME_DATA)), lambda m: {"data": m[0]}),
     (r"kvfp8e4m3", lambda m: {"kv_dtype": "fp8_e4m3"}),
+    ("|".join(_KV_LAYOUTS), lambda m: {"kv_layout": _KV_LAYOUTS[m[0]]}),
     (r"w(\d+)", lambda m: {"window": int(m[1])}),
     (r"cap([\d.]+)", lambda m: {"logit_cap": float(m[1])}),
     (r"sink", lambda m: {"sinks": True}),
@@ -287,7 +297,7 @@ def parse_case(case_id: str) -> Case:
     for word in case_id[len(mode) + 1 :].split("-"):
         found = next(((m, read) for p, read in _WORDS if (m := re.fullmatch(p, word))), None)
         if found is None:
-            known = (*LAYOUTS, *DATA, *EXTREME_DATA, "fp16", "bf16", "fp32", "sink")
+            known = (*LAYOUTS, *DATA, *EXTREME_DATA, *_KV_LAYOUTS, "fp16", "bf16", "fp32", "sink")
             close = difflib.get_close_matches(word, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"case id {case_id!r}: cannot read {word!r}{hint}")

@@ -22,7 +22,8 @@ from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
 from .plans import context_len
-from .small_cases import MOST_NEW_TOKENS, small_cases
+from .pool_layouts import pool_layout_cases, usual_layout
+from .small_cases import MOST_NEW_TOKENS, plain_case, small_cases
 from .switches import switch_cases
 from .trees import Tree, chain
 from .untried import most_rows
@@ -356,7 +357,7 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
     """
     dimensions = _dimensions(claims, mode, tier)
     names = list(dimensions)
-    if any(not values for values in dimensions.values()):
+    if any(not values for values in (*dimensions.values(), claims.kv_layouts)):
         return ()
     strength = min(TIERS[tier], len(names))
     rows = _rows(tuple(len(dimensions[name]) for name in names), strength, mode.value)
@@ -364,7 +365,7 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
     for row in rows:
         built = _build(claims, mode, {name: dimensions[name][i] for name, i in zip(names, row, strict=True)})
         # The seed decides lengths, too: seeded before it is asked whether it fits.
-        case = built.with_seed(seed)
+        case = replace(built, seed=seed, kv_layout=usual_layout(claims))
         if _fits(claims, case):
             cases.setdefault(case.id, case)
     if cases:
@@ -376,18 +377,19 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
     if cases and tier != "smoke":
         small = small_cases(claims, mode, tier, list(cases.values()), lambda case: _fits(claims, case))
         cases.update((case.id, case) for case in small)
-    for each in _later(claims, base, tier) if base else ():
+    for each in _later(claims, mode, base, tier) if base else ():
         case = each.with_seed(seed)
         if _fits(claims, case):
             cases.setdefault(case.id, case)
     return tuple(cases.values())
 
 
-def _later(claims: Capabilities, base: Case, tier: str) -> Iterator[Case]:
+def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> Iterator[Case]:
     """What stands behind all others: made of ``base``, which has little work for each row and key."""
     if tier != "smoke":
         yield from extreme_cases(claims, base)
     yield from switch_cases(claims, base)
+    yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))
 
 
 @cached(LRUCache(256), condition=threading.Condition())

@@ -14,10 +14,11 @@ from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
 from .draft import Draft
 from .extend import room_for
+from .pool_layouts import usual_layout
 from .trees import Tree
 from .untried import CLAIMS, Value, most_rows, rows_of, untried
 
-__all__ = ["MOST_NEW_TOKENS", "MOST_ROWS", "MOST_VALUES", "small_cases"]
+__all__ = ["MOST_NEW_TOKENS", "MOST_ROWS", "MOST_VALUES", "plain_case", "small_cases"]
 
 MOST_ROWS = 256
 """Query rows of a request: where more are claimed, so many are tried."""
@@ -42,7 +43,10 @@ def small_cases(
     """
     left = sorted((e for e in untried(claims, mode, cases) if _wanted(claims, mode, tier, *e)), key=_place)
     while left:
-        case, tried = _plain(claims, mode).with_seed(cases[0].seed), list[_Entry]()
+        case, tried = (
+            replace(plain_case(claims, mode), seed=cases[0].seed, kv_layout=usual_layout(claims)),
+            list[_Entry](),
+        )
         for name, value in left:
             changed = _CHANGES[name](claims, case, _capped(name, value))
             most = _MOST_WORK_OF_ROWS if dict(tried).keys() & {"rows", "extend"} else _MOST_WORK
@@ -85,7 +89,7 @@ def _work(case: Case) -> int:
     return pairs * case.heads.q_heads * (case.head_dim + case.rope_dim)
 
 
-def _plain(claims: Capabilities, mode: ForwardMode) -> Case:
+def plain_case(claims: Capabilities, mode: ForwardMode) -> Case:
     """What values are put into: two requests, of the cheapest that is claimed."""
     page = min(claims.page_sizes)
     is_mla = claims.families == {"mla"}

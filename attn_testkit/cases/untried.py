@@ -92,6 +92,14 @@ def _page(claims: Capabilities, case: Case) -> int | None:
     return case.page_size if max(_lens(case)) > case.page_size else None
 
 
+def _kv_layout(claims: Capabilities, case: Case) -> str | None:
+    one_head = case.heads.kv_heads == 1 and bool(claims.families - {"mqa", "mla"})
+    one_slot = case.page_size == 1 and claims.page_sizes != {1}
+    # Of one KV head, in pages of one slot, or in one page, layouts are alike.
+    alike = one_head or one_slot or max(_lens(case)) <= case.page_size
+    return None if alike and case.kv_layout != "nhd" else case.kv_layout
+
+
 def _widest_tree(claims: Capabilities, mode: ForwardMode) -> tuple[int, ...]:
     # The children of a node are rows beside it.
     return (max(1, min(claims.max_topk, claims.max_q_rows - 1)),) if mode is ForwardMode.TARGET_VERIFY else ()
@@ -172,6 +180,7 @@ CLAIMS: dict[str, Claim] = {
         lambda claims, case: case.rope_dim if _is_mla(case) else None,
     ),
     "page": Claim("page size", lambda claims, mode: claims.page_sizes, _page),
+    "kv_layout": Claim("KV layout", lambda claims, mode: claims.kv_layouts, _kv_layout),
     "dtypes": Claim(
         "dtype and KV dtype",
         lambda claims, mode: ((dtype, kv) for dtype in claims.dtypes for kv in claims.kv_dtypes),

@@ -8,7 +8,17 @@ from dataclasses import replace
 import torch
 
 from ..cases.schedule import Schedule
-from ..contract import AttentionBackend, BackendContext, Capabilities, ForwardMode, KVPool, Unsupported
+from ..contract import (
+    KV_LAYOUTS,
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    Capabilities,
+    ForwardMode,
+    KVPool,
+    Unsupported,
+)
+from ..contract.kv_layouts import OWN
 from ..results import Finding
 from .check import Check, Stage, in_eager, in_graphs
 from .failures import is_ctrl_c, reason_of, site_of
@@ -22,20 +32,37 @@ def _first_unclaimed(candidates: tuple[int, ...], claimed: Set[int]) -> int | No
     return next((value for value in candidates if value not in claimed), None)
 
 
+def _pool(
+    context: BackendContext,
+    size: int | None = None,
+    page_size: int | None = None,
+    layers: tuple[AttentionLayer, ...] | None = None,
+    dtype: torch.dtype | None = None,
+    layout: str | None = None,
+) -> KVPool | None:
+    """A pool like that of ``context``, or one that differs in what is given; None where the backend makes no such."""
+    pool, page_size = context.kv_pool, page_size or context.page_size
+    layout, layers, dtype = layout or pool.layout, layers or context.layers, dtype or pool.dtype
+    try:
+        return KVPool(size or page_size, page_size, layers, dtype, context.device, layout, pool.own)
+    except Exception:
+        return None
+
+
 def _page(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     page = _first_unclaimed((48, 3, 5, 256), claims.page_sizes)
     if page is None:
         return None
-    pool = KVPool(page * 2, page, context.layers, context.kv_pool.dtype, context.device)
-    return f"page size {page}", replace(context, page_size=page, kv_pool=pool)
+    pool = _pool(context, page * 2, page)
+    return (f"page size {page}", replace(context, page_size=page, kv_pool=pool)) if pool else None
 
 
 def _dtype(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     name = next((n for n in ("fp32", "bf16", "fp16") if n not in claims.dtypes), None)
     if name is None or context.kv_pool.dtype != context.dtype:
         return None
-    pool = KVPool(context.page_size, context.page_size, context.layers, _DTYPES[name], context.device)
-    return f"dtype {name}", replace(context, dtype=_DTYPES[name], kv_pool=pool)
+    pool = _pool(context, dtype=_DTYPES[name])
+    return (f"dtype {name}", replace(context, dtype=_DTYPES[name], kv_pool=pool)) if pool else None
 
 
 def _head_dim(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -43,8 +70,8 @@ def _head_dim(claims: Capabilities, context: BackendContext) -> tuple[str, Backe
     if dim is None or context.layers[0].is_mla:
         return None
     layers = tuple(replace(layer, head_dim=dim, v_head_dim=dim) for layer in context.layers)
-    pool = KVPool(context.page_size, context.page_size, layers, context.kv_pool.dtype, context.device)
-    return f"head dim {dim}", replace(context, layers=layers, kv_pool=pool)
+    pool = _pool(context, layers=layers)
+    return (f"head dim {dim}", replace(context, layers=layers, kv_pool=pool)) if pool else None
 
 
 def _window(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -108,9 +135,15 @@ def _mode(claims: Capabilities, context: BackendContext) -> tuple[str, BackendCo
     return f"mode {mode}", replace(context, modes=frozenset({mode}))
 
 
+def _layout(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    name = next((name for name in KV_LAYOUTS if name not in claims.kv_layouts and name != OWN), None)
+    pool = name and _pool(context, layout=name)
+    return (f"KV layout {name}", replace(context, kv_pool=pool)) if pool else None
+
+
 _Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
 _WAYS: tuple[_Outside, ...] = (
-    _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches,
+    _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches, _layout,
 )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ _SYNC = re.compile(r"synchroniz|HostSync|called a synchronizing CUDA operation",
 
 _PHASE_WORDS = {
     "constructor": "the constructor",
+    "KV pool": "lay_out_kv_pool",
     "graph state": "init_cuda_graph_state",
     "plan": "init_forward_metadata",
     "forward": "forward",
@@ -52,7 +53,7 @@ _PHASE_WORDS = {
     "fill value": "get_cuda_graph_seq_len_fill_value",
     "kernels": "kernels",
 }
-_BEFORE_ANY_BATCH = ("constructor", "graph state", "verify mask", "fill value", "kernels")
+_BEFORE_ANY_BATCH = ("constructor", "KV pool", "graph state", "verify mask", "fill value", "kernels")
 """Where no lengths were given, so that a None is not theirs."""
 
 

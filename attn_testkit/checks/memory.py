@@ -26,6 +26,8 @@ def pool_is_right(observed: Observation, page_size: int) -> bool:
     was NaN.
     """
     assert observed.inputs is not None
+    if observed.outside:
+        return False
     slots, rows = observed.written
     own = slots >= page_size
     if not own.all():
@@ -42,6 +44,8 @@ def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:
     pool_after = observed.pool_after
     got, want = _raw(observed.pool)[:, :, page:], _raw(pool_after)[:, :, page:]
     differs = (got != want).flatten(3).any(-1)
+    if not differs.any():
+        return [_outside(observed)]
     owner = _owners(observed, pool_after.shape[2])[page:]
     wrong = differs.any(0).any(0)
     what = {
@@ -68,6 +72,18 @@ def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:
             step=observed.label,
         )
     ]
+
+
+def _outside(observed: Observation) -> Finding:
+    """Every slot is right, and memory between them is not what it was."""
+    return Finding(
+        "writes-own-kv",
+        "KV memory is wrong after the step: memory of the pool that belongs to no slot was written",
+        where=f"byte {observed.outside[0]} of the memory that a KV pool of layout "
+        f"{observed.schedule.case.kv_layout} lies in",
+        hint="a row is stored by the strides of the pool, and no wider than it is; what is behind it may be padding",
+        step=observed.label,
+    )
 
 
 _OWNER = {"new": 1, "old": 2, "unowned": 0}

@@ -173,6 +173,12 @@ class Observation:
         return pieces["slots"], pieces["rows"]
 
     @cached_property
+    def outside(self) -> tuple[int, ...]:
+        """Bytes of the pool's memory that belong to no slot and changed, one for each piece of memory that has any."""
+        found = self.copies.group("pool").get("outside")
+        return () if found is None else tuple(found.tolist())
+
+    @cached_property
     def pool(self) -> torch.Tensor:
         """[L, 2 or 1, slots, Hk, Dqk] in the pool's dtype: the KV pool after the step."""
         assert self.inputs is not None

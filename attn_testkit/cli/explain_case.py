@@ -55,6 +55,7 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("rope_dim", str(case.rope_dim or "")),
         ("dtype", case.dtype),
         ("kv_dtype", "" if case.kv_dtype == "same" else case.kv_dtype),
+        ("kv_layout", "" if case.kv_layout == "nhd" else case.kv_layout),
         ("page_size", str(case.page_size)),
         ("prefixes", f"{_listed(case.prefixes)} keys before this step"),
         ("new", _new(case)),

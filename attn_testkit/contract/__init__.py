@@ -6,6 +6,7 @@ from .capabilities import DTYPES, FAMILIES, KV_DTYPES, Capabilities, Requires, U
 from .draft_decode import DraftDecodeInput
 from .kernel_backend import KernelBackend
 from .kernel_plan import KernelPlan
+from .kv_layouts import KV_LAYOUTS, KVLayer, KVPoolSpec
 from .kv_pool import KVPool
 from .layer import AttentionLayer
 from .modes import Execution, ForwardMode
@@ -14,6 +15,7 @@ __all__ = [
     "DTYPES",
     "FAMILIES",
     "KV_DTYPES",
+    "KV_LAYOUTS",
     "AttentionBackend",
     "AttentionLayer",
     "BackendContext",
@@ -23,7 +25,9 @@ __all__ = [
     "Execution",
     "ForwardBatch",
     "ForwardMode",
+    "KVLayer",
     "KVPool",
+    "KVPoolSpec",
     "KernelBackend",
     "KernelPlan",
     "LegacyGraphHooks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import torch
 
 from .batch import ForwardBatch, VerifyMask
 from .capabilities import Capabilities, Unsupported
+from .kv_layouts import KVLayer, KVPoolSpec
 from .kv_pool import KVPool
 from .layer import AttentionLayer
 from .modes import ForwardMode
@@ -80,6 +82,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         ("MLA rope dim", first.head_dim - first.kv_lora_rank,
          not first.is_mla or first.head_dim - first.kv_lora_rank in capabilities.mla_rope_dims),
         ("page size", context.page_size, context.page_size in capabilities.page_sizes),
+        ("KV layout", context.kv_pool.layout, context.kv_pool.layout in capabilities.kv_layouts),
         ("GQA ratio", ratio, family == "mha" or ratio in capabilities.gqa_ratios),
         ("query rows per request", rows, rows <= capabilities.max_q_rows),
         ("new tokens per request", context.max_extend_tokens,
@@ -145,6 +148,15 @@ class AttentionBackend(ABC):
         """Keep ``context`` and raise ``Unsupported`` if it is outside ``capabilities``."""
         refuse_unclaimed(self.capabilities, context)
         self.context = context
+
+    @classmethod
+    def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
+        """Allocate the KV pool, for backends that claim the KV layout ``own``: one ``KVLayer`` for each layer.
+
+        The kit stores and reads rows by the views that it gives, and fills and compares all memory that they lie in.
+        Called before the constructor, whose ``context.kv_pool`` has what it returned.
+        """
+        raise NotImplementedError(f"{cls.__name__} claims kv_layouts={{'own'}}: it has to implement lay_out_kv_pool")
 
     @abstractmethod
     def forward(

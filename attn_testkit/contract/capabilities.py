@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .kv_layouts import KV_LAYOUTS
 from .modes import Execution, ForwardMode
 
 __all__ = ["DTYPES", "FAMILIES", "KV_DTYPES", "MATMUL_DTYPES", "Capabilities", "Requires", "Unsupported"]
@@ -135,6 +136,9 @@ class Capabilities:
     """MLA: which rope widths?"""
     page_sizes: Set[int] = frozenset({16})
     """Which page sizes of the KV pool, in slots?"""
+    kv_layouts: Set[str] = frozenset({"nhd"})
+    """Which layouts of the KV pool in memory, of those that ``KVPool`` lists? With ``own`` the class lays its pool out
+    itself: ``AttentionBackend.lay_out_kv_pool``. ``KVPool.layout`` says which an instance has."""
     gqa_ratios: Set[int] = frozenset({1, 2, 4, 8})
     """Which numbers of query heads for one KV head (``gqa`` and ``mqa``; for ``mla`` the number of heads)?"""
     max_q_rows: int = 1
@@ -192,8 +196,8 @@ class Capabilities:
         _spelled("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
         for name in ("eager", "graph", "sliding_window", "new_rows_as_given"):
             object.__setattr__(self, name, _modes(name, getattr(self, name)))
-        kv_dtypes = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES))
-        for name, known in (("families", FAMILIES), ("dtypes", DTYPES), *kv_dtypes):
+        of_pool = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES), ("kv_layouts", KV_LAYOUTS))
+        for name, known in (("families", FAMILIES), ("dtypes", DTYPES), *of_pool):
             object.__setattr__(
                 self, name, frozenset(_spelled(name, v, known) for v in _listed(name, getattr(self, name)))
             )

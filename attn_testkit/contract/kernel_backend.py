@@ -32,7 +32,8 @@ class KernelBackend(AttentionBackend):
         """Attend over the paged KV memory; the new keys and values are already in it.
 
         ``q`` [T, Hq, D]; ``kv`` K [pages, page_size, Hk, D] and V [pages, page_size, Hk, Dv]. Returns [T, Hq, Dv].
-        ``q`` may be a strided view of a packed tensor. May run under capture: device work only.
+        ``q`` may be a strided view of a packed tensor, and ``kv`` are where other KV layouts than ``nhd`` are claimed;
+        ``context.kv_pool.get_layer_buffer`` has both as the layout has them. May run under capture: device work only.
         """
 
     def __init__(self, context: BackendContext) -> None:
@@ -121,8 +122,7 @@ class KernelBackend(AttentionBackend):
         plan = KernelPlan(self._step, layer, batch.out_cache_loc, context.max_context_len, save_kv_cache, *new)
         if save_kv_cache:
             self.write_kv(k, v, plan)
-        key, value = context.kv_pool.get_kv_buffer(layer.layer_id)
-        return self.run(q, (_in_pages(key, context.page_size), _in_pages(value, context.page_size)), plan)
+        return self.run(q, context.kv_pool.get_kv_pages(layer.layer_id), plan)
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         """Store rows ``k`` [T, Hk, D] and ``v`` [T, Hk, Dv] in ``plan.out_cache_loc``, by the rule of ``KVPool``.
@@ -130,11 +130,3 @@ class KernelBackend(AttentionBackend):
         Before ``run``, and where ``save_kv_cache`` is True alone. May run under capture: device work only.
         """
         self.context.kv_pool.set_kv_buffer(plan.layer, plan.out_cache_loc, k, v)
-
-
-def _in_pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
-    """[slots, H, D] -> [pages, page_size, H, D] without a copy; works for the strided value view of MLA too."""
-    slot, head, dim = buffer.stride()
-    return buffer.as_strided(
-        (buffer.shape[0] // page_size, page_size, *buffer.shape[1:]), (page_size * slot, slot, head, dim)
-    )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
+from .kv_layouts import OWN, KVLayer, KVPoolSpec, lay_out, place_of, refuse_layers, slot_dims
 from .layer import AttentionLayer
 
 __all__ = ["KVPool"]
@@ -15,8 +18,23 @@ class KVPool:
     ``size`` token slots follow page 0. Page 0 is reserved: padded rows write there, and no live request owns a slot of
     it. A slot ``s`` lies in page ``s // page_size``; inside a page the slots are consecutive.
 
-    MHA, GQA, MQA: K is [slots, Hk, D] and V is [slots, Hk, Dv] per layer, with ``slots = page_size + size``. MLA: one
-    buffer [slots, 1, kv_lora_rank + rope] per layer; the value buffer is a view of its first ``kv_lora_rank`` columns.
+    MHA, GQA, MQA: K and V of a slot are [Hk, D] and [Hk, Dv] per layer. MLA: one row [1, kv_lora_rank + rope] per
+    layer; the value is its first ``kv_lora_rank`` columns. How they lie in memory is ``layout``:
+
+    ==================== ==================================================== ========================================
+    ``layout``           ``get_layer_buffer``                                 what is to be known of it
+    ==================== ==================================================== ========================================
+    ``nhd``              [2, pages, page_size, Hk, D]                         K and V are contiguous by slot
+    ``hnd``              [2, pages, Hk, page_size, D]                         heads before slots: no view by slot
+    ``kv-in-block``      [pages, 2, page_size, Hk, D]                         K and V of a page are one block
+    ``side-by-side``     [pages, page_size, Hk, 2, D]                         K and V of a head share a row of 2 * D
+    ``side-by-side-hnd`` [pages, Hk, page_size, 2, D]                         both of the above, as vLLM has it
+    ``layers-in-block``  [pages, 2, page_size, Hk, D], strided                a page of all layers is one block
+    ``padded-pages``     [2, pages, page_size, Hk, D], strided                memory that is no slot behind each page
+    ``own``              what ``AttentionBackend.lay_out_kv_pool`` gives      the backend's
+    ==================== ==================================================== ========================================
+
+    (MLA: 1 instead of 2.) ``get_kv_pages`` is there in all of them, for kernels that take strides.
     """
 
     def __init__(
@@ -26,36 +44,46 @@ class KVPool:
         layers: tuple[AttentionLayer, ...],
         dtype: torch.dtype,
         device: torch.device | str,
+        layout: str = "nhd",
+        own: Callable[[KVPoolSpec], Sequence[KVLayer]] | None = None,
     ) -> None:
         """Allocate zeroed memory.
 
-        ``size`` is in slots and a multiple of ``page_size``, and ``v_head_dim`` equals ``head_dim`` but for MLA, else
-        ``ValueError``. All layers have the head layout of the first.
+        ``size`` is in slots and a multiple of ``page_size``, ``v_head_dim`` equals ``head_dim`` but for MLA, and
+        ``layout`` is a name of the table, else ``ValueError``. All layers have the head layout of the first. ``own``
+        allocates instead where ``layout`` is ``own``; what it returns is checked, and ``ValueError`` says what is wrong
+        with it.
         """
         if size % page_size:
             raise ValueError(f"a KV pool of {size} slots is not a whole number of {page_size}-slot pages")
         self.size, self.page_size, self.dtype = size, page_size, dtype
         self.device = torch.device(device)
-        self.layers = layers
+        self.layers, self.layout, self.own = layers, layout, own
         first = layers[0]
         self.is_mla = first.is_mla
-        slots = size + page_size
-        # One allocation for all layers, K beside V, so that the kit can compare the whole pool in one look. A layer's
-        # buffers are contiguous views, as a backend would get them from a server.
-        if self.is_mla:
-            self.storage = torch.zeros(len(layers), 1, slots, 1, first.head_dim, dtype=dtype, device=device)
+        if not self.is_mla and first.v_head_dim != first.head_dim:
+            raise ValueError("this pool keeps K and V in one allocation and needs v_head_dim == head_dim")
+        spec = KVPoolSpec(size // page_size + 1, page_size, layers, dtype, self.device)
+        if layout == OWN:
+            if own is None:
+                raise ValueError("a pool of layout 'own' is laid out by the backend: give its lay_out_kv_pool as `own`")
+            found = refuse_layers(spec, own(spec))
         else:
-            if first.v_head_dim != first.head_dim:
-                raise ValueError("this pool keeps K and V in one allocation and needs v_head_dim == head_dim")
-            self.storage = torch.zeros(
-                len(layers), 2, slots, first.tp_k_head_num, first.head_dim, dtype=dtype, device=device
-            )
-
+            found = lay_out(spec, layout)
+        self.memory = dict(zip((layer.layer_id for layer in layers), found, strict=True))
+        """Layer id -> where its K and V lie, in the order of ``layers``."""
         # A server gives the same buffers at every call.
-        parts = self.storage.shape[1]
-        flat = self.storage.flatten(0, 1).unbind(0)
-        self._buffers = tuple(flat[part::parts] for part in range(parts))
-        self._row = tuple(self.storage.shape[3:])
+        self._by_slot = {layer.layer_id: self._views(layer, self.num_slots) for layer in layers}
+        self._by_page = {layer.layer_id: self._views(layer, spec.pages, page_size) for layer in layers}
+
+    def _views(self, layer: AttentionLayer, *slots: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V [*slots, H, D]; None where that takes a copy."""
+        parts = self.memory[layer.layer_id].parts
+        try:
+            views = [part.view(*slots, layer.tp_k_head_num, layer.head_dim) for part in parts]
+        except RuntimeError:
+            return None
+        return views[0], views[0][..., : layer.kv_lora_rank] if self.is_mla else views[1]
 
     @property
     def num_slots(self) -> int:
@@ -64,17 +92,42 @@ class KVPool:
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """[slots, Hk, D] (MLA: [slots, 1, kv_lora_rank + rope]) in the pool's dtype. A view, not a copy."""
-        return self._buffers[0][layer_id]
+        return self.get_kv_buffer(layer_id)[0]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """[slots, Hk, Dv] (MLA: the first ``kv_lora_rank`` columns of the key buffer). A view, not a copy."""
-        if self.is_mla:
-            return self._buffers[0][layer_id][..., : self.layers[layer_id].kv_lora_rank]
-        return self._buffers[1][layer_id]
+        return self.get_kv_buffer(layer_id)[1]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key [slots, Hk, D] and value [slots, Hk, Dv] buffer of a layer. Views, not copies."""
-        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+        """Key [slots, Hk, D] and value [slots, Hk, Dv] buffer of a layer. Views, not copies.
+
+        Strided in all layouts but ``nhd``. Raises ``ValueError`` where no strides give such a view: in pages of several
+        slots with heads first, with all layers in a block, or padded.
+        """
+        return self._there(self._by_slot[layer_id], "[slots, heads, width]")
+
+    def get_kv_pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K [pages, page_size, Hk, D] and V [pages, page_size, Hk, Dv] of a layer, of any strides. Views, not copies.
+
+        ``transpose(1, 2)`` of it is what kernels of ``hnd`` take. Raises ``ValueError`` where the backend laid the pool
+        out so that no strides give such a view.
+        """
+        return self._there(self._by_page[layer_id], "[pages, page_size, heads, width]")
+
+    def get_layer_buffer(self, layer_id: int) -> torch.Tensor:
+        """K and V of a layer in the shape of their layout: see the table. Raises ``ValueError`` where there is none."""
+        buffer = self.memory[layer_id].buffer
+        if buffer is None:
+            raise ValueError(f"lay_out_kv_pool gave no buffer for layer {layer_id}: KVLayer(key, value, buffer=...)")
+        return buffer
+
+    def _there(self, views: tuple[torch.Tensor, torch.Tensor] | None, shape: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if views is None:
+            raise ValueError(
+                f"a KV pool of layout {self.layout!r} with {self.page_size}-slot pages has no view {shape}: take "
+                "get_kv_pages, or get_layer_buffer"
+            )
+        return views
 
     def set_kv_buffer(
         self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None
@@ -85,17 +138,17 @@ class KVPool:
         dtype; ``v`` is ignored for MLA. In an FP8 pool the rows are divided by ``layer.k_scale`` / ``layer.v_scale``
         and clamped to the largest FP8 value. Raises ``ValueError`` when a pool that is not MLA gets no ``v``.
         """
-        slots = loc.long()
-        self._put(self._buffers[0][layer.layer_id], slots, k, layer.k_scale)
+        slots, views = loc.long(), self._by_slot[layer.layer_id] or self.memory[layer.layer_id].parts
+        self._put(views[0], slots, k, layer.k_scale)
         if not self.is_mla:
             if v is None:
                 raise ValueError("a pool that is not MLA needs v as well as k")
-            self._put(self._buffers[1][layer.layer_id], slots, v, layer.v_scale)
+            self._put(views[1], slots, v, layer.v_scale)
 
     def _put(self, buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
-        shape = rows.shape
-        if shape[1:] != self._row:
-            rows = rows.reshape(shape[0], *self._row)
+        shape, leading = rows.shape, slot_dims(buffer, self.num_slots)
+        if shape[1:] != buffer.shape[leading:]:
+            rows = rows.reshape(shape[0], *buffer.shape[leading:])
         if self.dtype.itemsize == 1:
             limit = torch.finfo(self.dtype).max
             rows = (rows.float() / scale).clamp(-limit, limit).to(self.dtype)
@@ -103,4 +156,4 @@ class KVPool:
             buffer, rows = buffer.view(torch.uint8), rows.view(torch.uint8)
         elif rows.dtype != self.dtype:
             rows = rows.to(self.dtype)
-        buffer.index_put_((slots,), rows)
+        buffer.index_put_(place_of(slots, buffer.shape[:leading]), rows)

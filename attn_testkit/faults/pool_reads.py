@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["read_slots"]
+__all__ = ["read_at", "read_slots"]
 
 
 def read_slots(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -12,6 +12,11 @@ def read_slots(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
     Indexing is not implemented for FP8 on every device, so its bytes are gathered.
     """
+    return read_at(buffer, (slots,))
+
+
+def read_at(buffer: torch.Tensor, at: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """``buffer[at]`` in float32, for indices of its first dimensions."""
     if buffer.dtype.itemsize > 1:
-        return buffer[slots].float()
-    return buffer.view(torch.uint8)[slots].view(buffer.dtype).float()
+        return buffer[at].float()
+    return buffer.view(torch.uint8)[at].view(buffer.dtype).float()

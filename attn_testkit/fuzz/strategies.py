@@ -15,7 +15,7 @@ from ..cases.draft import Draft
 from ..cases.extend import room_for
 from ..cases.plans import context_len
 from ..cases.trees import Tree
-from ..contract import Capabilities, ForwardMode
+from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
 
 __all__ = ["differences", "random_cases"]
 
@@ -56,6 +56,7 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         rope_dim=draw(st.sampled_from(sorted(claims.mla_rope_dims))) if mla else 0,
         dtype=draw(st.sampled_from(sorted(claims.dtypes))),
         kv_dtype=draw(st.sampled_from(sorted(claims.kv_dtypes, reverse=True))),
+        kv_layout=draw(st.sampled_from([name for name in KV_LAYOUTS if name in claims.kv_layouts])),
         page_size=draw(st.sampled_from(sorted(claims.page_sizes))),
         prefixes=prefixes,
         layout=draw(st.sampled_from(LAYOUTS)),

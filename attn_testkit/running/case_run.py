@@ -170,6 +170,8 @@ def _constructed(
     except Unsupported as error:
         refused = RuntimeError(f"refused a claimed case: Unsupported: {error}")
         raise DriveError("constructor", "") from refused
+    except DriveError:
+        raise
     except BaseException as error:
         if is_ctrl_c(error):
             raise

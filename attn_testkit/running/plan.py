@@ -169,6 +169,7 @@ _WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
     ("families is empty", lambda c: not c.families),
     ("dtypes is empty", lambda c: not c.dtypes),
     ("kv_dtypes is empty", lambda c: not c.kv_dtypes),
+    ("kv_layouts is empty", lambda c: not c.kv_layouts),
     ("page_sizes is empty", lambda c: not c.page_sizes),
     ("head_dims is empty, or holds only widths above 512", lambda c: not any(d <= 512 for d in c.head_dims)),
     ("mla_rope_dims is empty", lambda c: "mla" in c.families and not c.mla_rope_dims),

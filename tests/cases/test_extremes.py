@@ -24,7 +24,8 @@ def extremes(claims: Capabilities, tier: str = "core") -> list[str]:
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> None:
-    assert [case.data for case in generate(CLAIMS, mode, "core")][-2:] == list(EXTREME_DATA)
+    cases = [case for case in generate(CLAIMS, mode, "core") if case.kv_layout == "nhd"]
+    assert [case.data for case in cases][-2:] == list(EXTREME_DATA)
     assert [case.kv_dtype for case in EXTREMES[mode]] == ["fp8_e4m3", "same"]
 
 

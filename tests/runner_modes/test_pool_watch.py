@@ -33,6 +33,13 @@ def device() -> Iterator[None]:
         yield
 
 
+def stored(pool: KVPool) -> torch.Tensor:
+    """[L, 2 or 1, slots, H, D]: a view of all rows, for the layout that has one."""
+    first = pool.get_key_buffer(0)
+    parts = 1 if pool.is_mla else 2
+    return first.as_strided((2, parts, *first.shape), (parts * first.numel(), first.numel(), *first.stride()), 0)
+
+
 def raw(pool: torch.Tensor) -> torch.Tensor:
     return pool.cpu().contiguous().view(torch.uint8)
 
@@ -46,8 +53,8 @@ def test_before_a_step_the_pool_is_bit_for_bit_the_image_of_the_case(case_id: st
         harness.load(schedule, step)
         data = make_step_data(schedule, step)
         image = pool_image(schedule, step, data, False, after=step.stored, unowned=unowned)
-        assert torch.equal(raw(harness.context.kv_pool.storage), raw(image)), step.name
-        harness.context.kv_pool.storage.view(torch.uint8).fill_(3)
+        assert torch.equal(raw(stored(harness.context.kv_pool)), raw(image)), step.name
+        stored(harness.context.kv_pool).view(torch.uint8).fill_(3)
 
 
 @pytest.mark.parametrize("pattern", [None, "place.1.tail"])
@@ -59,7 +66,7 @@ def test_finite_page_tails_and_marked_places_are_filled_too(pattern: str | None)
     harness.load(schedule, step, pattern)
     data = make_step_data(schedule, step, pattern)
     image = pool_image(schedule, step, data, True, after=False, marked=pattern or "")
-    assert torch.equal(raw(harness.context.kv_pool.storage), raw(image))
+    assert torch.equal(raw(stored(harness.context.kv_pool)), raw(image))
 
 
 def test_slots_behind_those_of_a_smaller_schedule_hold_what_unowned_slots_hold() -> None:
@@ -68,7 +75,7 @@ def test_slots_behind_those_of_a_smaller_schedule_hold_what_unowned_slots_hold()
     harness.load(large, large.steps[0])
     loaded = harness.load(small, small.steps[0])
     assert loaded.slots < harness.context.kv_pool.num_slots
-    assert harness.context.kv_pool.storage[:, :, loaded.slots :].isnan().all()
+    assert stored(harness.context.kv_pool)[:, :, loaded.slots :].isnan().all()
 
 
 def filled(width: int = 8, dtype: torch.dtype = torch.bfloat16) -> tuple[KVPool, PoolWatch]:
@@ -97,25 +104,25 @@ def test_one_changed_byte_is_found_in_every_layer_part_slot_and_width(
     pool, watch = filled(width, dtype)
     assert written(watch, [0, 9])[0] == []
     for slot in (0, 11):
-        pool.storage.view(torch.uint8)[(*place, slot, 0, width * dtype.itemsize - 1)] ^= 1
+        stored(pool).view(torch.uint8)[(*place, slot, 0, width * dtype.itemsize - 1)] ^= 1
     slots, rows = written(watch, [0, 9, 11])
     assert slots == [0, 11]
-    assert torch.equal(rows, pool.storage.view(watch.bits)[:, :, [0, 11]].cpu())
+    assert torch.equal(rows, stored(pool).view(watch.bits)[:, :, [0, 11]].cpu())
 
 
 def test_slots_that_were_not_due_are_brought_too() -> None:
     pool, watch = filled()
-    pool.storage[1, 0, 5, 0, 3] = 2.0
-    pool.storage[0, 1, 9] = 4.0
+    stored(pool)[1, 0, 5, 0, 3] = 2.0
+    stored(pool)[0, 1, 9] = 4.0
     assert written(watch, [9])[0] == [5, 9]
     slots, rows = written(watch, [0, 9])
     assert slots == [5, 9]
-    assert torch.equal(rows, pool.storage.view(torch.int16)[:, :, [5, 9]].cpu())
+    assert torch.equal(rows, stored(pool).view(torch.int16)[:, :, [5, 9]].cpu())
 
 
 def test_slots_that_were_due_and_did_not_change_are_left_out() -> None:
     pool, watch = filled()
-    pool.storage[:, :, 9] = 4.0
+    stored(pool)[:, :, 9] = 4.0
     slots, rows = written(watch, [0, 4, 9, 10])
     assert slots == [9]
     assert rows.view(torch.bfloat16).eq(4.0).all()
@@ -124,31 +131,31 @@ def test_slots_that_were_due_and_did_not_change_are_left_out() -> None:
 @pytest.mark.parametrize(("looked_at", "found"), [(11, []), (12, [11])])
 def test_slots_behind_those_that_a_schedule_uses_are_not_looked_at(looked_at: int, found: list[int]) -> None:
     pool, watch = filled()
-    pool.storage[0, 0, 11] = 1.0
+    stored(pool)[0, 0, 11] = 1.0
     assert written(watch, [0], looked_at)[0] == found
 
 
 def test_minus_zero_and_another_nan_are_changes() -> None:
     pool, watch = filled()
-    pool.storage[0, 0, 4, 0, 0] = -0.0
-    pool.storage.view(torch.int16)[0, 0, 5, 0, 0] = -1
+    stored(pool)[0, 0, 4, 0, 0] = -0.0
+    stored(pool).view(torch.int16)[0, 0, 5, 0, 0] = -1
     assert written(watch, [4, 5])[0] == [4, 5]
 
 
 def test_the_same_content_is_not_asked_for_twice_and_is_put_back() -> None:
     pool, watch = filled()
-    pool.storage.zero_()
+    stored(pool).zero_()
 
     def never() -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
         raise AssertionError("it is on the device")
 
     watch.fill("first", never, math.nan)
-    assert pool.storage[:, :, [4, 9]].eq(0).all()
-    assert pool.storage[:, :, [0, 5, 11]].isnan().all()
+    assert stored(pool)[:, :, [4, 9]].eq(0).all()
+    assert stored(pool)[:, :, [0, 5, 11]].isnan().all()
     watch.fill("second", lambda: (np.array([3]), np.zeros(2 * 2 * 8 * 2, np.uint8)), 1.0)
-    assert pool.storage[:, :, 3].eq(0).all()
-    assert pool.storage[:, :, [0, 4, 9]].eq(1).all()
+    assert stored(pool)[:, :, 3].eq(0).all()
+    assert stored(pool)[:, :, [0, 4, 9]].eq(1).all()
     watch.fill("nobody has a key", lambda: (np.zeros(0, np.int64), np.zeros(0, np.uint8)), 2.0)
-    assert pool.storage.eq(2).all()
+    assert stored(pool).eq(2).all()
     with pytest.raises(AssertionError, match="it is on the device"):
         watch.fill("first", never, math.nan)

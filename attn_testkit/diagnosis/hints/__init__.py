@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .evidence import Evidence
-from .keys import elsewhere, key_range, masked_too_late, own_rows_mixed, read_twice
+from .keys import elsewhere, key_range, masked_too_late, own_rows_mixed, pool_layout, read_twice
 from .numbers import new_rows, right_keys
 from .rows import (
     kept_from_before,
@@ -37,6 +37,7 @@ _PATTERNS: tuple[Callable[[Evidence], str], ...] = (
     masked_too_late,
     later_requests,
     later_by_number,
+    pool_layout,
     elsewhere,
     read_twice,
     own_rows_mixed,

@@ -6,7 +6,7 @@ from ..attended_keys import AttendedKeys
 from .evidence import Evidence
 from .rows import length_threshold, row_tile, uneven_offsets
 
-__all__ = ["elsewhere", "key_range", "masked_too_late", "own_rows_mixed", "read_twice"]
+__all__ = ["elsewhere", "key_range", "masked_too_late", "own_rows_mixed", "pool_layout", "read_twice"]
 
 
 def elsewhere(e: Evidence) -> str:
@@ -27,6 +27,17 @@ def elsewhere(e: Evidence) -> str:
         "page0": "page 0 is read, where padding lives: entries of the page table that were never filled, or an id of 0",
         "unowned": "unowned slots are read: a page or slot computed wrongly, or a stale tail of the page table",
     }[place]
+
+
+def pool_layout(e: Evidence) -> str:
+    """Wrong keys in a pool that is not laid out as most cases have it."""
+    layout, attended = e.schedule.case.kv_layout, e.attended
+    if layout == "nhd" or attended is None or attended.right or e.in_graph or e.swapped:
+        return ""
+    return (
+        f"the KV pool of this case has layout {layout}: if cases of other layouts pass, look at the offset of the "
+        "layer, at the strides of pages, slots and heads, and at which half is K"
+    )
 
 
 def masked_too_late(e: Evidence) -> str:

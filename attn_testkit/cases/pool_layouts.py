@@ -1,0 +1,40 @@
+"""Cases for what a backend claims of how the KV pool lies in memory, beside those of the usual layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
+from .case import Case
+
+__all__ = ["pool_layout_cases", "usual_layout"]
+
+
+def usual_layout(claims: Capabilities) -> str:
+    """The layout of all cases but those below: the first that is claimed."""
+    return next(name for name in KV_LAYOUTS if name in claims.kv_layouts)
+
+
+def pool_layout_cases(claims: Capabilities, mode: ForwardMode, tier: str, small: Case) -> Iterator[Case]:
+    """One for each other layout and, from core on, KV dtype; in full each page size. In smoke one in all, in each mode
+    another.
+
+    ``small``: two requests, of as many KV heads as a case has.
+    """
+    others = [name for name in KV_LAYOUTS if name in claims.kv_layouts and name != usual_layout(claims)]
+    pages = sorted(claims.page_sizes)
+    # In pages of one slot most layouts are alike.
+    page = next((page for page in pages if page > 2), pages[-1])
+    dtypes = sorted(claims.kv_dtypes, reverse=True)
+    if tier == "smoke":
+        turn = list(ForwardMode).index(mode)
+        others, dtypes = others[turn % max(1, len(others)) :][:1], dtypes[:1]
+    for name in others:
+        for dtype in dtypes:
+            for size in pages if tier == "full" else [page]:
+                # More than a page, and more than another; pages that lie in no order.
+                prefixes = (2 * size + 1, size + max(1, size // 2), 3)
+                new = small.new and (*small.new[:2], small.new[0])
+                of_pool = replace(small, kv_layout=name, kv_dtype=dtype, page_size=size, layout="shuffled")
+                yield replace(of_pool, prefixes=prefixes, new=new, bucket=4, data="gauss")

@@ -1,0 +1,188 @@
+"""How K and V lie in the memory of a KV pool: the layouts that have a name, and what a backend says of its own.
+
+Wherever they lie, they are found by slot: a view of any number of dimensions whose indices, in row-major order, count
+slots first, then heads, then the numbers of a row. ``[slots, H, D]`` is one, and so are ``[pages, page_size, H, D]`` of
+a pool with heads first, and ``[pages, page_size, H, D / 8, 8]`` of one that keeps keys in pieces of 8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .layer import AttentionLayer
+
+__all__ = [
+    "KV_LAYOUTS", "OWN", "KVLayer", "KVPoolSpec", "between", "lay_out", "pieces_of", "place_of", "refuse_layers",
+    "slot_dims",
+]  # fmt: skip
+
+_ORDERS: Mapping[str, tuple[str, ...]] = {
+    "nhd": ("layer", "part", "page", "slot", "head", "dim"),
+    "hnd": ("layer", "part", "page", "head", "slot", "dim"),
+    "kv-in-block": ("layer", "page", "part", "slot", "head", "dim"),
+    "side-by-side": ("layer", "page", "slot", "head", "part", "dim"),
+    "side-by-side-hnd": ("layer", "page", "head", "slot", "part", "dim"),
+    "layers-in-block": ("page", "layer", "part", "slot", "head", "dim"),
+    "padded-pages": ("layer", "part", "page", "gap", "slot", "head", "dim"),
+}
+"""Layout -> the order of its axes, the outermost first. ``part``: K or V. ``gap``: what lies inside it is followed by
+memory that is no slot, as much as a row of all heads."""
+OWN = "own"
+"""The backend lays its pool out itself: ``AttentionBackend.lay_out_kv_pool``."""
+KV_LAYOUTS = (*_ORDERS, OWN)
+
+
+@dataclass(frozen=True)
+class KVPoolSpec:
+    """The size of a pool, for whoever lays it out."""
+
+    pages: int
+    """Page 0 included."""
+    page_size: int
+    """Slots of a page. Slot s is slot ``s % page_size`` of page ``s // page_size``."""
+    layers: tuple[AttentionLayer, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_slots(self) -> int:
+        """All slots, page 0 included."""
+        return self.pages * self.page_size
+
+
+@dataclass(frozen=True, eq=False)
+class KVLayer:
+    """Where the keys and values of one layer lie."""
+
+    key: torch.Tensor
+    """A view that counts slots, heads and the numbers of a row (see above), of the pool's dtype, of any strides."""
+    value: torch.Tensor | None = None
+    """The same for V. None for MLA, whose values are the first columns of the keys."""
+    buffer: torch.Tensor | None = None
+    """The memory of both in the shape in which the kernel takes it, which is what ``KVPool.get_layer_buffer`` gives."""
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Keys and, where there are any, values."""
+        return (self.key,) if self.value is None else (self.key, self.value)
+
+
+def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
+    """Zeroed memory in a layout that has a name. Raises ``ValueError`` for one that has none."""
+    if layout not in _ORDERS:
+        raise ValueError(f"no KV layout is called {layout!r}; there are: {', '.join(_ORDERS)}")
+    first, order = spec.layers[0], _ORDERS[layout]
+    sizes = {
+        "layer": len(spec.layers), "part": 1 if first.is_mla else 2, "page": spec.pages, "slot": spec.page_size,
+        "head": first.tp_k_head_num, "dim": first.head_dim,
+    }  # fmt: skip
+    strides, end = dict[str, int](), 1
+    for axis in reversed(order):
+        if axis == "gap":
+            end += sizes["head"] * sizes["dim"]
+        else:
+            strides[axis], end = end, end * sizes[axis]
+    memory = torch.zeros(end, dtype=spec.dtype, device=spec.device)
+
+    def view(axes: Sequence[str], first: int) -> torch.Tensor:
+        return memory.as_strided([sizes[axis] for axis in axes], [strides[axis] for axis in axes], first)
+
+    own = [axis for axis in order if axis not in ("layer", "gap")]
+    found = []
+    for start in range(0, sizes["layer"] * strides["layer"], strides["layer"]):
+        key, *value = (
+            view(("page", "slot", "head", "dim"), start + part * strides["part"]) for part in range(sizes["part"])
+        )
+        found.append(KVLayer(key, value[0] if value else None, view(own, start)))
+    return tuple(found)
+
+
+def slot_dims(view: torch.Tensor, slots: int) -> int:
+    """How many leading dimensions of a view of ``KVLayer`` count slots; 0: none do."""
+    return next((n for n in range(1, view.dim() + 1) if math.prod(view.shape[:n]) == slots), 0)
+
+
+def place_of(slots: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Indices of slots [n] int64 in the dimensions of these sizes that count them. Device work only."""
+    if len(sizes) == 1:
+        return (slots,)
+    inner = math.prod(sizes[1:])
+    return (slots // inner, *place_of(slots % inner, sizes[1:]))
+
+
+def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
+    """``layers`` as they are, if the kit can find every slot of them and no two numbers share memory.
+
+    Raises ``ValueError`` that says which view is wrong, what was expected and what to do.
+    """
+    if not isinstance(layers, (tuple, list)) or not all(isinstance(each, KVLayer) for each in layers):
+        raise ValueError(f"lay_out_kv_pool must return a list of KVLayer, one a layer; it returned {layers!r}"[:200])
+    if len(layers) != len(spec.layers):
+        raise ValueError(f"lay_out_kv_pool returned {len(layers)} KVLayers for {len(spec.layers)} layers")
+    for layer, found in zip(spec.layers, layers, strict=True):
+        if (found.value is None) != layer.is_mla:
+            has = "has no values; give the view of them" if found.value is None else "is MLA: leave value out"
+            raise ValueError(f"lay_out_kv_pool: layer {layer.layer_id} {has}")
+        for name, view in zip(("keys", "values"), found.parts, strict=False):
+            wrong = _wrong(spec, layer, view, found.buffer)
+            if wrong:
+                raise ValueError(f"lay_out_kv_pool: the {name} of layer {layer.layer_id} {wrong}")
+    for memory, views in pieces_of([part for each in layers for part in each.parts]):
+        if int(between(memory, views).sum()) + sum(view.numel() for view in views) == memory.numel():
+            continue
+        raise ValueError(
+            "lay_out_kv_pool: two numbers of the pool lie at one address; every slot of every layer needs memory of "
+            "its own for K and for V"
+        )
+    return tuple(layers)
+
+
+def _wrong(spec: KVPoolSpec, layer: AttentionLayer, view: object, buffer: torch.Tensor | None) -> str:
+    """What is wrong with a view, and what to do; empty if nothing is."""
+    heads, width = layer.tp_k_head_num, layer.head_dim
+    if not isinstance(view, torch.Tensor):
+        return f"are no tensor: {view!r}"[:200]
+    if view.dtype != spec.dtype or view.device.type != spec.device.type:
+        return f"are {view.dtype} on {view.device}; the pool is {spec.dtype} on {spec.device}"
+    leading = slot_dims(view, spec.num_slots)
+    row = view.shape[leading:]
+    counted = any(math.prod(row[:n]) == heads for n in range(len(row) + 1))
+    if not leading or math.prod(row) != heads * width or not counted:
+        return (
+            f"have shape {list(view.shape)}; expected are dimensions that count {spec.num_slots} slots, then {heads} "
+            f"heads of {width}, such as {[spec.pages, spec.page_size, heads, width]}: transpose the view, without a "
+            "copy"
+        )
+    if any(stride == 0 and size > 1 for size, stride in zip(view.shape, view.stride(), strict=True)):
+        return f"have a stride of 0 ({list(view.stride())}): an expanded view has one row for many slots"
+    if view.untyped_storage().nbytes() % spec.dtype.itemsize:
+        return f"lie in {view.untyped_storage().nbytes()} bytes, which are no whole number of {spec.dtype}"
+    if buffer is not None and buffer.untyped_storage().data_ptr() != view.untyped_storage().data_ptr():
+        return (
+            "do not lie in the layer's buffer: reshape, contiguous and indexing copy; take view, transpose and slices"
+        )
+    return ""
+
+
+def pieces_of(views: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Each piece of memory that the views lie in, flat, [n] of their dtype, and those that lie in it."""
+    pieces: dict[int, list[torch.Tensor]] = {}
+    for view in views:
+        pieces.setdefault(view.untyped_storage().data_ptr(), []).append(view)
+    return [(_whole(inside[0]), inside) for inside in pieces.values()]
+
+
+def between(memory: torch.Tensor, views: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n] bool: which numbers of ``memory`` [n] none of the views in it holds. Device work only."""
+    free = torch.ones(memory.numel(), dtype=torch.bool, device=memory.device)
+    for view in views:
+        free.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(False)
+    return free
+
+
+def _whole(view: torch.Tensor) -> torch.Tensor:
+    return view.as_strided((view.untyped_storage().nbytes() // view.dtype.itemsize,), (1,), 0)
