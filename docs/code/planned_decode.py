@@ -66,7 +66,7 @@ class PlannedDecode(AttentionBackend):
         return 1
 
     def width(self, batch: ForwardBatch) -> int:
-        # Not spec_info.num_tokens_per_req, which may be 0 or -1 while a graph is captured.
+        # Not spec_info.num_tokens_per_req, which older servers leave at 0 or -1 while a graph is captured.
         return self.context.num_draft_tokens if batch.forward_mode.is_target_verify() else 1
 
     def lens(self, batch: ForwardBatch) -> torch.Tensor:
