@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from attn_testkit.contract import KVPool
-from attn_testkit.contract.kv_layouts import between, pieces_of, place_of, slot_dims
+from attn_testkit.contract.kv_layouts import between, place_of, slot_dims
 
 __all__ = ["BITS", "PoolRows"]
 
@@ -89,12 +89,14 @@ class PoolRows:
         self.mark = _widest(one.row[0][0]) if flat else 1
         """Bytes that say of a slot whether it differs: as wide as a row of booleans allows."""
         self._views: dict[int, list[torch.Tensor]] = {}
+        # FP8 has no fill everywhere.
+        self._to_fill = [piece.view(dtype) if dtype.itemsize > 1 else piece for piece in self.pieces]
 
     @staticmethod
     def of(pool: KVPool) -> PoolRows:
         """The pool's own memory."""
         layers = [layer.parts for layer in pool.memory.values()]
-        pieces = [memory.view(torch.uint8) for memory, _ in pieces_of([part for parts in layers for part in parts])]
+        pieces = [memory.view(torch.uint8) for memory, _ in pool.pieces]
         steps = _steps(layers)
         if steps is None:
             tables = [_table(pieces, part, ((1, 0),), pool.num_slots) for parts in layers for part in parts]
@@ -110,12 +112,9 @@ class PoolRows:
 
     def fill(self, value: float) -> None:
         """All memory, slots or not: a finite number or NaN. FP8: NaN or 0."""
-        for piece in self.pieces:
-            if self._dtype.itemsize > 1:
-                piece.view(self._dtype).fill_(value)
-            else:
-                # FP8 has no fill everywhere.
-                piece.fill_(0x7F if math.isnan(value) else 0)
+        value = value if self._dtype.itemsize > 1 else 0x7F if math.isnan(value) else 0
+        for piece in self._to_fill:
+            piece.fill_(value)
 
     def copy_(self, other: PoolRows) -> None:
         """All memory of a twin."""
@@ -124,7 +123,7 @@ class PoolRows:
 
     def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Store rows in ``slots`` [n] int64: the bytes of [L, 2 or 1, n, Hk, Dqk] as one. Both on the device."""
-        parts = rows.view(len(self._tables), -1)
+        parts = rows.view(len(self._tables), -1) if len(self._tables) > 1 else [rows]
         for table, view, part in zip(self._tables, self.views(self._slots), parts, strict=True):
             table.put(view, slots, part)
 
@@ -140,7 +139,8 @@ class PoolRows:
         """The first ``slots`` against a twin's: ``mark`` bytes each, not all 0 where one differs."""
         pairs = zip(self._tables, self.views(slots), other.views(slots), strict=True)
         found = [table.differs(now, before, self.mark) for table, now, before in pairs]
-        return (found[0] if len(found) == 1 else torch.stack(found).amax(0)).view(-1)[:slots]
+        one = found[0] if len(found) == 1 else torch.stack(found).amax(0)
+        return one if one.shape == (slots,) else one.view(-1)[:slots]
 
     def views(self, slots: int) -> list[torch.Tensor]:
         """[*outer, *slots, *row] of each table."""
@@ -154,10 +154,9 @@ class Between:
 
     def __init__(self, pool: KVPool) -> None:
         self._bits = BITS[pool.dtype.itemsize]
-        found = pieces_of([part for layer in pool.memory.values() for part in layer.parts])
         self._free = {
             index: between(memory, views)
-            for index, (memory, views) in enumerate(found)
+            for index, (memory, views) in enumerate(pool.pieces)
             if sum(view.numel() for view in views) < memory.numel()
         }
 

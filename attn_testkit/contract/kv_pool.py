@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .kv_layouts import OWN, KVLayer, KVPoolSpec, lay_out, place_of, refuse_layers, slot_dims
+from .kv_layouts import OWN, KVLayer, KVPoolSpec, lay_out, pieces_of, place_of, refuse_layers, slot_dims
 from .layer import AttentionLayer
 
 __all__ = ["KVPool"]
@@ -72,9 +72,17 @@ class KVPool:
             found = lay_out(spec, layout)
         self.memory = dict(zip((layer.layer_id for layer in layers), found, strict=True))
         """Layer id -> where its K and V lie, in the order of ``layers``."""
+        self.pieces = pieces_of([part for each in found for part in each.parts])
+        """All memory that they lie in: each allocation, flat, and the views in it."""
         # A server gives the same buffers at every call.
         self._by_slot = {layer.layer_id: self._views(layer, self.num_slots) for layer in layers}
-        self._by_page = {layer.layer_id: self._views(layer, spec.pages, page_size) for layer in layers}
+        self._by_page: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._stored = {layer.layer_id: self._where_stored(layer) for layer in layers}
+
+    def _where_stored(self, layer: AttentionLayer) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+        """Of K and V: what rows are put into, and the sizes of its dimensions that count slots."""
+        views = self._by_slot[layer.layer_id] or self.memory[layer.layer_id].parts
+        return [(view, tuple(view.shape[: slot_dims(view, self.num_slots)])) for view in views]
 
     def _views(self, layer: AttentionLayer, *slots: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """K and V [*slots, H, D]; None where that takes a copy."""
@@ -112,6 +120,9 @@ class KVPool:
         ``transpose(1, 2)`` of it is what kernels of ``hnd`` take. Raises ``ValueError`` where the backend laid the pool
         out so that no strides give such a view.
         """
+        if layer_id not in self._by_page:
+            layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
+            self._by_page[layer_id] = self._views(layer, self.num_slots // self.page_size, self.page_size)
         return self._there(self._by_page[layer_id], "[pages, page_size, heads, width]")
 
     def get_layer_buffer(self, layer_id: int) -> torch.Tensor:
@@ -138,17 +149,20 @@ class KVPool:
         dtype; ``v`` is ignored for MLA. In an FP8 pool the rows are divided by ``layer.k_scale`` / ``layer.v_scale``
         and clamped to the largest FP8 value. Raises ``ValueError`` when a pool that is not MLA gets no ``v``.
         """
-        slots, views = loc.long(), self._by_slot[layer.layer_id] or self.memory[layer.layer_id].parts
-        self._put(views[0], slots, k, layer.k_scale)
+        slots, stored = loc.long(), self._stored[layer.layer_id]
+        self._put(stored[0], slots, k, layer.k_scale)
         if not self.is_mla:
             if v is None:
                 raise ValueError("a pool that is not MLA needs v as well as k")
-            self._put(views[1], slots, v, layer.v_scale)
+            self._put(stored[1], slots, v, layer.v_scale)
 
-    def _put(self, buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
-        shape, leading = rows.shape, slot_dims(buffer, self.num_slots)
-        if shape[1:] != buffer.shape[leading:]:
-            rows = rows.reshape(shape[0], *buffer.shape[leading:])
+    def _put(
+        self, where: tuple[torch.Tensor, tuple[int, ...]], slots: torch.Tensor, rows: torch.Tensor, scale: float
+    ) -> None:
+        buffer, sizes = where
+        shape, row = rows.shape, buffer.shape[len(sizes) :]
+        if shape[1:] != row:
+            rows = rows.reshape(shape[0], *row)
         if self.dtype.itemsize == 1:
             limit = torch.finfo(self.dtype).max
             rows = (rows.float() / scale).clamp(-limit, limit).to(self.dtype)
@@ -156,4 +170,4 @@ class KVPool:
             buffer, rows = buffer.view(torch.uint8), rows.view(torch.uint8)
         elif rows.dtype != self.dtype:
             rows = rows.to(self.dtype)
-        buffer.index_put_(place_of(slots, buffer.shape[:leading]), rows)
+        buffer.index_put_(place_of(slots, sizes), rows)

@@ -99,7 +99,7 @@ class Step:
         table.copy_(torch.randint(pool.num_slots, table.shape, generator=server.random))
         table[0] = 0
         self.request_rows = 1 + torch.randperm(len(lens), generator=server.random)
-        pool.storage.view(torch.uint8).fill_(0x7F if pool.dtype.itemsize == 1 else 0xFF)
+        pool.pieces[0][0].view(torch.uint8).fill_(0x7F if pool.dtype.itemsize == 1 else 0xFF)
         self.slots, used = [], 0
         for r, n in enumerate(lens):
             mine = pages[used : (used := used + -(-n // page))]

@@ -166,7 +166,7 @@ def test_what_a_drive_returns_keeps_no_backend_and_no_device_memory_alive() -> N
     class Witness(MinimalBackend):
         def __init__(self, context: Any) -> None:
             super().__init__(context)
-            freed.extend([weakref.ref(self), weakref.ref(context.kv_pool.storage)])
+            freed.extend([weakref.ref(self), weakref.ref(context.kv_pool.pieces[0][0])])
 
         def forward(self, q: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
             out = super().forward(q, *arguments, **named)

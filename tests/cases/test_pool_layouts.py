@@ -1,0 +1,103 @@
+"""Layouts of the KV pool among the cases: none for who claims the usual one alone, each of the others somewhere."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.cases.catalogue import companions, generate
+from attn_testkit.cases.untried import says_untried, untried
+from attn_testkit.contract import KV_LAYOUTS, Capabilities, ForwardMode
+from attn_testkit.examples import MinimalBackend
+
+CLAIMS = MinimalBackend.capabilities
+ALL = CLAIMS.with_changes(kv_layouts=KV_LAYOUTS, kv_dtypes={"same", "fp8_e4m3"})
+OTHERS = [name for name in KV_LAYOUTS if name != "nhd"]
+
+
+def others(mode: ForwardMode, tier: str, claims: Capabilities = ALL) -> list[Case]:
+    return [case for case in generate(claims, mode, tier) if case.kv_layout != "nhd"]
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+@pytest.mark.parametrize("tier", ["smoke", "core"])
+def test_cases_of_other_layouts_stand_behind_those_that_there_were(mode: ForwardMode, tier: str) -> None:
+    plain = generate(CLAIMS, mode, tier)
+    assert not others(mode, tier, CLAIMS)
+    more = generate(CLAIMS.with_changes(kv_layouts={"nhd", "hnd", "own"}), mode, tier)
+    assert more[: len(plain)] == plain
+    assert len(more) - len(plain) == (1 if tier == "smoke" else 2)
+
+
+def test_smoke_tries_another_layout_in_each_mode() -> None:
+    found = [case.kv_layout for mode in ForwardMode for case in others(mode, "smoke")]
+    assert found == OTHERS[: len(ForwardMode)]
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_core_tries_each_layout_with_each_kv_dtype_in_pages_and_heads_that_tell_them_apart(mode: ForwardMode) -> None:
+    cases = others(mode, "core")
+    assert [(case.kv_layout, case.kv_dtype) for case in cases] == [
+        (name, dtype) for name in OTHERS for dtype in ("same", "fp8_e4m3")
+    ]
+    for case in cases:
+        assert case.page_size > 1
+        assert max(case.prefixes) > 2 * case.page_size
+        assert case.heads.kv_heads > 1
+        assert parse_case(case.id) == case
+    assert [value for name, value in untried(ALL, mode, cases) if name == "kv_layout"] == ["nhd"]
+
+
+def test_full_tries_each_layout_in_each_page_size() -> None:
+    found = {(case.kv_layout, case.page_size) for case in others(ForwardMode.DECODE, "full")}
+    assert found == {(name, page) for name in OTHERS for page in CLAIMS.page_sizes}
+
+
+@pytest.mark.parametrize("tier", ["smoke", "core"])
+def test_without_the_usual_layout_all_cases_have_the_first_that_is_claimed(tier: str) -> None:
+    plain = generate(CLAIMS, ForwardMode.DECODE, tier)
+    found = generate(CLAIMS.with_changes(kv_layouts={"own", "hnd"}), ForwardMode.DECODE, tier)
+    assert [replace(case, kv_layout="nhd") for case in found[: len(plain)]] == list(plain)
+    assert {case.kv_layout for case in found[: len(plain)]} == {"hnd"}
+    assert {case.kv_layout for case in found[len(plain) :]} == {"own"}
+    assert generate(CLAIMS.with_changes(kv_layouts=()), ForwardMode.DECODE, tier) == ()
+
+
+def test_modes_that_share_an_instance_share_its_pool() -> None:
+    case = parse_case("decode-gqa2x2-d32-bf16-p4-k0.5.20-shuffled-gauss-kvhnd-b3prod-mixed")
+    assert {other.kv_layout for other in companions(case, set(ForwardMode), 8)} == {"hnd"}
+
+
+def test_a_layout_is_tried_where_it_differs_from_others() -> None:
+    claims = CLAIMS.with_changes(kv_layouts={"nhd", "hnd"})
+    plain = "decode-{heads}-d64-bf16-p{page}-k{keys}-shuffled-gauss-kvhnd-b1prod"
+
+    def lacking(heads: str = "gqa2x2", page: int = 16, keys: int = 16) -> bool:
+        case = parse_case(plain.format(heads=heads, page=page, keys=keys))
+        return ("kv_layout", "hnd") in untried(claims, ForwardMode.DECODE, [case])
+
+    assert not lacking()
+    assert lacking(keys=15), "one page"
+    assert lacking(heads="mqa4"), "one KV head"
+    assert lacking(page=1), "one slot a page"
+    assert "KV layout hnd" in says_untried(claims, [ForwardMode.DECODE], generate(CLAIMS, ForwardMode.DECODE, "core"))
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [
+        ({"side_by_side"}, "unknown kv_layouts 'side_by_side'; did you mean 'side-by-side'?"),
+        ("hnd", "kv_layouts must be a set or list of values, got 'hnd'; write {'hnd'}"),
+    ],
+)
+def test_what_is_no_layout_is_answered(layouts: object, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Capabilities(eager={ForwardMode.DECODE}, kv_layouts=layouts)  # type: ignore[arg-type]
+
+
+def test_a_misspelt_layout_of_an_id_is_answered() -> None:
+    with pytest.raises(ValueError, match="cannot read 'kvhdn'; did you mean 'kvhnd'"):
+        parse_case("decode-gqa2x2-d64-bf16-p16-k16-shuffled-gauss-kvhdn-b1prod")
