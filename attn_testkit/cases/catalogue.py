@@ -21,6 +21,7 @@ from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
+from .parts import part_cases
 from .plans import context_len
 from .small_cases import MOST_NEW_TOKENS, small_cases
 from .switches import switch_cases
@@ -387,6 +388,7 @@ def _later(claims: Capabilities, base: Case, tier: str) -> Iterator[Case]:
     """What stands behind all others: made of ``base``, which has little work for each row and key."""
     if tier != "smoke":
         yield from extreme_cases(claims, base)
+        yield from part_cases(claims, base)
     yield from switch_cases(claims, base)
 
 

@@ -8,6 +8,7 @@ from .kernel_backend import KernelBackend
 from .kernel_plan import KernelPlan
 from .kv_pool import KVPool
 from .layer import AttentionLayer
+from .merging import KVPart, LogSumExp
 from .modes import Execution, ForwardMode
 
 __all__ = [
@@ -23,10 +24,12 @@ __all__ = [
     "Execution",
     "ForwardBatch",
     "ForwardMode",
+    "KVPart",
     "KVPool",
     "KernelBackend",
     "KernelPlan",
     "LegacyGraphHooks",
+    "LogSumExp",
     "Requires",
     "SpecInput",
     "TreeMaskMode",
