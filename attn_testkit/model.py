@@ -8,9 +8,9 @@ that a limit on an attention output becomes a limit on hidden states and logits 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -18,9 +18,9 @@ import torch
 from .cases.case import Case
 from .cases.data import HIDDEN, NUM_LAYERS, VOCAB
 from .cases.patterns import normals
-from .contract import AttentionBackend, AttentionLayer, ForwardBatch
+from .contract import AttentionLayer, ForwardBatch
 
-__all__ = ["VOCAB", "Model", "Trace", "Weights", "joined", "make_weights", "pack", "row_width"]
+__all__ = ["VOCAB", "Attends", "Model", "Trace", "Weights", "joined", "make_weights", "pack", "row_width"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,13 @@ class Trace:
     """[rows, K] float32."""
     topk_index: torch.Tensor | None = None
     """[rows, K] int64."""
+    lse: list[torch.Tensor] = field(default_factory=list)
+    """Where keys are attended in parts, for each layer: [T, P, Hq], as returned. One more part where the backend merges
+    them: what it gave for all."""
+    part_finite: list[torch.Tensor] = field(default_factory=list)
+    """Likewise [T, P] bool: whether a part's output has neither NaN nor Inf in a row."""
+    of_parts: list[torch.Tensor] = field(default_factory=list)
+    """What the backend returned for each part of each layer, outputs and log-sum-exps."""
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
@@ -82,7 +89,18 @@ def joined(traces: Sequence[Trace]) -> Trace:
         raw=[out for trace in traces for out in trace.raw],
         attention=rows(trace.attention for trace in traces),
         hidden=torch.cat([trace.hidden for trace in traces]),
+        lse=rows(trace.lse for trace in traces),
+        part_finite=rows(trace.part_finite for trace in traces),
+        of_parts=[each for trace in traces for each in trace.of_parts],
     )
+
+
+class Attends(Protocol):
+    """A backend, or what stands before one."""
+
+    @property
+    def forward(self) -> Callable[..., torch.Tensor]:
+        """See ``AttentionBackend.forward``."""
 
 
 _Part = tuple[int, int, int, int]
@@ -139,7 +157,7 @@ class Model:
 
     def forward(
         self,
-        backend: AttentionBackend,
+        backend: Attends,
         batch: ForwardBatch,
         look: Callable[[Trace], None],
         save_kv_cache: bool = True,

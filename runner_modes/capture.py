@@ -170,4 +170,4 @@ def _capture_bucket(
 
 def _poison(trace: Trace, byte: int) -> tuple[tuple[torch.Tensor, int], ...]:
     """What the backend returned and the copies of it. All that the model computes further is computed from these."""
-    return tuple(poisoned(tensor, byte) for tensor in (*trace.raw, *trace.attention))
+    return tuple(poisoned(tensor, byte) for tensor in (*trace.raw, *trace.attention, *trace.of_parts, *trace.lse))

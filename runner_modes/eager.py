@@ -62,4 +62,6 @@ def _poison_heap(harness: ServerHarness, rows: int) -> None:
     first = harness.context.layers[0]
     elements = rows * first.tp_q_head_num * first.v_head_dim
     sizes = [elements * dtype.itemsize for dtype in (harness.context.dtype, torch.float32)]
+    if harness.context.kv_parts:
+        sizes.append(rows * first.tp_q_head_num * torch.float32.itemsize)
     _ = [torch.full((size,), harness.fill, dtype=torch.uint8, device=harness.device) for size in sizes]

@@ -13,6 +13,7 @@ import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.data import DTYPES, StepData, held_kv, make_layers, make_step_data, pool_image
+from attn_testkit.cases.parts import parts_of
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, Capabilities, ForwardMode, KVPool
@@ -93,6 +94,7 @@ def context_for(
         topk=max([0] + [s.case.topk for s in verify]),
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
+        kv_parts=parts_of(case),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 

@@ -54,6 +54,8 @@ def readable(model: Model, trace: Trace) -> tuple[Readable, ...]:
     for index, dense in enumerate(trace.dense):
         layer, part = divmod(index, 3)
         found.append(_readable("activations", f"{'qkv'[part]} {layer}", dense, (layer, model.bytes_of_parts[part])))
+    found += [_readable("lse", str(layer), lse) for layer, lse in enumerate(trace.lse)]
+    found += [_readable("finite parts", str(layer), finite) for layer, finite in enumerate(trace.part_finite)]
     returned = ((name, getattr(trace, attribute)) for name, attribute in _RETURNED)
     return (*found, *(_readable("outputs", name, value) for name, value in returned if value is not None))
 

@@ -17,14 +17,20 @@ from attn_testkit.contract import (
     Capabilities,
     ForwardBatch,
     ForwardMode,
+    KVPart,
+    LogSumExp,
     Requires,
 )
 
+from .flashinfer_parts import MERGE_STATE, PartBuffers, part_plan
 from .flashinfer_plan import PagePlan, make_page_plan, pages_per_request, workspace
 from .vendor import provide
 from .vendor.flashinfer_fake import BATCH_DECODE, BATCH_PREFILL
 
 __all__ = ["FlashInferBackend", "LayerKind"]
+
+
+_MODES = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 
 
 class LayerKind(NamedTuple):
@@ -44,8 +50,8 @@ class FlashInferBackend(AttentionBackend):
     """MHA, GQA and MQA through ``BatchDecode...`` and ``BatchPrefillWithPagedKVCacheWrapper``."""
 
     capabilities = Capabilities(
-        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
-        graph=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
+        eager=_MODES,
+        graph=_MODES,
         families=frozenset({"mha", "gqa", "mqa"}),
         dtypes=frozenset({"fp16", "bf16"}),
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),
@@ -64,12 +70,14 @@ class FlashInferBackend(AttentionBackend):
         needs_cpu_seq_lens=True,
         takes_none_kv=True,
         takes_unset_width=True,
+        lse=LogSumExp(base="2", whole=_MODES, prefix=_MODES, pages=_MODES, tokens=_MODES, merges=True),
         requires=Requires(sm=(80, 129), packages=("flashinfer-python>=0.7.2,<0.8",)),
     )
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._decode, self._prefill = provide(BATCH_DECODE, context.device), provide(BATCH_PREFILL, context.device)
+        self._merge = provide(MERGE_STATE, context.device)
         fake = self._decode.is_fake or self._prefill.is_fake
         self.kernels = "emulated" if fake else "real"
         first = context.layers[0]
@@ -80,6 +88,10 @@ class FlashInferBackend(AttentionBackend):
         self._eager: dict[tuple[bool, LayerKind], Any] = {}
         self._graphs: dict[tuple[ForwardMode, int], dict[LayerKind, Any]] = {}
         self._current: dict[LayerKind, Any] = {}
+        self._parts = tuple(part for part in context.kv_parts if part.kind != "whole")
+        self._eager_parts: dict[tuple[bool, LayerKind, KVPart], Any] = {}
+        self._graph_parts: dict[tuple[ForwardMode, int], dict[tuple[LayerKind, KVPart], Any]] = {}
+        self._current_parts: dict[tuple[LayerKind, KVPart], Any] = {}
 
     # ---- planning
 
@@ -90,7 +102,15 @@ class FlashInferBackend(AttentionBackend):
             if (decode, kind) not in self._eager:
                 self._eager[decode, kind] = self._eager_wrapper(decode)
         self._current = {kind: self._eager[decode, kind] for kind in self._kinds}
-        self._plan_all(plan, decode)
+        for kind, part in self._kinds_and_parts:
+            if (decode, kind, part) not in self._eager_parts:
+                self._eager_parts[decode, kind, part] = self._eager_wrapper(decode)
+        self._current_parts = {pair: self._eager_parts[decode, *pair] for pair in self._kinds_and_parts}
+        self._plan_all(plan, decode, batch)
+
+    @property
+    def _kinds_and_parts(self) -> list[tuple[LayerKind, KVPart]]:
+        return [(kind, part) for kind in self._kinds for part in self._parts]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Buffers that every bucket's wrappers share; each plan fills them for the replay that follows."""
@@ -105,6 +125,7 @@ class FlashInferBackend(AttentionBackend):
         n = context.num_draft_tokens
         self._mask_bytes = zeros(max_bs * (-(-n * pages * context.page_size // 8)), torch.uint8)
         self._mask_indptr = zeros(max_bs + 1)
+        self._of_parts = {pair: PartBuffers(context, max_bs, max_num_tokens) for pair in self._kinds_and_parts}
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         """Build the bucket's wrappers at its capture; plan them at the capture and before every replay."""
@@ -114,8 +135,12 @@ class FlashInferBackend(AttentionBackend):
             # A wrapper that was given a mask buffer is in custom-mask mode for ever, whatever later plans say.
             masked = plan.custom_mask is not None
             self._graphs[bucket] = {kind: self._graph_wrapper(decode, batch.batch_size, masked) for kind in self._kinds}
-        self._current = self._graphs[bucket]
-        self._plan_all(plan, decode)
+            self._graph_parts[bucket] = {
+                pair: self._graph_wrapper_of_part(decode, batch.batch_size, buffers)
+                for pair, buffers in self._of_parts.items()
+            }
+        self._current, self._current_parts = self._graphs[bucket], self._graph_parts[bucket]
+        self._plan_all(plan, decode, batch)
 
     def _eager_wrapper(self, decode: bool) -> Any:
         if decode:
@@ -149,14 +174,23 @@ class FlashInferBackend(AttentionBackend):
             backend="fa2",
         )
 
-    def _plan_all(self, plan: PagePlan, decode: bool) -> None:
-        for kind, wrapper in self._current.items():
-            if decode:
-                self._plan_decode(wrapper, kind, plan)
-            else:
-                self._plan_prefill(wrapper, kind, plan)
+    def _graph_wrapper_of_part(self, decode: bool, bs: int, buffers: PartBuffers) -> Any:
+        graph: dict[str, Any] = {"use_cuda_graph": True, "backend": "fa2"}
+        if decode:
+            graph |= {"use_tensor_cores": self._tensor_cores, **buffers.for_decode(bs)}
+            return self._decode.call(self._float_workspace, "NHD", **graph)
+        return self._prefill.call(self._float_workspace, "NHD", **graph, **buffers.for_prefill(bs))
 
-    def _plan_decode(self, wrapper: Any, kind: LayerKind, plan: PagePlan) -> None:
+    def _plan_all(self, plan: PagePlan, decode: bool, batch: ForwardBatch) -> None:
+        size, plan_wrapper = self.context.page_size, self._plan_decode if decode else self._plan_prefill
+        if not self._parts:
+            for kind, wrapper in self._current.items():
+                plan_wrapper(wrapper, kind, plan, size)
+        for (kind, part), wrapper in self._current_parts.items():
+            of_part = part_plan(self.context, batch, plan, part, window=kind.window, masked=not decode)
+            plan_wrapper(wrapper, kind._replace(window=-1), of_part, 1)
+
+    def _plan_decode(self, wrapper: Any, kind: LayerKind, plan: PagePlan, page_size: int) -> None:
         layer, context = self.context.layers[0], self.context
         wrapper.plan(
             plan.kv_indptr,
@@ -165,7 +199,7 @@ class FlashInferBackend(AttentionBackend):
             layer.tp_q_head_num,
             layer.tp_k_head_num,
             layer.head_dim,
-            context.page_size,
+            page_size,
             window_left=kind.window,
             logits_soft_cap=kind.cap,
             sm_scale=kind.scale,
@@ -173,7 +207,7 @@ class FlashInferBackend(AttentionBackend):
             kv_data_type=context.kv_pool.dtype,
         )
 
-    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan) -> None:
+    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan, page_size: int) -> None:
         layer, context = self.context.layers[0], self.context
         wrapper.plan(
             plan.qo_indptr,
@@ -183,7 +217,7 @@ class FlashInferBackend(AttentionBackend):
             layer.tp_q_head_num,
             layer.tp_k_head_num,
             layer.head_dim,
-            context.page_size,
+            page_size,
             custom_mask=plan.custom_mask,
             causal=plan.custom_mask is None,
             window_left=kind.window,
@@ -205,12 +239,51 @@ class FlashInferBackend(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store the new rows and run the wrapper that was planned for this layer's kind."""
+        kv, scales = self._stored(k, v, layer, batch, save_kv_cache, self.context.page_size)
+        out: torch.Tensor = self._current[LayerKind.of(layer)].run(q, kv, **scales)
+        return out
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        part: KVPart,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with the wrapper that was planned for the part's keys, in pages of one."""
+        kind, whole = LayerKind.of(layer), part.kind == "whole"
+        kv, scales = self._stored(k, v, layer, batch, save_kv_cache, self.context.page_size if whole else 1)
+        wrapper = self._current[kind] if whole else self._current_parts[kind, part]
+        out, lse = wrapper.run(q, kv, return_lse=True, **scales)
+        return out, lse
+
+    def merge_state(
+        self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``flashinfer.merge_state``."""
+        out, lse = self._merge.call(out_a, lse_a, out_b, lse_b)
+        return out, lse
+
+    def _stored(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+        page_size: int,
+    ) -> tuple[Any, dict[str, float]]:
+        """K and V in pages of so many slots, with the new rows in them, and the scales of a run."""
         pool = self.context.kv_pool
         if save_kv_cache:
             pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+        scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if pool.dtype.itemsize == 1 else {}
+        if page_size != self.context.page_size:
+            return tuple(buffer[:, None] for buffer in pool.get_kv_buffer(layer.layer_id)), scales
         # Of K and V in one block the package takes the block itself.
         kv: Any = pool.get_layer_buffer(layer.layer_id)
-        kv = kv if pool.layout == "kv-in-block" else kv.unbind(0)
-        scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if pool.dtype.itemsize == 1 else {}
-        out: torch.Tensor = self._current[LayerKind.of(layer)].run(q, kv, **scales)
-        return out
+        return kv if pool.layout == "kv-in-block" else kv.unbind(0), scales

@@ -16,9 +16,12 @@ from attn_testkit.contract import (
     Capabilities,
     ForwardBatch,
     ForwardMode,
+    KVPart,
+    LogSumExp,
     Requires,
 )
 
+from .flashinfer_parts import MERGE_STATE, PartBuffers, part_plan
 from .flashinfer_plan import PagePlan, filled_up, make_page_plan, pages_per_request, workspace
 from .vendor import EntryPoint, provide
 from .vendor.flashinfer_fake import BATCH_MLA_FA2, BATCH_MLA_FA3
@@ -26,14 +29,16 @@ from .vendor.flashinfer_fake import BATCH_MLA_FA2, BATCH_MLA_FA3
 __all__ = ["FlashInferMLABackend", "FlashInferMLAFA3Backend", "FlashInferMLAFP8Backend"]
 
 _PACKAGES = ("flashinfer-python>=0.7.2,<0.8",)
+_MODES = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
+_DECODE = frozenset({ForwardMode.DECODE})
 
 
 class FlashInferMLABackend(AttentionBackend):
     """MLA through ``BatchMLAPagedAttentionWrapper``, backend fa2."""
 
     capabilities = Capabilities(
-        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
-        graph=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
+        eager=_MODES,
+        graph=_MODES,
         families=frozenset({"mla"}),
         dtypes=frozenset({"fp16", "bf16"}),
         head_dims=frozenset({128, 512}),
@@ -47,6 +52,8 @@ class FlashInferMLABackend(AttentionBackend):
         needs_cpu_seq_lens=True,
         takes_none_kv=True,
         takes_unset_width=True,
+        # Several rows are causal over the last keys, which those of a rank are not.
+        lse=LogSumExp(base="2", whole=_MODES, prefix=_MODES, pages=_DECODE, tokens=_DECODE, merges=True),
         requires=Requires(sm=(80, 129), packages=_PACKAGES),
     )
     entry_point: ClassVar[EntryPoint] = BATCH_MLA_FA2
@@ -55,7 +62,8 @@ class FlashInferMLABackend(AttentionBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._provided = provide(self.entry_point, context.device)
-        self.kernels = "emulated" if self._provided.is_fake else "real"
+        self._merge = provide(MERGE_STATE, context.device)
+        self.kernels = "emulated" if self._provided.is_fake or self._merge.is_fake else "real"
         self._float_workspace = workspace(context.device, self._provided.is_fake)
         # A scale belongs to a plan, not to a run: layers that differ in it need wrappers of their own.
         self._scales = list(dict.fromkeys(layer.scaling for layer in context.layers))
@@ -64,13 +72,22 @@ class FlashInferMLABackend(AttentionBackend):
         self._rows: dict[tuple[ForwardMode, int], int] = {}
         """Query rows of each captured graph."""
         self._current: dict[float, Any] = {}
+        self._parts = tuple(part for part in context.kv_parts if part.kind != "whole")
+        self._eager_parts: dict[tuple[float, KVPart], Any] = {}
+        self._graph_parts: dict[tuple[ForwardMode, int], dict[tuple[float, KVPart], Any]] = {}
+        self._current_parts: dict[tuple[float, KVPart], Any] = {}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan the instance's eager wrappers."""
         if not self._eager:
             self._eager = {scale: self._wrapper() for scale in self._scales}
-        self._current = self._eager
-        self._plan_all(make_page_plan(self.context, batch), batch.forward_mode)
+            self._eager_parts = {pair: self._wrapper() for pair in self._scales_and_parts}
+        self._current, self._current_parts = self._eager, self._eager_parts
+        self._plan_all(make_page_plan(self.context, batch), batch)
+
+    @property
+    def _scales_and_parts(self) -> list[tuple[float, KVPart]]:
+        return [(scale, part) for scale in self._scales for part in self._parts]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Buffers that every bucket's wrappers share; each plan fills them for the replay that follows."""
@@ -82,6 +99,7 @@ class FlashInferMLABackend(AttentionBackend):
         # One request more than the batch: see _graph_plan.
         self._qo_indptr, self._kv_indptr = zeros(max_bs + 2), zeros(max_bs + 2)
         self._kv_lens, self._kv_indices = zeros(max_bs + 1), zeros((max_bs + 1) * pages)
+        self._of_parts = {pair: PartBuffers(self.context, max_bs, max_num_tokens) for pair in self._scales_and_parts}
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         """Build the bucket's wrappers at its capture; plan them at the capture and before every replay."""
@@ -98,8 +116,12 @@ class FlashInferMLABackend(AttentionBackend):
                 "kv_len_arr": self._kv_lens[:requests],
             }
             self._graphs[bucket] = {scale: self._wrapper(use_cuda_graph=True, **buffers) for scale in self._scales}
-        self._current = self._graphs[bucket]
-        self._plan_all(plan, batch.forward_mode)
+            self._graph_parts[bucket] = {
+                pair: self._wrapper(use_cuda_graph=True, **of_part.for_mla(requests))
+                for pair, of_part in self._of_parts.items()
+            }
+        self._current, self._current_parts = self._graphs[bucket], self._graph_parts[bucket]
+        self._plan_all(plan, batch)
 
     def _graph_plan(self, batch: ForwardBatch) -> PagePlan:
         """The plan of a batch, with as many query rows as the graph has.
@@ -118,11 +140,16 @@ class FlashInferMLABackend(AttentionBackend):
     def _wrapper(self, **graph: Any) -> Any:
         return self._provided.call(self._float_workspace, backend=self.kernel_family, **graph)
 
-    def _plan_all(self, plan: PagePlan, mode: ForwardMode) -> None:
-        for scale, wrapper in self._current.items():
-            self._plan(wrapper, scale, plan, causal=not mode.is_decode())
+    def _plan_all(self, plan: PagePlan, batch: ForwardBatch) -> None:
+        causal = not batch.forward_mode.is_decode()
+        if not self._parts:
+            for scale, wrapper in self._current.items():
+                self._plan(wrapper, scale, plan, causal, self.context.page_size)
+        for (scale, part), wrapper in self._current_parts.items():
+            of_part = part_plan(self.context, batch, plan, part, masked=False)
+            self._plan(wrapper, scale, of_part, causal and part.kind == "new", 1)
 
-    def _plan(self, wrapper: Any, scale: float, plan: PagePlan, causal: bool) -> None:
+    def _plan(self, wrapper: Any, scale: float, plan: PagePlan, causal: bool, page_size: int) -> None:
         from flashinfer.mla import MLAPlanMetadata
 
         layer, context = self.context.layers[0], self.context
@@ -131,8 +158,9 @@ class FlashInferMLABackend(AttentionBackend):
             num_heads=layer.tp_q_head_num,
             head_dim_ckv=layer.kv_lora_rank,
             head_dim_kpe=layer.head_dim - layer.kv_lora_rank,
-            page_size=context.page_size,
+            page_size=page_size,
             causal=causal,
+            lse_mode="base2" if context.kv_parts else "none",
             sm_scale=scale,
             q_data_type=context.dtype,
             kv_data_type=context.kv_pool.dtype,
@@ -148,13 +176,44 @@ class FlashInferMLABackend(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store the new latent rows and run the wrapper that was planned with this layer's scale."""
-        pool, page_size = self.context.kv_pool, self.context.page_size
+        latent, scales = self._stored(k, layer, batch, save_kv_cache, self.context.page_size)
+        out: torch.Tensor = self._current[layer.scaling].run(query=q, kv_cache=latent, **scales)
+        return out
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        part: KVPart,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with the wrapper that was planned for the part's keys, in pages of one."""
+        whole = part.kind == "whole"
+        latent, scales = self._stored(k, layer, batch, save_kv_cache, self.context.page_size if whole else 1)
+        wrapper = self._current[layer.scaling] if whole else self._current_parts[layer.scaling, part]
+        out, lse = wrapper.run(query=q, kv_cache=latent, return_lse=True, **scales)
+        return out, lse
+
+    def merge_state(
+        self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``flashinfer.merge_state``."""
+        out, lse = self._merge.call(out_a, lse_a, out_b, lse_b)
+        return out, lse
+
+    def _stored(
+        self, k: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool, page_size: int
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Latent rows in pages of so many slots, with the new ones in them, and the scales of a run."""
+        pool = self.context.kv_pool
         if save_kv_cache:
             pool.set_kv_buffer(layer, batch.out_cache_loc, k)
         latent = pool.get_key_buffer(layer.layer_id).view(-1, page_size, layer.head_dim)
-        scales = {"ckv_scale": layer.k_scale, "kpe_scale": layer.k_scale} if pool.dtype.itemsize == 1 else {}
-        out: torch.Tensor = self._current[layer.scaling].run(query=q, kv_cache=latent, **scales)
-        return out
+        return latent, {"ckv_scale": layer.k_scale, "kpe_scale": layer.k_scale} if pool.dtype.itemsize == 1 else {}
 
 
 class FlashInferMLAFA3Backend(FlashInferMLABackend):

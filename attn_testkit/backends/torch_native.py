@@ -8,6 +8,8 @@ Shapes: T query rows, B requests (padding included), W most rows a request, C = 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..contract import (
@@ -20,12 +22,16 @@ from ..contract import (
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
+    KVPart,
+    LogSumExp,
     TreeMaskMode,
     VerifyInput,
     VerifyMask,
 )
 
 __all__ = ["TorchNativeBackend"]
+
+_IN_PARTS = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 
 
 class TorchNativeBackend(AttentionBackend):
@@ -54,6 +60,9 @@ class TorchNativeBackend(AttentionBackend):
         takes_unset_width=True,
         padding_slots=frozenset({0, -1}),
         deterministic=True,
+        lse=LogSumExp(
+            base="e", whole=frozenset(ForwardMode), prefix=_IN_PARTS, pages=_IN_PARTS, tokens=_IN_PARTS, merges=True
+        ),
     )
 
     def __init__(self, context: BackendContext) -> None:
@@ -87,6 +96,7 @@ class TorchNativeBackend(AttentionBackend):
         request = torch.searchsorted(starts, row, right=True) - 1
         self._place = request * width + (row - starts[request]).clamp(max=width - 1)
         self._slots = self._index(self._key_slots(batch))
+        self._prefix = (self._kv_lens(batch, counts) - counts).clamp(min=0)
         self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
 
     def _rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
@@ -160,13 +170,50 @@ class TorchNativeBackend(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store, gather, mask, softmax, sum; in float32. Shapes as in ``AttentionBackend.forward``."""
+        self._store(k, v, layer, batch, save_kv_cache)
+        return self._attend(q, layer, self._in_window(layer))[0]
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        part: KVPart,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for the keys of a part. Shapes as in ``AttentionBackend.forward_return_lse``."""
+        self._store(k, v, layer, batch, save_kv_cache)
+        held = part.holds(self._key, self._prefix[:, None])
+        layer = layer if part.sinks else replace(layer, sinks=None)
+        out, logits = self._attend(q, layer, self._in_window(layer) & held[:, None])
+        # [B, Hk, G, W] -> [T, Hq]
+        lse = torch.logsumexp(logits, -1).permute(0, 3, 1, 2)
+        return out, lse.reshape(-1, layer.tp_q_head_num)[self._place]
+
+    def merge_state(
+        self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each weighs as its share of the whole sum; nothing weighs in a row of padding that has no key at all."""
+        lse = torch.logaddexp(lse_a, lse_b)
+        base = torch.where(lse == -torch.inf, 0.0, lse)
+        of_a, of_b = (torch.exp(each - base)[..., None] for each in (lse_a, lse_b))
+        return (of_a * out_a.float() + of_b * out_b.float()).to(out_a.dtype), lse
+
+    def _store(
+        self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool
+    ) -> None:
         if save_kv_cache:
             # Padding of slot -1 goes where other padding goes: page 0.
             self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)
-        seen = self._in_window(layer)
-        logits = self._logits(self._queries(q, layer), self._keys(layer), layer)
-        out = self._sum(self._weights(logits, seen, layer), self._values(layer), seen) * layer.v_scale
-        return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[self._place].to(q.dtype)
+
+    def _attend(self, q: torch.Tensor, layer: AttentionLayer, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, Hq, Dv], and [B, Hk, G, W, C] the logits of what is ``seen`` [B, W, C], and of sinks behind them."""
+        logits = self._masked(self._logits(self._queries(q, layer), self._keys(layer), layer), seen, layer)
+        out = self._sum(self._weights(logits, seen), self._values(layer), seen) * layer.v_scale
+        return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[self._place].to(q.dtype), logits
 
     def _queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         """[B, W, Hk, G, D] float32: G query heads in a row share a KV head."""
@@ -201,14 +248,17 @@ class TorchNativeBackend(AttentionBackend):
             return self._visible
         return self._visible & (self._position[..., None] - self._key_position <= layer.sliding_window_size)
 
-    def _weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """[B, Hk, G, W, C]: softmax over what is seen. A row that sees nothing is padding, and gets zeros, not NaN."""
-        hidden = ~seen[:, None, None]
-        logits = logits.masked_fill(hidden, -torch.inf)
-        if layer.sinks is not None:
-            sinks = layer.sinks.view(1, layer.tp_k_head_num, layer.q_per_kv, 1, 1)
-            logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
-        return torch.softmax(logits, -1)[..., : hidden.shape[-1]].masked_fill(hidden, 0.0)
+    def _masked(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """[B, Hk, G, W, C]: -inf for what is not seen; and behind the last key the sinks, where there are."""
+        logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+        if layer.sinks is None:
+            return logits
+        sinks = layer.sinks.view(1, layer.tp_k_head_num, layer.q_per_kv, 1, 1)
+        return torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
+
+    def _weights(self, logits: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """[B, Hk, G, W, C]: softmax over what is seen. A row that sees nothing gets zeros, not NaN."""
+        return torch.softmax(logits, -1)[..., : seen.shape[-1]].masked_fill(~seen[:, None, None], 0.0)
 
     def _sum(self, p: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         """[B, W, Hk, G, Dv]. Slots that no row may see hold anything, NaN included, and 0 * NaN is NaN."""

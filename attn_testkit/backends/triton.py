@@ -29,6 +29,8 @@ from attn_testkit.contract import (
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
+    KVPart,
+    LogSumExp,
     Requires,
     TreeMaskMode,
     VerifyInput,
@@ -40,6 +42,7 @@ from .triton_kernels import INTERPRETED, attend_kernel, choose_tiles, merge_kern
 __all__ = ["TritonBackend"]
 
 _NO_WINDOW = 1 << 30
+_IN_PARTS = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 _KEYS_PER_SPLIT = 256
 _MAX_SPLITS = 4 if INTERPRETED else 16  # under the interpreter programs run one after another
 
@@ -90,6 +93,7 @@ class TritonBackend(AttentionBackend):
         padding_slots=frozenset({0, -1}),
         deterministic=True,
         batch_invariant=True,
+        lse=LogSumExp(base="e", whole=frozenset(ForwardMode), prefix=_IN_PARTS, pages=_IN_PARTS, tokens=_IN_PARTS),
         requires=Requires(packages=("triton>=3.6",)),
     )
 
@@ -205,11 +209,39 @@ class TritonBackend(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store the new rows, then attend to them and to the prefix alike, through ``req_to_token``."""
-        context, plan = self.context, self._plan
-        assert plan is not None, "a step is planned before its forward"
+        self._store(k, v, layer, batch, save_kv_cache)
+        return self._attend(q, layer, batch, KVPart(), None)
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        part: KVPart,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with another range of keys, or without those of other ranks."""
+        self._store(k, v, layer, batch, save_kv_cache)
+        lse = q.new_zeros(q.shape[0], layer.tp_q_head_num, dtype=torch.float32)
+        return self._attend(q, layer, batch, part, lse), lse
+
+    def _store(
+        self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool
+    ) -> None:
         if save_kv_cache:
             # Padding of slot -1 goes where other padding goes: page 0.
-            context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)
+            self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)
+
+    def _attend(
+        self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, part: KVPart, lse: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[T, Hq, D]; into ``lse`` [T, Hq] goes the log-sum-exp."""
+        context, plan = self.context, self._plan
+        assert plan is not None, "a step is planned before its forward"
+        has_sinks = layer.sinks is not None and part.sinks
         key, value = context.kv_pool.get_kv_pages(layer.layer_id)
         k_page, k_slot, *_ = key.stride()
         heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
@@ -222,21 +254,22 @@ class TritonBackend(AttentionBackend):
         pairs = plan.max_q_len * group * tiles.kv_heads
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else _NO_WINDOW
         attend_kernel[(bs, layer.tp_k_head_num // tiles.kv_heads, triton.cdiv(pairs, tiles.block_m) * splits)](
-            q, key, value, out, self._partial, self._lse,
+            q, key, value, out, out if lse is None else lse, self._partial, self._lse,
             plan.table, plan.requests, kv_lens, plan.cu_seqlens_q, batch.positions,
-            q if plan.mask is None else plan.mask, q if layer.sinks is None else layer.sinks,  # q: never read
+            q if plan.mask is None else plan.mask, layer.sinks if has_sinks else q,  # q: never read
             layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap), window,
             *q.stride(), *key.stride()[:3], *value.stride()[:3], plan.table.stride(0),
             PAGE=0 if k_page == context.page_size * k_slot else context.page_size,
             HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
-            HAS_CAP=layer.logit_cap > 0, HAS_SINKS=layer.sinks is not None, KV_HEADS=tiles.kv_heads,
+            HAS_CAP=layer.logit_cap > 0, HAS_SINKS=has_sinks, HAS_LSE=lse is not None,
+            PART=part.kind, RANK=part.rank, RANKS=part.ranks, INTERLEAVE=part.interleave, KV_HEADS=tiles.kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DOT=tiles.dot, num_warps=4, num_stages=2,
         )  # fmt: skip
         if splits > 1:
             block_h = triton.next_power_of_2(heads) if INTERPRETED else 1
             merge_kernel[(bs, triton.cdiv(heads, block_h))](
-                self._partial, self._lse, out, HEADS=heads, D=dim, SPLITS=splits, BLOCK_H=block_h,
-                BLOCK_S=triton.next_power_of_2(splits),
+                self._partial, self._lse, out, out if lse is None else lse, HEADS=heads, D=dim, SPLITS=splits,
+                BLOCK_H=block_h, BLOCK_S=triton.next_power_of_2(splits), HAS_LSE=lse is not None,
             )  # fmt: skip
         return out.to(q.dtype)
 

@@ -55,13 +55,14 @@ def _block(rows: int) -> int:
 
 @triton.jit
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_out_ptr, partial_ptr, lse_ptr,
     req_to_token_ptr, requests_ptr, kv_lens_ptr, cu_seqlens_q_ptr, positions_ptr, mask_ptr, sinks_ptr,
     scale, v_scale, logit_cap, window,
     q_row, q_head, q_dim, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row,
     PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, NODES: tl.constexpr,
     SPLITS: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    PART: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Attention of one request and ``KV_HEADS`` KV heads: one tile of its rows, one split of its keys.
@@ -70,7 +71,7 @@ def attend_kernel(
     KV head share its keys. ``NODES`` is 0 for causal attention aligned to the end of the keys; otherwise a request is a
     draft tree of ``NODES`` rows and ``mask`` [bs, NODES, NODES] says who sees whom. With ``SPLITS`` > 1 the result is
     partial, for ``merge_kernel`` to finish. ``PAGE``: slots of a page, or 0 where slots are as far apart as in a page
-    everywhere, and no page needs to be known.
+    everywhere, and no page needs to be known. ``PART``: the keys before the step, its own, those of a rank, or all.
     """
     request, head_group = tl.program_id(0), tl.program_id(1)
     tile, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
@@ -97,9 +98,14 @@ def attend_kernel(
     # Split the keys that any row may see, by the request's own length only.
     KEYS: tl.constexpr = BLOCK_N // KV_HEADS
     first_key = tl.maximum(prefix - window, 0)
-    per_split = tl.cdiv(kv_len - first_key, SPLITS * KEYS) * KEYS
+    last_key = kv_len
+    if PART == "new":
+        first_key = tl.maximum(first_key, prefix)
+    if PART == "prefix":
+        last_key = tl.maximum(prefix, 0)
+    per_split = tl.cdiv(tl.maximum(last_key - first_key, 0), SPLITS * KEYS) * KEYS
     begin = first_key + split * per_split
-    end = tl.minimum(begin + per_split, kv_len)
+    end = tl.minimum(begin + per_split, last_key)
 
     # Online softmax: running maximum, sum and weighted values. A maximum of -inf means "no key yet".
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -116,6 +122,8 @@ def attend_kernel(
     for start in range(begin, end, KEYS):
         key = start + column_key
         owned = key < end  # slots behind the end are other requests' and may hold NaN, which 0 would not silence
+        if PART == "rank":
+            owned = owned & (key // INTERLEAVE % RANKS == RANK)
         slot = tl.load(table + start, mask=owned, other=0).to(tl.int64)
         if PAGE > 0:
             k_slots = slot // PAGE * k_page + slot % PAGE * k_slot
@@ -157,6 +165,8 @@ def attend_kernel(
     if SPLITS == 1:
         out_at = out_ptr + (out_row * D)[:, None] + dim[None, :]
         tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=live[:, None])
+        if HAS_LSE:
+            tl.store(lse_out_ptr + out_row, m + tl.log(divisor), mask=live)
     else:  # an empty split writes too: the workspace holds whatever an earlier step left in it
         part = out_row * SPLITS + split
         tl.store(partial_ptr + (part * D)[:, None] + dim[None, :], result, mask=live[:, None])
@@ -165,8 +175,9 @@ def attend_kernel(
 
 @triton.jit
 def merge_kernel(
-    partial_ptr, lse_ptr, out_ptr,
+    partial_ptr, lse_ptr, out_ptr, lse_out_ptr,
     HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """One row, ``BLOCK_H`` heads: the mean of the splits' results, weighted by their softmax sums."""
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -178,8 +189,11 @@ def merge_kernel(
     m = tl.max(lse, 1)
     weight = tl.exp(lse - tl.where(m == float("-inf"), 0.0, m)[:, None])  # an empty split weighs nothing
     total = tl.sum(weight, 1)
-    weight = weight / tl.where(total > 0, total, 1.0)[:, None]
+    divisor = tl.where(total > 0, total, 1.0)
+    weight = weight / divisor[:, None]
     values = tl.load(partial_ptr + (part * D)[:, :, None] + dim[None, None, :], mask=there[:, :, None], other=0.0)
     result = tl.sum(weight[:, :, None] * values, 1)
     out_at = out_ptr + (out_row * D)[:, None] + dim[None, :]
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])
+    if HAS_LSE:
+        tl.store(lse_out_ptr + out_row, m + tl.log(divisor), mask=head < HEADS)

@@ -50,7 +50,7 @@ class Case:
     Raises ``ValueError`` for a batch that is empty or larger than its bucket, accepted counts that are not one per
     request and 1 .. width, new tokens that are not one or more per request or more than their graph holds, chunks in
     another mode than extend, a tree in another mode than target-verify, or none there, a draft in another mode than
-    draft-decode, or none there, and a loop without a draft, or with an FP8 pool.
+    draft-decode, or none there, a loop without a draft, or with an FP8 pool, and parts that a draft cannot have.
     """
 
     mode: ForwardMode
@@ -92,6 +92,11 @@ class Case:
     """Soft cap of one layer; 0.0: none."""
     sinks: bool = False
     """Both layers have attention sinks, one logit a query head."""
+    parts: str = ""
+    """Keys are attended in parts, each with its log-sum-exp: ``whole``, ``prefix`` for the prefix and the new rows,
+    ``pagesR`` or ``tokensR`` for R ranks (``cases/parts.py``). Empty: they are not."""
+    own_merge: bool = False
+    """The backend merges the parts; otherwise the kit does."""
     bucket: int = 1
     """Batch size of the graph that the case's own batch runs in."""
     padding: str = "prod"
@@ -121,6 +126,10 @@ class Case:
             raise ValueError("a draft goes with draft-decode, and only with it")
         if self.rounds < 0 or (self.rounds and (not self.draft or self.kv_dtype != "same")):
             raise ValueError(f"{self.rounds} rounds: a loop goes with draft-decode, and a KV pool of the model's dtype")
+        if self.own_merge and self.parts in ("", "whole"):
+            raise ValueError("a backend merges parts, and the case has none")
+        if self.parts and (self.mixed or self.rounds or (self.draft and self.parts != "whole")):
+            raise ValueError(f"parts {self.parts!r}: of no mixed case and of no loop, and of a draft the whole alone")
 
     def _check_new_tokens(self) -> None:
         if len(self.new) != len(self.prefixes) or min(self.new) < 1:
@@ -184,6 +193,8 @@ class Case:
             words.append(f"cap{self.logit_cap:g}")
         if self.sinks:
             words.append("sink")
+        if self.parts:
+            words.append(f"lse{self.parts}{'own' if self.own_merge else ''}")
         words.append(f"b{self.bucket}{self.padding}")
         if self.mixed:
             words.append("mixed")
@@ -277,6 +288,10 @@ _WORDS: tuple[_Word, ...] = (
     (r"w(\d+)", lambda m: {"window": int(m[1])}),
     (r"cap([\d.]+)", lambda m: {"logit_cap": float(m[1])}),
     (r"sink", lambda m: {"sinks": True}),
+    (
+        r"lse(?:(whole)|(prefix|(?:pages|tokens)(?:[2-9]|[1-9]\d+))(own)?)",
+        lambda m: {"parts": m[1] or m[2], "own_merge": bool(m[3])},
+    ),
     (r"b(\d+)(" + "|".join(PADDINGS) + ")", lambda m: {"bucket": int(m[1]), "padding": m[2]}),
     (r"mixed", lambda m: {"mixed": True}),
     (r"s(\d+)", lambda m: {"seed": int(m[1])}),

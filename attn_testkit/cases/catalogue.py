@@ -21,6 +21,7 @@ from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
+from .parts import part_cases
 from .plans import context_len
 from .pool_layouts import pool_layout_cases, usual_layout
 from .small_cases import MOST_NEW_TOKENS, plain_case, small_cases
@@ -388,6 +389,7 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
     """What stands behind all others: made of ``base``, which has little work for each row and key."""
     if tier != "smoke":
         yield from extreme_cases(claims, base)
+        yield from part_cases(claims, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))
 

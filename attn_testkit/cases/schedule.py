@@ -158,6 +158,8 @@ class Schedule:
     whether the queries of a case with an FP8 pool are numbers that FP8 holds."""
     new_rows_as_given: bool = False
     """Whether it says that a forward's own rows are attended as given (``Capabilities.new_rows_as_given``)."""
+    lse_dtype: str = "fp32"
+    """Of the log-sum-exps of a case with parts: ``fp32``, or ``model`` for the case's dtype."""
 
     @property
     def chunks(self) -> tuple[Step, ...]:
@@ -368,10 +370,12 @@ def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int])
 
 
 @lru_cache(maxsize=256)
-def make_schedule(case: Case, matmul_dtype: str = "model", new_rows_as_given: bool = False) -> Schedule:
+def make_schedule(
+    case: Case, matmul_dtype: str = "model", new_rows_as_given: bool = False, lse_dtype: str = "fp32"
+) -> Schedule:
     """Lay out all steps of a case. The same case always gives the same schedule.
 
-    ``matmul_dtype``, ``new_rows_as_given``: see ``Schedule``.
+    ``matmul_dtype``, ``new_rows_as_given``, ``lse_dtype``: see ``Schedule``.
 
     Cached: what is computed of a schedule is kept by the object.
     """
@@ -393,5 +397,6 @@ def make_schedule(case: Case, matmul_dtype: str = "model", new_rows_as_given: bo
     second = replace(_second(case, steps, sizes), name="second", stored=case.pick("second-step-stored") == 1)
     oversized = replace(last, name="oversized")
     return Schedule(
-        case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, matmul_dtype, new_rows_as_given
-    )
+        case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, matmul_dtype, new_rows_as_given,
+        lse_dtype,
+    )  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case
+from .parts import claims_of_parts, tried_of_parts
 
 __all__ = ["CLAIMS", "Claim", "Value", "most_rows", "rows_of", "says_untried", "untried"]
 
@@ -187,6 +188,7 @@ CLAIMS: dict[str, Claim] = {
         lambda claims, case: (case.dtype, case.kv_dtype),
     ),
     **{name: _option(name) for name in _HAS},
+    "parts": Claim("log-sum-exp:", claims_of_parts, lambda claims, case: tried_of_parts(case)),
     # With the first of the new tokens: how many more there are has no part in it.
     "context": Claim(
         "tokens of context",

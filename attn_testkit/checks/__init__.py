@@ -7,13 +7,13 @@ from collections.abc import Collection, Mapping
 from ..cases.case import Case
 from ..contract import Capabilities, Execution
 from . import claims as _claims
-from . import failures, graphs, lossless, memory, numeric, outputs, sameness, state
+from . import failures, graphs, log_sum_exp, lossless, memory, numeric, outputs, sameness, state
 from .check import Check, Stage
 from .judgement import Judgement
 
 __all__ = ["CHECKS", "NUMERIC", "REPORTED_INSTEAD", "Check", "Judgement", "Stage", "judged"]
 
-_KINDS = (failures, numeric, outputs, memory, graphs, state, _claims, sameness, lossless)
+_KINDS = (failures, numeric, log_sum_exp, outputs, memory, graphs, state, _claims, sameness, lossless)
 
 CHECKS: Mapping[str, Check] = {check.id: check for kind in _KINDS for check in kind.CHECKS}
 """By id, in the order in which they are worth reading."""

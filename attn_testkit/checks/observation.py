@@ -23,7 +23,7 @@ __all__ = ["Bytes", "Copies", "Group", "Observation", "Outputs", "Piece", "StepI
 
 Bytes = npt.NDArray[np.uint8]
 
-Group = Literal["attention", "activations", "before", "now", "outputs", "pool"]
+Group = Literal["attention", "activations", "before", "now", "outputs", "pool", "lse", "finite parts"]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ __all__ = ["judge_step"]
 
 _ORDER = (
     "writes-own-kv",  # wrong writes make wrong numbers, and never the other way round
+    "log-sum-exp",  # a wrong one makes a wrong merge
     "output-written",
     "finite",
     "matches-oracle",

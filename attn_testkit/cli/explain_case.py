@@ -9,6 +9,7 @@ import click
 
 from ..cases.case import Case
 from ..cases.choices import chosen
+from ..cases.parts import parts_text
 from ..cases.schedule import Schedule, Step, make_schedule
 from ..contract import ForwardMode
 
@@ -68,6 +69,7 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("window", "" if case.window < 0 else f"{case.window} keys back, in one layer"),
         ("logit_cap", f"{case.logit_cap:g}, in one layer" if case.logit_cap else ""),
         ("sinks", "one more logit for each query head" if case.sinks else ""),
+        ("parts", parts_text(case)),
         ("bucket", f"{case.bucket} request{'s'[: case.bucket - 1]} in the graph{padding}"),
         ("mixed", "graphs of all claimed modes on one instance, interleaved" if case.mixed else ""),
         ("seed", str(case.seed or "")),

@@ -9,6 +9,7 @@ from .kernel_plan import KernelPlan
 from .kv_layouts import KV_LAYOUTS, KVLayer, KVPoolSpec
 from .kv_pool import KVPool
 from .layer import AttentionLayer
+from .merging import KVPart, LogSumExp
 from .modes import Execution, ForwardMode
 
 __all__ = [
@@ -26,11 +27,13 @@ __all__ = [
     "ForwardBatch",
     "ForwardMode",
     "KVLayer",
+    "KVPart",
     "KVPool",
     "KVPoolSpec",
     "KernelBackend",
     "KernelPlan",
     "LegacyGraphHooks",
+    "LogSumExp",
     "Requires",
     "SpecInput",
     "TreeMaskMode",

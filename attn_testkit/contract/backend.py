@@ -14,6 +14,7 @@ from .capabilities import Capabilities, Unsupported
 from .kv_layouts import KVLayer, KVPoolSpec
 from .kv_pool import KVPool
 from .layer import AttentionLayer
+from .merging import KVPart
 from .modes import ForwardMode
 
 __all__ = ["AttentionBackend", "BackendContext", "LegacyGraphHooks", "refuse_unclaimed"]
@@ -56,6 +57,9 @@ class BackendContext:
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes that graphs are captured for, ascending; where one mode has several, those of all modes. Kernels are
     chosen by them. Empty where nobody knows them."""
+    kv_parts: tuple[KVPart, ...] = ()
+    """Parts of a request's keys that each layer is asked for, in this order, by ``forward_return_lse`` instead of
+    ``forward``. Empty: ``forward`` is called."""
 
 
 def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
@@ -95,6 +99,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         ("sliding window in trees", context.topk, not windowed or context.topk <= 1 or capabilities.window_in_trees),
         ("soft cap", max(layer.logit_cap for layer in context.layers),
          capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),
+        ("log-sum-exp of", ", ".join(map(str, context.kv_parts)), _takes_parts(capabilities, context)),
         ("sinks", "given", capabilities.sinks or all(layer.sinks is None for layer in context.layers)),
     ]  # fmt: skip
     for what, value, fine in checks:
@@ -106,6 +111,20 @@ def _rows(mode: ForwardMode, context: BackendContext) -> int:
     if not mode.is_speculative():
         return 1
     return context.speculative_num_steps + 1 if mode is ForwardMode.DRAFT_EXTEND else context.num_draft_tokens
+
+
+def _takes_parts(capabilities: Capabilities, context: BackendContext) -> bool:
+    def takes(part: KVPart) -> bool:
+        lse = capabilities.lse
+        if lse is None:
+            return False
+        if part.kind == "rank":
+            by_token = lse.tokens if part.interleave == 1 else frozenset()
+            by_page = lse.pages if part.interleave == context.page_size else frozenset()
+            return context.modes <= by_token | by_page
+        return context.modes <= (lse.whole if part.kind == "whole" else lse.prefix)
+
+    return all(map(takes, context.kv_parts))
 
 
 class AttentionBackend(ABC):
@@ -179,6 +198,40 @@ class AttentionBackend(ABC):
         Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype.
         Rows of padded requests may hold anything.
         """
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        part: KVPart,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``forward``, for the keys of ``part`` alone, and the log-sum-exp of each row and head beside the output.
+
+        Where ``capabilities.lse`` is claimed. ``part`` is one of ``context.kv_parts``, known to the constructor and so
+        to every plan. The first part of a layer stores new keys and values; the others have ``save_kv_cache`` False.
+        Returns [T, Hq, Dv] in the model's dtype, normalised by the part's own sum, and [T, Hq] or [Hq, T] as claimed:
+        the logarithm, in the base that is claimed, of the sum of exp(logit) over the keys of the part that the row may
+        see; logits as the softmax has them, scaled and capped. Where ``part.sinks`` the sink is one of them. A row that
+        sees no key of the part has -inf, or its sink, and an output of zeros or other finite numbers: a merge gives it
+        the weight 0, and 0 * NaN is NaN. Both are read before the next call.
+        """
+        raise NotImplementedError(f"{type(self).__name__} claims lse and has no forward_return_lse")
+
+    def merge_state(
+        self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge the results of two parts, as ``forward_return_lse`` gave them; where ``lse.merges`` is claimed.
+
+        ``out_a``, ``out_b`` [T, Hq, Dv] in the model's dtype, ``lse_a``, ``lse_b`` in the claimed base, layout and
+        dtype. Returns both for the two parts together, likewise. Either part may be empty, and in rows of padding both.
+        May run under capture: device work only.
+        """
+        raise NotImplementedError(f"{type(self).__name__} claims lse with merges=True and has no merge_state")
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepare one eager step."""

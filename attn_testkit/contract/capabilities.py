@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .kv_layouts import KV_LAYOUTS
+from .merging import LogSumExp
 from .modes import Execution, ForwardMode
 
 __all__ = ["DTYPES", "FAMILIES", "KV_DTYPES", "MATMUL_DTYPES", "Capabilities", "Requires", "Unsupported"]
@@ -181,6 +182,8 @@ class Capabilities:
     """Does the same batch give the same bits each time?"""
     batch_invariant: bool = False
     """Does a request give the same bits whatever else is in the batch?"""
+    lse: LogSumExp | None = None
+    """Is a log-sum-exp returned beside the output, in which form, and for which parts of a request's keys?"""
     requires: Requires = field(default_factory=Requires)
     """Hardware and packages that the real kernels need."""
     mode_requires: Mapping[ForwardMode, Requires] = field(default_factory=dict, hash=False)
@@ -219,6 +222,8 @@ class Capabilities:
         for name in _YES_OR_NO:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"Capabilities.{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.lse, LogSumExp | None):
+            raise ValueError(f"Capabilities.lse must be a LogSumExp, got {self.lse!r}; write LogSumExp(base='e', ...)")
         self._check_requirements()
         if ForwardMode.TARGET_VERIFY in self.eager | self.graph and not self.max_topk:
             raise ValueError(

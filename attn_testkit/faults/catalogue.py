@@ -32,6 +32,7 @@ CLASSES = {
     "N": "determinism and batch invariance",
     "O": "drafts: their forwards and branches",
     "P": "prefill: cached prefixes, chunks, mixed batches",
+    "Q": "parts of keys: log-sum-exps and merging",
 }
 """Letter -> kind of bug. A module of this package whose name begins with a letter and ``_`` holds that class."""
 
@@ -199,7 +200,16 @@ def all_faults() -> tuple[Fault, ...]:
 @lru_cache(maxsize=1)
 def all_controls() -> tuple[Control, ...]:
     """Every healthy control."""
-    for module in ("", "_of_builds", "_of_dialects", "_of_drafts", "_of_layouts", "_of_prefill", "_of_process"):
+    for module in (
+        "",
+        "_of_builds",
+        "_of_dialects",
+        "_of_drafts",
+        "_of_layouts",
+        "_of_parts",
+        "_of_prefill",
+        "_of_process",
+    ):
         importlib.import_module(f"{__package__}.controls{module}")
     return tuple(_CONTROLS.values())
 

@@ -25,6 +25,10 @@ class Attention:
     """[L, T, Hq, 1]: how far float32 arithmetic may move a logit, at most."""
     keys: torch.Tensor
     """[T] int64: keys each row may see, without windows."""
+    lse: torch.Tensor
+    """[L, T, Hq]: natural logarithm of the sum of exp(logit), sinks included; -inf for a row that sees nothing."""
+    top: torch.Tensor
+    """[L, T, Hq]: the largest logit, sinks included."""
     flat: torch.Tensor | None = None
     """Sum of |v_j| over the visible keys, times the weight of a logit as large as the row's largest: what the absolute
     error of small probabilities scales with. None unless asked for."""
@@ -113,6 +117,8 @@ def _joined(parts: Sequence[Attention], dim: int) -> Attention:
         mass=torch.cat([part.mass for part in parts], dim),
         logit_noise=torch.cat([part.logit_noise for part in parts], dim),
         keys=torch.cat([part.keys for part in parts]),
+        lse=torch.cat([part.lse for part in parts], dim),
+        top=torch.cat([part.top for part in parts], dim),
         flat=torch.cat(flat, dim) if flat else None,
     )
 
@@ -167,6 +173,8 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         mass=packed(p @ sizes),
         logit_noise=packed(noise.flatten(3, 4)),
         keys=visible.sum(-1)[data.row_request, data.row_offset],
+        lse=packed((top + total.log()).flatten(3, 4)).squeeze(-1),
+        top=packed(top.flatten(3, 4)).squeeze(-1),
         flat=everything,
     )
 

@@ -16,6 +16,7 @@ from ..model import Weights, make_weights
 from .attention import Attention, attend
 from .limits import attention_limit, linear_limit, row_limit
 from .new_rows import as_given
+from .parts import merged_attention_limit, part_sums
 
 __all__ = ["Expected", "attend_with_limit", "expect", "expect_of"]
 
@@ -36,6 +37,10 @@ class _Answer:
     """[R, vocab]."""
     logits_limit: torch.Tensor
     """[R, vocab]."""
+    lse: torch.Tensor | None
+    """[L, T, P, Hq]: natural, of each part of a case with parts (``oracle/parts.py``)."""
+    lse_limit: torch.Tensor | None
+    """[L, T, P, Hq]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +81,9 @@ def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given:
     """``rows`` [R] int64: those with hidden states and logits; None: all. ``given``: see ``attend_with_limit``."""
     case = schedule.case
     attention, limit = attend_with_limit(schedule, data, given)
+    sums = part_sums(case, data, attention, schedule.lse_dtype) if case.parts else None
+    if sums:
+        limit = merged_attention_limit(case, attention, limit, sums)
     hidden, hidden_limit = _hidden(data, attention, limit)
     if rows is not None:
         hidden, hidden_limit = hidden[rows], hidden_limit[rows]
@@ -88,6 +96,8 @@ def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given:
         hidden_limit=hidden_limit,
         logits=hidden @ weights.head,
         logits_limit=linear_limit(hidden_limit, hidden, sizes.head),
+        lse=sums[0] if sums else None,
+        lse_limit=sums[1] if sums else None,
     )
 
 

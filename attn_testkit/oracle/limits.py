@@ -15,6 +15,10 @@ any other backend with an FP8 pool are free, and who rounds them is over the lim
 FP8 has few small numbers: below 2^-6 its error no longer shrinks with the number. Kernels round p relative to the
 row's largest, or larger (flash kernels times 256 or 448), so that error is at most 2^-10 of the largest p, whatever
 p_j is.
+
+A log-sum-exp moves by no more than its logits do; and by r where its sum is off by a factor 1 + r. Kernels may sum the
+probabilities as they were rounded for the second product (FlashInfer's fa2 sums them on tensor cores), so r may be u.
+Merged results carry the errors of all their log-sum-exps: the weight of a part moves by a factor of at most exp(2 d).
 """
 
 from __future__ import annotations
@@ -23,7 +27,15 @@ import torch
 
 from .attention import Attention
 
-__all__ = ["UNIT_ROUNDOFF", "attention_limit", "linear_limit", "row_limit"]
+__all__ = [
+    "UNIT_ROUNDOFF",
+    "attention_limit",
+    "linear_limit",
+    "lse_limit",
+    "merged_limit",
+    "merged_lse_limit",
+    "row_limit",
+]
 
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24, "fp8_e4m3": 2.0**-4}
 _FP8_ABSOLUTE = 2.0**-10
@@ -62,6 +74,59 @@ def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model
         assert attention.flat is not None
         limit.add_(attention.mass, alpha=2 * UNIT_ROUNDOFF["fp8_e4m3"]).add_(attention.flat, alpha=2 * _FP8_ABSOLUTE)
     return limit
+
+
+def lse_limit(attention: Attention, dtype: str, lse_dtype: str = "fp32") -> torch.Tensor:
+    """[L, T, Hq] float64, natural units: the largest allowed |lse - ref|; 0 where it is -inf, which is exact.
+
+    ``dtype``: of the probabilities in the second product. ``lse_dtype``: of the log-sum-exp, ``model`` for ``dtype``.
+    """
+    noise, keys = attention.logit_noise.squeeze(-1), attention.keys.double().view(-1, 1)
+    # The logits, by eight roundings each as in attention_limit; the sum, of as many terms as a row sees; then the
+    # logarithm, and the maximum that is added to it.
+    limit = _FLOAT32 * (8 * noise + (keys + 16) + 4 * noise)
+    if dtype != "fp32":
+        limit += UNIT_ROUNDOFF[dtype]
+    if dtype == "fp16":
+        limit += _FP16_ABSOLUTE * keys
+    limit += _lse_rounding(attention.lse, dtype, lse_dtype)
+    return limit.masked_fill(attention.lse == -torch.inf, 0.0)
+
+
+def _lse_rounding(lse: torch.Tensor, dtype: str, lse_dtype: str) -> torch.Tensor:
+    """What a log-sum-exp of that size may lose by the arithmetic on it, a change of base too, and where it is kept."""
+    size = _finite(lse.abs())
+    rounding = 4 * _FLOAT32 * size
+    return rounding if lse_dtype == "fp32" else rounding + UNIT_ROUNDOFF[dtype] * size + _SMALLEST[dtype]
+
+
+def _finite(sizes: torch.Tensor) -> torch.Tensor:
+    return sizes.masked_fill(sizes.isinf(), 0.0)
+
+
+def merged_lse_limit(
+    whole: torch.Tensor, lse: torch.Tensor, off: torch.Tensor, dtype: str, lse_dtype: str
+) -> torch.Tensor:
+    """[L, T, Hq] float64: how far a backend's log-sum-exp of all parts may be from ``whole`` [L, T, Hq].
+
+    ``lse`` [L, T, P, Hq]: of each part, and ``off``, likewise, how far it may be from that. A merge is off by no more
+    than what goes into it, and by its own rounding; none of its results is larger than a part's, or than the whole's.
+    """
+    largest = torch.maximum(_finite(lse.abs()).amax(2), _finite(whole.abs()))
+    return off.amax(2) + (lse.shape[2] - 1) * _lse_rounding(largest, dtype, lse_dtype)
+
+
+def merged_limit(
+    limit: torch.Tensor, attention: Attention, lse: torch.Tensor, off: torch.Tensor, dtype: str, merges: int
+) -> torch.Tensor:
+    """[L, T, Hq, Dv] float64: ``limit`` of all keys at once, and what merging the results of parts may add.
+
+    ``attention``: of all keys. ``lse`` [L, T, P, Hq]: of each part, and ``off``, likewise, how far it may be from that.
+    ``merges``: results that are rounded between one part and the next, 0 where all are merged in float32.
+    """
+    # Merging subtracts the largest from each, in float32 and in one base or the other.
+    apart = (off + 8 * _FLOAT32 * _finite(lse.abs())).amax(2)[..., None]
+    return limit + attention.mass * (torch.expm1(2 * apart) + merges * UNIT_ROUNDOFF[dtype])
 
 
 def row_limit(limit: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -16,6 +16,7 @@ _ALLOWED = {
     "attn_testkit.checks.lossless": {"Said", "Spoken"},
     "attn_testkit.checks.observation": {"Copies"},
     "attn_testkit.contract.capabilities": {"Capabilities", "Requires"},
+    "attn_testkit.contract.merging": {"LogSumExp"},
     "attn_testkit.contract.modes": {"ForwardMode"},
     "attn_testkit.results": {"Finding"},
     "attn_testkit.runner_modes.messages": {"Described", "Driven", "StepRecord"},

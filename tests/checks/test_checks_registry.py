@@ -7,12 +7,14 @@ from by_hand import CLAIMS
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import CHECKS, NUMERIC, REPORTED_INSTEAD, Stage, judged
-from attn_testkit.contract import Execution
+from attn_testkit.contract import Execution, LogSumExp
 
 EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
 ALONE = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-b1prod")
 FILLED = parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4small")
-EXACT = CLAIMS.with_changes(deterministic=True, batch_invariant=True, needs_cpu_seq_lens=False)
+EXACT = CLAIMS.with_changes(
+    deterministic=True, batch_invariant=True, needs_cpu_seq_lens=False, lse=LogSumExp("e", whole={"decode"})
+)
 
 
 def test_every_check_says_all_that_is_asked_of_it() -> None:
@@ -32,6 +34,7 @@ def test_ids_are_those_that_records_and_known_failures_name() -> None:
         "matches-oracle",
         "finite",
         "output-written",
+        "log-sum-exp",
         "mode-outputs",
         "reads-own-kv",
         "writes-own-kv",

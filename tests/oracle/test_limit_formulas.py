@@ -15,12 +15,25 @@ FLOOR = {"bf16": 4 * 2.0**-133 + 2.0**-110, "fp16": 4 * 2.0**-24 + 2.0**-110, "f
 
 
 def element(
-    out: float = 0.0, mass: float = 0.0, noise: float = 0.0, keys: int = 1, flat: float | None = None
+    out: float = 0.0,
+    mass: float = 0.0,
+    noise: float = 0.0,
+    keys: int = 1,
+    flat: float | None = None,
+    lse: float = 0.0,
 ) -> Attention:
     def one(number: float) -> torch.Tensor:
         return torch.full((1, 1, 1, 1), number, dtype=torch.float64)
 
-    return Attention(one(out), one(mass), one(noise), torch.tensor([keys]), None if flat is None else one(flat))
+    return Attention(
+        out=one(out),
+        mass=one(mass),
+        logit_noise=one(noise),
+        keys=torch.tensor([keys]),
+        lse=one(lse)[..., 0],
+        top=one(lse)[..., 0],
+        flat=None if flat is None else one(flat),
+    )
 
 
 def limit(attention: Attention, dtype: str, matmul_dtype: str = "model") -> float:

@@ -18,7 +18,15 @@ import torch
 from . import paged_attention as paged
 from .provider import EntryPoint, swapped
 
-__all__ = ["BATCH_DECODE", "BATCH_MLA_FA2", "BATCH_MLA_FA3", "BATCH_PREFILL", "make_mla_wrapper", "make_paged_wrapper"]
+__all__ = [
+    "BATCH_DECODE",
+    "BATCH_MLA_FA2",
+    "BATCH_MLA_FA3",
+    "BATCH_PREFILL",
+    "make_mla_wrapper",
+    "make_paged_wrapper",
+    "merge_state",
+]
 
 _HERE = "attn_testkit.backends.vendor.flashinfer_fake"
 _SM80_AND_UP = ((80, 129),)
@@ -274,6 +282,18 @@ def _planning_in_torch(original: Any, method: str) -> Any:
             return planned(self, *args, **kwargs)
 
     return plan
+
+
+def merge_state(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashinfer.merge_state``, whose log-sum-exps are in base 2: empty states have weight 0, both together too."""
+    s_a, s_b = s_a.float(), s_b.float()
+    top = torch.maximum(s_a, s_b)
+    weight_a, weight_b = (torch.exp2(torch.where(s == -torch.inf, s, s - top)) for s in (s_a, s_b))
+    total = weight_a + weight_b
+    merged = (v_a.float() * weight_a[..., None] + v_b.float() * weight_b[..., None]) / total.clamp(min=1e-38)[..., None]
+    return merged.to(v_a.dtype), top + total.log2()
 
 
 def make_paged_wrapper(original: type) -> type:

@@ -99,6 +99,9 @@ def mask_bits(
 
     Bit of (row, key) is ``row * kv_len + key`` after its request's first byte: rows are not aligned to bytes.
     """
+    if not len(packed):
+        # No request of the batch has a key: nothing is read.
+        return torch.zeros(rows.request.shape[0], keys.request.shape[0], dtype=torch.bool, device=packed.device)
     bit = rows.offset[:, None] * kv_lens.long()[rows.request][:, None] + keys.offset[None]
     byte = (starts.long()[rows.request][:, None] + bit // 8).clamp(0, packed.shape[0] - 1)
     return (packed[byte].long() >> (bit % 8)) & 1 != 0

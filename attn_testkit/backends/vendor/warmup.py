@@ -45,6 +45,7 @@ class Family:
 
 _MODULES = "flashinfer.jit.attention.modules"
 _PACKBITS = Family("flashinfer.jit.quantization:gen_quantization_module", ())
+_CASCADE = Family("flashinfer.jit.cascade:gen_cascade_module", ())
 
 
 def _dtype_pairs(claims: Capabilities) -> list[tuple[torch.dtype, torch.dtype]]:
@@ -60,6 +61,7 @@ def _paged(claims: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]:
         if kv.itemsize > 1:
             yield Family(f"{_MODULES}:gen_batch_decode_module", common)
     yield _PACKBITS
+    yield _CASCADE
 
 
 def _mla(backend: str) -> Callable[[Capabilities, Sequence[int]], Iterable[Family]]:

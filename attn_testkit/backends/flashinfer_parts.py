@@ -1,0 +1,120 @@
+"""Parts of a request's keys for FlashInfer's wrappers: plans with pages of one key, which may list any keys.
+
+Paged wrappers attend whole pages, from a request's first on. Seen as pages of one slot each, the same pool gives them
+any keys in any number; who sees whom is then a custom mask, or in decode and MLA follows from which keys are listed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_testkit.contract import BackendContext, ForwardBatch, KVPart
+
+from .flashinfer_plan import PagePlan, exclusive_sum
+from .vendor.provider import EntryPoint
+
+__all__ = ["MERGE_STATE", "PartBuffers", "part_plan"]
+
+MERGE_STATE = EntryPoint(
+    "flashinfer.cascade:merge_state",
+    ((80, 129),),
+    "attn_testkit.backends.vendor.flashinfer_fake:merge_state",
+    "flashinfer",
+)
+
+
+def part_plan(
+    context: BackendContext, batch: ForwardBatch, plan: PagePlan, part: KVPart, *, window: int = -1, masked: bool
+) -> PagePlan:
+    """The plan of a part, in pages of one key. ``plan``: of all keys. Host work and copies.
+
+    ``masked``: with a custom mask, which knows causality, tree and window. Without one a row sees all keys that are
+    listed for its request but for those behind it; keys that ``window`` leaves out for its last row are not listed.
+    """
+    lists: list[torch.Tensor] = []
+    masks: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    kv_lens, q_lens = plan.kv_lens.tolist(), plan.qo_indptr.diff().tolist()
+    start = 0
+    for kv_len, q_len in zip(kv_lens, q_lens, strict=True):
+        prefix, key = kv_len - q_len, torch.arange(kv_len)
+        held = part.holds(key, torch.tensor(prefix))
+        if window >= 0 and not masked:
+            held &= key >= kv_len - 1 - window
+        mine = key[held]
+        lists.append(mine)
+        row = torch.arange(q_len)[:, None]
+        seen = (mine >= prefix + row - window) | (window < 0)
+        masks.append((seen & (mine <= prefix + row) if plan.custom_mask is None else seen).reshape(-1))
+        # In the mask of all keys.
+        places.append((start + row * kv_len + mine).reshape(-1))
+        start += q_len * kv_len
+    counts = torch.tensor([len(mine) for mine in lists])
+    mask = torch.cat(masks).to(context.device) if masked else None
+    if mask is not None and plan.custom_mask is not None:
+        mask &= plan.custom_mask[torch.cat(places).to(context.device)]
+    return PagePlan(
+        qo_indptr=plan.qo_indptr,
+        kv_lens=counts.to(torch.int32),
+        kv_indptr=exclusive_sum(counts),
+        # 1 where there is no page, too: the package computes lengths of masks as if there were one page less.
+        last_page_len=torch.ones(len(counts), dtype=torch.int32),
+        # Never empty: the address of an empty tensor is 0.
+        kv_indices=torch.nn.functional.pad(_slots(context, batch, lists), (0, 1)),
+        custom_mask=mask,
+    )
+
+
+def _slots(context: BackendContext, batch: ForwardBatch, keys: list[torch.Tensor]) -> torch.Tensor:
+    """[n] int32, on the device: KV slots of the keys of each request; 0 for requests that the batch does not have."""
+    request = torch.repeat_interleave(torch.arange(len(keys)), torch.tensor([len(mine) for mine in keys]))
+    columns = context.req_to_token.shape[1]
+    request, key = torch.stack([request, torch.cat(keys).clamp(max=columns - 1)]).to(context.device)
+    rows = batch.req_pool_indices[: batch.batch_size].long()[request.clamp(max=batch.batch_size - 1)]
+    return torch.where(request < batch.batch_size, context.req_to_token[rows, key], 0).to(torch.int32)
+
+
+class PartBuffers:
+    """What the graphs of one part and kind of layer read, at its largest size: shared by all buckets."""
+
+    def __init__(self, context: BackendContext, max_bs: int, max_num_tokens: int) -> None:
+        def zeros(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(count, dtype=dtype, device=context.device)
+
+        # A request more than the batch, for what MLA's graphs are filled up with.
+        requests, keys = max_bs + 1, context.max_context_len + context.num_draft_tokens
+        self.qo_indptr, self.kv_indptr = zeros(requests + 1), zeros(requests + 1)
+        self.kv_indices, self.last_page_len = zeros(requests * keys + max_num_tokens), zeros(requests)
+        self.kv_lens = zeros(requests)
+        self.mask = zeros(max_num_tokens * keys // 8 + requests, torch.uint8)
+        self.mask_indptr = zeros(requests + 1)
+
+    def for_decode(self, bs: int) -> dict[str, Any]:
+        """Arguments of a decode wrapper."""
+        return {
+            "paged_kv_indptr_buffer": self.kv_indptr[: bs + 1],
+            "paged_kv_indices_buffer": self.kv_indices,
+            "paged_kv_last_page_len_buffer": self.last_page_len[:bs],
+        }
+
+    def for_prefill(self, bs: int) -> dict[str, Any]:
+        """Arguments of a prefill wrapper with a custom mask."""
+        return {
+            "qo_indptr_buf": self.qo_indptr[: bs + 1],
+            "paged_kv_indptr_buf": self.kv_indptr[: bs + 1],
+            "paged_kv_indices_buf": self.kv_indices,
+            "paged_kv_last_page_len_buf": self.last_page_len[:bs],
+            "custom_mask_buf": self.mask,
+            "mask_indptr_buf": self.mask_indptr[: bs + 1],
+        }
+
+    def for_mla(self, requests: int) -> dict[str, Any]:
+        """Arguments of an MLA wrapper."""
+        return {
+            "qo_indptr": self.qo_indptr[: requests + 1],
+            "kv_indptr": self.kv_indptr[: requests + 1],
+            "kv_indices": self.kv_indices,
+            "kv_len_arr": self.kv_lens[:requests],
+        }

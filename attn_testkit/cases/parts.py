@@ -1,0 +1,113 @@
+"""Keys that are attended in parts: which parts a case has, and the cases of a backend that claims a log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..contract import Capabilities, ForwardMode, KVPart
+from .case import Case, Heads
+
+__all__ = ["claims_of_parts", "part_cases", "parts_of", "parts_text", "tried_of_parts"]
+
+_RANKS = {"pages": 2, "tokens": 3}
+"""Ranks of a kind's cases."""
+_OWN = "merged by the backend"
+
+
+def _kind(case: Case) -> str:
+    """One of ``contract.merging.PART_KINDS``; empty for a case without parts."""
+    return case.parts.rstrip("0123456789")
+
+
+def parts_of(case: Case) -> tuple[KVPart, ...]:
+    """In the order in which they are attended. The first stores the new rows, and has the sinks."""
+    kind = _kind(case)
+    if kind == "prefix":
+        # As servers do it: the new rows first.
+        return KVPart("new"), KVPart("prefix", sinks=False)
+    if kind in _RANKS:
+        ranks = int(case.parts.removeprefix(kind))
+        interleave = case.page_size if kind == "pages" else 1
+        return tuple(KVPart("rank", rank, ranks, interleave, sinks=rank == 0) for rank in range(ranks))
+    return (KVPart(),) if kind else ()
+
+
+def claims_of_parts(claims: Capabilities, mode: ForwardMode) -> tuple[str, ...]:
+    """What a mode's cases have to try of ``Capabilities.lse``."""
+    kinds = claims.lse.kinds(mode) if claims.lse else ()
+    merged = claims.lse is not None and claims.lse.merges and any(kind != "whole" for kind in kinds)
+    return (*kinds, _OWN) if merged else kinds
+
+
+def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with as little work for each row as is claimed.
+
+    Of each kind of part: requests that leave a part without keys; and everything that is claimed beside it, where keys
+    are many, merged by the backend where it can. Of one kind of each mode: logits far from zero, and other heads.
+    """
+    kinds = claims.lse.kinds(small.mode) if claims.lse else ()
+    for kind in kinds:
+        parts, page = f"{kind}{_RANKS.get(kind, '')}", small.page_size
+        if kind == "pages":
+            # With pages of one key these would be the tokens.
+            page = min(claims.page_sizes, key=lambda size: abs(size - 4))
+        few = _like(small, page, (2 * page + 3, 0, page, 1, 70), parts)
+        own = claims.lse is not None and claims.lse.merges and kind != "whole"
+        yield replace(few, data="gauss")
+        yield _with_options(claims, few, own)
+        if kind == kinds[-1]:
+            yield replace(_like(small, page, (300, 7), parts), data="negative", own_merge=own)
+            # A window of one key leaves all ranks but one without any.
+            few = replace(few, data="peaked", own_merge=own, window=0 if _windowed(claims, few) else -1)
+            yield from (replace(few, **heads) for heads in [*_other_heads(claims, small)] or [{}])
+
+
+def _like(small: Case, page: int, prefixes: tuple[int, ...], parts: str) -> Case:
+    """``small`` with other requests, the first of which have all its rows."""
+    new = tuple(small.width if index % 2 == 0 else 1 for index in range(len(prefixes))) if small.new else ()
+    bucket = len(prefixes) + 1
+    return replace(small, prefixes=prefixes, new=new, page_size=page, parts=parts, bucket=bucket, padding="prod")
+
+
+def _with_options(claims: Capabilities, case: Case, own: bool) -> Case:
+    """Everything that is claimed beside it, at a length at which keys are split."""
+    as_given = case.mode in claims.new_rows_as_given
+    return replace(
+        _like(case, case.page_size, (1500, 70), case.parts),
+        window=60 if _windowed(claims, case) else -1,
+        logit_cap=1.5 if claims.logit_cap else 0.0,
+        sinks=claims.sinks,
+        # New rows as given are those of one call, and here several attend them.
+        kv_dtype=min(claims.kv_dtypes) if not as_given else case.kv_dtype,
+        own_merge=own,
+        data="gauss",
+    )
+
+
+def _windowed(claims: Capabilities, case: Case) -> bool:
+    return case.mode in claims.sliding_window and (case.topk < 2 or claims.window_in_trees)
+
+
+def _other_heads(claims: Capabilities, small: Case) -> Iterator[dict[str, Any]]:
+    """MLA beside other families, and groups of heads beside single ones: fields of a case."""
+    groups = sorted(claims.gqa_ratios - {1})
+    if small.heads.family != "mla" and "mla" in claims.families and claims.mla_rope_dims:
+        few = max([group for group in groups if group <= 4], default=1)
+        yield {"heads": Heads("mla", few, 1), "rope_dim": min(claims.mla_rope_dims)}
+    if small.heads.family != "gqa" and "gqa" in claims.families and groups:
+        yield {"heads": Heads("gqa", 2 * groups[0], 2), "rope_dim": 0}
+
+
+def tried_of_parts(case: Case) -> str | None:
+    """Which of ``claims_of_parts`` a case tries."""
+    return _OWN if case.own_merge else _kind(case) or None
+
+
+def parts_text(case: Case) -> str:
+    """What ``explain`` says."""
+    if not case.parts:
+        return ""
+    merged = "" if case.parts == "whole" else f"; merged by {'the backend' if case.own_merge else 'the kit'}"
+    return ", ".join(map(str, parts_of(case))) + ", each with its log-sum-exp" + merged

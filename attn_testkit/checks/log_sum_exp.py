@@ -1,0 +1,109 @@
+"""The check of log-sum-exps: of each part of a request's keys, and of what a backend merged of them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..cases.case import Case
+from ..cases.parts import parts_of
+from ..contract import Capabilities, LogSumExp
+from ..results import Finding
+from .check import Check, Stage
+from .describe import number, row_name, spread_text, times
+from .judgement import Judgement, place_of_max
+from .lse_patterns import LseEvidence, lse_hint
+
+__all__ = ["CHECKS", "log_sum_exp"]
+
+
+def log_sum_exp(judgement: Judgement, case: Case, claims: LogSumExp) -> list[Finding]:
+    """Every log-sum-exp within its limit, -inf exact; and no NaN in the output of a part without keys."""
+    observed, expected = judgement.observed, judgement.expected
+    want, limit = expected.lse, expected.lse_limit
+    assert want is not None
+    assert limit is not None
+    held = observed.copies.group("lse")
+    if [tuple(lse.shape) for lse in held.values()] != [tuple(want.shape[1:])] * len(want):
+        return [Finding("log-sum-exp", "the step came without its log-sum-exps", step=observed.label)]
+    stored = torch.stack(list(held.values()))
+    found = stored.double() * (math.log(2) if claims.base == "2" else 1.0)
+    ratio = ((found - want).abs() / limit).masked_fill(found == want, 0.0).nan_to_num(torch.inf, torch.inf)
+    if float(ratio.max()) <= 1:
+        return _empty_parts(judgement, case, want)
+    at = layer, row, part, head = place_of_max(found.isnan().double() if found.isnan().any() else ratio)
+    request, name = int(expected.data.row_request[row]), _part_name(case, part)
+    in_base = f" ({number(float(stored[at]))} in base 2)" if claims.base == "2" else ""
+    evidence = LseEvidence(case, expected.data, layer, part, found[layer, :, part], stored[layer, :, part])
+    return [
+        Finding(
+            "log-sum-exp",
+            f"request {request}: {_what_is_wrong(name, found[at], want[at], ratio[at])}",
+            where=f"lse[layer {layer}, {row_name(expected.data, row)}, head {head}] = {number(float(found[at]))}"
+            f"{in_base}, want {number(float(want[at]))} (limit {number(float(limit[at]))})",
+            spread=spread_text((ratio[:, :, part] > 1).any(0)[..., None], expected.data.row_request, observed.step),
+            hint=lse_hint(evidence, want[layer, :, part], limit[layer, :, part]),
+            step=observed.label,
+        )
+    ]
+
+
+def _what_is_wrong(name: str, found: torch.Tensor, want: torch.Tensor, ratio: torch.Tensor) -> str:
+    if found.isnan():
+        return f"the log-sum-exp of {name} is nan"
+    if want == -torch.inf:
+        return f"no key in {name}, and its log-sum-exp there is {number(float(found))}, not -inf"
+    if found.isinf():
+        return f"the log-sum-exp of {name} is {number(float(found))}"
+    return f"the log-sum-exp of {name} differs from the oracle, {times(float(ratio))} over the limit"
+
+
+def _part_name(case: Case, index: int) -> str:
+    parts = parts_of(case)
+    return str(parts[index]) if index < len(parts) else "what merge_state made of all parts"
+
+
+def _empty_parts(judgement: Judgement, case: Case, want: torch.Tensor) -> list[Finding]:
+    """NaN that a merge of the kit's, as servers do it, carries into the result. A backend's own may leave it out."""
+    if case.own_merge:
+        return []
+    data = judgement.expected.data
+    for layer, finite in enumerate(judgement.observed.copies.group("finite parts").values()):
+        bad = ~finite.bool() & (want[layer] == -torch.inf).any(-1)
+        if bad.any():
+            row, part = (int(i) for i in bad.nonzero()[0])
+            name = _part_name(case, part)
+            return [
+                Finding(
+                    "log-sum-exp",
+                    f"request {int(data.row_request[row])} has no key in {name}, and its output there is NaN or Inf",
+                    where=f"output of {name} [layer {layer}, {row_name(data, row)}]",
+                    hint="a merge gives it the weight 0, and 0 * NaN is NaN: return zeros where a row sees no key",
+                    step=judgement.observed.label,
+                )
+            ]
+    return []
+
+
+def _run(judgement: Judgement, case: Case, claims: Capabilities) -> list[Finding]:
+    return log_sum_exp(judgement, case, claims.lse) if case.parts and claims.lse else []
+
+
+CHECKS = (
+    Check(
+        "log-sum-exp",
+        "Where claimed: the log-sum-exp of every row and head, of each part of a request's keys, is within its own "
+        "computed limit, -inf where a part has no key; an empty part's output is finite.",
+        "Base 2 for e, a transposed layout, a part without keys that gives 0 or NaN, a sink that is counted in every "
+        "part, a log-sum-exp that is kept in bfloat16.",
+        "sglang #35045, #40903, #22688; vLLM #22003; flashinfer #58",
+        "`where` gives it in natural units. The hint compares what came with log-sum-exps of usual mistakes: another "
+        "base, no sink or two, no scale, a maximum alone.",
+        judged_from=Stage.OBSERVED,
+        applies=lambda claims, execution: claims.lse is not None,
+        shown_by=lambda case: bool(case.parts),
+        run=lambda judgement, schedule, claims: _run(judgement, schedule.case, claims),
+    ),
+)
+"""In the order in which they are worth reading."""

@@ -1,0 +1,109 @@
+"""Keys attended in parts: what stands between the model and a backend that returns log-sum-exps.
+
+To the model it is a backend. It asks for each part of a request's keys, as a server with a cached prefix or with split
+ranks does, and merges what comes. Device work only, so all of it may be captured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from attn_testkit.contract import AttentionLayer, ForwardBatch
+from attn_testkit.model import Trace
+
+from .harness import ServerHarness
+from .returned import check_returned
+
+__all__ = ["InParts", "merged"]
+
+
+def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], base: str) -> torch.Tensor:
+    """What a server makes of parts: [T, Hq, Dv] in their dtype, weighted by the exponentials, in float32.
+
+    ``outs``: [T, Hq, Dv] each; ``lses``: [T, Hq] each, in ``base``. A weight of 0 is multiplied like any other, so an
+    empty part's NaN gets through. Rows without a key in any part are zeros.
+    """
+    lse = torch.stack(list(lses)).float() * (math.log(2) if base == "2" else 1.0)
+    top = lse.amax(0)
+    weight = torch.exp(lse - torch.where(top == -torch.inf, 0.0, top))
+    total = weight.sum(0)
+    sums = (weight[..., None] * torch.stack(list(outs)).float()).sum(0)
+    return (sums / torch.where(total == 0, 1.0, total)[..., None]).to(outs[0].dtype)
+
+
+class InParts:
+    """A backend whose keys are attended in the parts of its context, for one forward of the model."""
+
+    def __init__(self, harness: ServerHarness) -> None:
+        claims = harness.capabilities.lse
+        assert claims is not None, "cases with parts are for backends that claim a log-sum-exp"
+        self._harness, self._claims, self._own = harness, claims, harness.case.own_merge
+        self._lse: list[torch.Tensor] = []
+        self._finite: list[torch.Tensor] = []
+        self._returned: list[torch.Tensor] = []
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """[T, Hq, Dv] of all parts; the first stores the new rows. Raises ``ShapeError``, and what the backend does."""
+        outs: list[torch.Tensor] = []
+        lses: list[torch.Tensor] = []
+        for part in self._harness.context.kv_parts:
+            named = {} if save_kv_cache and not outs else {"save_kv_cache": False}
+            given = self._harness.backend.forward_return_lse(q, k, v, layer, batch, **named, part=part)
+            out, lse = self._checked(given, layer, q.shape[0], f"layer {layer.layer_id}, {part}")
+            # The next part may be given the same memory.
+            outs.append(out.clone())
+            lses.append(lse.clone())
+        self._finite.append(torch.stack([out.isfinite().flatten(1).all(-1) for out in outs], 1))
+        if self._own:
+            whole = self._merged_by_backend(outs, lses, layer)
+        else:
+            whole = merged(outs, [self._by_row(lse) for lse in lses], self._claims.base)
+        self._lse.append(torch.stack([self._by_row(lse) for lse in lses], 1))
+        return whole
+
+    def leave_in(self, trace: Trace) -> None:
+        """Keep what is looked at, and what a replay has to write, beside the trace of the forward."""
+        trace.lse, trace.part_finite, trace.of_parts = self._lse, self._finite, self._returned
+
+    def _merged_by_backend(
+        self, outs: Sequence[torch.Tensor], lses: list[torch.Tensor], layer: AttentionLayer
+    ) -> torch.Tensor:
+        """Part after part; ``lses`` gets the last log-sum-exp."""
+        whole = outs[0], lses[0]
+        for out, lse in zip(outs[1:], lses[1:], strict=True):
+            given = self._harness.backend.merge_state(*whole, out, lse)
+            whole = self._checked(given, layer, out.shape[0], f"merge_state in layer {layer.layer_id}")
+        lses.append(whole[1])
+        return whole[0]
+
+    def _by_row(self, lse: torch.Tensor) -> torch.Tensor:
+        """[T, Hq], whatever the layout: a view."""
+        return lse if self._claims.layout == "[T, H]" else lse.t()
+
+    def _checked(self, given: object, layer: AttentionLayer, rows: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [T, Hq, Dv] and log-sum-exp."""
+        context, heads, dim = self._harness.context, layer.tp_q_head_num, layer.v_head_dim
+        pair: Any = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, None)
+        out, lse = pair
+        shapes = ((rows, heads, dim), (rows, heads * dim))
+        check_returned(name, out, shapes, context.dtype, self._harness.device)
+        in_model = self._claims.dtype == "model"
+        dtype, shape = context.dtype if in_model else torch.float32, (rows, heads)
+        if self._claims.layout != "[T, H]":
+            shape = shape[::-1]
+        whose = "as claimed the model's" if in_model else "as claimed"
+        check_returned(f"{name}, as its log-sum-exp,", lse, (shape,), dtype, self._harness.device, whose)
+        self._returned += [out, lse]
+        return out.reshape(rows, heads, dim), lse

@@ -1,0 +1,37 @@
+"""What a forward returned, held against what it should be: a tensor of a shape, a dtype and a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .errors import ShapeError
+
+__all__ = ["check_returned"]
+
+
+def check_returned(
+    name: str,
+    out: object,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    whose: str = "the model's",
+) -> None:
+    """Raises ``ShapeError`` where ``out`` is no plain tensor of one of ``shapes``, of ``dtype`` and on ``device``.
+
+    ``name``: of what returned it. ``whose``: the dtype, in words.
+    """
+    if not isinstance(out, torch.Tensor):
+        raise ShapeError(f"{name} returned {type(out).__name__}, expected a tensor")
+    if type(out) not in (torch.Tensor, torch.nn.Parameter):
+        # What torch computes of one need not be what stands in its memory, which is what kernels read.
+        raise ShapeError(f"{name} returned a {type(out).__name__}, expected a torch.Tensor and no class of its own")
+    if tuple(out.shape) not in shapes:
+        wanted = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
+        raise ShapeError(f"{name} returned shape {tuple(out.shape)}, expected {wanted}")
+    if out.dtype != dtype:
+        raise ShapeError(f"{name} returned {out.dtype}, expected {whose} {dtype}")
+    if out.device.type != device.type:
+        raise ShapeError(f"{name} returned a tensor on {out.device}, expected {device}")

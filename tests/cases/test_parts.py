@@ -1,0 +1,136 @@
+"""Parts of a request's keys: what each has, by three rules that agree, and which cases a claim gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.parts import claims_of_parts, parts_of, parts_text, tried_of_parts
+from attn_testkit.cases.untried import says_untried, untried
+from attn_testkit.contract import Capabilities, ForwardMode, KVPart, LogSumExp
+
+DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
+ALL = TorchNativeBackend.capabilities
+PARTS = [
+    KVPart(),
+    KVPart("prefix"),
+    KVPart("new"),
+    *(KVPart("rank", rank, ranks, interleave) for ranks in (2, 3) for rank in range(ranks) for interleave in (1, 4)),
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=repr)
+def test_what_a_part_holds_how_many_and_which_is_the_same_answer(part: KVPart) -> None:
+    for kv_len in range(40):
+        for prefix in {0, kv_len // 2, max(0, kv_len - 1), kv_len}:
+            lens, key = torch.tensor([prefix]), torch.arange(kv_len)
+            held = key[part.holds(key, lens)]
+            count = int(part.lens(torch.tensor([kv_len]), lens))
+            assert count == len(held)
+            assert part.key(torch.arange(count), lens).tolist() == held.tolist()
+
+
+def test_what_is_held_is_broadcast_whatever_the_kind() -> None:
+    for part in PARTS:
+        assert part.holds(torch.arange(7), torch.zeros(3, 1, dtype=torch.int64)).shape == (3, 7)
+
+
+@pytest.mark.parametrize(
+    "case", [c for m in ForwardMode for c in generate(ALL, m, "core") if c.parts], ids=lambda c: c.id
+)
+def test_parts_of_a_case_have_every_key_once_and_the_sinks_once(case: object) -> None:
+    parts = parts_of(case)  # type: ignore[arg-type]
+    key, prefix = torch.arange(50), torch.tensor([23])
+    assert (sum(part.holds(key, prefix).int() for part in parts) == 1).all()
+    assert [part.sinks for part in parts] == [True] + [False] * (len(parts) - 1)
+
+
+def test_each_claimed_kind_is_tried_in_each_mode_from_core_on_and_smoke_says_what_it_leaves() -> None:
+    for mode in ForwardMode:
+        wanted = set(claims_of_parts(ALL, mode))
+        assert {tried_of_parts(case) for case in generate(ALL, mode, "core")} - {None} == wanted
+        assert not [case for case in generate(ALL, mode, "smoke") if case.parts]
+        assert {value for name, value in untried(ALL, mode, generate(ALL, mode, "smoke")) if name == "parts"} == wanted
+        assert "parts" not in dict(untried(ALL, mode, generate(ALL, mode, "core")))
+    said = says_untried(ALL, [DECODE], generate(ALL, DECODE, "smoke"))
+    assert "log-sum-exp: merged by the backend, pages, prefix, tokens, whole" in said
+
+
+def test_cases_without_the_claim_are_those_of_before() -> None:
+    without = ALL.with_changes(lse=None)
+    for mode in ForwardMode:
+        before = [case.id for case in generate(without, mode, "core")]
+        assert before == [case.id for case in generate(ALL, mode, "core") if not case.parts]
+
+
+def test_cases_are_of_what_is_claimed_alone() -> None:
+    claims = ALL.with_changes(lse=LogSumExp("2", whole={"decode"}, pages={"decode"}, prefix={"target-verify"}))
+    tried = {mode: {case.parts for case in generate(claims, mode, "core")} - {""} for mode in ForwardMode}
+    assert tried.pop(DECODE) == {"whole", "pages2"}
+    assert tried.pop(VERIFY) == {"prefix"}
+    assert set().union(*tried.values()) == set()
+    assert not [case for case in generate(claims, DECODE, "core") if case.own_merge]
+
+
+def test_with_new_rows_as_given_no_part_has_an_fp8_pool() -> None:
+    claims = ALL.with_changes(new_rows_as_given={"extend"})
+    pools = {case.kv_dtype for case in generate(claims, ForwardMode.EXTEND, "core") if case.parts}
+    assert pools == {"same"}
+    assert "fp8_e4m3" in {case.kv_dtype for case in generate(ALL, ForwardMode.EXTEND, "core") if case.parts}
+
+
+def test_some_requests_leave_parts_without_keys() -> None:
+    for kind in ("prefix", "pages", "tokens"):
+        cases = [case for case in generate(ALL, DECODE, "core") if case.parts.startswith(kind)]
+        lens = [
+            int(part.lens(torch.tensor(prefix + 1), torch.tensor(prefix)))
+            for case in cases
+            for prefix in case.prefixes
+            for part in parts_of(case)
+        ]
+        assert 0 in lens, kind
+
+
+def test_what_cannot_be_is_refused() -> None:
+    plain = "decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-{}-b1prod"
+    assert parse_case(plain.format("lsetokens12own")).own_merge
+    for word in ("lsewholeown", "lsepages1", "lsepages", "lsetokens0", "lseparts"):
+        with pytest.raises(ValueError, match=f"cannot read '{word}'"):
+            parse_case(plain.format(word))
+    with pytest.raises(ValueError, match="of no mixed case and of no loop"):
+        parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-lsewhole-b2prod-mixed")
+    with pytest.raises(ValueError, match="of a draft the whole alone"):
+        parse_case("draft-decode-gqa2x2-d32-fp32-p4-k9-topk2steps3-shuffled-gauss-lsepages2-b2prod")
+
+
+def test_explain_says_which_parts() -> None:
+    case = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-lsepages2own-b1prod")
+    assert parts_text(case) == "rank 0 of 2, rank 1 of 2, each with its log-sum-exp; merged by the backend"
+    whole = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-lsewhole-b1prod")
+    assert parts_text(whole) == "all keys, each with its log-sum-exp"
+
+
+@pytest.mark.parametrize(
+    ("claims", "message"),
+    [
+        ({"base": "10"}, "unknown LogSumExp.base '10'"),
+        ({"base": "e", "layout": "[H,T]"}, r"unknown LogSumExp.layout '\[H,T\]'; did you mean '\[H, T\]'"),
+        ({"base": "e", "dtype": "float32"}, "unknown LogSumExp.dtype 'float32'; did you mean 'fp32'"),
+        ({"base": "e"}, "names no mode; write whole="),
+        ({"base": "e", "whole": "decode"}, "must be a set of modes, got 'decode'"),
+        ({"base": "e", "whole": {"decod"}}, "unknown LogSumExp.whole 'decod'; did you mean 'decode'"),
+        ({"base": "e", "pages": {"draft-decode"}}, "a draft-decode's keys are not attended in parts"),
+        ({"base": "e", "whole": {"decode"}, "merges": 1}, "merges must be True or False, got 1"),
+    ],
+)
+def test_a_claim_that_cannot_be_meant_is_answered_with_what_can(claims: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LogSumExp(**claims)  # type: ignore[arg-type]
+
+
+def test_a_claim_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Capabilities\.lse must be a LogSumExp, got 'e'; write LogSumExp"):
+        Capabilities(eager={"decode"}, lse="e")  # type: ignore[arg-type]

@@ -1,0 +1,194 @@
+"""Log-sum-exps by hand: each limit on both sides, -inf exact, and what is said of the usual mistakes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from by_hand import schedule_of
+
+from attn_testkit.cases.data import make_layers
+from attn_testkit.checks import Judgement
+from attn_testkit.checks.log_sum_exp import log_sum_exp
+from attn_testkit.checks.lse_patterns import LseEvidence
+from attn_testkit.checks.observation import Observation, copies_of
+from attn_testkit.contract import LogSumExp
+from attn_testkit.oracle.expect import Expected, expect
+from attn_testkit.results import Finding
+
+PREFIX = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.0.6-shuffled-gauss-lseprefix-b3prod")
+SINKS = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.0.6-shuffled-gauss-sink-lsepages2-b3prod")
+SQUARE = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.2.6.5-shuffled-gauss-lsewhole-b4prod")
+OWN = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.0.6-shuffled-gauss-lseprefixown-b3prod")
+FP8 = schedule_of("decode-gqa2x2-d32-fp16-p4-k9.4.6-shuffled-gauss-kvfp8e4m3-cap1.5-lsewhole-b3prod")
+NATURAL = LogSumExp("e", whole={"decode"})
+BINARY = LogSumExp("2", whole={"decode"})
+NEW, PART_OF_PREFIX = 0, 1
+EMPTY = 1
+"""The request without a prefix."""
+
+
+def judged(
+    schedule: object, lse: torch.Tensor, claims: LogSumExp = NATURAL, finite: torch.Tensor | None = None
+) -> list[Finding]:
+    """``lse`` [L, T, P, Hq] as it came; ``finite`` [L, T, P]."""
+    expected = right(schedule)
+    finite = torch.ones(lse.shape[:3], dtype=torch.bool) if finite is None else finite
+    pieces = [("lse", str(i), each) for i, each in enumerate(lse)]
+    pieces += [("finite parts", str(i), each) for i, each in enumerate(finite)]
+    step = schedule.steps[0]  # type: ignore[attr-defined]
+    observed = Observation(schedule, step, "a step", copies_of(pieces))  # type: ignore[arg-type]
+    return log_sum_exp(Judgement(observed, expected), schedule.case, claims)  # type: ignore[attr-defined]
+
+
+def right(schedule: object) -> Expected:
+    return expect(schedule, schedule.steps[0])  # type: ignore[arg-type, attr-defined]
+
+
+def sums(schedule: object) -> torch.Tensor:
+    lse = right(schedule).lse
+    assert lse is not None
+    return lse.clone()
+
+
+def limits(schedule: object) -> torch.Tensor:
+    limit = right(schedule).lse_limit
+    assert limit is not None
+    return limit
+
+
+def hint(schedule: object, lse: torch.Tensor, claims: LogSumExp = NATURAL) -> str:
+    (finding,) = judged(schedule, lse, claims)
+    assert (finding.check, finding.step) == ("log-sum-exp", "a step")
+    return finding.hint
+
+
+def test_what_is_right_is_right_and_minus_infinity_is_exact() -> None:
+    lse = sums(PREFIX)
+    assert judged(PREFIX, lse) == []
+    assert (lse[:, EMPTY, PART_OF_PREFIX] == -torch.inf).all()
+    assert (limits(PREFIX)[:, EMPTY, PART_OF_PREFIX] == 0).all()
+    lse[0, EMPTY, PART_OF_PREFIX, 2] = -1e30
+    (finding,) = judged(PREFIX, lse)
+    assert finding.headline == "request 1: no key in the prefix, and its log-sum-exp there is -1e+30, not -inf"
+    assert finding.hint == "a part without keys must have -inf: anything else gives it weight in a merge"
+
+
+@pytest.mark.parametrize(("part", "request_"), [(NEW, 0), (NEW, 2), (PART_OF_PREFIX, 0)])
+def test_the_limit_is_met_on_both_sides(part: int, request_: int) -> None:
+    at = 1, request_, part, 3
+    for sign in (-1, 1):
+        for factor, wrong in ((0.99, 0), (1.01, 1)):
+            lse = sums(PREFIX)
+            lse[at] += sign * factor * limits(PREFIX)[at]
+            assert len(judged(PREFIX, lse)) == wrong
+    lse[at] = sums(PREFIX)[at] + 30 * limits(PREFIX)[at]
+    (finding,) = judged(PREFIX, lse)
+    name = "the new rows" if part == NEW else "the prefix"
+    assert (
+        finding.headline == f"request {request_}: the log-sum-exp of {name} differs from the oracle, 30x over the limit"
+    )
+    assert finding.where.startswith(f"lse[layer 1, request {request_}, head 3] = ")
+    assert finding.spread.startswith(f"request {request_} wrong in 1 of 4 values (1 of 1 rows)")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_wrong_where_there_is_a_key(value: float) -> None:
+    lse = sums(PREFIX)
+    lse[0, 0, NEW, 0] = value
+    (finding,) = judged(PREFIX, lse)
+    assert finding.headline.endswith(f"is {value:.4g}")
+    assert ("-inf minus -inf" in finding.hint) is math.isnan(value)
+
+
+def test_base_2_is_compared_as_base_2() -> None:
+    assert judged(PREFIX, sums(PREFIX) / math.log(2), BINARY) == []
+    (finding,) = judged(PREFIX, sums(PREFIX), BINARY)
+    assert "in base 2" in finding.where
+
+
+def test_usual_mistakes_are_named() -> None:
+    lse = sums(SQUARE)
+    assert "it is in base 2, and a natural one is claimed" in hint(SQUARE, lse / math.log(2))
+    assert "it is a natural one, and base 2 is claimed" in hint(SQUARE, lse, BINARY)
+    transposed = lse.clone()
+    transposed[:, :, 0] = lse[:, :, 0].mT.reshape(lse[:, :, 0].shape)
+    assert "heads lie before rows in its memory" in hint(SQUARE, transposed)
+    assert hint(SQUARE, lse + torch.rand(lse.shape)) == ""
+
+
+def test_a_rounded_one_is_named_and_any_number_that_rounding_does_not_explain_is_not() -> None:
+    rounded = sums(SQUARE).bfloat16()
+    assert "rounded to bfloat16" in hint(SQUARE, rounded.float())
+    assert hint(SQUARE, (rounded + 1).float()) == ""
+
+
+def test_sinks_that_count_too_often_or_not_at_all_are_named() -> None:
+    lse = sums(SINKS)
+    sinks = torch.stack([layer_sinks(i) for i in range(2)])
+    more = lse.clone()
+    more[:, :, 1] = torch.logaddexp(lse[:, :, 1], sinks[:, None])
+    assert "counted once more" in hint(SINKS, more)
+    less = lse.clone()
+    less[:, :, 0] = torch.log(torch.exp(lse[:, :, 0]) - torch.exp(sinks[:, None]))
+    assert "the sink is left out" in hint(SINKS, less)
+
+
+def layer_sinks(layer: int) -> torch.Tensor:
+    sinks = make_layers(SINKS.case)[layer].sinks
+    assert sinks is not None
+    return sinks.double()
+
+
+def test_logits_of_other_layers_are_named() -> None:
+    expected = right(FP8)
+    assert expected.lse is not None
+    wrong = sums(FP8)
+    for index, layer in enumerate(LseEvidence(FP8.case, expected.data, 0, 0, wrong[0, :, 0], wrong[0, :, 0]).layers):
+        evidence = LseEvidence(FP8.case, expected.data, index, 0, wrong[0, :, 0], wrong[0, :, 0])
+        for said, lse in (
+            ("its logits are not scaled", evidence.lse(sinks=False, scaling=1.0)),
+            ("its logits are not capped", evidence.lse(sinks=False, logit_cap=0.0) if layer.logit_cap else None),
+            ("lack the k_scale", evidence.lse(sinks=False, scaling=layer.scaling / layer.k_scale)),
+            ("it is the row's maximum", evidence.attended(sinks=False).top[index]),
+            ("the row's maximum is left out", expected.lse[index, :, 0] - evidence.attended(sinks=False).top[index]),
+        ):
+            if lse is not None:
+                changed = wrong.clone()
+                changed[index, :, 0] = lse
+                assert said in hint(FP8, changed), (said, index)
+
+
+def test_nan_in_the_output_of_an_empty_part_is_found_where_the_kit_merges() -> None:
+    for schedule, found in ((PREFIX, 1), (OWN, 0)):
+        lse = sums(schedule)
+        finite = torch.ones(lse.shape[0], lse.shape[1], 2, dtype=torch.bool)
+        finite[1, EMPTY, PART_OF_PREFIX] = False
+        findings = judged(schedule, lse, finite=finite)
+        assert len(findings) == found
+        assert all("0 * NaN is NaN" in finding.hint for finding in findings)
+        finite[1, EMPTY, PART_OF_PREFIX] = True
+        finite[1, 0, PART_OF_PREFIX] = False
+        assert judged(schedule, lse, finite=finite) == [], "a part with keys: its NaN is in the merged output"
+
+
+def test_what_a_backend_merges_is_held_against_all_keys() -> None:
+    lse = sums(OWN)
+    assert lse.shape[2] == 3
+    torch.testing.assert_close(lse[:, :, 2], torch.logaddexp(lse[:, :, 0], lse[:, :, 1]))
+    lse[0, 0, 2, 0] += 1
+    (finding,) = judged(OWN, lse)
+    assert "what merge_state made of all parts" in finding.headline
+
+
+def test_a_step_that_came_without_them_is_no_pass() -> None:
+    lse = sums(PREFIX)
+    for cut in (lse[:1], lse[:, :, :1], lse[:, :2]):
+        (finding,) = judged(PREFIX, cut)
+        assert finding.headline == "the step came without its log-sum-exps"
+
+
+def test_the_claims_of_the_models_dtype_widen_the_limit() -> None:
+    assert (limits(replace(SQUARE, lse_dtype="model")) >= limits(SQUARE)).all()
