@@ -169,7 +169,7 @@ class Model:
             trace.raw.append(out)
             look(trace)
             trace.attention.append(out.clone(memory_format=torch.contiguous_format))
-            hidden = hidden + out.reshape(rows, -1).float() @ self._out[index]
+            hidden = hidden + out.flatten(1).float() @ self._out[index]
         trace.hidden = hidden
         return trace
 

@@ -87,7 +87,7 @@ def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, w
 def fill_draft_buffers(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
     """Accept counts at the width wherever a request is padding, then the live ones."""
     width, live, host = loaded.schedule.case.width, loaded.step.bs, static.host
-    accepted = np.array([r.accepted for r in loaded.step.requests])
+    accepted = np.array([r.accepted for r in loaded.step.requests], dtype=np.int64)
     for name, padding, values in (
         ("num_accept_tokens", width, accepted),
         ("num_correct_drafts", width - 1, accepted - 1),

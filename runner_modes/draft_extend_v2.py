@@ -63,8 +63,9 @@ def _replay_spec(
 
 def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
     trace.logits = harness.model.logits(trace.hidden)
-    # A graph anchors its full logits with a reduction; the value is nobody's business.
-    trace.logits.amax()
+    # A graph anchors its full logits with a reduction; the value is nobody's business. No rows have none.
+    if len(trace.logits):
+        trace.logits.amax()
 
 
 DRAFT_EXTEND_V2 = ModeDriver(

@@ -33,9 +33,8 @@ def _trees(loaded: LoadedStep) -> list[Tree]:
 
 def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor, layout: TreeMaskMode) -> VerifyInput:
     """On the host, but for a mask that is on the device."""
-    trees, step = _trees(loaded), loaded.step
-    n = len(trees[0])
-    links = [tree.links for tree in trees]
+    step, n = loaded.step, loaded.schedule.case.width
+    links = np.array([tree.links for tree in _trees(loaded)], dtype=np.int64).reshape(step.bs, 2, n)
     mirrors = harness.capabilities.needs_cpu_seq_lens
     prefixes = torch.tensor([r.prefix for r in step.requests], dtype=torch.int64)
     return VerifyInput(
@@ -43,8 +42,8 @@ def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor
         custom_mask=mask,
         positions=loaded.data.positions,
         retrieve_index=torch.arange(step.bs * n).view(step.bs, n),
-        retrieve_next_token=torch.from_numpy(np.stack([first for first, _ in links])),
-        retrieve_next_sibling=torch.from_numpy(np.stack([sibling for _, sibling in links])),
+        retrieve_next_token=torch.from_numpy(links[:, 0].copy()),
+        retrieve_next_sibling=torch.from_numpy(links[:, 1].copy()),
         spec_steps=loaded.schedule.spec_steps,
         topk=loaded.schedule.case.topk,
         draft_token_num=n,
@@ -79,14 +78,15 @@ _ALL_VISIBLE = {TreeMaskMode.FULL_MASK: 1, TreeMaskMode.QLEN_ONLY: 1, TreeMaskMo
 
 def _in_owned_buffer(harness: ServerHarness, loaded: LoadedStep, owned: VerifyMask) -> VerifyInput:
     """Fill the head of the backend's buffer in place; its tail keeps what an earlier step left."""
-    mask = _LAYOUTS[owned.mode](_trees(loaded), [r.prefix for r in loaded.step.requests])
-    # As bytes: few operations are implemented for uint16 and uint32.
-    data = torch.from_numpy(mask.view(np.uint8))
     with blame("verify mask"):
         room = owned.buffer.view(torch.uint8)
         if loaded.schedule.case.padding == "stale":
             room.fill_(_ALL_VISIBLE[owned.mode])
-        upload_into(room[: len(data)], data)
+        if trees := _trees(loaded):
+            mask = _LAYOUTS[owned.mode](trees, [r.prefix for r in loaded.step.requests])
+            # As bytes: few operations are implemented for uint16 and uint32.
+            data = torch.from_numpy(mask.view(np.uint8))
+            upload_into(room[: len(data)], data)
     return _verify_input(harness, loaded, owned.buffer, owned.mode)
 
 
@@ -112,7 +112,13 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
 def _replay_spec(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int) -> VerifyInput:
     owned = verify_mask_of(harness, width)
     fits = owned is not None and owned.fits(bs)
-    spec = _in_owned_buffer(harness, loaded, owned) if owned is not None and fits else _fresh(harness, loaded)
+    if owned is not None and fits:
+        spec = _in_owned_buffer(harness, loaded, owned)
+    elif loaded.step.requests:
+        spec = _fresh(harness, loaded)
+    else:
+        # Nobody makes a mask for nobody: the runner's own stays in its place.
+        spec = _verify_input(harness, loaded, static.custom_mask, TreeMaskMode.FULL_MASK)
     return spec_on_device(spec, harness.device)
 
 

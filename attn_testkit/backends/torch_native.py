@@ -50,6 +50,7 @@ class TorchNativeBackend(AttentionBackend):
         needs_cpu_seq_lens=False,
         takes_none_kv=True,
         takes_unset_width=True,
+        takes_empty_batches=True,
         padding_slots=frozenset({0, -1}),
         deterministic=True,
     )
@@ -73,6 +74,8 @@ class TorchNativeBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Where the rows of each request are, where its keys are, and which row sees which key."""
+        if not batch.batch_size:
+            return
         width, counts = self._rows_of_requests(batch)
         starts = self._row_starts(counts)
         offset = torch.arange(width, device=starts.device)
@@ -157,6 +160,8 @@ class TorchNativeBackend(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store, gather, mask, softmax, sum; in float32. Shapes as in ``AttentionBackend.forward``."""
+        if not batch.batch_size:
+            return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim)
         if save_kv_cache:
             # Padding of slot -1 goes where other padding goes: page 0.
             self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)

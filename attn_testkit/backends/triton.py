@@ -85,6 +85,7 @@ class TritonBackend(AttentionBackend):
         needs_cpu_seq_lens=False,
         takes_none_kv=True,
         takes_unset_width=True,
+        takes_empty_batches=True,
         padding_slots=frozenset({0, -1}),
         deterministic=True,
         batch_invariant=True,
@@ -203,6 +204,8 @@ class TritonBackend(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store the new rows, then attend to them and to the prefix alike, through ``req_to_token``."""
+        if not batch.batch_size:
+            return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim)
         context, plan = self.context, self._plan
         assert plan is not None, "a step is planned before its forward"
         if save_kv_cache:

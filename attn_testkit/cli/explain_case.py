@@ -10,6 +10,7 @@ import click
 from ..cases.case import Case
 from ..cases.choices import chosen
 from ..cases.schedule import Schedule, Step, make_schedule
+from ..cases.ways import way_of
 from ..contract import ForwardMode
 
 __all__ = ["explain_case"]
@@ -69,6 +70,7 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("sinks", "one more logit for each query head" if case.sinks else ""),
         ("bucket", f"{case.bucket} request{'s'[: case.bucket - 1]} in the graph{padding}"),
         ("mixed", "graphs of all claimed modes on one instance, interleaved" if case.mixed else ""),
+        ("way", f"{case.way}: {way_of(case).about}" if case.way else ""),
         ("seed", str(case.seed or "")),
     ]
 
@@ -98,7 +100,7 @@ def _in_words(step: Step, case: Case) -> str:
     rows = f"; {case.width} rows each" if case.mode.is_speculative() and not case.mode.is_ragged() else ""
     if case.mode is ForwardMode.EXTEND:
         rows = f"; {_listed([r.new for r in step.requests])} new"
-    return f'"{step.label}": keys {_listed(step.lens)}{accepted}{rows}'
+    return f'"{step.label}": keys {_listed(step.lens)}{accepted}{rows}' if step.requests else f'"{step.label}"'
 
 
 def _choices(case: Case) -> Iterator[tuple[str, str]]:

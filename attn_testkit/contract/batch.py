@@ -122,8 +122,9 @@ class ForwardBatch:
     """What a backend is given for one step.
 
     **At a replay** ``init_forward_metadata_out_graph`` gets a *view* of it instead: a namespace with fewer attributes,
-    some longer than the batch. Below, B is ``batch_size``, padded requests included; R <= B are live and come first; T
-    is the number of live tokens, S + 1 or N the rows a request was captured with; max_bs is that of the graph state.
+    some longer than the batch. Below, B is ``batch_size``, padded requests included; R <= B are live and come first,
+    none on a rank that replays because others do; T is the number of live tokens, S + 1 or N the rows a request was
+    captured with; max_bs is that of the graph state.
 
     ================================== ============================= ======================= =========================
     attribute                          decode, target-verify         draft-extend (v1)       draft-extend-v2

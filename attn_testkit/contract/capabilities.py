@@ -90,7 +90,7 @@ def _requirement(text: object) -> None:
 
 _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
 _YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
-               "takes_none_kv", "takes_unset_width")  # fmt: skip
+               "takes_none_kv", "takes_unset_width", "takes_empty_batches")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,9 @@ class Capabilities:
 
     In extend ``extend_seq_lens_cpu`` and ``extend_prefix_lens_cpu`` are there all the same, in draft-extend v2 the
     first of them: a server knows them without a wait."""
+    takes_empty_batches: bool = False
+    """May an eager batch have no request? Servers whose ranks take steps together plan such a batch, and every forward
+    of it returns [0, Hq, Dv]; others leave it out. A replay of a graph may have no live request whatever this says."""
     takes_unset_width: bool = False
     """May ``spec_info.num_tokens_per_req`` be 0 or -1 while a graph is captured, as servers up to mid-2026 had it?
     Current ones give the width there too."""

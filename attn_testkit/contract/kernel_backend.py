@@ -23,6 +23,8 @@ __all__ = ["KernelBackend"]
 class KernelBackend(AttentionBackend):
     """An attention backend made from one kernel call. Subclasses give ``capabilities`` and ``run``.
 
+    ``run`` is not called for a batch without requests, so that every subclass may claim ``takes_empty_batches``.
+
     A kernel with a cache writer of its own overrides ``write_kv``; one that stores the rows while it attends them
     overrides it with nothing, and has ``k``, ``v`` and ``out_cache_loc`` in its plan.
     """
@@ -55,6 +57,8 @@ class KernelBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Rebuild lengths and query offsets on the device; tables when they are asked for."""
         context, bs, mode = self.context, batch.batch_size, batch.forward_mode
+        if not bs:
+            return
         table = context.req_to_token[batch.req_pool_indices[:bs].long()]
         if mode.is_draft_decode():
             self._step = self._branches(batch, table)
@@ -117,6 +121,8 @@ class KernelBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Store the new rows and call the kernel. Shapes as in ``AttentionBackend.forward``."""
         context = self.context
+        if not batch.batch_size:
+            return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim)
         new = (k, v) if save_kv_cache else (None, None)
         plan = KernelPlan(self._step, layer, batch.out_cache_loc, context.max_context_len, save_kv_cache, *new)
         if save_kv_cache:

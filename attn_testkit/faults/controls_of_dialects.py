@@ -65,6 +65,32 @@ class KernelByCaptureSizes(PlannedBackend):
         return torch.stack([splits.any(1), *[torch.zeros_like(splits[:, 0])] * (self.max_splits - 1)], 1)
 
 
+@control("empty-batches")
+class EmptyBatches(PlannedBackend):
+    """An eager batch without requests is neither planned nor run, and its output has no row (sglang's idle mode)."""
+
+    capabilities = MetadataBuiltTwice.capabilities.with_changes(takes_empty_batches=True)
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        if batch.batch_size:
+            super().init_forward_metadata(batch)
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        if not batch.batch_size:
+            return q.new_empty(0, layer.tp_q_head_num * layer.v_head_dim)
+        return super().forward(q, k, v, layer, batch, save_kv_cache)
+
+
 @control("padding-is-not-stored")
 class PaddingIsNotStored(DenseBackend):
     """Rows of padding have slot -1, and go to page 0 (vLLM's kernels leave them out)."""

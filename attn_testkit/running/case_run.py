@@ -190,6 +190,11 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
         run_eager(harness, schedule, chunk, drive.clock, label=f"{chunk.label}, eager", among="steps")
         for chunk in schedule.chunks
     ]
+    if claims.takes_empty_batches:
+        seen += [
+            run_eager(harness, schedule, idle, drive.clock, label=f"{idle.label}, eager", among="steps")
+            for idle in schedule.idle
+        ]
     label = f"another eager step on the instance ({second.label}{stored})"
     seen.append(run_eager(harness, schedule, second, drive.clock, label=label, among="steps"))
     if claims.batch_invariant and step.bs > 1:

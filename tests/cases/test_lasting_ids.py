@@ -41,8 +41,9 @@ IDS = [
 
 
 def lasting(claims: str, mode: ForwardMode, tier: str) -> list[Case]:
-    """The cases but those of extreme numbers, which came later and stand behind all others."""
-    return [case for case in generate(CLAIMS[claims], mode, tier, 0) if case.data not in EXTREME_DATA]
+    """The cases but those of extreme numbers and of ways of servers, which came later and stand behind all others."""
+    cases = generate(CLAIMS[claims], mode, tier, 0)
+    return [case for case in cases if case.data not in EXTREME_DATA and not case.way]
 
 
 def digest(lines: list[str]) -> str:

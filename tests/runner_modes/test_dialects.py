@@ -134,6 +134,8 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
         ({"takes_none_kw": True}, "unknown capability 'takes_none_kw'; did you mean 'takes_none_kv'"),
         ({"takes_none_kv": "yes"}, "takes_none_kv must be True or False, got 'yes'"),
         ({"takes_unset_width": 1}, "takes_unset_width must be True or False, got 1"),
+        ({"takes_empty_batch": True}, "unknown capability 'takes_empty_batch'; did you mean 'takes_empty_batches'"),
+        ({"takes_empty_batches": 0}, "takes_empty_batches must be True or False, got 0"),
         ({"padding_slots": {1}}, "padding_slots must be {0}, {-1} or {0, -1}, got [1]"),
         ({"padding_slots": set()}, "padding_slots must be {0}, {-1} or {0, -1}, got []"),
         ({"padding_slot": -1}, "unknown capability 'padding_slot'; did you mean 'padding_slots'"),

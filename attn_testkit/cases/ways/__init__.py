@@ -1,0 +1,37 @@
+"""What not every server does, a file for each: which backends take it, its cases, and what it changes of their steps.
+
+A way is one word of a case's id. What all servers do needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ...contract import Capabilities
+from ..case import Case
+from .idle import IDLE
+from .way import Way
+
+__all__ = ["WAYS", "Way", "way_cases", "way_of"]
+
+WAYS: Mapping[str, Way] = {way.word: way for way in (IDLE,)}
+"""By word, in the order in which their cases stand."""
+_USUAL = Way("", "as all servers do it")
+_PAGE = 16
+
+
+def way_of(case: Case) -> Way:
+    """The way of a case."""
+    return WAYS[case.way] if case.way else _USUAL
+
+
+def way_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """A case for each way that a backend with these claims takes in the mode of ``small``.
+
+    ``small``: a case with as little work for each row and key as is claimed.
+    """
+    # Page 0 has several slots, where pages have.
+    page = max((size for size in claims.page_sizes if size <= _PAGE), default=min(claims.page_sizes))
+    for way in WAYS.values():
+        yield from way.cases(claims, replace(small, page_size=page))
