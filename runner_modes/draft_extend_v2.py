@@ -48,6 +48,7 @@ def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: 
 def _replay_spec(
     harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int
 ) -> DraftExtendInput:
+    live = loaded.step.bs
     return DraftExtendInput(
         hidden_states=static.hidden_states[: loaded.step.tokens],
         num_correct_drafts=static.num_correct_drafts[:bs],
@@ -56,7 +57,7 @@ def _replay_spec(
         num_accept_tokens_cpu=None,
         num_tokens_per_req=width,
         extend_seq_lens_tensor=static.extend_seq_lens[:bs],
-        extend_seq_lens_cpu=[width] * bs,
+        extend_seq_lens_cpu=[width] * live + [0 if harness.pads_with_nothing else width] * (bs - live),
         select_index=static.select_index[:bs],
     )
 

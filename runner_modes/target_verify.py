@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from attn_testkit.cases.case import Case
 from attn_testkit.cases.trees import Tree, bit_packed, full_mask, qlen_only_mask
 from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 
-from .batches import spec_on_device
+from .batches import seq_lens_of, spec_on_device
 from .decode import head_over_all_rows
 from .draft_extend import captured_width
 from .errors import blame
@@ -36,7 +38,7 @@ def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor
     step, n = loaded.step, loaded.schedule.case.width
     links = np.array([tree.links for tree in _trees(loaded)], dtype=np.int64).reshape(step.bs, 2, n)
     mirrors = harness.capabilities.needs_cpu_seq_lens
-    prefixes = torch.tensor([r.prefix for r in step.requests], dtype=torch.int64)
+    lens = torch.tensor(seq_lens_of(harness, ForwardMode.TARGET_VERIFY, loaded), dtype=torch.int64)
     return VerifyInput(
         draft_token=torch.arange(step.tokens),
         custom_mask=mask,
@@ -49,9 +51,18 @@ def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor
         draft_token_num=n,
         num_tokens_per_req=n,
         tree_mask_mode=layout,
-        seq_lens_cpu=prefixes if mirrors else None,
-        seq_lens_sum=int(prefixes.sum()) if mirrors else None,
+        seq_lens_cpu=lens if mirrors else None,
+        seq_lens_sum=int(lens.sum()) if mirrors else None,
     )
+
+
+def _without_tree(spec: VerifyInput) -> VerifyInput:
+    """As a draft method has it that knows no trees."""
+    return replace(spec, custom_mask=None, retrieve_index=None, retrieve_next_token=None, retrieve_next_sibling=None)
+
+
+def _is_bare(case: Case) -> bool:
+    return case.way == "bare"
 
 
 def _fresh(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
@@ -62,6 +73,8 @@ def _fresh(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
 
 def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
     owned = verify_mask_of(harness, loaded.schedule.case.width)
+    if _is_bare(loaded.schedule.case):
+        return _without_tree(_fresh(harness, loaded))
     if owned is None or not owned.fits(loaded.step.bs):
         return _fresh(harness, loaded)
     return _in_owned_buffer(harness, loaded, owned)
@@ -94,7 +107,7 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
     owned = verify_mask_of(harness, width)
     device = harness.device
     none = torch.full((bs, width), -1, dtype=torch.int64, device=device)
-    return VerifyInput(
+    spec = VerifyInput(
         draft_token=static.input_ids[: bs * width],
         custom_mask=owned.buffer if owned else static.custom_mask,
         positions=static.positions[: bs * width],
@@ -107,12 +120,15 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
         num_tokens_per_req=captured_width(harness, width),
         tree_mask_mode=owned.mode if owned else TreeMaskMode.FULL_MASK,
     )
+    return _without_tree(spec) if _is_bare(harness.case) else spec
 
 
 def _replay_spec(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int) -> VerifyInput:
     owned = verify_mask_of(harness, width)
     fits = owned is not None and owned.fits(bs)
-    if owned is not None and fits:
+    if _is_bare(loaded.schedule.case):
+        spec = _without_tree(_fresh(harness, loaded))
+    elif owned is not None and fits:
         spec = _in_owned_buffer(harness, loaded, owned)
     elif loaded.step.requests:
         spec = _fresh(harness, loaded)

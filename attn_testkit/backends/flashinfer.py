@@ -62,6 +62,7 @@ class FlashInferBackend(AttentionBackend):
         deterministic=True,
         needs_cpu_seq_lens=True,
         takes_none_kv=True,
+        takes_bare_chains=True,
         takes_unset_width=True,
         requires=Requires(sm=(80, 129), packages=("flashinfer-python>=0.7.2,<0.8",)),
     )

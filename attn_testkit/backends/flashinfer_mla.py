@@ -46,6 +46,7 @@ class FlashInferMLABackend(AttentionBackend):
         deterministic=True,
         needs_cpu_seq_lens=True,
         takes_none_kv=True,
+        takes_bare_chains=True,
         takes_unset_width=True,
         requires=Requires(sm=(80, 129), packages=_PACKAGES),
     )

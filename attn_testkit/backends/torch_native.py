@@ -51,6 +51,9 @@ class TorchNativeBackend(AttentionBackend):
         takes_none_kv=True,
         takes_unset_width=True,
         takes_empty_batches=True,
+        takes_bare_chains=True,
+        padded_requests=frozenset({"rows", "nothing"}),
+        verify_lens=frozenset({"prefix", "all"}),
         padding_slots=frozenset({0, -1}),
         deterministic=True,
     )
@@ -120,7 +123,8 @@ class TorchNativeBackend(AttentionBackend):
         seq_lens, spec = batch.seq_lens[: batch.batch_size], batch.spec_info
         if isinstance(spec, DraftDecodeInput):
             return (seq_lens + spec.step + 1).repeat_interleave(spec.topk)
-        return seq_lens + counts if batch.forward_mode.is_target_verify() else seq_lens
+        of_prefix = batch.forward_mode.is_target_verify() and self.context.dialect.verify_lens == "prefix"
+        return seq_lens + counts if of_prefix else seq_lens
 
     def _visibility(
         self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor

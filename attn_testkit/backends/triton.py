@@ -86,6 +86,9 @@ class TritonBackend(AttentionBackend):
         takes_none_kv=True,
         takes_unset_width=True,
         takes_empty_batches=True,
+        takes_bare_chains=True,
+        padded_requests=frozenset({"rows", "nothing"}),
+        verify_lens=frozenset({"prefix", "all"}),
         padding_slots=frozenset({0, -1}),
         deterministic=True,
         batch_invariant=True,
@@ -168,8 +171,9 @@ class TritonBackend(AttentionBackend):
         mask: torch.Tensor | None = None
         if mode.is_target_verify():
             assert isinstance(spec, VerifyInput)
-            mask = _node_mask(spec, seq_lens, n)
-            seq_lens = seq_lens + n  # here, and only here, they count the prefix alone
+            # Here, and only here, they may count the prefix alone. A padded request may have no key at all.
+            prefix = seq_lens if context.dialect.verify_lens == "prefix" else (seq_lens - n).clamp(min=0)
+            mask, seq_lens = _node_mask(spec, prefix, n), prefix + n
         elif mode.is_draft_extend():
             assert isinstance(spec, DraftExtendInput)
             n = context.speculative_num_steps + 1

@@ -3,6 +3,7 @@
 from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_unclaimed
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
 from .capabilities import DTYPES, FAMILIES, KV_DTYPES, Capabilities, Requires, Unsupported
+from .dialect import DIALECTS, Dialect
 from .draft_decode import DraftDecodeInput
 from .kernel_backend import KernelBackend
 from .kernel_plan import KernelPlan
@@ -11,6 +12,7 @@ from .layer import AttentionLayer
 from .modes import Execution, ForwardMode
 
 __all__ = [
+    "DIALECTS",
     "DTYPES",
     "FAMILIES",
     "KV_DTYPES",
@@ -18,6 +20,7 @@ __all__ = [
     "AttentionLayer",
     "BackendContext",
     "Capabilities",
+    "Dialect",
     "DraftDecodeInput",
     "DraftExtendInput",
     "Execution",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from .batch import ForwardBatch, VerifyMask
 from .capabilities import Capabilities, Unsupported
+from .dialect import Dialect
 from .kv_pool import KVPool
 from .layer import AttentionLayer
 from .modes import ForwardMode
@@ -54,6 +55,8 @@ class BackendContext:
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes that graphs are captured for, ascending; where one mode has several, those of all modes. Kernels are
     chosen by them. Empty where nobody knows them."""
+    dialect: Dialect = field(default_factory=Dialect)
+    """How the server says what servers say in different ways."""
 
 
 def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
@@ -93,6 +96,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         ("soft cap", max(layer.logit_cap for layer in context.layers),
          capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),
         ("sinks", "given", capabilities.sinks or all(layer.sinks is None for layer in context.layers)),
+        *((name, said, said in getattr(capabilities, name)) for name, said in vars(context.dialect).items()),
     ]  # fmt: skip
     for what, value, fine in checks:
         if not fine:
@@ -195,7 +199,7 @@ class AttentionBackend(ABC):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """``seq_lens`` of a padded request, and of every request while capturing (extend: of those without rows).
 
-        0 or 1.
+        0 or 1. Not asked where padded requests have nothing (``Dialect.padded_requests``): it is 0.
         """
         return 1
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .dialect import DIALECTS
 from .modes import Execution, ForwardMode
 
 __all__ = ["DTYPES", "FAMILIES", "KV_DTYPES", "MATMUL_DTYPES", "Capabilities", "Requires", "Unsupported"]
@@ -90,7 +91,8 @@ def _requirement(text: object) -> None:
 
 _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
 _YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
-               "takes_none_kv", "takes_unset_width", "takes_empty_batches")  # fmt: skip
+               "takes_none_kv", "takes_unset_width", "takes_empty_batches",
+               "takes_bare_chains")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,15 @@ class Capabilities:
     padding_slots: Set[int] = frozenset({0})
     """Which KV slots may rows of padding have in a graph? 0: they are stored in page 0, which is reserved. -1: they are
     not stored at all (vLLM). With both replays take turns. ``KVPool.set_kv_buffer`` takes no -1."""
+    padded_requests: Set[str] = frozenset({"rows"})
+    """What may a padded request of a graph have? ``rows``: as many as it was captured with. ``nothing``: neither rows
+    nor keys (vLLM). See ``Dialect``, and ``BackendContext.dialect`` for which of several it is."""
+    verify_lens: Set[str] = frozenset({"prefix"})
+    """What may ``seq_lens`` count in target-verify? ``prefix``: the keys before the step. ``all``: its new ones as
+    well (vLLM). See ``Dialect``."""
+    takes_bare_chains: bool = False
+    """May a chain be verified without a tree, ``custom_mask`` and ``retrieve_*`` None? Draft methods that know no trees
+    have it so: a row sees the prefix, the rows before it and itself."""
     kernel_changes_at: Set[int] = frozenset()
     """From which batch sizes on does another kernel run? 8 for one kernel of up to 7 requests and another of more. A
     batch of each size is tried, and one that is smaller by a request."""
@@ -207,6 +218,11 @@ class Capabilities:
                 numbers = f"whole numbers from {least} on" if least > 1 else "positive whole numbers"
                 raise ValueError(f"Capabilities.{name} must be {numbers}, got {sorted(map(str, values))}")
             object.__setattr__(self, name, frozenset(values))
+        for name, spoken in DIALECTS.items():
+            said = frozenset(_spelled(name, v, spoken) for v in _listed(name, getattr(self, name)))
+            if not said:
+                raise ValueError(f"Capabilities.{name} must be some of {', '.join(spoken)}, got none")
+            object.__setattr__(self, name, said)
         slots = _listed("padding_slots", self.padding_slots)
         if not slots or not all(_is_whole(slot) and slot in (0, -1) for slot in slots):
             raise ValueError(f"Capabilities.padding_slots must be {{0}}, {{-1}} or {{0, -1}}, got {slots}")

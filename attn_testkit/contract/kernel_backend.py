@@ -66,13 +66,17 @@ class KernelBackend(AttentionBackend):
         seq_lens = batch.seq_lens[:bs].to(torch.int32)
         mask: torch.Tensor | None = None
         width, counts = self._rows(batch)
-        if counts is None:
+        if context.dialect.padded_requests == "nothing":
+            assert batch.query_start_loc is not None
+            cu_seqlens_q = batch.query_start_loc[: bs + 1]
+        elif counts is None:
             cu_seqlens_q = torch.arange(bs + 1, dtype=torch.int32, device=context.device) * width
         else:
             cu_seqlens_q = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
         if mode.is_target_verify():
-            seq_lens = seq_lens + width
-            mask = self._draft_mask(batch, bs, width)
+            if context.dialect.verify_lens == "prefix":
+                seq_lens = seq_lens + cu_seqlens_q.diff()
+            mask = self._draft_mask(batch, (seq_lens - width).clamp(min=0).long(), width)
         self._step = KernelStep(table, seq_lens, cu_seqlens_q, width, mask, context.page_size)
 
     def _branches(self, batch: ForwardBatch, table: torch.Tensor) -> KernelStep:
@@ -95,8 +99,9 @@ class KernelBackend(AttentionBackend):
             return context.speculative_num_steps + 1, batch.spec_info.num_accept_tokens[:bs]
         return (context.num_draft_tokens if mode.is_target_verify() else batch.input_ids.shape[0] // bs), None
 
-    def _draft_mask(self, batch: ForwardBatch, bs: int, n: int) -> torch.Tensor | None:
-        spec = batch.spec_info
+    def _draft_mask(self, batch: ForwardBatch, prefix: torch.Tensor, n: int) -> torch.Tensor | None:
+        """``prefix`` [bs] int64: keys before the step."""
+        spec, bs = batch.spec_info, len(prefix)
         assert isinstance(spec, VerifyInput)
         if self.context.topk <= 1 or spec.custom_mask is None:
             return None
@@ -104,7 +109,6 @@ class KernelBackend(AttentionBackend):
             return spec.custom_mask.view(torch.bool)[: bs * n * n].view(bs, n, n)
         # FULL_MASK: request i's block starts at n * (sum of earlier prefixes) + n * n * i, and row t of it has
         # prefix + n columns; the draft block is its last n columns.
-        prefix = batch.seq_lens[:bs]
         start = (prefix.cumsum(0) - prefix) * n + torch.arange(bs, device=prefix.device) * n * n
         node = torch.arange(n, device=prefix.device)
         at = start[:, None, None] + node[:, None] * (prefix[:, None, None] + n) + prefix[:, None, None] + node

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, ForwardBatch, ForwardMode, VerifyInput
+from .b_padded_requests import OffsetsBackend
 from .builds import RegisterRowsBackend
 from .c_new_rows import FP8
 from .catalogue import control
@@ -89,6 +92,33 @@ class EmptyBatches(PlannedBackend):
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num * layer.v_head_dim)
         return super().forward(q, k, v, layer, batch, save_kv_cache)
+
+
+@control("padded-requests-have-nothing")
+class PaddedRequestsHaveNothing(OffsetsBackend):
+    """Rows are counted by query_start_loc, and padded requests have neither rows nor keys (vLLM)."""
+
+
+@control("verify-lengths-with-new-tokens")
+class VerifyLengthsWithNewTokens(PlannedBackend):
+    """seq_lens of target-verify count its own tokens, and chains come without a tree (vLLM)."""
+
+    capabilities = MetadataBuiltTwice.capabilities.with_changes(
+        eager={"target-verify"}, graph={"target-verify"}, verify_lens={"all"}, takes_bare_chains=True
+    )
+
+    @override
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        return batch.seq_lens[: batch.batch_size].to(torch.int32)
+
+    @override
+    def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
+        spec, n = batch.spec_info, self.context.num_draft_tokens
+        assert isinstance(spec, VerifyInput)
+        if spec.custom_mask is not None:
+            lens = (batch.seq_lens[: batch.batch_size] - n).clamp(min=0)
+            return super().plan_mask(cast(ForwardBatch, SimpleNamespace(**{**vars(batch), "seq_lens": lens})))
+        return self.index.new_ones(n, n, dtype=torch.bool).tril().expand(batch.batch_size, -1, -1)
 
 
 @control("padding-is-not-stored")

@@ -12,6 +12,7 @@ from ..cases.case import Case, parse_case
 from ..cases.catalogue import companions
 from ..cases.loop import loop_modes, make_loop
 from ..cases.schedule import Schedule, Step, make_schedule, only
+from ..cases.ways import way_of
 from ..checks import Stage
 from ..checks.claims import refuses_undeclared
 from ..checks.failures import context_lost, first_line, from_exception, is_ctrl_c
@@ -131,7 +132,8 @@ def drive_case(
         assert cause is not None
         if context_lost(cause):
             lost = first_line(cause)
-        needs = claims.needs_cpu_seq_lens
+        # Of a way something else may be None.
+        needs = claims.needs_cpu_seq_lens or way_of(case).gives_none
         drive.findings.append(from_exception(cause, error.phase, error.label, needs_cpu_lengths=needs))
         cause.__traceback__ = None
     else:

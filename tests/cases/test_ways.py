@@ -38,6 +38,16 @@ def test_cases_of_ways_come_from_core_on_and_their_ids_rebuild_them(mode: Forwar
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
+def test_what_is_claimed_decides_which_ways_are_tried(mode: ForwardMode) -> None:
+    verify = {"withnew", "bare"} if mode is ForwardMode.TARGET_VERIFY else set()
+    assert set(ways(PLAIN, mode)) == {"idle"}
+    assert set(ways(ALL, mode)) == {"idle", "norows"} | verify
+    assert "norows" not in ways(ALL.with_changes(graph=()), mode)
+    assert "norows" not in ways(ALL.with_changes(padded_requests={"nothing"}), mode), "all cases have it so"
+    assert "withnew" not in ways(ALL.with_changes(verify_lens={"all"}), mode), "all cases have it so"
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
 def test_every_mode_has_steps_without_a_live_request(mode: ForwardMode) -> None:
     schedule = make_schedule(ways(PLAIN, mode)["idle"])
     labels = [step.label for step in schedule.steps]

@@ -17,7 +17,14 @@ from attn_testkit.runner_modes.options import DriveOptions
 
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.schedule import make_schedule
-from attn_testkit.contract import Capabilities, DraftExtendInput, ForwardBatch, ForwardMode, VerifyInput
+from attn_testkit.contract import (
+    Capabilities,
+    DraftExtendInput,
+    ForwardBatch,
+    ForwardMode,
+    Unsupported,
+    VerifyInput,
+)
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 
@@ -136,6 +143,10 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
         ({"takes_unset_width": 1}, "takes_unset_width must be True or False, got 1"),
         ({"takes_empty_batch": True}, "unknown capability 'takes_empty_batch'; did you mean 'takes_empty_batches'"),
         ({"takes_empty_batches": 0}, "takes_empty_batches must be True or False, got 0"),
+        ({"padded_requests": {"none"}}, "unknown padded_requests 'none'; did you mean 'nothing'"),
+        ({"padded_requests": ()}, "padded_requests must be some of rows, nothing, got none"),
+        ({"verify_lens": "all"}, "verify_lens must be a set or list of values, got 'all'; write {'all'}"),
+        ({"takes_bare_chain": True}, "unknown capability 'takes_bare_chain'; did you mean 'takes_bare_chains'"),
         ({"padding_slots": {1}}, "padding_slots must be {0}, {-1} or {0, -1}, got [1]"),
         ({"padding_slots": set()}, "padding_slots must be {0}, {-1} or {0, -1}, got []"),
         ({"padding_slot": -1}, "unknown capability 'padding_slot'; did you mean 'padding_slots'"),
@@ -214,3 +225,89 @@ def test_rows_of_padding_have_the_slots_that_a_backend_takes(
     tails = [int(each[3]) for each in spy.seen]
     assert tails[0] == max(slots), "at capture"
     assert {slot for slot in tails if slot <= 0} == slots
+
+
+class Padded(Spy):
+    """Remembers what a graph of 4 requests reads before each replay."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.read: list[dict[str, torch.Tensor]] = []
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        if batch.batch_size == 4:
+            spec = self.captured[0].spec_info
+            rows = spec.num_accept_tokens if isinstance(spec, DraftExtendInput) else torch.empty(0)
+            starts = torch.empty(0) if batch.query_start_loc is None else batch.query_start_loc
+            given = {"lens": self.captured[0].seq_lens, "rows": rows, "starts": starts}
+            self.read.append({name: tensor.clone() for name, tensor in given.items()})
+
+
+class Nothing(Padded):
+    capabilities = Spy.capabilities.with_changes(padded_requests={"nothing"})
+
+
+class Either(Padded):
+    capabilities = Spy.capabilities.with_changes(padded_requests={"rows", "nothing"})
+
+
+@pytest.mark.parametrize("case_id", [DECODE, VERIFY, V1, V2])
+def test_padded_requests_have_neither_rows_nor_keys_for_who_has_it_so(case_id: str) -> None:
+    width = WIDTHS.get(case_id, 1)
+    for backend, way, usual in ((Nothing, "", False), (Either, "", True), (Either, "norows", False)):
+        spy = graph(replace(parse_case(case_id), way=way), backend)
+        assert isinstance(spy, Padded)
+        # Capture, then a step of three requests, then one of four.
+        captured, padded, full, *_ = ({name: t.tolist() for name, t in read.items()} for read in spy.read)
+        assert captured["lens"] == [1 if usual else 0] * 4
+        assert padded["lens"][3] == (1 if usual else 0)
+        assert full["lens"][3] > 1
+        rows = [1, 3, 2] if case_id == V1 else [width] * 3
+        if case_id in (V1, V2):
+            assert captured["rows"] == [width] * 4
+            assert padded["rows"] == [1, 3, 2, width if usual else 0]
+        starts = [0, rows[0], rows[0] + rows[1], sum(rows), sum(rows)]
+        assert padded["starts"] == ([] if usual else starts)
+        assert captured["starts"] == ([] if usual else [width * i for i in range(5)])
+
+
+class CountsNew(Spy):
+    capabilities = Spy.capabilities.with_changes(verify_lens={"all"})
+
+
+class CountsEither(Spy):
+    capabilities = Spy.capabilities.with_changes(verify_lens={"prefix", "all"})
+
+
+@pytest.mark.parametrize(
+    ("backend", "way", "lens"),
+    [
+        (Spy, "", [3, 15, 40]),
+        (CountsNew, "", [6, 18, 43]),
+        (CountsEither, "", [3, 15, 40]),
+        (CountsEither, "withnew", [6, 18, 43]),
+    ],
+)
+def test_lengths_of_a_verify_count_its_own_tokens_for_who_has_it_so(
+    backend: type[Spy], way: str, lens: list[int]
+) -> None:
+    spy = eager(replace(parse_case(VERIFY), way=way), backend)
+    assert spy.eager[0].seq_lens.tolist() == lens
+    assert spy.context.dialect.verify_lens == ("all" if lens[0] == 6 else "prefix")
+
+
+@pytest.mark.parametrize("way", ["", "bare"])
+def test_a_bare_chain_has_neither_mask_nor_links(way: str) -> None:
+    case = replace(parse_case(VERIFY), way=way)
+    specs = [eager(case, Spy).eager[0].spec_info, *(batch.spec_info for batch in graph(case, Spy).captured)]
+    for spec in specs:
+        assert isinstance(spec, VerifyInput)
+        given = (spec.custom_mask, spec.retrieve_index, spec.retrieve_next_token, spec.retrieve_next_sibling)
+        assert [each is None for each in given] == [way == "bare"] * 4
+        assert (spec.topk, spec.draft_token_num) == (1, 3)
+
+
+def test_a_backend_refuses_a_dialect_that_it_does_not_claim() -> None:
+    with pytest.raises(Unsupported, match="padded_requests nothing is not claimed"):
+        graph(replace(parse_case(DECODE), way="norows"), Spy)

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ...contract import Capabilities
+from ...contract import DIALECTS, Capabilities, Dialect
 from ..case import Case
 from .idle import IDLE
+from .no_rows import NO_ROWS
+from .verify import BARE, WITH_NEW
 from .way import Way
 
-__all__ = ["WAYS", "Way", "way_cases", "way_of"]
+__all__ = ["WAYS", "Way", "dialect_of", "way_cases", "way_of"]
 
-WAYS: Mapping[str, Way] = {way.word: way for way in (IDLE,)}
+WAYS: Mapping[str, Way] = {way.word: way for way in (IDLE, NO_ROWS, WITH_NEW, BARE)}
 """By word, in the order in which their cases stand."""
 _USUAL = Way("", "as all servers do it")
 _PAGE = 16
@@ -24,6 +26,15 @@ _PAGE = 16
 def way_of(case: Case) -> Way:
     """The way of a case."""
     return WAYS[case.way] if case.way else _USUAL
+
+
+def dialect_of(claims: Capabilities, case: Case) -> Dialect:
+    """How the server of a case speaks to a backend with these claims: as the case has it, else in the usual way, else
+    in the one that the backend knows.
+    """
+    says = way_of(case).says
+    usual = {name: next(v for v in values if v in getattr(claims, name)) for name, values in DIALECTS.items()}
+    return Dialect(**{**usual, **says})
 
 
 def way_cases(claims: Capabilities, small: Case) -> Iterator[Case]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from ...contract import Capabilities
 from ..case import Case
@@ -34,3 +34,7 @@ class Way:
     """(claims, small): its cases, made of ``small``; none where it is not claimed in the mode of ``small``."""
     plans: Callable[[Case, list[Plan]], list[Plan]] = _as_they_are
     """(case, plans): the steps of a drive, the oversized one last, as it has them."""
+    says: Mapping[str, str] = field(default_factory=dict)
+    """Fields of a ``Dialect`` in which it is not the usual one."""
+    gives_none: bool = False
+    """Something else than lengths on the host is None."""
