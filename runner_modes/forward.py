@@ -9,7 +9,8 @@ import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.data import draft_topk
-from attn_testkit.contract import ForwardBatch
+from attn_testkit.contract import AttentionLayer, ForwardBatch
+from attn_testkit.graphs.poison import poisoned
 from attn_testkit.model import Trace, joined
 
 from .errors import ShapeError
@@ -33,9 +34,15 @@ def forward(
     while part is not None:
         if traces:
             harness.backend.init_forward_metadata_in_graph(part)
-        look = partial(_check, harness, part.input_ids.shape[0])
-        none_kv = harness.capabilities.takes_none_kv
-        traces.append(harness.model.forward(harness.backend, part, look, save_kv_cache, none_kv=none_kv))
+        claims = harness.capabilities
+        loan = _Loan(harness) if case.way == "lent" else None
+        look = partial(_check, harness, part.input_ids.shape[0], loan)
+        traces.append(
+            harness.model.forward(
+                harness.backend, part, look, save_kv_cache, none_kv=claims.takes_none_kv, lend=loan,
+                at_once=claims.output_lifetime == "layer",
+            )
+        )  # fmt: skip
         part = _after(parts, traces[-1])
     trace = traces[0] if len(traces) == 1 else joined(traces)
     driver.finish(harness, trace, batch, draft_topk(case))
@@ -50,7 +57,20 @@ def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> Forward
         return None
 
 
-def _check(harness: ServerHarness, rows: int, trace: Trace) -> None:
+class _Loan:
+    """Memory for outputs, poisoned, so that a row which is not written there shows."""
+
+    def __init__(self, harness: ServerHarness) -> None:
+        self._dtype, self._device, self._byte = harness.context.dtype, harness.device, harness.fill
+
+    def __call__(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
+        self.out = torch.empty(rows, layer.tp_q_head_num, layer.v_head_dim, dtype=self._dtype, device=self._device)
+        memory, value = poisoned(self.out, self._byte)
+        memory.fill_(value)
+        return self.out
+
+
+def _check(harness: ServerHarness, rows: int, loan: _Loan | None, trace: Trace) -> None:
     """The output of the layer that ran last."""
     layer, out = harness.context.layers[len(trace.raw) - 1], trace.raw[-1]
     heads, dim, name = layer.tp_q_head_num, layer.v_head_dim, f"layer {layer.layer_id}"
@@ -67,3 +87,12 @@ def _check(harness: ServerHarness, rows: int, trace: Trace) -> None:
         raise ShapeError(f"{name} returned {out.dtype}, expected the model's {harness.context.dtype}")
     if out.device.type != harness.device.type:
         raise ShapeError(f"{name} returned a tensor on {out.device}, expected {harness.device}")
+    if loan is not None and out.data_ptr() != loan.out.data_ptr():
+        raise ShapeError(f"{name} was given out=, and returned other memory; write the output to out and return it")
+    if harness.capabilities.output_lifetime == "model":
+        earlier = {each.data_ptr(): layer for each, layer in zip(trace.raw[:-1], harness.context.layers, strict=False)}
+        if out.numel() and out.data_ptr() in earlier:
+            raise ShapeError(
+                f"{name} returned the memory of layer {earlier[out.data_ptr()].layer_id}'s output, which must hold "
+                "until all layers have run; return another tensor, or claim output_lifetime='layer'"
+            )

@@ -52,6 +52,7 @@ class TorchNativeBackend(AttentionBackend):
         takes_unset_width=True,
         takes_empty_batches=True,
         takes_bare_chains=True,
+        takes_out=True,
         padded_requests=frozenset({"rows", "nothing"}),
         verify_lens=frozenset({"prefix", "all"}),
         padding_slots=frozenset({0, -1}),
@@ -162,17 +163,19 @@ class TorchNativeBackend(AttentionBackend):
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store, gather, mask, softmax, sum; in float32. Shapes as in ``AttentionBackend.forward``."""
         if not batch.batch_size:
-            return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim)
+            return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         if save_kv_cache:
             # Padding of slot -1 goes where other padding goes: page 0.
             self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)
         seen = self._in_window(layer)
         logits = self._logits(self._queries(q, layer), self._keys(layer), layer)
-        out = self._sum(self._weights(logits, seen, layer), self._values(layer), seen) * layer.v_scale
-        return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[self._place].to(q.dtype)
+        result = self._sum(self._weights(logits, seen, layer), self._values(layer), seen) * layer.v_scale
+        result = result.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[self._place]
+        return result.to(q.dtype) if out is None else out.copy_(result)
 
     def _queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         """[B, W, Hk, G, D] float32: G query heads in a row share a KV head."""

@@ -87,6 +87,7 @@ class TritonBackend(AttentionBackend):
         takes_unset_width=True,
         takes_empty_batches=True,
         takes_bare_chains=True,
+        takes_out=True,
         padded_requests=frozenset({"rows", "nothing"}),
         verify_lens=frozenset({"prefix", "all"}),
         padding_slots=frozenset({0, -1}),
@@ -206,10 +207,11 @@ class TritonBackend(AttentionBackend):
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new rows, then attend to them and to the prefix alike, through ``req_to_token``."""
         if not batch.batch_size:
-            return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim)
+            return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         context, plan = self.context, self._plan
         assert plan is not None, "a step is planned before its forward"
         if save_kv_cache:
@@ -221,12 +223,15 @@ class TritonBackend(AttentionBackend):
         bs, splits = len(kv_lens), self._splits if plan.tile_rows == 1 else 1
         # Rows behind the last request (ragged modes in a graph) are of no request; zeros travel better than garbage.
         # The interpreter would cut a bfloat16 off instead of rounding it, so there the result is rounded at the end.
-        out = q.new_zeros(q.shape[0], heads, dim, dtype=torch.float32 if INTERPRETED else q.dtype)
+        if out is None or INTERPRETED:
+            result = q.new_zeros(q.shape[0], heads, dim, dtype=torch.float32 if INTERPRETED else q.dtype)
+        else:
+            result = out.zero_()
         tiles = choose_tiles(plan.tile_rows, group, layer.tp_k_head_num, dim, q.dtype)
         pairs = plan.max_q_len * group * tiles.kv_heads
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else _NO_WINDOW
         attend_kernel[(bs, layer.tp_k_head_num // tiles.kv_heads, triton.cdiv(pairs, tiles.block_m) * splits)](
-            q, key, value, out, self._partial, self._lse,
+            q, key, value, result, self._partial, self._lse,
             plan.table, plan.requests, kv_lens, plan.cu_seqlens_q, batch.positions,
             q if plan.mask is None else plan.mask, q if layer.sinks is None else layer.sinks,  # q: never read
             layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap), window,
@@ -238,10 +243,12 @@ class TritonBackend(AttentionBackend):
         if splits > 1:
             block_h = triton.next_power_of_2(heads) if INTERPRETED else 1
             merge_kernel[(bs, triton.cdiv(heads, block_h))](
-                self._partial, self._lse, out, HEADS=heads, D=dim, SPLITS=splits, BLOCK_H=block_h,
+                self._partial, self._lse, result, HEADS=heads, D=dim, SPLITS=splits, BLOCK_H=block_h,
                 BLOCK_S=triton.next_power_of_2(splits),
             )  # fmt: skip
-        return out.to(q.dtype)
+        if out is None:
+            return result.to(q.dtype)
+        return out if result is out else out.copy_(result)
 
 
 def _offsets(counts: torch.Tensor) -> torch.Tensor:

@@ -168,7 +168,9 @@ class AttentionBackend(ABC):
         values already (a fused kernel stored them, or the layer shares another's): k and v may hold anything, and must
         be neither read nor stored. Servers then give None for both, and so does the kit to a backend that claims
         ``takes_none_kv``.
-        Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype.
+        Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype, in memory that no other layer's output is written to
+        before all have run, unless ``output_lifetime`` says otherwise. With ``takes_out`` it has one more argument,
+        ``out=None``, and writes to it and returns it where it is given.
         Rows of padded requests may hold anything.
         """
 

@@ -16,6 +16,7 @@ FAMILIES = ("mha", "gqa", "mqa", "mla")
 DTYPES = ("fp16", "bf16", "fp32")
 KV_DTYPES = ("same", "fp8_e4m3")
 MATMUL_DTYPES = ("model", "fp8_e4m3")
+OUTPUT_LIFETIMES = ("model", "layer")
 
 
 class Unsupported(Exception):
@@ -92,7 +93,7 @@ def _requirement(text: object) -> None:
 _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
 _YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
                "takes_none_kv", "takes_unset_width", "takes_empty_batches",
-               "takes_bare_chains")  # fmt: skip
+               "takes_bare_chains", "takes_out")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,12 @@ class Capabilities:
 
     In extend ``extend_seq_lens_cpu`` and ``extend_prefix_lens_cpu`` are there all the same, in draft-extend v2 the
     first of them: a server knows them without a wait."""
+    takes_out: bool = False
+    """Does ``forward`` take ``out=``, a contiguous [T, Hq, Dv] of the model's dtype that holds anything? Where it is
+    given, the output is written there and ``out`` is returned. Another one comes with each call, or none."""
+    output_lifetime: str = "model"
+    """How long does an output hold what it held? ``model``: until every layer of the model has run. ``layer``: until
+    the next ``forward`` of the instance, as where all layers share one buffer; the model then reads it at once."""
     takes_empty_batches: bool = False
     """May an eager batch have no request? Servers whose ranks take steps together plan such a batch, and every forward
     of it returns [0, Hq, Dv]; others leave it out. A replay of a graph may have no live request whatever this says."""
@@ -204,6 +211,7 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         _spelled("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
+        _spelled("output_lifetime", self.output_lifetime, OUTPUT_LIFETIMES)
         for name in ("eager", "graph", "sliding_window", "new_rows_as_given"):
             object.__setattr__(self, name, _modes(name, getattr(self, name)))
         kv_dtypes = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES))

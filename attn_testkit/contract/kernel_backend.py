@@ -23,7 +23,8 @@ __all__ = ["KernelBackend"]
 class KernelBackend(AttentionBackend):
     """An attention backend made from one kernel call. Subclasses give ``capabilities`` and ``run``.
 
-    ``run`` is not called for a batch without requests, so that every subclass may claim ``takes_empty_batches``.
+    ``run`` is not called for a batch without requests, so that every subclass may claim ``takes_empty_batches``; and
+    what it returns is copied where the caller wants it, so that every one may claim ``takes_out``.
 
     A kernel with a cache writer of its own overrides ``write_kv``; one that stores the rows while it attends them
     overrides it with nothing, and has ``k``, ``v`` and ``out_cache_loc`` in its plan.
@@ -122,17 +123,19 @@ class KernelBackend(AttentionBackend):
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new rows and call the kernel. Shapes as in ``AttentionBackend.forward``."""
         context = self.context
         if not batch.batch_size:
-            return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim)
+            return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         new = (k, v) if save_kv_cache else (None, None)
-        plan = KernelPlan(self._step, layer, batch.out_cache_loc, context.max_context_len, save_kv_cache, *new)
+        plan = KernelPlan(self._step, layer, batch.out_cache_loc, context.max_context_len, save_kv_cache, *new, out=out)
         if save_kv_cache:
             self.write_kv(k, v, plan)
         key, value = context.kv_pool.get_kv_buffer(layer.layer_id)
-        return self.run(q, (_in_pages(key, context.page_size), _in_pages(value, context.page_size)), plan)
+        result = self.run(q, (_in_pages(key, context.page_size), _in_pages(value, context.page_size)), plan)
+        return result if out is None or result is out else out.copy_(result.view_as(out))
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         """Store rows ``k`` [T, Hk, D] and ``v`` [T, Hk, Dv] in ``plan.out_cache_loc``, by the rule of ``KVPool``.

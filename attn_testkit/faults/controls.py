@@ -235,9 +235,9 @@ class FinitePageTails(PlannedBackend):
 
 @control("one-output-buffer")
 class OneOutputBuffer(PlannedBackend):
-    """Every layer returns the same buffer, which the next layer overwrites."""
+    """Every layer returns the same buffer, which the next layer overwrites, and it says so."""
 
-    capabilities = _in("draft-extend")
+    capabilities = _in("draft-extend", output_lifetime="layer")
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -16,6 +16,7 @@ from .c_new_rows import FP8
 from .catalogue import control
 from .dense import DenseBackend
 from .g_narrow_numbers import Fp8Probabilities
+from .j_outputs import LentOutput
 from .multi_step import MultiStepBackend
 from .parent import Metadata, PlannedBackend
 
@@ -119,6 +120,11 @@ class VerifyLengthsWithNewTokens(PlannedBackend):
             lens = (batch.seq_lens[: batch.batch_size] - n).clamp(min=0)
             return super().plan_mask(cast(ForwardBatch, SimpleNamespace(**{**vars(batch), "seq_lens": lens})))
         return self.index.new_ones(n, n, dtype=torch.bool).tril().expand(batch.batch_size, -1, -1)
+
+
+@control("lent-output")
+class WritesWhereItIsAsked(LentOutput):
+    """The output is written where the caller wants it, and elsewhere where none is given (vLLM)."""
 
 
 @control("padding-is-not-stored")

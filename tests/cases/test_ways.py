@@ -41,7 +41,7 @@ def test_cases_of_ways_come_from_core_on_and_their_ids_rebuild_them(mode: Forwar
 def test_what_is_claimed_decides_which_ways_are_tried(mode: ForwardMode) -> None:
     verify = {"withnew", "bare"} if mode is ForwardMode.TARGET_VERIFY else set()
     assert set(ways(PLAIN, mode)) == {"idle"}
-    assert set(ways(ALL, mode)) == {"idle", "norows"} | verify
+    assert set(ways(ALL, mode)) == {"idle", "norows", "lent"} | verify
     assert "norows" not in ways(ALL.with_changes(graph=()), mode)
     assert "norows" not in ways(ALL.with_changes(padded_requests={"nothing"}), mode), "all cases have it so"
     assert "withnew" not in ways(ALL.with_changes(verify_lens={"all"}), mode), "all cases have it so"

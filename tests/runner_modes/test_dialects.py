@@ -11,6 +11,7 @@ import pytest
 import torch
 from attn_testkit.runner_modes.clock import Clock
 from attn_testkit.runner_modes.eager import run_eager
+from attn_testkit.runner_modes.errors import DriveError
 from attn_testkit.runner_modes.graphs import drive_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
 from attn_testkit.runner_modes.options import DriveOptions
@@ -147,6 +148,8 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
         ({"padded_requests": ()}, "padded_requests must be some of rows, nothing, got none"),
         ({"verify_lens": "all"}, "verify_lens must be a set or list of values, got 'all'; write {'all'}"),
         ({"takes_bare_chain": True}, "unknown capability 'takes_bare_chain'; did you mean 'takes_bare_chains'"),
+        ({"takes_out": "yes"}, "takes_out must be True or False, got 'yes'"),
+        ({"output_lifetime": "layers"}, "unknown output_lifetime 'layers'; did you mean 'layer'"),
         ({"padding_slots": {1}}, "padding_slots must be {0}, {-1} or {0, -1}, got [1]"),
         ({"padding_slots": set()}, "padding_slots must be {0}, {-1} or {0, -1}, got []"),
         ({"padding_slot": -1}, "unknown capability 'padding_slot'; did you mean 'padding_slots'"),
@@ -311,3 +314,78 @@ def test_a_bare_chain_has_neither_mask_nor_links(way: str) -> None:
 def test_a_backend_refuses_a_dialect_that_it_does_not_claim() -> None:
     with pytest.raises(Unsupported, match="padded_requests nothing is not claimed"):
         graph(replace(parse_case(DECODE), way="norows"), Spy)
+
+
+class Lent(Spy):
+    """Remembers the memory that it is given for its outputs, and what that held."""
+
+    capabilities = Spy.capabilities.with_changes(takes_out=True)
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.lent: list[tuple[int, tuple[int, ...], bool]] = []
+
+    def forward(  # type: ignore[override]
+        self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True, **given: Any
+    ) -> torch.Tensor:
+        result = super().forward(q, k, v, layer, batch, save_kv_cache)
+        if "out" not in given:
+            return result
+        out = given["out"]
+        self.lent.append((out.data_ptr(), tuple(out.shape), bool(out.view(torch.int16).eq(-1).all())))
+        return self.store(out, result)
+
+    def store(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return out.copy_(result)
+
+
+class Other(Lent):
+    def store(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return result
+
+
+class Copies(Lent):
+    def store(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return out.copy_(result).clone()
+
+
+def test_an_output_is_lent_in_memory_of_its_own_that_holds_poison() -> None:
+    lent = eager(replace(parse_case(DECODE), way="lent"), Lent)
+    assert isinstance(lent, Lent)
+    (first, shape, poisoned), (second, *_) = lent.lent
+    assert first != second
+    assert (shape, poisoned) == ((3, 4, 64), True)
+    never = eager(parse_case(DECODE), Lent)
+    assert isinstance(never, Lent)
+    assert not never.lent
+
+
+@pytest.mark.parametrize("backend", [Other, Copies])
+def test_who_is_lent_an_output_returns_that_one(backend: type[Spy]) -> None:
+    with pytest.raises(DriveError) as caught:
+        eager(replace(parse_case(DECODE), way="lent"), backend)
+    assert "was given out=, and returned other memory" in str(caught.value.__cause__)
+
+
+class Shares(Spy):
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> torch.Tensor:
+        result = super().forward(q, k, v, layer, batch, save_kv_cache)
+        if layer.layer_id == 0:
+            self.shared = torch.empty_like(result)
+        return self.shared.copy_(result)
+
+
+class SharesAndSays(Shares):
+    capabilities = Spy.capabilities.with_changes(output_lifetime="layer")
+
+
+def test_layers_share_a_buffer_where_the_claims_say_so_alone() -> None:
+    schedule = make_schedule(parse_case(DECODE))
+    step, cuda = schedule.steps[0], torch.device("cuda")
+    with pytest.raises(DriveError) as caught:
+        run_eager(ServerHarness(Shares, [schedule], cuda), schedule, step, Clock())
+    assert "layer 1 returned the memory of layer 0's output" in str(caught.value.__cause__)
+    harnesses = [ServerHarness(backend, [schedule], cuda) for backend in (Spy, SharesAndSays)]
+    right, shared = (run_eager(harness, schedule, step, Clock()).attention for harness in harnesses)
+    assert all(torch.equal(a, b) for a, b in zip(right, shared, strict=True))
+    assert not torch.equal(*right)
