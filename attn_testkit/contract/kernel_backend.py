@@ -129,8 +129,10 @@ class KernelBackend(AttentionBackend):
         context = self.context
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
-        new = (k, v) if save_kv_cache else (None, None)
-        plan = KernelPlan(self._step, layer, batch.out_cache_loc, context.max_context_len, save_kv_cache, *new, out=out)
+        new_k, new_v = (k, v) if save_kv_cache else (None, None)
+        plan = KernelPlan(
+            self._step, layer, batch.out_cache_loc, context.max_context_len, save_kv_cache, new_k, new_v, out
+        )
         if save_kv_cache:
             self.write_kv(k, v, plan)
         key, value = context.kv_pool.get_kv_buffer(layer.layer_id)
