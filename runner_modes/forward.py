@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -35,6 +37,8 @@ def forward(
         if traces:
             harness.backend.init_forward_metadata_in_graph(part)
         claims = harness.capabilities
+        if case.way == "morerows":
+            part = _with_more_rows(harness, part)
         loan = _Loan(harness) if case.way == "lent" else None
         look = partial(_check, harness, part.input_ids.shape[0], loan)
         traces.append(
@@ -55,6 +59,20 @@ def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> Forward
         return parts.send(trace)
     except StopIteration:
         return None
+
+
+_MORE_ROWS = 3
+"""As many as requests, in some batches: rows a request that are counted by dividing are one more then."""
+
+
+def _with_more_rows(harness: ServerHarness, batch: ForwardBatch) -> ForwardBatch:
+    """A batch with rows of no request behind its own: token 0 at position 0, as servers fill in."""
+    values = {"input_ids": 0, "positions": 0, "out_cache_loc": harness.padding_slot(0)}
+    longer: dict[str, Any] = {}
+    for name, value in values.items():
+        own: torch.Tensor = getattr(batch, name)
+        longer[name] = torch.cat([own, own.new_full((_MORE_ROWS,), value)])
+    return replace(batch, **longer)
 
 
 class _Loan:

@@ -53,6 +53,7 @@ class TorchNativeBackend(AttentionBackend):
         takes_empty_batches=True,
         takes_bare_chains=True,
         takes_out=True,
+        takes_more_rows=True,
         padded_requests=frozenset({"rows", "nothing"}),
         verify_lens=frozenset({"prefix", "all"}),
         padding_slots=frozenset({0, -1}),
@@ -174,7 +175,9 @@ class TorchNativeBackend(AttentionBackend):
         seen = self._in_window(layer)
         logits = self._logits(self._queries(q, layer), self._keys(layer), layer)
         result = self._sum(self._weights(logits, seen, layer), self._values(layer), seen) * layer.v_scale
-        result = result.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[self._place]
+        # Rows behind those of the plan are of no request, and get the first one's result.
+        place = torch.nn.functional.pad(self._place, (0, q.shape[0] - len(self._place)))
+        result = result.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[place]
         return result.to(q.dtype) if out is None else out.copy_(result)
 
     def _queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

@@ -88,6 +88,7 @@ class TritonBackend(AttentionBackend):
         takes_empty_batches=True,
         takes_bare_chains=True,
         takes_out=True,
+        takes_more_rows=True,
         padded_requests=frozenset({"rows", "nothing"}),
         verify_lens=frozenset({"prefix", "all"}),
         padding_slots=frozenset({0, -1}),

@@ -93,7 +93,7 @@ def _requirement(text: object) -> None:
 _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
 _YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
                "takes_none_kv", "takes_unset_width", "takes_empty_batches",
-               "takes_bare_chains", "takes_out")  # fmt: skip
+               "takes_bare_chains", "takes_out", "takes_more_rows")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,11 @@ class Capabilities:
 
     In extend ``extend_seq_lens_cpu`` and ``extend_prefix_lens_cpu`` are there all the same, in draft-extend v2 the
     first of them: a server knows them without a wait."""
+    takes_more_rows: bool = False
+    """May a forward have more rows than its plan? Servers pad a batch once it is planned, to sizes of the layers around
+    attention. The batch of such a forward is another object than that of the plan: ``input_ids``, ``positions`` and
+    ``out_cache_loc`` are longer, with a slot of padding. q, k, v and the output have as many rows; what the output
+    holds in those behind the plan is ignored. Not in draft-decode."""
     takes_out: bool = False
     """Does ``forward`` take ``out=``, a contiguous [T, Hq, Dv] of the model's dtype that holds anything? Where it is
     given, the output is written there and ``out`` is returned. Another one comes with each call, or none."""

@@ -10,6 +10,7 @@ import torch
 from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode, VerifyInput
+from .b_more_rows import SlotsOfTheForward
 from .b_padded_requests import OffsetsBackend
 from .builds import RegisterRowsBackend
 from .c_new_rows import FP8
@@ -125,6 +126,11 @@ class VerifyLengthsWithNewTokens(PlannedBackend):
 @control("lent-output")
 class WritesWhereItIsAsked(LentOutput):
     """The output is written where the caller wants it, and elsewhere where none is given (vLLM)."""
+
+
+@control("more-rows-than-planned")
+class MoreRowsThanPlanned(SlotsOfTheForward):
+    """Rows behind those of the plan are stored in page 0, and their output is somebody's result."""
 
 
 @control("padding-is-not-stored")

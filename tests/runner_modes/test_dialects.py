@@ -148,6 +148,7 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
         ({"padded_requests": ()}, "padded_requests must be some of rows, nothing, got none"),
         ({"verify_lens": "all"}, "verify_lens must be a set or list of values, got 'all'; write {'all'}"),
         ({"takes_bare_chain": True}, "unknown capability 'takes_bare_chain'; did you mean 'takes_bare_chains'"),
+        ({"takes_more_rows": None}, "takes_more_rows must be True or False, got None"),
         ({"takes_out": "yes"}, "takes_out must be True or False, got 'yes'"),
         ({"output_lifetime": "layers"}, "unknown output_lifetime 'layers'; did you mean 'layer'"),
         ({"padding_slots": {1}}, "padding_slots must be {0}, {-1} or {0, -1}, got [1]"),
@@ -389,3 +390,42 @@ def test_layers_share_a_buffer_where_the_claims_say_so_alone() -> None:
     right, shared = (run_eager(harness, schedule, step, Clock()).attention for harness in harnesses)
     assert all(torch.equal(a, b) for a, b in zip(right, shared, strict=True))
     assert not torch.equal(*right)
+
+
+class MoreRows(Spy):
+    """Remembers how many rows were planned and how many came."""
+
+    capabilities = Spy.capabilities.with_changes(takes_more_rows=True)
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.rows: list[tuple[int, ...]] = []
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        self.planned = batch
+
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> torch.Tensor:
+        given = (self.planned.input_ids, q, k, v, batch.input_ids, batch.positions, batch.out_cache_loc)
+        self.rows.append(tuple(len(each) for each in given))
+        self.slots = batch.out_cache_loc.clone()
+        short = replace(batch, input_ids=self.planned.input_ids)
+        return super().forward(q, k, v, layer, short, save_kv_cache)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        self.planned = batch
+
+
+@pytest.mark.parametrize(("way", "more"), [("", 0), ("morerows", 3)])
+@pytest.mark.parametrize(("case_id", "rows"), [(DECODE, 3), (VERIFY, 9), (V1, 6)])
+def test_a_forward_has_more_rows_than_its_plan_for_who_takes_it(way: str, more: int, case_id: str, rows: int) -> None:
+    case = replace(parse_case(case_id), way=way)
+    spy = eager(case, MoreRows)
+    assert isinstance(spy, MoreRows)
+    assert spy.rows == [(rows, *[rows + more] * 6)] * 2
+    assert spy.slots[rows:].tolist() == [0] * more
+    replayed = graph(case, MoreRows)
+    assert isinstance(replayed, MoreRows)
+    bucket = 4 * WIDTHS.get(case_id, 1)
+    assert replayed.rows[0] == (bucket, *[bucket + more] * 6)
