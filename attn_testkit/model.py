@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -57,9 +57,9 @@ class Trace:
     dense: list[torch.Tensor]
     """q, k, v of each layer where they were made contiguous; empty when they were views."""
     raw: list[torch.Tensor]
-    """What the backend returned for each layer. Backends may return one buffer for all layers."""
+    """What the backend returned for each layer. Some return one buffer for all layers."""
     attention: list[torch.Tensor]
-    """Copies of it, taken before the next layer ran."""
+    """Copies of it, taken when all layers had run, or before the next one ran."""
     hidden: torch.Tensor
     """[rows, hidden] float32; the mode's driver may prune rows."""
     logits: torch.Tensor | None = None
@@ -127,6 +127,10 @@ def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mla: bool) -> tor
     return torch.cat([x.flatten(2).transpose(0, 1) for x in ((q, k) if mla else (q, k, v))], -1)
 
 
+def _copy(out: torch.Tensor) -> torch.Tensor:
+    return out.clone(memory_format=torch.contiguous_format)
+
+
 class Model:
     """The tables and weights on the device, and the forward pass."""
 
@@ -162,18 +166,22 @@ class Model:
         look: Callable[[Trace], None],
         save_kv_cache: bool = True,
         none_kv: bool = False,
+        lend: Callable[[AttentionLayer, int], torch.Tensor] | None = None,
+        at_once: bool = False,
     ) -> Trace:
         """All layers. Device work only, so it may be captured. ``look`` is called after each layer.
 
         ``save_kv_cache`` False: the pool holds the new keys and values already; with ``none_kv`` the first layer gets
-        None for them. The trace has hidden states and no logits. Raises what the backend and ``look`` raise.
+        None for them. ``lend``: (layer, rows) -> the output's memory [rows, Hq, Dv]. ``at_once``: an output need not
+        hold until all layers have run. The trace has hidden states and no logits. Raises what the backend and ``look``
+        raise.
         """
         packed = self.table.index_select(0, batch.input_ids)
         hidden = self.hidden_table.index_select(0, batch.input_ids)
         trace = Trace(packed, [], [], [], hidden)
         rows = packed.shape[0]
         # By name and only when it is False: servers leave the argument out elsewhere.
-        named = {} if save_kv_cache else {"save_kv_cache": False}
+        named: dict[str, Any] = {} if save_kv_cache else {"save_kv_cache": False}
         none_kv = none_kv and not save_kv_cache
         for index, layer in enumerate(self.layers):
             q, k, v = self._split(packed, index, rows)
@@ -183,11 +191,16 @@ class Model:
             if none_kv and index == 0:
                 # The contract's types say tensors: nobody else gets it.
                 k = v = cast(torch.Tensor, None)
+            if lend is not None:
+                named["out"] = lend(layer, rows)
             out = backend.forward(q, k, v, layer, batch, **named)
             trace.raw.append(out)
             look(trace)
-            trace.attention.append(out.clone(memory_format=torch.contiguous_format))
-            hidden = hidden + out.reshape(rows, -1).float() @ self._out[index]
+            if at_once:
+                trace.attention.append(_copy(out))
+            hidden = hidden + out.flatten(1).float() @ self._out[index]
+        if not at_once:
+            trace.attention += [_copy(out) for out in trace.raw]
         trace.hidden = hidden
         return trace
 

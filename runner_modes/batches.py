@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, SpecInput, VerifyInput
@@ -22,6 +23,7 @@ __all__ = [
     "batch_on_device",
     "captured_batch",
     "eager_batch",
+    "query_starts_of",
     "replay_view",
     "seq_lens_of",
     "spec_on_device",
@@ -31,11 +33,19 @@ ReplayView = SimpleNamespace
 """What a backend gets at a replay: fewer attributes than a ``ForwardBatch``, whose docstring lists them."""
 
 
-def seq_lens_of(mode: ForwardMode, loaded: LoadedStep) -> list[int]:
-    """``seq_lens`` of the live requests, in tokens, by the convention of each mode."""
-    if mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE):
+def seq_lens_of(harness: ServerHarness, mode: ForwardMode, loaded: LoadedStep) -> list[int]:
+    """``seq_lens`` of the live requests, in tokens, by the convention of each mode and of the server."""
+    of_prefixes = mode is ForwardMode.TARGET_VERIFY and harness.context.dialect.verify_lens == "prefix"
+    if of_prefixes or mode is ForwardMode.DRAFT_DECODE:
         return [r.prefix for r in loaded.step.requests]
     return loaded.step.lens
+
+
+def query_starts_of(loaded: LoadedStep) -> npt.NDArray[np.int32]:
+    """[R + 1]: first row of each live request in a forward, and the end of the last one."""
+    draft = loaded.schedule.case.draft
+    rows = [draft.branches if draft else request.new for request in loaded.step.requests]
+    return np.cumsum([0, *rows], dtype=np.int32)
 
 
 def eager_batch(
@@ -50,7 +60,7 @@ def eager_batch(
     ``spec_info`` and ``extends``: what the mode adds, or says otherwise.
     """
     step, data = loaded.step, loaded.data
-    lens = torch.tensor(seq_lens_of(mode, loaded), dtype=torch.int64)
+    lens = torch.tensor(seq_lens_of(harness, mode, loaded), dtype=torch.int64)
     mirrors = harness.capabilities.needs_cpu_seq_lens
     fields: dict[str, Any] = {
         "forward_mode": mode,
@@ -62,6 +72,7 @@ def eager_batch(
         "positions": data.positions,
         "seq_lens_cpu": lens.clone() if mirrors else None,
         "seq_lens_sum": int(lens.sum()) if mirrors else None,
+        "query_start_loc": torch.from_numpy(query_starts_of(loaded)) if harness.pads_with_nothing else None,
         "spec_info": spec_info,
     }
     return ForwardBatch(**{**fields, **extends})
@@ -119,7 +130,7 @@ def _host_tensors(owner: Any) -> dict[str, torch.Tensor]:
 
 _OF_BATCH = (
     *("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "positions"),
-    *("extend_seq_lens", "extend_prefix_lens", "extend_start_loc"),
+    *("extend_seq_lens", "extend_prefix_lens", "extend_start_loc", "query_start_loc"),
 )
 _OF_SPEC = (
     *("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor"),
@@ -154,6 +165,7 @@ def captured_batch(
         "positions": static.positions[:tokens],
         "seq_lens_cpu": static.seq_lens_cpu[:bs] if mirrors else None,
         "seq_lens_sum": bs * fill if mirrors else None,
+        "query_start_loc": static.query_start_loc[: bs + 1] if harness.pads_with_nothing else None,
         "spec_info": spec,
     }
     return ForwardBatch(**{**fields, **extends})
@@ -185,7 +197,8 @@ def replay_view(
         req_pool_indices=static.req_pool_indices[:upto],
         seq_lens=static.seq_lens[:upto],
         seq_lens_cpu=static.seq_lens_cpu[:upto] if mirrors else None,
-        seq_lens_sum=sum(seq_lens_of(mode, loaded)) + (bs - live) * fill if mirrors else None,
+        seq_lens_sum=sum(seq_lens_of(harness, mode, loaded)) + (bs - live) * fill if mirrors else None,
+        query_start_loc=static.query_start_loc[: bs + 1] if harness.pads_with_nothing else None,
         out_cache_loc=static.out_cache_loc[: bs * width if extends else loaded.step.tokens],
         spec_info=spec,
     )

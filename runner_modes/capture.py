@@ -111,9 +111,10 @@ def capture_schedules(
             harness.backend.init_cuda_graph_state(
                 max(schedule.max_bs for schedule in schedules), max(schedule.max_tokens for schedule in schedules)
             )
-        fill = fill_value(harness.backend)
+        fill = 0 if harness.pads_with_nothing else fill_value(harness.backend)
     # A server has all its buffers before its first capture.
-    static = [make_static_inputs(harness, each.case.width, each.max_bs, fill) for each in schedules]
+    cases = [(each.case, each.max_bs) for each in schedules]
+    static = [make_static_inputs(harness, case.width, bs, fill, case.rows_at_once) for case, bs in cases]
     return tuple(
         _capture_schedule(harness, schedule, inputs, fill, pool, clock)
         for schedule, inputs in zip(schedules, static, strict=True)

@@ -38,7 +38,7 @@ def _slots(loaded: LoadedStep) -> torch.Tensor:
     for request in loaded.step.requests:
         assert request.columns is not None
         found.append(request.columns[_draft(loaded).columns(request.prefix, page)].reshape(-1))
-    return torch.from_numpy(np.concatenate(found))
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *found]))
 
 
 def _first(per_row: torch.Tensor, draft: Draft) -> torch.Tensor:

@@ -85,13 +85,14 @@ def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, w
 
 
 def fill_draft_buffers(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
-    """Accept counts at the width wherever a request is padding, then the live ones."""
+    """Accept counts at the width wherever a request is padding, or 0 where that has no row, then the live ones."""
     width, live, host = loaded.schedule.case.width, loaded.step.bs, static.host
-    accepted = np.array([r.accepted for r in loaded.step.requests])
+    rows = 0 if harness.pads_with_nothing else width
+    accepted = np.array([r.accepted for r in loaded.step.requests], dtype=np.int64)
     for name, padding, values in (
-        ("num_accept_tokens", width, accepted),
-        ("num_correct_drafts", width - 1, accepted - 1),
-        ("extend_seq_lens", width, [r.new for r in loaded.step.requests]),
+        ("num_accept_tokens", rows, accepted),
+        ("num_correct_drafts", max(0, rows - 1), accepted - 1),
+        ("extend_seq_lens", rows, [r.new for r in loaded.step.requests]),
     ):
         host[name][live:] = padding
         host[name][:live] = values
@@ -102,7 +103,7 @@ def _replay_spec(
     harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int
 ) -> DraftExtendInput:
     mirrors = harness.capabilities.needs_cpu_seq_lens
-    counts = accepted_counts(loaded).tolist() + [width] * (bs - loaded.step.bs)
+    counts = accepted_counts(loaded).tolist() + [0 if harness.pads_with_nothing else width] * (bs - loaded.step.bs)
     return DraftExtendInput(
         hidden_states=static.hidden_states[: loaded.step.tokens],
         num_correct_drafts=static.num_correct_drafts[:bs],

@@ -48,6 +48,7 @@ def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: 
 def _replay_spec(
     harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int
 ) -> DraftExtendInput:
+    live = loaded.step.bs
     return DraftExtendInput(
         hidden_states=static.hidden_states[: loaded.step.tokens],
         num_correct_drafts=static.num_correct_drafts[:bs],
@@ -56,15 +57,16 @@ def _replay_spec(
         num_accept_tokens_cpu=None,
         num_tokens_per_req=width,
         extend_seq_lens_tensor=static.extend_seq_lens[:bs],
-        extend_seq_lens_cpu=[width] * bs,
+        extend_seq_lens_cpu=[width] * live + [0 if harness.pads_with_nothing else width] * (bs - live),
         select_index=static.select_index[:bs],
     )
 
 
 def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
     trace.logits = harness.model.logits(trace.hidden)
-    # A graph anchors its full logits with a reduction; the value is nobody's business.
-    trace.logits.amax()
+    # A graph anchors its full logits with a reduction; the value is nobody's business. No rows have none.
+    if len(trace.logits):
+        trace.logits.amax()
 
 
 DRAFT_EXTEND_V2 = ModeDriver(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from attn_testkit.contract import ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
@@ -65,6 +67,7 @@ def _share_out(static: StaticInputs, lens: Sequence[int]) -> None:
     host["extend_seq_lens"][:] = 0
     host["extend_seq_lens"][: len(lens)] = lens
     host["extend_prefix_lens"][:] = host["seq_lens"] - host["extend_seq_lens"]
+    host["query_start_loc"][:] = np.pad(host["extend_seq_lens"].cumsum(), (1, 0))
     host["extend_start_loc"][:] = host["extend_seq_lens"].cumsum() - host["extend_seq_lens"]
 
 

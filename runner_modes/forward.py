@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.data import draft_topk
-from attn_testkit.contract import ForwardBatch
+from attn_testkit.contract import AttentionLayer, ForwardBatch
+from attn_testkit.graphs.poison import poisoned
 from attn_testkit.model import Trace, joined
 
+from .errors import ShapeError
 from .harness import ServerHarness
 from .mode_driver import ModeDriver
 from .parts import InParts
@@ -32,11 +38,18 @@ def forward(
     while part is not None:
         if traces:
             harness.backend.init_forward_metadata_in_graph(part)
-        look = partial(_check, harness, part.input_ids.shape[0])
-        none_kv = harness.capabilities.takes_none_kv
+        claims = harness.capabilities
+        if case.way == "morerows":
+            part = _with_more_rows(harness, part)
+        loan = _Loan(harness) if case.way == "lent" else None
+        look = partial(_check, harness, part.input_ids.shape[0], loan)
         in_parts = InParts(harness) if harness.context.kv_parts else None
-        attends = in_parts or harness.backend
-        traces.append(harness.model.forward(attends, part, look, save_kv_cache, none_kv=none_kv))
+        traces.append(
+            harness.model.forward(
+                in_parts or harness.backend, part, look, save_kv_cache, none_kv=claims.takes_none_kv, lend=loan,
+                at_once=claims.output_lifetime == "layer",
+            )
+        )  # fmt: skip
         if in_parts:
             in_parts.leave_in(traces[-1])
         part = _after(parts, traces[-1])
@@ -53,9 +66,46 @@ def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> Forward
         return None
 
 
-def _check(harness: ServerHarness, rows: int, trace: Trace) -> None:
+_MORE_ROWS = 3
+"""As many as requests, in some batches: rows a request that are counted by dividing are one more then."""
+
+
+def _with_more_rows(harness: ServerHarness, batch: ForwardBatch) -> ForwardBatch:
+    """A batch with rows of no request behind its own: token 0 at position 0, as servers fill in."""
+    values = {"input_ids": 0, "positions": 0, "out_cache_loc": harness.padding_slot(0)}
+    longer: dict[str, Any] = {}
+    for name, value in values.items():
+        own: torch.Tensor = getattr(batch, name)
+        longer[name] = torch.cat([own, own.new_full((_MORE_ROWS,), value)])
+    return replace(batch, **longer)
+
+
+class _Loan:
+    """Memory for outputs, poisoned, so that a row which is not written there shows."""
+
+    def __init__(self, harness: ServerHarness) -> None:
+        self._dtype, self._device, self._byte = harness.context.dtype, harness.device, harness.fill
+
+    def __call__(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
+        self.out = torch.empty(rows, layer.tp_q_head_num, layer.v_head_dim, dtype=self._dtype, device=self._device)
+        memory, value = poisoned(self.out, self._byte)
+        memory.fill_(value)
+        return self.out
+
+
+def _check(harness: ServerHarness, rows: int, loan: _Loan | None, trace: Trace) -> None:
     """The output of the layer that ran last."""
     layer = harness.context.layers[len(trace.raw) - 1]
     heads, dim = layer.tp_q_head_num, layer.v_head_dim
     shapes = ((rows, heads, dim), (rows, heads * dim))
-    check_returned(f"layer {layer.layer_id}", trace.raw[-1], shapes, harness.context.dtype, harness.device)
+    out, name = trace.raw[-1], f"layer {layer.layer_id}"
+    check_returned(name, out, shapes, harness.context.dtype, harness.device)
+    if loan is not None and out.data_ptr() != loan.out.data_ptr():
+        raise ShapeError(f"{name} was given out=, and returned other memory; write the output to out and return it")
+    if harness.capabilities.output_lifetime == "model":
+        earlier = {each.data_ptr(): layer for each, layer in zip(trace.raw[:-1], harness.context.layers, strict=False)}
+        if out.numel() and out.data_ptr() in earlier:
+            raise ShapeError(
+                f"{name} returned the memory of layer {earlier[out.data_ptr()].layer_id}'s output, which must hold "
+                "until all layers have run; return another tensor, or claim output_lifetime='layer'"
+            )

@@ -99,7 +99,7 @@ _Observed = list[tuple[Schedule, Observation]]
 def _before_graphs(harness: ServerHarness, schedule: Schedule, clock: Clock) -> _Observed:
     if not harness.case.pick("eager-before-graphs"):
         return []
-    short = min(schedule.steps, key=lambda step: step.tokens)
+    short = min((step for step in schedule.steps if step.requests), key=lambda step: step.tokens)
     return [(schedule, run_eager(harness, schedule, short, clock, label="eager run before there are graphs"))]
 
 
@@ -129,7 +129,7 @@ def _replay_all(
             observed = replayed.observed
             # Large batches between replays: an eager step may need more room than any graph.
             oversized = index == _OVERSIZED_AFTER and first
-            if options.eager_steps and (step.eager_too or oversized):
+            if options.eager_steps and (step.runs_eagerly(mine.harness.capabilities) or oversized):
                 eager = _eager_after(mine, schedule.oversized if oversized else step, observed, clock, options)
                 with clock.phase("setup"):
                     # The eager step may have freed what a graph still uses.

@@ -15,6 +15,7 @@ from attn_testkit.cases.case import Case
 from attn_testkit.cases.data import DTYPES, StepData, held_kv, make_layers, make_step_data, pool_image
 from attn_testkit.cases.parts import parts_of
 from attn_testkit.cases.schedule import Schedule, Step
+from attn_testkit.cases.ways import dialect_of
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, Capabilities, ForwardMode, KVPool
 from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
@@ -142,7 +143,8 @@ class ServerHarness:
         width = row_width(layers)
         self._is_mla = layers[0].is_mla
         self._tables = Tables(requests, columns, _largest(schedules, "most_rows"), width, context.dtype, device)
-        self.context = replace(context, req_to_token=self._tables.req_to_token)
+        dialect = dialect_of(self.capabilities, self.case)
+        self.context = replace(context, req_to_token=self._tables.req_to_token, dialect=dialect)
         self.pool = PoolWatch(self.context.kv_pool)
         """The KV pool, before a step and after it."""
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden)
@@ -155,6 +157,11 @@ class ServerHarness:
         Padded rows may stand anywhere in it: those at its end, and those of NaN, stay where they are.
         """
         return torch.where(ids < self.model.nan_row - 1, ids + 1, ids)
+
+    @property
+    def pads_with_nothing(self) -> bool:
+        """Padded requests of graphs have neither rows nor keys."""
+        return self.context.dialect.padded_requests == "nothing"
 
     def padding_slot(self, turn: int) -> int:
         """KV slot of rows of padding: those that the backend takes, by turns; at capture it is turn 0."""

@@ -99,7 +99,7 @@ def observe(
     for each in produced:
         piece = _rows(each, next(found), returned if each.group == "outputs" else live)
         # As with other inputs, only what was modified travels.
-        if each.sent is None or not np.array_equal(piece.raw.reshape(len(loaded.rows), -1), _sent(loaded, each.sent)):
+        if each.sent is None or not np.array_equal(piece.raw, _sent(loaded, each.sent)):
             pieces.append(piece)
     pieces += [piece for each in given for piece in _changed(each, next(found))]
     if pool:
@@ -130,8 +130,8 @@ def _rows(produced: Readable, found: Bytes, rows: Rows) -> Piece:
 
 
 def _sent(loaded: LoadedStep, part: tuple[int | slice, slice]) -> Bytes:
-    """[T, bytes]."""
-    rows: Bytes = loaded.rows[:, part[0], part[1]].reshape(len(loaded.rows), -1)
+    """[T * bytes]."""
+    rows: Bytes = loaded.rows[:, part[0], part[1]].reshape(-1)
     return rows
 
 

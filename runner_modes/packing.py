@@ -118,7 +118,8 @@ class Sent:
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
     """[n]: the bytes of a contiguous host tensor, not copied."""
-    raw: Bytes = tensor.view(torch.uint8).numpy().reshape(-1)
+    # Without elements it may have any strides.
+    raw: Bytes = tensor.view(torch.uint8).numpy().reshape(-1) if tensor.numel() else np.empty(0, np.uint8)
     return raw
 
 

@@ -14,7 +14,7 @@ from attn_testkit.graphs.held_tensors import tensors_held_by
 from attn_testkit.graphs.host_syncs import host_syncs_forbidden
 from attn_testkit.graphs.poison import Canaries
 
-from .batches import replay_view, seq_lens_of
+from .batches import query_starts_of, replay_view, seq_lens_of
 from .capture import ScheduleGraphs, blocks_held, mode_suffix
 from .clock import Clock
 from .errors import blame
@@ -156,7 +156,10 @@ def fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
     host["positions"][:tokens] = data.positions.numpy()
     host["out_cache_loc"][:tokens] = data.out_cache_loc.numpy()
     host["req_pool_indices"][:live] = [request.pool_row for request in step.requests]
-    host["seq_lens"][:live] = seq_lens_of(case.mode, loaded)
+    host["seq_lens"][:live] = seq_lens_of(harness, case.mode, loaded)
     static.pad(step, tokens, harness.model.nan_row)
+    starts = query_starts_of(loaded)
+    host["query_start_loc"][:] = starts[-1]
+    host["query_start_loc"][: live + 1] = starts
     graphs.driver.fill(harness, static, loaded, step.bucket)
     static.send()

@@ -44,6 +44,8 @@ class StaticInputs:
     """[max_bs] int32, extend: keys before the step."""
     extend_start_loc: torch.Tensor
     """[max_bs] int32, extend: first row of each request."""
+    query_start_loc: torch.Tensor
+    """[max_bs + 1] int32: first row of each request, and from the last live one on the number of live rows."""
     select_index: torch.Tensor
     """[max_bs] int64: flat row of each request's last accepted token."""
     hidden_states: torch.Tensor
@@ -91,7 +93,11 @@ class StaticInputs:
         if not spec:
             names["extend_seq_lens"] = "batch.extend_seq_lens"
         places = tuple(
-            replace(place, name=names[place.name], shape=(bs * self.counts[place.name], *place.shape[1:]))
+            replace(
+                place,
+                name=names[place.name],
+                shape=(bs * self.counts[place.name] + _BUFFERS[place.name].more, *place.shape[1:]),
+            )
             for place in self.places
             if names[place.name] and self.counts[place.name]
         )
@@ -109,6 +115,8 @@ class _Buffer(NamedTuple):
     watched: str
     """As a message names it; empty: a step may write it."""
     columns: tuple[int, ...] = ()
+    more: int = 0
+    """Entries behind those."""
 
 
 _BUFFERS: Mapping[str, _Buffer] = {
@@ -123,22 +131,26 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "extend_seq_lens": _Buffer(torch.int32, "request", "batch.spec_info.extend_seq_lens_tensor"),
     "extend_prefix_lens": _Buffer(torch.int32, "request", "batch.extend_prefix_lens"),
     "extend_start_loc": _Buffer(torch.int32, "request", "batch.extend_start_loc"),
+    "query_start_loc": _Buffer(torch.int32, "request", "batch.query_start_loc", more=1),
     "draft_slots": _Buffer(torch.int64, "slot", "batch.spec_info.out_cache_loc"),
     "select_index": _Buffer(torch.int64, "request", ""),
 }
 """In the order in which messages name them."""
 
 
-def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: int) -> StaticInputs:
+def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: int, rows: int = 0) -> StaticInputs:
     """As a server has them before it captures: lengths at ``fill``, accept counts at ``width``, tokens and rows zero.
 
-    ``width``: N, rows a request.
+    ``width``: N, rows a request. ``rows``: those of one forward, where it has fewer.
     """
     context = harness.context
     each = {"request": 1, "token": width, "slot": context.draft_branches * context.speculative_num_steps}
     counts = {name: each[buffer.by] for name, buffer in _BUFFERS.items()}
     packing = pack_places(
-        tuple((name, buffer.dtype, (max_bs * counts[name], *buffer.columns)) for name, buffer in _BUFFERS.items())
+        tuple(
+            (name, buffer.dtype, (max_bs * counts[name] + buffer.more, *buffer.columns))
+            for name, buffer in _BUFFERS.items()
+        )
     )
     staged = packing.fresh()
     host = packing.arrays(staged)
@@ -153,6 +165,7 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
     }
     for name, array in host.items():
         array[:] = values.get(name, 0)
+    host["query_start_loc"][:] = np.arange(max_bs + 1) * (rows or width)
     host["select_index"][:] = np.arange(1, max_bs + 1) * width - 1
     memory = torch.empty(packing.size, dtype=torch.uint8, device=harness.device)
     mask_size = max_bs * width * (fill + width) if context.topk else 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from attn_testkit.cases.case import Case
 from attn_testkit.cases.trees import Tree, bit_packed, full_mask, qlen_only_mask
 from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 
-from .batches import spec_on_device
+from .batches import seq_lens_of, spec_on_device
 from .decode import head_over_all_rows
 from .draft_extend import captured_width
 from .errors import blame
@@ -33,26 +35,34 @@ def _trees(loaded: LoadedStep) -> list[Tree]:
 
 def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor, layout: TreeMaskMode) -> VerifyInput:
     """On the host, but for a mask that is on the device."""
-    trees, step = _trees(loaded), loaded.step
-    n = len(trees[0])
-    links = [tree.links for tree in trees]
+    step, n = loaded.step, loaded.schedule.case.width
+    links = np.array([tree.links for tree in _trees(loaded)], dtype=np.int64).reshape(step.bs, 2, n)
     mirrors = harness.capabilities.needs_cpu_seq_lens
-    prefixes = torch.tensor([r.prefix for r in step.requests], dtype=torch.int64)
+    lens = torch.tensor(seq_lens_of(harness, ForwardMode.TARGET_VERIFY, loaded), dtype=torch.int64)
     return VerifyInput(
         draft_token=torch.arange(step.tokens),
         custom_mask=mask,
         positions=loaded.data.positions,
         retrieve_index=torch.arange(step.bs * n).view(step.bs, n),
-        retrieve_next_token=torch.from_numpy(np.stack([first for first, _ in links])),
-        retrieve_next_sibling=torch.from_numpy(np.stack([sibling for _, sibling in links])),
+        retrieve_next_token=torch.from_numpy(links[:, 0].copy()),
+        retrieve_next_sibling=torch.from_numpy(links[:, 1].copy()),
         spec_steps=loaded.schedule.spec_steps,
         topk=loaded.schedule.case.topk,
         draft_token_num=n,
         num_tokens_per_req=n,
         tree_mask_mode=layout,
-        seq_lens_cpu=prefixes if mirrors else None,
-        seq_lens_sum=int(prefixes.sum()) if mirrors else None,
+        seq_lens_cpu=lens if mirrors else None,
+        seq_lens_sum=int(lens.sum()) if mirrors else None,
     )
+
+
+def _without_tree(spec: VerifyInput) -> VerifyInput:
+    """As a draft method has it that knows no trees."""
+    return replace(spec, custom_mask=None, retrieve_index=None, retrieve_next_token=None, retrieve_next_sibling=None)
+
+
+def _is_bare(case: Case) -> bool:
+    return case.way == "bare"
 
 
 def _fresh(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
@@ -63,6 +73,8 @@ def _fresh(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
 
 def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
     owned = verify_mask_of(harness, loaded.schedule.case.width)
+    if _is_bare(loaded.schedule.case):
+        return _without_tree(_fresh(harness, loaded))
     if owned is None or not owned.fits(loaded.step.bs):
         return _fresh(harness, loaded)
     return _in_owned_buffer(harness, loaded, owned)
@@ -79,14 +91,15 @@ _ALL_VISIBLE = {TreeMaskMode.FULL_MASK: 1, TreeMaskMode.QLEN_ONLY: 1, TreeMaskMo
 
 def _in_owned_buffer(harness: ServerHarness, loaded: LoadedStep, owned: VerifyMask) -> VerifyInput:
     """Fill the head of the backend's buffer in place; its tail keeps what an earlier step left."""
-    mask = _LAYOUTS[owned.mode](_trees(loaded), [r.prefix for r in loaded.step.requests])
-    # As bytes: few operations are implemented for uint16 and uint32.
-    data = torch.from_numpy(mask.view(np.uint8))
     with blame("verify mask"):
         room = owned.buffer.view(torch.uint8)
         if loaded.step.padding == "stale":
             room.fill_(_ALL_VISIBLE[owned.mode])
-        upload_into(room[: len(data)], data)
+        if trees := _trees(loaded):
+            mask = _LAYOUTS[owned.mode](trees, [r.prefix for r in loaded.step.requests])
+            # As bytes: few operations are implemented for uint16 and uint32.
+            data = torch.from_numpy(mask.view(np.uint8))
+            upload_into(room[: len(data)], data)
     return _verify_input(harness, loaded, owned.buffer, owned.mode)
 
 
@@ -94,7 +107,7 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
     owned = verify_mask_of(harness, width)
     device = harness.device
     none = torch.full((bs, width), -1, dtype=torch.int64, device=device)
-    return VerifyInput(
+    spec = VerifyInput(
         draft_token=static.input_ids[: bs * width],
         custom_mask=owned.buffer if owned else static.custom_mask,
         positions=static.positions[: bs * width],
@@ -107,12 +120,21 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
         num_tokens_per_req=captured_width(harness, width),
         tree_mask_mode=owned.mode if owned else TreeMaskMode.FULL_MASK,
     )
+    return _without_tree(spec) if _is_bare(harness.case) else spec
 
 
 def _replay_spec(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int) -> VerifyInput:
     owned = verify_mask_of(harness, width)
     fits = owned is not None and owned.fits(bs)
-    spec = _in_owned_buffer(harness, loaded, owned) if owned is not None and fits else _fresh(harness, loaded)
+    if _is_bare(loaded.schedule.case):
+        spec = _without_tree(_fresh(harness, loaded))
+    elif owned is not None and fits:
+        spec = _in_owned_buffer(harness, loaded, owned)
+    elif loaded.step.requests:
+        spec = _fresh(harness, loaded)
+    else:
+        # Nobody makes a mask for nobody: the runner's own stays in its place.
+        spec = _verify_input(harness, loaded, static.custom_mask, TreeMaskMode.FULL_MASK)
     return spec_on_device(spec, harness.device)
 
 

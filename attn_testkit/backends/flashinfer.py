@@ -69,6 +69,7 @@ class FlashInferBackend(AttentionBackend):
         deterministic=True,
         needs_cpu_seq_lens=True,
         takes_none_kv=True,
+        takes_bare_chains=True,
         takes_unset_width=True,
         lse=LogSumExp(base="2", whole=_MODES, prefix=_MODES, pages=_MODES, tokens=_MODES, merges=True),
         requires=Requires(sm=(80, 129), packages=("flashinfer-python>=0.7.2,<0.8",)),

@@ -51,6 +51,7 @@ class FlashInferMLABackend(AttentionBackend):
         deterministic=True,
         needs_cpu_seq_lens=True,
         takes_none_kv=True,
+        takes_bare_chains=True,
         takes_unset_width=True,
         # Several rows are causal over the last keys, which those of a rank are not.
         lse=LogSumExp(base="2", whole=_MODES, prefix=_MODES, pages=_DECODE, tokens=_DECODE, merges=True),

@@ -58,6 +58,13 @@ class TorchNativeBackend(AttentionBackend):
         needs_cpu_seq_lens=False,
         takes_none_kv=True,
         takes_unset_width=True,
+        takes_empty_batches=True,
+        takes_bare_chains=True,
+        takes_out=True,
+        output_lifetime="model",
+        takes_more_rows=True,
+        padded_requests=frozenset({"rows", "nothing"}),
+        verify_lens=frozenset({"prefix", "all"}),
         padding_slots=frozenset({0, -1}),
         deterministic=True,
         lse=LogSumExp(
@@ -85,6 +92,8 @@ class TorchNativeBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Where the rows of each request are, where its keys are, and which row sees which key."""
+        if not batch.batch_size:
+            return
         width, counts = self._rows_of_requests(batch)
         starts = self._row_starts(counts)
         offset = torch.arange(width, device=starts.device)
@@ -130,7 +139,8 @@ class TorchNativeBackend(AttentionBackend):
         seq_lens, spec = batch.seq_lens[: batch.batch_size], batch.spec_info
         if isinstance(spec, DraftDecodeInput):
             return (seq_lens + spec.step + 1).repeat_interleave(spec.topk)
-        return seq_lens + counts if batch.forward_mode.is_target_verify() else seq_lens
+        of_prefix = batch.forward_mode.is_target_verify() and self.context.dialect.verify_lens == "prefix"
+        return seq_lens + counts if of_prefix else seq_lens
 
     def _visibility(
         self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor
@@ -168,10 +178,14 @@ class TorchNativeBackend(AttentionBackend):
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store, gather, mask, softmax, sum; in float32. Shapes as in ``AttentionBackend.forward``."""
+        if not batch.batch_size:
+            return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         self._store(k, v, layer, batch, save_kv_cache)
-        return self._attend(q, layer, self._in_window(layer))[0]
+        result, _ = self._attend(q, layer, self._in_window(layer))
+        return result if out is None else out.copy_(result)
 
     def forward_return_lse(
         self,
@@ -213,7 +227,9 @@ class TorchNativeBackend(AttentionBackend):
         """[T, Hq, Dv], and [B, Hk, G, W, C] the logits of what is ``seen`` [B, W, C], and of sinks behind them."""
         logits = self._masked(self._logits(self._queries(q, layer), self._keys(layer), layer), seen, layer)
         out = self._sum(self._weights(logits, seen), self._values(layer), seen) * layer.v_scale
-        return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[self._place].to(q.dtype), logits
+        # Rows behind those of the plan are of no request, and get the first one's result.
+        place = torch.nn.functional.pad(self._place, (0, q.shape[0] - len(self._place)))
+        return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[place].to(q.dtype), logits
 
     def _queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         """[B, W, Hk, G, D] float32: G query heads in a row share a KV head."""

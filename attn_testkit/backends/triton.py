@@ -90,6 +90,13 @@ class TritonBackend(AttentionBackend):
         needs_cpu_seq_lens=False,
         takes_none_kv=True,
         takes_unset_width=True,
+        takes_empty_batches=True,
+        takes_bare_chains=True,
+        takes_out=True,
+        output_lifetime="model",
+        takes_more_rows=True,
+        padded_requests=frozenset({"rows", "nothing"}),
+        verify_lens=frozenset({"prefix", "all"}),
         padding_slots=frozenset({0, -1}),
         deterministic=True,
         batch_invariant=True,
@@ -173,8 +180,9 @@ class TritonBackend(AttentionBackend):
         mask: torch.Tensor | None = None
         if mode.is_target_verify():
             assert isinstance(spec, VerifyInput)
-            mask = _node_mask(spec, seq_lens, n)
-            seq_lens = seq_lens + n  # here, and only here, they count the prefix alone
+            # Here, and only here, they may count the prefix alone. A padded request may have no key at all.
+            prefix = seq_lens if context.dialect.verify_lens == "prefix" else (seq_lens - n).clamp(min=0)
+            mask, seq_lens = _node_mask(spec, prefix, n), prefix + n
         elif mode.is_draft_extend():
             assert isinstance(spec, DraftExtendInput)
             n = context.speculative_num_steps + 1
@@ -207,10 +215,13 @@ class TritonBackend(AttentionBackend):
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new rows, then attend to them and to the prefix alike, through ``req_to_token``."""
+        if not batch.batch_size:
+            return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         self._store(k, v, layer, batch, save_kv_cache)
-        return self._attend(q, layer, batch, KVPart(), None)
+        return self._attend(q, layer, batch, KVPart(), None, out)
 
     def forward_return_lse(
         self,
@@ -236,9 +247,15 @@ class TritonBackend(AttentionBackend):
             self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)
 
     def _attend(
-        self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, part: KVPart, lse: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        part: KVPart,
+        lse: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, Hq, D]; into ``lse`` [T, Hq] goes the log-sum-exp."""
+        """[T, Hq, D], in ``out`` where that is given; into ``lse`` [T, Hq] goes the log-sum-exp."""
         context, plan = self.context, self._plan
         assert plan is not None, "a step is planned before its forward"
         has_sinks = layer.sinks is not None and part.sinks
@@ -249,12 +266,15 @@ class TritonBackend(AttentionBackend):
         bs, splits = len(kv_lens), self._splits if plan.tile_rows == 1 else 1
         # Rows behind the last request (ragged modes in a graph) are of no request; zeros travel better than garbage.
         # The interpreter would cut a bfloat16 off instead of rounding it, so there the result is rounded at the end.
-        out = q.new_zeros(q.shape[0], heads, dim, dtype=torch.float32 if INTERPRETED else q.dtype)
+        if out is None or INTERPRETED:
+            result = q.new_zeros(q.shape[0], heads, dim, dtype=torch.float32 if INTERPRETED else q.dtype)
+        else:
+            result = out.zero_()
         tiles = choose_tiles(plan.tile_rows, group, layer.tp_k_head_num, dim, q.dtype)
         pairs = plan.max_q_len * group * tiles.kv_heads
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else _NO_WINDOW
         attend_kernel[(bs, layer.tp_k_head_num // tiles.kv_heads, triton.cdiv(pairs, tiles.block_m) * splits)](
-            q, key, value, out, out if lse is None else lse, self._partial, self._lse,
+            q, key, value, result, result if lse is None else lse, self._partial, self._lse,
             plan.table, plan.requests, kv_lens, plan.cu_seqlens_q, batch.positions,
             q if plan.mask is None else plan.mask, layer.sinks if has_sinks else q,  # q: never read
             layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap), window,
@@ -268,10 +288,12 @@ class TritonBackend(AttentionBackend):
         if splits > 1:
             block_h = triton.next_power_of_2(heads) if INTERPRETED else 1
             merge_kernel[(bs, triton.cdiv(heads, block_h))](
-                self._partial, self._lse, out, out if lse is None else lse, HEADS=heads, D=dim, SPLITS=splits,
+                self._partial, self._lse, result, result if lse is None else lse, HEADS=heads, D=dim, SPLITS=splits,
                 BLOCK_H=block_h, BLOCK_S=triton.next_power_of_2(splits), HAS_LSE=lse is not None,
             )  # fmt: skip
-        return out.to(q.dtype)
+        if out is None:
+            return result.to(q.dtype)
+        return out if result is out else out.copy_(result)
 
 
 def _offsets(counts: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,7 @@ class TRTLLMMLABackend(AttentionBackend):
         max_topk=1,
         needs_cpu_seq_lens=False,
         takes_none_kv=True,
+        takes_bare_chains=True,
         takes_unset_width=True,
         requires=Requires(
             sm=(100, 103),

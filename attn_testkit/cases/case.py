@@ -15,7 +15,7 @@ from . import choices
 from .draft import Draft
 from .trees import Tree, chain
 
-__all__ = ["DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "Case", "Heads", "parse_case"]
+__all__ = ["DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "WAYS", "Case", "Heads", "parse_case"]
 
 LAYOUTS = ("contiguous", "shuffled", "interleaved", "reversed", "shared")
 """How a request's tokens lie in the KV pool. ``reversed``: pages descend inside a request (non-monotonic slots).
@@ -26,6 +26,8 @@ EXTREME_DATA = ("saturated", "swamped")
 """Those of a few cases alone, which show nothing but what they are for: see ``cases/extremes.py``."""
 PADDINGS = ("prod", "nan", "stale", "small")
 """What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
+WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows")
+"""What not every server does: see ``cases/ways/``, which has a file for each."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class Case:
     """One of ``PADDINGS``."""
     mixed: bool = False
     """Graph drives of all claimed modes share one backend instance and run interleaved."""
+    way: str = ""
+    """One of ``WAYS``; empty: as all servers do it."""
     seed: int = 0
     """Other data, slots, schedule and choices for the same shapes."""
     host: Case | None = field(default=None, repr=False)
@@ -198,6 +202,8 @@ class Case:
         words.append(f"b{self.bucket}{self.padding}")
         if self.mixed:
             words.append("mixed")
+        if self.way:
+            words.append(self.way)
         if self.seed:
             words.append(f"s{self.seed}")
         return "-".join(words)
@@ -294,6 +300,7 @@ _WORDS: tuple[_Word, ...] = (
     ),
     (r"b(\d+)(" + "|".join(PADDINGS) + ")", lambda m: {"bucket": int(m[1]), "padding": m[2]}),
     (r"mixed", lambda m: {"mixed": True}),
+    ("|".join(WAYS), lambda m: {"way": m[0]}),
     (r"s(\d+)", lambda m: {"seed": int(m[1])}),
 )
 _NEEDED = ("heads", "head_dim", "dtype", "page_size", "prefixes", "layout", "data", "bucket")
@@ -312,7 +319,7 @@ def parse_case(case_id: str) -> Case:
     for word in case_id[len(mode) + 1 :].split("-"):
         found = next(((m, read) for p, read in _WORDS if (m := re.fullmatch(p, word))), None)
         if found is None:
-            known = (*LAYOUTS, *DATA, *EXTREME_DATA, *_KV_LAYOUTS, "fp16", "bf16", "fp32", "sink")
+            known = (*LAYOUTS, *DATA, *EXTREME_DATA, *_KV_LAYOUTS, *WAYS, "fp16", "bf16", "fp32", "sink")
             close = difflib.get_close_matches(word, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"case id {case_id!r}: cannot read {word!r}{hint}")

@@ -28,6 +28,7 @@ from .small_cases import MOST_NEW_TOKENS, plain_case, small_cases
 from .switches import switch_cases
 from .trees import Tree, chain
 from .untried import most_rows
+from .ways import way_cases
 
 __all__ = ["TIERS", "companions", "generate"]
 
@@ -388,6 +389,7 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
 def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> Iterator[Case]:
     """What stands behind all others: made of ``base``, which has little work for each row and key."""
     if tier != "smoke":
+        yield from way_cases(claims, base)
         yield from extreme_cases(claims, base)
         yield from part_cases(claims, base)
     yield from switch_cases(claims, base)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
@@ -265,6 +265,8 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     if step.part_of is not None:
         whole, index = step.part_of
         return _one_request(make_step_data(schedule, whole, pattern), whole, index)
+    if not step.requests:
+        return _nobody(make_step_data(schedule, schedule.steps[0], pattern))
     if step.chunk_of is not None:
         return _chunk(make_step_data(schedule, step.chunk_of, pattern), step.chunk_of, step)
     case = schedule.case
@@ -302,6 +304,14 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
         positions=query_positions[b, torch.from_numpy(row_offset)],
         out_cache_loc=torch.from_numpy(np.concatenate([r.slots[r.prefix :] for r in step.requests])),
     )
+
+
+def _nobody(data: StepData) -> StepData:
+    """No row and no request of it."""
+    layered = {"q", "k", "v", "stored_keys", "stored_values"}
+    tensors = {each.name: getattr(data, each.name) for each in fields(StepData) if each.name != "kv_scales"}
+    cut = {name: every[:, :0] if name in layered else every[:0] for name, every in tensors.items() if every is not None}
+    return replace(data, **cut)
 
 
 def _one_request(data: StepData, whole: Step, index: int) -> StepData:
@@ -380,7 +390,7 @@ def pool_image(
     else:
         image = torch.full(shape, unowned, dtype=dtype)
     if finite_tails and math.isnan(unowned):
-        tails = np.concatenate([tail_slots(r, page) for r in step.requests])
+        tails = np.concatenate([np.empty(0, np.int64), *(tail_slots(r, page) for r in step.requests)])
         filler = torch.tensor(0x70, dtype=torch.uint8) if dtype.itemsize == 1 else torch.tensor(100.0, dtype=dtype)
         image[:, :, torch.from_numpy(tails)] = filler
     if marked:
@@ -402,13 +412,14 @@ def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArr
     for b, request in enumerate(step.requests):
         runs.append((b, 0, request.slots[: request.prefix + (request.new if after else 0)]))
         runs += [(b, request.prefix - len(copy), copy) for copy in request.copies]
-    slots = np.concatenate([run for _, _, run in runs])
+    slots = np.concatenate([np.empty(0, np.int64), *(run for _, _, run in runs)])
     parts = [part.view(torch.uint8).numpy() for part in (data.stored_keys, data.stored_values) if part is not None]
     layers, _, _, heads, width = parts[0].shape
     rows = np.empty((layers, len(parts), len(slots), heads, width), np.uint8)
     for index, part in enumerate(parts):
         held = [part[:, b, first : first + len(run)] for b, first, run in runs]
-        np.concatenate(held, axis=1, out=rows[:, index])
+        if held:
+            np.concatenate(held, axis=1, out=rows[:, index])
     return slots, rows.reshape(layers, len(parts), len(slots), heads * width)
 
 

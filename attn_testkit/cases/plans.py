@@ -11,6 +11,7 @@ from ..contract import ForwardMode
 from .case import Case
 from .extend import with_new_tokens
 from .plan import Plan
+from .ways import way_of
 
 __all__ = ["context_len", "context_len_of", "lens_of", "make_plans"]
 
@@ -58,7 +59,8 @@ def make_plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], l
         rotated.append(Plan("lengths in another order", big, elsewhere[1:] + elsewhere[:1], rotated=1))
     oversized = Plan("more requests than any graph", big + 2, others(big + 2, lambda k: k // 3 + 2))
     plans = [*plans[:5], *rotated, *plans[5:], oversized]
-    return buckets, with_new_tokens(case, plans) if case.mode is ForwardMode.EXTEND else plans
+    plans = with_new_tokens(case, plans) if case.mode is ForwardMode.EXTEND else plans
+    return buckets, way_of(case).plans(case, plans)
 
 
 def _filled_up(plan: Plan, rng: np.random.Generator) -> Plan:

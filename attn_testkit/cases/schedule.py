@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import ForwardMode
+from ..contract import Capabilities, ForwardMode
 from .case import Case
 from .choices import CHOICES, shallow_depth
 from .draft import Draft
@@ -90,7 +90,7 @@ class Step:
     """Extend: a step that is never run, whose requests have all their chunks at once; this step has rows of it, with
     the same numbers in the same slots."""
     eager_too: bool = False
-    """At a replay, an eager run of the same step follows."""
+    """At a replay, an eager run of the same step follows; where it has no request, for a backend that takes that."""
     layout: str = ""
     """How its tokens lie in the KV pool: one of ``LAYOUTS``."""
     padding: str = ""
@@ -112,6 +112,10 @@ class Step:
     def tokens(self) -> int:
         """Live rows."""
         return sum(r.new for r in self.requests)
+
+    def runs_eagerly(self, claims: Capabilities) -> bool:
+        """Whether an eager run follows its replay, on a backend with these claims."""
+        return self.eager_too and (claims.takes_empty_batches or bool(self.requests))
 
     @cached_property
     def alone(self) -> tuple[Step, ...]:
@@ -165,6 +169,11 @@ class Schedule:
     def chunks(self) -> tuple[Step, ...]:
         """Extend: the chunks that come after the first step, in order."""
         return tuple(step for step in self.steps[1:] if step.chunk_of is not None)
+
+    @property
+    def idle(self) -> tuple[Step, ...]:
+        """Steps without a live request."""
+        return tuple(step for step in self.steps if not step.requests)
 
     @property
     def max_bs(self) -> int:

@@ -78,8 +78,8 @@ class Judgement:
 
     @cached_property
     def margin(self) -> float:
-        """Largest error / limit of the attention outputs: up to 1 is right, NaN is infinity."""
-        return max(float(self.ratios.element.max()), float(self.ratios.row.max()))
+        """Largest error / limit of the attention outputs: up to 1 is right, NaN is infinity. 0 without rows."""
+        return max((float(part.max()) for part in self.ratios if part.numel()), default=0.0)
 
     @property
     def right(self) -> bool:

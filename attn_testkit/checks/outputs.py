@@ -51,7 +51,7 @@ def _compare(
     if got.shape != want.shape:
         return _finding(observed, f"{name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
     ratio = ((got.double() - want).abs() / limit).nan_to_num(torch.inf)
-    if float(ratio.max()) <= 1:
+    if not ratio.numel() or float(ratio.max()) <= 1:
         return []
     row, column = divmod(int(ratio.argmax()), ratio.shape[1])
     return _finding(

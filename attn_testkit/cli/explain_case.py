@@ -11,6 +11,7 @@ from ..cases.case import Case
 from ..cases.choices import chosen
 from ..cases.parts import parts_text
 from ..cases.schedule import Schedule, Step, make_schedule
+from ..cases.ways import way_of
 from ..contract import ForwardMode
 
 __all__ = ["explain_case"]
@@ -72,6 +73,7 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("parts", parts_text(case)),
         ("bucket", f"{case.bucket} request{'s'[: case.bucket - 1]} in the graph{padding}"),
         ("mixed", "graphs of all claimed modes on one instance, interleaved" if case.mixed else ""),
+        ("way", f"{case.way}: {way_of(case).about}" if case.way else ""),
         ("seed", str(case.seed or "")),
     ]
 
@@ -102,6 +104,8 @@ def _in_words(step: Step, case: Case) -> str:
     if case.mode is ForwardMode.EXTEND:
         rows = f"; {_listed([r.new for r in step.requests])} new"
     padding = f", padding {step.padding}" if step.bucket > step.bs else ""
+    if not step.requests:
+        return f'"{step.label}"{padding}'
     return f'"{step.label}": keys {_listed(step.lens)}{accepted}{rows}; {step.layout}{padding}'
 
 

@@ -3,6 +3,7 @@
 from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_unclaimed
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
 from .capabilities import DTYPES, FAMILIES, KV_DTYPES, Capabilities, Requires, Unsupported
+from .dialect import DIALECTS, Dialect
 from .draft_decode import DraftDecodeInput
 from .kernel_backend import KernelBackend
 from .kernel_plan import KernelPlan
@@ -13,6 +14,7 @@ from .merging import KVPart, LogSumExp
 from .modes import Execution, ForwardMode
 
 __all__ = [
+    "DIALECTS",
     "DTYPES",
     "FAMILIES",
     "KV_DTYPES",
@@ -21,6 +23,7 @@ __all__ = [
     "AttentionLayer",
     "BackendContext",
     "Capabilities",
+    "Dialect",
     "DraftDecodeInput",
     "DraftExtendInput",
     "Execution",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from .batch import ForwardBatch, VerifyMask
 from .capabilities import Capabilities, Unsupported
+from .dialect import Dialect
 from .kv_layouts import KVLayer, KVPoolSpec
 from .kv_pool import KVPool
 from .layer import AttentionLayer
@@ -60,6 +61,8 @@ class BackendContext:
     kv_parts: tuple[KVPart, ...] = ()
     """Parts of a request's keys that each layer is asked for, in this order, by ``forward_return_lse`` instead of
     ``forward``. Empty: ``forward`` is called."""
+    dialect: Dialect = field(default_factory=Dialect)
+    """How the server says what servers say in different ways."""
 
 
 def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
@@ -101,6 +104,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
          capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),
         ("log-sum-exp of", ", ".join(map(str, context.kv_parts)), _takes_parts(capabilities, context)),
         ("sinks", "given", capabilities.sinks or all(layer.sinks is None for layer in context.layers)),
+        *((name, said, said in getattr(capabilities, name)) for name, said in vars(context.dialect).items()),
     ]  # fmt: skip
     for what, value, fine in checks:
         if not fine:
@@ -195,7 +199,9 @@ class AttentionBackend(ABC):
         values already (a fused kernel stored them, or the layer shares another's): k and v may hold anything, and must
         be neither read nor stored. Servers then give None for both, and so does the kit to a backend that claims
         ``takes_none_kv``.
-        Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype.
+        Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype, which holds until the next ``forward``, or longer:
+        ``output_lifetime``. With ``takes_out`` it has one more argument, ``out=None``, and writes to it and returns it
+        where it is given.
         Rows of padded requests may hold anything.
         """
 
@@ -260,7 +266,7 @@ class AttentionBackend(ABC):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """``seq_lens`` of a padded request, and of every request while capturing (extend: of those without rows).
 
-        0 or 1.
+        0 or 1. Not asked where padded requests have nothing (``Dialect.padded_requests``): it is 0.
         """
         return 1
 

@@ -61,14 +61,15 @@ class VerifyInput:
     draft_token: torch.Tensor
     """[bs * N] int64."""
     custom_mask: torch.Tensor | None
-    """Tree visibility in ``tree_mask_mode``; FULL_MASK unless the backend's ``verify_mask`` says otherwise."""
+    """Tree visibility in ``tree_mask_mode``; FULL_MASK unless the backend's ``verify_mask`` says otherwise. None, as
+    ``retrieve_*``: a chain whose draft method knows no trees, for a backend that claims ``takes_bare_chains``."""
     positions: torch.Tensor
     """[bs * N] int64: prefix + depth of the node."""
-    retrieve_index: torch.Tensor
+    retrieve_index: torch.Tensor | None
     """[bs, N] int64: the node's row in the flat batch, i * N + j."""
-    retrieve_next_token: torch.Tensor
+    retrieve_next_token: torch.Tensor | None
     """[bs, N] int64: first child as a local node id, or -1."""
-    retrieve_next_sibling: torch.Tensor
+    retrieve_next_sibling: torch.Tensor | None
     """[bs, N] int64: next sibling as a local node id, or -1."""
     spec_steps: int
     """S: longest path below the root."""
@@ -122,8 +123,9 @@ class ForwardBatch:
     """What a backend is given for one step.
 
     **At a replay** ``init_forward_metadata_out_graph`` gets a *view* of it instead: a namespace with fewer attributes,
-    some longer than the batch. Below, B is ``batch_size``, padded requests included; R <= B are live and come first; T
-    is the number of live tokens, S + 1 or N the rows a request was captured with; max_bs is that of the graph state.
+    some longer than the batch. Below, B is ``batch_size``, padded requests included; R <= B are live and come first,
+    none on a rank that replays because others do; T is the number of live tokens, S + 1 or N the rows a request was
+    captured with; max_bs is that of the graph state.
 
     ================================== ============================= ======================= =========================
     attribute                          decode, target-verify         draft-extend (v1)       draft-extend-v2
@@ -168,7 +170,9 @@ class ForwardBatch:
     ================================== ============================= ======================= =========================
 
     Padded requests have ``req_pool_indices`` 0 (or a stale row), ``seq_lens`` at the fill value, and slot 0 (or -1) for
-    every token. In draft-extends that is fewer keys than rows, so a prefix computed from it is negative: clamp.
+    every token. In draft-extends that is fewer keys than rows, so a prefix computed from it is negative: clamp. Where
+    they have nothing (``Dialect.padded_requests``), read 0 for the S + 1 and N of padding above; ``query_start_loc`` is
+    there in every mode, and rows behind its last entry are of no request.
 
     **Rows of v1 in a graph.** It was captured with S + 1 rows a request, and ``q`` keeps those B * (S + 1) rows. At a
     replay requests are packed without gaps: request i has ``num_accept_tokens[i]`` rows, behind those of the requests
@@ -214,6 +218,9 @@ class ForwardBatch:
     extend_prefix_lens_cpu: list[int] | None = None
     """Host copy of ``extend_prefix_lens``. Extend always gives it; draft-extends: None when the backend does not need
     CPU lengths."""
+    query_start_loc: torch.Tensor | None = None
+    """[bs + 1] int32: where the rows of each request begin, and where those of the last one end; padded requests have
+    none. None where padded requests have rows (``Dialect.padded_requests``). In a draft-decode of each forward."""
     spec_info: SpecInput | None = None
     num_padding: int = 0
     """Padded requests at the end; 0 in eager."""

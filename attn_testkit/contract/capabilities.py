@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .dialect import DIALECTS
 from .kv_layouts import KV_LAYOUTS
 from .merging import LogSumExp
 from .modes import Execution, ForwardMode
@@ -17,6 +18,7 @@ FAMILIES = ("mha", "gqa", "mqa", "mla")
 DTYPES = ("fp16", "bf16", "fp32")
 KV_DTYPES = ("same", "fp8_e4m3")
 MATMUL_DTYPES = ("model", "fp8_e4m3")
+OUTPUT_LIFETIMES = ("model", "layer")
 
 
 class Unsupported(Exception):
@@ -92,7 +94,8 @@ def _requirement(text: object) -> None:
 
 _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
 _YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
-               "takes_none_kv", "takes_unset_width")  # fmt: skip
+               "takes_none_kv", "takes_unset_width", "takes_empty_batches",
+               "takes_bare_chains", "takes_out", "takes_more_rows")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,15 @@ class Capabilities:
     padding_slots: Set[int] = frozenset({0})
     """Which KV slots may rows of padding have in a graph? 0: they are stored in page 0, which is reserved. -1: they are
     not stored at all (vLLM). With both replays take turns. ``KVPool.set_kv_buffer`` takes no -1."""
+    padded_requests: Set[str] = frozenset({"rows"})
+    """What may a padded request of a graph have? ``rows``: as many as it was captured with. ``nothing``: neither rows
+    nor keys (vLLM). See ``Dialect``, and ``BackendContext.dialect`` for which of several it is."""
+    verify_lens: Set[str] = frozenset({"prefix"})
+    """What may ``seq_lens`` count in target-verify? ``prefix``: the keys before the step. ``all``: its new ones as
+    well (vLLM). See ``Dialect``."""
+    takes_bare_chains: bool = False
+    """May a chain be verified without a tree, ``custom_mask`` and ``retrieve_*`` None? Draft methods that know no trees
+    have it so: a row sees the prefix, the rows before it and itself."""
     kernel_changes_at: Set[int] = frozenset()
     """From which batch sizes on does another kernel run? 8 for one kernel of up to 7 requests and another of more. A
     batch of each size is tried, and one that is smaller by a request."""
@@ -173,6 +185,20 @@ class Capabilities:
 
     In extend ``extend_seq_lens_cpu`` and ``extend_prefix_lens_cpu`` are there all the same, in draft-extend v2 the
     first of them: a server knows them without a wait."""
+    takes_more_rows: bool = False
+    """May a forward have more rows than its plan? Servers pad a batch once it is planned, to sizes of the layers around
+    attention. The batch of such a forward is another object than that of the plan: ``input_ids``, ``positions`` and
+    ``out_cache_loc`` are longer, with a slot of padding. q, k, v and the output have as many rows; what the output
+    holds in those behind the plan is ignored. Not in draft-decode."""
+    takes_out: bool = False
+    """Does ``forward`` take ``out=``, a contiguous [T, Hq, Dv] of the model's dtype that holds anything? Where it is
+    given, the output is written there and ``out`` is returned. Another one comes with each call, or none."""
+    output_lifetime: str = "layer"
+    """How long does an output hold what it held? ``layer``: until the next ``forward`` of the instance, as where all
+    layers share one buffer; the model reads it at once. ``model``: until every layer of the model has run."""
+    takes_empty_batches: bool = False
+    """May an eager batch have no request? Servers whose ranks take steps together plan such a batch, and every forward
+    of it returns [0, Hq, Dv]; others leave it out. A replay of a graph may have no live request whatever this says."""
     takes_unset_width: bool = False
     """May ``spec_info.num_tokens_per_req`` be 0 or -1 while a graph is captured, as servers up to mid-2026 had it?
     Current ones give the width there too."""
@@ -197,6 +223,7 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         _spelled("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
+        _spelled("output_lifetime", self.output_lifetime, OUTPUT_LIFETIMES)
         for name in ("eager", "graph", "sliding_window", "new_rows_as_given"):
             object.__setattr__(self, name, _modes(name, getattr(self, name)))
         of_pool = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES), ("kv_layouts", KV_LAYOUTS))
@@ -211,6 +238,11 @@ class Capabilities:
                 numbers = f"whole numbers from {least} on" if least > 1 else "positive whole numbers"
                 raise ValueError(f"Capabilities.{name} must be {numbers}, got {sorted(map(str, values))}")
             object.__setattr__(self, name, frozenset(values))
+        for name, spoken in DIALECTS.items():
+            said = frozenset(_spelled(name, v, spoken) for v in _listed(name, getattr(self, name)))
+            if not said:
+                raise ValueError(f"Capabilities.{name} must be some of {', '.join(spoken)}, got none")
+            object.__setattr__(self, name, said)
         slots = _listed("padding_slots", self.padding_slots)
         if not slots or not all(_is_whole(slot) and slot in (0, -1) for slot in slots):
             raise ValueError(f"Capabilities.padding_slots must be {{0}}, {{-1}} or {{0, -1}}, got {slots}")

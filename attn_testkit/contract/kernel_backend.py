@@ -23,6 +23,9 @@ __all__ = ["KernelBackend"]
 class KernelBackend(AttentionBackend):
     """An attention backend made from one kernel call. Subclasses give ``capabilities`` and ``run``.
 
+    ``run`` is not called for a batch without requests, so that every subclass may claim ``takes_empty_batches``; and
+    what it returns is copied where the caller wants it, so that every one may claim ``takes_out``.
+
     A kernel with a cache writer of its own overrides ``write_kv``; one that stores the rows while it attends them
     overrides it with nothing, and has ``k``, ``v`` and ``out_cache_loc`` in its plan.
     """
@@ -56,6 +59,8 @@ class KernelBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Rebuild lengths and query offsets on the device; tables when they are asked for."""
         context, bs, mode = self.context, batch.batch_size, batch.forward_mode
+        if not bs:
+            return
         table = context.req_to_token[batch.req_pool_indices[:bs].long()]
         if mode.is_draft_decode():
             self._step = self._branches(batch, table)
@@ -63,13 +68,17 @@ class KernelBackend(AttentionBackend):
         seq_lens = batch.seq_lens[:bs].to(torch.int32)
         mask: torch.Tensor | None = None
         width, counts = self._rows(batch)
-        if counts is None:
+        if context.dialect.padded_requests == "nothing":
+            assert batch.query_start_loc is not None
+            cu_seqlens_q = batch.query_start_loc[: bs + 1]
+        elif counts is None:
             cu_seqlens_q = torch.arange(bs + 1, dtype=torch.int32, device=context.device) * width
         else:
             cu_seqlens_q = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
         if mode.is_target_verify():
-            seq_lens = seq_lens + width
-            mask = self._draft_mask(batch, bs, width)
+            if context.dialect.verify_lens == "prefix":
+                seq_lens = seq_lens + cu_seqlens_q.diff()
+            mask = self._draft_mask(batch, (seq_lens - width).clamp(min=0).long(), width)
         self._step = KernelStep(table, seq_lens, cu_seqlens_q, width, mask, context.page_size)
 
     def _branches(self, batch: ForwardBatch, table: torch.Tensor) -> KernelStep:
@@ -92,8 +101,9 @@ class KernelBackend(AttentionBackend):
             return context.speculative_num_steps + 1, batch.spec_info.num_accept_tokens[:bs]
         return (context.num_draft_tokens if mode.is_target_verify() else batch.input_ids.shape[0] // bs), None
 
-    def _draft_mask(self, batch: ForwardBatch, bs: int, n: int) -> torch.Tensor | None:
-        spec = batch.spec_info
+    def _draft_mask(self, batch: ForwardBatch, prefix: torch.Tensor, n: int) -> torch.Tensor | None:
+        """``prefix`` [bs] int64: keys before the step."""
+        spec, bs = batch.spec_info, len(prefix)
         assert isinstance(spec, VerifyInput)
         if self.context.topk <= 1 or spec.custom_mask is None:
             return None
@@ -101,7 +111,6 @@ class KernelBackend(AttentionBackend):
             return spec.custom_mask.view(torch.bool)[: bs * n * n].view(bs, n, n)
         # FULL_MASK: request i's block starts at n * (sum of earlier prefixes) + n * n * i, and row t of it has
         # prefix + n columns; the draft block is its last n columns.
-        prefix = batch.seq_lens[:bs]
         start = (prefix.cumsum(0) - prefix) * n + torch.arange(bs, device=prefix.device) * n * n
         node = torch.arange(n, device=prefix.device)
         at = start[:, None, None] + node[:, None] * (prefix[:, None, None] + n) + prefix[:, None, None] + node
@@ -115,14 +124,20 @@ class KernelBackend(AttentionBackend):
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new rows and call the kernel. Shapes as in ``AttentionBackend.forward``."""
         context = self.context
-        new = (k, v) if save_kv_cache else (None, None)
-        plan = KernelPlan(self._step, layer, batch.out_cache_loc, context.max_context_len, save_kv_cache, *new)
+        if not batch.batch_size:
+            return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
+        new_k, new_v = (k, v) if save_kv_cache else (None, None)
+        plan = KernelPlan(
+            self._step, layer, batch.out_cache_loc, context.max_context_len, save_kv_cache, new_k, new_v, out
+        )
         if save_kv_cache:
             self.write_kv(k, v, plan)
-        return self.run(q, context.kv_pool.get_kv_pages(layer.layer_id), plan)
+        result = self.run(q, context.kv_pool.get_kv_pages(layer.layer_id), plan)
+        return result if out is None or result is out else out.copy_(result.view_as(out))
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         """Store rows ``k`` [T, Hk, D] and ``v`` [T, Hk, Dv] in ``plan.out_cache_loc``, by the rule of ``KVPool``.

@@ -98,6 +98,8 @@ class KernelPlan:
     """[T, Hk, D], this step's own, in the model's dtype. None where ``save_kv_cache`` is False."""
     v: torch.Tensor | None = None
     """[T, Hk, Dv], likewise."""
+    out: torch.Tensor | None = None
+    """[T, Hq, Dv], contiguous: where the caller wants the output. A kernel that returns another one has it copied."""
 
     @property
     def kv_lens(self) -> torch.Tensor:

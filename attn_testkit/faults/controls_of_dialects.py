@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, ForwardBatch, ForwardMode, VerifyInput
+from .b_more_rows import SlotsOfTheForward
+from .b_padded_requests import OffsetsBackend
 from .builds import RegisterRowsBackend
 from .c_new_rows import FP8
 from .catalogue import control
 from .dense import DenseBackend
 from .g_narrow_numbers import Fp8Probabilities
+from .j_outputs import LentOutput
 from .multi_step import MultiStepBackend
 from .parent import Metadata, PlannedBackend
 
@@ -63,6 +68,69 @@ class KernelByCaptureSizes(PlannedBackend):
         if bs < 5 and bs < self.context.capture_sizes[-1]:
             return splits
         return torch.stack([splits.any(1), *[torch.zeros_like(splits[:, 0])] * (self.max_splits - 1)], 1)
+
+
+@control("empty-batches")
+class EmptyBatches(PlannedBackend):
+    """An eager batch without requests is neither planned nor run, and its output has no row (sglang's idle mode)."""
+
+    capabilities = MetadataBuiltTwice.capabilities.with_changes(takes_empty_batches=True)
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        if batch.batch_size:
+            super().init_forward_metadata(batch)
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        if not batch.batch_size:
+            return q.new_empty(0, layer.tp_q_head_num * layer.v_head_dim)
+        return super().forward(q, k, v, layer, batch, save_kv_cache)
+
+
+@control("padded-requests-have-nothing")
+class PaddedRequestsHaveNothing(OffsetsBackend):
+    """Rows are counted by query_start_loc, and padded requests have neither rows nor keys (vLLM)."""
+
+
+@control("verify-lengths-with-new-tokens")
+class VerifyLengthsWithNewTokens(PlannedBackend):
+    """seq_lens of target-verify count its own tokens, and chains come without a tree (vLLM)."""
+
+    capabilities = MetadataBuiltTwice.capabilities.with_changes(
+        eager={"target-verify"}, graph={"target-verify"}, verify_lens={"all"}, takes_bare_chains=True
+    )
+
+    @override
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        return batch.seq_lens[: batch.batch_size].to(torch.int32)
+
+    @override
+    def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
+        spec, n = batch.spec_info, self.context.num_draft_tokens
+        assert isinstance(spec, VerifyInput)
+        if spec.custom_mask is not None:
+            lens = (batch.seq_lens[: batch.batch_size] - n).clamp(min=0)
+            return super().plan_mask(cast(ForwardBatch, SimpleNamespace(**{**vars(batch), "seq_lens": lens})))
+        return self.index.new_ones(n, n, dtype=torch.bool).tril().expand(batch.batch_size, -1, -1)
+
+
+@control("lent-output")
+class WritesWhereItIsAsked(LentOutput):
+    """The output is written where the caller wants it, and elsewhere where none is given (vLLM)."""
+
+
+@control("more-rows-than-planned")
+class MoreRowsThanPlanned(SlotsOfTheForward):
+    """Rows behind those of the plan are stored in page 0, and their output is somebody's result."""
 
 
 @control("padding-is-not-stored")

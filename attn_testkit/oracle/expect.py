@@ -72,6 +72,10 @@ def _asked(schedule: Schedule, step: Step, pattern: str | None) -> tuple[object,
 
 @cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=_asked, lock=threading.Lock())
 def _answer(schedule: Schedule, step: Step, pattern: str | None) -> _Answer:
+    if not step.requests:
+        first = vars(_answer(schedule, schedule.steps[0], pattern))
+        layered = {"attention", "attention_limit", "row_limit"}
+        return _Answer(**{name: every[:, :0] if name in layered else every[:0] for name, every in first.items()})
     rows = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1) if schedule.case.mode.is_ragged() else None
     data = make_step_data(schedule, step, pattern)
     return _of(schedule, data, rows, given=schedule.new_rows_as_given and not step.stored)

@@ -12,6 +12,7 @@ from ..cases.case import Case, parse_case
 from ..cases.catalogue import companions
 from ..cases.loop import loop_modes, make_loop
 from ..cases.schedule import Schedule, Step, make_schedule, only
+from ..cases.ways import way_of
 from ..checks import Stage
 from ..checks.claims import refuses_undeclared
 from ..checks.failures import context_lost, first_line, from_exception, is_ctrl_c
@@ -133,7 +134,8 @@ def drive_case(
         assert cause is not None
         if context_lost(cause):
             lost = first_line(cause)
-        needs = claims.needs_cpu_seq_lens
+        # Of a way something else may be None.
+        needs = claims.needs_cpu_seq_lens or way_of(case).gives_none
         drive.findings.append(from_exception(cause, error.phase, error.label, needs_cpu_lengths=needs))
         cause.__traceback__ = None
     else:
@@ -194,6 +196,11 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
         run_eager(harness, schedule, chunk, drive.clock, label=f"{chunk.label}, eager", among="steps")
         for chunk in schedule.chunks
     ]
+    if claims.takes_empty_batches:
+        seen += [
+            run_eager(harness, schedule, idle, drive.clock, label=f"{idle.label}, eager", among="steps")
+            for idle in schedule.idle
+        ]
     label = f"another eager step on the instance ({second.label}{stored})"
     seen.append(run_eager(harness, schedule, second, drive.clock, label=label, among="steps"))
     if claims.batch_invariant and step.bs > 1:

@@ -13,6 +13,7 @@ from ..cases.case import Case, parse_case
 from ..cases.data import StepData, make_step_data, new_kv, pool_image
 from ..cases.loop import make_loop, said
 from ..cases.schedule import Schedule, Step, only
+from ..cases.ways import way_of
 from ..checks import NUMERIC, Judgement, Stage, judged
 from ..checks.lossless import lossless, ran_to_its_end
 from ..checks.observation import Observation, StepInputs
@@ -55,7 +56,8 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
     outcome, seconds = _judged(drive, described, parse_case(item.case), execution, environment)
     if outcome.driven.lost:
         return _result(item, plan, described.claims, outcome, Status.CRASHED, seconds, outcome.driven.lost)
-    outcome.findings = _explained(outcome, Rerunner(_unless_lost(drive), environment))
+    explained = _explained(outcome, Rerunner(_unless_lost(drive), environment))
+    outcome.findings = [_of_way(finding, parse_case(item.case)) for finding in explained]
     status = Status.FAILED if outcome.findings else Status.PASSED
     result = _result(item, plan, described.claims, outcome, status, seconds)
     if item.probe and not outcome.findings:
@@ -198,6 +200,8 @@ def _due(
         first = own.steps[0]
         yield own.case.id, first.name, False
         yield from ((own.case.id, chunk.name, False) for chunk in own.chunks)
+        if claims.takes_empty_batches:
+            yield from ((own.case.id, idle.name, False) for idle in own.idle)
         yield own.case.id, own.second.name, False
         if claims.batch_invariant and first.bs > 1:
             yield own.case.id, only(first, request_to_isolate(case, first)).name, False
@@ -205,7 +209,7 @@ def _due(
     for schedule in schedules:
         for step in schedule.steps:
             yield schedule.case.id, step.name, True
-            if step.eager_too:
+            if step.runs_eagerly(claims):
                 yield schedule.case.id, step.name, False
 
 
@@ -265,6 +269,15 @@ def _explained(outcome: _Outcome, rerunner: Rerunner) -> list[Finding]:
             continue
         explained.append(_with_other_steps(finding, [seen.label for seen in steps]))
     return explained
+
+
+def _of_way(finding: Finding, case: Case) -> Finding:
+    """With what the server of the case does and not every server does, where there is such a thing."""
+    if not case.way:
+        return finding
+    way = way_of(case)
+    said = f"{way.about} ({way.claim})" if way.claim else way.about
+    return replace(finding, hint="\n".join(filter(None, (finding.hint, f"in this case {said}"))))
 
 
 def _with_other_steps(finding: Finding, labels: Sequence[str]) -> Finding:

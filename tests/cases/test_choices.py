@@ -176,6 +176,7 @@ def test_the_ids_of_a_backend_that_claims_everything_are_those_of_the_last_relea
     """New cases may come, and change this; an id that disappears or is spelt anew breaks every stored list."""
     modes = [*ForwardMode][:4]
     cases = [case for mode in modes for case in generate(CLAIMS, mode, tier)]
-    ids = [case.id for case in cases if case.data not in EXTREME_DATA and case.kv_layout == "nhd"]
+    usual = [case for case in cases if case.data not in EXTREME_DATA and case.kv_layout == "nhd" and not case.way]
+    ids = [case.id for case in usual]
     assert len(ids) == count
     assert hashlib.blake2b("\n".join(ids).encode(), digest_size=8).hexdigest() == digest

@@ -41,10 +41,12 @@ IDS = [
 
 
 def lasting(claims: str, mode: ForwardMode, tier: str) -> list[Case]:
-    """The cases but those of extreme numbers, of other KV layouts and of keys in parts, which came later."""
-    cases = generate(CLAIMS[claims], mode, tier, 0)
-    later = [case for case in cases if case.data in EXTREME_DATA or case.kv_layout != "nhd" or case.parts]
-    return [case for case in cases if case not in later]
+    """The cases but those of extreme numbers, other KV layouts, keys in parts and ways of servers, which came later."""
+
+    def came_later(case: Case) -> bool:
+        return case.data in EXTREME_DATA or case.kv_layout != "nhd" or bool(case.parts or case.way)
+
+    return [case for case in generate(CLAIMS[claims], mode, tier, 0) if not came_later(case)]
 
 
 def digest(lines: list[str]) -> str:

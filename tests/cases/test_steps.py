@@ -14,7 +14,8 @@ from attn_testkit.cases.plans import context_len
 from attn_testkit.cases.schedule import Request, Schedule, Step, make_schedule
 from attn_testkit.contract import ForwardMode
 
-CORE = [case for mode in ForwardMode for case in generate(TorchNativeBackend.capabilities, mode, "core")]
+EVERY = [case for mode in ForwardMode for case in generate(TorchNativeBackend.capabilities, mode, "core")]
+CORE = [case for case in EVERY if not case.way]
 V1 = "draft-extend-mha2-d64-bf16-p16-k50.20.5-n4a1.3.2-shuffled-gauss-b4{}"
 
 

@@ -226,7 +226,7 @@ def test_small_cases_keep_within_what_is_claimed(changes: dict[str, object], mod
 
 def test_one_small_case_takes_what_it_can() -> None:
     wide = claims(families={"gqa"}, gqa_ratios={2, 8, 16, 32}, head_dims={32, 64, 96, 128, 256}, max_q_rows=40)
-    small = generate(wide, V1, "core")[-2:]
+    small = [case for case in generate(wide, V1, "core") if not case.way][-2:]
     assert [(c.heads.q_heads // 2, c.head_dim, c.new) for c in small] == [(16, 64, (40, 3)), (8, 128, (4, 3))]
 
 

@@ -9,7 +9,7 @@ import pytest
 from transcript import ROOT
 
 from attn_testkit.cases import case as grammar
-from attn_testkit.cases.case import DATA, LAYOUTS, PADDINGS, Case, parse_case
+from attn_testkit.cases.case import DATA, LAYOUTS, PADDINGS, WAYS, Case, parse_case
 from attn_testkit.contract import ForwardMode
 
 PAGE = (ROOT / "docs" / "case-ids.md").read_text()
@@ -91,6 +91,7 @@ def test_every_value_of_a_list_is_on_the_page() -> None:
     assert {*LAYOUTS, *DATA, "fp16", "bf16", "fp32"} <= shown
     assert {f"b4{padding}" for padding in PADDINGS} <= shown
     assert {row[0].strip("`") for row in table("Data patterns")} == set(DATA)
+    assert set(WAYS) <= {word for word, _ in OPTIONAL}
 
 
 def test_every_field_of_a_case_can_be_said_by_a_word_of_the_page() -> None:

@@ -11,13 +11,21 @@ import pytest
 import torch
 from attn_testkit.runner_modes.clock import Clock
 from attn_testkit.runner_modes.eager import run_eager
+from attn_testkit.runner_modes.errors import DriveError
 from attn_testkit.runner_modes.graphs import drive_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
 from attn_testkit.runner_modes.options import DriveOptions
 
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.schedule import make_schedule
-from attn_testkit.contract import Capabilities, DraftExtendInput, ForwardBatch, ForwardMode, VerifyInput
+from attn_testkit.contract import (
+    Capabilities,
+    DraftExtendInput,
+    ForwardBatch,
+    ForwardMode,
+    Unsupported,
+    VerifyInput,
+)
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 
@@ -134,6 +142,15 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
         ({"takes_none_kw": True}, "unknown capability 'takes_none_kw'; did you mean 'takes_none_kv'"),
         ({"takes_none_kv": "yes"}, "takes_none_kv must be True or False, got 'yes'"),
         ({"takes_unset_width": 1}, "takes_unset_width must be True or False, got 1"),
+        ({"takes_empty_batch": True}, "unknown capability 'takes_empty_batch'; did you mean 'takes_empty_batches'"),
+        ({"takes_empty_batches": 0}, "takes_empty_batches must be True or False, got 0"),
+        ({"padded_requests": {"none"}}, "unknown padded_requests 'none'; did you mean 'nothing'"),
+        ({"padded_requests": ()}, "padded_requests must be some of rows, nothing, got none"),
+        ({"verify_lens": "all"}, "verify_lens must be a set or list of values, got 'all'; write {'all'}"),
+        ({"takes_bare_chain": True}, "unknown capability 'takes_bare_chain'; did you mean 'takes_bare_chains'"),
+        ({"takes_more_rows": None}, "takes_more_rows must be True or False, got None"),
+        ({"takes_out": "yes"}, "takes_out must be True or False, got 'yes'"),
+        ({"output_lifetime": "layers"}, "unknown output_lifetime 'layers'; did you mean 'layer'"),
         ({"padding_slots": {1}}, "padding_slots must be {0}, {-1} or {0, -1}, got [1]"),
         ({"padding_slots": set()}, "padding_slots must be {0}, {-1} or {0, -1}, got []"),
         ({"padding_slot": -1}, "unknown capability 'padding_slot'; did you mean 'padding_slots'"),
@@ -212,3 +229,203 @@ def test_rows_of_padding_have_the_slots_that_a_backend_takes(
     tails = [int(each[3]) for each in spy.seen]
     assert tails[0] == max(slots), "at capture"
     assert {slot for slot in tails if slot <= 0} == slots
+
+
+class Padded(Spy):
+    """Remembers what a graph of 4 requests reads before each replay."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.read: list[dict[str, torch.Tensor]] = []
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        if batch.batch_size == 4:
+            spec = self.captured[0].spec_info
+            rows = spec.num_accept_tokens if isinstance(spec, DraftExtendInput) else torch.empty(0)
+            starts = torch.empty(0) if batch.query_start_loc is None else batch.query_start_loc
+            given = {"lens": self.captured[0].seq_lens, "rows": rows, "starts": starts}
+            self.read.append({name: tensor.clone() for name, tensor in given.items()})
+
+
+class Nothing(Padded):
+    capabilities = Spy.capabilities.with_changes(padded_requests={"nothing"})
+
+
+class Either(Padded):
+    capabilities = Spy.capabilities.with_changes(padded_requests={"rows", "nothing"})
+
+
+@pytest.mark.parametrize("case_id", [DECODE, VERIFY, V1, V2])
+def test_padded_requests_have_neither_rows_nor_keys_for_who_has_it_so(case_id: str) -> None:
+    width = WIDTHS.get(case_id, 1)
+    for backend, way, usual in ((Nothing, "", False), (Either, "", True), (Either, "norows", False)):
+        spy = graph(replace(parse_case(case_id), way=way), backend)
+        assert isinstance(spy, Padded)
+        # Capture, then a step of three requests, then one of four.
+        captured, padded, full, *_ = ({name: t.tolist() for name, t in read.items()} for read in spy.read)
+        assert captured["lens"] == [1 if usual else 0] * 4
+        assert padded["lens"][3] == (1 if usual else 0)
+        assert full["lens"][3] > 1
+        rows = [1, 3, 2] if case_id == V1 else [width] * 3
+        if case_id in (V1, V2):
+            assert captured["rows"] == [width] * 4
+            assert padded["rows"] == [1, 3, 2, width if usual else 0]
+        starts = [0, rows[0], rows[0] + rows[1], sum(rows), sum(rows)]
+        assert padded["starts"] == ([] if usual else starts)
+        assert captured["starts"] == ([] if usual else [width * i for i in range(5)])
+
+
+class CountsNew(Spy):
+    capabilities = Spy.capabilities.with_changes(verify_lens={"all"})
+
+
+class CountsEither(Spy):
+    capabilities = Spy.capabilities.with_changes(verify_lens={"prefix", "all"})
+
+
+@pytest.mark.parametrize(
+    ("backend", "way", "lens"),
+    [
+        (Spy, "", [3, 15, 40]),
+        (CountsNew, "", [6, 18, 43]),
+        (CountsEither, "", [3, 15, 40]),
+        (CountsEither, "withnew", [6, 18, 43]),
+    ],
+)
+def test_lengths_of_a_verify_count_its_own_tokens_for_who_has_it_so(
+    backend: type[Spy], way: str, lens: list[int]
+) -> None:
+    spy = eager(replace(parse_case(VERIFY), way=way), backend)
+    assert spy.eager[0].seq_lens.tolist() == lens
+    assert spy.context.dialect.verify_lens == ("all" if lens[0] == 6 else "prefix")
+
+
+@pytest.mark.parametrize("way", ["", "bare"])
+def test_a_bare_chain_has_neither_mask_nor_links(way: str) -> None:
+    case = replace(parse_case(VERIFY), way=way)
+    specs = [eager(case, Spy).eager[0].spec_info, *(batch.spec_info for batch in graph(case, Spy).captured)]
+    for spec in specs:
+        assert isinstance(spec, VerifyInput)
+        given = (spec.custom_mask, spec.retrieve_index, spec.retrieve_next_token, spec.retrieve_next_sibling)
+        assert [each is None for each in given] == [way == "bare"] * 4
+        assert (spec.topk, spec.draft_token_num) == (1, 3)
+
+
+def test_a_backend_refuses_a_dialect_that_it_does_not_claim() -> None:
+    with pytest.raises(Unsupported, match="padded_requests nothing is not claimed"):
+        graph(replace(parse_case(DECODE), way="norows"), Spy)
+
+
+class Lent(Spy):
+    """Remembers the memory that it is given for its outputs, and what that held."""
+
+    capabilities = Spy.capabilities.with_changes(takes_out=True)
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.lent: list[tuple[int, tuple[int, ...], bool]] = []
+
+    def forward(  # type: ignore[override]
+        self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True, **given: Any
+    ) -> torch.Tensor:
+        result = super().forward(q, k, v, layer, batch, save_kv_cache)
+        if "out" not in given:
+            return result
+        out = given["out"]
+        self.lent.append((out.data_ptr(), tuple(out.shape), bool(out.view(torch.int16).eq(-1).all())))
+        return self.store(out, result)
+
+    def store(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return out.copy_(result)
+
+
+class Other(Lent):
+    def store(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return result
+
+
+class Copies(Lent):
+    def store(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return out.copy_(result).clone()
+
+
+def test_an_output_is_lent_in_memory_of_its_own_that_holds_poison() -> None:
+    lent = eager(replace(parse_case(DECODE), way="lent"), Lent)
+    assert isinstance(lent, Lent)
+    (first, shape, poisoned), (second, *_) = lent.lent
+    assert first != second
+    assert (shape, poisoned) == ((3, 4, 64), True)
+    never = eager(parse_case(DECODE), Lent)
+    assert isinstance(never, Lent)
+    assert not never.lent
+
+
+@pytest.mark.parametrize("backend", [Other, Copies])
+def test_who_is_lent_an_output_returns_that_one(backend: type[Spy]) -> None:
+    with pytest.raises(DriveError) as caught:
+        eager(replace(parse_case(DECODE), way="lent"), backend)
+    assert "was given out=, and returned other memory" in str(caught.value.__cause__)
+
+
+class Shares(Spy):
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> torch.Tensor:
+        result = super().forward(q, k, v, layer, batch, save_kv_cache)
+        if layer.layer_id == 0:
+            self.shared = torch.empty_like(result)
+        return self.shared.copy_(result)
+
+
+class SharesAndClaims(Shares):
+    capabilities = Spy.capabilities.with_changes(output_lifetime="model")
+
+
+def test_layers_may_share_a_buffer_unless_the_claims_say_that_outputs_last() -> None:
+    schedule = make_schedule(parse_case(DECODE))
+    step, cuda = schedule.steps[0], torch.device("cuda")
+    with pytest.raises(DriveError) as caught:
+        run_eager(ServerHarness(SharesAndClaims, [schedule], cuda), schedule, step, Clock())
+    assert "layer 1 returned the memory of layer 0's output" in str(caught.value.__cause__)
+    harnesses = [ServerHarness(backend, [schedule], cuda) for backend in (Spy, Shares)]
+    right, shared = (run_eager(harness, schedule, step, Clock()).attention for harness in harnesses)
+    assert all(torch.equal(a, b) for a, b in zip(right, shared, strict=True))
+    assert not torch.equal(*right)
+
+
+class MoreRows(Spy):
+    """Remembers how many rows were planned and how many came."""
+
+    capabilities = Spy.capabilities.with_changes(takes_more_rows=True)
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.rows: list[tuple[int, ...]] = []
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        self.planned = batch
+
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> torch.Tensor:
+        given = (self.planned.input_ids, q, k, v, batch.input_ids, batch.positions, batch.out_cache_loc)
+        self.rows.append(tuple(len(each) for each in given))
+        self.slots = batch.out_cache_loc.clone()
+        short = replace(batch, input_ids=self.planned.input_ids)
+        return super().forward(q, k, v, layer, short, save_kv_cache)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        self.planned = batch
+
+
+@pytest.mark.parametrize(("way", "more"), [("", 0), ("morerows", 3)])
+@pytest.mark.parametrize(("case_id", "rows"), [(DECODE, 3), (VERIFY, 9), (V1, 6)])
+def test_a_forward_has_more_rows_than_its_plan_for_who_takes_it(way: str, more: int, case_id: str, rows: int) -> None:
+    case = replace(parse_case(case_id), way=way)
+    spy = eager(case, MoreRows)
+    assert isinstance(spy, MoreRows)
+    assert spy.rows == [(rows, *[rows + more] * 6)] * 2
+    assert spy.slots[rows:].tolist() == [0] * more
+    replayed = graph(case, MoreRows)
+    assert isinstance(replayed, MoreRows)
+    bucket = 4 * WIDTHS.get(case_id, 1)
+    assert replayed.rows[0] == (bucket, *[bucket + more] * 6)

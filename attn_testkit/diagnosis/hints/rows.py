@@ -105,7 +105,7 @@ def _wrong_under(stride: int, counts: list[int]) -> list[list[int]]:
 def kept_from_before(e: Evidence) -> str:
     """What the step before has in common with the wrong one, or has less of."""
     before = e.before
-    if before is None or not e.wrong:
+    if before is None or not before.requests or not e.wrong:
         return ""
     lens = before.lens
     if e.step is before:

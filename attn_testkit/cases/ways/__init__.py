@@ -1,0 +1,50 @@
+"""What not every server does, a file for each: which backends take it, its cases, and what it changes of their steps.
+
+A way is one word of a case's id. What all servers do needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ...contract import DIALECTS, Capabilities, Dialect
+from ..case import Case
+from .idle import IDLE
+from .lent import LENT
+from .more_rows import MORE_ROWS
+from .no_rows import NO_ROWS
+from .verify import BARE, WITH_NEW
+from .way import Way
+
+__all__ = ["WAYS", "Way", "dialect_of", "way_cases", "way_of"]
+
+WAYS: Mapping[str, Way] = {way.word: way for way in (IDLE, NO_ROWS, WITH_NEW, BARE, LENT, MORE_ROWS)}
+"""By word, in the order in which their cases stand."""
+_USUAL = Way("", "as all servers do it")
+_PAGE = 16
+
+
+def way_of(case: Case) -> Way:
+    """The way of a case."""
+    return WAYS[case.way] if case.way else _USUAL
+
+
+def dialect_of(claims: Capabilities, case: Case) -> Dialect:
+    """How the server of a case speaks to a backend with these claims: as the case has it, else in the usual way, else
+    in the one that the backend knows.
+    """
+    says = way_of(case).says
+    usual = {name: next(v for v in values if v in getattr(claims, name)) for name, values in DIALECTS.items()}
+    return Dialect(**{**usual, **says})
+
+
+def way_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """A case for each way that a backend with these claims takes in the mode of ``small``.
+
+    ``small``: a case with as little work for each row and key as is claimed.
+    """
+    # Page 0 has several slots, where pages have.
+    page = max((size for size in claims.page_sizes if size <= _PAGE), default=min(claims.page_sizes))
+    for way in WAYS.values():
+        yield from way.cases(claims, replace(small, page_size=page))

@@ -1,0 +1,39 @@
+"""No live request: a rank that has none replays a graph all the same, because the other ranks do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...contract import Capabilities
+from ..case import Case
+from ..plan import Plan
+from .way import Way
+
+__all__ = ["IDLE"]
+
+_LENS = (9, 70, 1)
+
+
+def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    lens, new = _LENS, small.new[:1] * len(_LENS)
+    own = replace(small, prefixes=lens, new=new, layout="shuffled", data="gauss", bucket=len(lens) + 1)
+    yield replace(own, way="idle")
+
+
+def _plans(case: Case, plans: list[Plan]) -> list[Plan]:
+    """Empty batches before the largest one and behind it, twice in a row, and in the other graph."""
+    small = min(plan.bucket for plan in plans[:-1])
+    first, longer, *others, oversized = plans
+    idle = Plan("no live request", case.bucket, ())
+    again, other = replace(idle, label="no live request again", eager_too=True), replace(idle, bucket=small)
+    return [first, idle, longer, idle, again, *others, other, replace(first, label="own batch again"), oversized]
+
+
+IDLE = Way(
+    "idle",
+    "some steps have no live request, as on a rank of data parallelism that has none",
+    "in eager for who claims takes_empty_batches alone",
+    _cases,
+    _plans,
+)

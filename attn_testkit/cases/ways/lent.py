@@ -1,0 +1,22 @@
+"""Outputs in memory that the caller gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...contract import Capabilities
+from ..case import Case
+from .way import Way
+
+__all__ = ["LENT"]
+
+_LENS = (9, 70, 1)
+
+
+def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    if claims.takes_out:
+        yield replace(small, prefixes=_LENS, new=small.new[:1] * len(_LENS), data="gauss", bucket=4, way="lent")
+
+
+LENT = Way("lent", "each forward is given out=, which it writes and returns", "takes_out", _cases)

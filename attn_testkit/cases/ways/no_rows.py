@@ -1,0 +1,28 @@
+"""Padded requests that have neither rows nor keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...contract import Capabilities
+from ..case import Case
+from .way import Way
+
+__all__ = ["NO_ROWS"]
+
+_LENS = (9, 70, 1)
+
+
+def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    if small.mode in claims.graph and set(claims.padded_requests) > {"nothing"}:
+        yield replace(small, prefixes=_LENS, new=small.new[:1] * len(_LENS), data="gauss", bucket=6, way="norows")
+
+
+NO_ROWS = Way(
+    "norows",
+    "padded requests have neither rows nor keys",
+    "padded_requests",
+    _cases,
+    says={"padded_requests": "nothing"},
+)

@@ -1,0 +1,46 @@
+"""Target-verify where a server has no trees: lengths that count the new tokens, and chains that come without links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...contract import Capabilities, ForwardMode
+from ..case import Case
+from ..trees import chain
+from .way import Way
+
+__all__ = ["BARE", "WITH_NEW"]
+
+_LENS = (9, 70, 1)
+
+
+def _verify(claims: Capabilities, small: Case) -> Case:
+    rows = min(4, claims.max_q_rows)
+    return replace(small, prefixes=_LENS, tree=chain(rows), width=rows, data="gauss", bucket=4)
+
+
+def _with_new(claims: Capabilities, small: Case) -> Iterator[Case]:
+    if small.mode is ForwardMode.TARGET_VERIFY and set(claims.verify_lens) > {"all"}:
+        yield replace(_verify(claims, small), way="withnew")
+
+
+def _bare(claims: Capabilities, small: Case) -> Iterator[Case]:
+    if small.mode is ForwardMode.TARGET_VERIFY and claims.takes_bare_chains:
+        yield replace(_verify(claims, small), way="bare")
+
+
+WITH_NEW = Way(
+    "withnew",
+    "seq_lens of target-verify count the step's own tokens",
+    "verify_lens",
+    _with_new,
+    says={"verify_lens": "all"},
+)
+BARE = Way(
+    "bare",
+    "a chain is verified without a tree: no custom_mask and no retrieve_*",
+    "takes_bare_chains",
+    _bare,
+    gives_none=True,
+)

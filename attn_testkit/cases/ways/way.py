@@ -1,0 +1,40 @@
+"""What a way is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ...contract import Capabilities
+from ..case import Case
+from ..plan import Plan
+
+__all__ = ["Way"]
+
+
+def _no_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    yield from ()
+
+
+def _as_they_are(case: Case, plans: list[Plan]) -> list[Plan]:
+    return plans
+
+
+@dataclass(frozen=True)
+class Way:
+    """One thing that not every server does."""
+
+    word: str
+    """Of case ids."""
+    about: str
+    """What the server does, in plain words."""
+    claim: str = ""
+    """Which claim has it tried, in plain words."""
+    cases: Callable[[Capabilities, Case], Iterator[Case]] = _no_cases
+    """(claims, small): its cases, made of ``small``; none where it is not claimed in the mode of ``small``."""
+    plans: Callable[[Case, list[Plan]], list[Plan]] = _as_they_are
+    """(case, plans): the steps of a drive, the oversized one last, as it has them."""
+    says: Mapping[str, str] = field(default_factory=dict)
+    """Fields of a ``Dialect`` in which it is not the usual one."""
+    gives_none: bool = False
+    """Something else than lengths on the host is None."""

@@ -1,0 +1,92 @@
+"""Class B: rows of no request behind those that were planned, for backends that say that they take such."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from typing_extensions import override
+
+from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from .b_idle_ranks import LEAN
+from .catalogue import fault
+from .parent import Metadata, PlannedBackend
+
+_ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
+_UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
+_CLAIMS = LEAN.with_changes(takes_more_rows=True)
+
+
+class SlotsOfTheForward(PlannedBackend):
+    """Healthy: the rows of a forward go where its own batch says, however many they are."""
+
+    capabilities = _CLAIMS
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        planned = self.metadata
+        assert planned is not None
+        self.metadata = replace(planned, slots=batch.out_cache_loc)
+        try:
+            return super().forward(q, k, v, layer, batch, save_kv_cache)
+        finally:
+            self.metadata = planned
+
+
+@fault(
+    slug="slots-of-the-plan-for-more-rows",
+    source="general; batches that are padded once they are planned (sglang)",
+    modes=_ALL,
+    checks=("completes", "captures-cleanly"),
+    hint="takes_more_rows",
+)
+class SlotsOfThePlanForMoreRows(PlannedBackend):
+    """Rows are stored where the plan says, and there are more of them."""
+
+    capabilities = _CLAIMS
+
+
+@fault(
+    slug="width-of-more-rows",
+    source="general; q.shape[0] // batch_size",
+    modes=_UNIFORM,
+    checks=("matches-oracle", "replay-follows-batch"),
+    hint="takes_more_rows",
+)
+class WidthOfMoreRows(SlotsOfTheForward):
+    """Rows a request are those of q over the number of requests, and q has more than were planned."""
+
+    @override
+    def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
+        width = tokens // len(meta.kv_lens)
+        first = self.index[: len(meta.kv_lens)] * width
+        return (first[:, None] + self.index[: meta.max_q_len]).clamp(0, tokens - 1)
+
+
+@fault(
+    slug="more-rows-are-cut-off",
+    source="general; num_actual_tokens of vLLM, where no output is given",
+    modes=_ALL,
+    checks=("output-contract",),
+    hint="takes_more_rows",
+)
+class MoreRowsAreCutOff(SlotsOfTheForward):
+    """The output has the rows of the plan, and the layers around attention go on with all."""
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        assert self.metadata is not None
+        return super().attend(q, layer, meta)[: self.planned]
+
+    @override
+    def plan(self, batch: ForwardBatch) -> Metadata:
+        self.planned = batch.input_ids.shape[0]
+        return super().plan(batch)

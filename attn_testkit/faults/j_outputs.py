@@ -1,0 +1,130 @@
+"""Class J: where an output lies: in memory that the caller gave, or in memory that is used again too early."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from .b_idle_ranks import LEAN
+from .catalogue import fault
+from .parent import Metadata, PlannedBackend
+
+_ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
+
+
+class LentOutput(PlannedBackend):
+    """Healthy: writes the output where the caller wants it."""
+
+    capabilities = LEAN.with_changes(takes_out=True)
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        result = super().forward(q, k, v, layer, batch, save_kv_cache)
+        return result if out is None else self.store(result, out, layer)
+
+    def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """What is returned, of a result [T, Hq, Dv] and the caller's memory of the same shape."""
+        return out.copy_(result)
+
+
+@fault(
+    slug="lent-output-is-ignored",
+    source="general; output arguments of vLLM's layers",
+    modes=_ALL,
+    checks=("output-contract",),
+    hint="takes_out",
+)
+class LentOutputIsIgnored(LentOutput):
+    """The caller's memory is left alone, and a tensor of the backend's own is returned."""
+
+    @override
+    def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return result
+
+
+@fault(
+    slug="lent-output-of-the-first-call",
+    source="general; output arguments that are bound once",
+    modes=_ALL,
+    checks=("steps-independent", "output-written", "captures-cleanly"),
+    hint="takes_out",
+)
+class LentOutputOfTheFirstCall(LentOutput):
+    """The memory of a layer's first call is kept, and later calls write there."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.first: dict[tuple[int, int], torch.Tensor] = {}
+
+    @override
+    def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        self.first.setdefault((layer.layer_id, len(out)), out).copy_(result)
+        return out
+
+
+@fault(
+    slug="lent-output-is-added-to",
+    source="general; accumulating kernels whose output must be zero",
+    modes=_ALL,
+    checks=("finite", "output-written"),
+    hint="takes_out",
+)
+class LentOutputIsAddedTo(LentOutput):
+    """The kernel adds to the output, which holds anything where the caller gives it."""
+
+    @override
+    def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return out.add_(result)
+
+
+@fault(
+    slug="one-buffer-for-all-layers",
+    source="general; outputs that are read after the next layer, as when partial results are merged",
+    modes=_ALL,
+    checks=("output-contract",),
+    hint="output_lifetime",
+)
+class OneBufferForAllLayers(PlannedBackend):
+    """Every layer returns the same memory, and the claims say that outputs hold until all layers have run."""
+
+    capabilities = LEAN.with_changes(output_lifetime="model")
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        first = context.layers[0]
+        heads, dim = first.tp_q_head_num, first.v_head_dim
+        rows = context.max_num_tokens + 1
+        self.out = torch.empty(rows, heads, dim, dtype=context.dtype, device=context.device)
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        return self.buffer(layer, len(q)).copy_(super().attend(q, layer, meta))
+
+    def buffer(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
+        """[rows, Hq, Dv]: where a layer's output lies."""
+        return self.out[:rows]
+
+
+@fault(
+    slug="buffers-of-layers-overlap",
+    source="general; a workspace that is cut by the rows of the smallest graph",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="",
+)
+class BuffersOfLayersOverlap(OneBufferForAllLayers):
+    """The outputs of two layers lie a row apart, and a batch has more than one."""
+
+    @override
+    def buffer(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
+        return self.out[layer.layer_id :][:rows]

@@ -1,0 +1,79 @@
+"""What not every server does: words of case ids, who is tried in it, and which steps it has."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import WAYS as WORDS
+from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.data import make_step_data, pool_image
+from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.cases.ways import WAYS, way_of
+from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.examples import MinimalBackend
+from attn_testkit.oracle.expect import expect
+
+ALL = TorchNativeBackend.capabilities
+PLAIN = MinimalBackend.capabilities
+
+
+def ways(claims: Capabilities, mode: ForwardMode = ForwardMode.DECODE, tier: str = "core") -> dict[str, Case]:
+    return {case.way: case for case in generate(claims, mode, tier) if case.way}
+
+
+def test_each_way_is_a_word_of_ids_and_says_what_it_is() -> None:
+    assert tuple(WAYS) == WORDS
+    assert all(way.word == word and way.about for word, way in WAYS.items())
+    assert way_of(parse_case("decode-gqa2x2-d64-bf16-p16-k3-shuffled-gauss-b1prod")).word == ""
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_cases_of_ways_come_from_core_on_and_their_ids_rebuild_them(mode: ForwardMode) -> None:
+    assert not ways(ALL, mode, "smoke")
+    for case in ways(ALL, mode).values():
+        assert parse_case(case.id) == case
+        assert f"-{case.way}" in case.id
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_what_is_claimed_decides_which_ways_are_tried(mode: ForwardMode) -> None:
+    verify = {"withnew", "bare"} if mode is ForwardMode.TARGET_VERIFY else set()
+    more = set() if mode is ForwardMode.DRAFT_DECODE else {"morerows"}
+    assert set(ways(PLAIN, mode)) == {"idle"}
+    assert set(ways(ALL, mode)) == {"idle", "norows", "lent"} | more | verify
+    assert "norows" not in ways(ALL.with_changes(graph=()), mode)
+    assert "norows" not in ways(ALL.with_changes(padded_requests={"nothing"}), mode), "all cases have it so"
+    assert "withnew" not in ways(ALL.with_changes(verify_lens={"all"}), mode), "all cases have it so"
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_every_mode_has_steps_without_a_live_request(mode: ForwardMode) -> None:
+    schedule = make_schedule(ways(PLAIN, mode)["idle"])
+    labels = [step.label for step in schedule.steps]
+    assert labels[:5] == ["own batch", "no live request", "longer, exact", "no live request", "no live request again"]
+    assert labels[-2:] == ["no live request", "own batch again"]
+    assert {step.bucket for step in schedule.idle} == set(schedule.buckets)
+    assert [step.bs for step in schedule.idle] == [0, 0, 0, 0]
+    assert min(step.bs for step in schedule.steps if step not in schedule.idle) > 0
+
+
+def test_an_empty_step_runs_eagerly_for_who_takes_it() -> None:
+    empty, *_ = (step for step in make_schedule(ways(PLAIN)["idle"]).idle if step.eager_too)
+    live, *_ = (step for step in make_schedule(ways(PLAIN)["idle"]).steps if step.eager_too and step.requests)
+    takes = PLAIN.with_changes(takes_empty_batches=True)
+    assert (empty.runs_eagerly(PLAIN), empty.runs_eagerly(takes)) == (False, True)
+    assert live.runs_eagerly(PLAIN)
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_nothing_is_expected_of_a_step_without_requests_but_that_no_slot_changes(mode: ForwardMode) -> None:
+    schedule = make_schedule(ways(PLAIN, mode)["idle"])
+    step = schedule.idle[0]
+    data, expected = make_step_data(schedule, step), expect(schedule, step)
+    assert data.q.shape[1] == data.out_cache_loc.numel() == 0
+    assert expected.attention.shape[:2] == (2, 0)
+    assert expected.logits.shape[0] == expected.hidden_limit.shape[0] == 0
+    for tails in (False, True):
+        assert pool_image(schedule, step, data, tails, after=True).float().isnan().all()
