@@ -44,7 +44,7 @@ def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:
     pool_after = observed.pool_after
     got, want = _raw(observed.pool)[:, :, page:], _raw(pool_after)[:, :, page:]
     differs = (got != want).flatten(3).any(-1)
-    if not differs.any():
+    if observed.outside and not differs.any():
         return [_outside(observed)]
     owner = _owners(observed, pool_after.shape[2])[page:]
     wrong = differs.any(0).any(0)
@@ -196,7 +196,7 @@ CHECKS = (
     ),
     Check(
         "writes-own-kv",
-        "Exactly the batch's slots (and page 0) change, and they hold the batch's K and V.",
+        "Exactly the batch's slots (and page 0) change, nothing beside slots does, and they hold the batch's K and V.",
         "A slot of -1 for padding, slots frozen at capture, K and V swapped, a scale that is missing or applied twice.",
         "vLLM #43810; TensorRT-LLM #17110; sglang #24243",
         "`where` names the slot, its page, and whose it is. An unowned slot: padding. An earlier token: an offset. "

@@ -119,7 +119,7 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
 
     Raises ``ValueError`` that says which view is wrong, what was expected and what to do.
     """
-    if not isinstance(layers, (tuple, list)) or not all(isinstance(each, KVLayer) for each in layers):
+    if not isinstance(layers, (tuple, list)) or not all(type(each) is KVLayer for each in layers):
         raise ValueError(f"lay_out_kv_pool must return a list of KVLayer, one a layer; it returned {layers!r}"[:200])
     if len(layers) != len(spec.layers):
         raise ValueError(f"lay_out_kv_pool returned {len(layers)} KVLayers for {len(spec.layers)} layers")
@@ -144,8 +144,8 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
 def _wrong(spec: KVPoolSpec, layer: AttentionLayer, view: object, buffer: torch.Tensor | None) -> str:
     """What is wrong with a view, and what to do; empty if nothing is."""
     heads, width = layer.tp_k_head_num, layer.head_dim
-    if not isinstance(view, torch.Tensor):
-        return f"are no tensor: {view!r}"[:200]
+    if type(view) is not torch.Tensor:
+        return f"are no plain torch.Tensor: {view!r}"[:200]
     if view.dtype != spec.dtype or view.device.type != spec.device.type:
         return f"are {view.dtype} on {view.device}; the pool is {spec.dtype} on {spec.device}"
     leading = slot_dims(view, spec.num_slots)

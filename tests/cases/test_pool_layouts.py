@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import companions, generate
 from attn_testkit.cases.untried import says_untried, untried
-from attn_testkit.contract import KV_LAYOUTS, Capabilities, ForwardMode
+from attn_testkit.contract import KV_LAYOUTS, Capabilities, ForwardMode, KVPool
 from attn_testkit.examples import MinimalBackend
 
 CLAIMS = MinimalBackend.capabilities
@@ -96,6 +97,13 @@ def test_a_layout_is_tried_where_it_differs_from_others() -> None:
 def test_what_is_no_layout_is_answered(layouts: object, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Capabilities(eager={ForwardMode.DECODE}, kv_layouts=layouts)  # type: ignore[arg-type]
+
+
+def test_the_page_and_the_pool_list_every_layout() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kv-layouts.md").read_text()
+    assert tuple(re.findall(r"^\| `([\w-]+)` \|", page, re.M)) == KV_LAYOUTS
+    table = (KVPool.__doc__ or "").split("``get_layer_buffer``")[1]
+    assert tuple(re.findall(r"^    ``([\w-]+)`` ", table, re.M)) == KV_LAYOUTS
 
 
 def test_a_misspelt_layout_of_an_id_is_answered() -> None:

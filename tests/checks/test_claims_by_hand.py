@@ -14,7 +14,18 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers
 from attn_testkit.checks import claims as ways
 from attn_testkit.checks.claims import outside_claims, refuses_undeclared
-from attn_testkit.contract import AttentionBackend, BackendContext, Capabilities, ForwardMode, KVPool, Unsupported
+from attn_testkit.contract import (
+    KV_LAYOUTS,
+    AttentionBackend,
+    BackendContext,
+    Capabilities,
+    ForwardMode,
+    KVLayer,
+    KVPool,
+    KVPoolSpec,
+    Unsupported,
+    refuse_unclaimed,
+)
 
 CLAIMS = TorchNativeBackend.capabilities
 CPU = torch.device("cpu")
@@ -63,6 +74,37 @@ def test_a_dtype_that_is_not_claimed(dtypes: set[str], name: str, dtype: torch.d
     pool = KVPool(64, 4, context().layers, torch.float8_e4m3fn, CPU)
     assert f"dtype {name}" not in outside(CLAIMS.with_changes(dtypes=dtypes), kv_pool=pool)
     assert not any(key.startswith("dtype") for key in outside(CLAIMS))
+
+
+@pytest.mark.parametrize(
+    ("layouts", "name"),
+    [({"nhd"}, "hnd"), ({"nhd", "hnd"}, "kv-in-block"), ({"own"}, "nhd"), (set(KV_LAYOUTS) - {"own"}, None)],
+)
+def test_a_kv_layout_that_is_not_claimed(layouts: set[str], name: str | None) -> None:
+    found = outside(CLAIMS.with_changes(kv_layouts=layouts))
+    assert [key for key in found if key.startswith("KV layout")] == ([f"KV layout {name}"] if name else [])
+    if name:
+        assert found[f"KV layout {name}"].kv_pool.layout == name
+        with pytest.raises(Unsupported, match=f"KV layout {name} is not claimed"):
+            refuse_unclaimed(CLAIMS.with_changes(kv_layouts=layouts), found[f"KV layout {name}"])
+
+
+def own_pages(spec: KVPoolSpec) -> list[KVLayer]:
+    """In pages of up to 16 slots alone."""
+    if spec.page_size > 16:
+        raise ValueError("no page is so large")
+    pools = [KVPool(spec.num_slots - spec.page_size, spec.page_size, spec.layers, spec.dtype, spec.device)]
+    return list(pools[0].memory.values())
+
+
+@pytest.mark.parametrize(("pages", "asked"), [({48}, ["page size 3"]), ({4}, [])])
+def test_what_differs_in_one_thing_has_a_pool_laid_out_as_before_or_is_not_asked(
+    pages: set[int], asked: list[str]
+) -> None:
+    pool = KVPool(64, 4, context().layers, torch.float32, CPU, "own", own_pages)
+    found = outside(CLAIMS.with_changes(page_sizes=pages, kv_layouts={"own"}), kv_pool=pool)
+    assert [name for name in found if name.startswith("page size")] == asked
+    assert all(found[name].kv_pool.layout == "own" for name in asked)
 
 
 @pytest.mark.parametrize(("dims", "dim"), [({64}, 48), ({48}, 80), ({48, 80}, 24), ({48, 80, 24}, None)])

@@ -10,7 +10,7 @@ from by_hand import DECODE, empty_pool, expected_zeros, observation, schedule_of
 
 from attn_testkit.checks.graphs import addresses_stable
 from attn_testkit.checks.memory import inputs_unchanged, pool_is_right, writes_own_kv
-from attn_testkit.checks.observation import copies_of
+from attn_testkit.checks.observation import Observation, copies_of
 
 SCHEDULE = schedule_of(DECODE)
 PAGE = SCHEDULE.case.page_size
@@ -51,6 +51,27 @@ def test_bits_are_compared_so_that_nan_equals_nan_and_minus_zero_is_another_numb
     pool, other = empty_pool(SCHEDULE), empty_pool(SCHEDULE)
     other[0, 1, own] = -0.0
     assert not right(pool, other), "a slot of this step's tokens"
+
+
+def test_memory_that_is_no_slots_is_not_written_either() -> None:
+    right = observation(SCHEDULE, expected_zeros(SCHEDULE))
+    assert right.outside == ()
+    assert pool_is_right(right, PAGE)
+    slots, rows = right.written
+
+    def with_outside(*places: int) -> Observation:
+        pieces = [("pool", "slots", slots), ("pool", "rows", rows), ("pool", "outside", torch.tensor(places).long())]
+        return replace(right, copies=copies_of(pieces))  # type: ignore[arg-type]
+
+    assert pool_is_right(with_outside(), PAGE)
+    seen = with_outside(4096, 12)
+    assert not pool_is_right(seen, PAGE)
+    (finding,) = writes_own_kv(seen, SCHEDULE.case)
+    assert "memory of the pool that belongs to no slot was written" in finding.headline
+    assert finding.where.startswith("byte 4096 ")
+    rows[0, 0, 0] += 1
+    (finding,) = writes_own_kv(with_outside(4096), SCHEDULE.case)
+    assert "does not hold their K and V" in finding.headline, "whose slot is wrong says more"
 
 
 def test_a_slot_that_should_have_been_written_and_was_not_is_wrong() -> None:

@@ -13,7 +13,7 @@ from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import _PATTERNS, Evidence, hints, keys, numbers, rows
-from attn_testkit.diagnosis.hints.keys import key_range, read_twice
+from attn_testkit.diagnosis.hints.keys import key_range, pool_layout, read_twice
 from attn_testkit.diagnosis.hints.numbers import right_keys
 from attn_testkit.diagnosis.hints.rows import later_by_number, part_of_a_head
 from attn_testkit.oracle.expect import expect
@@ -62,6 +62,16 @@ def test_weights_that_sum_to_one_within_rounding_are_not_called_wrong(total: flo
     assert found.normalised is whole
     assert ("sum to" in found.text) is not whole
     assert ("instead of 1" in right_keys(evidence(found))) is not whole
+
+
+def test_the_layout_of_the_pool_is_named_where_it_is_not_the_usual_one_and_keys_are_wrong() -> None:
+    name = SCHEDULE.case.id.replace("-gauss", "-gauss-kvhnd")
+    other = make_schedule(parse_case(name))
+    wrong, right = attended(range(5)), attended(range(LENGTH))
+    assert "this case has layout hnd: if cases of other layouts pass" in pool_layout(evidence(wrong, schedule=other))
+    for found in (evidence(wrong), evidence(right, schedule=other), evidence(None, schedule=other)):
+        assert pool_layout(found) == ""
+    assert pool_layout(replace(evidence(wrong, schedule=other), in_graph=True)) == ""
 
 
 @pytest.mark.parametrize(
