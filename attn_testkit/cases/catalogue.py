@@ -390,8 +390,8 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
     """What stands behind all others: made of ``base``, which has little work for each row and key."""
     if tier != "smoke":
         yield from way_cases(claims, base)
-        yield from extreme_cases(claims, base)
         yield from part_cases(claims, base)
+        yield from extreme_cases(claims, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))
 

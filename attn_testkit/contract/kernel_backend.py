@@ -7,6 +7,7 @@ CUDA graph by construction: fixed shapes, fixed addresses, no host lengths.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +16,7 @@ from .batch import DraftExtendInput, ForwardBatch, TreeMaskMode, VerifyInput, Ve
 from .draft_decode import DraftDecodeInput
 from .kernel_plan import KernelPlan, KernelStep
 from .layer import AttentionLayer
+from .merging import KVPart
 from .modes import ForwardMode
 
 __all__ = ["KernelBackend"]
@@ -38,6 +40,15 @@ class KernelBackend(AttentionBackend):
         ``q`` may be a strided view of a packed tensor, and ``kv`` are where other KV layouts than ``nhd`` are claimed;
         ``context.kv_pool.get_layer_buffer`` has both as the layout has them. May run under capture: device work only.
         """
+
+    def run_return_lse(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``run``, for the keys of ``plan.part``; and [T, Hq] or [Hq, T], as ``capabilities.lse`` says.
+
+        ``plan.part_lens`` and ``plan.part_slots`` list them. ``AttentionBackend.forward_return_lse`` has the rules.
+        """
+        raise NotImplementedError(f"{type(self).__name__} claims lse and has no run_return_lse")
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -127,17 +138,39 @@ class KernelBackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new rows and call the kernel. Shapes as in ``AttentionBackend.forward``."""
-        context = self.context
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
-        new_k, new_v = (k, v) if save_kv_cache else (None, None)
-        plan = KernelPlan(
-            self._step, layer, batch.out_cache_loc, context.max_context_len, save_kv_cache, new_k, new_v, out
-        )
+        plan = replace(self._stored(k, v, layer, batch, save_kv_cache), out=out)
+        result = self.run(q, self.context.kv_pool.get_kv_pages(layer.layer_id), plan)
+        return result if out is None or result is out else out.copy_(result.view_as(out))
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        part: KVPart,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for a part of the keys. The layer in the plan has sinks where they count in the part."""
+        plan = replace(self._stored(k, v, layer, batch, save_kv_cache), part=part)
+        if not part.sinks:
+            plan = replace(plan, layer=replace(layer, sinks=None))
+        return self.run_return_lse(q, self.context.kv_pool.get_kv_pages(layer.layer_id), plan)
+
+    def _stored(
+        self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool
+    ) -> KernelPlan:
+        """The plan of a layer, once the pool holds its new rows."""
+        new = (k, v) if save_kv_cache else (None, None)
+        most = self.context.max_context_len
+        plan = KernelPlan(self._step, layer, batch.out_cache_loc, most, save_kv_cache, *new)
         if save_kv_cache:
             self.write_kv(k, v, plan)
-        result = self.run(q, context.kv_pool.get_kv_pages(layer.layer_id), plan)
-        return result if out is None or result is out else out.copy_(result.view_as(out))
+        return plan
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         """Store rows ``k`` [T, Hk, D] and ``v`` [T, Hk, Dv] in ``plan.out_cache_loc``, by the rule of ``KVPool``.

@@ -9,6 +9,7 @@ import torch
 
 from .draft_decode import DraftDecodeInput
 from .layer import AttentionLayer
+from .merging import KVPart
 
 __all__ = ["KernelPlan", "KernelStep"]
 
@@ -74,6 +75,9 @@ class KernelStep:
         return indptr.to(torch.int32), torch.where(place < ends[-1], slots, 0)
 
 
+_WHOLE = KVPart()
+
+
 @dataclass(frozen=True, eq=False)
 class KernelPlan:
     """What a kernel needs to know about a layer of a step. Tensors are on the device, their values unknown to Python.
@@ -100,6 +104,8 @@ class KernelPlan:
     """[T, Hk, Dv], likewise."""
     out: torch.Tensor | None = None
     """[T, Hq, Dv], contiguous: where the caller wants the output. A kernel that returns another one has it copied."""
+    part: KVPart = _WHOLE
+    """Which keys ``run_return_lse`` attends. All that is said of keys is of all of them, but for ``part_...``."""
 
     @property
     def kv_lens(self) -> torch.Tensor:
@@ -163,6 +169,31 @@ class KernelPlan:
     def prefix_indices(self) -> torch.Tensor:
         """[bs * max_kv_len] int64: their slots."""
         return self.step.prefixes[1]
+
+    @property
+    def part_lens(self) -> torch.Tensor:
+        """[bs] int32: keys of each request in the part."""
+        return self.part.lens(self.kv_lens, self.prefix_lens).to(torch.int32)
+
+    @property
+    def part_keys(self) -> torch.Tensor:
+        """[bs, max_kv_len] int64: which key of its request each of them is; past ``part_lens`` anything in range.
+
+        Without a mask row j of n sees those up to ``kv_len - n + j``.
+        """
+        columns = self.slot_table.shape[1]
+        index = torch.arange(columns, device=self.slot_table.device)
+        return self.part.key(index, self.prefix_lens[:, None].long()).clamp(max=columns - 1)
+
+    @property
+    def part_slots(self) -> torch.Tensor:
+        """[bs, max_kv_len] int32: their KV slots. Past ``part_lens`` foreign slots."""
+        return self.slot_table.gather(1, self.part_keys)
+
+    @property
+    def part_pages(self) -> torch.Tensor:
+        """[bs, max_pages] int32: the page table of a rank that has every R-th page."""
+        return self.part_slots[:, :: self.page_size] // self.page_size
 
     @property
     def k_scale(self) -> torch.Tensor:

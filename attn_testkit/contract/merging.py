@@ -119,12 +119,13 @@ class KVPart:
         return kv_lens
 
     def key(self, index: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-        """Which key of the request is the part's ``index``-th, from 0 on."""
+        """Which key of the request is the part's ``index``-th, from 0 on. The two are broadcast, whatever the kind."""
+        index = index + prefix_lens * 0
         if self.kind == "new":
             return prefix_lens + index
         if self.kind == "rank":
             return (index // self.interleave * self.ranks + self.rank) * self.interleave + index % self.interleave
-        return index + prefix_lens * 0
+        return index
 
 
 def _modes(name: str, values: object) -> frozenset[ForwardMode]:

@@ -67,8 +67,27 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         bucket=len(prefixes) + slack,
         padding=draw(st.sampled_from(PADDINGS)) if slack else "prod",
         seed=draw(st.integers(0, 99)),
+        **draw(_parts(claims, mode)),
         **rows,
     )
+
+
+def _parts(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[dict[str, Any]]:
+    """Whether keys are attended in parts, and which."""
+    kinds = claims.lse.kinds(mode) if claims.lse else ()
+    as_given = mode in claims.new_rows_as_given and claims.kv_dtypes != {"same"}
+    if not kinds or as_given:
+        return st.just({})
+    found = [st.just({}), *(_of_kind(kind, claims.lse is not None and claims.lse.merges) for kind in kinds)]
+    return st.one_of(found)
+
+
+def _of_kind(kind: str, merges: bool) -> st.SearchStrategy[dict[str, Any]]:
+    if kind == "whole":
+        return st.just({"parts": kind})
+    parts = st.integers(2, 5).map(lambda ranks: f"{kind}{ranks}") if kind != "prefix" else st.just(kind)
+    own = st.booleans() if merges else st.just(False)
+    return st.fixed_dictionaries({"parts": parts, "own_merge": own})
 
 
 def _widest(claims: Capabilities) -> int:

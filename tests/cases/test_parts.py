@@ -36,6 +36,7 @@ def test_what_a_part_holds_how_many_and_which_is_the_same_answer(part: KVPart) -
 def test_what_is_held_is_broadcast_whatever_the_kind() -> None:
     for part in PARTS:
         assert part.holds(torch.arange(7), torch.zeros(3, 1, dtype=torch.int64)).shape == (3, 7)
+        assert part.key(torch.arange(7), torch.zeros(3, 1, dtype=torch.int64)).shape == (3, 7)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""A kernel that is given a part's own table and lengths needs nothing else to be right in every kind of part."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from in_process import check_backend
+
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.contract import ForwardMode, KernelBackend, KernelPlan, LogSumExp
+from attn_testkit.examples import MinimalBackend
+
+MODES = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
+PAGE = 4
+
+
+class ByPart(MinimalBackend):
+    """Reads the keys of a part by their slots, or by their pages; base 2, heads before rows."""
+
+    capabilities = MinimalBackend.capabilities.with_changes(
+        sinks=True, page_sizes={PAGE}, dtypes={"bf16"}, head_dims={64}, gqa_ratios={2}, max_context_len=4096,
+        eager=MODES, graph=MODES,
+        lse=LogSumExp("2", layout="[H, T]", whole=MODES, prefix=MODES, pages=MODES, tokens=MODES),
+    )  # fmt: skip
+
+    def run_return_lse(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        request, visible = self.visible(q, plan)
+        columns = plan.part_slots.shape[1]
+        there = torch.arange(columns, device=q.device) < plan.part_lens[:, None]
+        seen = visible.gather(1, plan.part_keys[request]) & there[request]
+        if plan.part.interleave == PAGE:
+            k, v = (cache[plan.part_pages.long()].flatten(1, 2)[:, :columns] for cache in kv)
+        else:
+            k, v = (cache.flatten(0, 1)[plan.part_slots.long()] for cache in kv)
+        rows = q.reshape(len(q), plan.layer.tp_k_head_num, plan.layer.q_per_kv, -1).float()
+        logits = torch.einsum("thgd,tshd->thgs", rows, k[request].float()) * plan.layer.scaling
+        logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+        if plan.layer.sinks is not None:
+            sinks = plan.layer.sinks.view(1, rows.shape[1], -1, 1).expand(len(q), -1, -1, 1)
+            logits = torch.cat([logits, sinks], -1)
+        p = logits.softmax(-1)[..., :columns].nan_to_num()
+        out = torch.einsum("thgs,tshd->thgd", p, v[request].float().masked_fill(~seen[:, :, None, None], 0.0))
+        lse = torch.logsumexp(logits, -1).flatten(1) / math.log(2)
+        return out.flatten(1, 2).to(q.dtype), lse.t()
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        raise AssertionError("only cases with parts are asked for")
+
+
+@pytest.mark.parametrize("mode", sorted(MODES))
+def test_tables_of_parts_are_right_eager_and_in_graphs(mode: ForwardMode) -> None:
+    cases = [case.id for case in generate(ByPart.capabilities, mode, "core") if case.parts and max(case.prefixes) < 100]
+    assert {case.rpartition("lse")[2].partition("-")[0] for case in cases} == {"whole", "prefix", "pages2", "tokens3"}
+    assert check_backend(ByPart, cases=cases, device="cpu")
+
+
+class Forgotten(MinimalBackend):
+    capabilities = ByPart.capabilities
+
+
+def test_a_kernel_without_the_method_says_which() -> None:
+    case = next(case.id for case in generate(Forgotten.capabilities, ForwardMode.DECODE, "core") if case.parts)
+    results = check_backend(Forgotten, cases=[case], device="cpu", executions=["eager"], modes=["decode"])
+    headlines = [finding.headline for row in results.rows for finding in row.findings]
+    assert any("Forgotten claims lse and has no run_return_lse" in headline for headline in headlines)
+    assert Forgotten.run_return_lse is KernelBackend.run_return_lse
