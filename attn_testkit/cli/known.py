@@ -40,12 +40,13 @@ def known(file: str, backends: tuple[str, ...]) -> int:
     today = datetime.datetime.now(datetime.UTC).date()
     for entry in entries:
         left = (entry.until - today).days
-        click.echo(f"{entry.number:3}  {entry.kind:<10}  {left:5} days left  {entry.cases}  {entry.issue}")
+        when = f"{left:5} days left" if left >= 0 else f"expired {-left} days ago"
+        click.echo(f"{entry.number:3}  {entry.kind:<10}  {when}  {entry.cases}  {entry.issue}")
     problems = [f"{entry.name} expired on {entry.until}" for entry in entries if entry.expired(today)]
     if backends:
         with contextlib.closing(JudgeProcess()) as judge:
             problems = prepare(judge, Request(backends, tier="full"), file).problems()
     for problem in problems:
         click.echo(f"problem: {problem}")
-    click.echo(f"{len(entries)} entries, {len(problems)} problems", err=True)
+    click.echo(f"entries: {len(entries)}, problems: {len(problems)}", err=True)
     return 1 if problems else 0

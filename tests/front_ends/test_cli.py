@@ -330,11 +330,15 @@ def test_known_lints_a_file(call):
     assert code == 4
     assert "no check 'matchs-oracle'; did you mean 'matches-oracle'?" in err
     Path("known.toml").write_text(Path("known.toml").read_text().replace("matchs", "matches"))
-    assert call("known", "known.toml")[0] == 0
+    code, out, err = call("known", "known.toml")
+    assert code == 0
+    assert re.search(r"[1-9]\d* days left", out)
+    assert "entries: 1, problems: 0" in err
     Path("known.toml").write_text(re.sub(r"until = \S+", "until = 2001-01-01", Path("known.toml").read_text()))
     code, out, _ = call("known", "known.toml")
     assert code == 1
     assert "expired on 2001-01-01" in out
+    assert re.search(r"expired [1-9]\d+ days ago", out)
 
 
 @pytest.mark.parametrize("verb", list(commands.commands))
