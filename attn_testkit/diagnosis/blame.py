@@ -65,12 +65,14 @@ def explain_numeric(
         reads_foreign=check == "reads-own-kv",
     )
     lines = [text for text in (why, *hints(evidence)) if text]
+    # Where a replaced tensor is the cause, what was attended to follows from it.
+    most = 1 if check == "addresses-stable" else _MOST_HINTS
     return replace(
         finding,
         check=check,
         headline=_headline(finding, check),
         attended=attended.text if attended else "",
-        hint="\n".join(lines[:_MOST_HINTS]),
+        hint="\n".join(lines[:most]),
         errors=error_map(judgement),
         keys=key_map(attended) if attended else None,
     )
