@@ -74,6 +74,7 @@ CAUSAL = PagePlan(
     last_page_len=torch.tensor([1, 2], dtype=torch.int32),
     kv_indices=torch.tensor([1, 2, 3], dtype=torch.int32),
     custom_mask=None,
+    page_size=4,
 )
 """Five keys, of which two are new, and two that are both new."""
 
@@ -113,6 +114,7 @@ def test_a_part_lists_its_keys_one_a_page_and_says_who_sees_them(
     assert plan.custom_mask is not None
     assert plan.custom_mask.int().tolist() == [int(bit) for bit in mask if bit != " "]
     assert plan.qo_indptr is CAUSAL.qo_indptr
+    assert plan.page_size == 1
 
 
 def test_windows_go_by_positions_and_without_a_mask_by_what_is_listed() -> None:
