@@ -107,7 +107,8 @@ class FlashInferBackend(AttentionBackend):
             if (decode, kind, part) not in self._eager_parts:
                 self._eager_parts[decode, kind, part] = self._eager_wrapper(decode)
         self._current_parts = {pair: self._eager_parts[decode, *pair] for pair in self._kinds_and_parts}
-        self._plan_all(plan, decode, batch)
+        self._plan_all(plan, decode)
+        self._plan_parts(batch, plan, decode)
 
     @property
     def _kinds_and_parts(self) -> list[tuple[LayerKind, KVPart]]:
@@ -141,7 +142,8 @@ class FlashInferBackend(AttentionBackend):
                 for pair, buffers in self._of_parts.items()
             }
         self._current, self._current_parts = self._graphs[bucket], self._graph_parts[bucket]
-        self._plan_all(plan, decode, batch)
+        self._plan_all(plan, decode)
+        self._plan_parts(batch, plan, decode)
 
     def _eager_wrapper(self, decode: bool) -> Any:
         if decode:
@@ -182,16 +184,20 @@ class FlashInferBackend(AttentionBackend):
             return self._decode.call(self._float_workspace, "NHD", **graph)
         return self._prefill.call(self._float_workspace, "NHD", **graph, **buffers.for_prefill(bs))
 
-    def _plan_all(self, plan: PagePlan, decode: bool, batch: ForwardBatch) -> None:
-        size, plan_wrapper = self.context.page_size, self._plan_decode if decode else self._plan_prefill
-        if not self._parts:
-            for kind, wrapper in self._current.items():
-                plan_wrapper(wrapper, kind, plan, size)
+    def _plan_all(self, plan: PagePlan, decode: bool) -> None:
+        for kind, wrapper in self._current.items():
+            if decode:
+                self._plan_decode(wrapper, kind, plan)
+            else:
+                self._plan_prefill(wrapper, kind, plan)
+
+    def _plan_parts(self, batch: ForwardBatch, plan: PagePlan, decode: bool) -> None:
+        plan_wrapper = self._plan_decode if decode else self._plan_prefill
         for (kind, part), wrapper in self._current_parts.items():
             of_part = part_plan(self.context, batch, plan, part, window=kind.window, masked=not decode)
-            plan_wrapper(wrapper, kind._replace(window=-1), of_part, 1)
+            plan_wrapper(wrapper, kind._replace(window=-1), of_part)
 
-    def _plan_decode(self, wrapper: Any, kind: LayerKind, plan: PagePlan, page_size: int) -> None:
+    def _plan_decode(self, wrapper: Any, kind: LayerKind, plan: PagePlan) -> None:
         layer, context = self.context.layers[0], self.context
         wrapper.plan(
             plan.kv_indptr,
@@ -200,7 +206,7 @@ class FlashInferBackend(AttentionBackend):
             layer.tp_q_head_num,
             layer.tp_k_head_num,
             layer.head_dim,
-            page_size,
+            plan.page_size,
             window_left=kind.window,
             logits_soft_cap=kind.cap,
             sm_scale=kind.scale,
@@ -208,7 +214,7 @@ class FlashInferBackend(AttentionBackend):
             kv_data_type=context.kv_pool.dtype,
         )
 
-    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan, page_size: int) -> None:
+    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan) -> None:
         layer, context = self.context.layers[0], self.context
         wrapper.plan(
             plan.qo_indptr,
@@ -218,7 +224,7 @@ class FlashInferBackend(AttentionBackend):
             layer.tp_q_head_num,
             layer.tp_k_head_num,
             layer.head_dim,
-            page_size,
+            plan.page_size,
             custom_mask=plan.custom_mask,
             causal=plan.custom_mask is None,
             window_left=kind.window,

@@ -84,7 +84,9 @@ class FlashInferMLABackend(AttentionBackend):
             self._eager = {scale: self._wrapper() for scale in self._scales}
             self._eager_parts = {pair: self._wrapper() for pair in self._scales_and_parts}
         self._current, self._current_parts = self._eager, self._eager_parts
-        self._plan_all(make_page_plan(self.context, batch), batch)
+        plan = make_page_plan(self.context, batch)
+        self._plan_all(plan, batch.forward_mode)
+        self._plan_parts(batch, plan)
 
     @property
     def _scales_and_parts(self) -> list[tuple[float, KVPart]]:
@@ -122,7 +124,8 @@ class FlashInferMLABackend(AttentionBackend):
                 for pair, of_part in self._of_parts.items()
             }
         self._current, self._current_parts = self._graphs[bucket], self._graph_parts[bucket]
-        self._plan_all(plan, batch)
+        self._plan_all(plan, batch.forward_mode)
+        self._plan_parts(batch, plan)
 
     def _graph_plan(self, batch: ForwardBatch) -> PagePlan:
         """The plan of a batch, with as many query rows as the graph has.
@@ -141,16 +144,17 @@ class FlashInferMLABackend(AttentionBackend):
     def _wrapper(self, **graph: Any) -> Any:
         return self._provided.call(self._float_workspace, backend=self.kernel_family, **graph)
 
-    def _plan_all(self, plan: PagePlan, batch: ForwardBatch) -> None:
+    def _plan_all(self, plan: PagePlan, mode: ForwardMode) -> None:
+        for scale, wrapper in self._current.items():
+            self._plan(wrapper, scale, plan, causal=not mode.is_decode())
+
+    def _plan_parts(self, batch: ForwardBatch, plan: PagePlan) -> None:
         causal = not batch.forward_mode.is_decode()
-        if not self._parts:
-            for scale, wrapper in self._current.items():
-                self._plan(wrapper, scale, plan, causal, self.context.page_size)
         for (scale, part), wrapper in self._current_parts.items():
             of_part = part_plan(self.context, batch, plan, part, masked=False)
-            self._plan(wrapper, scale, of_part, causal and part.kind == "new", 1)
+            self._plan(wrapper, scale, of_part, causal=causal and part.kind == "new")
 
-    def _plan(self, wrapper: Any, scale: float, plan: PagePlan, causal: bool, page_size: int) -> None:
+    def _plan(self, wrapper: Any, scale: float, plan: PagePlan, causal: bool) -> None:
         from flashinfer.mla import MLAPlanMetadata
 
         layer, context = self.context.layers[0], self.context
@@ -159,7 +163,7 @@ class FlashInferMLABackend(AttentionBackend):
             num_heads=layer.tp_q_head_num,
             head_dim_ckv=layer.kv_lora_rank,
             head_dim_kpe=layer.head_dim - layer.kv_lora_rank,
-            page_size=page_size,
+            page_size=plan.page_size,
             causal=causal,
             lse_mode="base2" if context.kv_parts else "none",
             sm_scale=scale,

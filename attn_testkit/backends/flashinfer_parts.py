@@ -64,6 +64,7 @@ def part_plan(
         # Never empty: the address of an empty tensor is 0.
         kv_indices=torch.nn.functional.pad(_slots(context, batch, lists), (0, 1)),
         custom_mask=mask,
+        page_size=1,
     )
 
 

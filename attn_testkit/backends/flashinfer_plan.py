@@ -42,6 +42,8 @@ class PagePlan:
     """[kv_indptr[-1]] page ids, on the device."""
     custom_mask: torch.Tensor | None
     """Flat bool on the device, a [q_len, kv_len] block a request; None: causal, aligned to the end."""
+    page_size: int
+    """In slots: the pool's, or 1."""
 
 
 def exclusive_sum(counts: torch.Tensor) -> torch.Tensor:
@@ -74,6 +76,7 @@ def make_page_plan(context: BackendContext, batch: ForwardBatch) -> PagePlan:
         last_page_len=kv_lens - (pages - 1) * context.page_size,
         kv_indices=_page_ids(context, batch, pages),
         custom_mask=mask,
+        page_size=context.page_size,
     )
 
 
@@ -90,6 +93,7 @@ def filled_up(plan: PagePlan, rows: int, page_size: int) -> PagePlan:
         last_page_len=torch.cat([plan.last_page_len, kv_lens - (pages - 1) * page_size]).to(torch.int32),
         kv_indices=torch.nn.functional.pad(plan.kv_indices, (0, int(pages))),
         custom_mask=plan.custom_mask,
+        page_size=page_size,
     )
 
 
