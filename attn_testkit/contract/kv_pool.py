@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
@@ -72,21 +73,25 @@ class KVPool:
             found = lay_out(spec, layout)
         self.memory = dict(zip((layer.layer_id for layer in layers), found, strict=True))
         """Layer id -> where its K and V lie, in the order of ``layers``."""
-        self.pieces = pieces_of([part for each in found for part in each.parts])
-        """All memory that they lie in: each allocation, flat, and the views in it."""
-        # A server gives the same buffers at every call.
-        self._by_slot = {layer.layer_id: self._views(layer, self.num_slots) for layer in layers}
+        # Made when they are first asked for; a server gives the same buffers at every call.
+        self._by_slot: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
         self._by_page: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
-        self._stored = {layer.layer_id: self._where_stored(layer) for layer in layers}
+        self._stored: dict[int, list[tuple[torch.Tensor, tuple[int, ...]]]] = {}
 
-    def _where_stored(self, layer: AttentionLayer) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+    @cached_property
+    def pieces(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """All memory that K and V lie in: each allocation, flat, and the views in it."""
+        return pieces_of([part for each in self.memory.values() for part in each.parts])
+
+    def _where_stored(self, layer_id: int) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         """Of K and V: what rows are put into, and the sizes of its dimensions that count slots."""
-        views = self._by_slot[layer.layer_id] or self.memory[layer.layer_id].parts
+        views = self._views(layer_id, self.num_slots) or self.memory[layer_id].parts
         return [(view, tuple(view.shape[: slot_dims(view, self.num_slots)])) for view in views]
 
-    def _views(self, layer: AttentionLayer, *slots: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _views(self, layer_id: int, *slots: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """K and V [*slots, H, D]; None where that takes a copy."""
-        parts = self.memory[layer.layer_id].parts
+        layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
+        parts = self.memory[layer_id].parts
         try:
             views = [part.view(*slots, layer.tp_k_head_num, layer.head_dim) for part in parts]
         except RuntimeError:
@@ -112,6 +117,8 @@ class KVPool:
         Strided in all layouts but ``nhd``. Raises ``ValueError`` where no strides give such a view: in pages of several
         slots with heads first, with all layers in a block, or padded.
         """
+        if layer_id not in self._by_slot:
+            self._by_slot[layer_id] = self._views(layer_id, self.num_slots)
         return self._there(self._by_slot[layer_id], "[slots, heads, width]")
 
     def get_kv_pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,8 +128,7 @@ class KVPool:
         out so that no strides give such a view.
         """
         if layer_id not in self._by_page:
-            layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
-            self._by_page[layer_id] = self._views(layer, self.num_slots // self.page_size, self.page_size)
+            self._by_page[layer_id] = self._views(layer_id, self.num_slots // self.page_size, self.page_size)
         return self._there(self._by_page[layer_id], "[pages, page_size, heads, width]")
 
     def get_layer_buffer(self, layer_id: int) -> torch.Tensor:
@@ -149,7 +155,9 @@ class KVPool:
         dtype; ``v`` is ignored for MLA. In an FP8 pool the rows are divided by ``layer.k_scale`` / ``layer.v_scale``
         and clamped to the largest FP8 value. Raises ``ValueError`` when a pool that is not MLA gets no ``v``.
         """
-        slots, stored = loc.long(), self._stored[layer.layer_id]
+        slots, stored = loc.long(), self._stored.get(layer.layer_id)
+        if stored is None:
+            stored = self._stored[layer.layer_id] = self._where_stored(layer.layer_id)
         self._put(stored[0], slots, k, layer.k_scale)
         if not self.is_mla:
             if v is None:
