@@ -149,6 +149,7 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
         ({"verify_lens": "all"}, "verify_lens must be a set or list of values, got 'all'; write {'all'}"),
         ({"takes_bare_chain": True}, "unknown capability 'takes_bare_chain'; did you mean 'takes_bare_chains'"),
         ({"takes_more_rows": None}, "takes_more_rows must be True or False, got None"),
+        ({"fp32_products": "tf23"}, "unknown fp32_products 'tf23'; did you mean 'tf32'"),
         ({"takes_out": "yes"}, "takes_out must be True or False, got 'yes'"),
         ({"output_lifetime": "layers"}, "unknown output_lifetime 'layers'; did you mean 'layer'"),
         ({"padding_slots": {1}}, "padding_slots must be {0}, {-1} or {0, -1}, got [1]"),
