@@ -244,7 +244,8 @@ class Padded(Spy):
         if batch.batch_size == 4:
             spec = self.captured[0].spec_info
             rows = spec.num_accept_tokens if isinstance(spec, DraftExtendInput) else torch.empty(0)
-            starts = torch.empty(0) if batch.query_start_loc is None else batch.query_start_loc
+            starts = getattr(batch, "query_start_loc", None)
+            starts = torch.empty(0) if starts is None else starts
             given = {"lens": self.captured[0].seq_lens, "rows": rows, "starts": starts}
             self.read.append({name: tensor.clone() for name, tensor in given.items()})
 
