@@ -198,10 +198,11 @@ def replay_view(
         seq_lens=static.seq_lens[:upto],
         seq_lens_cpu=static.seq_lens_cpu[:upto] if mirrors else None,
         seq_lens_sum=sum(seq_lens_of(harness, mode, loaded)) + (bs - live) * fill if mirrors else None,
-        query_start_loc=static.query_start_loc[: bs + 1] if harness.pads_with_nothing else None,
         out_cache_loc=static.out_cache_loc[: bs * width if extends else loaded.step.tokens],
         spec_info=spec,
     )
+    if harness.pads_with_nothing:
+        view.query_start_loc = static.query_start_loc[: bs + 1]
     if not drafts:
         view.positions = static.positions[: bs * width]
         view.num_padding = bs - live

@@ -245,7 +245,7 @@ def _drawn(
         asked = int(pattern.split(".")[1]) if probe or pattern.startswith("place.") else None
         k, v = _shared_rows(k, step, asked), _shared_rows(v, step, asked)
     if case.kv_dtype != "same":
-        q, k = _of_fp8_range(q, k, held=schedule.matmul_dtype != "model")
+        q, k = _of_fp8_range(q, k, held=schedule.matmul_dtype == "fp8_e4m3")
     dtype = DTYPES[case.dtype]
     return q.to(dtype), k.to(dtype), v.to(dtype)
 

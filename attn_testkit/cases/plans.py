@@ -80,6 +80,8 @@ def lens_of(case: Case, plan: Plan) -> tuple[int, ...]:
 
 def context_len_of(case: Case, plans: Sequence[Plan]) -> int:
     """``max_context_len``, in tokens, of a schedule that has these steps."""
+    if way_of(case).context_len:
+        return way_of(case).context_len
     longest = max(length for plan in plans for length in lens_of(case, plan))
     if case.pick("context-room"):
         return longest

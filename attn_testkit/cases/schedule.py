@@ -158,7 +158,8 @@ class Schedule:
     spec_steps: int
     """S of the draft trees (S + 1 = width in v1)."""
     matmul_dtype: str = "model"
-    """What the backend says it multiplies in (``Capabilities.matmul_dtype``): limits follow from it, and
+    """What the backend says it multiplies in (``Capabilities.matmul_dtype``, and ``tf32`` of
+    ``Capabilities.fp32_products`` where that is coarser): limits follow from it, and
     whether the queries of a case with an FP8 pool are numbers that FP8 holds."""
     new_rows_as_given: bool = False
     """Whether it says that a forward's own rows are attended as given (``Capabilities.new_rows_as_given``)."""

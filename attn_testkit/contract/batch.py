@@ -220,7 +220,9 @@ class ForwardBatch:
     CPU lengths."""
     query_start_loc: torch.Tensor | None = None
     """[bs + 1] int32: where the rows of each request begin, and where those of the last one end; padded requests have
-    none. None where padded requests have rows (``Dialect.padded_requests``). In a draft-decode of each forward."""
+    none. In a draft-decode of each forward. None where padded requests have rows (``Dialect.padded_requests``), and
+    absent from a replay's view there.
+    """
     spec_info: SpecInput | None = None
     num_padding: int = 0
     """Padded requests at the end; 0 in eager."""

@@ -18,6 +18,7 @@ FAMILIES = ("mha", "gqa", "mqa", "mla")
 DTYPES = ("fp16", "bf16", "fp32")
 KV_DTYPES = ("same", "fp8_e4m3")
 MATMUL_DTYPES = ("model", "fp8_e4m3")
+FP32_PRODUCTS = ("ieee", "tf32")
 OUTPUT_LIFETIMES = ("model", "layer")
 
 
@@ -126,6 +127,9 @@ class Capabilities:
     float32. Probabilities may be rounded to the model's dtype before the second product, the output is, and so may be
     partial results that are combined. Logits that are rounded to bf16 or fp16 before the softmax are outside the
     limits, and fail ``matches-oracle``."""
+    fp32_products: str = "ieee"
+    """With float32: what are the factors of both products rounded to? ``ieee``: nothing. ``tf32``: 10 bits behind the
+    point, as tensor cores do by default (``tl.dot`` without ``input_precision``). The limits follow from it."""
     new_rows_as_given: Set[ForwardMode] = frozenset()
     """With an FP8 pool: in which modes does a forward attend its own k and v as they were given, in the model's dtype?
     Prefill kernels that read them where they are do so, and are more exact. In the other modes they are attended as the
@@ -223,6 +227,7 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         _spelled("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
+        _spelled("fp32_products", self.fp32_products, FP32_PRODUCTS)
         _spelled("output_lifetime", self.output_lifetime, OUTPUT_LIFETIMES)
         for name in ("eager", "graph", "sliding_window", "new_rows_as_given"):
             object.__setattr__(self, name, _modes(name, getattr(self, name)))

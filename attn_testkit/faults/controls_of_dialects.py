@@ -17,6 +17,7 @@ from .c_new_rows import FP8
 from .catalogue import control
 from .dense import DenseBackend
 from .g_narrow_numbers import Fp8Probabilities
+from .g_tf32 import FLOAT32, Float32ProductsInTf32
 from .j_outputs import LentOutput
 from .multi_step import MultiStepBackend
 from .parent import Metadata, PlannedBackend
@@ -131,6 +132,13 @@ class WritesWhereItIsAsked(LentOutput):
 @control("more-rows-than-planned")
 class MoreRowsThanPlanned(SlotsOfTheForward):
     """Rows behind those of the plan are stored in page 0, and their output is somebody's result."""
+
+
+@control("float32-in-tf32")
+class Float32InTf32(Float32ProductsInTf32):
+    """Products of float32 are those of tf32, and it says so (Triton's default)."""
+
+    capabilities = FLOAT32.with_changes(fp32_products="tf32")
 
 
 @control("padding-is-not-stored")

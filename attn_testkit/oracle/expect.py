@@ -112,7 +112,7 @@ def attend_with_limit(schedule: Schedule, data: StepData, given: bool = False) -
     """
     case, matmul_dtype = schedule.case, schedule.matmul_dtype
     # What is rounded in absolute terms: FP8 probabilities, and those of fp16 that a sink made small.
-    flat = matmul_dtype != "model" or (case.dtype == "fp16" and case.sinks)
+    flat = matmul_dtype == "fp8_e4m3" or (case.dtype == "fp16" and case.sinks)
     if given:
         data = as_given(data, one_by_one=case.draft is not None)
     attention = attend(data, make_layers(case), flat=flat)

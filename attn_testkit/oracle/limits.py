@@ -37,7 +37,8 @@ __all__ = [
     "row_limit",
 ]
 
-UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24, "fp8_e4m3": 2.0**-4}
+UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24, "fp8_e4m3": 2.0**-4, "tf32": 2.0**-10}
+"""tf32 is cut off, not rounded, where nobody asks for more."""
 _FP8_ABSOLUTE = 2.0**-10
 """Half the spacing of the subnormal e4m3 numbers."""
 _FP16_ABSOLUTE = 2.0**-25
@@ -61,13 +62,15 @@ def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model
     """[L, T, Hq, Dv] float64: the largest allowed |out - ref| of each element.
 
     ``dtype``: of the output. ``matmul_dtype``: of the probabilities in the second product, ``model`` for the same; for
-    FP8, and for fp16 with sinks, ``attention`` needs its ``flat``.
+    FP8, and for fp16 with sinks, ``attention`` needs its ``flat``. ``tf32``: of both factors of both products.
     """
+    # A product of two factors that are each off by u is off by 2 u.
+    factors = 2 * UNIT_ROUNDOFF["tf32"] if matmul_dtype == "tf32" else 0.0
     # A logit that float32 arithmetic moved by d moves p by a factor exp(d): at most 2 d in sum with the denominator.
     # Eight roundings cover a tiled dot product, the scale and the soft cap.
-    exponent = (2 * 8 * _FLOAT32 * attention.logit_noise).clamp(max=1.0)
+    exponent = (2 * (8 * _FLOAT32 + factors) * attention.logit_noise).clamp(max=1.0)
     limit = attention.out.abs().add_(attention.mass)
-    limit.mul_(2 * _unit(dtype, attention) + exponent).add_(4 * _SMALLEST[dtype] + _FLUSHED)
+    limit.mul_(2 * (_unit(dtype, attention) + factors) + exponent).add_(4 * _SMALLEST[dtype] + _FLUSHED)
     if attention.flat is not None and dtype == "fp16":
         limit.add_(attention.flat, alpha=2 * _FP16_ABSOLUTE)
     if matmul_dtype == "fp8_e4m3":

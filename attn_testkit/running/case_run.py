@@ -42,12 +42,16 @@ def gradients_off(case: Case) -> Iterator[None]:
 
 def schedule_for(case: Case, claims: Capabilities) -> Schedule:
     """One object for all backends with the same limits, so that they share the oracle's answers."""
-    as_given = case.mode in claims.new_rows_as_given
+    in_fp8 = case.kv_dtype != "same"
+    as_given = in_fp8 and case.mode in claims.new_rows_as_given
+    products = claims.matmul_dtype if in_fp8 else "model"
+    if products == "model" and case.dtype == "fp32" and claims.fp32_products == "tf32":
+        products = "tf32"
     lse_in_model = case.parts and claims.lse is not None and claims.lse.dtype == "model"
     lse_dtype = {"lse_dtype": "model"} if lse_in_model else {}
-    if case.kv_dtype == "same" or (claims.matmul_dtype == "model" and not as_given):
+    if products == "model" and not as_given:
         return make_schedule(case, **lse_dtype)
-    return make_schedule(case, claims.matmul_dtype, as_given, **lse_dtype)
+    return make_schedule(case, products, as_given, **lse_dtype)
 
 
 def schedules_of(case: Case, execution: Execution, claims: Capabilities, environment: Environment) -> list[Schedule]:

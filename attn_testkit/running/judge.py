@@ -27,7 +27,7 @@ from ..model import pack
 from ..oracle.expect import expect, expect_of
 from ..results import CaseResult, Finding, Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
-from .case_run import loop_of, request_to_isolate, schedules_of
+from .case_run import loop_of, request_to_isolate, schedule_for, schedules_of
 from .pool import WorkerLost
 from .request import Item, Plan
 
@@ -120,7 +120,8 @@ def _said(
     spoken, loop = driven.spoken, make_loop(case, modes)
     if spoken is None or not ran_to_its_end(spoken, loop):
         return [Finding("completes", "the lossless loop was due and did not run to its end")]
-    return lossless(spoken, expect_of(loop.schedules[0], said(case, spoken.tokens)))
+    products = schedule_for(case, claims).matmul_dtype
+    return lossless(spoken, expect_of(replace(loop.schedules[0], matmul_dtype=products), said(case, spoken.tokens)))
 
 
 def _observations(driven: Driven, schedules: Sequence[Schedule]) -> list[Observation]:

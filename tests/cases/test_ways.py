@@ -41,8 +41,9 @@ def test_cases_of_ways_come_from_core_on_and_their_ids_rebuild_them(mode: Forwar
 def test_what_is_claimed_decides_which_ways_are_tried(mode: ForwardMode) -> None:
     verify = {"withnew", "bare"} if mode is ForwardMode.TARGET_VERIFY else set()
     more = set() if mode is ForwardMode.DRAFT_DECODE else {"morerows"}
-    assert set(ways(PLAIN, mode)) == {"idle"}
-    assert set(ways(ALL, mode)) == {"idle", "norows", "lent"} | more | verify
+    far = {"far"} if mode is ForwardMode.DECODE else set()
+    assert set(ways(PLAIN, mode)) == {"idle"} | far
+    assert set(ways(ALL, mode)) == {"idle", "norows", "lent"} | far | more | verify
     assert "norows" not in ways(ALL.with_changes(graph=()), mode)
     assert "norows" not in ways(ALL.with_changes(padded_requests={"nothing"}), mode), "all cases have it so"
     assert "withnew" not in ways(ALL.with_changes(verify_lens={"all"}), mode), "all cases have it so"
@@ -77,3 +78,20 @@ def test_nothing_is_expected_of_a_step_without_requests_but_that_no_slot_changes
     assert expected.logits.shape[0] == expected.hidden_limit.shape[0] == 0
     for tails in (False, True):
         assert pool_image(schedule, step, data, tails, after=True).float().isnan().all()
+
+
+@pytest.mark.parametrize(("longest", "is_tried"), [(1 << 18, True), ((1 << 18) - 1, False)])
+def test_a_far_context_is_tried_where_it_is_claimed_and_no_request_is_near_it(longest: int, is_tried: bool) -> None:
+    found = ways(PLAIN.with_changes(max_context_len=longest))
+    assert ("far" in found) == is_tried
+    if is_tried:
+        schedule = make_schedule(found["far"])
+        assert schedule.max_context_len == schedule.steps[0].req_to_token.shape[1] == 1 << 18
+        assert max(max(step.lens) for step in (*schedule.steps, schedule.oversized)) < 1 << 9
+        assert len(schedule.steps) == 3, "a table takes a megabyte a row"
+
+
+def test_a_backend_without_decode_has_its_far_context_in_one_other_mode() -> None:
+    draft = {ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND}
+    claims = PLAIN.with_changes(eager=draft, graph=())
+    assert [mode for mode in ForwardMode if "far" in ways(claims, mode)] == [ForwardMode.TARGET_VERIFY]

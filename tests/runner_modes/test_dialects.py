@@ -149,6 +149,7 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
         ({"verify_lens": "all"}, "verify_lens must be a set or list of values, got 'all'; write {'all'}"),
         ({"takes_bare_chain": True}, "unknown capability 'takes_bare_chain'; did you mean 'takes_bare_chains'"),
         ({"takes_more_rows": None}, "takes_more_rows must be True or False, got None"),
+        ({"fp32_products": "tf23"}, "unknown fp32_products 'tf23'; did you mean 'tf32'"),
         ({"takes_out": "yes"}, "takes_out must be True or False, got 'yes'"),
         ({"output_lifetime": "layers"}, "unknown output_lifetime 'layers'; did you mean 'layer'"),
         ({"padding_slots": {1}}, "padding_slots must be {0}, {-1} or {0, -1}, got [1]"),
@@ -243,7 +244,8 @@ class Padded(Spy):
         if batch.batch_size == 4:
             spec = self.captured[0].spec_info
             rows = spec.num_accept_tokens if isinstance(spec, DraftExtendInput) else torch.empty(0)
-            starts = torch.empty(0) if batch.query_start_loc is None else batch.query_start_loc
+            starts = getattr(batch, "query_start_loc", None)
+            starts = torch.empty(0) if starts is None else starts
             given = {"lens": self.captured[0].seq_lens, "rows": rows, "starts": starts}
             self.read.append({name: tensor.clone() for name, tensor in given.items()})
 

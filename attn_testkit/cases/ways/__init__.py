@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ...contract import DIALECTS, Capabilities, Dialect
 from ..case import Case
+from .far import FAR
 from .idle import IDLE
 from .lent import LENT
 from .more_rows import MORE_ROWS
@@ -19,7 +20,7 @@ from .way import Way
 
 __all__ = ["WAYS", "Way", "dialect_of", "way_cases", "way_of"]
 
-WAYS: Mapping[str, Way] = {way.word: way for way in (IDLE, NO_ROWS, WITH_NEW, BARE, LENT, MORE_ROWS)}
+WAYS: Mapping[str, Way] = {way.word: way for way in (IDLE, NO_ROWS, WITH_NEW, BARE, LENT, MORE_ROWS, FAR)}
 """By word, in the order in which their cases stand."""
 _USUAL = Way("", "as all servers do it")
 _PAGE = 16

@@ -34,6 +34,8 @@ class Way:
     """(claims, small): its cases, made of ``small``; none where it is not claimed in the mode of ``small``."""
     plans: Callable[[Case, list[Plan]], list[Plan]] = _as_they_are
     """(case, plans): the steps of a drive, the oversized one last, as it has them."""
+    context_len: int = 0
+    """``max_context_len``, in tokens; 0: as the longest request needs it."""
     says: Mapping[str, str] = field(default_factory=dict)
     """Fields of a ``Dialect`` in which it is not the usual one."""
     gives_none: bool = False

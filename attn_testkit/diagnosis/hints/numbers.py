@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...oracle.expect import attend_with_limit
 from ..attended_keys import AttendedKeys
 from .evidence import Evidence
 
-__all__ = ["new_rows", "right_keys"]
+__all__ = ["narrow_products", "new_rows", "right_keys"]
 
 
 def new_rows(e: Evidence) -> str:
@@ -22,6 +24,21 @@ def new_rows(e: Evidence) -> str:
     if given:
         return f"right for new rows as the pool stores them, and new_rows_as_given claims {mode}"
     return f"right for new rows as given, not as the pool stores them: claim new_rows_as_given={{{mode!r}}}"
+
+
+def narrow_products(e: Evidence) -> str:
+    """A float32 step is right for a backend that multiplies in tf32, and its error is too large for float32 alone."""
+    schedule, step = e.schedule, e.step
+    if schedule.case.dtype != "fp32" or schedule.matmul_dtype != "model":
+        return ""
+    in_tf32 = replace(schedule, matmul_dtype="tf32")
+    want, limit = attend_with_limit(in_tf32, e.expected.data, schedule.new_rows_as_given and not step.stored)
+    if not ((e.judgement.out.double() - want.out).abs() <= limit).all():
+        return ""
+    return (
+        "right for float32 products in tf32, and not for float32: ask for more (input_precision='ieee' of tl.dot, "
+        "torch.backends.cuda.matmul.allow_tf32 False), or claim fp32_products='tf32'"
+    )
 
 
 def right_keys(e: Evidence) -> str:
@@ -40,7 +57,7 @@ def right_keys(e: Evidence) -> str:
             f"weights of the right KV tokens sum to {attended.total:.3g} instead of 1: look at {fp8}a denominator that "
             f"counts masked KV tokens or misses some{cap}, saturation, or partial results that are combined wrongly"
         )
-    few, free = e.judgement.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype == "model"
+    few, free = e.judgement.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype != "fp8_e4m3"
     if few < _SMALL_ERROR and case.data != "negative":
         fp8 = ", or q and weights rounded to FP8, which matmul_dtype has to say" if free else ""
         return (

@@ -1,0 +1,40 @@
+"""A context that is far longer than every request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...contract import Capabilities, ForwardMode
+from ..case import Case
+from ..plan import Plan
+from .way import Way
+
+__all__ = ["FAR"]
+
+_TOKENS = 1 << 18
+"""Beyond 16 bits, in pages of a slot and of several; and so is a third of it, in tokens."""
+_KEPT = ("own batch", "own batch, elsewhere", "same lengths, other requests")
+_MODES = (ForwardMode.DECODE, ForwardMode.EXTEND, *ForwardMode)
+
+
+def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """One of a backend: its request table takes a megabyte a row."""
+    if small.mode is next(mode for mode in _MODES if mode in claims.eager | claims.graph):
+        yield replace(small, prefixes=(70,), new=small.new[:1], data="gauss", bucket=1, way="far")
+
+
+def _plans(case: Case, plans: list[Plan]) -> list[Plan]:
+    """A few: backends whose work follows the context are slow."""
+    *steps, oversized = plans
+    return [*(replace(plan, eager_too=False) for plan in steps if plan.label in _KEPT), oversized]
+
+
+FAR = Way(
+    "far",
+    f"max_context_len is {_TOKENS:,}, and no request is near it",
+    "max_context_len",
+    _cases,
+    _plans,
+    context_len=_TOKENS,
+)
