@@ -55,6 +55,7 @@ CHECK_IDS = (
     "matches-oracle",
     "finite",
     "output-written",
+    "log-sum-exp",
     "mode-outputs",
     "reads-own-kv",
     "writes-own-kv",
