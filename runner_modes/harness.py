@@ -127,9 +127,9 @@ class ServerHarness:
         """Taken before the backend is constructed: one that replaces it would have a graph that is never replayed."""
         context = context_for(schedules, device, layers)
         requests, columns = context.req_to_token.shape
-        width = row_width(layers)
+        token = len(layers), row_width(layers)
         self._is_mla = layers[0].is_mla
-        self._tables = Tables(requests, columns, _largest(schedules, "most_rows"), width, context.dtype, device)
+        self._tables = Tables(requests, columns, _largest(schedules, "most_rows"), token, context.dtype, device)
         self.context = replace(context, req_to_token=self._tables.req_to_token)
         self.pool = PoolWatch(self.context.kv_pool)
         """The KV pool, before a step and after it."""

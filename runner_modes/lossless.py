@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import HIDDEN, NUM_LAYERS, VOCAB, StepData
+from attn_testkit.cases.data import HIDDEN, VOCAB, StepData
 from attn_testkit.cases.loop import Loop, Vocabulary, make_vocabulary, stage_name
 from attn_testkit.cases.schedule import Request, Schedule, Step, branched
 from attn_testkit.cases.trees import Tree
@@ -106,9 +106,8 @@ def run_loop(harness: ServerHarness, case: Case, loop: Loop, clock: Clock, *, in
 def _model(harness: ServerHarness, words: Vocabulary) -> Model:
     """A model whose table has a row for each word, and one of NaN."""
     layers, device = harness.context.layers, harness.device
-    table = torch.full(
-        (VOCAB + 1, NUM_LAYERS, row_width(layers)), torch.nan, dtype=harness.context.dtype, device=device
-    )
+    shape = VOCAB + 1, len(layers), row_width(layers)
+    table = torch.full(shape, torch.nan, dtype=harness.context.dtype, device=device)
     hidden = torch.full((VOCAB + 1, HIDDEN), torch.nan, device=device)
     upload_into(table[:-1], pack(words.q, words.k, words.v, mla=layers[0].is_mla))
     upload_into(hidden[:-1], words.hidden)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_testkit.cases.data import HIDDEN, NUM_LAYERS
+from attn_testkit.cases.data import HIDDEN
 
 from .packing import Bytes, Sent, pack_places
 from .uploads import upload_into
@@ -18,11 +18,17 @@ class Tables:
     """Request table, hidden states and activations of one instance."""
 
     def __init__(
-        self, requests: int, context_len: int, rows: int, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        requests: int,
+        context_len: int,
+        rows: int,
+        token: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """``requests``: rows of the request table. ``rows``: tokens that can have numbers of their own at a time.
 
-        ``width``: elements that a token has in one layer.
+        ``token``: L, and the elements that a token has in one layer.
         """
         self._packing = pack_places(
             (
@@ -30,7 +36,7 @@ class Tables:
                 ("due", torch.int64, (rows + 1,)),
                 ("hidden", torch.float32, (rows + 1, HIDDEN)),
                 # Last, because a transfer ends with the rows of the step.
-                ("rows", dtype, (rows + 1, NUM_LAYERS, width)),
+                ("rows", dtype, (rows + 1, *token)),
             )
         )
         self._memory = torch.full((self._packing.size,), 0xFF, dtype=torch.uint8, device=device)

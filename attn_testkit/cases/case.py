@@ -13,6 +13,7 @@ from typing import Any
 from ..contract import ForwardMode
 from . import choices
 from .draft import Draft
+from .layers import LAYERS_WORD, Layers, read_layers
 from .trees import Tree, chain
 
 __all__ = ["DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "Case", "Heads", "parse_case"]
@@ -50,7 +51,7 @@ class Case:
     Raises ``ValueError`` for a batch that is empty or larger than its bucket, accepted counts that are not one per
     request and 1 .. width, new tokens that are not one or more per request or more than their graph holds, chunks in
     another mode than extend, a tree in another mode than target-verify, or none there, a draft in another mode than
-    draft-decode, or none there, and a loop without a draft, or with an FP8 pool.
+    draft-decode, or none there, and a loop without a draft, with an FP8 pool, or with other layers than two from 0.
     """
 
     mode: ForwardMode
@@ -85,11 +86,13 @@ class Case:
     kv_dtype: str = "same"
     """Of the KV pool: ``same`` as ``dtype``, or ``fp8_e4m3``."""
     window: int = -1
-    """W of one layer; the other has none, or a wider one: see ``make_layers``."""
+    """W of every second layer; the others have none, or a wider one: see ``make_layers``."""
     logit_cap: float = 0.0
-    """Soft cap of one layer; 0.0: none."""
+    """Soft cap of every second layer; 0.0: none."""
     sinks: bool = False
-    """Both layers have attention sinks, one logit a query head."""
+    """All layers have attention sinks, one logit a query head."""
+    layers: Layers = field(default=Layers())
+    """How many there are, and under which ids."""
     bucket: int = 1
     """Batch size of the graph that the case's own batch runs in."""
     padding: str = "prod"
@@ -119,6 +122,8 @@ class Case:
             raise ValueError("a draft goes with draft-decode, and only with it")
         if self.rounds < 0 or (self.rounds and (not self.draft or self.kv_dtype != "same")):
             raise ValueError(f"{self.rounds} rounds: a loop goes with draft-decode, and a KV pool of the model's dtype")
+        if self.rounds and self.layers != Layers():
+            raise ValueError(f"{self.layers}: the model of a loop has two layers, from id 0 on")
 
     def _check_new_tokens(self) -> None:
         if len(self.new) != len(self.prefixes) or min(self.new) < 1:
@@ -180,6 +185,8 @@ class Case:
             words.append(f"cap{self.logit_cap:g}")
         if self.sinks:
             words.append("sink")
+        if self.layers != Layers():
+            words.append(str(self.layers))
         words.append(f"b{self.bucket}{self.padding}")
         if self.mixed:
             words.append("mixed")
@@ -267,6 +274,7 @@ _WORDS: tuple[_Word, ...] = (
     (r"w(\d+)", lambda m: {"window": int(m[1])}),
     (r"cap([\d.]+)", lambda m: {"logit_cap": float(m[1])}),
     (r"sink", lambda m: {"sinks": True}),
+    (LAYERS_WORD, read_layers),
     (r"b(\d+)(" + "|".join(PADDINGS) + ")", lambda m: {"bucket": int(m[1]), "padding": m[2]}),
     (r"mixed", lambda m: {"mixed": True}),
     (r"s(\d+)", lambda m: {"seed": int(m[1])}),

@@ -9,6 +9,7 @@ import click
 
 from ..cases.case import Case
 from ..cases.choices import chosen
+from ..cases.layers import Layers
 from ..cases.schedule import Schedule, Step, make_schedule
 from ..contract import ForwardMode
 
@@ -64,9 +65,10 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("rounds", f"{case.rounds} of a lossless loop, beside the steps" if case.rounds else ""),
         ("layout", case.layout),
         ("data", case.data),
-        ("window", "" if case.window < 0 else f"{case.window} keys back, in one layer"),
-        ("logit_cap", f"{case.logit_cap:g}, in one layer" if case.logit_cap else ""),
+        ("window", "" if case.window < 0 else f"{case.window} keys back, in every second layer"),
+        ("logit_cap", f"{case.logit_cap:g}, in every second layer" if case.logit_cap else ""),
         ("sinks", "one more logit for each query head" if case.sinks else ""),
+        ("layers", "" if case.layers == Layers() else case.layers.words),
         ("bucket", f"{case.bucket} request{'s'[: case.bucket - 1]} in the graph{padding}"),
         ("mixed", "graphs of all claimed modes on one instance, interleaved" if case.mixed else ""),
         ("seed", str(case.seed or "")),

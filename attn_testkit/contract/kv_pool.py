@@ -9,8 +9,13 @@ from .layer import AttentionLayer
 __all__ = ["KVPool"]
 
 
+class _ById(dict[int, torch.Tensor]):
+    def __missing__(self, layer_id: int) -> torch.Tensor:
+        raise KeyError(f"the KV pool has no layer of id {layer_id}; it has {', '.join(map(str, self))}")
+
+
 class KVPool:
-    """K and V of every token slot, for every layer.
+    """K and V of every token slot, for every layer. Layers are asked for by their ids, which need not begin at 0.
 
     ``size`` token slots follow page 0. Page 0 is reserved: padded rows write there, and no live request owns a slot of
     it. A slot ``s`` lies in page ``s // page_size``; inside a page the slots are consecutive.
@@ -52,9 +57,9 @@ class KVPool:
             )
 
         # A server gives the same buffers at every call.
-        parts = self.storage.shape[1]
+        parts, ids = self.storage.shape[1], [layer.layer_id for layer in layers]
         flat = self.storage.flatten(0, 1).unbind(0)
-        self._buffers = tuple(flat[part::parts] for part in range(parts))
+        self._buffers = tuple(_ById(zip(ids, flat[part::parts], strict=True)) for part in range(parts))
         self._row = tuple(self.storage.shape[3:])
 
     @property
@@ -63,13 +68,16 @@ class KVPool:
         return self.size + self.page_size
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """[slots, Hk, D] (MLA: [slots, 1, kv_lora_rank + rope]) in the pool's dtype. A view, not a copy."""
+        """[slots, Hk, D] (MLA: [slots, 1, kv_lora_rank + rope]) in the pool's dtype. A view, not a copy.
+
+        Raises ``KeyError`` that names the ids there are, as do the other methods.
+        """
         return self._buffers[0][layer_id]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """[slots, Hk, Dv] (MLA: the first ``kv_lora_rank`` columns of the key buffer). A view, not a copy."""
         if self.is_mla:
-            return self._buffers[0][layer_id][..., : self.layers[layer_id].kv_lora_rank]
+            return self._buffers[0][layer_id][..., : self.layers[0].kv_lora_rank]
         return self._buffers[1][layer_id]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:

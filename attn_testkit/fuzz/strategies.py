@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ..cases.case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from ..cases.draft import Draft
 from ..cases.extend import room_for
+from ..cases.layers import SETTINGS, Layers
 from ..cases.plans import context_len
 from ..cases.trees import Tree
 from ..contract import Capabilities, ForwardMode
@@ -29,6 +30,8 @@ _MOST_NEW = 70
 _MOST_HEADS = 64
 _MOST_SLACK = 4
 _MOST_WINDOW = 80
+_MOST_FIRST = 6
+"""Id of the first layer."""
 
 
 def random_cases(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[Case]:
@@ -63,11 +66,18 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         window=draw(st.one_of(st.just(-1), st.integers(0, _MOST_WINDOW))) if windowed else -1,
         logit_cap=draw(st.sampled_from([0.0, 1.5])) if claims.logit_cap else 0.0,
         sinks=draw(st.booleans()) if claims.sinks else False,
+        layers=draw(_layers()),
         bucket=len(prefixes) + slack,
         padding=draw(st.sampled_from(PADDINGS)) if slack else "prod",
         seed=draw(st.integers(0, 99)),
         **rows,
     )
+
+
+def _layers() -> st.SearchStrategy[Layers]:
+    """The plainest are two layers from 0."""
+    counts = sorted(range(1, len(SETTINGS) + 1), key=lambda count: abs(count - Layers().count))
+    return st.builds(Layers, st.sampled_from(counts), st.integers(0, _MOST_FIRST))
 
 
 def _widest(claims: Capabilities) -> int:

@@ -106,13 +106,14 @@ def attend_with_limit(schedule: Schedule, data: StepData, given: bool = False) -
 
 
 def _weights(attention: Attention) -> tuple[Weights, Weights]:
-    return _double_weights(attention.out.shape[2] * attention.out.shape[3])
+    layers, _, heads, dim = attention.out.shape
+    return _double_weights(layers, heads * dim)
 
 
 @lru_cache(maxsize=4)
-def _double_weights(width: int) -> tuple[Weights, Weights]:
+def _double_weights(layers: int, width: int) -> tuple[Weights, Weights]:
     """W and |W| in float64."""
-    weights = make_weights(width).double()
+    weights = make_weights(layers, width).double()
     return weights, Weights(weights.out.abs(), weights.head.abs())
 
 
