@@ -12,14 +12,25 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import DTYPES, StepData, held_kv, make_layers, make_step_data, pool_image
+from attn_testkit.cases.data import DTYPES, StepData, make_layers, make_step_data, pool_image, stored_kv
+from attn_testkit.cases.kv_groups import slot_map
+from attn_testkit.cases.layers import PERIOD
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
-from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, Capabilities, ForwardMode, KVPool
+from attn_testkit.contract import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    Capabilities,
+    ForwardMode,
+    KVGroup,
+    KVPool,
+)
 from attn_testkit.model import Model, Trace, pack, row_width
 
 from .errors import no_mode_left
 from .host_work import host_work
+from .kv_groups import GroupWatch
 from .packing import Bytes, Sent, bytes_of
 from .pool_watch import PoolWatch
 from .tables import Tables
@@ -68,11 +79,19 @@ def context_for(
     ctx = _largest(schedules, "max_context_len")
     spec = [s for s in schedules if s.case.mode.is_speculative()]
     verify = [s for s in schedules if s.case.tree is not None]
+
+    def group(index: int, own: tuple[AttentionLayer, ...]) -> KVGroup:
+        pool = KVPool(pages * case.page_size, case.page_size, own, kv_dtype, device)
+        table = torch.zeros(rows + 1, ctx, dtype=torch.int32, device=device)
+        return KVGroup(index, tuple(layer.layer_id for layer in own), pool, table)
+
+    turns = PERIOD if case.layers.groups else 1
+    groups = tuple(group(index, layers[index::turns]) for index in range(turns))
     return BackendContext(
         device=device,
         dtype=dtype,
-        kv_pool=KVPool(pages * case.page_size, case.page_size, layers, kv_dtype, device),
-        req_to_token=torch.zeros(rows + 1, ctx, dtype=torch.int32, device=device),
+        kv_pool=groups[0].kv_pool,
+        req_to_token=groups[0].req_to_token,
         layers=layers,
         page_size=case.page_size,
         max_context_len=ctx,
@@ -84,6 +103,7 @@ def context_for(
         topk=max([0] + [s.case.topk for s in verify]),
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
+        kv_groups=groups if len(groups) > 1 else (),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 
@@ -129,9 +149,12 @@ class ServerHarness:
         requests, columns = context.req_to_token.shape
         token = len(layers), row_width(layers)
         self._is_mla = layers[0].is_mla
-        self._tables = Tables(requests, columns, _largest(schedules, "most_rows"), token, context.dtype, device)
-        self.context = replace(context, req_to_token=self._tables.req_to_token)
-        self.pool = PoolWatch(self.context.kv_pool)
+        most = _largest(schedules, "most_rows")
+        self._tables = Tables(len(context.groups), requests, columns, most, token, context.dtype, device)
+        tables = self._tables.req_to_token
+        groups = tuple(replace(each, req_to_token=tables[each.index]) for each in context.kv_groups)
+        self.context = replace(context, req_to_token=tables[0], kv_groups=groups)
+        self.pool = GroupWatch(groups, device) if groups else PoolWatch(self.context.kv_pool)
         """The KV pool, before a step and after it."""
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden)
         with no_mode_left():
@@ -144,6 +167,12 @@ class ServerHarness:
         """
         return torch.where(ids < self.model.nan_row - 1, ids + 1, ids)
 
+    def in_groups(self, schedule: Schedule, slots: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """[G, ...] of ``slots`` [...] of the schedule: where they lie in the pool of each KV group."""
+        count = len(self.context.groups)
+        maps = (slot_map(schedule, group).astype(slots.dtype) for group in range(count))
+        return np.stack([found[slots] for found in maps]) if count > 1 else slots[None]
+
     def padding_slot(self, turn: int) -> int:
         """KV slot of rows of padding: those that the backend takes, by turns; at capture it is turn 0."""
         slots = sorted(self.capabilities.padding_slots, reverse=True)
@@ -151,9 +180,10 @@ class ServerHarness:
 
     def prepare_capture(self) -> None:
         """The memory as a server has it when it captures: an all-zero request table, page 0 zeros, no live request."""
-        pool = self.context.kv_pool
-        pool.storage.view(torch.uint8).fill_(0x7F if pool.dtype.itemsize == 1 else 0xFF)
-        pool.storage.view(torch.uint8)[:, :, : pool.page_size] = 0
+        for group in self.context.groups:
+            pool = group.kv_pool
+            pool.storage.view(torch.uint8).fill_(0x7F if pool.dtype.itemsize == 1 else 0xFF)
+            pool.storage.view(torch.uint8)[:, :, : pool.page_size] = 0
         self._tables.clear_requests()
 
     def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> LoadedStep:
@@ -176,11 +206,12 @@ class ServerHarness:
         def held() -> tuple[npt.NDArray[np.int64], Bytes]:
             with host_work():
                 if not (marked or tails):
-                    return held_kv(step, data, after=step.stored)
+                    return stored_kv(schedule, step, data, after=step.stored)
                 image = pool_image(schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked)
                 return np.arange(image.shape[2]), bytes_of(image)
 
         self.pool.fill((schedule, step, pattern), held, self.unowned)
-        table, due_on_device = self._tables.fill(step.req_to_token, due, hidden, rows.reshape(-1))
+        tables = self.in_groups(schedule, step.req_to_token)
+        table, due_on_device = self._tables.fill(tables, due, hidden, rows.reshape(-1))
         slots = (schedule.num_pages + 1) * schedule.case.page_size
         return LoadedStep(schedule, step, given, slots, due, due_on_device, table, rows)

@@ -51,6 +51,7 @@ class TorchNativeBackend(AttentionBackend):
         takes_none_kv=True,
         takes_unset_width=True,
         padding_slots=frozenset({0, -1}),
+        kv_groups=True,
         deterministic=True,
     )
 
@@ -83,7 +84,7 @@ class TorchNativeBackend(AttentionBackend):
         row = torch.arange(tokens, device=starts.device)
         request = torch.searchsorted(starts, row, right=True) - 1
         self._place = request * width + (row - starts[request]).clamp(max=width - 1)
-        self._slots = self._key_slots(batch)
+        self._slots = tuple(self._key_slots(batch, group.req_to_token) for group in self.context.groups)
         self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
 
     def _rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
@@ -104,9 +105,9 @@ class TorchNativeBackend(AttentionBackend):
         """[B] int64: first query row of each request."""
         return counts.cumsum(0) - counts
 
-    def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
-        """[B, C] int64: KV slot of each key."""
-        table = self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()]
+    def _key_slots(self, batch: ForwardBatch, req_to_token: torch.Tensor) -> torch.Tensor:
+        """[B, C] int64: KV slot of each key, by the request table of a KV group."""
+        table = req_to_token[batch.req_pool_indices[: batch.batch_size].long()]
         if isinstance(batch.spec_info, DraftDecodeInput):
             lens = batch.seq_lens[: batch.batch_size]
             table = batch.spec_info.key_slots(table, lens, self.context.page_size, self._key)
@@ -159,7 +160,8 @@ class TorchNativeBackend(AttentionBackend):
         """Store, gather, mask, softmax, sum; in float32. Shapes as in ``AttentionBackend.forward``."""
         if save_kv_cache:
             # Padding of slot -1 goes where other padding goes: page 0.
-            self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)
+            group = self.context.group_of(layer)
+            group.kv_pool.set_kv_buffer(layer, group.cache_loc(batch).clamp(min=0), k, v)
         seen = self._in_window(layer)
         logits = self._logits(self._queries(q, layer), self._keys(layer), layer)
         out = self._sum(self._weights(logits, seen, layer), self._values(layer), seen) * layer.v_scale
@@ -171,11 +173,13 @@ class TorchNativeBackend(AttentionBackend):
 
     def _keys(self, layer: AttentionLayer) -> torch.Tensor:
         """[B, C, Hk, D] float32, not yet multiplied by an FP8 pool's scale."""
-        return _gather(self.context.kv_pool.get_key_buffer(layer.layer_id), self._slots)
+        group = self.context.group_of(layer)
+        return _gather(group.kv_pool.get_key_buffer(layer.layer_id), self._slots[group.index])
 
     def _values(self, layer: AttentionLayer) -> torch.Tensor:
         """[B, C, Hk, Dv] float32, likewise."""
-        return _gather(self.context.kv_pool.get_value_buffer(layer.layer_id), self._slots)
+        group = self.context.group_of(layer)
+        return _gather(group.kv_pool.get_value_buffer(layer.layer_id), self._slots[group.index])
 
     def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         """[B, Hk, G, W, C]: scaled, capped, not yet masked."""

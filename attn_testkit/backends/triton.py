@@ -86,6 +86,7 @@ class TritonBackend(AttentionBackend):
         takes_none_kv=True,
         takes_unset_width=True,
         padding_slots=frozenset({0, -1}),
+        kv_groups=True,
         deterministic=True,
         batch_invariant=True,
         requires=Requires(packages=("triton>=3.6",)),
@@ -203,12 +204,14 @@ class TritonBackend(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store the new rows, then attend to them and to the prefix alike, through ``req_to_token``."""
-        context, plan = self.context, self._plan
+        group_of_layer, plan = self.context.group_of(layer), self._plan
         assert plan is not None, "a step is planned before its forward"
+        # Rows of the request table are the same in every group; a draft's own table is of the one group there is.
+        table = plan.table if batch.forward_mode.is_draft_decode() else group_of_layer.req_to_token
         if save_kv_cache:
             # Padding of slot -1 goes where other padding goes: page 0.
-            context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)
-        key, value = context.kv_pool.get_kv_buffer(layer.layer_id)
+            group_of_layer.kv_pool.set_kv_buffer(layer, group_of_layer.cache_loc(batch).clamp(min=0), k, v)
+        key, value = group_of_layer.kv_pool.get_kv_buffer(layer.layer_id)
         heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
         kv_lens = plan.kv_lens[batch.spec_info.step if isinstance(batch.spec_info, DraftDecodeInput) else 0]
         bs, splits = len(kv_lens), self._splits if plan.tile_rows == 1 else 1
@@ -220,10 +223,10 @@ class TritonBackend(AttentionBackend):
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else _NO_WINDOW
         attend_kernel[(bs, layer.tp_k_head_num // tiles.kv_heads, triton.cdiv(pairs, tiles.block_m) * splits)](
             q, key, value, out, self._partial, self._lse,
-            plan.table, plan.requests, kv_lens, plan.cu_seqlens_q, batch.positions,
+            table, plan.requests, kv_lens, plan.cu_seqlens_q, batch.positions,
             q if plan.mask is None else plan.mask, q if layer.sinks is None else layer.sinks,  # q: never read
             layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap), window,
-            *q.stride(), *key.stride()[:2], plan.table.stride(0),
+            *q.stride(), *key.stride()[:2], table.stride(0),
             HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
             HAS_CAP=layer.logit_cap > 0, HAS_SINKS=layer.sinks is not None, KV_HEADS=tiles.kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DOT=tiles.dot, num_warps=4, num_stages=2,

@@ -92,7 +92,7 @@ class Case:
     sinks: bool = False
     """All layers have attention sinks, one logit a query head."""
     layers: Layers = field(default=Layers())
-    """How many there are, and under which ids."""
+    """How many there are, under which ids, and whether they share a KV group."""
     bucket: int = 1
     """Batch size of the graph that the case's own batch runs in."""
     padding: str = "prod"
@@ -124,6 +124,8 @@ class Case:
             raise ValueError(f"{self.rounds} rounds: a loop goes with draft-decode, and a KV pool of the model's dtype")
         if self.rounds and self.layers != Layers():
             raise ValueError(f"{self.layers}: the model of a loop has two layers, from id 0 on")
+        if self.layers.groups and self.draft:
+            raise ValueError(f"{self.layers}: in draft-decode all layers share one KV group")
 
     def _check_new_tokens(self) -> None:
         if len(self.new) != len(self.prefixes) or min(self.new) < 1:

@@ -18,6 +18,7 @@ from cachetools.keys import hashkey
 
 from ..contract import AttentionLayer, ForwardMode
 from .case import Case
+from .kv_groups import outgrown
 from .layers import PERIOD, SETTINGS
 from .patterns import draw, mark_keys, normals, probe_values
 from .places import marked_slots, tail_slots, values_of_place
@@ -37,6 +38,7 @@ __all__ = [
     "new_kv",
     "numbers_of",
     "pool_image",
+    "stored_kv",
 ]
 
 DTYPES = {
@@ -381,15 +383,32 @@ def pool_image(
         image = torch.full(shape, unowned, dtype=dtype)
     if finite_tails and math.isnan(unowned):
         tails = np.concatenate([tail_slots(r, page) for r in step.requests])
-        filler = torch.tensor(0x70, dtype=torch.uint8) if dtype.itemsize == 1 else torch.tensor(100.0, dtype=dtype)
-        image[:, :, torch.from_numpy(tails)] = filler
+        image[:, :, torch.from_numpy(tails)] = _filler(dtype)
     if marked:
         one = _bytes_if_fp8(torch.ones((), dtype=dtype))
         image[:, -1, marked_slots(step, marked, page, slots), :, : schedule.case.head_dim] = one
-    owned, rows = held_kv(step, data, after=after)
+    owned, rows = stored_kv(schedule, step, data, after=after)
     raw = image.view(torch.uint8).numpy()
     raw.reshape(*raw.shape[:3], -1)[:, :, owned] = rows
     return image.view(dtype)
+
+
+def stored_kv(schedule: Schedule, step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:
+    """As ``held_kv``, with large finite numbers where a windowed KV group has let go of pages."""
+    slots, rows = held_kv(step, data, after=after)
+    windows = tuple(layer.sliding_window_size for layer in make_layers(schedule.case))
+    for layers, gone in outgrown(schedule, step, windows):
+        # By hand: a first np.isin imports a package.
+        lost = np.zeros((schedule.num_pages + 1) * schedule.case.page_size, np.bool_)
+        lost[gone] = True
+        filler = _filler(data.stored_keys.dtype).view(1).view(torch.uint8).numpy()
+        rows[layers, :, lost[slots]] = np.tile(filler, rows.shape[-1] // len(filler))
+    return slots, rows
+
+
+def _filler(dtype: torch.dtype) -> torch.Tensor:
+    """A large finite number, of the bytes of ``dtype`` where that is FP8."""
+    return torch.tensor(0x70, dtype=torch.uint8) if dtype.itemsize == 1 else torch.tensor(100.0, dtype=dtype)
 
 
 def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:

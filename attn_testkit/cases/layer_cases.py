@@ -1,4 +1,4 @@
-"""Cases whose model has three layers, under the ids of a later pipeline rank."""
+"""Cases whose model has three layers, under the ids of a later pipeline rank: in one KV group, and in two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layers import Layers
 __all__ = ["layer_cases"]
 
 _RANK = Layers(3, 5)
-_LENS = (21, 40, 6)
+_LENS = (21, 40, 4)
 _WINDOW = 7
 """Shorter than two of the requests."""
 
@@ -30,3 +30,9 @@ def layer_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         kv_dtype=min(claims.kv_dtypes),
     )
     yield from dict.fromkeys((plain, options))
+    if claims.kv_groups and not small.draft:
+        page = min((page for page in claims.page_sizes if page > 1), default=1)
+        # A windowed group has let go of whole pages of the first two requests.
+        lens = (2 * page + _WINDOW, 4 * page + _WINDOW - 1, 6)
+        for each in dict.fromkeys((plain, options)):
+            yield replace(each, layers=replace(_RANK, groups=True), page_size=page, prefixes=lens)

@@ -37,28 +37,33 @@ class Layers:
     count: int = 2
     first: int = 0
     """Id of the first layer; the others follow."""
+    groups: bool = False
+    """Two KV groups, whose layers take turns: the windowed ones and the others. Without it all share one."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= len(SETTINGS) or self.first < 0:
             raise ValueError(f"{self.count} layers from id {self.first}: there are 1 to {len(SETTINGS)}, from 0 on")
+        if self.groups and self.count < PERIOD:
+            raise ValueError(f"{self.count} layer has no two KV groups")
 
     def __str__(self) -> str:
-        return f"layers{self.count}from{self.first}"
+        return f"layers{self.count}from{self.first}{'groups' * self.groups}"
 
     @property
     def words(self) -> str:
         """For those who read."""
-        return f"{self.count}, of ids {self.first} to {self.first + self.count - 1}"
+        groups = ", in two KV groups by turns" if self.groups else ""
+        return f"{self.count}, of ids {self.first} to {self.first + self.count - 1}{groups}"
 
     def name(self, place: int) -> str:
         """Of the layer that runs as number ``place``, from 0 on: as messages have it, by its id."""
         return f"layer {self.first + place}"
 
 
-LAYERS_WORD = r"layers(\d+)from(\d+)"
+LAYERS_WORD = r"layers(\d+)from(\d+)(groups)?"
 """The word of a case id, which those of two layers from 0 lack."""
 
 
 def read_layers(match: re.Match[str]) -> dict[str, Any]:
     """What ``LAYERS_WORD`` says."""
-    return {"layers": Layers(int(match[1]), int(match[2]))}
+    return {"layers": Layers(int(match[1]), int(match[2]), bool(match[3]))}

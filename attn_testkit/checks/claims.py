@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..cases.schedule import Schedule
-from ..contract import AttentionBackend, BackendContext, Capabilities, ForwardMode, KVPool, Unsupported
+from ..contract import AttentionBackend, BackendContext, Capabilities, ForwardMode, KVGroup, KVPool, Unsupported
 from ..results import Finding
 from .check import Check, Stage, in_eager, in_graphs
 from .failures import is_ctrl_c, reason_of, site_of
@@ -108,9 +108,21 @@ def _mode(claims: Capabilities, context: BackendContext) -> tuple[str, BackendCo
     return f"mode {mode}", replace(context, modes=frozenset({mode}))
 
 
+def _kv_groups(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    # Of three layers and more: what a case of two has to choose from stays what it was.
+    if claims.kv_groups or len(context.layers) < 3:
+        return None
+    first, *rest = context.layers
+    groups = tuple(
+        KVGroup(index, tuple(layer.layer_id for layer in layers), context.kv_pool, context.req_to_token)
+        for index, layers in enumerate(((first,), rest))
+    )
+    return "a second KV group", replace(context, kv_groups=groups)
+
+
 _Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
 _WAYS: tuple[_Outside, ...] = (
-    _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches,
+    _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches, _kv_groups,
 )  # fmt: skip
 
 

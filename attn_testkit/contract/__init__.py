@@ -6,6 +6,7 @@ from .capabilities import DTYPES, FAMILIES, KV_DTYPES, Capabilities, Requires, U
 from .draft_decode import DraftDecodeInput
 from .kernel_backend import KernelBackend
 from .kernel_plan import KernelPlan
+from .kv_group import KVGroup
 from .kv_pool import KVPool
 from .layer import AttentionLayer
 from .modes import Execution, ForwardMode
@@ -23,6 +24,7 @@ __all__ = [
     "Execution",
     "ForwardBatch",
     "ForwardMode",
+    "KVGroup",
     "KVPool",
     "KernelBackend",
     "KernelPlan",

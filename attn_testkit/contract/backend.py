@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from .batch import ForwardBatch, VerifyMask
 from .capabilities import Capabilities, Unsupported
+from .kv_group import KVGroup
 from .kv_pool import KVPool
 from .layer import AttentionLayer
 from .modes import ForwardMode
@@ -54,6 +56,22 @@ class BackendContext:
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes that graphs are captured for, ascending; where one mode has several, those of all modes. Kernels are
     chosen by them. Empty where nobody knows them."""
+    kv_groups: tuple[KVGroup, ...] = ()
+    """Two or more, where layers do not share KV memory; ``kv_pool`` and ``req_to_token`` are those of the first. Empty
+    where they do, and always without the claim ``kv_groups``."""
+
+    @cached_property
+    def groups(self) -> tuple[KVGroup, ...]:
+        """``kv_groups``, or the one that all layers share."""
+        ids = tuple(layer.layer_id for layer in self.layers)
+        return self.kv_groups or (KVGroup(0, ids, self.kv_pool, self.req_to_token),)
+
+    def group_of(self, layer: AttentionLayer) -> KVGroup:
+        """Where the layer's KV lies. Raises ``KeyError`` for a layer of another model."""
+        for group in self.groups:
+            if layer.layer_id in group.layer_ids:
+                return group
+        raise KeyError(f"no KV group has a layer of id {layer.layer_id}")
 
 
 def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
@@ -93,6 +111,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         ("soft cap", max(layer.logit_cap for layer in context.layers),
          capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),
         ("sinks", "given", capabilities.sinks or all(layer.sinks is None for layer in context.layers)),
+        ("number of KV groups", len(context.groups), capabilities.kv_groups or len(context.groups) == 1),
     ]  # fmt: skip
     for what, value, fine in checks:
         if not fine:

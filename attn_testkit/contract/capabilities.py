@@ -90,7 +90,7 @@ def _requirement(text: object) -> None:
 
 _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
 _YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
-               "takes_none_kv", "takes_unset_width")  # fmt: skip
+               "takes_none_kv", "takes_unset_width", "kv_groups")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,9 @@ class Capabilities:
     padding_slots: Set[int] = frozenset({0})
     """Which KV slots may rows of padding have in a graph? 0: they are stored in page 0, which is reserved. -1: they are
     not stored at all (vLLM). With both replays take turns. ``KVPool.set_kv_buffer`` takes no -1."""
+    kv_groups: bool = False
+    """May layers have KV groups (``BackendContext.kv_groups``): a pool, a request table and slots of new tokens for the
+    windowed ones, and others for the rest? False: all layers share one. In draft-decode they always do."""
     kernel_changes_at: Set[int] = frozenset()
     """From which batch sizes on does another kernel run? 8 for one kernel of up to 7 requests and another of more. A
     batch of each size is tried, and one that is smaller by a request."""

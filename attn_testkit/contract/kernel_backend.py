@@ -7,6 +7,7 @@ CUDA graph by construction: fixed shapes, fixed addresses, no host lengths.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 
@@ -55,7 +56,8 @@ class KernelBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Rebuild lengths and query offsets on the device; tables when they are asked for."""
         context, bs, mode = self.context, batch.batch_size, batch.forward_mode
-        table = context.req_to_token[batch.req_pool_indices[:bs].long()]
+        requests = batch.req_pool_indices[:bs].long()
+        table = context.req_to_token[requests]
         if mode.is_draft_decode():
             self._step = self._branches(batch, table)
             return
@@ -70,6 +72,8 @@ class KernelBackend(AttentionBackend):
             seq_lens = seq_lens + width
             mask = self._draft_mask(batch, bs, width)
         self._step = KernelStep(table, seq_lens, cu_seqlens_q, width, mask, context.page_size)
+        others = context.groups[1:]
+        self._steps_of_others = tuple(replace(self._step, table=each.req_to_token[requests]) for each in others)
 
     def _branches(self, batch: ForwardBatch, table: torch.Tensor) -> KernelStep:
         """Each branch as a request that decodes. ``table`` [bs, max_context_len]: rows of ``req_to_token``."""
@@ -116,12 +120,13 @@ class KernelBackend(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store the new rows and call the kernel. Shapes as in ``AttentionBackend.forward``."""
-        context = self.context
+        context, group = self.context, self.context.group_of(layer)
         new = (k, v) if save_kv_cache else (None, None)
-        plan = KernelPlan(self._step, layer, batch.out_cache_loc, context.max_context_len, save_kv_cache, *new)
+        step = self._steps_of_others[group.index - 1] if group.index else self._step
+        plan = KernelPlan(step, layer, group.cache_loc(batch), context.max_context_len, save_kv_cache, *new)
         if save_kv_cache:
             self.write_kv(k, v, plan)
-        key, value = context.kv_pool.get_kv_buffer(layer.layer_id)
+        key, value = group.kv_pool.get_kv_buffer(layer.layer_id)
         return self.run(q, (_in_pages(key, context.page_size), _in_pages(value, context.page_size)), plan)
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
@@ -129,7 +134,7 @@ class KernelBackend(AttentionBackend):
 
         Before ``run``, and where ``save_kv_cache`` is True alone. May run under capture: device work only.
         """
-        self.context.kv_pool.set_kv_buffer(plan.layer, plan.out_cache_loc, k, v)
+        self.context.group_of(plan.layer).kv_pool.set_kv_buffer(plan.layer, plan.out_cache_loc, k, v)
 
 
 def _in_pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -199,7 +199,7 @@ def all_faults() -> tuple[Fault, ...]:
 @lru_cache(maxsize=1)
 def all_controls() -> tuple[Control, ...]:
     """Every healthy control."""
-    for module in ("", "_of_builds", "_of_dialects", "_of_drafts", "_of_prefill", "_of_process"):
+    for module in ("", "_of_builds", "_of_dialects", "_of_drafts", "_of_layers", "_of_prefill", "_of_process"):
         importlib.import_module(f"{__package__}.controls{module}")
     return tuple(_CONTROLS.values())
 

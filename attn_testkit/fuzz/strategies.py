@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ..cases.case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from ..cases.draft import Draft
 from ..cases.extend import room_for
-from ..cases.layers import SETTINGS, Layers
+from ..cases.layers import PERIOD, SETTINGS, Layers
 from ..cases.plans import context_len
 from ..cases.trees import Tree
 from ..contract import Capabilities, ForwardMode
@@ -66,7 +66,7 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         window=draw(st.one_of(st.just(-1), st.integers(0, _MOST_WINDOW))) if windowed else -1,
         logit_cap=draw(st.sampled_from([0.0, 1.5])) if claims.logit_cap else 0.0,
         sinks=draw(st.booleans()) if claims.sinks else False,
-        layers=draw(_layers()),
+        layers=draw(_layers(grouped=claims.kv_groups and not mode.is_draft_decode())),
         bucket=len(prefixes) + slack,
         padding=draw(st.sampled_from(PADDINGS)) if slack else "prod",
         seed=draw(st.integers(0, 99)),
@@ -74,10 +74,12 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
     )
 
 
-def _layers() -> st.SearchStrategy[Layers]:
-    """The plainest are two layers from 0."""
+def _layers(*, grouped: bool) -> st.SearchStrategy[Layers]:
+    """The plainest are two layers from 0, in one KV group."""
     counts = sorted(range(1, len(SETTINGS) + 1), key=lambda count: abs(count - Layers().count))
-    return st.builds(Layers, st.sampled_from(counts), st.integers(0, _MOST_FIRST))
+    groups = st.booleans() if grouped else st.just(False)
+    drawn = st.tuples(st.sampled_from(counts), st.integers(0, _MOST_FIRST), groups)
+    return drawn.map(lambda each: Layers(each[0], each[1], each[2] and each[0] >= PERIOD))
 
 
 def _widest(claims: Capabilities) -> int:

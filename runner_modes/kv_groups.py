@@ -1,0 +1,92 @@
+"""The pools of KV groups, looked at as one: slots are those of the schedule, whatever a group's pool has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attn_testkit.cases.kv_groups import slot_map
+from attn_testkit.cases.schedule import Schedule, Step
+from attn_testkit.contract import KVGroup
+
+from .packing import Bytes
+from .pool_watch import PoolWatch
+from .uploads import upload
+
+__all__ = ["GroupWatch"]
+
+_Ints = npt.NDArray[np.int64]
+
+
+class GroupWatch:
+    """A ``PoolWatch`` for each group, with the face of one for all layers."""
+
+    def __init__(self, groups: Sequence[KVGroup], device: torch.device) -> None:
+        self._watches = [PoolWatch(group.kv_pool) for group in groups]
+        self._storages = [group.kv_pool.storage for group in groups]
+        self._device = device
+        self.bits = self._watches[0].bits
+        """Integers of an element's bits."""
+        self.layers = sum(watch.layers for watch in self._watches)
+        self._maps: list[_Ints] = []
+        self._on_device: list[torch.Tensor] = []
+        self._mapped: Schedule | None = None
+
+    def _of(self, group: int) -> slice:
+        """Layers of a group, among all."""
+        return slice(group, None, len(self._watches))
+
+    def fill(
+        self,
+        name: tuple[Schedule, Step, str | None],
+        held: Callable[[], tuple[_Ints, Bytes]],
+        unowned: float,
+    ) -> None:
+        """As ``PoolWatch.fill``; ``held`` has all layers, and slots of the schedule."""
+        if name[0] is not self._mapped:
+            self._mapped = name[0]
+            self._maps = [slot_map(name[0], group) for group in range(len(self._watches))]
+            self._on_device = [upload(torch.from_numpy(found), self._device) for found in self._maps]
+        made: list[tuple[_Ints, Bytes]] = []
+
+        def of_group(group: int) -> tuple[_Ints, Bytes]:
+            if not made:
+                made.append(held())
+            slots, rows = made[0]
+            return self._maps[group][slots], np.ascontiguousarray(rows.reshape(self.layers, -1)[self._of(group)])
+
+        for group, watch in enumerate(self._watches):
+            watch.fill(name, lambda group=group: of_group(group), unowned)  # type: ignore[misc]
+
+    def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
+        """As ``PoolWatch.look``, group by group. A map is of whole pools, so that every slot is looked at."""
+        return tuple(
+            part
+            for watch, of_group in zip(self._watches, self._on_device, strict=True)
+            for part in watch.look(slots, of_group[due], count)
+        )
+
+    def written(self, due: _Ints, *found: Bytes) -> tuple[_Ints, Bytes, tuple[int, ...]]:
+        """As ``PoolWatch.written``: slots of the schedule that changed in any group, and all layers' rows of them."""
+        parts = [
+            watch.written(self._maps[group][due], found[2 * group], found[2 * group + 1])
+            for group, watch in enumerate(self._watches)
+        ]
+        changed = [np.argsort(self._maps[group])[slots] for group, (slots, _, _) in enumerate(parts)]
+        # Not by np.unique, as in ``ServerHarness.load``.
+        every = np.array(sorted(set(np.concatenate(changed).tolist())), dtype=np.int64)
+        shape = (self.layers, parts[0][2][1], len(every), *parts[0][2][3:])
+        rows = np.empty((self.layers, int(np.prod(shape[1:])) * self.bits.itemsize), np.uint8)
+        for group in range(len(self._watches)):
+            rows[self._of(group)] = self._rows(group, every)
+        return every, rows.reshape(-1), shape
+
+    def _rows(self, group: int, slots: _Ints) -> Bytes:
+        """[layers of the group, bytes]: what it holds in slots of the schedule."""
+        storage = self._storages[group].view(self.bits)
+        now = storage.index_select(2, upload(torch.from_numpy(self._maps[group][slots]), self._device)).cpu()
+        raw: Bytes = now.view(torch.uint8).numpy().reshape(len(now), -1)
+        return raw
