@@ -33,11 +33,13 @@ class LayerKind(NamedTuple):
     scale: float
     window: int
     cap: float
+    group: int = 0
+    """Its KV group: another table is another plan."""
 
     @classmethod
-    def of(cls, layer: AttentionLayer) -> LayerKind:
+    def of(cls, layer: AttentionLayer, group: int = 0) -> LayerKind:
         """The kind of a layer."""
-        return cls(layer.scaling, layer.sliding_window_size, layer.logit_cap)
+        return cls(layer.scaling, layer.sliding_window_size, layer.logit_cap, group)
 
 
 class FlashInferBackend(AttentionBackend):
@@ -63,6 +65,7 @@ class FlashInferBackend(AttentionBackend):
         needs_cpu_seq_lens=True,
         takes_none_kv=True,
         takes_unset_width=True,
+        kv_groups=True,
         requires=Requires(sm=(80, 129), packages=("flashinfer-python>=0.7.2,<0.8",)),
     )
 
@@ -74,7 +77,8 @@ class FlashInferBackend(AttentionBackend):
         first = context.layers[0]
         self._tensor_cores = first.q_per_kv >= 4 or context.kv_pool.dtype.itemsize == 1
         self._float_workspace = workspace(context.device, fake)
-        self._kinds = list(dict.fromkeys(LayerKind.of(layer) for layer in context.layers))
+        kinds = (LayerKind.of(layer, context.group_of(layer).index) for layer in context.layers)
+        self._kinds = list(dict.fromkeys(kinds))
         self._eager: dict[tuple[bool, LayerKind], Any] = {}
         self._graphs: dict[tuple[ForwardMode, int], dict[LayerKind, Any]] = {}
         self._current: dict[LayerKind, Any] = {}
@@ -100,6 +104,7 @@ class FlashInferBackend(AttentionBackend):
 
         self._qo_indptr, self._kv_indptr = zeros(max_bs + 1), zeros(max_bs + 1)
         self._last_page_len, self._kv_indices = zeros(max_bs), zeros(max_bs * pages)
+        self._other_indices = tuple(zeros(max_bs * pages) for _ in context.groups[1:])
         n = context.num_draft_tokens
         self._mask_bytes = zeros(max_bs * (-(-n * pages * context.page_size // 8)), torch.uint8)
         self._mask_indptr = zeros(max_bs + 1)
@@ -111,7 +116,9 @@ class FlashInferBackend(AttentionBackend):
         if in_capture:
             # A wrapper that was given a mask buffer is in custom-mask mode for ever, whatever later plans say.
             masked = plan.custom_mask is not None
-            self._graphs[bucket] = {kind: self._graph_wrapper(decode, batch.batch_size, masked) for kind in self._kinds}
+            self._graphs[bucket] = {
+                kind: self._graph_wrapper(decode, batch.batch_size, masked, kind.group) for kind in self._kinds
+            }
         self._current = self._graphs[bucket]
         self._plan_all(plan, decode)
 
@@ -120,7 +127,8 @@ class FlashInferBackend(AttentionBackend):
             return self._decode.call(self._float_workspace, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2")
         return self._prefill.call(self._float_workspace, "NHD", backend="fa2")
 
-    def _graph_wrapper(self, decode: bool, bs: int, masked: bool) -> Any:
+    def _graph_wrapper(self, decode: bool, bs: int, masked: bool, group: int) -> Any:
+        indices = self._other_indices[group - 1] if group else self._kv_indices
         if decode:
             return self._decode.call(
                 self._float_workspace,
@@ -128,7 +136,7 @@ class FlashInferBackend(AttentionBackend):
                 use_cuda_graph=True,
                 use_tensor_cores=self._tensor_cores,
                 paged_kv_indptr_buffer=self._kv_indptr[: bs + 1],
-                paged_kv_indices_buffer=self._kv_indices,
+                paged_kv_indices_buffer=indices,
                 paged_kv_last_page_len_buffer=self._last_page_len[:bs],
                 backend="fa2",
             )
@@ -138,7 +146,7 @@ class FlashInferBackend(AttentionBackend):
             use_cuda_graph=True,
             qo_indptr_buf=self._qo_indptr[: bs + 1],
             paged_kv_indptr_buf=self._kv_indptr[: bs + 1],
-            paged_kv_indices_buf=self._kv_indices,
+            paged_kv_indices_buf=indices,
             paged_kv_last_page_len_buf=self._last_page_len[:bs],
             custom_mask_buf=self._mask_bytes if masked else None,
             mask_indptr_buf=self._mask_indptr[: bs + 1] if masked else None,
@@ -148,9 +156,9 @@ class FlashInferBackend(AttentionBackend):
     def _plan_all(self, plan: PagePlan, decode: bool) -> None:
         for kind, wrapper in self._current.items():
             if decode:
-                self._plan_decode(wrapper, kind, plan)
+                self._plan_decode(wrapper, kind, plan.of_group(kind.group))
             else:
-                self._plan_prefill(wrapper, kind, plan)
+                self._plan_prefill(wrapper, kind, plan.of_group(kind.group))
 
     def _plan_decode(self, wrapper: Any, kind: LayerKind, plan: PagePlan) -> None:
         layer, context = self.context.layers[0], self.context
@@ -201,10 +209,11 @@ class FlashInferBackend(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store the new rows and run the wrapper that was planned for this layer's kind."""
-        pool, page_size = self.context.kv_pool, self.context.page_size
+        group, page_size = self.context.group_of(layer), self.context.page_size
+        pool = group.kv_pool
         if save_kv_cache:
-            pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+            pool.set_kv_buffer(layer, group.cache_loc(batch), k, v)
         key, value = (buffer.view(-1, page_size, *buffer.shape[1:]) for buffer in pool.get_kv_buffer(layer.layer_id))
         scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if pool.dtype.itemsize == 1 else {}
-        out: torch.Tensor = self._current[LayerKind.of(layer)].run(q, (key, value), **scales)
+        out: torch.Tensor = self._current[LayerKind.of(layer, group.index)].run(q, (key, value), **scales)
         return out

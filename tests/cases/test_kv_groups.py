@@ -13,6 +13,7 @@ from attn_testkit.cases.data import held_kv, make_layers, make_step_data, pool_i
 from attn_testkit.cases.kv_groups import group_of_place, outgrown, slot_in_pool, slot_map
 from attn_testkit.cases.layers import Layers
 from attn_testkit.cases.schedule import Schedule, make_schedule
+from attn_testkit.cases.untried import untried
 from attn_testkit.contract import ForwardMode
 
 CLAIMS = TorchNativeBackend.capabilities
@@ -35,6 +36,9 @@ def test_cases_have_groups_where_they_are_claimed_but_no_draft_has(mode: Forward
 
     assert found() == ([] if mode.is_draft_decode() else [-1, 7])
     assert found(kv_groups=False) == found("smoke") == []
+    lacking = {tier: untried(CLAIMS, mode, generate(CLAIMS, mode, tier)) for tier in ("smoke", "core")}
+    assert (("KV groups", "KV groups") in lacking["smoke"]) is not mode.is_draft_decode()
+    assert ("KV groups", "KV groups") not in lacking["core"]
     assert found(page_sizes={1}) == found()
 
 
