@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,14 +27,15 @@ class GroupWatch:
 
     def __init__(self, groups: Sequence[KVGroup], device: torch.device) -> None:
         self._watches = [PoolWatch(group.kv_pool) for group in groups]
-        self._storages = [group.kv_pool.storage for group in groups]
         self._device = device
         self.bits = self._watches[0].bits
         """Integers of an element's bits."""
-        self.layers = sum(watch.layers for watch in self._watches)
-        self._maps: list[_Ints] = []
-        self._on_device: list[torch.Tensor] = []
+        self._counts = [len(group.layer_ids) for group in groups]
         self._mapped: Schedule | None = None
+        """The one whose maps are at hand."""
+        self._maps: list[_Ints] = []
+        """Of each group: slots of the schedule -> slots of its pool."""
+        self._on_device: list[torch.Tensor] = []
 
     def _of(self, group: int) -> slice:
         """Layers of a group, among all."""
@@ -56,13 +58,13 @@ class GroupWatch:
             if not made:
                 made.append(held())
             slots, rows = made[0]
-            return self._maps[group][slots], np.ascontiguousarray(rows.reshape(self.layers, -1)[self._of(group)])
+            return self._maps[group][slots], np.ascontiguousarray(rows.reshape(sum(self._counts), -1)[self._of(group)])
 
         for group, watch in enumerate(self._watches):
             watch.fill(name, lambda group=group: of_group(group), unowned)  # type: ignore[misc]
 
     def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
-        """As ``PoolWatch.look``, group by group. A map is of whole pools, so that every slot is looked at."""
+        """As ``PoolWatch.look``, group by group. All have the slots of a schedule, each in another order."""
         return tuple(
             part
             for watch, of_group in zip(self._watches, self._on_device, strict=True)
@@ -78,15 +80,15 @@ class GroupWatch:
         changed = [np.argsort(self._maps[group])[slots] for group, (slots, _, _) in enumerate(parts)]
         # Not by np.unique, as in ``ServerHarness.load``.
         every = np.array(sorted(set(np.concatenate(changed).tolist())), dtype=np.int64)
-        shape = (self.layers, parts[0][2][1], len(every), *parts[0][2][3:])
-        rows = np.empty((self.layers, int(np.prod(shape[1:])) * self.bits.itemsize), np.uint8)
+        shape = (sum(self._counts), parts[0][2][1], len(every), *parts[0][2][3:])
+        rows = np.empty((shape[0], math.prod(shape[1:]) * self.bits.itemsize), np.uint8)
         for group in range(len(self._watches)):
             rows[self._of(group)] = self._rows(group, every)
         return every, rows.reshape(-1), shape
 
     def _rows(self, group: int, slots: _Ints) -> Bytes:
         """[layers of the group, bytes]: what it holds in slots of the schedule."""
-        storage = self._storages[group].view(self.bits)
-        now = storage.index_select(2, upload(torch.from_numpy(self._maps[group][slots]), self._device)).cpu()
-        raw: Bytes = now.view(torch.uint8).numpy().reshape(len(now), -1)
+        watch, mine = self._watches[group], upload(torch.from_numpy(self._maps[group][slots]), self._device)
+        _, (now, size), *_ = watch.look(len(self._maps[group]), mine, len(slots))
+        raw: Bytes = now[:size].cpu().numpy().reshape(self._counts[group], -1)
         return raw
