@@ -20,7 +20,7 @@ from attn_testkit.cases.data import make_step_data, pool_image
 from attn_testkit.cases.kv_groups import slot_map
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.checks.judgement import Judgement
-from attn_testkit.contract import ForwardBatch, Unsupported, refuse_unclaimed
+from attn_testkit.contract import ForwardBatch, KVGroup, Unsupported, refuse_unclaimed
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.oracle.expect import expect
@@ -42,6 +42,11 @@ def loaded(case: str = CASE) -> tuple[ServerHarness, LoadedStep]:
     schedule = make_schedule(parse_case(case))
     harness = ServerHarness(TorchNativeBackend, [schedule], CUDA)
     return harness, harness.load(schedule, schedule.steps[0])
+
+
+def stored(group: KVGroup) -> torch.Tensor:
+    """[L, 2, slots, Hk, D], a copy on the host."""
+    return torch.stack([torch.stack(group.kv_pool.get_kv_buffer(layer)) for layer in group.layer_ids]).cpu()
 
 
 def looked(harness: ServerHarness, held: LoadedStep) -> tuple[np.ndarray, torch.Tensor]:
@@ -72,7 +77,7 @@ def test_each_pool_holds_the_image_of_its_layers_by_its_own_slots() -> None:
     harness, _ = loaded()
     image = pool_image(SCHEDULE, STEP, make_step_data(SCHEDULE, STEP), False, after=False)
     for group in harness.context.groups:
-        held = group.kv_pool.storage.cpu()[:, :, torch.from_numpy(slot_map(SCHEDULE, group.index))]
+        held = stored(group)[:, :, torch.from_numpy(slot_map(SCHEDULE, group.index))]
         assert torch.equal(held.view(torch.int16), image[group.index :: 2].contiguous().view(torch.int16))
 
 
@@ -92,14 +97,14 @@ def test_what_is_written_is_seen_under_the_slots_of_the_schedule(group: int, own
     """A slot that changed in one group alone has the rows of all layers."""
     harness, held = loaded()
     slot = int(held.due[1]) if own else int(next(s for s in range(4, held.slots) if s not in held.due))
-    before = [each.kv_pool.storage.clone() for each in harness.context.groups]
-    pool = harness.context.groups[group].kv_pool
-    pool.storage[0, 1, slot_map(SCHEDULE, group)[slot], 1, 3] = 2.5
+    before = [stored(each) for each in harness.context.groups]
+    of = harness.context.groups[group]
+    of.kv_pool.get_value_buffer(of.layer_ids[0])[slot_map(SCHEDULE, group)[slot], 1, 3] = 2.5
     slots, rows = looked(harness, held)
     assert slots.tolist() == [slot]
     assert rows[group, 1, 0, 1, 3] == 2.5
-    rows[group, 1, 0, 1, 3] = before[group][0, 1, slot_map(SCHEDULE, group)[slot], 1, 3].cpu()
-    want = torch.stack([before[g][i, :, slot_map(SCHEDULE, g)[slot]].cpu() for g, i in ((0, 0), (1, 0), (0, 1))])
+    rows[group, 1, 0, 1, 3] = before[group][0, 1, slot_map(SCHEDULE, group)[slot], 1, 3]
+    want = torch.stack([before[g][i, :, slot_map(SCHEDULE, g)[slot]] for g, i in ((0, 0), (1, 0), (0, 1))])
     assert torch.equal(rows[:, :, 0].contiguous().view(torch.int16), want.view(torch.int16))
 
 
