@@ -195,9 +195,10 @@ def replay_view(
         seq_lens_cpu=static.seq_lens_cpu[:upto] if mirrors else None,
         seq_lens_sum=sum(seq_lens_of(mode, loaded)) + (bs - live) * fill if mirrors else None,
         out_cache_loc=static.out_cache_loc[:tokens],
-        group_cache_locs=static.by_group(tokens),
         spec_info=spec,
     )
+    if harness.context.kv_groups:
+        view.group_cache_locs = static.by_group(tokens)
     if not drafts:
         view.positions = static.positions[: bs * width]
         view.num_padding = bs - live

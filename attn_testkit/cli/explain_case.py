@@ -9,7 +9,7 @@ import click
 
 from ..cases.case import Case
 from ..cases.choices import chosen
-from ..cases.layers import Layers
+from ..cases.layers import PERIOD, Layers
 from ..cases.schedule import Schedule, Step, make_schedule
 from ..contract import ForwardMode
 
@@ -48,6 +48,7 @@ def _fields(case: Case) -> list[tuple[str, str]]:
     """Field -> what it says, empty where the case has no such thing."""
     heads, tree, padded = case.heads, case.tree, case.bucket - case.bs
     nodes = f"{len(tree)} nodes, {'a chain' if case.topk == 1 else 'parents ' + _listed(tree.parents)}" if tree else ""
+    turns = "one layer" if case.layers.count <= PERIOD else "every second layer"
     padding = f", {padded} of them padding ({case.padding})" if padded else ""
     return [
         ("mode", case.mode.value),
@@ -65,8 +66,8 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("rounds", f"{case.rounds} of a lossless loop, beside the steps" if case.rounds else ""),
         ("layout", case.layout),
         ("data", case.data),
-        ("window", "" if case.window < 0 else f"{case.window} keys back, in every second layer"),
-        ("logit_cap", f"{case.logit_cap:g}, in every second layer" if case.logit_cap else ""),
+        ("window", "" if case.window < 0 else f"{case.window} keys back, in {turns}"),
+        ("logit_cap", f"{case.logit_cap:g}, in {turns}" if case.logit_cap else ""),
         ("sinks", "one more logit for each query head" if case.sinks else ""),
         ("layers", "" if case.layers == Layers() else case.layers.words),
         ("bucket", f"{case.bucket} request{'s'[: case.bucket - 1]} in the graph{padding}"),

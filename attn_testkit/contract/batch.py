@@ -134,7 +134,7 @@ class ForwardBatch:
     ``seq_lens_cpu``                   [B] or None                   [max_bs] or None        [max_bs] or None
     ``seq_lens_sum``                   of B requests, or None        of B requests, or None  of B requests, or None
     ``out_cache_loc``                  [T]                           [T]                     [T]
-    ``group_cache_locs``               [G, T] or None                [G, T] or None          [G, T] or None
+    ``group_cache_locs``               [G, T], with groups alone     the same                the same
     ``num_padding``                    B - R                         absent                  absent
     ``actual_forward_mode``            ``forward_mode``              absent                  absent
     ``extend_*``, ``extras``           absent                        absent                  absent

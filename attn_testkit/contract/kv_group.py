@@ -30,5 +30,6 @@ class KVGroup:
 
     def cache_loc(self, batch: ForwardBatch) -> torch.Tensor:
         """[T] int64: KV slot of each new token in this group's pool; a view of the batch's tensor."""
-        locs = batch.group_cache_locs
+        # The view of a replay has it where there are groups.
+        locs = getattr(batch, "group_cache_locs", None)
         return batch.out_cache_loc if locs is None else locs[self.index]
