@@ -19,8 +19,8 @@ _MODES = tuple(mode for mode in ForwardMode if not mode.is_draft_decode())
     slug="table-of-the-first-kv-group",
     source="sglang #26531, #26957",
     modes=_MODES,
-    checks=("matches-oracle", "finite"),
-    hint="",
+    checks=("reads-own-kv", "matches-oracle", "finite"),
+    hint="unowned slots are read|KV tokens",
     modelled="upstream the windowed layers read by the full layers' table; here all read by that of the first group",
 )
 class TableOfTheFirstKVGroup(GroupedBackend):
