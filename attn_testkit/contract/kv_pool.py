@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -12,8 +13,16 @@ from .layer import AttentionLayer
 __all__ = ["KVPool"]
 
 
+_Of = TypeVar("_Of")
+
+
+class _ById(dict[int, _Of]):
+    def __missing__(self, layer_id: int) -> _Of:
+        raise KeyError(f"the KV pool has no layer of id {layer_id}; it has {', '.join(map(str, self))}")
+
+
 class KVPool:
-    """K and V of every token slot, for every layer.
+    """K and V of every token slot, for every layer. Layers are asked for by their ids, which need not begin at 0.
 
     ``size`` token slots follow page 0. Page 0 is reserved: padded rows write there, and no live request owns a slot of
     it. A slot ``s`` lies in page ``s // page_size``; inside a page the slots are consecutive.
@@ -70,14 +79,14 @@ class KVPool:
             found = refuse_layers(spec, own(spec))
         else:
             found = lay_out(spec, layout)
-        self.memory = dict(zip((layer.layer_id for layer in layers), found, strict=True))
+        self.memory = _ById(zip((layer.layer_id for layer in layers), found, strict=True))
         """Layer id -> where its K and V lie, in the order of ``layers``."""
         self.pieces = pieces_of([part for each in found for part in each.parts])
         """All memory that they lie in: each allocation, flat, and the views in it."""
         # A server gives the same buffers at every call.
-        self._by_slot = {layer.layer_id: self._views(layer, self.num_slots) for layer in layers}
+        self._by_slot = _ById((layer.layer_id, self._views(layer, self.num_slots)) for layer in layers)
         self._by_page: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
-        self._stored = {layer.layer_id: self._where_stored(layer) for layer in layers}
+        self._stored = _ById((layer.layer_id, self._where_stored(layer)) for layer in layers)
 
     def _where_stored(self, layer: AttentionLayer) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         """Of K and V: what rows are put into, and the sizes of its dimensions that count slots."""
@@ -99,7 +108,10 @@ class KVPool:
         return self.size + self.page_size
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """[slots, Hk, D] (MLA: [slots, 1, kv_lora_rank + rope]) in the pool's dtype. A view, not a copy."""
+        """[slots, Hk, D] (MLA: [slots, 1, kv_lora_rank + rope]) in the pool's dtype. A view, not a copy.
+
+        Raises ``KeyError`` that names the ids there are, as do the other methods.
+        """
         return self.get_kv_buffer(layer_id)[0]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
@@ -121,7 +133,7 @@ class KVPool:
         out so that no strides give such a view.
         """
         if layer_id not in self._by_page:
-            layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
+            layer = _ById((layer.layer_id, layer) for layer in self.layers)[layer_id]
             self._by_page[layer_id] = self._views(layer, self.num_slots // self.page_size, self.page_size)
         return self._there(self._by_page[layer_id], "[pages, page_size, heads, width]")
 
