@@ -49,6 +49,17 @@ def test_what_has_no_groups_is_refused() -> None:
         parse_case("draft-decode-mha2-d32-bf16-p4-k5-topk1steps3-shuffled-gauss-layers2from0groups-b2prod")
 
 
+@pytest.mark.parametrize(
+    ("words", "beside"),
+    [("-lseprefix-b2prod", "parts 'prefix'"), ("-b2prod-lent", "way 'lent'"), ("-b2prod-idle", "way 'idle'")],
+)
+def test_neither_parts_nor_a_way_go_with_groups_and_both_go_with_other_layers(words: str, beside: str) -> None:
+    plain = "decode-mha2-d32-bf16-p4-k5-shuffled-gauss-layers3from5"
+    assert parse_case(plain + words).layers == Layers(3, 5)
+    with pytest.raises(ValueError, match=f"KV groups go neither with parts nor with a way, here {beside}"):
+        parse_case(f"{plain}groups{words}")
+
+
 def test_a_second_pool_has_the_same_pages_elsewhere_and_page_0_at_its_place() -> None:
     schedule = schedule_of()
     first, second = slot_map(schedule, 0), slot_map(schedule, 1)

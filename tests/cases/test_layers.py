@@ -114,5 +114,8 @@ def test_the_pool_is_asked_by_layer_id() -> None:
     for asked in (0, 4, 8, -1):
         with pytest.raises(KeyError, match=re.escape(f"the KV pool has no layer of id {asked}; it has 5, 6, 7")):
             pool.get_key_buffer(asked)
+        for get in (pool.get_value_buffer, pool.get_kv_pages, pool.get_layer_buffer):
+            with pytest.raises(KeyError, match="it has 5, 6, 7"):
+                get(asked)
         with pytest.raises(KeyError, match="it has 5, 6, 7"):
             pool.set_kv_buffer(replace(layers[0], layer_id=asked), torch.tensor([6]), row, row)

@@ -20,7 +20,7 @@ from attn_testkit.cases.data import make_step_data, pool_image
 from attn_testkit.cases.kv_groups import slot_map
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.checks.judgement import Judgement
-from attn_testkit.contract import ForwardBatch, KVGroup, Unsupported, refuse_unclaimed
+from attn_testkit.contract import KV_LAYOUTS, ForwardBatch, KVGroup, Unsupported, refuse_unclaimed
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.oracle.expect import expect
@@ -49,10 +49,14 @@ def stored(group: KVGroup) -> torch.Tensor:
     return torch.stack([torch.stack(group.kv_pool.get_kv_buffer(layer)) for layer in group.layer_ids]).cpu()
 
 
+def found_in(harness: ServerHarness, held: LoadedStep) -> list[np.ndarray]:
+    look = harness.pool.look(held.slots, held.due_on_device, len(held.due))
+    return [raw[:size].cpu().numpy() for raw, size in look]
+
+
 def looked(harness: ServerHarness, held: LoadedStep) -> tuple[np.ndarray, torch.Tensor]:
     """Slots of the schedule that changed, and what all layers hold there."""
-    found = [raw[:size].cpu().numpy() for raw, size in harness.pool.look(held.slots, held.due_on_device, len(held.due))]
-    slots, raw, shape = harness.pool.written(held.due, found)
+    slots, raw, shape = harness.pool.written(held.due, found_in(harness, held))
     return slots, torch.from_numpy(raw).view(torch.bfloat16).view(shape)
 
 
@@ -153,6 +157,43 @@ def test_a_kernel_backend_needs_nothing_for_groups_but_the_claim() -> None:
     found = [run_eager(harness, schedule, schedule.steps[0], Clock()), *(seen for _, seen in run.observed)]
     assert len(found) == len(schedule.steps) + 1
     assert all(Judgement(observed, expect(schedule, observed.step)).right for observed in found)
+
+
+LAYOUTS = [name for name in KV_LAYOUTS if name != "own"]
+WORDS = {name: "" if name == "nhd" else "-kv" + name.removeprefix("kv").replace("-", "") for name in LAYOUTS}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pools_of_groups_have_the_layout_of_the_case_and_are_right_in_it(layout: str) -> None:
+    schedule = make_schedule(parse_case(CASE.replace("-w7", f"{WORDS[layout]}-w7")))
+    harness = ServerHarness(TorchNativeBackend, [schedule], CUDA)
+    assert [group.kv_pool.layout for group in harness.context.groups] == [layout] * 2
+    run = drive_graphs(harness, [schedule], Clock(), DriveOptions(eager_steps=False))
+    assert all(Judgement(observed, expect(schedule, observed.step)).right for _, observed in run.observed)
+    assert not any(observed.outside for _, observed in run.observed)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_changes_behind_the_pages_of_any_group_is_seen(index: int) -> None:
+    harness, held = loaded(CASE.replace("-w7", f"{WORDS['padded-pages']}-w7"))
+    pool = harness.context.groups[index].kv_pool
+    places = harness.pool.outside(found_in(harness, held))
+    assert len(places) == 0
+    flat = pool.memory[pool.layers[0].layer_id].key
+    page = pool.page_size * pool.layers[0].tp_k_head_num * pool.layers[0].head_dim
+    assert flat.stride(0) > page
+    flat.as_strided((1,), (1,), flat.storage_offset() + page).fill_(1.0)
+    places = harness.pool.outside(found_in(harness, held))
+    assert places.tolist() == [page * pool.dtype.itemsize]
+    assert not len(harness.pool.written(held.due, found_in(harness, held))[0])
+
+
+def test_at_capture_page_0_of_each_group_is_zero_and_all_else_is_nan() -> None:
+    harness, _ = loaded()
+    harness.prepare_capture()
+    for group in harness.context.groups:
+        assert not stored(group)[:, :, :4].any()
+        assert stored(group)[:, :, 4:].isnan().all()
 
 
 def test_a_context_of_two_groups_is_refused_without_the_claim() -> None:
