@@ -1,4 +1,4 @@
-"""The model that every mode runs: two attention layers that differ, and a linear head.
+"""The model that every mode runs: attention layers that differ, and a linear head.
 
 A row's q, k and v come out of a table by its ``input_ids``, one row of numbers per token; that is how a case decides
 what a backend receives. Each layer adds ``attention @ W`` to the hidden state in float32, and the head is linear, so
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .cases.case import Case
-from .cases.data import HIDDEN, NUM_LAYERS, VOCAB
+from .cases.data import HIDDEN, VOCAB
 from .cases.patterns import normals
 from .contract import AttentionLayer, ForwardBatch
 
@@ -42,10 +42,10 @@ class Weights:
 
 
 @lru_cache(maxsize=64)
-def make_weights(width: int) -> Weights:
+def make_weights(layers: int, width: int) -> Weights:
     """Host weights for ``width`` = Hq * Dv: unit normals over the square root of what is summed. Cached."""
     rng = np.random.default_rng(width)
-    return Weights(normals((NUM_LAYERS, width, HIDDEN), rng) / width**0.5, normals((HIDDEN, VOCAB), rng) / HIDDEN**0.5)
+    return Weights(normals((layers, width, HIDDEN), rng) / width**0.5, normals((HIDDEN, VOCAB), rng) / HIDDEN**0.5)
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Model:
         """Where q, k and v lie in a token's row of one layer."""
         self.contiguous = case.pick("qkv-memory") == 1
         """In half the cases q, k, v are contiguous, in the others they are strided views of one packed tensor."""
-        weights = make_weights(first.tp_q_head_num * first.v_head_dim).to(table.device)
+        weights = make_weights(len(layers), first.tp_q_head_num * first.v_head_dim).to(table.device)
         self._out, self._head = weights.out.unbind(0), weights.head
 
     @property

@@ -69,6 +69,7 @@ def eager_batch(
         "req_pool_indices": torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64),
         "seq_lens": lens,
         "out_cache_loc": data.out_cache_loc,
+        "group_cache_locs": _by_group(harness, loaded),
         "positions": data.positions,
         "seq_lens_cpu": lens.clone() if mirrors else None,
         "seq_lens_sum": int(lens.sum()) if mirrors else None,
@@ -76,6 +77,12 @@ def eager_batch(
         "spec_info": spec_info,
     }
     return ForwardBatch(**{**fields, **extends})
+
+
+def _by_group(harness: ServerHarness, loaded: LoadedStep) -> torch.Tensor | None:
+    if not harness.context.kv_groups:
+        return None
+    return torch.from_numpy(harness.in_groups(loaded.schedule, loaded.data.out_cache_loc.numpy()))
 
 
 def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardBatch, tuple[Sent, ...]]:
@@ -129,7 +136,7 @@ def _host_tensors(owner: Any) -> dict[str, torch.Tensor]:
 
 
 _OF_BATCH = (
-    *("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "positions"),
+    *("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "group_cache_locs", "positions"),
     *("extend_seq_lens", "extend_prefix_lens", "extend_start_loc", "query_start_loc"),
 )
 _OF_SPEC = (
@@ -162,6 +169,7 @@ def captured_batch(
         "req_pool_indices": static.req_pool_indices[:bs],
         "seq_lens": static.seq_lens[:bs],
         "out_cache_loc": static.out_cache_loc[:tokens],
+        "group_cache_locs": static.by_group(tokens),
         "positions": static.positions[:tokens],
         "seq_lens_cpu": static.seq_lens_cpu[:bs] if mirrors else None,
         "seq_lens_sum": bs * fill if mirrors else None,
@@ -189,7 +197,7 @@ def replay_view(
     """
     live, mirrors = loaded.step.bs, harness.capabilities.needs_cpu_seq_lens
     drafts = mode.is_draft_extend(include_v2=True)
-    upto = None if drafts else bs
+    upto, tokens = None if drafts else bs, bs * width if extends else loaded.step.tokens
     view = SimpleNamespace(
         forward_mode=mode,
         batch_size=bs,
@@ -198,11 +206,13 @@ def replay_view(
         seq_lens=static.seq_lens[:upto],
         seq_lens_cpu=static.seq_lens_cpu[:upto] if mirrors else None,
         seq_lens_sum=sum(seq_lens_of(harness, mode, loaded)) + (bs - live) * fill if mirrors else None,
-        out_cache_loc=static.out_cache_loc[: bs * width if extends else loaded.step.tokens],
+        out_cache_loc=static.out_cache_loc[:tokens],
         spec_info=spec,
     )
     if harness.pads_with_nothing:
         view.query_start_loc = static.query_start_loc[: bs + 1]
+    if harness.context.kv_groups:
+        view.group_cache_locs = static.by_group(tokens)
     if not drafts:
         view.positions = static.positions[: bs * width]
         view.num_padding = bs - live

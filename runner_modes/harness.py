@@ -12,17 +12,28 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import DTYPES, StepData, held_kv, make_layers, make_step_data, pool_image
+from attn_testkit.cases.data import DTYPES, StepData, make_layers, make_step_data, pool_image, stored_kv
+from attn_testkit.cases.kv_groups import slot_map
+from attn_testkit.cases.layers import PERIOD
 from attn_testkit.cases.parts import parts_of
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.cases.ways import dialect_of
 from attn_testkit.checks.observation import Observation
-from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, Capabilities, ForwardMode, KVPool
+from attn_testkit.contract import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    Capabilities,
+    ForwardMode,
+    KVGroup,
+    KVPool,
+)
 from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
 from attn_testkit.model import Model, Trace, pack, row_width
 
 from .errors import blame, no_mode_left
 from .host_work import host_work
+from .kv_groups import GroupWatch
 from .packing import Bytes, Sent, bytes_of
 from .pool_watch import PoolWatch
 from .tables import Tables
@@ -75,15 +86,22 @@ def context_for(
     kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
     pages, rows = _largest(schedules, "num_pages"), _largest(schedules, "pool_rows")
     ctx = _largest(schedules, "max_context_len")
-    with blame("KV pool"):
-        pool = KVPool(pages * case.page_size, case.page_size, layers, kv_dtype, device, case.kv_layout, own_layout)
     spec = [s for s in schedules if s.case.mode.is_speculative()]
     verify = [s for s in schedules if s.case.tree is not None]
+
+    def group(index: int, own: tuple[AttentionLayer, ...]) -> KVGroup:
+        with blame("KV pool"):
+            pool = KVPool(pages * case.page_size, case.page_size, own, kv_dtype, device, case.kv_layout, own_layout)
+        table = torch.zeros(rows + 1, ctx, dtype=torch.int32, device=device)
+        return KVGroup(index, tuple(layer.layer_id for layer in own), pool, table)
+
+    turns = PERIOD if case.layers.groups else 1
+    groups = tuple(group(index, layers[index::turns]) for index in range(turns))
     return BackendContext(
         device=device,
         dtype=dtype,
-        kv_pool=pool,
-        req_to_token=torch.zeros(rows + 1, ctx, dtype=torch.int32, device=device),
+        kv_pool=groups[0].kv_pool,
+        req_to_token=groups[0].req_to_token,
         layers=layers,
         page_size=case.page_size,
         max_context_len=ctx,
@@ -96,6 +114,7 @@ def context_for(
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
         kv_parts=parts_of(case),
+        kv_groups=groups if len(groups) > 1 else (),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 
@@ -140,12 +159,15 @@ class ServerHarness:
         own_layout = backend_class.lay_out_kv_pool if self.case.kv_layout == OWN else None
         context = context_for(schedules, device, layers, own_layout)
         requests, columns = context.req_to_token.shape
-        width = row_width(layers)
+        token = len(layers), row_width(layers)
         self._is_mla = layers[0].is_mla
-        self._tables = Tables(requests, columns, _largest(schedules, "most_rows"), width, context.dtype, device)
+        most = _largest(schedules, "most_rows")
+        self._tables = Tables(len(context.groups), requests, columns, most, token, context.dtype, device)
+        tables = self._tables.req_to_token
+        groups = tuple(replace(each, req_to_token=tables[each.index]) for each in context.kv_groups)
         dialect = dialect_of(self.capabilities, self.case)
-        self.context = replace(context, req_to_token=self._tables.req_to_token, dialect=dialect)
-        self.pool = PoolWatch(self.context.kv_pool)
+        self.context = replace(context, req_to_token=tables[0], kv_groups=groups, dialect=dialect)
+        self.pool = GroupWatch(groups, device) if groups else PoolWatch(self.context.kv_pool)
         """The KV pool, before a step and after it."""
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden)
         with no_mode_left():
@@ -162,6 +184,12 @@ class ServerHarness:
     def pads_with_nothing(self) -> bool:
         """Padded requests of graphs have neither rows nor keys."""
         return self.context.dialect.padded_requests == "nothing"
+
+    def in_groups(self, schedule: Schedule, slots: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """[G, ...] of ``slots`` [...] of the schedule: where they lie in the pool of each KV group."""
+        count = len(self.context.groups)
+        maps = (slot_map(schedule, group).astype(slots.dtype) for group in range(count))
+        return np.stack([found[slots] for found in maps]) if count > 1 else slots[None]
 
     def padding_slot(self, turn: int) -> int:
         """KV slot of rows of padding: those that the backend takes, by turns; at capture it is turn 0."""
@@ -193,11 +221,12 @@ class ServerHarness:
         def held() -> tuple[npt.NDArray[np.int64], Bytes]:
             with host_work():
                 if not (marked or tails):
-                    return held_kv(step, data, after=step.stored)
+                    return stored_kv(schedule, step, data, after=step.stored)
                 image = pool_image(schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked)
                 return np.arange(image.shape[2]), bytes_of(image)
 
         self.pool.fill((schedule, step, pattern), held, self.unowned)
-        table, due_on_device = self._tables.fill(step.req_to_token, due, hidden, rows.reshape(-1))
+        tables = self.in_groups(schedule, step.req_to_token)
+        table, due_on_device = self._tables.fill(tables, due, hidden, rows.reshape(-1))
         slots = (schedule.num_pages + 1) * schedule.case.page_size
         return LoadedStep(schedule, step, given, slots, due, due_on_device, table, rows)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import HIDDEN, NUM_LAYERS, VOCAB, StepData
+from attn_testkit.cases.data import HIDDEN, VOCAB, StepData
 from attn_testkit.cases.loop import Loop, Vocabulary, make_vocabulary, stage_name
 from attn_testkit.cases.schedule import Request, Schedule, Step, branched
 from attn_testkit.cases.trees import Tree
@@ -30,6 +30,7 @@ from .errors import blame
 from .forward import forward
 from .harness import LoadedStep, ServerHarness
 from .packing import Sent
+from .pool_watch import PoolWatch
 from .replay import fill_static, view_of
 from .uploads import upload_into
 
@@ -106,9 +107,8 @@ def run_loop(harness: ServerHarness, case: Case, loop: Loop, clock: Clock, *, in
 def _model(harness: ServerHarness, words: Vocabulary) -> Model:
     """A model whose table has a row for each word, and one of NaN."""
     layers, device = harness.context.layers, harness.device
-    table = torch.full(
-        (VOCAB + 1, NUM_LAYERS, row_width(layers)), torch.nan, dtype=harness.context.dtype, device=device
-    )
+    shape = VOCAB + 1, len(layers), row_width(layers)
+    table = torch.full(shape, torch.nan, dtype=harness.context.dtype, device=device)
     hidden = torch.full((VOCAB + 1, HIDDEN), torch.nan, device=device)
     upload_into(table[:-1], pack(words.q, words.k, words.v, mla=layers[0].is_mla))
     upload_into(hidden[:-1], words.hidden)
@@ -120,9 +120,14 @@ def _ranked(harness: ServerHarness, ids: torch.Tensor, trace: Trace) -> torch.Te
     return harness.model.logits(trace.hidden).argmax(-1)
 
 
+def _pool(harness: ServerHarness) -> PoolWatch:
+    assert isinstance(harness.pool, PoolWatch), "no loop has KV groups"
+    return harness.pool
+
+
 def _load_prompts(server: _Server, words: Vocabulary) -> None:
     """KV of the prompts but for their last token, for both; NaN everywhere else."""
-    context, pool = server.harness.context, server.harness.pool
+    context, pool = server.harness.context, _pool(server.harness)
     pool.poison()
     upload_into(context.req_to_token, torch.from_numpy(server.loop.table))
     stored = [words.k] if context.layers[0].is_mla else [words.k, words.v]
@@ -230,7 +235,7 @@ def _draft(server: _Server, number: int) -> None:
         requests.append(branched(whole, draft, page))
         for copy in torch.from_numpy(requests[-1].copies):
             # A server's worker copies what the prefix has of its last page.
-            server.harness.pool.move(torch.from_numpy(slots[talk.drafted - len(copy) : talk.drafted]), copy)
+            _pool(server.harness).move(torch.from_numpy(slots[talk.drafted - len(copy) : talk.drafted]), copy)
         ids += [branch[0] if row == 0 else 0 for branch in talk.proposed for row in range(draft.forwards)]
     mode = ForwardMode.DRAFT_DECODE
     logits, attention = _run(server, mode, requests, ids, stage_name(number, mode))
@@ -296,4 +301,4 @@ def _note(server: _Server, label: str, request: int, position: int, attention: t
 def _move(harness: ServerHarness, request: Request, path: Sequence[int]) -> None:
     """The KV of an accepted path goes to the front, as a server's worker moves it."""
     new = torch.from_numpy(request.slots[request.prefix :])
-    harness.pool.move(new[list(path)], new[: len(path)])
+    _pool(harness).move(new[list(path)], new[: len(path)])

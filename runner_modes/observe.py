@@ -103,7 +103,7 @@ def observe(
             pieces.append(piece)
     pieces += [piece for each in given for piece in _changed(each, next(found))]
     if pool:
-        pieces += _pool_pieces(harness, loaded, *(next(found) for _ in pool))
+        pieces += _pool_pieces(harness, loaded, [next(found) for _ in pool])
     damaged = canaries.damaged(next(found)) if canaries is not None and state else ()
     observed = Observation(
         loaded.schedule, loaded.step, label, copies_from(pieces), among, damaged=damaged, replay=replay, padded=padded
@@ -142,15 +142,13 @@ def _changed(given: Sent, now: Bytes) -> Iterator[Piece]:
         yield Piece("now", place.name, place.dtype, place.shape, is_)
 
 
-def _pool_pieces(
-    harness: ServerHarness, loaded: LoadedStep, changed: Bytes, rows: Bytes, *outside: Bytes
-) -> list[Piece]:
-    slots, held, shape = harness.pool.written(loaded.due, changed, rows)
+def _pool_pieces(harness: ServerHarness, loaded: LoadedStep, found: Sequence[Bytes]) -> list[Piece]:
+    slots, held, shape = harness.pool.written(loaded.due, found)
     pieces = [
         Piece("pool", "slots", torch.int64, slots.shape, slots.view(np.uint8)),
         Piece("pool", "rows", harness.pool.bits, shape, held),
     ]
-    if outside:
-        places = harness.pool.outside(outside)
+    places = harness.pool.outside(found)
+    if len(places):
         pieces.append(Piece("pool", "outside", torch.int64, places.shape, places.view(np.uint8)))
     return pieces

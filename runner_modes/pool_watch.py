@@ -81,12 +81,13 @@ class PoolWatch:
         return (changed.view(torch.uint8), slots * self._now.mark), (rows, size), *outside
 
     def written(
-        self, due: npt.NDArray[np.int64], changed: Bytes, rows: Bytes
+        self, due: npt.NDArray[np.int64], found: Sequence[Bytes]
     ) -> tuple[npt.NDArray[np.int64], Bytes, tuple[int, ...]]:
         """Slots that changed [n] ascending, and bytes and shape of what they hold, [L, 2 or 1, n, Hk, Dqk] as ``bits``.
 
-        ``changed``, ``rows``: what ``look`` gave for ``due``, on the host. If others changed too, they are copied now.
+        ``found``: what ``look`` gave for ``due``, on the host. If others changed too, they are copied now.
         """
+        changed, rows, *_ = found
         differs: npt.NDArray[np.bool_] = changed.view(f"u{self._now.mark}") != 0
         as_due, count = differs[due], int(differs.sum())
         shape = (*self._shape, count, *self._row)
@@ -100,8 +101,8 @@ class PoolWatch:
     def outside(self, found: Sequence[Bytes]) -> npt.NDArray[np.int64]:
         """[n]: bytes of memory that is no slot's and changed, one for each piece of it that did.
 
-        ``found``: what ``look`` gave of it, on the host.
+        ``found``: what ``look`` gave, on the host.
         """
-        pairs = np.concatenate([each.view(np.int64) for each in found]).reshape(-1, 2)
+        pairs = np.concatenate([np.empty(0, np.int64), *(each.view(np.int64) for each in found[2:])]).reshape(-1, 2)
         places: npt.NDArray[np.int64] = pairs[pairs[:, 0] > 0, 1] * self.bits.itemsize
         return places

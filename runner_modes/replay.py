@@ -155,6 +155,10 @@ def fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
     host["input_ids"][:tokens] = loaded.ids.numpy()
     host["positions"][:tokens] = data.positions.numpy()
     host["out_cache_loc"][:tokens] = data.out_cache_loc.numpy()
+    if harness.context.kv_groups:
+        by_group = host["group_cache_locs"].reshape(-1, len(host["out_cache_loc"]))
+        by_group[:] = harness.padding_slot(step.index)
+        by_group[:, :tokens] = harness.in_groups(loaded.schedule, data.out_cache_loc.numpy())
     host["req_pool_indices"][:live] = [request.pool_row for request in step.requests]
     host["seq_lens"][:live] = seq_lens_of(harness, case.mode, loaded)
     static.pad(step, tokens, harness.model.nan_row)

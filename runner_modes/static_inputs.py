@@ -30,6 +30,8 @@ class StaticInputs:
     """[max_bs * N] int64."""
     out_cache_loc: torch.Tensor
     """[max_bs * N] int64: KV slots; 0 wherever a row is padding."""
+    group_cache_locs: torch.Tensor
+    """[G * max_bs * N] int64: the same in the pool of each KV group, one behind the other; none where there is one."""
     req_pool_indices: torch.Tensor
     """[max_bs] int64: rows of ``req_to_token``."""
     seq_lens: torch.Tensor
@@ -69,6 +71,12 @@ class StaticInputs:
     """Where in them."""
     counts: Mapping[str, int]
     """How many entries of each a request has."""
+
+    def by_group(self, tokens: int) -> torch.Tensor | None:
+        """[G, tokens]: slots of the first tokens in each group's pool; None where all layers share one."""
+        if not len(self.group_cache_locs):
+            return None
+        return self.group_cache_locs.view(-1, len(self.out_cache_loc))[:, :tokens]
 
     def send(self) -> None:
         """Have the buffers hold what ``host`` holds."""
@@ -110,7 +118,7 @@ class StaticInputs:
 
 class _Buffer(NamedTuple):
     dtype: torch.dtype
-    by: Literal["request", "token", "slot"]
+    by: Literal["request", "token", "slot", "token of each group"]
     """What it has an entry for; slot: of a draft."""
     watched: str
     """As a message names it; empty: a step may write it."""
@@ -124,6 +132,7 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "req_pool_indices": _Buffer(torch.int64, "request", "batch.req_pool_indices"),
     "seq_lens": _Buffer(torch.int64, "request", "batch.seq_lens"),
     "out_cache_loc": _Buffer(torch.int64, "token", "batch.out_cache_loc"),
+    "group_cache_locs": _Buffer(torch.int64, "token of each group", "batch.group_cache_locs"),
     "positions": _Buffer(torch.int64, "token", "batch.positions"),
     "num_accept_tokens": _Buffer(torch.int32, "request", "batch.spec_info.num_accept_tokens"),
     "num_correct_drafts": _Buffer(torch.int32, "request", "batch.spec_info.num_correct_drafts"),
@@ -144,7 +153,12 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
     ``width``: N, rows a request. ``rows``: those of one forward, where it has fewer.
     """
     context = harness.context
-    each = {"request": 1, "token": width, "slot": context.draft_branches * context.speculative_num_steps}
+    each = {
+        "request": 1,
+        "token": width,
+        "slot": context.draft_branches * context.speculative_num_steps,
+        "token of each group": width * len(context.kv_groups),
+    }
     counts = {name: each[buffer.by] for name, buffer in _BUFFERS.items()}
     packing = pack_places(
         tuple(
@@ -157,6 +171,7 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
     padding = harness.padding_slot(0)
     values = {
         "out_cache_loc": padding,
+        "group_cache_locs": padding,
         "draft_slots": padding,
         "seq_lens": fill,
         "num_accept_tokens": width,

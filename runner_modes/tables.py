@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_testkit.cases.data import HIDDEN, NUM_LAYERS
+from attn_testkit.cases.data import HIDDEN
 
 from .packing import Bytes, Sent, pack_places
 from .uploads import upload_into
@@ -18,25 +18,33 @@ class Tables:
     """Request table, hidden states and activations of one instance."""
 
     def __init__(
-        self, requests: int, context_len: int, rows: int, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        groups: int,
+        requests: int,
+        context_len: int,
+        rows: int,
+        token: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """``requests``: rows of the request table. ``rows``: tokens that can have numbers of their own at a time.
+        """``groups``: KV groups, with a request table each. ``requests``: rows of it.
 
-        ``width``: elements that a token has in one layer.
+        ``rows``: tokens that can have numbers of their own at a time. ``token``: L, and the elements that a token has
+        in one layer.
         """
         self._packing = pack_places(
             (
-                ("req_to_token", torch.int32, (requests, context_len)),
+                ("req_to_token", torch.int32, (groups, requests, context_len)),
                 ("due", torch.int64, (rows + 1,)),
                 ("hidden", torch.float32, (rows + 1, HIDDEN)),
                 # Last, because a transfer ends with the rows of the step.
-                ("rows", dtype, (rows + 1, NUM_LAYERS, width)),
+                ("rows", dtype, (rows + 1, *token)),
             )
         )
         self._memory = torch.full((self._packing.size,), 0xFF, dtype=torch.uint8, device=device)
         tensors = self._packing.tensors(self._memory)
         self.req_to_token = tensors["req_to_token"]
-        """[requests, context_len] int32."""
+        """[groups, requests, context_len] int32."""
         self.hidden = tensors["hidden"]
         """[rows + 1, hidden] float32. The last row is NaN."""
         self.rows = tensors["rows"]
@@ -64,14 +72,15 @@ class Tables:
         hidden: npt.NDArray[np.float32],
         rows: Bytes,
     ) -> tuple[Sent, torch.Tensor]:
-        """Put a step's numbers in place. ``hidden`` [T, hidden]; ``rows``: the bytes of T rows; ``due`` [n].
+        """Put a step's numbers in place.
 
-        Returns the request table as it was sent, and ``due`` in memory that no backend is given. What is not
+        ``req_to_token`` [groups, requests, columns]; ``hidden`` [T, hidden]; ``rows``: the bytes of T rows; ``due``
+        [n]. Returns the request table as it was sent, and ``due`` in memory that no backend is given. What is not
         given keeps what an earlier step left.
         """
-        (count, columns), tokens = req_to_token.shape, len(hidden)
+        (_, count, columns), tokens = req_to_token.shape, len(hidden)
         own_table, own_due, own_hidden = self._on_host
-        own_table[:count, :columns] = req_to_token
+        own_table[:, :count, :columns] = req_to_token
         own_due[: len(due)] = due
         own_hidden[:tokens] = hidden
         host = np.concatenate([self._host, rows])

@@ -39,11 +39,13 @@ class LayerKind(NamedTuple):
     scale: float
     window: int
     cap: float
+    group: int = 0
+    """Its KV group: another table is another plan."""
 
     @classmethod
-    def of(cls, layer: AttentionLayer) -> LayerKind:
+    def of(cls, layer: AttentionLayer, group: int = 0) -> LayerKind:
         """The kind of a layer."""
-        return cls(layer.scaling, layer.sliding_window_size, layer.logit_cap)
+        return cls(layer.scaling, layer.sliding_window_size, layer.logit_cap, group)
 
 
 class FlashInferBackend(AttentionBackend):
@@ -72,6 +74,7 @@ class FlashInferBackend(AttentionBackend):
         takes_bare_chains=True,
         takes_unset_width=True,
         lse=LogSumExp(base="2", whole=_MODES, prefix=_MODES, pages=_MODES, tokens=_MODES, merges=True),
+        kv_groups=True,
         requires=Requires(sm=(80, 129), packages=("flashinfer-python>=0.7.2,<0.8",)),
     )
 
@@ -85,7 +88,7 @@ class FlashInferBackend(AttentionBackend):
         self._tensor_cores = first.q_per_kv >= 4 or context.kv_pool.dtype.itemsize == 1
         self._kv_layout = "HND" if context.kv_pool.layout == "hnd" else "NHD"
         self._float_workspace = workspace(context.device, fake)
-        self._kinds = list(dict.fromkeys(LayerKind.of(layer) for layer in context.layers))
+        self._kinds = list(dict.fromkeys(map(self._kind_of, context.layers)))
         self._eager: dict[tuple[bool, LayerKind], Any] = {}
         self._graphs: dict[tuple[ForwardMode, int], dict[LayerKind, Any]] = {}
         self._current: dict[LayerKind, Any] = {}
@@ -93,6 +96,9 @@ class FlashInferBackend(AttentionBackend):
         self._eager_parts: dict[tuple[bool, LayerKind, KVPart], Any] = {}
         self._graph_parts: dict[tuple[ForwardMode, int], dict[tuple[LayerKind, KVPart], Any]] = {}
         self._current_parts: dict[tuple[LayerKind, KVPart], Any] = {}
+
+    def _kind_of(self, layer: AttentionLayer) -> LayerKind:
+        return LayerKind.of(layer, self.context.group_of(layer).index)
 
     # ---- planning
 
@@ -124,6 +130,7 @@ class FlashInferBackend(AttentionBackend):
 
         self._qo_indptr, self._kv_indptr = zeros(max_bs + 1), zeros(max_bs + 1)
         self._last_page_len, self._kv_indices = zeros(max_bs), zeros(max_bs * pages)
+        self._other_indices = tuple(zeros(max_bs * pages) for _ in context.groups[1:])
         n = context.num_draft_tokens
         self._mask_bytes = zeros(max_bs * (-(-n * pages * context.page_size // 8)), torch.uint8)
         self._mask_indptr = zeros(max_bs + 1)
@@ -136,7 +143,9 @@ class FlashInferBackend(AttentionBackend):
         if in_capture:
             # A wrapper that was given a mask buffer is in custom-mask mode for ever, whatever later plans say.
             masked = plan.custom_mask is not None
-            self._graphs[bucket] = {kind: self._graph_wrapper(decode, batch.batch_size, masked) for kind in self._kinds}
+            self._graphs[bucket] = {
+                kind: self._graph_wrapper(decode, batch.batch_size, masked, kind.group) for kind in self._kinds
+            }
             self._graph_parts[bucket] = {
                 pair: self._graph_wrapper_of_part(decode, batch.batch_size, buffers)
                 for pair, buffers in self._of_parts.items()
@@ -152,7 +161,8 @@ class FlashInferBackend(AttentionBackend):
             )
         return self._prefill.call(self._float_workspace, self._kv_layout, backend="fa2")
 
-    def _graph_wrapper(self, decode: bool, bs: int, masked: bool) -> Any:
+    def _graph_wrapper(self, decode: bool, bs: int, masked: bool, group: int) -> Any:
+        indices = self._other_indices[group - 1] if group else self._kv_indices
         if decode:
             return self._decode.call(
                 self._float_workspace,
@@ -160,7 +170,7 @@ class FlashInferBackend(AttentionBackend):
                 use_cuda_graph=True,
                 use_tensor_cores=self._tensor_cores,
                 paged_kv_indptr_buffer=self._kv_indptr[: bs + 1],
-                paged_kv_indices_buffer=self._kv_indices,
+                paged_kv_indices_buffer=indices,
                 paged_kv_last_page_len_buffer=self._last_page_len[:bs],
                 backend="fa2",
             )
@@ -170,7 +180,7 @@ class FlashInferBackend(AttentionBackend):
             use_cuda_graph=True,
             qo_indptr_buf=self._qo_indptr[: bs + 1],
             paged_kv_indptr_buf=self._kv_indptr[: bs + 1],
-            paged_kv_indices_buf=self._kv_indices,
+            paged_kv_indices_buf=indices,
             paged_kv_last_page_len_buf=self._last_page_len[:bs],
             custom_mask_buf=self._mask_bytes if masked else None,
             mask_indptr_buf=self._mask_indptr[: bs + 1] if masked else None,
@@ -187,9 +197,9 @@ class FlashInferBackend(AttentionBackend):
     def _plan_all(self, plan: PagePlan, decode: bool) -> None:
         for kind, wrapper in self._current.items():
             if decode:
-                self._plan_decode(wrapper, kind, plan)
+                self._plan_decode(wrapper, kind, plan.of_group(kind.group))
             else:
-                self._plan_prefill(wrapper, kind, plan)
+                self._plan_prefill(wrapper, kind, plan.of_group(kind.group))
 
     def _plan_parts(self, batch: ForwardBatch, plan: PagePlan, decode: bool) -> None:
         plan_wrapper = self._plan_decode if decode else self._plan_prefill
@@ -247,7 +257,7 @@ class FlashInferBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Store the new rows and run the wrapper that was planned for this layer's kind."""
         kv, scales = self._stored(k, v, layer, batch, save_kv_cache, self.context.page_size)
-        out: torch.Tensor = self._current[LayerKind.of(layer)].run(q, kv, **scales)
+        out: torch.Tensor = self._current[self._kind_of(layer)].run(q, kv, **scales)
         return out
 
     def forward_return_lse(
@@ -262,7 +272,7 @@ class FlashInferBackend(AttentionBackend):
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with the wrapper that was planned for the part's keys, in pages of one."""
-        kind, whole = LayerKind.of(layer), part.kind == "whole"
+        kind, whole = self._kind_of(layer), part.kind == "whole"
         kv, scales = self._stored(k, v, layer, batch, save_kv_cache, self.context.page_size if whole else 1)
         wrapper = self._current[kind] if whole else self._current_parts[kind, part]
         out, lse = wrapper.run(q, kv, return_lse=True, **scales)
@@ -285,9 +295,10 @@ class FlashInferBackend(AttentionBackend):
         page_size: int,
     ) -> tuple[Any, dict[str, float]]:
         """K and V in pages of so many slots, with the new rows in them, and the scales of a run."""
-        pool = self.context.kv_pool
+        group = self.context.group_of(layer)
+        pool = group.kv_pool
         if save_kv_cache:
-            pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+            pool.set_kv_buffer(layer, group.cache_loc(batch), k, v)
         scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if pool.dtype.itemsize == 1 else {}
         if page_size != self.context.page_size:
             return tuple(buffer[:, None] for buffer in pool.get_kv_buffer(layer.layer_id)), scales

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,6 +44,12 @@ class PagePlan:
     """Flat bool on the device, a [q_len, kv_len] block a request; None: causal, aligned to the end."""
     page_size: int
     """In slots: the pool's, or 1."""
+    other_indices: tuple[torch.Tensor, ...] = ()
+    """As ``kv_indices``, of further KV groups."""
+
+    def of_group(self, group: int) -> PagePlan:
+        """The same with the pages of a KV group."""
+        return replace(self, kv_indices=self.other_indices[group - 1]) if group else self
 
 
 def exclusive_sum(counts: torch.Tensor) -> torch.Tensor:
@@ -69,14 +75,16 @@ def make_page_plan(context: BackendContext, batch: ForwardBatch) -> PagePlan:
     kv_lens = torch.maximum(kv_lens, q_lens)
     pages = -(-kv_lens // context.page_size)
     mask = _tree_mask(batch, q_lens, kv_lens) if mode.is_target_verify() else None
+    indices, *others = (_page_ids(context, batch, pages, group.req_to_token) for group in context.groups)
     return PagePlan(
         qo_indptr=exclusive_sum(q_lens),
         kv_lens=kv_lens,
         kv_indptr=exclusive_sum(pages),
         last_page_len=kv_lens - (pages - 1) * context.page_size,
-        kv_indices=_page_ids(context, batch, pages),
+        kv_indices=indices,
         custom_mask=mask,
         page_size=context.page_size,
+        other_indices=tuple(others),
     )
 
 
@@ -112,13 +120,15 @@ def _query_rows(batch: ForwardBatch, bs: int) -> torch.Tensor:
     return torch.tensor(counts[:bs], dtype=torch.int32)
 
 
-def _page_ids(context: BackendContext, batch: ForwardBatch, pages: torch.Tensor) -> torch.Tensor:
+def _page_ids(
+    context: BackendContext, batch: ForwardBatch, pages: torch.Tensor, req_to_token: torch.Tensor
+) -> torch.Tensor:
     bs, page_size = batch.batch_size, context.page_size
     request = torch.repeat_interleave(torch.arange(bs), pages.long())
     place = torch.arange(request.shape[0]) - exclusive_sum(pages)[request]
     request, place = torch.stack([request, place * page_size]).to(context.device)
     rows = batch.req_pool_indices[:bs].long()[request]
-    slots = context.req_to_token[rows, place.clamp(max=context.req_to_token.shape[1] - 1)]
+    slots = req_to_token[rows, place.clamp(max=req_to_token.shape[1] - 1)]
     return (slots // page_size).to(torch.int32)
 
 

@@ -66,6 +66,7 @@ class TorchNativeBackend(AttentionBackend):
         padded_requests=frozenset({"rows", "nothing"}),
         verify_lens=frozenset({"prefix", "all"}),
         padding_slots=frozenset({0, -1}),
+        kv_groups=True,
         deterministic=True,
         lse=LogSumExp(
             base="e", whole=frozenset(ForwardMode), prefix=_IN_PARTS, pages=_IN_PARTS, tokens=_IN_PARTS, merges=True
@@ -104,7 +105,7 @@ class TorchNativeBackend(AttentionBackend):
         row = torch.arange(tokens, device=starts.device)
         request = torch.searchsorted(starts, row, right=True) - 1
         self._place = request * width + (row - starts[request]).clamp(max=width - 1)
-        self._slots = self._index(self._key_slots(batch))
+        self._slots = tuple(self._index(self._key_slots(batch, each.req_to_token)) for each in self.context.groups)
         self._prefix = (self._kv_lens(batch, counts) - counts).clamp(min=0)
         self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
 
@@ -126,9 +127,9 @@ class TorchNativeBackend(AttentionBackend):
         """[B] int64: first query row of each request."""
         return counts.cumsum(0) - counts
 
-    def _key_slots(self, batch: ForwardBatch) -> torch.Tensor:
-        """[B, C] int64: KV slot of each key."""
-        table = self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()]
+    def _key_slots(self, batch: ForwardBatch, req_to_token: torch.Tensor) -> torch.Tensor:
+        """[B, C] int64: KV slot of each key, by the request table of a KV group."""
+        table = req_to_token[batch.req_pool_indices[: batch.batch_size].long()]
         if isinstance(batch.spec_info, DraftDecodeInput):
             lens = batch.seq_lens[: batch.batch_size]
             table = batch.spec_info.key_slots(table, lens, self.context.page_size, self._key)
@@ -221,7 +222,8 @@ class TorchNativeBackend(AttentionBackend):
     ) -> None:
         if save_kv_cache:
             # Padding of slot -1 goes where other padding goes: page 0.
-            self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)
+            group = self.context.group_of(layer)
+            group.kv_pool.set_kv_buffer(layer, group.cache_loc(batch).clamp(min=0), k, v)
 
     def _attend(self, q: torch.Tensor, layer: AttentionLayer, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, Hq, Dv], and [B, Hk, G, W, C] the logits of what is ``seen`` [B, W, C], and of sinks behind them."""
@@ -237,15 +239,15 @@ class TorchNativeBackend(AttentionBackend):
 
     def _keys(self, layer: AttentionLayer) -> torch.Tensor:
         """[B, C, Hk, D] float32, not yet multiplied by an FP8 pool's scale."""
-        return _gather(self._buffers(layer)[0], self._slots)
+        return _gather(self._buffers(layer)[0], self._slots[self.context.group_of(layer).index])
 
     def _values(self, layer: AttentionLayer) -> torch.Tensor:
         """[B, C, Hk, Dv] float32, likewise."""
-        return _gather(self._buffers(layer)[1], self._slots)
+        return _gather(self._buffers(layer)[1], self._slots[self.context.group_of(layer).index])
 
     def _buffers(self, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V by slot, or by page and slot where the layout has no view by slot."""
-        pool = self.context.kv_pool
+        pool = self.context.group_of(layer).kv_pool
         return (pool.get_kv_buffer if self._has_slot_views else pool.get_kv_pages)(layer.layer_id)
 
     def _index(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:

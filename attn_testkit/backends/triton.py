@@ -98,6 +98,7 @@ class TritonBackend(AttentionBackend):
         padded_requests=frozenset({"rows", "nothing"}),
         verify_lens=frozenset({"prefix", "all"}),
         padding_slots=frozenset({0, -1}),
+        kv_groups=True,
         deterministic=True,
         batch_invariant=True,
         lse=LogSumExp(base="e", whole=frozenset(ForwardMode), prefix=_IN_PARTS, pages=_IN_PARTS, tokens=_IN_PARTS),
@@ -244,7 +245,8 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         if save_kv_cache:
             # Padding of slot -1 goes where other padding goes: page 0.
-            self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc.clamp(min=0), k, v)
+            group = self.context.group_of(layer)
+            group.kv_pool.set_kv_buffer(layer, group.cache_loc(batch).clamp(min=0), k, v)
 
     def _attend(
         self,
@@ -256,10 +258,12 @@ class TritonBackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, Hq, D], in ``out`` where that is given; into ``lse`` [T, Hq] goes the log-sum-exp."""
-        context, plan = self.context, self._plan
+        context, plan, kv_group = self.context, self._plan, self.context.group_of(layer)
         assert plan is not None, "a step is planned before its forward"
+        # Rows of the request table are the same in every group; a draft's own table is of the one group there is.
+        table = plan.table if batch.forward_mode.is_draft_decode() else kv_group.req_to_token
         has_sinks = layer.sinks is not None and part.sinks
-        key, value = context.kv_pool.get_kv_pages(layer.layer_id)
+        key, value = kv_group.kv_pool.get_kv_pages(layer.layer_id)
         k_page, k_slot, *_ = key.stride()
         heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
         kv_lens = plan.kv_lens[batch.spec_info.step if isinstance(batch.spec_info, DraftDecodeInput) else 0]
@@ -275,10 +279,10 @@ class TritonBackend(AttentionBackend):
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else _NO_WINDOW
         attend_kernel[(bs, layer.tp_k_head_num // tiles.kv_heads, triton.cdiv(pairs, tiles.block_m) * splits)](
             q, key, value, result, result if lse is None else lse, self._partial, self._lse,
-            plan.table, plan.requests, kv_lens, plan.cu_seqlens_q, batch.positions,
+            table, plan.requests, kv_lens, plan.cu_seqlens_q, batch.positions,
             q if plan.mask is None else plan.mask, layer.sinks if has_sinks else q,  # q: never read
             layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap), window,
-            *q.stride(), *key.stride()[:3], *value.stride()[:3], plan.table.stride(0),
+            *q.stride(), *key.stride()[:3], *value.stride()[:3], table.stride(0),
             PAGE=0 if k_page == context.page_size * k_slot else context.page_size,
             HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
             HAS_CAP=layer.logit_cap > 0, HAS_SINKS=has_sinks, HAS_LSE=lse is not None,

@@ -21,6 +21,7 @@ from attn_testkit.contract import (
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
+    KVGroup,
     Requires,
     TreeMaskMode,
     VerifyMask,
@@ -54,6 +55,12 @@ class _Metadata:
     """[bs + 1] int32: where query rows begin; the decode kernel counts in steps of ``width`` and does not read it."""
     cu_seqlens_k: torch.Tensor
     """[bs + 1] int32."""
+    other_tables: tuple[torch.Tensor, ...] = ()
+    """The page tables of further KV groups, each as ``page_table``."""
+
+    def table_of(self, group: KVGroup) -> torch.Tensor:
+        """[bs, pages] int32: the pages of a group."""
+        return self.other_tables[group.index - 1] if group.index else self.page_table
 
 
 class TRTLLMMHABackend(AttentionBackend):
@@ -84,6 +91,7 @@ class TRTLLMMHABackend(AttentionBackend):
         # XQA on an H200 (flashinfer 0.7.2): an FP8 NaN in an unused slot of the last page makes the whole row NaN in
         # decode; bf16 and fp16 NaN there change nothing.
         finite_page_tails=frozenset({"fp8_e4m3"}),
+        kv_groups=True,
         requires=Requires(sm=((90, 90), (100, 103), (120, 121)), packages=_PACKAGES),
         mode_requires=dict.fromkeys(
             _CONTEXT_MODES,
@@ -148,7 +156,8 @@ class TRTLLMMHABackend(AttentionBackend):
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(*shape, dtype=torch.int32, device=self.context.device)
 
-        return _Metadata(empty(bs, self._pages), empty(bs), 1, empty(bs + 1), empty(bs + 1))
+        others = tuple(empty(bs, self._pages) for _ in self.context.groups[1:])
+        return _Metadata(empty(bs, self._pages), empty(bs), 1, empty(bs + 1), empty(bs + 1), others)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Eager: buffers of this step's own, which leave those of the graphs alone."""
@@ -168,6 +177,7 @@ class TRTLLMMHABackend(AttentionBackend):
             self._width(batch),
             whole.cu_seqlens_q[: bs + 1],
             whole.cu_seqlens_k[: bs + 1],
+            tuple(table[:bs] for table in whole.other_tables),
         )
 
     def _width(self, batch: ForwardBatch) -> int:
@@ -200,11 +210,12 @@ class TRTLLMMHABackend(AttentionBackend):
             _running_sum(batch.spec_info.num_accept_tokens[:bs], metadata.cu_seqlens_q)
         else:
             metadata.cu_seqlens_q.copy_(torch.arange(bs + 1, device=lens.device) * metadata.width)
-        self._fill_page_table(metadata.page_table, batch.req_pool_indices[:bs], lens)
+        for group in self.context.groups:
+            self._fill_page_table(metadata.table_of(group), group, batch.req_pool_indices[:bs], lens)
 
-    def _fill_page_table(self, table: torch.Tensor, requests: torch.Tensor, lens: torch.Tensor) -> None:
+    def _fill_page_table(self, table: torch.Tensor, group: KVGroup, requests: torch.Tensor, lens: torch.Tensor) -> None:
         """Live pages alone; kernels bound their reads by the lengths."""
-        slots = self.context.req_to_token[requests.long()[:, None], self._page_starts]
+        slots = group.req_to_token[requests.long()[:, None], self._page_starts]
         pages = (slots // self.context.page_size).to(torch.int32)
         table.copy_(torch.where(self._page_starts < lens[:, None], pages, table))
 
@@ -220,10 +231,11 @@ class TRTLLMMHABackend(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store the new rows and call the kernel of the mode."""
-        pool, metadata = self.context.kv_pool, self._metadata
+        group, metadata = self.context.group_of(layer), self._metadata
+        pool = group.kv_pool
         assert metadata is not None, "a step is planned before its forward"
         if save_kv_cache:
-            pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+            pool.set_kv_buffer(layer, group.cache_loc(batch), k, v)
         fp8 = pool.dtype.itemsize == 1
         # Heads first: contiguous in a pool of that layout, strided in another.
         key, value = (pages.transpose(1, 2) for pages in pool.get_kv_pages(layer.layer_id))
@@ -231,7 +243,7 @@ class TRTLLMMHABackend(AttentionBackend):
             "query": self._query(q, layer, fp8),
             "kv_cache": (key, value),
             "workspace_buffer": self._workspace,
-            "block_tables": metadata.page_table,
+            "block_tables": metadata.table_of(group),
             "seq_lens": metadata.cache_seqlens,
             "bmm1_scale": layer.scaling * layer.k_scale,
             "bmm2_scale": layer.v_scale if fp8 else 1.0,

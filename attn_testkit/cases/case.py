@@ -13,6 +13,7 @@ from typing import Any
 from ..contract import KV_LAYOUTS, ForwardMode
 from . import choices
 from .draft import Draft
+from .layers import LAYERS_WORD, Layers, read_layers
 from .trees import Tree, chain
 
 __all__ = ["DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "WAYS", "Case", "Heads", "parse_case"]
@@ -52,7 +53,8 @@ class Case:
     Raises ``ValueError`` for a batch that is empty or larger than its bucket, accepted counts that are not one per
     request and 1 .. width, new tokens that are not one or more per request or more than their graph holds, chunks in
     another mode than extend, a tree in another mode than target-verify, or none there, a draft in another mode than
-    draft-decode, or none there, a loop without a draft, or with an FP8 pool, and parts that a draft cannot have.
+    draft-decode, or none there, a loop without a draft, with an FP8 pool, or with other layers than two from 0, parts
+    that a draft cannot have, and KV groups in draft-decode or beside parts or a way.
     """
 
     mode: ForwardMode
@@ -89,11 +91,13 @@ class Case:
     kv_layout: str = "nhd"
     """How the KV pool lies in memory: one of ``KV_LAYOUTS``."""
     window: int = -1
-    """W of one layer; the other has none, or a wider one: see ``make_layers``."""
+    """W of every second layer; the others have none, or a wider one: see ``make_layers``."""
     logit_cap: float = 0.0
-    """Soft cap of one layer; 0.0: none."""
+    """Soft cap of every second layer; 0.0: none."""
     sinks: bool = False
-    """Both layers have attention sinks, one logit a query head."""
+    """All layers have attention sinks, one logit a query head."""
+    layers: Layers = field(default=Layers())
+    """How many there are, under which ids, and whether they share a KV group."""
     parts: str = ""
     """Keys are attended in parts, each with its log-sum-exp: ``whole``, ``prefix`` for the prefix and the new rows,
     ``pagesR`` or ``tokensR`` for R ranks (``cases/parts.py``). Empty: they are not."""
@@ -134,6 +138,13 @@ class Case:
             raise ValueError("a backend merges parts, and the case has none")
         if self.parts and (self.mixed or self.rounds or (self.draft and self.parts != "whole")):
             raise ValueError(f"parts {self.parts!r}: of no mixed case and of no loop, and of a draft the whole alone")
+        if self.rounds and self.layers != Layers():
+            raise ValueError(f"{self.layers}: the model of a loop has two layers, from id 0 on")
+        if self.layers.groups and self.draft:
+            raise ValueError(f"{self.layers}: in draft-decode all layers share one KV group")
+        if self.layers.groups and (self.parts or self.way):
+            beside = f"parts {self.parts!r}" if self.parts else f"way {self.way!r}"
+            raise ValueError(f"{self.layers}: KV groups go neither with parts nor with a way, here {beside}")
 
     def _check_new_tokens(self) -> None:
         if len(self.new) != len(self.prefixes) or min(self.new) < 1:
@@ -197,6 +208,8 @@ class Case:
             words.append(f"cap{self.logit_cap:g}")
         if self.sinks:
             words.append("sink")
+        if self.layers != Layers():
+            words.append(str(self.layers))
         if self.parts:
             words.append(f"lse{self.parts}{'own' if self.own_merge else ''}")
         words.append(f"b{self.bucket}{self.padding}")
@@ -294,6 +307,7 @@ _WORDS: tuple[_Word, ...] = (
     (r"w(\d+)", lambda m: {"window": int(m[1])}),
     (r"cap([\d.]+)", lambda m: {"logit_cap": float(m[1])}),
     (r"sink", lambda m: {"sinks": True}),
+    (LAYERS_WORD, read_layers),
     (
         r"lse(?:(whole)|(prefix|(?:pages|tokens)(?:[2-9]|[1-9]\d+))(own)?)",
         lambda m: {"parts": m[1] or m[2], "own_merge": bool(m[3])},

@@ -21,6 +21,8 @@ from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
+from .layer_cases import layer_cases
+from .one_head import one_head_cases
 from .parts import part_cases
 from .plans import context_len
 from .pool_layouts import pool_layout_cases, usual_layout
@@ -392,6 +394,8 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from way_cases(claims, base)
         yield from part_cases(claims, base)
         yield from extreme_cases(claims, base)
+        yield from layer_cases(claims, base)
+        yield from one_head_cases(claims, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))
 

@@ -120,19 +120,19 @@ CHOICES: tuple[Choice, ...] = (
     ),
     Choice(
         "windowed-layer",
-        "the layer with the case's window",
+        "the layer with the case's window; every second one from it on has it",
         (Value("layer 0"), Value("layer 1")),
         _has_window,
     ),
     Choice(
         "other-window",
-        "the window of the other layer",
+        "the window of the other layers",
         (Value("none", 3), Value("a wider one: 2 W + 3")),
         _has_window,
     ),
     Choice(
         "capped-layer",
-        "the layer with the soft cap",
+        "the layer with the soft cap; every second one from it on has it",
         (Value("layer 0"), Value("layer 1")),
         lambda case: case.logit_cap > 0,
     ),

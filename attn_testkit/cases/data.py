@@ -18,6 +18,8 @@ from cachetools.keys import hashkey
 
 from ..contract import AttentionLayer, ForwardMode
 from .case import Case
+from .kv_groups import outgrown
+from .layers import PERIOD, SETTINGS
 from .patterns import draw, mark_keys, normals, probe_values
 from .places import marked_slots, tail_slots, values_of_place
 from .schedule import Ints, Schedule, Step
@@ -36,6 +38,7 @@ __all__ = [
     "new_kv",
     "numbers_of",
     "pool_image",
+    "stored_kv",
 ]
 
 DTYPES = {
@@ -44,7 +47,6 @@ DTYPES = {
     "fp32": torch.float32,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
-NUM_LAYERS = 2
 HIDDEN = 32
 """Width of the model's hidden state."""
 VOCAB = 48
@@ -53,7 +55,7 @@ VOCAB = 48
 
 @lru_cache(maxsize=16)
 def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
-    """The two layers of the test model. They differ in everything that a layer may differ in.
+    """The layers of the test model. They differ in everything that a layer may differ in.
 
     ``sinks`` are host tensors; the drive moves copies of them to the device.
     """
@@ -64,26 +66,26 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
     base = 1 / math.sqrt(row)
     fp8 = case.kv_dtype != "same"
     layers = []
-    windows, caps = _windows(case), [0.0, 0.0]
+    windows, caps = _windows(case), [0.0] * PERIOD
     if case.logit_cap:
         caps[case.pick("capped-layer")] = case.logit_cap
-    for index, (factor, k_scale, v_scale) in enumerate(((0.5, 0.25, 0.5), (1.5, 0.5, 2.0))):
-        sinks = normals((case.heads.q_heads,), rng) * 1.5 + (1.0, -0.5)[index] if case.sinks else None
+    for index, own in enumerate(SETTINGS[: case.layers.count]):
+        sinks = normals((case.heads.q_heads,), rng) * 1.5 + own.sink if case.sinks else None
         if sinks is not None:
             # Some heads of a long request must feel their sink too.
             sinks[::2] += math.log(1 + max(case.prefixes))
         layers.append(
             AttentionLayer(
-                layer_id=index,
+                layer_id=case.layers.first + index,
                 tp_q_head_num=case.heads.q_heads,
                 tp_k_head_num=case.heads.kv_heads,
                 head_dim=row,
                 v_head_dim=case.head_dim,
-                scaling=base * factor,
-                sliding_window_size=windows[index],
-                logit_cap=caps[index],
-                k_scale=k_scale if fp8 else 1.0,
-                v_scale=(k_scale if is_mla else v_scale) if fp8 else 1.0,
+                scaling=base * own.factor,
+                sliding_window_size=windows[index % PERIOD],
+                logit_cap=caps[index % PERIOD],
+                k_scale=own.k_scale if fp8 else 1.0,
+                v_scale=(own.k_scale if is_mla else own.v_scale) if fp8 else 1.0,
                 sinks=sinks,
                 kv_lora_rank=case.head_dim if is_mla else 0,
             )
@@ -92,7 +94,7 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
 
 
 def _windows(case: Case) -> tuple[int, int]:
-    """Of each layer. Either may be the one with the case's window; sometimes the other has a wider one."""
+    """By turns. Either may be the one with the case's window; sometimes the other has a wider one."""
     if case.window < 0:
         return (-1, -1)
     other = 2 * case.window + 3 if case.pick("other-window") else -1
@@ -225,9 +227,9 @@ def _drawn(
     case = schedule.case
     hq, hk, dv, dqk = case.heads.q_heads, case.heads.kv_heads, case.head_dim, case.head_dim + case.rope_dim
     lens = step.lens
-    shape = (NUM_LAYERS, step.bs, max(lens), hk)
+    layers, shape = case.layers.count, (case.layers.count, step.bs, max(lens), hk)
     probe = pattern.startswith("probe.")
-    q, k, v = draw(pattern, (NUM_LAYERS, step.tokens, hq, dqk), (*shape, dqk), (*shape, dv), rng)
+    q, k, v = draw(pattern, (layers, step.tokens, hq, dqk), (*shape, dqk), (*shape, dv), rng)
     if probe:
         v = probe_values(v, pattern)
     elif pattern.startswith("place."):
@@ -384,22 +386,39 @@ def pool_image(
     dtype, heads, dim = data.stored_keys.dtype, *data.stored_keys.shape[-2:]
     page = schedule.case.page_size
     slots = (schedule.num_pages + 1) * page
-    shape = (NUM_LAYERS, len(stored), slots, heads, dim)
+    shape = (schedule.case.layers.count, len(stored), slots, heads, dim)
     if dtype.itemsize == 1:
         image = torch.full(shape, 0x7F if math.isnan(unowned) else 0, dtype=torch.uint8)
     else:
         image = torch.full(shape, unowned, dtype=dtype)
     if finite_tails and math.isnan(unowned):
         tails = np.concatenate([np.empty(0, np.int64), *(tail_slots(r, page) for r in step.requests)])
-        filler = torch.tensor(0x70, dtype=torch.uint8) if dtype.itemsize == 1 else torch.tensor(100.0, dtype=dtype)
-        image[:, :, torch.from_numpy(tails)] = filler
+        image[:, :, torch.from_numpy(tails)] = _filler(dtype)
     if marked:
         one = _bytes_if_fp8(torch.ones((), dtype=dtype))
         image[:, -1, marked_slots(step, marked, page, slots), :, : schedule.case.head_dim] = one
-    owned, rows = held_kv(step, data, after=after)
+    owned, rows = stored_kv(schedule, step, data, after=after)
     raw = image.view(torch.uint8).numpy()
     raw.reshape(*raw.shape[:3], -1)[:, :, owned] = rows
     return image.view(dtype)
+
+
+def stored_kv(schedule: Schedule, step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:
+    """As ``held_kv``, with large finite numbers where a windowed KV group has let go of pages."""
+    slots, rows = held_kv(step, data, after=after)
+    windows = tuple(layer.sliding_window_size for layer in make_layers(schedule.case))
+    for layers, gone in outgrown(schedule, step, windows):
+        # By hand: a first np.isin imports a package.
+        lost = np.zeros((schedule.num_pages + 1) * schedule.case.page_size, np.bool_)
+        lost[gone] = True
+        filler = _filler(data.stored_keys.dtype).view(1).view(torch.uint8).numpy()
+        rows[layers, :, lost[slots]] = np.tile(filler, rows.shape[-1] // len(filler))
+    return slots, rows
+
+
+def _filler(dtype: torch.dtype) -> torch.Tensor:
+    """A large finite number, of the bytes of ``dtype`` where that is FP8."""
+    return torch.tensor(0x70, dtype=torch.uint8) if dtype.itemsize == 1 else torch.tensor(100.0, dtype=dtype)
 
 
 def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:

@@ -16,7 +16,7 @@ import torch
 
 from ..contract import ForwardMode
 from .case import Case
-from .data import DTYPES, HIDDEN, NUM_LAYERS, VOCAB, StepData
+from .data import DTYPES, HIDDEN, VOCAB, StepData
 from .patterns import normals
 from .schedule import Schedule, make_schedule
 from .trees import Tree
@@ -153,8 +153,9 @@ def make_vocabulary(case: Case) -> Vocabulary:
     rng = np.random.default_rng(case.digest ^ 0x0CAB)
     hq, hk, dqk, dv = case.heads.q_heads, case.heads.kv_heads, case.head_dim + case.rope_dim, case.head_dim
     dtype = DTYPES[case.dtype]
-    q, k = (normals((NUM_LAYERS, VOCAB, heads, dqk), rng).to(dtype) for heads in (hq, hk))
-    v = k[..., :dv] if case.heads.family == "mla" else normals((NUM_LAYERS, VOCAB, hk, dv), rng).to(dtype)
+    layers = case.layers.count
+    q, k = (normals((layers, VOCAB, heads, dqk), rng).to(dtype) for heads in (hq, hk))
+    v = k[..., :dv] if case.heads.family == "mla" else normals((layers, VOCAB, hk, dv), rng).to(dtype)
     return Vocabulary(q, k, v, normals((VOCAB, HIDDEN), rng))
 
 
@@ -175,7 +176,7 @@ def said(case: Case, tokens: Sequence[Sequence[int]]) -> StepData:
         hidden=words.hidden[flat],
         stored_keys=words.k[:, ids],
         stored_values=None if mla else words.v[:, ids],
-        kv_scales=torch.ones(2, NUM_LAYERS, 1, 1, 1, 1, dtype=torch.float64),
+        kv_scales=torch.ones(2, case.layers.count, 1, 1, 1, 1, dtype=torch.float64),
         visible=(place <= place[:, None]) & live[:, None] & live[..., None],
         key_positions=place.expand(len(lens), -1),
         query_positions=place.expand(len(lens), -1),

@@ -119,6 +119,7 @@ def _options(claims: Capabilities, mode: ForwardMode) -> dict[str, bool]:
         "sliding window in trees": window and trees and claims.window_in_trees,
         "soft cap": claims.logit_cap,
         "sinks": claims.sinks,
+        "KV groups": claims.kv_groups and not mode.is_draft_decode(),
     }
 
 
@@ -127,6 +128,7 @@ _HAS: dict[str, Callable[[Case], bool]] = {
     "sliding window in trees": lambda case: _windowed(case) and case.topk > 1,
     "soft cap": lambda case: case.logit_cap > 0,
     "sinks": lambda case: case.sinks,
+    "KV groups": lambda case: case.layers.groups,
 }
 
 

@@ -15,6 +15,7 @@ from ..contract import (
     BackendContext,
     Capabilities,
     ForwardMode,
+    KVGroup,
     KVPool,
     Unsupported,
 )
@@ -141,9 +142,21 @@ def _layout(claims: Capabilities, context: BackendContext) -> tuple[str, Backend
     return (f"KV layout {name}", replace(context, kv_pool=pool)) if pool else None
 
 
+def _kv_groups(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    # Of three layers and more: what a case of two has to choose from stays what it was.
+    if claims.kv_groups or len(context.layers) < 3:
+        return None
+    first, *rest = context.layers
+    groups = tuple(
+        KVGroup(index, tuple(layer.layer_id for layer in layers), context.kv_pool, context.req_to_token)
+        for index, layers in enumerate(((first,), rest))
+    )
+    return "a second KV group", replace(context, kv_groups=groups)
+
+
 _Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
 _WAYS: tuple[_Outside, ...] = (
-    _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches, _layout,
+    _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches, _layout, _kv_groups,
 )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def graph_matches_eager(judgement: Judgement, *, same_bits: bool = False) -> lis
         Finding(
             "graph-matches-eager",
             f"request {int(expected.data.row_request[row])} gives another result under the graph than in eager",
-            where=f"out[layer {layer}, {row_name(expected.data, row)}, head {head}, dim {dim}]: replay "
+            where=f"out[{judgement.name(layer)}, {row_name(expected.data, row)}, head {head}, dim {dim}]: replay "
             f"{number(float(out[at]))}, eager {number(float(eager[at]))}, want {number(float(expected.attention[at]))}",
             spread=spread_text(wrong.any(0), expected.data.row_request, observed.step),
             step=observed.label,

@@ -46,6 +46,10 @@ class Judgement:
     observed: Observation
     expected: Expected
 
+    def name(self, layer: int) -> str:
+        """Of the layer that ran as number ``layer``, by its id."""
+        return self.observed.schedule.case.layers.name(layer)
+
     @cached_property
     def out(self) -> torch.Tensor:
         """[L, T, Hq, Dv] in the backend's dtype: the outputs of all layers, stacked."""

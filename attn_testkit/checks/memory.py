@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ..cases.case import Case
+from ..cases.kv_groups import slot_in_pool
 from ..results import Finding
 from .check import Check, Stage
 from .judgement import BITS
@@ -57,15 +58,16 @@ def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:
     first = next(kind for kind in ("unowned", "old", "new") if kinds[kind])
     layer, part, slot = (int(i) for i in (differs & (owner == _OWNER[first])).nonzero()[0])
     counts = ", ".join(f"{n} {_KIND[kind]}" for kind, n in kinds.items() if n)
+    shown = slot_in_pool(observed.schedule, layer, slot + page)
     behind = _rows_behind(observed, case)
     hint = _of_padding(kinds, behind)
     hint = hint or _held_instead(observed, got, want, owner, (layer, part, slot), padded=0 < kinds["new"] <= behind)
-    name = "latent" if pool_after.shape[1] == 1 else "KV"[part]
+    name, of_layer = "latent" if pool_after.shape[1] == 1 else "KV"[part], case.layers.name(layer)
     return [
         Finding(
             "writes-own-kv",
             f"KV memory is wrong after the step: {what[first]}",
-            where=f"layer {layer}, {name}, slot {slot + page} (page {slot // page + 1}, offset {slot % page}): "
+            where=f"{of_layer}, {name}, slot {shown} (page {shown // page}, offset {shown % page}): "
             f"{_owner_text(observed, slot + page)}",
             spread=f"slots that are wrong: {counts}",
             hint=hint,

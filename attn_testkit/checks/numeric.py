@@ -23,7 +23,7 @@ def output_written(judgement: Judgement) -> list[Finding]:
         Finding(
             "output-written",
             f"request {int(data.row_request[row])} has output that was never written",
-            where=f"out[layer {layer}, {row_name(data, row)}, head {head}, dim {dim}] still holds the poison",
+            where=f"out[{judgement.name(layer)}, {row_name(data, row)}, head {head}, dim {dim}] still holds the poison",
             spread=_spread(judgement),
             step=judgement.observed.label,
         )
@@ -43,7 +43,7 @@ def finite(judgement: Judgement) -> list[Finding]:
         Finding(
             "finite",
             f"request {int(data.row_request[row])} has {got} in its output",
-            where=f"out[layer {layer}, {row_name(data, row)}, head {head}, dim {dim}] = {got}, "
+            where=f"out[{judgement.name(layer)}, {row_name(data, row)}, head {head}, dim {dim}] = {got}, "
             f"want {number(float(judgement.expected.attention[at]))}",
             spread=_spread(judgement),
             step=judgement.observed.label,
@@ -62,7 +62,7 @@ def matches_oracle(judgement: Judgement) -> list[Finding]:
         Finding(
             "matches-oracle",
             f"request {int(expected.data.row_request[row])} differs from the oracle, {times(ratio)} over the limit",
-            where=f"out[layer {layer}, {row_name(expected.data, row)}, head {head}, dim {dim}] = "
+            where=f"out[{judgement.name(layer)}, {row_name(expected.data, row)}, head {head}, dim {dim}] = "
             f"{number(float(judgement.out[at]))}, want {number(float(expected.attention[at]))} "
             f"(limit {number(float(expected.attention_limit[at]))})",
             spread=_spread(judgement),
@@ -76,7 +76,7 @@ def _spread(judgement: Judgement) -> str:
     wrong = judgement.wrong
     text = spread_text(wrong.any(0), judgement.expected.data.row_request, judgement.observed.step)
     layers = [i for i in range(wrong.shape[0]) if wrong[i].any()]
-    return text + (f"; only layer {layers[0]}" if len(layers) == 1 and wrong.shape[0] > 1 else "")
+    return text + (f"; only {judgement.name(layers[0])}" if len(layers) == 1 and wrong.shape[0] > 1 else "")
 
 
 CHECKS = (

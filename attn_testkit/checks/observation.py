@@ -208,11 +208,12 @@ class Observation:
         rows, inputs = self.copies.group("activations"), self.inputs
         if inputs is None:
             return []
-        data, found = inputs.data, []
+        data, layers, found = inputs.data, self.schedule.case.layers, []
         for name, now in rows.items():
             kind, _, layer = name.partition(" ")
             want = inputs.packed if kind == "packed" else {"q": data.q, "k": data.k, "v": data.v}[kind][int(layer)]
-            found.append(("the packed q, k, v" if kind == "packed" else f"{kind} of layer {layer}", want, now))
+            said = "the packed q, k, v" if kind == "packed" else f"{kind} of {layers.name(int(layer))}"
+            found.append((said, want, now))
         return found
 
 

@@ -28,7 +28,7 @@ def repeatable(first: Observation, second: Observation) -> list[Finding]:
                 Finding(
                     "repeatable",
                     "the same batch gave other bits the second time, and determinism is claimed",
-                    where=f"layer {layer}: {count} of {a.numel()} values differ",
+                    where=f"{first.schedule.case.layers.name(layer)}: {count} of {a.numel()} values differ",
                     hint="atomics, a split count that varies, or a counter that the first run left dirty",
                 )
             ]
@@ -46,7 +46,7 @@ def batch_invariant(together: Observation, alone: Observation, index: int) -> li
                 Finding(
                     "batch-invariant",
                     f"request {index} gives other bits alone than in a batch of {together.step.bs}",
-                    where=f"layer {layer}: {count} of {b.numel()} values differ",
+                    where=f"{alone.schedule.case.layers.name(layer)}: {count} of {b.numel()} values differ",
                     hint="a tile size or split count that depends on the rest of the batch",
                 )
             ]

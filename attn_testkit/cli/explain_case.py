@@ -9,6 +9,7 @@ import click
 
 from ..cases.case import Case
 from ..cases.choices import chosen
+from ..cases.layers import PERIOD, Layers
 from ..cases.parts import parts_text
 from ..cases.schedule import Schedule, Step, make_schedule
 from ..cases.ways import way_of
@@ -49,6 +50,7 @@ def _fields(case: Case) -> list[tuple[str, str]]:
     """Field -> what it says, empty where the case has no such thing."""
     heads, tree, padded = case.heads, case.tree, case.bucket - case.bs
     nodes = f"{len(tree)} nodes, {'a chain' if case.topk == 1 else 'parents ' + _listed(tree.parents)}" if tree else ""
+    turns = "one layer" if case.layers.count <= PERIOD else "every second layer"
     padding = f", {padded} of them padding ({case.padding})" if padded else ""
     return [
         ("mode", case.mode.value),
@@ -67,9 +69,10 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("rounds", f"{case.rounds} of a lossless loop, beside the steps" if case.rounds else ""),
         ("layout", case.layout),
         ("data", case.data),
-        ("window", "" if case.window < 0 else f"{case.window} keys back, in one layer"),
-        ("logit_cap", f"{case.logit_cap:g}, in one layer" if case.logit_cap else ""),
+        ("window", "" if case.window < 0 else f"{case.window} keys back, in {turns}"),
+        ("logit_cap", f"{case.logit_cap:g}, in {turns}" if case.logit_cap else ""),
         ("sinks", "one more logit for each query head" if case.sinks else ""),
+        ("layers", "" if case.layers == Layers() else case.layers.words),
         ("parts", parts_text(case)),
         ("bucket", f"{case.bucket} request{'s'[: case.bucket - 1]} in the graph{padding}"),
         ("mixed", "graphs of all claimed modes on one instance, interleaved" if case.mixed else ""),

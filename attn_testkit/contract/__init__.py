@@ -7,6 +7,7 @@ from .dialect import DIALECTS, Dialect
 from .draft_decode import DraftDecodeInput
 from .kernel_backend import KernelBackend
 from .kernel_plan import KernelPlan
+from .kv_group import KVGroup
 from .kv_layouts import KV_LAYOUTS, KVLayer, KVPoolSpec
 from .kv_pool import KVPool
 from .layer import AttentionLayer
@@ -29,6 +30,7 @@ __all__ = [
     "Execution",
     "ForwardBatch",
     "ForwardMode",
+    "KVGroup",
     "KVLayer",
     "KVPart",
     "KVPool",

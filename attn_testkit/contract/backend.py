@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from .batch import ForwardBatch, VerifyMask
 from .capabilities import Capabilities, Unsupported
 from .dialect import Dialect
+from .kv_group import KVGroup
 from .kv_layouts import KVLayer, KVPoolSpec
 from .kv_pool import KVPool
 from .layer import AttentionLayer
@@ -63,6 +65,22 @@ class BackendContext:
     ``forward``. Empty: ``forward`` is called."""
     dialect: Dialect = field(default_factory=Dialect)
     """How the server says what servers say in different ways."""
+    kv_groups: tuple[KVGroup, ...] = ()
+    """Two or more, where layers do not share KV memory; ``kv_pool`` and ``req_to_token`` are those of the first. Empty
+    where they do, and always without the claim ``kv_groups`` and beside ``kv_parts``."""
+
+    @cached_property
+    def groups(self) -> tuple[KVGroup, ...]:
+        """``kv_groups``, or the one that all layers share."""
+        ids = tuple(layer.layer_id for layer in self.layers)
+        return self.kv_groups or (KVGroup(0, ids, self.kv_pool, self.req_to_token),)
+
+    def group_of(self, layer: AttentionLayer) -> KVGroup:
+        """Where the layer's KV lies. Raises ``KeyError`` for a layer of another model."""
+        for group in self.groups:
+            if layer.layer_id in group.layer_ids:
+                return group
+        raise KeyError(f"no KV group has a layer of id {layer.layer_id}")
 
 
 def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
@@ -105,6 +123,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         ("log-sum-exp of", ", ".join(map(str, context.kv_parts)), _takes_parts(capabilities, context)),
         ("sinks", "given", capabilities.sinks or all(layer.sinks is None for layer in context.layers)),
         *((name, said, said in getattr(capabilities, name)) for name, said in vars(context.dialect).items()),
+        ("number of KV groups", len(context.groups), capabilities.kv_groups or len(context.groups) == 1),
     ]  # fmt: skip
     for what, value, fine in checks:
         if not fine:

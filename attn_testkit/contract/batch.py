@@ -135,7 +135,9 @@ class ForwardBatch:
     ``req_pool_indices``, ``seq_lens`` [B]                           [max_bs]: slice to B    [max_bs]: slice to B
     ``seq_lens_cpu``                   [B] or None                   [max_bs] or None        [max_bs] or None
     ``seq_lens_sum``                   of B requests, or None        of B requests, or None  of B requests, or None
+    ``query_start_loc``                [B + 1] or None               [B + 1] or None         [B + 1] or None
     ``out_cache_loc``                  [T]                           [T]                     [T]
+    ``group_cache_locs``               [G, T], with groups alone     the same                the same
     ``num_padding``                    B - R                         absent                  absent
     ``actual_forward_mode``            ``forward_mode``              absent                  absent
     ``extend_*``, ``extras``           absent                        absent                  absent
@@ -226,5 +228,8 @@ class ForwardBatch:
     spec_info: SpecInput | None = None
     num_padding: int = 0
     """Padded requests at the end; 0 in eager."""
+    group_cache_locs: torch.Tensor | None = None
+    """[G, T] int64: ``out_cache_loc`` in the pool of each of ``BackendContext.kv_groups``, the first of which has the
+    same. None where layers share one."""
     extras: dict[str, object] = field(default_factory=dict)
     """Free for a backend that wants to keep something with the batch; the kit never reads it."""

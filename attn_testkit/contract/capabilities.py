@@ -96,7 +96,7 @@ def _requirement(text: object) -> None:
 _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
 _YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
                "takes_none_kv", "takes_unset_width", "takes_empty_batches",
-               "takes_bare_chains", "takes_out", "takes_more_rows")  # fmt: skip
+               "takes_bare_chains", "takes_out", "takes_more_rows", "kv_groups")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,9 @@ class Capabilities:
     takes_bare_chains: bool = False
     """May a chain be verified without a tree, ``custom_mask`` and ``retrieve_*`` None? Draft methods that know no trees
     have it so: a row sees the prefix, the rows before it and itself."""
+    kv_groups: bool = False
+    """May layers have KV groups (``BackendContext.kv_groups``): a pool, a request table and slots of new tokens for the
+    windowed ones, and others for the rest? False: all layers share one. In draft-decode they always do."""
     kernel_changes_at: Set[int] = frozenset()
     """From which batch sizes on does another kernel run? 8 for one kernel of up to 7 requests and another of more. A
     batch of each size is tried, and one that is smaller by a request."""

@@ -72,7 +72,8 @@ class KernelBackend(AttentionBackend):
         context, bs, mode = self.context, batch.batch_size, batch.forward_mode
         if not bs:
             return
-        table = context.req_to_token[batch.req_pool_indices[:bs].long()]
+        requests = batch.req_pool_indices[:bs].long()
+        table = context.req_to_token[requests]
         if mode.is_draft_decode():
             self._step = self._branches(batch, table)
             return
@@ -91,6 +92,8 @@ class KernelBackend(AttentionBackend):
                 seq_lens = seq_lens + cu_seqlens_q.diff()
             mask = self._draft_mask(batch, (seq_lens - width).clamp(min=0).long(), width)
         self._step = KernelStep(table, seq_lens, cu_seqlens_q, width, mask, context.page_size)
+        others = context.groups[1:]
+        self._steps_of_others = tuple(replace(self._step, table=each.req_to_token[requests]) for each in others)
 
     def _branches(self, batch: ForwardBatch, table: torch.Tensor) -> KernelStep:
         """Each branch as a request that decodes. ``table`` [bs, max_context_len]: rows of ``req_to_token``."""
@@ -141,7 +144,7 @@ class KernelBackend(AttentionBackend):
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         plan = replace(self._stored(k, v, layer, batch, save_kv_cache), out=out)
-        result = self.run(q, self.context.kv_pool.get_kv_pages(layer.layer_id), plan)
+        result = self.run(q, self._pages(layer), plan)
         return result if out is None or result is out else out.copy_(result.view_as(out))
 
     def forward_return_lse(
@@ -159,15 +162,20 @@ class KernelBackend(AttentionBackend):
         plan = replace(self._stored(k, v, layer, batch, save_kv_cache), part=part)
         if not part.sinks:
             plan = replace(plan, layer=replace(layer, sinks=None))
-        return self.run_return_lse(q, self.context.kv_pool.get_kv_pages(layer.layer_id), plan)
+        return self.run_return_lse(q, self._pages(layer), plan)
+
+    def _pages(self, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.context.group_of(layer).kv_pool.get_kv_pages(layer.layer_id)
 
     def _stored(
         self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool
     ) -> KernelPlan:
         """The plan of a layer, once the pool holds its new rows."""
+        group = self.context.group_of(layer)
         new = (k, v) if save_kv_cache else (None, None)
         most = self.context.max_context_len
-        plan = KernelPlan(self._step, layer, batch.out_cache_loc, most, save_kv_cache, *new)
+        step = self._steps_of_others[group.index - 1] if group.index else self._step
+        plan = KernelPlan(step, layer, group.cache_loc(batch), most, save_kv_cache, *new)
         if save_kv_cache:
             self.write_kv(k, v, plan)
         return plan
@@ -177,4 +185,4 @@ class KernelBackend(AttentionBackend):
 
         Before ``run``, and where ``save_kv_cache`` is True alone. May run under capture: device work only.
         """
-        self.context.kv_pool.set_kv_buffer(plan.layer, plan.out_cache_loc, k, v)
+        self.context.group_of(plan.layer).kv_pool.set_kv_buffer(plan.layer, plan.out_cache_loc, k, v)

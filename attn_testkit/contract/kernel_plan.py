@@ -16,7 +16,7 @@ __all__ = ["KernelPlan", "KernelStep"]
 
 @dataclass(frozen=True, eq=False)
 class KernelStep:
-    """What the layers of a step share: see ``KernelPlan``. In draft-decode each branch counts as a request."""
+    """What layers of a KV group share in a step: see ``KernelPlan``. In draft-decode a branch counts as a request."""
 
     table: torch.Tensor
     """[requests, max_context_len] int32: their rows of the request table; of requests, not of branches."""

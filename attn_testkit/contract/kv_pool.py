@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
@@ -13,8 +14,16 @@ from .layer import AttentionLayer
 __all__ = ["KVPool"]
 
 
+_Of = TypeVar("_Of")
+
+
+class _ById(dict[int, _Of]):
+    def __missing__(self, layer_id: int) -> _Of:
+        raise KeyError(f"the KV pool has no layer of id {layer_id}; it has {', '.join(map(str, self))}")
+
+
 class KVPool:
-    """K and V of every token slot, for every layer.
+    """K and V of every token slot, for every layer. Layers are asked for by their ids, which need not begin at 0.
 
     ``size`` token slots follow page 0. Page 0 is reserved: padded rows write there, and no live request owns a slot of
     it. A slot ``s`` lies in page ``s // page_size``; inside a page the slots are consecutive.
@@ -71,7 +80,7 @@ class KVPool:
             found = refuse_layers(spec, own(spec))
         else:
             found = lay_out(spec, layout)
-        self.memory = dict(zip((layer.layer_id for layer in layers), found, strict=True))
+        self.memory = _ById(zip((layer.layer_id for layer in layers), found, strict=True))
         """Layer id -> where its K and V lie, in the order of ``layers``."""
         # Made when they are first asked for; a server gives the same buffers at every call.
         self._by_slot: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
@@ -90,8 +99,8 @@ class KVPool:
 
     def _views(self, layer_id: int, *slots: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """K and V [*slots, H, D]; None where that takes a copy."""
-        layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
         parts = self.memory[layer_id].parts
+        layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
         try:
             views = [part.view(*slots, layer.tp_k_head_num, layer.head_dim) for part in parts]
         except RuntimeError:
@@ -104,7 +113,10 @@ class KVPool:
         return self.size + self.page_size
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """[slots, Hk, D] (MLA: [slots, 1, kv_lora_rank + rope]) in the pool's dtype. A view, not a copy."""
+        """[slots, Hk, D] (MLA: [slots, 1, kv_lora_rank + rope]) in the pool's dtype. A view, not a copy.
+
+        Raises ``KeyError`` that names the ids there are, as do the other methods.
+        """
         return self.get_kv_buffer(layer_id)[0]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:

@@ -13,11 +13,12 @@ __all__ = ["AttentionLayer"]
 class AttentionLayer:
     """The attributes of one attention layer, under the names that servers use.
 
-    The two layers of a test model differ (scale, window, soft cap), so that nothing of a layer may be remembered
-    for the next one.
+    The layers of a test model differ (scale, window, soft cap), so that nothing of a layer may be remembered for the
+    next one.
     """
 
     layer_id: int
+    """Ids follow each other, and need not begin at 0: a later pipeline rank has the later layers of a model."""
     tp_q_head_num: int
     """Query heads on this rank."""
     tp_k_head_num: int

@@ -229,7 +229,7 @@ class KvOfTheOtherLayer(PlannedBackend):
 
     @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
-        for other in self.context.layers[: layer.layer_id + 1]:
+        for other in self.context.layers[: self.context.layers.index(layer) + 1]:
             super().write_kv(other, k, v, meta)
 
 

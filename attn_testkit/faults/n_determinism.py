@@ -113,7 +113,7 @@ class LastLayerSumsInArrivalOrder(OrderOfSumsVaries):
 
     @override
     def backwards(self, layer: AttentionLayer) -> bool:
-        return layer.layer_id == len(self.context.layers) - 1 and super().backwards(layer)
+        return layer.layer_id == self.context.layers[-1].layer_id and super().backwards(layer)
 
 
 @fault(

@@ -255,7 +255,7 @@ class PlannedBackend(AttentionBackend):
         if save_kv_cache:
             self.write_kv(layer, k, v, meta)
         out = self.attend(q, layer, meta)
-        if layer.layer_id == len(self.context.layers) - 1:
+        if layer.layer_id == self.context.layers[-1].layer_id:
             self.finish(batch)
         return out
 

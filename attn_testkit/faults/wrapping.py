@@ -33,7 +33,7 @@ class HybridBackend(AttentionBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        return self.children[layer.layer_id].forward(q, k, v, layer, batch, save_kv_cache)
+        return self.children[self.context.layers.index(layer)].forward(q, k, v, layer, batch, save_kv_cache)
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:

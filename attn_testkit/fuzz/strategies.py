@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ..cases.case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from ..cases.draft import Draft
 from ..cases.extend import room_for
+from ..cases.layers import PERIOD, SETTINGS, Layers
 from ..cases.plans import context_len
 from ..cases.trees import Tree
 from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
@@ -29,6 +30,8 @@ _MOST_NEW = 70
 _MOST_HEADS = 64
 _MOST_SLACK = 4
 _MOST_WINDOW = 80
+_MOST_FIRST = 6
+"""Id of the first layer."""
 
 
 def random_cases(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[Case]:
@@ -49,6 +52,7 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
     slack = draw(st.integers(0, _MOST_SLACK))
     tree = rows.get("tree")
     windowed = mode in claims.sliding_window and (tree is None or tree.topk == 1 or claims.window_in_trees)
+    layers = draw(_layers(grouped=claims.kv_groups and not mode.is_draft_decode()))
     return Case(
         mode=mode,
         heads=heads,
@@ -64,10 +68,12 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         window=draw(st.one_of(st.just(-1), st.integers(0, _MOST_WINDOW))) if windowed else -1,
         logit_cap=draw(st.sampled_from([0.0, 1.5])) if claims.logit_cap else 0.0,
         sinks=draw(st.booleans()) if claims.sinks else False,
+        layers=layers,
         bucket=len(prefixes) + slack,
         padding=draw(st.sampled_from(PADDINGS)) if slack else "prod",
         seed=draw(st.integers(0, 99)),
-        **draw(_parts(claims, mode)),
+        # No case has parts beside KV groups.
+        **({} if layers.groups else draw(_parts(claims, mode))),
         **rows,
     )
 
@@ -88,6 +94,14 @@ def _of_kind(kind: str, merges: bool) -> st.SearchStrategy[dict[str, Any]]:
     parts = st.integers(2, 5).map(lambda ranks: f"{kind}{ranks}") if kind != "prefix" else st.just(kind)
     own = st.booleans() if merges else st.just(False)
     return st.fixed_dictionaries({"parts": parts, "own_merge": own})
+
+
+def _layers(*, grouped: bool) -> st.SearchStrategy[Layers]:
+    """The plainest are two layers from 0, in one KV group."""
+    counts = sorted(range(1, len(SETTINGS) + 1), key=lambda count: abs(count - Layers().count))
+    groups = st.booleans() if grouped else st.just(False)
+    drawn = st.tuples(st.sampled_from(counts), st.integers(0, _MOST_FIRST), groups)
+    return drawn.map(lambda each: Layers(each[0], each[1], each[2] and each[0] >= PERIOD))
 
 
 def _widest(claims: Capabilities) -> int:

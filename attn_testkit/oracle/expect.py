@@ -74,8 +74,10 @@ def _asked(schedule: Schedule, step: Step, pattern: str | None) -> tuple[object,
 def _answer(schedule: Schedule, step: Step, pattern: str | None) -> _Answer:
     if not step.requests:
         first = vars(_answer(schedule, schedule.steps[0], pattern))
-        layered = {"attention", "attention_limit", "row_limit"}
-        return _Answer(**{name: every[:, :0] if name in layered else every[:0] for name, every in first.items()})
+        layered = {"attention", "attention_limit", "row_limit", "lse", "lse_limit"}
+        given = {name: every for name, every in first.items() if every is not None}
+        none = {name: every[:, :0] if name in layered else every[:0] for name, every in given.items()}
+        return _Answer(**{**first, **none})
     rows = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1) if schedule.case.mode.is_ragged() else None
     data = make_step_data(schedule, step, pattern)
     return _of(schedule, data, rows, given=schedule.new_rows_as_given and not step.stored)
@@ -120,13 +122,14 @@ def attend_with_limit(schedule: Schedule, data: StepData, given: bool = False) -
 
 
 def _weights(attention: Attention) -> tuple[Weights, Weights]:
-    return _double_weights(attention.out.shape[2] * attention.out.shape[3])
+    layers, _, heads, dim = attention.out.shape
+    return _double_weights(layers, heads * dim)
 
 
 @lru_cache(maxsize=4)
-def _double_weights(width: int) -> tuple[Weights, Weights]:
+def _double_weights(layers: int, width: int) -> tuple[Weights, Weights]:
     """W and |W| in float64."""
-    weights = make_weights(width).double()
+    weights = make_weights(layers, width).double()
     return weights, Weights(weights.out.abs(), weights.head.abs())
 
 

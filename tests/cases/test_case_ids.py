@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
@@ -75,7 +76,7 @@ def test_an_unreadable_id_says_what_it_could_not_read(bad: str, message: str) ->
 
 @pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
 def test_core_meets_every_pair_of_claimed_values(mode: ForwardMode) -> None:
-    cases = generate(CLAIMS, mode, "core")
+    cases = [case for case in generate(CLAIMS, mode, "core") if not came_later(case)]
     pages, layouts = (
         {c.page_size for c in cases if c.layout == "reversed"},
         {"contiguous", "shuffled", "interleaved", "reversed"},

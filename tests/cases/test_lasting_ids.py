@@ -9,9 +9,10 @@ import hashlib
 
 import pytest
 import torch
+from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.cases.case import EXTREME_DATA, Case, parse_case
+from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import companions, generate
 from attn_testkit.cases.choices import chosen
 from attn_testkit.cases.data import make_step_data
@@ -41,11 +42,7 @@ IDS = [
 
 
 def lasting(claims: str, mode: ForwardMode, tier: str) -> list[Case]:
-    """The cases but those of extreme numbers, other KV layouts, keys in parts and ways of servers, which came later."""
-
-    def came_later(case: Case) -> bool:
-        return case.data in EXTREME_DATA or case.kv_layout != "nhd" or bool(case.parts or case.way)
-
+    """The cases but those that came later, which stand behind all others."""
     return [case for case in generate(CLAIMS[claims], mode, tier, 0) if not came_later(case)]
 
 

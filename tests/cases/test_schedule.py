@@ -159,7 +159,7 @@ def test_window_and_soft_cap_meet_in_one_layer_and_lie_in_different_ones() -> No
     seen = set()
     for case in cases:
         if case.window >= 0 and case.logit_cap:
-            layers = make_layers(case)
+            layers = make_layers(case)[:2]
             seen.add(tuple((layer.sliding_window_size >= 0, layer.logit_cap > 0) for layer in layers))
     assert {((True, True), (False, False)), ((True, False), (False, True)), ((False, False), (True, True))} <= seen
     assert any(all(a) for a, _ in seen)

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.cases.case import EXTREME_DATA, Case, Heads
+from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.plans import context_len
 from attn_testkit.cases.small_cases import MOST_ROWS, MOST_VALUES
@@ -226,7 +227,7 @@ def test_small_cases_keep_within_what_is_claimed(changes: dict[str, object], mod
 
 def test_one_small_case_takes_what_it_can() -> None:
     wide = claims(families={"gqa"}, gqa_ratios={2, 8, 16, 32}, head_dims={32, 64, 96, 128, 256}, max_q_rows=40)
-    small = [case for case in generate(wide, V1, "core") if not case.way][-2:]
+    small = [case for case in generate(wide, V1, "core") if not came_later(case)][-2:]
     assert [(c.heads.q_heads // 2, c.head_dim, c.new) for c in small] == [(16, 64, (40, 3)), (8, 128, (4, 3))]
 
 
@@ -274,7 +275,7 @@ def test_the_page_says_what_the_tiers_try() -> None:
     core = [one for mode in ForwardMode for one in generate(everything, mode, "core")]
     deep = [one for mode in ForwardMode for one in generate(mla, mode, "core")]
     named = {tier: [one for mode in ForwardMode for one in generate(MinimalBackend.capabilities, mode, tier)
-                    if one.data not in EXTREME_DATA] for tier in ("smoke", "core", "full")}  # fmt: skip
+                    if not came_later(one)] for tier in ("smoke", "core", "full")}  # fmt: skip
     assert [meets_every(1, named["smoke"]), meets_every(2, named["core"]), meets_every(3, named["full"])] == [True] * 3
     assert not meets_every(2, named["smoke"])
     assert not meets_every(3, named["core"])

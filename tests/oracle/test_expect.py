@@ -25,7 +25,7 @@ def schedule_of(case_id: str, matmul_dtype: str = "model") -> Schedule:
 def test_hidden_states_are_those_before_plus_each_layers_product(case_id: str) -> None:
     schedule = schedule_of(case_id)
     got = expect(schedule, schedule.steps[0])
-    weights = make_weights(got.attention.shape[2] * got.attention.shape[3])
+    weights = make_weights(len(got.attention), got.attention.shape[2] * got.attention.shape[3])
     hidden, allowed = got.data.hidden.double(), torch.zeros_like(got.data.hidden).double()
     for layer in range(2):
         rows, limits = got.attention[layer].flatten(1), got.attention_limit[layer].flatten(1)

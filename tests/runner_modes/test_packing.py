@@ -127,28 +127,28 @@ def test_of_a_batch_what_a_server_goes_on_using_is_watched(name: str, said: bool
 
 
 def test_tables_keep_what_a_step_does_not_fill() -> None:
-    tables = Tables(3, 4, rows=2, width=2, dtype=torch.bfloat16, device=CUDA)
+    tables = Tables(1, 3, 4, rows=2, token=(2, 2), dtype=torch.bfloat16, device=CUDA)
     assert tables.rows.shape == (3, 2, 2)
     assert tables.rows[:-1].eq(0.5).all()
     assert tables.hidden[:-1].eq(0.5).all()
     assert tables.rows[-1].isnan().all()
     assert tables.hidden[-1].isnan().all()
     hidden, rows = torch.full((1, tables.hidden.shape[1]), 2.0), torch.full((1, 2, 2), 3.0, dtype=torch.bfloat16)
-    filled = np.array([[0, 0], [7, 8]], np.int32), np.array([0, 5])
+    filled = np.array([[[0, 0], [7, 8]]], np.int32), np.array([0, 5])
     raw = hidden.numpy(), rows.view(torch.uint8).numpy().reshape(-1)
     sent, due = tables.fill(*filled, *raw)
-    assert tables.req_to_token.tolist() == [[0, 0, 0, 0], [7, 8, 0, 0], [0, 0, 0, 0]]
+    assert tables.req_to_token.tolist() == [[[0, 0, 0, 0], [7, 8, 0, 0], [0, 0, 0, 0]]]
     assert due.tolist() == [0, 5]
     assert tables.rows[:, 0, 0].tolist()[:2] == [3.0, 0.5]
     assert tables.hidden[:, 0].tolist()[:2] == [2.0, 0.5]
     assert tables.rows[-1].isnan().all()
     assert tables.hidden[-1].isnan().all()
-    tables.req_to_token[2, 3] = 9
+    tables.req_to_token[0, 2, 3] = 9
     ((place, _, _),) = sent.changed(sent.memory.cpu().numpy())  # type: ignore[union-attr]
     assert place.name == "req_to_token"
-    tables.fill(np.array([[0, 0, 0, 6]], np.int32), filled[1], *raw)
-    assert tables.req_to_token.tolist() == [[0, 0, 0, 6], [7, 8, 0, 0], [0, 0, 0, 0]], "the rest is as it was sent"
+    tables.fill(np.array([[[0, 0, 0, 6]]], np.int32), filled[1], *raw)
+    assert tables.req_to_token.tolist() == [[[0, 0, 0, 6], [7, 8, 0, 0], [0, 0, 0, 0]]], "the rest is as it was sent"
     tables.clear_requests()
     assert not tables.req_to_token.any()
-    tables.fill(np.array([[1]], np.int32), filled[1], *raw)
+    tables.fill(np.array([[[1]]], np.int32), filled[1], *raw)
     assert tables.req_to_token.sum() == 1

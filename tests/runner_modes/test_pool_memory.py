@@ -123,9 +123,9 @@ def filled(pool: KVPool) -> PoolWatch:
 def written(watch: PoolWatch, due: list[int], slots: int) -> tuple[list[int], torch.Tensor, list[int]]:
     look = watch.look(slots, torch.tensor(due, device=CUDA), len(due))
     assert [each.numel() for each, _ in look] == [size for _, size in look]
-    changed, rows, *outside = (each.cpu().numpy() for each, _ in look)
-    found, held, shape = watch.written(np.array(due), changed, rows)
-    places = watch.outside(outside).tolist() if outside else []
+    looked = [each.cpu().numpy() for each, _ in look]
+    found, held, shape = watch.written(np.array(due), looked)
+    places = watch.outside(looked).tolist()
     return found.tolist(), torch.from_numpy(held).view(watch.bits).view(shape), places
 
 

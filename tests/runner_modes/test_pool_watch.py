@@ -90,8 +90,7 @@ def filled(width: int = 8, dtype: torch.dtype = torch.bfloat16) -> tuple[KVPool,
 def written(watch: PoolWatch, due: list[int], slots: int = 12) -> tuple[list[int], torch.Tensor]:
     look = watch.look(slots, torch.tensor(due, device=CUDA), len(due))
     assert [each.numel() for each, _ in look] == [size for _, size in look]
-    changed, rows = (each.cpu().numpy() for each, _ in look)
-    found, held, shape = watch.written(np.array(due), changed, rows)
+    found, held, shape = watch.written(np.array(due), [each.cpu().numpy() for each, _ in look])
     return found.tolist(), torch.from_numpy(held).view(watch.bits).view(shape)
 
 

@@ -171,5 +171,5 @@ class LooksForExpectedValues(HostileBackend):
             for found in of_kind(name):
                 answer = getattr(found, "attention", getattr(found, "out", None))
                 if self.cheats and isinstance(answer, torch.Tensor) and answer.shape[1:] == right.shape:
-                    return answer[layer.layer_id].to(right)
+                    return answer[self.context.layers.index(layer)].to(right)
         return super().answer(right, layer, batch)

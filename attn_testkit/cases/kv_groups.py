@@ -1,0 +1,56 @@
+"""KV groups: where tokens lie in the pool of another group, and which of them a windowed group has let go of.
+
+A schedule numbers slots once. The pool of each further group has the same pages in another order: the judge knows one
+numbering, and a backend meets one for each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from .layers import PERIOD
+from .schedule import Ints, Schedule, Step
+
+__all__ = ["group_of_place", "outgrown", "slot_in_pool", "slot_map"]
+
+
+def group_of_place(schedule: Schedule, place: int) -> int:
+    """The group of the layer that runs as number ``place``."""
+    return place % PERIOD if schedule.case.layers.groups else 0
+
+
+@lru_cache(maxsize=64)
+def slot_map(schedule: Schedule, group: int) -> Ints:
+    """[slots] int64: where each slot of the schedule lies in the pool of a group. Page 0 is page 0 in all of them."""
+    page, pages = schedule.case.page_size, np.arange(1, schedule.num_pages + 1)
+    if group:
+        pages = np.random.default_rng(schedule.case.digest ^ group).permutation(pages)
+    return (np.concatenate([[0], pages])[:, None] * page + np.arange(page)).reshape(-1)
+
+
+def slot_in_pool(schedule: Schedule, place: int, slot: int) -> int:
+    """A slot of the schedule, as the pool of a layer has it."""
+    return int(slot_map(schedule, group_of_place(schedule, place))[slot])
+
+
+def outgrown(schedule: Schedule, step: Step, windows: tuple[int, ...]) -> Iterator[tuple[slice, Ints]]:
+    """Layers of a group, and the slots that it has let go of: whole pages that no row of the step sees.
+
+    ``windows``: of each layer. Slots as the schedule numbers them; pages that another request still sees are kept.
+    """
+    if not schedule.case.layers.groups:
+        return
+    page = schedule.case.page_size
+    for group in range(PERIOD):
+        window = windows[group]
+        if window < 0:
+            continue
+        gone, kept = set[int](), set[int]()
+        for request in step.requests:
+            first = max(0, request.prefix - window) // page * page
+            gone.update(request.slots[:first].tolist())
+            kept.update(request.slots[first:].tolist())
+        yield slice(group, None, PERIOD), np.array(sorted(gone - kept), dtype=np.int64)

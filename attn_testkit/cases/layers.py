@@ -1,0 +1,69 @@
+"""The attention layers of the test model: how many, under which ids, and what differs from one to the next."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["LAYERS_WORD", "PERIOD", "SETTINGS", "Layers", "Setting", "read_layers"]
+
+
+class Setting(NamedTuple):
+    """What a layer has of its own."""
+
+    factor: float
+    """Its scaling, over 1/sqrt(width)."""
+    k_scale: float
+    """Of an FP8 pool, as is ``v_scale``."""
+    v_scale: float
+    sink: float
+    """Mean of its sinks."""
+
+
+SETTINGS = (Setting(0.5, 0.25, 0.5, 1.0), Setting(1.5, 0.5, 2.0, -0.5), Setting(0.75, 1.0, 0.25, 0.25))
+"""Layer by layer. No two have one of them in common: what repeats after two layers is wrong in the third."""
+PERIOD = 2
+"""Layers after which windows and soft caps repeat, as in models whose layers have windows by turns."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """How many attention layers, and their ids. Raises ``ValueError`` for none, more than three, or a negative id.
+
+    Three from 5 are those of a later pipeline rank: no id is an index into a list of as many entries as layers.
+    """
+
+    count: int = 2
+    first: int = 0
+    """Id of the first layer; the others follow."""
+    groups: bool = False
+    """Two KV groups, whose layers take turns: the windowed ones and the others. Without it all share one."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= len(SETTINGS) or self.first < 0:
+            raise ValueError(f"{self.count} layers from id {self.first}: there are 1 to {len(SETTINGS)}, from 0 on")
+        if self.groups and self.count < PERIOD:
+            raise ValueError(f"{self.count} layer has no two KV groups")
+
+    def __str__(self) -> str:
+        return f"layers{self.count}from{self.first}{'groups' * self.groups}"
+
+    @property
+    def words(self) -> str:
+        """For those who read."""
+        groups = ", in two KV groups by turns" if self.groups else ""
+        return f"{self.count}, of ids {self.first} to {self.first + self.count - 1}{groups}"
+
+    def name(self, place: int) -> str:
+        """Of the layer that runs as number ``place``, from 0 on: as messages have it, by its id."""
+        return f"layer {self.first + place}"
+
+
+LAYERS_WORD = r"layers(\d+)from(\d+)(groups)?"
+"""The word of a case id, which those of two layers from 0 lack."""
+
+
+def read_layers(match: re.Match[str]) -> dict[str, Any]:
+    """What ``LAYERS_WORD`` says."""
+    return {"layers": Layers(int(match[1]), int(match[2]), bool(match[3]))}

@@ -1,0 +1,31 @@
+"""Class G: kernels that take query heads in pairs."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from ..contract import AttentionLayer, ForwardMode
+from .catalogue import fault
+from .parent import Metadata, PlannedBackend
+
+
+@fault(
+    slug="heads-in-pairs",
+    source="general",
+    modes=tuple(ForwardMode),
+    checks=("matches-oracle",),
+    hint="",
+)
+class HeadsInPairs(PlannedBackend):
+    """A program has two query heads, and there are half as many programs as heads, rounded down."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        families={"mha"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={16}, logit_cap=False
+    )
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        out = super().attend(q, layer, meta)
+        out[:, layer.tp_q_head_num // 2 * 2 :] = 0
+        return out

@@ -1,0 +1,109 @@
+"""The pools of KV groups, looked at as one: slots are those of the schedule, whatever a group's pool has for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attn_testkit.cases.kv_groups import slot_map
+from attn_testkit.cases.schedule import Schedule, Step
+from attn_testkit.contract import KVGroup
+
+from .packing import Bytes
+from .pool_watch import PoolWatch
+from .uploads import upload
+
+__all__ = ["GroupWatch"]
+
+_Ints = npt.NDArray[np.int64]
+
+
+class GroupWatch:
+    """A ``PoolWatch`` for each group, with the face of one for all layers."""
+
+    def __init__(self, groups: Sequence[KVGroup], device: torch.device) -> None:
+        self._watches = [PoolWatch(group.kv_pool) for group in groups]
+        self._device = device
+        self.bits = self._watches[0].bits
+        """Integers of an element's bits."""
+        self._counts = [len(group.layer_ids) for group in groups]
+        self._mapped: Schedule | None = None
+        """The one whose maps are at hand."""
+        self._maps: list[_Ints] = []
+        """Of each group: slots of the schedule -> slots of its pool."""
+        self._on_device: list[torch.Tensor] = []
+
+    def _of(self, group: int) -> slice:
+        """Layers of a group, among all."""
+        return slice(group, None, len(self._watches))
+
+    def fill(
+        self,
+        name: tuple[Schedule, Step, str | None],
+        held: Callable[[], tuple[_Ints, Bytes]],
+        unowned: float,
+    ) -> None:
+        """As ``PoolWatch.fill``; ``held`` has all layers, and slots of the schedule."""
+        if name[0] is not self._mapped:
+            self._mapped = name[0]
+            self._maps = [slot_map(name[0], group) for group in range(len(self._watches))]
+            self._on_device = [upload(torch.from_numpy(found), self._device) for found in self._maps]
+        made: list[tuple[_Ints, Bytes]] = []
+
+        def of_group(group: int) -> tuple[_Ints, Bytes]:
+            if not made:
+                made.append(held())
+            slots, rows = made[0]
+            return self._maps[group][slots], np.ascontiguousarray(rows.reshape(sum(self._counts), -1)[self._of(group)])
+
+        for group, watch in enumerate(self._watches):
+            watch.fill(name, lambda group=group: of_group(group), unowned)  # type: ignore[misc]
+
+    def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
+        """As ``PoolWatch.look``, group by group. All have the slots of a schedule, each in another order."""
+        return tuple(
+            part
+            for watch, of_group in zip(self._watches, self._on_device, strict=True)
+            for part in watch.look(slots, of_group[due], count)
+        )
+
+    def clear(self) -> None:
+        """As ``PoolWatch.clear``."""
+        for watch in self._watches:
+            watch.clear()
+
+    def _by_group(self, found: Sequence[Bytes]) -> list[Sequence[Bytes]]:
+        """What ``look`` gave, of each group."""
+        each = len(found) // len(self._watches)
+        return [found[first : first + each] for first in range(0, len(found), each)]
+
+    def outside(self, found: Sequence[Bytes]) -> _Ints:
+        """As ``PoolWatch.outside``, of all groups."""
+        pairs = zip(self._watches, self._by_group(found), strict=True)
+        return np.concatenate([watch.outside(mine) for watch, mine in pairs])
+
+    def written(self, due: _Ints, found: Sequence[Bytes]) -> tuple[_Ints, Bytes, tuple[int, ...]]:
+        """As ``PoolWatch.written``: slots of the schedule that changed in any group, and all layers' rows of them."""
+        parts = [
+            watch.written(self._maps[group][due], mine)
+            for group, (watch, mine) in enumerate(zip(self._watches, self._by_group(found), strict=True))
+        ]
+        changed = [np.argsort(self._maps[group])[slots] for group, (slots, _, _) in enumerate(parts)]
+        # Not by np.unique, as in ``ServerHarness.load``.
+        every = np.array(sorted(set(np.concatenate(changed).tolist())), dtype=np.int64)
+        shape = (sum(self._counts), parts[0][2][1], len(every), *parts[0][2][3:])
+        rows = np.empty((shape[0], math.prod(shape[1:]) * self.bits.itemsize), np.uint8)
+        for group in range(len(self._watches)):
+            rows[self._of(group)] = self._rows(group, every)
+        return every, rows.reshape(-1), shape
+
+    def _rows(self, group: int, slots: _Ints) -> Bytes:
+        """[layers of the group, bytes]: what it holds in slots of the schedule."""
+        watch, mine = self._watches[group], upload(torch.from_numpy(self._maps[group][slots]), self._device)
+        _, (now, size), *_ = watch.look(len(self._maps[group]), mine, len(slots))
+        raw: Bytes = now[:size].cpu().numpy().reshape(self._counts[group], -1)
+        return raw

@@ -1,0 +1,120 @@
+"""KV groups: where tokens lie in a second pool, what a windowed group lets go of, and which cases have groups."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.data import held_kv, make_layers, make_step_data, pool_image, stored_kv
+from attn_testkit.cases.kv_groups import group_of_place, outgrown, slot_in_pool, slot_map
+from attn_testkit.cases.layers import Layers
+from attn_testkit.cases.schedule import Schedule, make_schedule
+from attn_testkit.cases.untried import untried
+from attn_testkit.contract import ForwardMode
+
+CLAIMS = TorchNativeBackend.capabilities
+DECODE = "decode-gqa2x2-d32-bf16-p4-k{keys}-{layout}-gauss{words}-layers3from5groups-b4prod"
+
+
+def schedule_of(keys: str = "19.40.6", layout: str = "shuffled", words: str = "-w7") -> Schedule:
+    return make_schedule(parse_case(DECODE.format(keys=keys, layout=layout, words=words)))
+
+
+def windows_of(schedule: Schedule) -> tuple[int, ...]:
+    return tuple(layer.sliding_window_size for layer in make_layers(schedule.case))
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_cases_have_groups_where_they_are_claimed_but_no_draft_has(mode: ForwardMode) -> None:
+    def found(tier: str = "core", **claims: object) -> list[int]:
+        cases = generate(CLAIMS.with_changes(**claims), mode, tier)
+        return [case.window for case in cases if case.layers.groups]
+
+    assert found() == ([] if mode.is_draft_decode() else [-1, 7])
+    assert found(kv_groups=False) == found("smoke") == []
+    lacking = {tier: untried(CLAIMS, mode, generate(CLAIMS, mode, tier)) for tier in ("smoke", "core")}
+    assert (("KV groups", "KV groups") in lacking["smoke"]) is not mode.is_draft_decode()
+    assert ("KV groups", "KV groups") not in lacking["core"]
+    assert found(page_sizes={1}) == found()
+
+
+def test_what_has_no_groups_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 layer has no two KV groups"):
+        Layers(1, 0, groups=True)
+    with pytest.raises(ValueError, match="in draft-decode all layers share one KV group"):
+        parse_case("draft-decode-mha2-d32-bf16-p4-k5-topk1steps3-shuffled-gauss-layers2from0groups-b2prod")
+
+
+@pytest.mark.parametrize(
+    ("words", "beside"),
+    [("-lseprefix-b2prod", "parts 'prefix'"), ("-b2prod-lent", "way 'lent'"), ("-b2prod-idle", "way 'idle'")],
+)
+def test_neither_parts_nor_a_way_go_with_groups_and_both_go_with_other_layers(words: str, beside: str) -> None:
+    plain = "decode-mha2-d32-bf16-p4-k5-shuffled-gauss-layers3from5"
+    assert parse_case(plain + words).layers == Layers(3, 5)
+    with pytest.raises(ValueError, match=f"KV groups go neither with parts nor with a way, here {beside}"):
+        parse_case(f"{plain}groups{words}")
+
+
+def test_a_second_pool_has_the_same_pages_elsewhere_and_page_0_at_its_place() -> None:
+    schedule = schedule_of()
+    first, second = slot_map(schedule, 0), slot_map(schedule, 1)
+    assert np.array_equal(first, np.arange((schedule.num_pages + 1) * 4))
+    assert np.array_equal(np.sort(second), first)
+    assert second[:4].tolist() == [0, 1, 2, 3]
+    assert np.array_equal(second % 4, first % 4), "a page stays whole"
+    assert (second // 4 != first // 4).mean() > 0.8
+    assert [group_of_place(schedule, place) for place in range(3)] == [0, 1, 0]
+    assert [slot_in_pool(schedule, place, 9) for place in range(3)] == [9, second[9], 9]
+
+
+@pytest.mark.parametrize(("window", "pages"), [(15, 1), (16, 0), (11, 2), (12, 1), (0, 4), (19, 0)])
+def test_a_windowed_group_lets_go_of_whole_pages_that_no_row_sees(window: int, pages: int) -> None:
+    """19 keys before the step: the first row sees those from 19 - W on, so a page of 4 is seen in part until then."""
+    schedule = schedule_of("19", words="-w7")
+    step = schedule.steps[0]
+    (found,) = outgrown(schedule, step, (-1, window, -1))
+    assert found[0] == slice(1, None, 2)
+    assert sorted(found[1]) == sorted(step.requests[0].slots[: 4 * pages])
+    assert list(outgrown(schedule, step, (-1, -1, -1))) == []
+    both = list(outgrown(schedule, step, (window, window, window)))
+    assert [layers for layers, _ in both] == [slice(0, None, 2), slice(1, None, 2)]
+
+
+def test_a_shared_page_is_kept_while_any_request_sees_it() -> None:
+    schedule = schedule_of("40.9", "shared")
+    step = schedule.steps[0]
+    long, short = step.requests
+    assert long.shared
+    assert short.shared
+    (found,) = outgrown(schedule, step, (-1, 7, -1))
+    assert set(found[1]) == set(long.slots[:32]) - set(short.slots)
+
+
+@pytest.mark.parametrize("dtype", ["", "-kvfp8e4m3"])
+def test_what_a_group_let_go_of_is_large_and_finite_in_its_layers_alone(dtype: str) -> None:
+    schedule = schedule_of(words=f"{dtype}-w7")
+    step = schedule.steps[0]
+    data, windows = make_step_data(schedule, step), windows_of(schedule)
+    (slots, plain), (same, rows) = held_kv(step, data, after=True), stored_kv(schedule, step, data, after=True)
+    assert np.array_equal(slots, same)
+    image = pool_image(schedule, step, data, False, after=True).float()
+    changed = np.zeros((3, len(slots)), np.bool_)
+    for layers, gone in outgrown(schedule, step, windows):
+        changed[layers] |= np.isin(slots, gone)
+        assert len(gone)
+        held = image[layers][:, :, torch.from_numpy(gone)]
+        assert bool((held == (128.0 if dtype else 100.0)).all())
+    assert np.array_equal((plain != rows).any((1, 3)), changed)
+    assert changed.any()
+    assert not changed.all()
+
+
+def test_without_groups_nothing_is_let_go_of() -> None:
+    schedule = make_schedule(parse_case("decode-gqa2x2-d32-bf16-p4-k40-shuffled-gauss-w7-layers3from5-b4prod"))
+    assert list(outgrown(schedule, schedule.steps[0], (-1, 7, -1))) == []
+    assert group_of_place(schedule, 1) == 0
