@@ -235,7 +235,7 @@ def test_other_modes_have_no_uneven_rows() -> None:
 
 def test_what_the_step_before_has_in_common() -> None:
     def told(before: list[int], lens: list[int], wrong: list[int]) -> str:
-        return rows.kept_from_before(evidence(lens, wrong, before=Of(lens=before, bs=len(before))))
+        return rows.kept_from_before(evidence(lens, wrong, before=Of(lens=before, bs=len(before), requests=before)))
 
     assert "has the same lengths and other requests" in told([3, 9], [9, 3], [0])
     assert told([3, 8], [9, 3], [0]).startswith("the step before had up to 8 KV tokens, and only requests with more")
@@ -511,7 +511,8 @@ def test_a_mask_that_comes_too_late() -> None:
     ],
 )
 def test_new_tokens_that_are_mixed_up(used: set[int], new: int, layout: str, said: bool) -> None:
-    found = of_keys(attended(used, range(4)), [request(new, 3)], schedule=Of(case=case(layout=layout)))
+    found = of_keys(attended(used, range(4)), [request(new, 3)])
+    found.step.layout = layout
     assert bool(keys.own_rows_mixed(found)) is said
     assert keys.own_rows_mixed(evidence([4])) == ""
 
