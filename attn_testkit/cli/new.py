@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata as metadata
 import keyword
 import re
 import shlex
@@ -95,7 +94,6 @@ def _texts(module: str) -> dict[str, str]:
     values = {
         "module": module,
         "class": _class_name(module),
-        "version": metadata.version("attn-testkit"),
         "until": datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=_UNTIL_DAYS),
     }
     return {
