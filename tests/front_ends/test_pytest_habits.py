@@ -150,7 +150,7 @@ def test_the_fixture_fails_the_test_with_the_verdict_and_no_traceback(run):
 def test_the_fixture_finds_known_failures_beside_the_test(run):
     test = "def test_it(attn_check):\n    attn_check('fake:ok', known_failures='none.toml')\n"
     found = run(test=test)
-    assert "test_the_fixture_finds_known_failures_beside_the_test0/none.toml: No such file" in found.stdout.str()
+    assert "test_the_fixture_finds_known_failures_beside_the_test0/none.toml; where none is known" in found.stdout.str()
 
 
 def test_what_travels_with_a_case_run_does_not_grow_with_the_plan(fake):
