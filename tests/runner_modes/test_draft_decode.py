@@ -145,7 +145,7 @@ def test_a_replay_view_is_what_the_contract_writes_down() -> None:
         bs = view.batch_size
         assert set(vars(view)) == {
             "forward_mode", "batch_size", "input_ids", "req_pool_indices", "seq_lens", "seq_lens_cpu", "seq_lens_sum",
-            "query_start_loc", "out_cache_loc", "spec_info", "positions", "num_padding", "actual_forward_mode",
+            "out_cache_loc", "spec_info", "positions", "num_padding", "actual_forward_mode",
         }  # fmt: skip
         assert len(view.input_ids) == len(view.positions) == 2 * bs
         assert len(view.seq_lens) == len(view.req_pool_indices) == bs

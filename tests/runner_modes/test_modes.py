@@ -141,7 +141,7 @@ def test_a_replay_gets_a_view_with_fewer_attributes() -> None:
 
 
 _ALWAYS = {"forward_mode", "batch_size", "input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "spec_info"}
-_ALWAYS |= {"seq_lens_cpu", "seq_lens_sum", "query_start_loc"}
+_ALWAYS |= {"seq_lens_cpu", "seq_lens_sum"}
 _MORE = {"positions", "num_padding", "actual_forward_mode"}
 
 
