@@ -135,8 +135,9 @@ class ForwardBatch:
     ``req_pool_indices``, ``seq_lens`` [B]                           [max_bs]: slice to B    [max_bs]: slice to B
     ``seq_lens_cpu``                   [B] or None                   [max_bs] or None        [max_bs] or None
     ``seq_lens_sum``                   of B requests, or None        of B requests, or None  of B requests, or None
-    ``query_start_loc``                [B + 1], where padding is no  the same                the same
-                                       request's rows alone
+    ``query_start_loc``                [B + 1], where padded         the same                the same
+                                       requests have no rows; else
+                                       absent
     ``out_cache_loc``                  [T]                           [T]                     [T]
     ``group_cache_locs``               [G, T], with groups alone     the same                the same
     ``num_padding``                    B - R                         absent                  absent
