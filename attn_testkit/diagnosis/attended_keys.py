@@ -183,7 +183,7 @@ def _starts(length: int, dim: int, wanted: frozenset[int]) -> list[int]:
     """
     last = (length - 1) // dim
     near = [min(wanted, default=0), max(wanted, default=0)]
-    both_ends = [block for i in range(last + 1) for block in (i, last - i)]
+    both_ends = [block for i in range(min(last + 1, _MAX_PASSES)) for block in (i, last - i)]
     blocks = dict.fromkeys(
         [*(key // dim for key in near), 0, last, *((near[0] - 1) // dim, (near[1] + 1) // dim), *both_ends]
     )
