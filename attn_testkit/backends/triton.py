@@ -155,10 +155,9 @@ class TritonBackend(AttentionBackend):
         assert static is not None, "init_cuda_graph_state comes before any capture"
         mask: torch.Tensor | None = None
         if batch.forward_mode.is_target_verify():
-            assert static.mask is not None
+            assert static.mask is not None and fresh.mask is not None
             mask = static.mask[:bs]
-            # Always the mask's kernel, also for a batch without one: the graph is captured for trees.
-            mask.copy_(_chain_mask(mask) if fresh.mask is None else fresh.mask)
+            mask.copy_(fresh.mask)
         self._plan = _Plan(
             table=static.table[:bs].copy_(fresh.table) if batch.forward_mode.is_draft_decode() else fresh.table,
             requests=static.requests[:bs].copy_(fresh.requests),
@@ -305,16 +304,16 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _chain_mask(like: torch.Tensor) -> torch.Tensor:
-    """[N, N] lower triangle: in a chain every node sees those before it."""
-    return torch.ones_like(like[0]).tril()
+def _node_mask(spec: VerifyInput, prefix: torch.Tensor, n: int) -> torch.Tensor:
+    """[bs, N, N] uint8: the draft columns of the tree mask, a view where its layout allows. ``prefix`` [bs] int64.
 
-
-def _node_mask(spec: VerifyInput, prefix: torch.Tensor, n: int) -> torch.Tensor | None:
-    """[bs, N, N] uint8: the draft columns of the tree mask, a view where its layout allows. ``prefix`` [bs] int64."""
+    A chain without a mask gets one, also in eager mode: a graph is captured for trees, and the causal kernel rounds
+    otherwise than the mask's.
+    """
+    bs = prefix.shape[0]
     if spec.custom_mask is None:
-        return None
-    bs, mask = prefix.shape[0], spec.custom_mask.view(torch.uint8)
+        return torch.ones(bs, n, n, dtype=torch.uint8, device=prefix.device).tril()
+    mask = spec.custom_mask.view(torch.uint8)
     if spec.tree_mask_mode is TreeMaskMode.QLEN_ONLY:
         return mask[: bs * n * n].view(bs, n, n)
     # FULL_MASK: request i's block begins at n * (sum of earlier prefixes) + n * n * i and has rows of prefix_i + n
