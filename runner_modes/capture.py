@@ -27,6 +27,7 @@ from .mode_driver import ModeDriver
 from .observe import Readable, readable
 from .packing import Sent
 from .static_inputs import StaticInputs, make_static_inputs
+from .warm_ups import uneven_warm_ups
 
 __all__ = ["Allocated", "Bucket", "ScheduleGraphs", "blocks_held", "capture_schedules", "mode_suffix"]
 
@@ -58,6 +59,8 @@ class Bucket:
     allocated: tuple[Allocated, ...]
     warm_up_finite: bool
     """No logit of the last warm-up was NaN or Inf."""
+    uneven_warm_ups: tuple[str, ...]
+    """Where another warm-up of the same plan gave other bits than the first. Empty where determinism is not claimed."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ class ScheduleGraphs:
     def allocated(self) -> tuple[Allocated, ...]:
         """Of all buckets, in the order of their capture."""
         return tuple(each for bucket in self.buckets.values() for each in bucket.allocated)
+
+    @property
+    def uneven_warm_ups(self) -> tuple[str, ...]:
+        """Of all buckets."""
+        return tuple(each for bucket in self.buckets.values() for each in bucket.uneven_warm_ups)
 
     @property
     def warm_up_finite(self) -> bool:
@@ -127,8 +135,8 @@ def _capture_schedule(
     buckets: dict[int, Bucket] = {}
     for bs in schedule.buckets:
         with clock.phase("capture"):
-            # Servers warm up once or twice. What a backend makes on its second run it makes in the first bucket.
-            runs = 1 if buckets else 2
+            # Servers warm up once to three times. What a backend makes on a later run it makes in the first bucket.
+            runs = 1 if buckets else 3
             buckets[bs] = _capture_bucket(harness, schedule, static, fill, bs, pool, runs)
     return ScheduleGraphs(harness, schedule, static, fill, buckets)
 
@@ -137,7 +145,7 @@ def _capture_bucket(
     harness: ServerHarness, schedule: Schedule, static: StaticInputs, fill: int, bs: int, pool: Any, warm_ups: int
 ) -> Bucket:
     case, driver, backend = schedule.case, DRIVERS[schedule.case.mode], harness.backend
-    label = f"bucket {bs}{mode_suffix(harness, schedule)}"
+    label, deterministic = f"bucket {bs}{mode_suffix(harness, schedule)}", harness.capabilities.deterministic
     spec = driver.captured_spec(harness, static, bs, case.width)
     extends = driver.captured_extends(harness, static, bs, case.width, fill)
     batch = captured_batch(harness, static, case.mode, bs, case.width, fill, spec, extends)
@@ -151,6 +159,7 @@ def _capture_bucket(
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with blame("warm-up", label):
         warm = warm_up(run_once, side, warm_ups)
+        uneven = uneven_warm_ups(case, label, [each.attention for each in warm], fill) if deterministic else ()
     with blame("plan before capture", label):
         backend.init_forward_metadata_before_capture(batch)
     before = set(blocks_held(harness).values())
@@ -165,7 +174,8 @@ def _capture_bucket(
         given=static.sent(bs, spec=spec is not None, mask=verify_mask_of(harness) is None),
         poison=_poison(captured.outputs, harness.fill),
         allocated=tuple(allocated),
-        warm_up_finite=warm.logits is None or bool(warm.logits.isfinite().all()),
+        warm_up_finite=warm[-1].logits is None or bool(warm[-1].logits.isfinite().all()),
+        uneven_warm_ups=uneven,
     )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
+from attn_testkit.graphs.host_syncs import host_syncs_forbidden
 
 from .batches import batch_on_device, eager_batch
 from .clock import Clock
@@ -46,11 +47,13 @@ def run_eager(
         batch, sent = batch_on_device(on_host, harness.device)
         _poison_heap(harness, len(batch.input_ids))
     with clock.phase("eager"):
-        with blame("plan", label):
+        no_waits = not harness.capabilities.needs_cpu_seq_lens
+        with blame("plan", label), host_syncs_forbidden(no_waits):
             harness.backend.init_forward_metadata(batch)
         none_kv = step.stored and harness.capabilities.takes_none_kv
         with blame("forward without k and v" if none_kv else "forward", label):
-            trace = forward(harness, driver, batch, case, save_kv_cache=not step.stored)
+            with host_syncs_forbidden(no_waits):
+                trace = forward(harness, driver, batch, case, save_kv_cache=not step.stored)
             torch.cuda.synchronize()
     with clock.phase("read back"), blame("read back", label):
         given = (*sent, loaded.table)

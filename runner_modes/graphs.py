@@ -47,6 +47,10 @@ class GraphRun:
     """``seq_lens`` of padded requests: 0 or 1."""
     not_finite_in_warm_up: tuple[Schedule, ...] = ()
     """Those with NaN or Inf in the logits of a warm-up, in which every ``seq_lens`` is ``fill``."""
+    uneven_warm_ups: tuple[str, ...] = ()
+    """Where a warm-up gave other bits than the first of the same plan."""
+    written_at_capture: tuple[int, ...] = ()
+    """Slots outside page 0 that warm-ups and captures wrote, though every ``out_cache_loc`` is 0; ascending."""
     allocated_in_capture: tuple[AllocatedInCapture, ...] = ()
     """In the order of the captures."""
     replaced: tuple[str, ...] = ()
@@ -81,6 +85,7 @@ def drive_graphs(
     pool = torch.cuda.graph_pool_handle()
     graphs = capture_schedules(harness, schedules, pool, clock)
     harness.captured()
+    written = harness.written_at_capture()
     other = capture_schedules(neighbour, schedules[:1], pool, clock)[0] if neighbour else None
     seen, replaced = _replay_all(graphs, other, clock, options)
     return GraphRun(
@@ -88,6 +93,8 @@ def drive_graphs(
         observed=(*seen, *early),
         fill=graphs[0].fill,
         not_finite_in_warm_up=tuple(each.schedule for each in graphs if not each.warm_up_finite),
+        uneven_warm_ups=tuple(where for each in graphs for where in each.uneven_warm_ups),
+        written_at_capture=written,
         allocated_in_capture=tuple(AllocatedInCapture(a.path, a.where) for each in graphs for a in each.allocated),
         replaced=replaced,
     )

@@ -201,6 +201,10 @@ class ServerHarness:
         self.pool.clear()
         self._tables.clear_requests()
 
+    def written_at_capture(self) -> tuple[int, ...]:
+        """Slots outside page 0 that were written since ``prepare_capture``, ascending."""
+        return tuple(self.pool.written_since_clear().tolist())
+
     def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> LoadedStep:
         """Put a step's numbers, KV pool and request table in place. Slots that no request owns hold ``unowned``.
 

@@ -76,6 +76,11 @@ class GroupWatch:
         for watch in self._watches:
             watch.clear()
 
+    def written_since_clear(self) -> _Ints:
+        """As ``PoolWatch.written_since_clear``: slots of any group's pool, [n] ascending."""
+        every = [watch.written_since_clear().tolist() for watch in self._watches]
+        return np.array(sorted({slot for slots in every for slot in slots}), dtype=np.int64)
+
     def _by_group(self, found: Sequence[Bytes]) -> list[Sequence[Bytes]]:
         """What ``look`` gave, of each group."""
         each = len(found) // len(self._watches)

@@ -91,6 +91,10 @@ class Driven:
     """``seq_lens`` of padded requests."""
     not_finite_in_warm_up: tuple[int, ...] = ()
     """Places of schedules with NaN or Inf in the logits of a warm-up."""
+    uneven_warm_ups: tuple[str, ...] = ()
+    """Where a warm-up gave other bits than the first of the same plan."""
+    written_at_capture: tuple[int, ...] = ()
+    """Slots outside page 0 that warm-ups and captures wrote."""
     allocated_in_capture: tuple[tuple[str, str], ...] = ()
     """(attribute path, bucket) of what the backend first held while a graph was captured."""
     replaced: tuple[str, ...] = ()

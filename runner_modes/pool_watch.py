@@ -56,9 +56,17 @@ class PoolWatch:
 
     def clear(self) -> None:
         """The memory as a server has it when it captures: page 0 zeros, NaN everywhere else."""
-        self.poison()
+        self._held = None
+        self._before.fill(math.nan)
+        self._now.copy_(self._before)
         zeros = torch.zeros(math.prod(self._shape) * self._page_size * self._now.row_bytes, dtype=torch.uint8)
         self.store(torch.arange(self._page_size), zeros)
+
+    def written_since_clear(self) -> npt.NDArray[np.int64]:
+        """Slots outside page 0 that were written since ``clear``, [n] ascending."""
+        differs = self._now.differs(self._before, self._slots).cpu().view(torch.uint8).view(self._slots, -1).any(1)
+        slots: npt.NDArray[np.int64] = np.flatnonzero(differs.numpy())
+        return slots[slots >= self._page_size]
 
     def store(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Have ``slots`` [n] int64 hold ``rows`` [L, 2 or 1, n, Hk, Dqk], or their bytes. Both on the host."""

@@ -155,7 +155,8 @@ class TritonBackend(AttentionBackend):
         assert static is not None, "init_cuda_graph_state comes before any capture"
         mask: torch.Tensor | None = None
         if batch.forward_mode.is_target_verify():
-            assert static.mask is not None and fresh.mask is not None
+            assert static.mask is not None
+            assert fresh.mask is not None
             mask = static.mask[:bs]
             mask.copy_(fresh.mask)
         self._plan = _Plan(

@@ -115,10 +115,10 @@ def _classify(
         )
     if phase == "capture":
         return "captures-cleanly", f"cannot be captured: {message}", _CAPTURE_HINT
-    if phase == "plan for replay" and (kind == "HostSyncError" or _SYNC.search(message)):
+    if phase in _WITHOUT_WAITS and not needs_cpu_lengths and (kind == "HostSyncError" or _SYNC.search(message)):
         return (
             "no-host-lengths",
-            f"preparing a replay waits for the device: {message}",
+            f"{_WITHOUT_WAITS[phase]} waits for the device: {message}",
             "needs_cpu_seq_lens is False: keep lengths on the device, or declare that they are needed",
         )
     if phase == "forward without k and v" and "NoneType" in message:
@@ -135,6 +135,14 @@ def _classify(
         hint = "the device context is lost; errors of asynchronous kernels surface late, so the cause may be earlier"
     return "completes", raised, hint
 
+
+_WITHOUT_WAITS = {
+    "plan for replay": "preparing a replay",
+    "plan": "planning an eager step",
+    "forward": "an eager forward",
+    "forward without k and v": "an eager forward",
+}
+"""Phases in which nothing may wait for the device, where CPU lengths are declared unneeded; and their words."""
 
 _NO_LENGTHS = "needs_cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and the *_cpu lists"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..cases.case import Case
@@ -11,7 +13,7 @@ from .describe import number, row_name, spread_text
 from .judgement import BITS, Judgement, place_of_max
 from .observation import Observation
 
-__all__ = ["CHECKS", "addresses_stable", "graph_matches_eager"]
+__all__ = ["CHECKS", "addresses_stable", "at_capture", "graph_matches_eager"]
 
 
 def graph_matches_eager(judgement: Judgement, *, same_bits: bool = False) -> list[Finding]:
@@ -77,6 +79,34 @@ def addresses_stable(observed: Observation) -> list[Finding]:
     ]
 
 
+def at_capture(uneven: Sequence[str], written: Sequence[int]) -> list[Finding]:
+    """Warm-ups of one plan agree, and a dummy batch writes page 0 alone.
+
+    ``uneven``: places where they do not. ``written``: slots outside page 0, ascending. A server captures while
+    requests are live (after a wake-up, or for a bucket that comes late), and any slot may be theirs.
+    """
+    found = [
+        Finding(
+            "captures-cleanly",
+            "the warm-ups before a capture do not agree, and determinism is claimed",
+            where=where,
+            hint="a counter, a semaphore or a workspace that a run leaves dirty and only a plan resets",
+        )
+        for where in uneven[:1]
+    ]
+    if written:
+        slots = ", ".join(map(str, written[:8])) + (", ..." if len(written) > 8 else "")
+        found.append(
+            Finding(
+                "captures-cleanly",
+                f"warm-ups or captures of a dummy batch write {len(written)} KV slots outside page 0",
+                where=f"slots {slots}; every out_cache_loc of the batch is 0",
+                hint="slots that come from anything but out_cache_loc: a server captures while requests are live",
+            )
+        )
+    return found
+
+
 def _has_padded_replays(case: Case) -> bool:
     """With small padding every bucket is filled up with live requests."""
     return case.padding != "small"
@@ -99,8 +129,10 @@ CHECKS = (
     ),
     Check(
         "captures-cleanly",
-        "Capture meets no host sync, no copy from pageable memory, and leaves no persistent tensor behind.",
-        "int(lengths.max()), .tolist(), torch.tensor(list, device=...), a workspace allocated on first use.",
+        "Capture meets no host sync, no copy from pageable memory, and leaves no persistent tensor behind; its "
+        "warm-ups give the same bits where that is claimed, and write no KV slot outside page 0.",
+        "int(lengths.max()), .tolist(), torch.tensor(list, device=...), a workspace allocated on first use, a counter "
+        "that only a plan resets.",
         "sglang #25489; aiter #5393",
         "`where` is the line that a capture cannot record, and the hint what to write instead.",
         judged_from=Stage.CAPTURED,

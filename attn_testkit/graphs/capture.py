@@ -28,16 +28,17 @@ class Captured(Generic[T]):
         self.graph.replay()
 
 
-def warm_up(run_once: Callable[[], T], stream: torch.cuda.Stream, times: int) -> T:
-    """Run ``run_once`` on a side stream, as servers do before they capture. Returns what the last run returned.
+def warm_up(run_once: Callable[[], T], stream: torch.cuda.Stream, times: int) -> list[T]:
+    """Run ``run_once`` on a side stream, as servers do before they capture. Returns what each run returned.
 
     Everything is done when this returns, so that an error of a kernel is raised here.
     """
+    outputs = []
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(times):
             torch.cuda.synchronize()
-            outputs = run_once()
+            outputs.append(run_once())
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     return outputs

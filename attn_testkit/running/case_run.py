@@ -250,6 +250,8 @@ def _found(run: GraphRun, schedules: Sequence[Schedule]) -> Driven:
     return Driven(
         fill=run.fill,
         not_finite_in_warm_up=warm,
+        uneven_warm_ups=run.uneven_warm_ups,
+        written_at_capture=run.written_at_capture,
         allocated_in_capture=tuple((each.path, each.where) for each in run.allocated_in_capture),
         replaced=run.replaced,
     )

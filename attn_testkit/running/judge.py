@@ -15,6 +15,7 @@ from ..cases.loop import make_loop, said
 from ..cases.schedule import Schedule, Step, only
 from ..cases.ways import way_of
 from ..checks import NUMERIC, Judgement, Stage, judged
+from ..checks.graphs import at_capture
 from ..checks.lossless import lossless, ran_to_its_end
 from ..checks.observation import Observation, StepInputs
 from ..checks.sameness import batch_invariant, repeatable
@@ -105,6 +106,7 @@ def _judged(
         elif execution is Execution.GRAPH and not outcome.failed:
             # What is wrong at a replay as well is reported there, with a place.
             outcome.findings += _not_finite([schedules[i] for i in driven.not_finite_in_warm_up], driven.fill)
+            outcome.findings += at_capture(driven.uneven_warm_ups, driven.written_at_capture)
     outcome.findings += _left_behind((*described.changed, *driven.changed))
     spent = time.perf_counter() - started
     return outcome, {**driven.seconds, "oracle and checks": spent}

@@ -185,11 +185,11 @@ class BuiltTwice(Spy):
 def test_the_hook_before_a_capture_comes_behind_its_warm_ups_and_never_before_a_replay() -> None:
     backend = graph(parse_case(DECODE), BuiltTwice)
     assert isinstance(backend, BuiltTwice)
-    assert backend.calls[:9] == [
-        ("capture", 4), ("warm-up", 4), ("warm-up", 4), ("before", 4), ("capturing", 4),
+    assert backend.calls[:10] == [
+        ("capture", 4), ("warm-up", 4), ("warm-up", 4), ("warm-up", 4), ("before", 4), ("capturing", 4),
         ("capture", 2), ("warm-up", 2), ("before", 2), ("capturing", 2),
     ]  # fmt: skip
-    assert {name for name, _ in backend.calls[9:]} == {"replay"}
+    assert {name for name, _ in backend.calls[10:]} == {"replay"}
 
 
 def test_a_backend_knows_which_sizes_are_captured() -> None:
@@ -326,7 +326,7 @@ class Lent(Spy):
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        self.lent: list[tuple[int, tuple[int, ...], bool]] = []
+        self.lent: list[tuple[int, tuple[int, ...], torch.Tensor]] = []
 
     def forward(  # type: ignore[override]
         self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True, **given: Any
@@ -335,7 +335,7 @@ class Lent(Spy):
         if "out" not in given:
             return result
         out = given["out"]
-        self.lent.append((out.data_ptr(), tuple(out.shape), bool(out.view(torch.int16).eq(-1).all())))
+        self.lent.append((out.data_ptr(), tuple(out.shape), out.view(torch.int16).eq(-1).all()))
         return self.store(out, result)
 
     def store(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -44,14 +44,19 @@ class Spy(MinimalBackend):
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        self.seen: list[Seen] = []
+        self.kept: list[tuple[str, int, list[torch.Tensor]]] = []
         self.views: list[Any] = []
 
     def note(self, hook: str, batch: ForwardBatch) -> None:
         assert isinstance(batch.spec_info, DraftDecodeInput)
         if not torch.cuda.is_current_stream_capturing():
             rows = (batch.positions, batch.out_cache_loc, batch.input_ids)
-            self.seen.append(Seen(hook, batch.spec_info.step, *(each.tolist() for each in rows)))
+            # On the device: an eager step may not wait for it.
+            self.kept.append((hook, batch.spec_info.step, [each.clone() for each in rows]))
+
+    @property
+    def seen(self) -> list[Seen]:
+        return [Seen(hook, step, *(each.tolist() for each in rows)) for hook, step, rows in self.kept]
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.note("plan", batch)

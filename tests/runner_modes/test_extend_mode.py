@@ -35,17 +35,22 @@ class Given:
 
     bs: int
     rows: int
-    held: dict[str, Any]
+    kept: dict[str, Any]
+    """Tensors are on the device: an eager step may not wait for it."""
     dtypes: dict[str, torch.dtype]
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> Given:
         tensors = {name: getattr(batch, name) for name in TENSORS}
-        held = {name: tensor.tolist() for name, tensor in tensors.items()}
-        held |= {name: getattr(batch, name, None) for name in LISTS}
+        kept: dict[str, Any] = {name: tensor.clone() for name, tensor in tensors.items()}
+        kept |= {name: getattr(batch, name, None) for name in LISTS}
         cpu = batch.seq_lens_cpu
-        held["seq_lens_cpu"] = None if cpu is None else cpu.tolist()
-        return cls(batch.batch_size, len(batch.input_ids), held, {n: t.dtype for n, t in tensors.items()})
+        kept["seq_lens_cpu"] = None if cpu is None else cpu.tolist()
+        return cls(batch.batch_size, len(batch.input_ids), kept, {n: t.dtype for n, t in tensors.items()})
+
+    @property
+    def held(self) -> dict[str, Any]:
+        return {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in self.kept.items()}
 
 
 class Spy(MinimalBackend):

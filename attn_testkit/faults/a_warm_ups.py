@@ -1,0 +1,190 @@
+"""Class A: what only the warm-ups before a capture show, because every replay is right."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from .catalogue import control, fault
+from .parent import Metadata, PlannedBackend
+
+_GRAPH = ("graph",)
+_DECODE, _VERIFY = (ForwardMode.DECODE,), (ForwardMode.TARGET_VERIFY,)
+_DECODING = _DECODE + _VERIFY
+
+
+@fault(
+    slug="dummy-batch-writes-behind-page-0",
+    source="vLLM #56734",
+    modes=_DECODING,
+    executions=_GRAPH,
+    checks=("captures-cleanly",),
+    hint="outside page 0",
+)
+class DummyBatchWritesBehindPage0(PlannedBackend):
+    """The plan for a capture gives dummy requests slots of their own, behind page 0; only replays use the batch's."""
+
+    @override
+    def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
+        super().fill(views, plan, batch)
+        if self.capturing:
+            views.slots.copy_(self.index[: len(views.slots)] + self.context.page_size)
+
+
+@fault(
+    slug="warm-up-kernels-tuned-on-live-slots",
+    source="general (tuning at start)",
+    modes=_DECODING,
+    executions=_GRAPH,
+    checks=("captures-cleanly",),
+    hint="come from anything but out_cache_loc",
+)
+class WarmUpTunedOnLiveSlots(PlannedBackend):
+    """The first plan for a capture times the cache writer on the last slots of the pool, and leaves them written."""
+
+    tuned = False
+
+    @override
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        if self.tuned:
+            return
+        self.tuned = True
+        layer, pool = self.context.layers[0], self.context.kv_pool
+        slots = torch.arange(pool.num_slots - 4, pool.num_slots, device=self.context.device)
+        k = torch.zeros(4, layer.tp_k_head_num, layer.head_dim, dtype=self.context.dtype, device=self.context.device)
+        v = torch.zeros(4, layer.tp_v_head_num, layer.v_head_dim, dtype=self.context.dtype, device=self.context.device)
+        pool.set_kv_buffer(layer, slots, k, v)
+
+
+class _CountsRuns(PlannedBackend):
+    """Keeps a number on the device that a replay's plan clears, as a queue's head or a semaphore."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.runs = torch.zeros(1, dtype=torch.int32, device=context.device)
+
+    @override
+    def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
+        super().fill(views, plan, batch)
+        self.runs.zero_()
+
+    @override
+    def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
+        self.runs.zero_()
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        self.runs.zero_()
+
+
+@fault(
+    slug="queue-head-reset-by-plans-alone",
+    source="flash-attention 1a58058a",
+    modes=_DECODING,
+    executions=_GRAPH,
+    checks=("captures-cleanly",),
+    hint="only a plan resets",
+)
+class QueueHeadResetByPlansAlone(_CountsRuns):
+    """Each forward takes the work items behind those of the last one: the second of one plan finds none."""
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        out = super().attend(q, layer, meta)
+        if layer.layer_id == self.context.layers[-1].layer_id:
+            self.runs.add_(1)
+        return torch.where(self.runs > 1, torch.zeros_like(out), out)
+
+
+@fault(
+    slug="third-run-wraps-a-ring-of-two",
+    source="general (double-buffered semaphores)",
+    modes=_DECODING,
+    executions=_GRAPH,
+    checks=("captures-cleanly",),
+    hint="warm-up 3",
+)
+class ThirdRunWrapsARingOfTwo(_CountsRuns):
+    """Two sets of semaphores, cleared together by a plan: the third forward finds the first set used."""
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        out = super().attend(q, layer, meta)
+        if layer.layer_id == self.context.layers[-1].layer_id:
+            self.runs.add_(1)
+        return torch.where(self.runs > 2, torch.zeros_like(out), out)
+
+
+@fault(
+    slug="eager-plan-waits",
+    source="sglang #27689",
+    modes=_DECODING,
+    executions=("eager",),
+    checks=("no-host-lengths",),
+    hint="planning an eager step",
+)
+class EagerPlanWaits(PlannedBackend):
+    """The longest length is fetched from the device, in eager mode alone."""
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        self.longest = int(batch.seq_lens.max())
+
+
+@fault(
+    slug="eager-forward-waits",
+    source="general (a loop over seq_lens.tolist())",
+    modes=_DECODING,
+    executions=("eager",),
+    checks=("no-host-lengths",),
+    hint="an eager forward",
+)
+class EagerForwardWaits(PlannedBackend):
+    """An eager forward loops over lengths that it fetches from the device."""
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        if not self.in_graph:
+            self.longest = max(meta.kv_lens.tolist())
+        return super().attend(q, layer, meta)
+
+
+@control("forwards-counted-until-the-next-plan")
+class ForwardsCounted(_CountsRuns):
+    """Healthy: the number is there, and nothing is read from it."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode"}
+    )
+
+
+@control("warm-ups-use-other-memory")
+class WarmUpsUseOtherMemory(_CountsRuns):
+    """Each forward takes the next of two sets of memory and clears it itself; warm-ups write page 0, as they may."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode", "draft-extend"}
+    )
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.sets = [self.workspace, self.new_workspace(self.workspace.numel())]
+
+    @override
+    def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        self.sets.reverse()
+        self.workspace = self.sets[0].zero_()
+        return super().partial_views(bs, width, layer)
+
+
+@control("waits-and-says-so")
+class WaitsAndSaysSo(EagerPlanWaits):
+    """Lengths are fetched from the device at every step, and needs_cpu_seq_lens is declared."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode"}, needs_cpu_seq_lens=True
+    )

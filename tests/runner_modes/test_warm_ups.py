@@ -1,0 +1,70 @@
+"""Warm-ups of one plan are compared where their rows have keys, and a capture's writes are looked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attn_testkit.runner_modes.warm_ups import uneven_warm_ups
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.checks.graphs import at_capture
+
+DECODE = parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod")
+V1 = parse_case("draft-extend-gqa2x2-d64-bf16-p16-k3.15.40-n4a1.3.2-shuffled-gauss-b4prod")
+EXTEND = parse_case("extend-mqa4-d256-bf16-p128-k0.1.128-n38a17.64.33-chunks3-contiguous-mean-kvfp8e4m3-cap1.5-b3prod")
+
+
+def _run(rows: int) -> list[torch.Tensor]:
+    return [torch.ones(rows, 4, 64, dtype=torch.bfloat16) for _ in range(2)]
+
+
+def test_a_later_run_with_other_bits_is_named_by_its_number_its_layer_and_the_count() -> None:
+    runs = [_run(4), _run(4), _run(4)]
+    runs[2][1][3, 0, :2] = -1.0
+    (where,) = uneven_warm_ups(DECODE, "bucket 4", runs, 1)
+    assert where.startswith("bucket 4, layer 1")
+    assert where.endswith("2 of 1024 values differ in warm-up 3")
+
+
+def test_a_nan_in_every_run_is_no_difference() -> None:
+    runs = [_run(4), _run(4)]
+    for run in runs:
+        run[0][0] = float("nan")
+    assert uneven_warm_ups(DECODE, "bucket 4", runs, 1) == ()
+
+
+@pytest.mark.parametrize(("fill", "found"), [(0, 0), (1, 1)])
+def test_requests_without_keys_are_not_compared(fill: int, found: int) -> None:
+    runs = [_run(4), [torch.zeros_like(out) for out in _run(4)]]
+    assert len(uneven_warm_ups(DECODE, "bucket 4", runs, fill)) == found
+
+
+@pytest.mark.parametrize(("row", "found"), [(V1.width - 2, 0), (V1.width - 1, 1)])
+def test_of_a_dummy_request_of_one_key_the_last_row_alone_is_compared(row: int, found: int) -> None:
+    runs = [_run(2 * V1.width), _run(2 * V1.width)]
+    runs[1][0][row] = 7.0
+    assert len(uneven_warm_ups(V1, "bucket 2", runs, 1)) == found
+
+
+def test_rows_of_a_prefill_are_of_no_fixed_request() -> None:
+    assert uneven_warm_ups(EXTEND, "bucket 2", [_run(4), [out * 2 for out in _run(4)]], 1) == ()
+
+
+def test_one_run_agrees_with_itself() -> None:
+    assert uneven_warm_ups(DECODE, "bucket 4", [_run(4)], 1) == ()
+
+
+def test_a_clean_capture_gives_no_finding() -> None:
+    assert at_capture((), ()) == []
+
+
+@pytest.mark.parametrize(("count", "listed"), [(8, "14, 15"), (9, "14, 15, ...")])
+def test_the_first_eight_slots_that_a_capture_wrote_are_listed(count: int, listed: str) -> None:
+    (finding,) = at_capture((), range(8, 8 + count))
+    assert finding.check == "captures-cleanly"
+    assert f"write {count} KV slots" in finding.headline
+    assert f"{listed};" in finding.where
+
+
+def test_of_uneven_warm_ups_the_first_is_told_once() -> None:
+    assert [finding.where for finding in at_capture(("here", "there"), ())] == ["here"]
