@@ -82,6 +82,15 @@ def _window(claims: Capabilities, context: BackendContext) -> tuple[str, Backend
     return "a sliding window", replace(context, layers=layers)
 
 
+def _narrow_window(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    in_trees = context.topk <= 1 or claims.window_in_trees
+    if not claims.min_window or not in_trees or not context.modes <= claims.sliding_window:
+        return None
+    window = claims.min_window - 1
+    layers = tuple(replace(layer, sliding_window_size=window) for layer in context.layers)
+    return f"a sliding window of size {window}", replace(context, layers=layers)
+
+
 def _cap(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     if claims.logit_cap:
         return None
@@ -157,6 +166,7 @@ def _kv_groups(claims: Capabilities, context: BackendContext) -> tuple[str, Back
 _Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
 _WAYS: tuple[_Outside, ...] = (
     _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches, _layout, _kv_groups,
+    _narrow_window,
 )  # fmt: skip
 
 

@@ -96,7 +96,8 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
     if kv_dtype != "same" and context.kv_pool.dtype != torch.float8_e4m3fn:
         kv_dtype = str(context.kv_pool.dtype)
     rows = max([1] + [_rows(mode, context) for mode in context.modes])
-    windowed = any(layer.sliding_window_size >= 0 for layer in context.layers)
+    windows = [layer.sliding_window_size for layer in context.layers if layer.sliding_window_size >= 0]
+    windowed, narrowest = bool(windows), min(windows, default=capabilities.min_window)
     checks: list[tuple[str, object, bool]] = [
         ("mode", ", ".join(sorted(context.modes - capabilities.eager - capabilities.graph)),
          context.modes <= capabilities.eager | capabilities.graph),
@@ -117,6 +118,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         ("context length", context.max_context_len, context.max_context_len <= capabilities.max_context_len),
         ("sliding window", ", ".join(sorted(context.modes - capabilities.sliding_window)),
          not windowed or context.modes <= capabilities.sliding_window),
+        ("sliding window of size", narrowest, narrowest >= capabilities.min_window),
         ("sliding window in trees", context.topk, not windowed or context.topk <= 1 or capabilities.window_in_trees),
         ("soft cap", max(layer.logit_cap for layer in context.layers),
          capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),

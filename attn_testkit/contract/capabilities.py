@@ -93,7 +93,8 @@ def _requirement(text: object) -> None:
         raise ValueError(f"Requires.packages: {text!r} is no requirement such as 'my-kernels>=1.2': {reason}") from None
 
 
-_LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
+_LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1,
+          "min_window": 0}  # fmt: skip
 _YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
                "takes_none_kv", "takes_unset_width", "takes_empty_batches",
                "takes_bare_chains", "takes_out", "takes_more_rows", "kv_groups")  # fmt: skip
@@ -181,6 +182,8 @@ class Capabilities:
     """How long may prefix plus new tokens be?"""
     sliding_window: Set[ForwardMode] = frozenset()
     """In which modes is ``sliding_window_size`` honoured?"""
+    min_window: int = 0
+    """What is the smallest W? A row sees itself and W keys before it. 1 for kernels to which a window of 0 is none."""
     window_in_trees: bool = False
     """With branching trees, is the window counted by position (tree depth), not by row?"""
     logit_cap: bool = False

@@ -65,7 +65,7 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         prefixes=prefixes,
         layout=draw(st.sampled_from(LAYOUTS)),
         data=draw(st.sampled_from(DATA)),
-        window=draw(st.one_of(st.just(-1), st.integers(0, _MOST_WINDOW))) if windowed else -1,
+        window=draw(st.one_of(st.just(-1), _windows(claims))) if windowed else -1,
         logit_cap=draw(st.sampled_from([0.0, 1.5])) if claims.logit_cap else 0.0,
         sinks=draw(st.booleans()) if claims.sinks else False,
         layers=layers,
@@ -76,6 +76,10 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         **({} if layers.groups else draw(_parts(claims, mode))),
         **rows,
     )
+
+
+def _windows(claims: Capabilities) -> st.SearchStrategy[int]:
+    return st.integers(claims.min_window, max(_MOST_WINDOW, claims.min_window))
 
 
 def _parts(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[dict[str, Any]]:

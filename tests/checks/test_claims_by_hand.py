@@ -138,6 +138,27 @@ def test_a_window_a_cap_and_sinks_that_are_not_claimed() -> None:
 VERIFY = frozenset({ForwardMode.TARGET_VERIFY})
 
 
+@pytest.mark.parametrize(("smallest", "asked"), [(0, None), (1, 0), (5, 4)])
+def test_a_window_below_the_smallest_that_is_claimed(smallest: int, asked: int | None) -> None:
+    claims = CLAIMS.with_changes(min_window=smallest)
+    found = {name: each for name, each in outside(claims).items() if "window" in name}
+    assert list(found) == ([] if asked is None else [f"a sliding window of size {asked}"])
+    for name, each in found.items():
+        assert {layer.sliding_window_size for layer in each.layers} == {asked}
+        with pytest.raises(Unsupported, match=f"sliding window of size {asked} is not claimed"):
+            refuse_unclaimed(claims, each)
+        refuse_unclaimed(claims.with_changes(min_window=smallest - 1), each)
+        assert name not in outside(claims.with_changes(sliding_window=("target-verify",)))
+
+
+@pytest.mark.parametrize(("topk", "in_trees", "is_asked"), [(1, False, True), (2, False, False), (2, True, True)])
+def test_a_small_window_is_asked_of_trees_where_windows_are_claimed_of_them(
+    topk: int, in_trees: bool, is_asked: bool
+) -> None:
+    claims = CLAIMS.with_changes(min_window=1, window_in_trees=in_trees)
+    assert ("a sliding window of size 0" in outside(claims, modes=VERIFY, topk=topk)) is is_asked
+
+
 @pytest.mark.parametrize(
     ("mode", "most", "rows"),
     [

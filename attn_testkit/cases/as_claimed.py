@@ -1,0 +1,17 @@
+"""What claims that are narrower than usual change of every case, whoever makes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..contract import Capabilities
+from .case import Case
+
+__all__ = ["as_claimed"]
+
+
+def as_claimed(claims: Capabilities, case: Case) -> Case:
+    """The case, or one like it that a backend with these claims takes. With the usual claims the case itself."""
+    if 0 <= case.window < claims.min_window:
+        case = replace(case, window=claims.min_window)
+    return case
