@@ -14,4 +14,7 @@ def as_claimed(claims: Capabilities, case: Case) -> Case:
     """The case, or one like it that a backend with these claims takes. With the usual claims the case itself."""
     if 0 <= case.window < claims.min_window:
         case = replace(case, window=claims.min_window)
+    layer_windows = "any" if case.window < 0 else claims.layer_windows
+    if layer_windows != case.layer_windows:
+        case = replace(case, layer_windows=layer_windows)
     return case

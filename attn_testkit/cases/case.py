@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ..contract import KV_LAYOUTS, ForwardMode
+from ..contract import KV_LAYOUTS, LAYER_WINDOWS, ForwardMode
 from . import choices
 from .draft import Draft
 from .layers import LAYERS_WORD, Layers, read_layers
@@ -54,7 +54,8 @@ class Case:
     request and 1 .. width, new tokens that are not one or more per request or more than their graph holds, chunks in
     another mode than extend, a tree in another mode than target-verify, or none there, a draft in another mode than
     draft-decode, or none there, a loop without a draft, with an FP8 pool, or with other layers than two from 0, parts
-    that a draft cannot have, and KV groups in draft-decode or beside parts or a way.
+    that a draft cannot have, KV groups in draft-decode or beside parts or a way, and layers that share a window where
+    there is none.
     """
 
     mode: ForwardMode
@@ -92,6 +93,9 @@ class Case:
     """How the KV pool lies in memory: one of ``KV_LAYOUTS``."""
     window: int = -1
     """W of every second layer; the others have none, or a wider one: see ``make_layers``."""
+    layer_windows: str = "any"
+    """One of ``LAYER_WINDOWS``. ``one``: the others have none. ``same``: all layers have it. ``any`` without a
+    window."""
     logit_cap: float = 0.0
     """Soft cap of every second layer; 0.0: none."""
     sinks: bool = False
@@ -140,6 +144,10 @@ class Case:
             raise ValueError(f"parts {self.parts!r}: of no mixed case and of no loop, and of a draft the whole alone")
         if self.rounds and self.layers != Layers():
             raise ValueError(f"{self.layers}: the model of a loop has two layers, from id 0 on")
+        if self.layer_windows not in LAYER_WINDOWS or (self.layer_windows != "any" and self.window < 0):
+            raise ValueError(
+                f"layer_windows {self.layer_windows!r}: one of {LAYER_WINDOWS}, and 'any' without a window"
+            )
         if self.layers.groups and self.draft:
             raise ValueError(f"{self.layers}: in draft-decode all layers share one KV group")
         if self.layers.groups and (self.parts or self.way):
@@ -203,7 +211,7 @@ class Case:
         if self.kv_layout != "nhd":
             words.append(_layout_word(self.kv_layout))
         if self.window >= 0:
-            words.append(f"w{self.window}")
+            words.append(f"w{self.window}{'' if self.layer_windows == 'any' else self.layer_windows}")
         if self.logit_cap:
             words.append(f"cap{self.logit_cap:g}")
         if self.sinks:
@@ -304,7 +312,7 @@ _WORDS: tuple[_Word, ...] = (
     ("|".join((*DATA, *EXTREME_DATA)), lambda m: {"data": m[0]}),
     (r"kvfp8e4m3", lambda m: {"kv_dtype": "fp8_e4m3"}),
     ("|".join(_KV_LAYOUTS), lambda m: {"kv_layout": _KV_LAYOUTS[m[0]]}),
-    (r"w(\d+)", lambda m: {"window": int(m[1])}),
+    (r"w(\d+)(one|same)?", lambda m: {"window": int(m[1]), "layer_windows": m[2] or "any"}),
     (r"cap([\d.]+)", lambda m: {"logit_cap": float(m[1])}),
     (r"sink", lambda m: {"sinks": True}),
     (LAYERS_WORD, read_layers),

@@ -219,7 +219,7 @@ def _base(mode: ForwardMode, cases: Sequence[Case]) -> Case:
 def _plain(claims: Capabilities, base: Case) -> Case:
     """``base`` without options."""
     kv_dtype = sorted(claims.kv_dtypes, reverse=True)[0]
-    plain = replace(base, window=-1, logit_cap=0.0, sinks=False, kv_dtype=kv_dtype, chunks=1)
+    plain = replace(base, window=-1, layer_windows="any", logit_cap=0.0, sinks=False, kv_dtype=kv_dtype, chunks=1)
     if not plain.draft:
         return plain
     draft = Draft(min(2, claims.max_draft_branches), 3)

@@ -95,9 +95,9 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
 
 def _windows(case: Case) -> tuple[int, int]:
     """By turns. Either may be the one with the case's window; sometimes the other has a wider one."""
-    if case.window < 0:
-        return (-1, -1)
-    other = 2 * case.window + 3 if case.pick("other-window") else -1
+    if case.window < 0 or case.layer_windows == "same":
+        return (case.window, case.window)
+    other = 2 * case.window + 3 if case.layer_windows == "any" and case.pick("other-window") else -1
     return (other, case.window) if case.pick("windowed-layer") else (case.window, other)
 
 

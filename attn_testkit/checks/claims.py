@@ -82,13 +82,27 @@ def _window(claims: Capabilities, context: BackendContext) -> tuple[str, Backend
     return "a sliding window", replace(context, layers=layers)
 
 
+def _takes_windows(claims: Capabilities, context: BackendContext) -> bool:
+    return context.modes <= claims.sliding_window and (context.topk <= 1 or claims.window_in_trees)
+
+
 def _narrow_window(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    in_trees = context.topk <= 1 or claims.window_in_trees
-    if not claims.min_window or not in_trees or not context.modes <= claims.sliding_window:
+    if not claims.min_window or not _takes_windows(claims, context):
         return None
     window = claims.min_window - 1
     layers = tuple(replace(layer, sliding_window_size=window) for layer in context.layers)
     return f"a sliding window of size {window}", replace(context, layers=layers)
+
+
+def _two_windows(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if claims.layer_windows == "any" or len(context.layers) < 2 or not _takes_windows(claims, context):
+        return None
+    first = max(claims.min_window, 4)
+    other = first + 1 if claims.layer_windows == "one" else -1
+    layers = tuple(
+        replace(layer, sliding_window_size=other if place % 2 else first) for place, layer in enumerate(context.layers)
+    )
+    return f"layers with sliding windows {first} and {other}", replace(context, layers=layers)
 
 
 def _cap(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -166,7 +180,7 @@ def _kv_groups(claims: Capabilities, context: BackendContext) -> tuple[str, Back
 _Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
 _WAYS: tuple[_Outside, ...] = (
     _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches, _layout, _kv_groups,
-    _narrow_window,
+    _narrow_window, _two_windows,
 )  # fmt: skip
 
 

@@ -12,7 +12,16 @@ from .kv_layouts import KV_LAYOUTS
 from .merging import LogSumExp
 from .modes import Execution, ForwardMode
 
-__all__ = ["DTYPES", "FAMILIES", "KV_DTYPES", "MATMUL_DTYPES", "Capabilities", "Requires", "Unsupported"]
+__all__ = [
+    "DTYPES",
+    "FAMILIES",
+    "KV_DTYPES",
+    "LAYER_WINDOWS",
+    "MATMUL_DTYPES",
+    "Capabilities",
+    "Requires",
+    "Unsupported",
+]
 
 FAMILIES = ("mha", "gqa", "mqa", "mla")
 DTYPES = ("fp16", "bf16", "fp32")
@@ -20,6 +29,7 @@ KV_DTYPES = ("same", "fp8_e4m3")
 MATMUL_DTYPES = ("model", "fp8_e4m3")
 FP32_PRODUCTS = ("ieee", "tf32")
 OUTPUT_LIFETIMES = ("model", "layer")
+LAYER_WINDOWS = ("any", "one", "same")
 
 
 class Unsupported(Exception):
@@ -184,6 +194,10 @@ class Capabilities:
     """In which modes is ``sliding_window_size`` honoured?"""
     min_window: int = 0
     """What is the smallest W? A row sees itself and W keys before it. 1 for kernels to which a window of 0 is none."""
+    layer_windows: str = "any"
+    """How may the windows of a model's layers differ? ``any``: each layer has its own, or none. ``one``: layers that
+    have one have the same, beside layers that have none, for backends that plan by the model's window. ``same``: all
+    layers have the same, or none has one. ``BackendContext.sliding_window_size`` is that of the model."""
     window_in_trees: bool = False
     """With branching trees, is the window counted by position (tree depth), not by row?"""
     logit_cap: bool = False
@@ -235,6 +249,7 @@ class Capabilities:
         _spelled("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
         _spelled("fp32_products", self.fp32_products, FP32_PRODUCTS)
         _spelled("output_lifetime", self.output_lifetime, OUTPUT_LIFETIMES)
+        _spelled("layer_windows", self.layer_windows, LAYER_WINDOWS)
         for name in ("eager", "graph", "sliding_window", "new_rows_as_given"):
             object.__setattr__(self, name, _modes(name, getattr(self, name)))
         of_pool = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES), ("kv_layouts", KV_LAYOUTS))

@@ -151,6 +151,40 @@ def test_a_window_below_the_smallest_that_is_claimed(smallest: int, asked: int |
         assert name not in outside(claims.with_changes(sliding_window=("target-verify",)))
 
 
+@pytest.mark.parametrize(
+    ("claimed", "asked", "windows"),
+    [
+        ("any", None, ()),
+        ("one", "layers with sliding windows 4 and 5", (4, 5)),
+        ("same", "layers with sliding windows 4 and -1", (4, -1)),
+    ],
+)
+def test_windows_of_layers_that_differ_more_than_is_claimed(
+    claimed: str, asked: str | None, windows: tuple[int, ...]
+) -> None:
+    claims = CLAIMS.with_changes(layer_windows=claimed)
+    found = {name: each for name, each in outside(claims).items() if "window" in name}
+    assert list(found) == ([asked] if asked else [])
+    for each in found.values():
+        assert tuple(layer.sliding_window_size for layer in each.layers) == windows
+        with pytest.raises(Unsupported, match="layers with sliding windows"):
+            refuse_unclaimed(claims, each)
+        refuse_unclaimed(CLAIMS, each)
+        refuse_unclaimed(claims, context())
+        alike = tuple(replace(layer, sliding_window_size=9) for layer in each.layers)
+        refuse_unclaimed(claims, replace(each, layers=alike))
+    assert not [name for name in outside(claims, layers=context().layers[:1]) if "window" in name]
+
+
+def test_a_model_has_one_window_where_its_windowed_layers_agree() -> None:
+    def of(*windows: int) -> BackendContext:
+        return context(layers=tuple(replace(context().layers[0], sliding_window_size=window) for window in windows))
+
+    assert [of(-1, -1).sliding_window_size, of(-1, 7).sliding_window_size, of(0, 0).sliding_window_size] == [-1, 7, 0]
+    with pytest.raises(ValueError, match="layers have windows of 4 and 11, and a context has no one window"):
+        _ = of(11, -1, 4).sliding_window_size
+
+
 @pytest.mark.parametrize(("topk", "in_trees", "is_asked"), [(1, False, True), (2, False, False), (2, True, True)])
 def test_a_small_window_is_asked_of_trees_where_windows_are_claimed_of_them(
     topk: int, in_trees: bool, is_asked: bool
