@@ -254,7 +254,7 @@ CHECKS = (
         "vllm-ascend #15503",
         "The constructor took what the claims exclude. Call `super().__init__`, or widen the claim and have it tested.",
         judged_from=Stage.COMPLETED,
-        applies=in_eager,
+        applies=lambda claims, execution: in_eager(claims, execution) or not claims.eager,
     ),
 )
 """In the order in which they are worth reading. Found while planning and driving."""

@@ -119,7 +119,8 @@ class Capabilities:
     """
 
     eager: Set[ForwardMode]
-    """Which modes run eagerly?"""
+    """Which modes run eagerly? One that is in ``graph`` alone is captured and replayed, and no step of it runs eagerly;
+    what holds a replay against an eager run is then not judged."""
     graph: Set[ForwardMode] = frozenset()
     """Which modes run under CUDA-graph capture and replay?"""
     families: Set[str] = frozenset({"mha"})

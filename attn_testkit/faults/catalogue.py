@@ -205,6 +205,7 @@ def all_controls() -> tuple[Control, ...]:
         "_of_builds",
         "_of_dialects",
         "_of_drafts",
+        "_of_graphs",
         "_of_layers",
         "_of_layouts",
         "_of_parts",

@@ -61,11 +61,19 @@ def test_every_mode_has_steps_without_a_live_request(mode: ForwardMode) -> None:
 
 
 def test_an_empty_step_runs_eagerly_for_who_takes_it() -> None:
-    empty, *_ = (step for step in make_schedule(ways(PLAIN)["idle"]).idle if step.eager_too)
-    live, *_ = (step for step in make_schedule(ways(PLAIN)["idle"]).steps if step.eager_too and step.requests)
+    schedule = make_schedule(ways(PLAIN)["idle"])
+    empty, *_ = (step for step in schedule.idle if step.eager_too)
+    live, *_ = (step for step in schedule.steps if step.eager_too and step.requests)
     takes = PLAIN.with_changes(takes_empty_batches=True)
-    assert (empty.runs_eagerly(PLAIN), empty.runs_eagerly(takes)) == (False, True)
-    assert live.runs_eagerly(PLAIN)
+    assert (schedule.runs_eagerly(empty, PLAIN), schedule.runs_eagerly(empty, takes)) == (False, True)
+    assert schedule.runs_eagerly(live, PLAIN)
+
+
+def test_no_step_runs_eagerly_in_a_mode_of_graphs_alone() -> None:
+    schedule = make_schedule(ways(PLAIN)["idle"])
+    alone = PLAIN.with_changes(eager={"extend"}, takes_empty_batches=True)
+    assert not [step for step in schedule.steps if schedule.runs_eagerly(step, alone)]
+    assert [step for step in schedule.steps if schedule.runs_eagerly(step, alone.with_changes(eager={"decode"}))]
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
