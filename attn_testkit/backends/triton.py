@@ -92,6 +92,7 @@ class TritonBackend(AttentionBackend):
         takes_unset_width=True,
         takes_empty_batches=True,
         takes_bare_chains=True,
+        non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
         takes_out=True,
         output_lifetime="model",
         takes_more_rows=True,
@@ -150,7 +151,7 @@ class TritonBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         """Copy this step's plan to where the graph reads it; capture and replay are alike."""
-        static, fresh = self._static, self._plan_step(batch)
+        context, static, fresh = self.context, self._static, self._plan_step(batch)
         forwards, bs = fresh.kv_lens.shape
         assert static is not None, "init_cuda_graph_state comes before any capture"
         mask: torch.Tensor | None = None
@@ -158,7 +159,7 @@ class TritonBackend(AttentionBackend):
             assert static.mask is not None
             mask = static.mask[:bs]
             # Always the mask's kernel, also for a batch without one: the graph is captured for trees.
-            mask.copy_(_chain_mask(mask) if fresh.mask is None else fresh.mask)
+            mask.copy_(_block_mask(mask, causal=context.causal) if fresh.mask is None else fresh.mask)
         self._plan = _Plan(
             table=static.table[:bs].copy_(fresh.table) if batch.forward_mode.is_draft_decode() else fresh.table,
             requests=static.requests[:bs].copy_(fresh.requests),
@@ -285,7 +286,7 @@ class TritonBackend(AttentionBackend):
             *q.stride(), *key.stride()[:3], *value.stride()[:3], table.stride(0),
             PAGE=0 if k_page == context.page_size * k_slot else context.page_size,
             HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
-            HAS_CAP=layer.logit_cap > 0, HAS_SINKS=has_sinks, HAS_LSE=lse is not None,
+            CAUSAL=layer.causal, HAS_CAP=layer.logit_cap > 0, HAS_SINKS=has_sinks, HAS_LSE=lse is not None,
             PART=part.kind, RANK=part.rank, RANKS=part.ranks, INTERLEAVE=part.interleave, KV_HEADS=tiles.kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DOT=tiles.dot, num_warps=4, num_stages=2,
         )  # fmt: skip
@@ -305,9 +306,10 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _chain_mask(like: torch.Tensor) -> torch.Tensor:
-    """[N, N] lower triangle: in a chain every node sees those before it."""
-    return torch.ones_like(like[0]).tril()
+def _block_mask(like: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """[N, N]: in a chain every node sees those before it; in a draft block that is not causal all of them."""
+    every = torch.ones_like(like[0])
+    return every.tril() if causal else every
 
 
 def _node_mask(spec: VerifyInput, prefix: torch.Tensor, n: int) -> torch.Tensor | None:

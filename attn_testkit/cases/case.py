@@ -27,7 +27,7 @@ EXTREME_DATA = ("saturated", "swamped")
 """Those of a few cases alone, which show nothing but what they are for: see ``cases/extremes.py``."""
 PADDINGS = ("prod", "nan", "stale", "small")
 """What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
-WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "far")
+WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "far", "noncausal")
 """What not every server does: see ``cases/ways/``, which has a file for each."""
 
 

@@ -177,10 +177,19 @@ def _kv_groups(claims: Capabilities, context: BackendContext) -> tuple[str, Back
     return "a second KV group", replace(context, kv_groups=groups)
 
 
+def _non_causal(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    asked = context.modes & {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}
+    # As with KV groups, where nothing is claimed.
+    if asked <= claims.non_causal or (not claims.non_causal and len(context.layers) < 3):
+        return None
+    layers = tuple(replace(layer, causal=False, sliding_window_size=-1) for layer in context.layers)
+    return "a layer that is not causal", replace(context, layers=layers)
+
+
 _Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
 _WAYS: tuple[_Outside, ...] = (
     _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches, _layout, _kv_groups,
-    _narrow_window, _two_windows,
+    _narrow_window, _two_windows, _non_causal,
 )  # fmt: skip
 
 

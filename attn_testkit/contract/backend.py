@@ -82,6 +82,11 @@ class BackendContext:
                 return group
         raise KeyError(f"no KV group has a layer of id {layer.layer_id}")
 
+    @property
+    def causal(self) -> bool:
+        """``AttentionLayer.causal`` of all layers."""
+        return self.layers[0].causal
+
     @cached_property
     def sliding_window_size(self) -> int:
         """W of the layers that have a window; -1 where none has one. For backends that plan by one window a model.
@@ -139,6 +144,9 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         ("sliding window of size", narrowest, narrowest >= capabilities.min_window),
         ("layers with sliding windows", _counted({layer.sliding_window_size for layer in context.layers}),
          _windows_agree(capabilities, context)),
+        ("layers that are not causal in", ", ".join(sorted(context.modes - capabilities.non_causal)),
+         context.causal or context.modes <= capabilities.non_causal),
+        ("a window of layers that are not causal,", narrowest, context.causal or not windowed),
         ("sliding window in trees", context.topk, not windowed or context.topk <= 1 or capabilities.window_in_trees),
         ("soft cap", max(layer.logit_cap for layer in context.layers),
          capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),

@@ -183,6 +183,9 @@ class Capabilities:
     takes_bare_chains: bool = False
     """May a chain be verified without a tree, ``custom_mask`` and ``retrieve_*`` None? Draft methods that know no trees
     have it so: a row sees the prefix, the rows before it and itself."""
+    non_causal: Set[ForwardMode] = frozenset()
+    """In which of extend and target-verify may layers be not causal (``AttentionLayer.causal``)? A row sees all keys of
+    its request then, and a verify comes without a tree, ``custom_mask`` and ``retrieve_*`` None: a draft block."""
     kv_groups: bool = False
     """May layers have KV groups (``BackendContext.kv_groups``): a pool, a request table and slots of new tokens for the
     windowed ones, and others for the rest? False: all layers share one. In draft-decode they always do."""
@@ -251,8 +254,11 @@ class Capabilities:
         _spelled("fp32_products", self.fp32_products, FP32_PRODUCTS)
         _spelled("output_lifetime", self.output_lifetime, OUTPUT_LIFETIMES)
         _spelled("layer_windows", self.layer_windows, LAYER_WINDOWS)
-        for name in ("eager", "graph", "sliding_window", "new_rows_as_given"):
+        for name in ("eager", "graph", "sliding_window", "new_rows_as_given", "non_causal"):
             object.__setattr__(self, name, _modes(name, getattr(self, name)))
+        causal = sorted(self.non_causal - {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
+        if causal:
+            raise ValueError(f"Capabilities.non_causal is of extend and target-verify, got {', '.join(causal)}")
         of_pool = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES), ("kv_layouts", KV_LAYOUTS))
         for name, known in (("families", FAMILIES), ("dtypes", DTYPES), *of_pool):
             object.__setattr__(

@@ -39,6 +39,10 @@ class AttentionLayer:
     """As ``k_scale``, for V."""
     sinks: torch.Tensor | None = field(default=None, compare=False)
     """[tp_q_head_num] float32 on the device: one more logit per head, which takes weight and gives no value."""
+    causal: bool = True
+    """A row sees the step's rows up to its own. False: it sees all keys of its request, those of the step's later rows
+    too, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. All layers of a model
+    agree in it."""
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
 

@@ -208,6 +208,7 @@ def all_controls() -> tuple[Control, ...]:
         "_of_graphs",
         "_of_layers",
         "_of_layouts",
+        "_of_masks",
         "_of_parts",
         "_of_prefill",
         "_of_process",

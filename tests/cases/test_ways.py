@@ -41,6 +41,8 @@ def test_cases_of_ways_come_from_core_on_and_their_ids_rebuild_them(mode: Forwar
 def test_what_is_claimed_decides_which_ways_are_tried(mode: ForwardMode) -> None:
     verify = {"withnew", "bare"} if mode is ForwardMode.TARGET_VERIFY else set()
     more = set() if mode is ForwardMode.DRAFT_DECODE else {"morerows"}
+    if mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
+        more = more | {"noncausal"}
     far = {"far"} if mode is ForwardMode.DECODE else set()
     assert set(ways(PLAIN, mode)) == {"idle"} | far
     assert set(ways(ALL, mode)) == {"idle", "norows", "lent"} | far | more | verify

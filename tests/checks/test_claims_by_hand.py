@@ -176,6 +176,34 @@ def test_windows_of_layers_that_differ_more_than_is_claimed(
     assert not [name for name in outside(claims, layers=context().layers[:1]) if "window" in name]
 
 
+@pytest.mark.parametrize(
+    ("claimed", "mode", "layers", "is_asked"),
+    [
+        ((), ForwardMode.EXTEND, 2, False),
+        ((), ForwardMode.EXTEND, 3, True),
+        ((), ForwardMode.TARGET_VERIFY, 3, True),
+        ((), ForwardMode.DECODE, 3, False),
+        ((ForwardMode.TARGET_VERIFY,), ForwardMode.EXTEND, 2, True),
+        ((ForwardMode.TARGET_VERIFY,), ForwardMode.TARGET_VERIFY, 3, False),
+    ],
+)
+def test_layers_that_are_not_causal_where_they_are_not_claimed(
+    claimed: tuple[ForwardMode, ...], mode: ForwardMode, layers: int, is_asked: bool
+) -> None:
+    claims, one = CLAIMS.with_changes(non_causal=claimed), context().layers[0]
+    given = {"modes": frozenset({mode}), "layers": tuple(replace(one, layer_id=i) for i in range(layers))}
+    found = {name: each for name, each in outside(claims, **given).items() if "causal" in name}
+    assert list(found) == (["a layer that is not causal"] if is_asked else [])
+    for each in found.values():
+        assert not each.causal
+        with pytest.raises(Unsupported, match=f"layers that are not causal in {mode} is not claimed"):
+            refuse_unclaimed(claims, each)
+        refuse_unclaimed(claims.with_changes(non_causal={mode}), each)
+        windowed = replace(each, layers=tuple(replace(layer, sliding_window_size=4) for layer in each.layers))
+        with pytest.raises(Unsupported, match="a window of layers that are not causal, 4"):
+            refuse_unclaimed(claims.with_changes(non_causal={mode}), windowed)
+
+
 def test_a_model_has_one_window_where_its_windowed_layers_agree() -> None:
     def of(*windows: int) -> BackendContext:
         return context(layers=tuple(replace(context().layers[0], sliding_window_size=window) for window in windows))
