@@ -17,4 +17,7 @@ def as_claimed(claims: Capabilities, case: Case) -> Case:
     layer_windows = "any" if case.window < 0 else claims.layer_windows
     if layer_windows != case.layer_windows:
         case = replace(case, layer_windows=layer_windows)
+    usual_scaling = not claims.any_scaling and case.heads.family != "mla"
+    if usual_scaling != case.usual_scaling:
+        case = replace(case, usual_scaling=usual_scaling)
     return case

@@ -219,7 +219,9 @@ def _base(mode: ForwardMode, cases: Sequence[Case]) -> Case:
 def _plain(claims: Capabilities, base: Case) -> Case:
     """``base`` without options."""
     kv_dtype = sorted(claims.kv_dtypes, reverse=True)[0]
-    plain = replace(base, window=-1, layer_windows="any", logit_cap=0.0, sinks=False, kv_dtype=kv_dtype, chunks=1)
+    # Whether the usual scaling is meant says ``as_claimed``, case by case: MLA has none.
+    plain = replace(base, window=-1, layer_windows="any", usual_scaling=False, logit_cap=0.0, sinks=False, chunks=1)
+    plain = replace(plain, kv_dtype=kv_dtype)
     if not plain.draft:
         return plain
     draft = Draft(min(2, claims.max_draft_branches), 3)

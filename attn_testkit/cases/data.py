@@ -82,7 +82,7 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
                 tp_k_head_num=case.heads.kv_heads,
                 head_dim=row,
                 v_head_dim=case.head_dim,
-                scaling=base * own.factor,
+                scaling=base * (1.0 if case.usual_scaling else own.factor),
                 sliding_window_size=windows[index % PERIOD],
                 logit_cap=caps[index % PERIOD],
                 k_scale=own.k_scale if fp8 else 1.0,

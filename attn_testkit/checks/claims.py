@@ -105,6 +105,13 @@ def _two_windows(claims: Capabilities, context: BackendContext) -> tuple[str, Ba
     return f"layers with sliding windows {first} and {other}", replace(context, layers=layers)
 
 
+def _scaling(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if claims.any_scaling or context.layers[0].is_mla:
+        return None
+    layers = tuple(replace(layer, scaling=layer.scaling / 2) for layer in context.layers)
+    return "a scaling other than 1/sqrt(head_dim)", replace(context, layers=layers)
+
+
 def _cap(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     if claims.logit_cap:
         return None
@@ -189,7 +196,7 @@ def _non_causal(claims: Capabilities, context: BackendContext) -> tuple[str, Bac
 _Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
 _WAYS: tuple[_Outside, ...] = (
     _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches, _layout, _kv_groups,
-    _narrow_window, _two_windows, _non_causal,
+    _narrow_window, _two_windows, _non_causal, _scaling,
 )  # fmt: skip
 
 

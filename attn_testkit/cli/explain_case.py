@@ -70,6 +70,7 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("layout", case.layout),
         ("data", case.data),
         ("window", "" if case.window < 0 else f"{case.window} keys back, {_windowed_layers(case, turns)}"),
+        ("scaling", "1/sqrt(head_dim) in all layers" if case.usual_scaling else ""),
         ("logit_cap", f"{case.logit_cap:g}, in {turns}" if case.logit_cap else ""),
         ("sinks", "one more logit for each query head" if case.sinks else ""),
         ("layers", "" if case.layers == Layers() else case.layers.words),

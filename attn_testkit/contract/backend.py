@@ -148,6 +148,8 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
          context.causal or context.modes <= capabilities.non_causal),
         ("a window of layers that are not causal,", narrowest, context.causal or not windowed),
         ("sliding window in trees", context.topk, not windowed or context.topk <= 1 or capabilities.window_in_trees),
+        ("scaling", ", ".join(f"{layer.scaling:.4g}" for layer in context.layers),
+         capabilities.any_scaling or all(layer.has_usual_scaling or layer.is_mla for layer in context.layers)),
         ("soft cap", max(layer.logit_cap for layer in context.layers),
          capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),
         ("log-sum-exp of", ", ".join(map(str, context.kv_parts)), _takes_parts(capabilities, context)),

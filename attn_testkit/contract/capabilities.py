@@ -105,9 +105,11 @@ def _requirement(text: object) -> None:
 
 _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1,
           "min_window": 0}  # fmt: skip
-_YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
-               "takes_none_kv", "takes_unset_width", "takes_empty_batches",
-               "takes_bare_chains", "takes_out", "takes_more_rows", "kv_groups")  # fmt: skip
+_YES_OR_NO = (
+    "any_scaling", "window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
+    "takes_none_kv", "takes_unset_width", "takes_empty_batches", "takes_bare_chains", "takes_out", "takes_more_rows",
+    "kv_groups",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,9 @@ class Capabilities:
     layers have the same, or none has one. ``BackendContext.sliding_window_size`` is that of the model."""
     window_in_trees: bool = False
     """With branching trees, is the window counted by position (tree depth), not by row?"""
+    any_scaling: bool = True
+    """Is the layer's ``scaling`` honoured, whatever it is? False: it is 1/sqrt(head_dim) in all layers, for kernels
+    that have no other. MLA always has one of its own: its rows are wider than the heads that they stand for."""
     logit_cap: bool = False
     """Is the soft cap honoured?"""
     sinks: bool = False

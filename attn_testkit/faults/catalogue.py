@@ -212,6 +212,7 @@ def all_controls() -> tuple[Control, ...]:
         "_of_parts",
         "_of_prefill",
         "_of_process",
+        "_of_scales",
         "_of_windows",
     ):
         importlib.import_module(f"{__package__}.controls{module}")

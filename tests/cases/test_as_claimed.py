@@ -101,3 +101,26 @@ def test_the_other_cases_of_an_instance_have_its_windows() -> None:
 def test_layers_cannot_share_a_window_that_there_is_not(words: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"layer_windows '(one|all)': one of"):
         replace(DECODE, **words)
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+@pytest.mark.parametrize("tier", ["smoke", "core"])
+def test_layers_have_the_usual_scaling_where_no_other_is_claimed_and_mla_has_its_own(
+    mode: ForwardMode, tier: str
+) -> None:
+    for case in generate(ALL.with_changes(any_scaling=False), mode, tier):
+        usual = {layer.has_usual_scaling for layer in make_layers(case)}
+        assert usual == {case.heads.family != "mla"}
+        assert parse_case(case.id) == case
+
+
+def test_by_default_no_two_layers_have_one_scaling_and_none_the_usual() -> None:
+    for case in core(ALL):
+        layers = make_layers(case)
+        assert len({layer.scaling for layer in layers}) == len(layers)
+        assert not any(layer.has_usual_scaling for layer in layers)
+
+
+def test_mla_is_never_given_the_usual_scaling_of_its_rows() -> None:
+    with pytest.raises(ValueError, match="MLA has a scaling of its own"):
+        parse_case("decode-mla2-d32r16-bf16-p16-k5.9-shuffled-gauss-usualscale-b2prod")

@@ -204,6 +204,25 @@ def test_layers_that_are_not_causal_where_they_are_not_claimed(
             refuse_unclaimed(claims.with_changes(non_causal={mode}), windowed)
 
 
+def test_a_scaling_that_is_not_the_usual_one() -> None:
+    claims, usual = CLAIMS.with_changes(any_scaling=False), f"{DECODE}-s0".replace("-b", "-usualscale-b")[:-3]
+    found = {name: each for name, each in outside(claims, case=usual).items() if "scaling" in name}
+    (asked,) = found.values()
+    assert list(found) == ["a scaling other than 1/sqrt(head_dim)"]
+    assert not any(layer.has_usual_scaling for layer in asked.layers)
+    with pytest.raises(Unsupported, match=r"scaling 0[.]"):
+        refuse_unclaimed(claims, asked)
+    refuse_unclaimed(claims, context(usual))
+    refuse_unclaimed(CLAIMS, asked)
+    one = (context(usual).layers[0], context().layers[0])
+    with pytest.raises(Unsupported, match="scaling"):
+        refuse_unclaimed(claims, context(layers=one))
+    mla = context("decode-mla2-d32r32-bf16-p16-k5.9-shuffled-gauss-b2prod")
+    refuse_unclaimed(claims, mla)
+    assert not [name for name, _ in outside_claims(claims, mla) if "scaling" in name]
+    assert not [name for name in outside() if "scaling" in name]
+
+
 def test_a_model_has_one_window_where_its_windowed_layers_agree() -> None:
     def of(*windows: int) -> BackendContext:
         return context(layers=tuple(replace(context().layers[0], sliding_window_size=window) for window in windows))
