@@ -76,7 +76,7 @@ def drive_graphs(
 
     Eager steps run on the same instance, right after their replay; and a batch that is larger than any graph is run
     between replays. In half of the cases one comes before there are graphs: a small one, so that what grows on demand
-    still grows under the graphs.
+    still grows under the graphs. A mode that is not claimed in eager has none of these.
 
     Raises ``DriveError`` for whatever the backend raises.
     """
@@ -104,7 +104,7 @@ _Observed = list[tuple[Schedule, Observation]]
 
 
 def _before_graphs(harness: ServerHarness, schedule: Schedule, clock: Clock) -> _Observed:
-    if not harness.case.pick("eager-before-graphs"):
+    if not harness.case.pick("eager-before-graphs") or schedule.case.mode not in harness.capabilities.eager:
         return []
     short = min((step for step in schedule.steps if step.requests), key=lambda step: step.tokens)
     return [(schedule, run_eager(harness, schedule, short, clock, label="eager run before there are graphs"))]
@@ -135,8 +135,9 @@ def _replay_all(
             alive += replayed.copied_into
             observed = replayed.observed
             # Large batches between replays: an eager step may need more room than any graph.
-            oversized = index == _OVERSIZED_AFTER and first
-            if options.eager_steps and (step.runs_eagerly(mine.harness.capabilities) or oversized):
+            claims = mine.harness.capabilities
+            oversized = index == _OVERSIZED_AFTER and first and schedule.case.mode in claims.eager
+            if options.eager_steps and (schedule.runs_eagerly(step, claims) or oversized):
                 eager = _eager_after(mine, schedule.oversized if oversized else step, observed, clock, options)
                 with clock.phase("setup"):
                     # The eager step may have freed what a graph still uses.

@@ -12,6 +12,7 @@ import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.trees import Tree, bit_packed, full_mask, qlen_only_mask
+from attn_testkit.cases.ways import way_of
 from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 
 from .batches import seq_lens_of, spec_on_device
@@ -62,7 +63,7 @@ def _without_tree(spec: VerifyInput) -> VerifyInput:
 
 
 def _is_bare(case: Case) -> bool:
-    return case.way == "bare"
+    return way_of(case).gives_none
 
 
 def _fresh(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:

@@ -60,6 +60,7 @@ class TorchNativeBackend(AttentionBackend):
         takes_unset_width=True,
         takes_empty_batches=True,
         takes_bare_chains=True,
+        non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
         takes_out=True,
         output_lifetime="model",
         takes_more_rows=True,
@@ -152,7 +153,8 @@ class TorchNativeBackend(AttentionBackend):
         position, key = prefix[:, None] + offset, self._key[None, None]
         spec = batch.spec_info
         if not isinstance(spec, VerifyInput) or spec.custom_mask is None:
-            return position, key, (key <= position[..., None]) & (key < kv_lens[:, None, None])
+            held = (key < kv_lens[:, None, None]).expand(-1, len(offset), -1)
+            return position, key, (key <= position[..., None]) & held if self.context.causal else held
         # Node c of the tree is key prefix + c, but stands at its depth: windows count positions.
         node = self._key - prefix[:, None]
         inside, node = (node >= 0) & (node < len(offset)), node.clamp(0, len(offset) - 1)

@@ -92,6 +92,7 @@ class TritonBackend(AttentionBackend):
         takes_unset_width=True,
         takes_empty_batches=True,
         takes_bare_chains=True,
+        non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
         takes_out=True,
         output_lifetime="model",
         takes_more_rows=True,
@@ -183,7 +184,7 @@ class TritonBackend(AttentionBackend):
             assert isinstance(spec, VerifyInput)
             # Here, and only here, they may count the prefix alone. A padded request may have no key at all.
             prefix = seq_lens if context.dialect.verify_lens == "prefix" else (seq_lens - n).clamp(min=0)
-            mask, seq_lens = _node_mask(spec, prefix, n), prefix + n
+            mask, seq_lens = _node_mask(spec, prefix, n, causal=context.causal), prefix + n
         elif mode.is_draft_extend():
             assert isinstance(spec, DraftExtendInput)
             n = context.speculative_num_steps + 1
@@ -285,7 +286,7 @@ class TritonBackend(AttentionBackend):
             *q.stride(), *key.stride()[:3], *value.stride()[:3], table.stride(0),
             PAGE=0 if k_page == context.page_size * k_slot else context.page_size,
             HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
-            HAS_CAP=layer.logit_cap > 0, HAS_SINKS=has_sinks, HAS_LSE=lse is not None,
+            CAUSAL=layer.causal, HAS_CAP=layer.logit_cap > 0, HAS_SINKS=has_sinks, HAS_LSE=lse is not None,
             PART=part.kind, RANK=part.rank, RANKS=part.ranks, INTERLEAVE=part.interleave, KV_HEADS=tiles.kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DOT=tiles.dot, num_warps=4, num_stages=2,
         )  # fmt: skip
@@ -305,15 +306,16 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _node_mask(spec: VerifyInput, prefix: torch.Tensor, n: int) -> torch.Tensor:
+def _node_mask(spec: VerifyInput, prefix: torch.Tensor, n: int, *, causal: bool) -> torch.Tensor:
     """[bs, N, N] uint8: the draft columns of the tree mask, a view where its layout allows. ``prefix`` [bs] int64.
 
     A chain without a mask gets one, also in eager mode: a graph is captured for trees, and the causal kernel rounds
-    otherwise than the mask's.
+    otherwise than the mask's. In a block that is not causal every node sees all of them.
     """
     bs = prefix.shape[0]
     if spec.custom_mask is None:
-        return torch.ones(bs, n, n, dtype=torch.uint8, device=prefix.device).tril()
+        every = torch.ones(bs, n, n, dtype=torch.uint8, device=prefix.device)
+        return every.tril() if causal else every
     mask = spec.custom_mask.view(torch.uint8)
     if spec.tree_mask_mode is TreeMaskMode.QLEN_ONLY:
         return mask[: bs * n * n].view(bs, n, n)

@@ -61,17 +61,18 @@ def attend_kernel(
     q_row, q_head, q_dim, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row,
     PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, NODES: tl.constexpr,
     SPLITS: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     PART: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Attention of one request and ``KV_HEADS`` KV heads: one tile of its rows, one split of its keys.
 
     A tile's rows are pairs (query row, query head) and its columns pairs (key, KV head), so that all query heads of a
-    KV head share its keys. ``NODES`` is 0 for causal attention aligned to the end of the keys; otherwise a request is a
-    draft tree of ``NODES`` rows and ``mask`` [bs, NODES, NODES] says who sees whom. With ``SPLITS`` > 1 the result is
-    partial, for ``merge_kernel`` to finish. ``PAGE``: slots of a page, or 0 where slots are as far apart as in a page
-    everywhere, and no page needs to be known. ``PART``: the keys before the step, its own, those of a rank, or all.
+    KV head share its keys. ``NODES`` is 0 for attention aligned to the end of the keys, which is ``CAUSAL`` or sees all
+    of them; otherwise a request is a draft tree of ``NODES`` rows and ``mask`` [bs, NODES, NODES] says who sees whom.
+    With ``SPLITS`` > 1 the result is partial, for ``merge_kernel`` to finish. ``PAGE``: slots of a page, or 0 where
+    slots are as far apart as in a page everywhere, and no page needs to be known. ``PART``: the keys before the step,
+    its own, those of a rank, or all.
     """
     request, head_group = tl.program_id(0), tl.program_id(1)
     tile, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
@@ -143,8 +144,10 @@ def attend_kernel(
             key = tl.where(drafted, tl.load(depth_at, mask=drafted, other=0).to(tl.int32), key)
             mask_at = mask_ptr + ((request * NODES + row) * NODES)[:, None] + node[None, :]
             seen = tl.load(mask_at, mask=live[:, None] & drafted[None, :], other=1) != 0
-        else:
+        elif CAUSAL:
             seen = key[None, :] <= position[:, None]
+        else:
+            seen = owned[None, :]
         visible = seen & owned[None, :] & (key[None, :] >= (position - window)[:, None])
         if KV_HEADS > 1:
             visible = visible & ((head // GROUP)[:, None] == column_head[None, :])

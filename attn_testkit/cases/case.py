@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ..contract import KV_LAYOUTS, ForwardMode
+from ..contract import KV_LAYOUTS, LAYER_WINDOWS, ForwardMode
 from . import choices
 from .draft import Draft
 from .layers import LAYERS_WORD, Layers, read_layers
@@ -27,7 +27,7 @@ EXTREME_DATA = ("saturated", "swamped")
 """Those of a few cases alone, which show nothing but what they are for: see ``cases/extremes.py``."""
 PADDINGS = ("prod", "nan", "stale", "small")
 """What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
-WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "far")
+WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "far", "noncausal")
 """What not every server does: see ``cases/ways/``, which has a file for each."""
 
 
@@ -54,7 +54,8 @@ class Case:
     request and 1 .. width, new tokens that are not one or more per request or more than their graph holds, chunks in
     another mode than extend, a tree in another mode than target-verify, or none there, a draft in another mode than
     draft-decode, or none there, a loop without a draft, with an FP8 pool, or with other layers than two from 0, parts
-    that a draft cannot have, and KV groups in draft-decode or beside parts or a way.
+    that a draft cannot have, KV groups in draft-decode or beside parts or a way, layers that share a window where
+    there is none, and MLA with the usual scaling.
     """
 
     mode: ForwardMode
@@ -92,6 +93,12 @@ class Case:
     """How the KV pool lies in memory: one of ``KV_LAYOUTS``."""
     window: int = -1
     """W of every second layer; the others have none, or a wider one: see ``make_layers``."""
+    layer_windows: str = "any"
+    """One of ``LAYER_WINDOWS``. ``one``: the others have none. ``same``: all layers have it. ``any`` without a
+    window."""
+    usual_scaling: bool = False
+    """All layers have the scaling 1/sqrt(head_dim). Without it no two have the same, and none has that; MLA always is
+    without."""
     logit_cap: float = 0.0
     """Soft cap of every second layer; 0.0: none."""
     sinks: bool = False
@@ -140,6 +147,12 @@ class Case:
             raise ValueError(f"parts {self.parts!r}: of no mixed case and of no loop, and of a draft the whole alone")
         if self.rounds and self.layers != Layers():
             raise ValueError(f"{self.layers}: the model of a loop has two layers, from id 0 on")
+        if self.layer_windows not in LAYER_WINDOWS or (self.layer_windows != "any" and self.window < 0):
+            raise ValueError(
+                f"layer_windows {self.layer_windows!r}: one of {LAYER_WINDOWS}, and 'any' without a window"
+            )
+        if self.usual_scaling and self.heads.family == "mla":
+            raise ValueError("MLA has a scaling of its own, and never the usual one of its rows")
         if self.layers.groups and self.draft:
             raise ValueError(f"{self.layers}: in draft-decode all layers share one KV group")
         if self.layers.groups and (self.parts or self.way):
@@ -203,7 +216,9 @@ class Case:
         if self.kv_layout != "nhd":
             words.append(_layout_word(self.kv_layout))
         if self.window >= 0:
-            words.append(f"w{self.window}")
+            words.append(f"w{self.window}{'' if self.layer_windows == 'any' else self.layer_windows}")
+        if self.usual_scaling:
+            words.append("usualscale")
         if self.logit_cap:
             words.append(f"cap{self.logit_cap:g}")
         if self.sinks:
@@ -304,7 +319,8 @@ _WORDS: tuple[_Word, ...] = (
     ("|".join((*DATA, *EXTREME_DATA)), lambda m: {"data": m[0]}),
     (r"kvfp8e4m3", lambda m: {"kv_dtype": "fp8_e4m3"}),
     ("|".join(_KV_LAYOUTS), lambda m: {"kv_layout": _KV_LAYOUTS[m[0]]}),
-    (r"w(\d+)", lambda m: {"window": int(m[1])}),
+    (r"w(\d+)(one|same)?", lambda m: {"window": int(m[1]), "layer_windows": m[2] or "any"}),
+    (r"usualscale", lambda m: {"usual_scaling": True}),
     (r"cap([\d.]+)", lambda m: {"logit_cap": float(m[1])}),
     (r"sink", lambda m: {"sinks": True}),
     (LAYERS_WORD, read_layers),
@@ -333,7 +349,7 @@ def parse_case(case_id: str) -> Case:
     for word in case_id[len(mode) + 1 :].split("-"):
         found = next(((m, read) for p, read in _WORDS if (m := re.fullmatch(p, word))), None)
         if found is None:
-            known = (*LAYOUTS, *DATA, *EXTREME_DATA, *_KV_LAYOUTS, *WAYS, "fp16", "bf16", "fp32", "sink")
+            known = (*LAYOUTS, *DATA, *EXTREME_DATA, *_KV_LAYOUTS, *WAYS, "fp16", "bf16", "fp32", "sink", "usualscale")
             close = difflib.get_close_matches(word, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"case id {case_id!r}: cannot read {word!r}{hint}")

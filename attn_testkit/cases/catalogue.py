@@ -17,6 +17,7 @@ from covertable import make
 from covertable.sorters import hash as by_hash
 
 from ..contract import Capabilities, ForwardMode
+from .as_claimed import as_claimed
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
@@ -104,7 +105,8 @@ def _some(values: Sequence[int], count: int) -> list[int]:
 
 def _windows(claims: Capabilities, mode: ForwardMode) -> list[int]:
     # 46: W + 1 keys end just below a multiple of 16, and W + the rows of a request lie beyond it.
-    return [-1, 0, 4, 11, 46, 4000] if mode in claims.sliding_window else [-1]
+    windows = dict.fromkeys(max(window, claims.min_window) for window in (0, 4, 11, 46, 4000))
+    return [-1, *windows] if mode in claims.sliding_window else [-1]
 
 
 def _rows_dimension(claims: Capabilities, mode: ForwardMode) -> dict[str, list[Any]]:
@@ -217,7 +219,9 @@ def _base(mode: ForwardMode, cases: Sequence[Case]) -> Case:
 def _plain(claims: Capabilities, base: Case) -> Case:
     """``base`` without options."""
     kv_dtype = sorted(claims.kv_dtypes, reverse=True)[0]
-    plain = replace(base, window=-1, logit_cap=0.0, sinks=False, kv_dtype=kv_dtype, chunks=1)
+    # Whether the usual scaling is meant says ``as_claimed``, case by case: MLA has none.
+    plain = replace(base, window=-1, layer_windows="any", usual_scaling=False, logit_cap=0.0, sinks=False, chunks=1)
+    plain = replace(plain, kv_dtype=kv_dtype)
     if not plain.draft:
         return plain
     draft = Draft(min(2, claims.max_draft_branches), 3)
@@ -369,20 +373,21 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
     for row in rows:
         built = _build(claims, mode, {name: dimensions[name][i] for name, i in zip(names, row, strict=True)})
         # The seed decides lengths, too: seeded before it is asked whether it fits.
-        case = replace(built, seed=seed, kv_layout=usual_layout(claims))
+        case = as_claimed(claims, replace(built, seed=seed, kv_layout=usual_layout(claims)))
         if _fits(claims, case):
             cases.setdefault(case.id, case)
     if cases:
         for named in _named(claims, mode, tier, _base(mode, list(cases.values()))):
-            case = named.with_seed(seed)
+            case = as_claimed(claims, named.with_seed(seed))
             if _fits(claims, case):
                 cases.setdefault(case.id, case)
     base = _small(claims, _plain(claims, _base(mode, list(cases.values())))) if cases else None
     if cases and tier != "smoke":
-        small = small_cases(claims, mode, tier, list(cases.values()), lambda case: _fits(claims, case))
-        cases.update((case.id, case) for case in small)
+        found = list(cases.values())
+        small = small_cases(claims, mode, tier, found, lambda case: _fits(claims, as_claimed(claims, case)))
+        cases.update((case.id, case) for case in (as_claimed(claims, each) for each in small))
     for each in _later(claims, mode, base, tier) if base else ():
-        case = each.with_seed(seed)
+        case = as_claimed(claims, each.with_seed(seed))
         if _fits(claims, case):
             cases.setdefault(case.id, case)
     return tuple(cases.values())

@@ -67,6 +67,10 @@ class Chooses(Protocol):
         """W of a layer; -1 for none."""
 
     @property
+    def layer_windows(self) -> str:
+        """How the windows of layers may differ."""
+
+    @property
     def logit_cap(self) -> float:
         """Soft cap of a layer; 0 for none."""
 
@@ -107,8 +111,12 @@ def shallow_depth(case: Chooses) -> int:
     return min(case.width - 1, max(1, max(case.new) - 1))
 
 
-def _has_window(case: Chooses) -> bool:
-    return case.window >= 0
+def _one_layer_has_it(case: Chooses) -> bool:
+    return case.window >= 0 and case.layer_windows != "same"
+
+
+def _others_may_have_one(case: Chooses) -> bool:
+    return case.window >= 0 and case.layer_windows == "any"
 
 
 CHOICES: tuple[Choice, ...] = (
@@ -122,13 +130,13 @@ CHOICES: tuple[Choice, ...] = (
         "windowed-layer",
         "the layer with the case's window; every second one from it on has it",
         (Value("layer 0"), Value("layer 1")),
-        _has_window,
+        _one_layer_has_it,
     ),
     Choice(
         "other-window",
         "the window of the other layers",
         (Value("none", 3), Value("a wider one: 2 W + 3")),
-        _has_window,
+        _others_may_have_one,
     ),
     Choice(
         "capped-layer",

@@ -23,6 +23,7 @@ from .layers import PERIOD, SETTINGS
 from .patterns import draw, mark_keys, normals, probe_values
 from .places import marked_slots, tail_slots, values_of_place
 from .schedule import Ints, Schedule, Step
+from .ways import way_of
 
 __all__ = [
     "DTYPES",
@@ -81,12 +82,13 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
                 tp_k_head_num=case.heads.kv_heads,
                 head_dim=row,
                 v_head_dim=case.head_dim,
-                scaling=base * own.factor,
+                scaling=base * (1.0 if case.usual_scaling else own.factor),
                 sliding_window_size=windows[index % PERIOD],
                 logit_cap=caps[index % PERIOD],
                 k_scale=own.k_scale if fp8 else 1.0,
                 v_scale=(own.k_scale if is_mla else own.v_scale) if fp8 else 1.0,
                 sinks=sinks,
+                causal=way_of(case).causal,
                 kv_lora_rank=case.head_dim if is_mla else 0,
             )
         )
@@ -95,9 +97,9 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
 
 def _windows(case: Case) -> tuple[int, int]:
     """By turns. Either may be the one with the case's window; sometimes the other has a wider one."""
-    if case.window < 0:
-        return (-1, -1)
-    other = 2 * case.window + 3 if case.pick("other-window") else -1
+    if case.window < 0 or case.layer_windows == "same":
+        return (case.window, case.window)
+    other = 2 * case.window + 3 if case.layer_windows == "any" and case.pick("other-window") else -1
     return (other, case.window) if case.pick("windowed-layer") else (case.window, other)
 
 
@@ -180,7 +182,7 @@ def _of_fp8_range(q: torch.Tensor, k: torch.Tensor, held: bool) -> tuple[torch.T
     return q.to(torch.float8_e4m3fn).float() if held else q, k * shift
 
 
-def _visibility(step: Step, widest: int, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _visibility(case: Case, step: Step, widest: int, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bs = step.bs
     visible = np.zeros((bs, widest, longest), np.bool_)
     key_positions = np.tile(np.arange(longest), (bs, 1))
@@ -188,9 +190,9 @@ def _visibility(step: Step, widest: int, longest: int) -> tuple[torch.Tensor, to
     for b, request in enumerate(step.requests):
         prefix, new = request.prefix, request.new
         visible[b, :new, :prefix] = True
-        rows = request.tree or request.draft
+        rows = request.draft or (request.tree if way_of(case).causal else None)
         if rows is None:
-            visible[b, :new, prefix : prefix + new] = np.tri(new, dtype=np.bool_)
+            visible[b, :new, prefix : prefix + new] = np.tri(new, dtype=np.bool_) if way_of(case).causal else True
             query_positions[b, :new] = np.arange(prefix, prefix + new)
         else:
             visible[b, :new, prefix : prefix + new] = rows.visible
@@ -270,7 +272,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     if not step.requests:
         return _nobody(make_step_data(schedule, schedule.steps[0], pattern))
     if step.chunk_of is not None:
-        return _chunk(make_step_data(schedule, step.chunk_of, pattern), step.chunk_of, step)
+        return _chunk(schedule.case, make_step_data(schedule, step.chunk_of, pattern), step.chunk_of, step)
     case = schedule.case
     rng = np.random.default_rng(step.seed ^ 0xDA7A)
     kv_dtype = DTYPES[case.dtype if case.kv_dtype == "same" else case.kv_dtype]
@@ -288,7 +290,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     row_offset = np.concatenate([np.arange(r.new) for r in step.requests])
     at = torch.from_numpy(row_offset + np.asarray([r.prefix for r in step.requests])[row_request])
     b = torch.from_numpy(row_request)
-    visible, key_positions, query_positions = _visibility(step, widest, longest)
+    visible, key_positions, query_positions = _visibility(case, step, widest, longest)
     return StepData(
         q=q,
         k=k[:, b, at],
@@ -339,13 +341,13 @@ def _one_request(data: StepData, whole: Step, index: int) -> StepData:
     )
 
 
-def _chunk(data: StepData, whole: Step, step: Step) -> StepData:
+def _chunk(case: Case, data: StepData, whole: Step, step: Step) -> StepData:
     news = torch.tensor([request.new for request in step.requests])
     pairs = zip(step.requests, whole.requests, strict=True)
     first = torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])[data.row_request]
     mine = (data.row_offset >= first) & (data.row_offset < first + news[data.row_request])
     longest = max(step.lens)
-    visible, key_positions, query_positions = _visibility(step, int(news.max()), longest)
+    visible, key_positions, query_positions = _visibility(case, step, int(news.max()), longest)
     return StepData(
         q=data.q[:, mine],
         k=data.k[:, mine],

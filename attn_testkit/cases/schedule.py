@@ -113,10 +113,6 @@ class Step:
         """Live rows."""
         return sum(r.new for r in self.requests)
 
-    def runs_eagerly(self, claims: Capabilities) -> bool:
-        """Whether an eager run follows its replay, on a backend with these claims."""
-        return self.eager_too and (claims.takes_empty_batches or bool(self.requests))
-
     @cached_property
     def alone(self) -> tuple[Step, ...]:
         """Each request by itself, with the numbers and the slots that it has here."""
@@ -200,6 +196,11 @@ class Schedule:
     def most_rows(self) -> int:
         """Rows of the largest step, all forwards together."""
         return self.most_requests * self.case.width
+
+    def runs_eagerly(self, step: Step, claims: Capabilities) -> bool:
+        """Whether an eager run follows the replay of a step, on a backend with these claims."""
+        claimed = self.case.mode in claims.eager
+        return claimed and step.eager_too and (claims.takes_empty_batches or bool(step.requests))
 
     def step_named(self, name: str) -> Step:
         """The step of this name: of ``steps``, ``second``, ``oversized``, or what ``only`` makes of one of them.

@@ -113,6 +113,11 @@ def _lengths(page: int) -> tuple[int, ...]:
     return (max(page, 16) + 5, 3)
 
 
+def _beyond(case: Case, window: int) -> tuple[int, ...]:
+    """The lengths of ``case``, the first of which is more than a window."""
+    return (max(case.prefixes[0], window + 1), *case.prefixes[1:])
+
+
 def _rows(mode: ForwardMode, rows: int, topk: int) -> dict[str, Any]:
     """``rows`` a request; in the modes that list them the second request has fewer than the first."""
     if mode is ForwardMode.DECODE:
@@ -176,5 +181,6 @@ _CHANGES: Mapping[str, Callable[[Capabilities, Case, Any], Case]] = {
     "rope": lambda claims, case, dim: _of_mla(claims, case, rope_dim=dim),
     "page": lambda claims, case, page: replace(case, page_size=page, prefixes=_lengths(page)),
     "dtypes": lambda claims, case, pair: replace(case, dtype=pair[0], kv_dtype=pair[1]),
+    "window": lambda claims, case, window: replace(case, window=window, prefixes=_beyond(case, window)),
 }
 """Name of a claim -> a case that tries a value of it. Of the others no value is left by the cases of a tier."""

@@ -190,6 +190,12 @@ CLAIMS: dict[str, Claim] = {
         lambda claims, case: (case.dtype, case.kv_dtype),
     ),
     **{name: _option(name) for name in _HAS},
+    # Of the smallest, where it is not the usual one.
+    "window": Claim(
+        "sliding window of size",
+        lambda claims, mode: {claims.min_window} - {0} if mode in claims.sliding_window else (),
+        lambda claims, case: case.window if _windowed(case) else None,
+    ),
     "parts": Claim("log-sum-exp:", claims_of_parts, lambda claims, case: tried_of_parts(case)),
     # With the first of the new tokens: how many more there are has no part in it.
     "context": Claim(

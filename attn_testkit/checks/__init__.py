@@ -40,7 +40,8 @@ def judged(
 
     ``stage``: how far the case-run came. ``failed``: ids of its findings; each of them counts as judged, as do ids that
     this kit does not know. With wrong attention outputs among them, what is ``behind_outputs`` was not judged.
-    ``case``: leaves out what the case cannot show, either way.
+    ``case``: leaves out what the case cannot show, either way; and what needs an eager run is not judged in a mode that
+    has none.
     """
     outputs_wrong = any(check in NUMERIC or check in REPORTED_INSTEAD for check in failed)
     done: list[str] = []
@@ -49,6 +50,7 @@ def judged(
         if check.id in failed:
             done.append(check.id)
         elif check.applies(claims, execution) and (case is None or check.shown_by(case)):
-            hidden = check.behind_outputs and outputs_wrong
+            no_eager = case is not None and case.mode not in claims.eager
+            hidden = (check.behind_outputs and outputs_wrong) or (check.against_eager and no_eager)
             (done if stage >= check.judged_from and not hidden else not_done).append(check.id)
     return (*done, *sorted(set(failed) - CHECKS.keys())), tuple(not_done)

@@ -71,6 +71,8 @@ class Check:
     """Whether a case can show it: one request has no company in which it could give other bits."""
     behind_outputs: bool = False
     """With wrong attention outputs it is not judged: what is wrong then follows from them, or has one cause."""
+    against_eager: bool = False
+    """It holds replays against eager runs: it is not judged in a mode that is claimed in graphs alone."""
     run: Run | None = None
     """None: found while driving, by comparing runs, or by diagnosis."""
 

@@ -82,6 +82,36 @@ def _window(claims: Capabilities, context: BackendContext) -> tuple[str, Backend
     return "a sliding window", replace(context, layers=layers)
 
 
+def _takes_windows(claims: Capabilities, context: BackendContext) -> bool:
+    return context.modes <= claims.sliding_window and (context.topk <= 1 or claims.window_in_trees)
+
+
+def _narrow_window(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if not claims.min_window or not _takes_windows(claims, context):
+        return None
+    window = claims.min_window - 1
+    layers = tuple(replace(layer, sliding_window_size=window) for layer in context.layers)
+    return f"a sliding window of size {window}", replace(context, layers=layers)
+
+
+def _two_windows(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if claims.layer_windows == "any" or len(context.layers) < 2 or not _takes_windows(claims, context):
+        return None
+    first = max(claims.min_window, 4)
+    other = first + 1 if claims.layer_windows == "one" else -1
+    layers = tuple(
+        replace(layer, sliding_window_size=other if place % 2 else first) for place, layer in enumerate(context.layers)
+    )
+    return f"layers with sliding windows {first} and {other}", replace(context, layers=layers)
+
+
+def _scaling(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if claims.any_scaling or context.layers[0].is_mla:
+        return None
+    layers = tuple(replace(layer, scaling=layer.scaling / 2) for layer in context.layers)
+    return "a scaling other than 1/sqrt(head_dim)", replace(context, layers=layers)
+
+
 def _cap(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     if claims.logit_cap:
         return None
@@ -154,9 +184,19 @@ def _kv_groups(claims: Capabilities, context: BackendContext) -> tuple[str, Back
     return "a second KV group", replace(context, kv_groups=groups)
 
 
+def _non_causal(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    asked = context.modes & {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}
+    # As with KV groups, where nothing is claimed.
+    if asked <= claims.non_causal or (not claims.non_causal and len(context.layers) < 3):
+        return None
+    layers = tuple(replace(layer, causal=False, sliding_window_size=-1) for layer in context.layers)
+    return "a layer that is not causal", replace(context, layers=layers)
+
+
 _Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
 _WAYS: tuple[_Outside, ...] = (
     _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches, _layout, _kv_groups,
+    _narrow_window, _two_windows, _non_causal, _scaling,
 )  # fmt: skip
 
 
@@ -230,7 +270,7 @@ CHECKS = (
         "vllm-ascend #15503",
         "The constructor took what the claims exclude. Call `super().__init__`, or widen the claim and have it tested.",
         judged_from=Stage.COMPLETED,
-        applies=in_eager,
+        applies=lambda claims, execution: in_eager(claims, execution) or not claims.eager,
     ),
 )
 """In the order in which they are worth reading. Found while planning and driving."""

@@ -123,6 +123,7 @@ CHECKS = (
         judged_from=Stage.COMPLETED,
         applies=in_graphs,
         behind_outputs=True,
+        against_eager=True,
         run=lambda judgement, schedule, claims: graph_matches_eager(
             judgement, same_bits=claims.deterministic and claims.batch_invariant
         ),

@@ -69,7 +69,8 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("rounds", f"{case.rounds} of a lossless loop, beside the steps" if case.rounds else ""),
         ("layout", case.layout),
         ("data", case.data),
-        ("window", "" if case.window < 0 else f"{case.window} keys back, in {turns}"),
+        ("window", "" if case.window < 0 else f"{case.window} keys back, {_windowed_layers(case, turns)}"),
+        ("scaling", "1/sqrt(head_dim) in all layers" if case.usual_scaling else ""),
         ("logit_cap", f"{case.logit_cap:g}, in {turns}" if case.logit_cap else ""),
         ("sinks", "one more logit for each query head" if case.sinks else ""),
         ("layers", "" if case.layers == Layers() else case.layers.words),
@@ -79,6 +80,12 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("way", f"{case.way}: {way_of(case).about}" if case.way else ""),
         ("seed", str(case.seed or "")),
     ]
+
+
+def _windowed_layers(case: Case, turns: str) -> str:
+    if case.layer_windows == "same":
+        return "in all layers"
+    return f"in {turns}" + ("; the others have none" if case.layer_windows == "one" else "")
 
 
 def _new(case: Case) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -82,6 +82,29 @@ class BackendContext:
                 return group
         raise KeyError(f"no KV group has a layer of id {layer.layer_id}")
 
+    @property
+    def causal(self) -> bool:
+        """``AttentionLayer.causal`` of all layers."""
+        return self.layers[0].causal
+
+    @cached_property
+    def sliding_window_size(self) -> int:
+        """W of the layers that have a window; -1 where none has one. For backends that plan by one window a model.
+
+        Raises ``ValueError`` where layers have several, which only ``layer_windows="any"`` allows.
+        """
+        windows = {layer.sliding_window_size for layer in self.layers} - {-1}
+        if len(windows) > 1:
+            raise ValueError(
+                f"layers have windows of {_counted(windows)}, and a context has no one window: look at each layer's, "
+                "or claim layer_windows='one'"
+            )
+        return max(windows, default=-1)
+
+
+def _counted(windows: Iterable[int]) -> str:
+    return " and ".join(map(str, sorted(windows)))
+
 
 def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
     """Raise ``Unsupported``, naming the first claim that the context is outside of."""
@@ -96,7 +119,8 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
     if kv_dtype != "same" and context.kv_pool.dtype != torch.float8_e4m3fn:
         kv_dtype = str(context.kv_pool.dtype)
     rows = max([1] + [_rows(mode, context) for mode in context.modes])
-    windowed = any(layer.sliding_window_size >= 0 for layer in context.layers)
+    windows = [layer.sliding_window_size for layer in context.layers if layer.sliding_window_size >= 0]
+    windowed, narrowest = bool(windows), min(windows, default=capabilities.min_window)
     checks: list[tuple[str, object, bool]] = [
         ("mode", ", ".join(sorted(context.modes - capabilities.eager - capabilities.graph)),
          context.modes <= capabilities.eager | capabilities.graph),
@@ -117,7 +141,15 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         ("context length", context.max_context_len, context.max_context_len <= capabilities.max_context_len),
         ("sliding window", ", ".join(sorted(context.modes - capabilities.sliding_window)),
          not windowed or context.modes <= capabilities.sliding_window),
+        ("sliding window of size", narrowest, narrowest >= capabilities.min_window),
+        ("layers with sliding windows", _counted({layer.sliding_window_size for layer in context.layers}),
+         _windows_agree(capabilities, context)),
+        ("layers that are not causal in", ", ".join(sorted(context.modes - capabilities.non_causal)),
+         context.causal or context.modes <= capabilities.non_causal),
+        ("a window of layers that are not causal,", narrowest, context.causal or not windowed),
         ("sliding window in trees", context.topk, not windowed or context.topk <= 1 or capabilities.window_in_trees),
+        ("scaling", ", ".join(f"{layer.scaling:.4g}" for layer in context.layers),
+         capabilities.any_scaling or all(layer.has_usual_scaling or layer.is_mla for layer in context.layers)),
         ("soft cap", max(layer.logit_cap for layer in context.layers),
          capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),
         ("log-sum-exp of", ", ".join(map(str, context.kv_parts)), _takes_parts(capabilities, context)),
@@ -128,6 +160,11 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
     for what, value, fine in checks:
         if not fine:
             raise Unsupported(f"{what} {value} is not claimed")
+
+
+def _windows_agree(capabilities: Capabilities, context: BackendContext) -> bool:
+    every = {layer.sliding_window_size for layer in context.layers}
+    return {"any": True, "one": len(every - {-1}) <= 1, "same": len(every) == 1}[capabilities.layer_windows]
 
 
 def _rows(mode: ForwardMode, context: BackendContext) -> int:

@@ -12,7 +12,16 @@ from .kv_layouts import KV_LAYOUTS
 from .merging import LogSumExp
 from .modes import Execution, ForwardMode
 
-__all__ = ["DTYPES", "FAMILIES", "KV_DTYPES", "MATMUL_DTYPES", "Capabilities", "Requires", "Unsupported"]
+__all__ = [
+    "DTYPES",
+    "FAMILIES",
+    "KV_DTYPES",
+    "LAYER_WINDOWS",
+    "MATMUL_DTYPES",
+    "Capabilities",
+    "Requires",
+    "Unsupported",
+]
 
 FAMILIES = ("mha", "gqa", "mqa", "mla")
 DTYPES = ("fp16", "bf16", "fp32")
@@ -20,6 +29,7 @@ KV_DTYPES = ("same", "fp8_e4m3")
 MATMUL_DTYPES = ("model", "fp8_e4m3")
 FP32_PRODUCTS = ("ieee", "tf32")
 OUTPUT_LIFETIMES = ("model", "layer")
+LAYER_WINDOWS = ("any", "one", "same")
 
 
 class Unsupported(Exception):
@@ -93,10 +103,13 @@ def _requirement(text: object) -> None:
         raise ValueError(f"Requires.packages: {text!r} is no requirement such as 'my-kernels>=1.2': {reason}") from None
 
 
-_LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
-_YES_OR_NO = ("window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
-               "takes_none_kv", "takes_unset_width", "takes_empty_batches",
-               "takes_bare_chains", "takes_out", "takes_more_rows", "kv_groups")  # fmt: skip
+_LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1,
+          "min_window": 0}  # fmt: skip
+_YES_OR_NO = (
+    "any_scaling", "window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
+    "takes_none_kv", "takes_unset_width", "takes_empty_batches", "takes_bare_chains", "takes_out", "takes_more_rows",
+    "kv_groups",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,7 +121,8 @@ class Capabilities:
     """
 
     eager: Set[ForwardMode]
-    """Which modes run eagerly?"""
+    """Which modes run eagerly? One that is in ``graph`` alone is captured and replayed, and no step of it runs eagerly;
+    what holds a replay against an eager run is then not judged."""
     graph: Set[ForwardMode] = frozenset()
     """Which modes run under CUDA-graph capture and replay?"""
     families: Set[str] = frozenset({"mha"})
@@ -171,6 +185,9 @@ class Capabilities:
     takes_bare_chains: bool = False
     """May a chain be verified without a tree, ``custom_mask`` and ``retrieve_*`` None? Draft methods that know no trees
     have it so: a row sees the prefix, the rows before it and itself."""
+    non_causal: Set[ForwardMode] = frozenset()
+    """In which of extend and target-verify may layers be not causal (``AttentionLayer.causal``)? A row sees all keys of
+    its request then, and a verify comes without a tree, ``custom_mask`` and ``retrieve_*`` None: a draft block."""
     kv_groups: bool = False
     """May layers have KV groups (``BackendContext.kv_groups``): a pool, a request table and slots of new tokens for the
     windowed ones, and others for the rest? False: all layers share one. In draft-decode they always do."""
@@ -181,8 +198,17 @@ class Capabilities:
     """How long may prefix plus new tokens be?"""
     sliding_window: Set[ForwardMode] = frozenset()
     """In which modes is ``sliding_window_size`` honoured?"""
+    min_window: int = 0
+    """What is the smallest W? A row sees itself and W keys before it. 1 for kernels to which a window of 0 is none."""
+    layer_windows: str = "any"
+    """How may the windows of a model's layers differ? ``any``: each layer has its own, or none. ``one``: layers that
+    have one have the same, beside layers that have none, for backends that plan by the model's window. ``same``: all
+    layers have the same, or none has one. ``BackendContext.sliding_window_size`` is that of the model."""
     window_in_trees: bool = False
     """With branching trees, is the window counted by position (tree depth), not by row?"""
+    any_scaling: bool = True
+    """Is the layer's ``scaling`` honoured, whatever it is? False: it is 1/sqrt(head_dim) in all layers, for kernels
+    that have no other. MLA always has one of its own: its rows are wider than the heads that they stand for."""
     logit_cap: bool = False
     """Is the soft cap honoured?"""
     sinks: bool = False
@@ -232,8 +258,12 @@ class Capabilities:
         _spelled("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
         _spelled("fp32_products", self.fp32_products, FP32_PRODUCTS)
         _spelled("output_lifetime", self.output_lifetime, OUTPUT_LIFETIMES)
-        for name in ("eager", "graph", "sliding_window", "new_rows_as_given"):
+        _spelled("layer_windows", self.layer_windows, LAYER_WINDOWS)
+        for name in ("eager", "graph", "sliding_window", "new_rows_as_given", "non_causal"):
             object.__setattr__(self, name, _modes(name, getattr(self, name)))
+        causal = sorted(self.non_causal - {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
+        if causal:
+            raise ValueError(f"Capabilities.non_causal is of extend and target-verify, got {', '.join(causal)}")
         of_pool = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES), ("kv_layouts", KV_LAYOUTS))
         for name, known in (("families", FAMILIES), ("dtypes", DTYPES), *of_pool):
             object.__setattr__(

@@ -131,7 +131,8 @@ class KernelPlan:
     def mask(self) -> torch.Tensor | None:
         """[bs, N, N] bool in target-verify with trees: row t may see draft node c; the prefix is always visible.
 
-        None: causal, aligned to the end: row j of n sees the first ``kv_len - n + j + 1`` keys.
+        None: causal, aligned to the end: row j of n sees the first ``kv_len - n + j + 1`` keys; or all of them, where
+        ``layer.causal`` is False.
         """
         return self.step.mask
 

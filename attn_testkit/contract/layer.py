@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +29,8 @@ class AttentionLayer:
     v_head_dim: int
     """Width of a value and output row. For MLA: ``kv_lora_rank``, the first part of the latent key."""
     scaling: float
-    """Factor on q·k before the softmax. Never assume 1/sqrt(head_dim): models differ, and MLA always does."""
+    """Factor on q·k before the softmax. Never assume 1/sqrt(head_dim): models differ, and MLA always does. A kernel
+    that has no other says so: ``Capabilities.any_scaling``."""
     sliding_window_size: int = -1
     """W: a row at position p sees keys p-W .. p, that is W+1 keys. -1: no window."""
     logit_cap: float = 0.0
@@ -39,6 +41,10 @@ class AttentionLayer:
     """As ``k_scale``, for V."""
     sinks: torch.Tensor | None = field(default=None, compare=False)
     """[tp_q_head_num] float32 on the device: one more logit per head, which takes weight and gives no value."""
+    causal: bool = True
+    """A row sees the step's rows up to its own. False: it sees all keys of its request, those of the step's later rows
+    too, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. All layers of a model
+    agree in it."""
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
 
@@ -51,6 +57,11 @@ class AttentionLayer:
     def qk_head_dim(self) -> int:
         """The servers' other name for ``head_dim``."""
         return self.head_dim
+
+    @property
+    def has_usual_scaling(self) -> bool:
+        """``scaling`` is 1/sqrt(head_dim), but for rounding."""
+        return math.isclose(self.scaling, self.head_dim**-0.5, rel_tol=1e-6)
 
     @property
     def is_mla(self) -> bool:

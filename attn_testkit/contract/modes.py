@@ -21,6 +21,9 @@ class ForwardMode(StrEnum):
     ``DRAFT_DECODE``             1 in each branch     prefix only           the prefix, its branch's tokens and itself
     ============================ ==================== ===================== ========================================
 
+    Where layers are not causal (``AttentionLayer.causal``), rows of an extend or a target-verify see all keys of their
+    request, the step's own included.
+
     ``EXTEND`` is what SGLang calls EXTEND and MIXED: new tokens over a cached prefix of any length, which other
     requests may share; a long prompt comes in chunks, each of which is the next one's prefix; and a request that
     decodes beside prompts is one with a single new token. A batch carries nothing that tells a decode row from a

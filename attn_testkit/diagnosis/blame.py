@@ -44,14 +44,14 @@ def explain_numeric(
     step, judgement = observed.step, Judgement(observed, expect(schedule, observed.step))
     eager = _judged(schedule, rerunner.eager(schedule, step))
     finding, why = _with_other_fill(rerunner, finding, schedule, judgement, eager)
-    check = finding.check
-    in_graph = observed.replay and _right(eager)
-    if in_graph:
+    graphs_alone = observed.replay and not rerunner.runs_eagerly(schedule)
+    in_graph = observed.replay and (graphs_alone or _right(eager))
+    if graphs_alone:
+        check, why = _blame_without_eager(rerunner, finding, why, schedule, step)
+    elif in_graph:
         check, why = _blame_graph(rerunner, schedule, step)
-    elif observed.among and _right(eager):
-        check, why = _AMONG[observed.among]
-    elif finding.check == "finite" and not why:
-        check, why = _blame_nan(rerunner, schedule, step)
+    else:
+        check, why = _blame_eager(rerunner, finding, why, schedule, observed, right=_right(eager))
     by_itself = check in ("buckets-independent", "steps-independent")
     attended = None if by_itself else find_attended(rerunner, schedule, judgement, in_graph=in_graph)
     evidence = Evidence(
@@ -60,7 +60,7 @@ def explain_numeric(
         attended,
         passed,
         swapped=find_swapped(None if by_itself else rerunner, schedule, judgement, in_graph=in_graph),
-        in_graph=in_graph and not by_itself,
+        in_graph=in_graph and not by_itself and (not graphs_alone or check in _OF_A_GRAPH),
         right_when_fresh=check == "steps-independent",
         reads_foreign=check == "reads-own-kv",
     )
@@ -100,7 +100,12 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
     """(check, why): NaN was read in k and v that are stored already, in unowned slots, or nobody knows."""
     if step.stored and _right(_judged(schedule, rerunner.eager(schedule, replace(step, stored=False)))):
         return "finite", "right with save_kv_cache=True; with False, k and v hold NaN, and they were read"
-    calm = _judged(schedule, rerunner.eager(schedule, step, unowned=0.0))
+    if rerunner.runs_eagerly(schedule):
+        again = rerunner.eager(schedule, step, unowned=0.0)
+    else:
+        run = rerunner.graph(schedule, unowned=0.0)
+        again = run.replay_of(step) if run else None
+    calm = _judged(schedule, again)
     if calm is not None and calm.all_finite:
         return "reads-own-kv", "with zeros instead of NaN in unowned slots the result is finite"
     return "finite", ""
@@ -114,6 +119,17 @@ _AMONG = {
     ),
 }
 """What else ran on the instance before an eager step that is right on a fresh one -> (check, why)."""
+
+
+def _blame_eager(
+    rerunner: Rerunner, finding: Finding, why: str, schedule: Schedule, observed: Observation, *, right: bool
+) -> tuple[str, str]:
+    """(check, why) of a step that is wrong eagerly as well. ``right``: on a fresh instance it is right."""
+    if observed.among and right:
+        return _AMONG[observed.among]
+    if finding.check == "finite" and not why:
+        return _blame_nan(rerunner, schedule, observed.step)
+    return finding.check, why
 
 
 def _with_other_fill(
@@ -209,7 +225,27 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
         exact = rerunner.graph(_alone(schedule, step, least))
         if exact is not None and _right(_judged(schedule, _last(exact))):
             return "padding-inert", f"in a bucket of exactly {least} it is right"
-    return "replay-follows-batch", "in eager it is right: something of the capture-time batch is still in force"
+    return _NOTHING_ELSE, "in eager it is right: something of the capture-time batch is still in force"
+
+
+_OF_A_GRAPH = ("captures-cleanly", "addresses-stable", "padding-inert")
+"""What replays alone show to be the graph's: nothing else is known to be right in eager without an eager run."""
+_NOTHING_ELSE = "replay-follows-batch"
+"""What is left of a replay that is wrong by itself as well, and right in eager."""
+
+
+def _blame_without_eager(
+    rerunner: Rerunner, finding: Finding, why: str, schedule: Schedule, step: Step
+) -> tuple[str, str]:
+    """(check, why) of a wrong replay of a mode that is claimed in graphs alone. ``why``: what is known already."""
+    check, cause = _blame_graph(rerunner, schedule, step)
+    if check != _NOTHING_ELSE:
+        return check, cause
+    if finding.check == "finite" and not why:
+        return _blame_nan(rerunner, schedule, step)
+    return finding.check, why or (
+        f"{schedule.case.mode} is claimed in graphs alone: whether it is the capture's or wrong anyhow is not known"
+    )
 
 
 def _least_bucket(schedule: Schedule, step: Step) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from ..cases.schedule import Schedule, Step
 from ..checks.observation import Observation
+from ..contract import ForwardMode
 from ..environment import Environment
 from ..runner_modes.graphs import AllocatedInCapture, GraphRun
 from ..runner_modes.messages import Driven, Rerun
@@ -20,8 +21,17 @@ POISON, OTHER_FILL = 0xFF, 0xBC
 class Rerunner:
     """Re-runs of one backend, each on a fresh instance. A run that raises, crashes or hangs counts as wrong."""
 
-    def __init__(self, drive: Callable[[Rerun], Driven], environment: Environment) -> None:
-        self._drive, self.environment = drive, environment
+    def __init__(
+        self,
+        drive: Callable[[Rerun], Driven],
+        environment: Environment,
+        eager_modes: Set[ForwardMode] = frozenset(ForwardMode),
+    ) -> None:
+        self._drive, self.environment, self._eager_modes = drive, environment, eager_modes
+
+    def runs_eagerly(self, schedule: Schedule) -> bool:
+        """Whether the mode of a schedule is claimed in eager."""
+        return schedule.case.mode in self._eager_modes
 
     def eager(
         self,
@@ -32,7 +42,9 @@ class Rerunner:
         pattern: str | None = None,
         fill: int = POISON,
     ) -> Observation | None:
-        """One eager step; None if it raised."""
+        """One eager step; None if it raised, or if nothing of the mode runs eagerly."""
+        if not self.runs_eagerly(schedule):
+            return None
         request = Rerun(schedule, step, DriveOptions(pattern=pattern), unowned, fill)
         answer = self._ask(request, lambda _: step)
         return None if answer is None else answer[1][0]

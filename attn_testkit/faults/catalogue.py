@@ -205,11 +205,15 @@ def all_controls() -> tuple[Control, ...]:
         "_of_builds",
         "_of_dialects",
         "_of_drafts",
+        "_of_graphs",
         "_of_layers",
         "_of_layouts",
+        "_of_masks",
         "_of_parts",
         "_of_prefill",
         "_of_process",
+        "_of_scales",
+        "_of_windows",
     ):
         importlib.import_module(f"{__package__}.controls{module}")
     return tuple(_CONTROLS.values())

@@ -46,7 +46,7 @@ class ScaleMissingFromCacheKey(DenseBackend):
     source="flashinfer #1072; TensorRT-LLM #12089",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="scale",
+    hint=r"1/sqrt\(head_dim\)",
 )
 class ScaleHardcoded(DenseBackend):
     """The kernel uses 1 / sqrt(head_dim) whatever the layer's scale is."""

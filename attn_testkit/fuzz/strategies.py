@@ -10,6 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from ..cases.as_claimed import as_claimed
 from ..cases.case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from ..cases.draft import Draft
 from ..cases.extend import room_for
@@ -53,7 +54,7 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
     tree = rows.get("tree")
     windowed = mode in claims.sliding_window and (tree is None or tree.topk == 1 or claims.window_in_trees)
     layers = draw(_layers(grouped=claims.kv_groups and not mode.is_draft_decode()))
-    return Case(
+    case = Case(
         mode=mode,
         heads=heads,
         head_dim=draw(st.sampled_from([d for d in sorted(claims.head_dims) if d <= _widest(claims)])),
@@ -65,7 +66,7 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         prefixes=prefixes,
         layout=draw(st.sampled_from(LAYOUTS)),
         data=draw(st.sampled_from(DATA)),
-        window=draw(st.one_of(st.just(-1), st.integers(0, _MOST_WINDOW))) if windowed else -1,
+        window=draw(st.one_of(st.just(-1), _windows(claims))) if windowed else -1,
         logit_cap=draw(st.sampled_from([0.0, 1.5])) if claims.logit_cap else 0.0,
         sinks=draw(st.booleans()) if claims.sinks else False,
         layers=layers,
@@ -76,6 +77,11 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         **({} if layers.groups else draw(_parts(claims, mode))),
         **rows,
     )
+    return as_claimed(claims, case)
+
+
+def _windows(claims: Capabilities) -> st.SearchStrategy[int]:
+    return st.integers(claims.min_window, max(_MOST_WINDOW, claims.min_window))
 
 
 def _parts(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[dict[str, Any]]:

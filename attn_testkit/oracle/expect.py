@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,6 +13,7 @@ from cachetools import LRUCache, cached
 
 from ..cases.data import KEPT_BYTES, StepData, bytes_in, make_layers, make_step_data, numbers_of
 from ..cases.schedule import Schedule, Step
+from ..contract import AttentionLayer
 from ..model import Weights, make_weights
 from .attention import Attention, attend
 from .limits import attention_limit, linear_limit, row_limit
@@ -107,17 +109,20 @@ def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given:
     )
 
 
-def attend_with_limit(schedule: Schedule, data: StepData, given: bool = False) -> tuple[Attention, torch.Tensor]:
+def attend_with_limit(
+    schedule: Schedule, data: StepData, given: bool = False, layers: Sequence[AttentionLayer] = ()
+) -> tuple[Attention, torch.Tensor]:
     """Attention on a step's numbers, and how far each element may be from it: [L, T, Hq, Dv] float64.
 
-    ``given``: a forward's own rows are attended as given, not as the pool holds them.
+    ``given``: a forward's own rows are attended as given, not as the pool holds them. ``layers``: others than those of
+    the case, to ask what a backend that takes them for those would give.
     """
     case, matmul_dtype = schedule.case, schedule.matmul_dtype
     # What is rounded in absolute terms: FP8 probabilities, and those of fp16 that a sink made small.
     flat = matmul_dtype == "fp8_e4m3" or (case.dtype == "fp16" and case.sinks)
     if given:
         data = as_given(data, one_by_one=case.draft is not None)
-    attention = attend(data, make_layers(case), flat=flat)
+    attention = attend(data, layers or make_layers(case), flat=flat)
     return attention, attention_limit(attention, case.dtype, matmul_dtype)
 
 

@@ -221,6 +221,9 @@ def _drive_graph(backend_class: type[AttentionBackend], drive: _Drive, environme
     if drive.schedules[0].case.mixed:
         neighbour = _constructed(backend_class, drive.schedules[:1], environment, drive.claims)
     run = drive_graphs(harness, drive.schedules, drive.clock, neighbour=neighbour)
+    if not drive.claims.eager:
+        with drive.clock.phase("setup"):
+            drive.findings += refuses_undeclared(backend_class, drive.schedules[0], harness.context, drive.claims)
     return replace(_found(run, drive.schedules), records=drive.records([observed for _, observed in run.observed]))
 
 

@@ -57,7 +57,7 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
     outcome, seconds = _judged(drive, described, parse_case(item.case), execution, environment)
     if outcome.driven.lost:
         return _result(item, plan, described.claims, outcome, Status.CRASHED, seconds, outcome.driven.lost)
-    explained = _explained(outcome, Rerunner(_unless_lost(drive), environment))
+    explained = _explained(outcome, Rerunner(_unless_lost(drive), environment, described.claims.eager))
     outcome.findings = [_of_way(finding, parse_case(item.case)) for finding in explained]
     status = Status.FAILED if outcome.findings else Status.PASSED
     result = _result(item, plan, described.claims, outcome, status, seconds)
@@ -212,7 +212,7 @@ def _due(
     for schedule in schedules:
         for step in schedule.steps:
             yield schedule.case.id, step.name, True
-            if step.runs_eagerly(claims):
+            if schedule.runs_eagerly(step, claims):
                 yield schedule.case.id, step.name, False
 
 

@@ -61,7 +61,8 @@ def plan_run(request: Request, claims_of: Claims, broken_of: Broken = lambda _: 
                 preset += rows
         if not request.cases:
             own = [case for _, case in items[first:]]
-            untried[candidate.spec] = says_untried(claims, list(dict.fromkeys(case.mode for case in own)), own)
+            values = says_untried(claims, list(dict.fromkeys(case.mode for case in own)), own)
+            untried[candidate.spec] = (*values, *_without_eager(claims, items[first:]))
     if request.cases and not items and not preset:
         raise UsageError(f"no case matches {', '.join(request.cases)}")
     return Plan(
@@ -71,6 +72,13 @@ def plan_run(request: Request, claims_of: Claims, broken_of: Broken = lambda _: 
         candidates=request.candidates,
         device=request.device,
     )
+
+
+def _without_eager(claims: Capabilities, items: Sequence[tuple[Item, Case]]) -> tuple[str, ...]:
+    """What replays of modes are not held against, in words."""
+    replayed = dict.fromkeys(case.mode for item, case in items if item.execution == Execution.GRAPH)
+    modes = ", ".join(mode for mode in replayed if mode not in claims.eager)
+    return (f"replays against eager runs ({modes}: claimed in graphs alone)",) if modes else ()
 
 
 def _of_mode(

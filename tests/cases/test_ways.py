@@ -41,6 +41,8 @@ def test_cases_of_ways_come_from_core_on_and_their_ids_rebuild_them(mode: Forwar
 def test_what_is_claimed_decides_which_ways_are_tried(mode: ForwardMode) -> None:
     verify = {"withnew", "bare"} if mode is ForwardMode.TARGET_VERIFY else set()
     more = set() if mode is ForwardMode.DRAFT_DECODE else {"morerows"}
+    if mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
+        more = more | {"noncausal"}
     far = {"far"} if mode is ForwardMode.DECODE else set()
     assert set(ways(PLAIN, mode)) == {"idle"} | far
     assert set(ways(ALL, mode)) == {"idle", "norows", "lent"} | far | more | verify
@@ -61,11 +63,19 @@ def test_every_mode_has_steps_without_a_live_request(mode: ForwardMode) -> None:
 
 
 def test_an_empty_step_runs_eagerly_for_who_takes_it() -> None:
-    empty, *_ = (step for step in make_schedule(ways(PLAIN)["idle"]).idle if step.eager_too)
-    live, *_ = (step for step in make_schedule(ways(PLAIN)["idle"]).steps if step.eager_too and step.requests)
+    schedule = make_schedule(ways(PLAIN)["idle"])
+    empty, *_ = (step for step in schedule.idle if step.eager_too)
+    live, *_ = (step for step in schedule.steps if step.eager_too and step.requests)
     takes = PLAIN.with_changes(takes_empty_batches=True)
-    assert (empty.runs_eagerly(PLAIN), empty.runs_eagerly(takes)) == (False, True)
-    assert live.runs_eagerly(PLAIN)
+    assert (schedule.runs_eagerly(empty, PLAIN), schedule.runs_eagerly(empty, takes)) == (False, True)
+    assert schedule.runs_eagerly(live, PLAIN)
+
+
+def test_no_step_runs_eagerly_in_a_mode_of_graphs_alone() -> None:
+    schedule = make_schedule(ways(PLAIN)["idle"])
+    alone = PLAIN.with_changes(eager={"extend"}, takes_empty_batches=True)
+    assert not [step for step in schedule.steps if schedule.runs_eagerly(step, alone)]
+    assert [step for step in schedule.steps if schedule.runs_eagerly(step, alone.with_changes(eager={"decode"}))]
 
 
 @pytest.mark.parametrize("mode", ForwardMode)

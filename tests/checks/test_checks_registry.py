@@ -143,3 +143,19 @@ def test_ids_come_in_reading_order() -> None:
     order = list(CHECKS)
     for ids in judged(EXACT, GRAPH, Stage.CAPTURED, {"finite"}):
         assert list(ids) == sorted(ids, key=order.index)
+
+
+def test_a_replay_of_a_mode_in_graphs_alone_is_held_against_no_eager_run() -> None:
+    alone = CLAIMS.with_changes(eager=set(CLAIMS.eager) - {FILLED.mode}, graph={FILLED.mode})
+    done, missing = judged(alone, GRAPH, Stage.COMPLETED, (), FILLED)
+    assert missing == ("graph-matches-eager",)
+    assert {"matches-oracle", "replay-follows-batch", "buckets-independent"} <= set(done)
+    assert "graph-matches-eager" in judged(CLAIMS, GRAPH, Stage.COMPLETED, (), FILLED)[0]
+    assert judged(alone, GRAPH, Stage.COMPLETED, ())[1] == ()
+
+
+def test_what_is_not_claimed_is_asked_for_in_graphs_where_nothing_runs_eagerly() -> None:
+    nothing = CLAIMS.with_changes(eager=(), graph={FILLED.mode})
+    assert "refuses-undeclared" in judged(nothing, GRAPH, Stage.COMPLETED, (), FILLED)[0]
+    assert "refuses-undeclared" not in judged(CLAIMS, GRAPH, Stage.COMPLETED, (), FILLED)[0]
+    assert "refuses-undeclared" in judged(CLAIMS, EAGER, Stage.COMPLETED, (), FILLED)[0]

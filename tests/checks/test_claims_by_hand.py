@@ -138,6 +138,108 @@ def test_a_window_a_cap_and_sinks_that_are_not_claimed() -> None:
 VERIFY = frozenset({ForwardMode.TARGET_VERIFY})
 
 
+@pytest.mark.parametrize(("smallest", "asked"), [(0, None), (1, 0), (5, 4)])
+def test_a_window_below_the_smallest_that_is_claimed(smallest: int, asked: int | None) -> None:
+    claims = CLAIMS.with_changes(min_window=smallest)
+    found = {name: each for name, each in outside(claims).items() if "window" in name}
+    assert list(found) == ([] if asked is None else [f"a sliding window of size {asked}"])
+    for name, each in found.items():
+        assert {layer.sliding_window_size for layer in each.layers} == {asked}
+        with pytest.raises(Unsupported, match=f"sliding window of size {asked} is not claimed"):
+            refuse_unclaimed(claims, each)
+        refuse_unclaimed(claims.with_changes(min_window=smallest - 1), each)
+        assert name not in outside(claims.with_changes(sliding_window=("target-verify",)))
+
+
+@pytest.mark.parametrize(
+    ("claimed", "asked", "windows"),
+    [
+        ("any", None, ()),
+        ("one", "layers with sliding windows 4 and 5", (4, 5)),
+        ("same", "layers with sliding windows 4 and -1", (4, -1)),
+    ],
+)
+def test_windows_of_layers_that_differ_more_than_is_claimed(
+    claimed: str, asked: str | None, windows: tuple[int, ...]
+) -> None:
+    claims = CLAIMS.with_changes(layer_windows=claimed)
+    found = {name: each for name, each in outside(claims).items() if "window" in name}
+    assert list(found) == ([asked] if asked else [])
+    for each in found.values():
+        assert tuple(layer.sliding_window_size for layer in each.layers) == windows
+        with pytest.raises(Unsupported, match="layers with sliding windows"):
+            refuse_unclaimed(claims, each)
+        refuse_unclaimed(CLAIMS, each)
+        refuse_unclaimed(claims, context())
+        alike = tuple(replace(layer, sliding_window_size=9) for layer in each.layers)
+        refuse_unclaimed(claims, replace(each, layers=alike))
+    assert not [name for name in outside(claims, layers=context().layers[:1]) if "window" in name]
+
+
+@pytest.mark.parametrize(
+    ("claimed", "mode", "layers", "is_asked"),
+    [
+        ((), ForwardMode.EXTEND, 2, False),
+        ((), ForwardMode.EXTEND, 3, True),
+        ((), ForwardMode.TARGET_VERIFY, 3, True),
+        ((), ForwardMode.DECODE, 3, False),
+        ((ForwardMode.TARGET_VERIFY,), ForwardMode.EXTEND, 2, True),
+        ((ForwardMode.TARGET_VERIFY,), ForwardMode.TARGET_VERIFY, 3, False),
+    ],
+)
+def test_layers_that_are_not_causal_where_they_are_not_claimed(
+    claimed: tuple[ForwardMode, ...], mode: ForwardMode, layers: int, is_asked: bool
+) -> None:
+    claims, one = CLAIMS.with_changes(non_causal=claimed), context().layers[0]
+    given = {"modes": frozenset({mode}), "layers": tuple(replace(one, layer_id=i) for i in range(layers))}
+    found = {name: each for name, each in outside(claims, **given).items() if "causal" in name}
+    assert list(found) == (["a layer that is not causal"] if is_asked else [])
+    for each in found.values():
+        assert not each.causal
+        with pytest.raises(Unsupported, match=f"layers that are not causal in {mode} is not claimed"):
+            refuse_unclaimed(claims, each)
+        refuse_unclaimed(claims.with_changes(non_causal={mode}), each)
+        windowed = replace(each, layers=tuple(replace(layer, sliding_window_size=4) for layer in each.layers))
+        with pytest.raises(Unsupported, match="a window of layers that are not causal, 4"):
+            refuse_unclaimed(claims.with_changes(non_causal={mode}), windowed)
+
+
+def test_a_scaling_that_is_not_the_usual_one() -> None:
+    claims, usual = CLAIMS.with_changes(any_scaling=False), f"{DECODE}-s0".replace("-b", "-usualscale-b")[:-3]
+    found = {name: each for name, each in outside(claims, case=usual).items() if "scaling" in name}
+    (asked,) = found.values()
+    assert list(found) == ["a scaling other than 1/sqrt(head_dim)"]
+    assert not any(layer.has_usual_scaling for layer in asked.layers)
+    with pytest.raises(Unsupported, match=r"scaling 0[.]"):
+        refuse_unclaimed(claims, asked)
+    refuse_unclaimed(claims, context(usual))
+    refuse_unclaimed(CLAIMS, asked)
+    one = (context(usual).layers[0], context().layers[0])
+    with pytest.raises(Unsupported, match="scaling"):
+        refuse_unclaimed(claims, context(layers=one))
+    mla = context("decode-mla2-d32r32-bf16-p16-k5.9-shuffled-gauss-b2prod")
+    refuse_unclaimed(claims, mla)
+    assert not [name for name, _ in outside_claims(claims, mla) if "scaling" in name]
+    assert not [name for name in outside() if "scaling" in name]
+
+
+def test_a_model_has_one_window_where_its_windowed_layers_agree() -> None:
+    def of(*windows: int) -> BackendContext:
+        return context(layers=tuple(replace(context().layers[0], sliding_window_size=window) for window in windows))
+
+    assert [of(-1, -1).sliding_window_size, of(-1, 7).sliding_window_size, of(0, 0).sliding_window_size] == [-1, 7, 0]
+    with pytest.raises(ValueError, match="layers have windows of 4 and 11, and a context has no one window"):
+        _ = of(11, -1, 4).sliding_window_size
+
+
+@pytest.mark.parametrize(("topk", "in_trees", "is_asked"), [(1, False, True), (2, False, False), (2, True, True)])
+def test_a_small_window_is_asked_of_trees_where_windows_are_claimed_of_them(
+    topk: int, in_trees: bool, is_asked: bool
+) -> None:
+    claims = CLAIMS.with_changes(min_window=1, window_in_trees=in_trees)
+    assert ("a sliding window of size 0" in outside(claims, modes=VERIFY, topk=topk)) is is_asked
+
+
 @pytest.mark.parametrize(
     ("mode", "most", "rows"),
     [

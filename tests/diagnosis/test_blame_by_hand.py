@@ -15,6 +15,7 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation, copies_of
+from attn_testkit.contract import ForwardMode
 from attn_testkit.diagnosis import blame
 from attn_testkit.diagnosis.blame import explain_numeric
 from attn_testkit.diagnosis.rerun import OTHER_FILL, POISON, Rerunner
@@ -49,10 +50,15 @@ class Asked:
     def __init__(self, step: Step, **answers: object) -> None:
         self.step, self.answers, self.questions = step, answers, list[str]()
 
+    def runs_eagerly(self, schedule: Schedule) -> bool:
+        return "graphs alone" not in self.answers
+
     def eager(
         self, schedule: Schedule, step: Step, *, unowned: Any = None, pattern: Any = None, fill: int = POISON
     ) -> Any:
         assert schedule is SCHEDULE
+        if not self.runs_eagerly(schedule):
+            return None
         name = "fill" if fill == OTHER_FILL else "zeros" if unowned == 0.0 else "eager"
         if name == "eager" and self.step.stored and not step.stored:
             name = "stored"
@@ -65,6 +71,7 @@ class Asked:
         poison_allocated: bool = True,
         copy_into_replaced: bool = False,
         fill: int = POISON,
+        unowned: Any = None,
         **_: Any,
     ) -> Any:
         only = schedule.steps[0] if schedule is not SCHEDULE else self.step
@@ -79,6 +86,8 @@ class Asked:
             name = "copied"
         if fill == OTHER_FILL:
             name = "fill"
+        if unowned == 0.0:
+            name = "zeros"
 
         def run(value: object) -> GraphRun:
             allocated = (AllocatedInCapture("work.space", "bucket 4"),) if "calm allocated" in self.answers else ()
@@ -344,6 +353,34 @@ def test_one_number_that_has_the_fills_bits_by_chance_is_not_left_alone() -> Non
     assert not blame._left_alone(poison, filled, OTHER_FILL)
 
 
+# A mode that is claimed in graphs alone.
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "answers", "found", "hint"),
+    [
+        ("matches-oracle", "wrong", {}, "matches-oracle", "decode is claimed in graphs alone: whether it is the"),
+        ("matches-oracle", "wrong", {"graph": "right"}, "buckets-independent", "no other mode"),
+        ("matches-oracle", "wrong", {"alone": "right"}, "buckets-independent", "as the only replay"),
+        ("matches-oracle", "wrong", {"exact": "right"}, "padding-inert", "in a bucket of exactly"),
+        ("finite", "nan", {"fill": "nan", "zeros": "right"}, "reads-own-kv", "with zeros instead of NaN"),
+        ("finite", "nan", {"fill": "nan", "zeros": "nan"}, "finite", ""),
+        ("finite", "nan", {"fill": "nan", "zeros": None}, "finite", ""),
+        ("finite", "nan", {"fill": "right"}, "finite", "it reads memory that nobody wrote"),
+    ],
+)
+def test_without_an_eager_run_a_replay_is_blamed_on_what_replays_alone_show(
+    nothing_attended: dict[str, Any], check: str, value: str, answers: dict[str, object], found: str, hint: str
+) -> None:
+    finding, questions = explained(check, PADDED, value, replay=True, **{"graphs alone": True, **answers})
+    assert finding.check == found
+    assert hint in finding.hint if hint else not finding.hint
+    assert "in eager it is right" not in finding.hint
+    assert not {"eager", "stored"} & set(questions)
+    assert nothing_attended["swapped"] is (None if found == "buckets-independent" else True)
+    assert nothing_attended["evidence"].in_graph is (found == "padding-inert")
+
+
 # What is asked of a worker.
 
 
@@ -390,6 +427,11 @@ def test_a_question_travels_whole_and_its_answer_is_found_by_step() -> None:
         True,
         False,
     )
+    asked, alone = len(requests), Rerunner(drive, None, frozenset({ForwardMode.EXTEND}))  # type: ignore[arg-type]
+    assert not alone.runs_eagerly(SCHEDULE)
+    assert alone.eager(SCHEDULE, FULL) is None
+    assert len(requests) == asked, "nothing of the mode runs eagerly"
+    assert alone.graph(SCHEDULE) is not None
     silent = Rerunner(lambda *_: Driven(), None)  # type: ignore[arg-type]
     assert silent.eager(SCHEDULE, FULL) is None
     assert silent.graph(SCHEDULE) is None

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation, copies_of
+from attn_testkit.contract import AttentionLayer
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence
-from attn_testkit.diagnosis.hints.numbers import right_keys
-from attn_testkit.oracle.expect import expect
+from attn_testkit.diagnosis.hints.numbers import other_scaling, right_keys
+from attn_testkit.oracle.expect import attend_with_limit, expect
 
 DECODE = "decode-mha2-d32-fp32-p4-k40.9.3-shuffled-gauss-b4prod"
 LENGTH = 41
@@ -189,3 +193,34 @@ def test_weights_that_do_not_sum_to_one_are_named_with_what_the_case_has() -> No
     cap = DECODE.replace("-b4", "-cap1.5-b4")
     assert "or misses some (a soft cap comes before the mask), saturation" in told(cap, total=0.5)
     assert told(total=None).startswith(SUSPECTS)
+
+
+USUAL = "right for a scaling of 1/sqrt(head_dim)"
+KEPT = "right with the scaling of layer {} in all layers"
+
+
+def said_of_scaling(case: str, scaling: Callable[[Sequence[AttentionLayer]], Sequence[float]]) -> str:
+    """The hint for a step that is right with these scalings of its layers."""
+    schedule = make_schedule(parse_case(case))
+    step, layers = schedule.steps[0], make_layers(schedule.case)
+    others = [replace(layer, scaling=own) for layer, own in zip(layers, scaling(layers), strict=True)]
+    out, _ = attend_with_limit(schedule, make_step_data(schedule, step), layers=others)
+    copies = copies_of([("attention", str(layer), each.float()) for layer, each in enumerate(out.out.unbind(0))])
+    judgement = Judgement(Observation(schedule, step, "", copies), expect(schedule, step))
+    return other_scaling(Evidence(schedule, judgement, None, [], in_graph=False))
+
+
+@pytest.mark.parametrize("case", [DECODE, DECODE.replace("-b4", "-w4-cap1.5-sink-layers3from5-b4")])
+def test_a_scaling_that_makes_it_right_is_named(case: str) -> None:
+    first = parse_case(case).layers.first
+    assert said_of_scaling(case, lambda layers: [layer.head_dim**-0.5 for layer in layers]).startswith(USUAL)
+    for place in (0, 1):
+        said = said_of_scaling(case, lambda layers, place=place: [layers[place].scaling] * len(layers))
+        assert said.startswith(KEPT.format(first + place))
+
+
+def test_no_scaling_is_named_where_none_makes_it_right() -> None:
+    assert said_of_scaling(DECODE, lambda layers: [layer.scaling**2 for layer in layers]) == ""
+    assert said_of_scaling(DECODE, lambda layers: [layer.scaling for layer in layers]) == ""
+    usual = DECODE.replace("-b4", "-usualscale-b4")
+    assert said_of_scaling(usual, lambda layers: [layer.scaling / 2 for layer in layers]) == ""

@@ -136,6 +136,8 @@ def test_older_hooks_that_are_whole_or_not_needed_load(name):
         ("max_q_rows=True", "Capabilities.max_q_rows must be a whole number from 1 on, got True"),
         ("max_extend_tokens=0", "Capabilities.max_extend_tokens must be a whole number from 1 on, got 0"),
         ("max_topk=-1", "Capabilities.max_topk must be a whole number from 0 on, got -1"),
+        ("layer_windows='all'", "unknown layer_windows 'all' (known: any, one, same)"),
+        ("min_window=-1", "Capabilities.min_window must be a whole number from 0 on, got -1"),
         ("max_context_len=None", "Capabilities.max_context_len must be a whole number from 1 on, got None"),
         ("needs_cpu_seq_lens='no'", "Capabilities.needs_cpu_seq_lens must be True or False, got 'no'"),
         ("head_dims=[[64]]", "Capabilities.head_dims must be positive whole numbers"),

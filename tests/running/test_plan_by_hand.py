@@ -56,6 +56,17 @@ def test_what_is_not_claimed_is_a_row_and_no_item() -> None:
     assert found.header.planned == len(found.items)
 
 
+def test_modes_of_graphs_alone_are_said_not_to_be_held_against_eager_runs() -> None:
+    def said(**fields: object) -> list[str]:
+        claims = CLAIMS.with_changes(eager={"extend"}, graph={"decode", "target-verify", "extend"})
+        (phrases,) = planned(claims=claims, tier="smoke", **fields).header.untried.values()
+        return [phrase for phrase in phrases if "replays" in phrase]
+
+    assert said() == ["replays against eager runs (decode, target-verify: claimed in graphs alone)"]
+    assert said(modes=("decode",)) == ["replays against eager runs (decode: claimed in graphs alone)"]
+    assert said(modes=("extend",)) == said(executions=("eager",)) == []
+
+
 def test_what_cannot_run_here_is_a_row_with_the_reason() -> None:
     claims = CLAIMS.with_changes(requires=Requires(packages=("no-such-package>=1",)))
     found = planned(claims=claims, modes=("decode",))

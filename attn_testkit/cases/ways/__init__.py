@@ -15,12 +15,13 @@ from .idle import IDLE
 from .lent import LENT
 from .more_rows import MORE_ROWS
 from .no_rows import NO_ROWS
+from .non_causal import NON_CAUSAL
 from .verify import BARE, WITH_NEW
 from .way import Way
 
 __all__ = ["WAYS", "Way", "dialect_of", "way_cases", "way_of"]
 
-WAYS: Mapping[str, Way] = {way.word: way for way in (IDLE, NO_ROWS, WITH_NEW, BARE, LENT, MORE_ROWS, FAR)}
+WAYS: Mapping[str, Way] = {way.word: way for way in (IDLE, NO_ROWS, WITH_NEW, BARE, LENT, MORE_ROWS, FAR, NON_CAUSAL)}
 """By word, in the order in which their cases stand."""
 _USUAL = Way("", "as all servers do it")
 _PAGE = 16

@@ -39,4 +39,6 @@ class Way:
     says: Mapping[str, str] = field(default_factory=dict)
     """Fields of a ``Dialect`` in which it is not the usual one."""
     gives_none: bool = False
-    """Something else than lengths on the host is None."""
+    """Something else than lengths on the host is None: the tree of a target-verify."""
+    causal: bool = True
+    """``AttentionLayer.causal`` of all layers."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .evidence import Evidence
 from .keys import elsewhere, key_range, masked_too_late, own_rows_mixed, pool_layout, read_twice
-from .numbers import narrow_products, new_rows, right_keys
+from .numbers import narrow_products, new_rows, other_scaling, right_keys
 from .rows import (
     kept_from_before,
     last_page,
@@ -44,6 +44,7 @@ _PATTERNS: tuple[Callable[[Evidence], str], ...] = (
     key_range,
     new_rows,
     narrow_products,
+    other_scaling,
     right_keys,
     only_padded,
 )

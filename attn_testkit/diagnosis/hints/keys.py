@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...cases.ways import way_of
 from ..attended_keys import AttendedKeys
 from .evidence import Evidence
 from .rows import length_threshold, row_tile, uneven_offsets
@@ -111,6 +112,12 @@ def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
     tree = e.step.requests[attended.request].tree
     if tree is not None and tree.topk > 1 and missing[0] >= prefix and e.step.requests[attended.request].new > 1:
         return "draft nodes that should be visible are not: the tree mask is stale, at another offset, or cut off"
+    later = [key for key in sorted(attended.wanted) if key > prefix + attended.row]
+    if missing == later and not way_of(e.schedule.case).causal:
+        return (
+            "KV tokens after its own position are missing: a causal mask, and the layers of this case are not causal "
+            "(layer.causal is False)"
+        )
     if not attended.used and uneven_offsets(e):
         return ""
     if not attended.used and attended.length > 1:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...cases.data import make_layers
+from ...contract import AttentionLayer
 from ...oracle.expect import attend_with_limit
 from ..attended_keys import AttendedKeys
 from .evidence import Evidence
 
-__all__ = ["narrow_products", "new_rows", "right_keys"]
+__all__ = ["narrow_products", "new_rows", "other_scaling", "right_keys"]
 
 
 def new_rows(e: Evidence) -> str:
@@ -39,6 +41,31 @@ def narrow_products(e: Evidence) -> str:
         "right for float32 products in tf32, and not for float32: ask for more (input_precision='ieee' of tl.dot, "
         "torch.backends.cuda.matmul.allow_tf32 False), or claim fp32_products='tf32'"
     )
+
+
+def other_scaling(e: Evidence) -> str:
+    """The step is right for another scaling than that of its layers, and not for their own."""
+    layers = make_layers(e.schedule.case)
+    if e.judgement.right or not e.judgement.all_finite:
+        return ""
+    if all(layer.scaling == layers[0].scaling for layer in layers):
+        return ""
+    usual = tuple(replace(layer, scaling=layer.head_dim**-0.5) for layer in layers)
+    if _right_for(e, usual):
+        return (
+            "right for a scaling of 1/sqrt(head_dim), which these layers do not have: take layer.scaling, or claim "
+            "any_scaling=False"
+        )
+    for layer in layers:
+        if _right_for(e, tuple(replace(each, scaling=layer.scaling) for each in layers)):
+            return f"right with the scaling of layer {layer.layer_id} in all layers: it is kept from one to the others"
+    return ""
+
+
+def _right_for(e: Evidence, layers: tuple[AttentionLayer, ...]) -> bool:
+    given = e.schedule.new_rows_as_given and not e.step.stored
+    want, limit = attend_with_limit(e.schedule, e.expected.data, given, layers)
+    return bool(((e.judgement.out.double() - want.out).abs() <= limit).all())
 
 
 def right_keys(e: Evidence) -> str:

@@ -1,0 +1,43 @@
+"""Layers that are not causal: a row sees all keys of its request, those of the step's later rows among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...contract import Capabilities, ForwardMode
+from ..case import Case
+from ..extend import room_for
+from ..trees import chain
+from .way import Way
+
+__all__ = ["NON_CAUSAL"]
+
+_LENS = (9, 70, 0)
+_BLOCKS = (4, 17)
+"""Rows of a draft block: few, and more than a tile."""
+_NEW = (20, 1, 7)
+"""New tokens in extend; the last request is a whole prompt, as an encoder's are."""
+
+
+def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    if small.mode not in claims.non_causal:
+        return
+    if small.mode is ForwardMode.EXTEND:
+        new = tuple(min(count, claims.max_extend_tokens) for count in _NEW)
+        found = [replace(small, prefixes=_LENS, new=new, width=room_for(new), bucket=len(_LENS))]
+    else:
+        blocks = dict.fromkeys(min(rows, claims.max_q_rows) for rows in _BLOCKS)
+        found = [replace(small, prefixes=_LENS, tree=chain(n), width=n, bucket=len(_LENS) + 1) for n in blocks]
+    for case in found:
+        yield replace(case, data="gauss", way="noncausal")
+
+
+NON_CAUSAL = Way(
+    "noncausal",
+    "layers are not causal: every row sees all keys of its request",
+    "non_causal",
+    _cases,
+    gives_none=True,
+    causal=False,
+)

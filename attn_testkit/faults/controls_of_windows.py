@@ -1,0 +1,36 @@
+"""Healthy controls of what backends say about windows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from typing_extensions import override
+
+from ..contract import AttentionLayer
+from .catalogue import control
+from .f_claimed_windows import WINDOWED, OneWindow, ZeroIsNone
+
+
+@control("window-of-zero-is-none")
+class WindowOfZeroIsNone(ZeroIsNone):
+    """A window of 0 counts as none, and it claims windows from 1 on (sglang)."""
+
+    capabilities = WINDOWED.with_changes(min_window=1)
+
+
+@control("one-window-of-a-model")
+class OneWindowOfAModel(OneWindow):
+    """Windowed keys are planned once, by the window of the model, and full layers stand beside (sglang's triton)."""
+
+    capabilities = WINDOWED.with_changes(layer_windows="one")
+
+
+@control("same-window-in-all-layers")
+class SameWindowInAllLayers(OneWindow):
+    """No layer is asked for its window: all have that of the model (vLLM without hybrid KV groups)."""
+
+    capabilities = WINDOWED.with_changes(layer_windows="same")
+
+    @override
+    def with_window(self, layer: AttentionLayer) -> AttentionLayer:
+        return replace(layer, sliding_window_size=self.window)

@@ -1,0 +1,114 @@
+"""Class E: layers that are not causal: draft blocks and encoders, whose rows see all keys of their request."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from ..contract import BackendContext, ForwardBatch, ForwardMode, refuse_unclaimed
+from .catalogue import fault
+from .dense import DenseBackend, Visibility
+
+_MODES = frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
+CAUSAL = DenseBackend.capabilities.with_changes(
+    eager=_MODES, graph=_MODES, families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64},
+    gqa_ratios={2, 4}, logit_cap=False, sinks=False, max_context_len=1 << 14,
+)  # fmt: skip
+"""Few values of what says nothing about it."""
+NON_CAUSAL = CAUSAL.with_changes(non_causal=_MODES)
+
+
+class BlockBackend(DenseBackend):
+    """Rows of layers that are not causal see all keys of their request. Healthy."""
+
+    capabilities = NON_CAUSAL
+
+    @override
+    def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
+        position, key_position, seen = super().visibility(batch, counts, offset)
+        return position, key_position, seen if self.context.causal else self.of_block(seen)
+
+    def of_block(self, seen: torch.Tensor) -> torch.Tensor:
+        """[B, W, C] bool, of ``seen``, which is causal."""
+        return (self.key < self.kv_lens[:, None, None]).expand_as(seen)
+
+
+@fault(
+    slug="causal-mask-in-layers-that-are-not",
+    source="general; causal=False of vLLM's common metadata, ENCODER_ONLY layers of sglang",
+    modes=_MODES,
+    checks=("matches-oracle",),
+    hint="KV tokens after its own position are missing",
+)
+class CausalMaskInLayersThatAreNot(DenseBackend):
+    """Layers that are not causal are claimed, and nobody looks whether one is."""
+
+    capabilities = NON_CAUSAL
+
+
+@fault(
+    slug="draft-block-causal-in-verify-alone",
+    source="general; draft blocks (DFlash)",
+    modes=(ForwardMode.TARGET_VERIFY,),
+    checks=("matches-oracle",),
+    hint="KV tokens after its own position are missing",
+)
+class DraftBlockCausalInVerify(BlockBackend):
+    """Extend looks at the layer, and verify, which builds a mask of its own, does not."""
+
+    @override
+    def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
+        if batch.forward_mode.is_target_verify():
+            return DenseBackend.visibility(self, batch, counts, offset)
+        return super().visibility(batch, counts, offset)
+
+
+@fault(
+    slug="encoder-rows-without-a-prefix",
+    source="general; encoder kernels that attend k and v as given",
+    modes=_MODES,
+    checks=("matches-oracle",),
+    hint="first .* KV tokens are missing",
+)
+class EncoderRowsWithoutAPrefix(BlockBackend):
+    """Rows of a layer that is not causal see each other and nothing of the prefix."""
+
+    @override
+    def of_block(self, seen: torch.Tensor) -> torch.Tensor:
+        return super().of_block(seen) & (self.key >= (self.kv_lens - self.counts)[:, None, None])
+
+
+@fault(
+    slug="without-causality-no-end",
+    source="general; a length that the causal mask alone kept",
+    modes=_MODES,
+    checks=("reads-own-kv", "matches-oracle", "finite"),
+    hint="slots behind the last KV token|later tokens|is read",
+)
+class WithoutCausalityNoEnd(BlockBackend):
+    """Without a causal mask the last page counts as full: it was the mask that hid the tail."""
+
+    @override
+    def of_block(self, seen: torch.Tensor) -> torch.Tensor:
+        page = self.context.page_size
+        full = -(-self.kv_lens // page) * page
+        return (self.key < full[:, None, None]).expand_as(seen)
+
+
+@fault(
+    slug="layers-that-are-not-causal-are-accepted",
+    source="general",
+    modes=(ForwardMode.EXTEND,),
+    executions=("eager",),
+    checks=("refuses-undeclared",),
+    hint="a layer that is not causal",
+)
+class LayersThatAreNotCausalAreAccepted(BlockBackend):
+    """Layers that are not causal are claimed of draft blocks alone, and the constructor takes an encoder's."""
+
+    capabilities = CAUSAL.with_changes(non_causal={ForwardMode.TARGET_VERIFY})
+
+    def __init__(self, context: BackendContext) -> None:
+        refuse_unclaimed(NON_CAUSAL, context)
+        self.context, self.mask_buffer = context, None
+        self.key = torch.arange(context.max_context_len, device=context.device)

@@ -1,0 +1,140 @@
+"""Class F: what a backend says about windows, and what it does at the edge of that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from typing_extensions import override
+
+from ..contract import AttentionLayer, BackendContext, ForwardMode, refuse_unclaimed
+from .catalogue import fault
+from .dense import DenseBackend
+
+_ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
+WINDOWED = DenseBackend.capabilities.with_changes(
+    families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64}, gqa_ratios={2, 4}, logit_cap=False,
+    sinks=False, max_context_len=1 << 14,
+)  # fmt: skip
+
+
+class ZeroIsNone(DenseBackend):
+    """`if window > 0`: kernels of servers in which a window of 0 is none."""
+
+    @override
+    def in_window(self, layer: AttentionLayer) -> torch.Tensor:
+        return super().in_window(layer) if layer.sliding_window_size > 0 else self.visible
+
+
+@fault(
+    slug="narrowest-window-is-none",
+    source="general; sglang's extend kernel, in which a window of 0 is none",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="KV tokens before the window are visible",
+)
+class NarrowestWindowIsNone(DenseBackend):
+    """Windows from 4 on are claimed, and the kernel has none of 4: it asks for more than 4, and the claim for 4."""
+
+    capabilities = WINDOWED.with_changes(min_window=4)
+
+    @override
+    def in_window(self, layer: AttentionLayer) -> torch.Tensor:
+        return super().in_window(layer) if layer.sliding_window_size > 4 else self.visible
+
+
+@fault(
+    slug="narrower-window-than-claimed-is-accepted",
+    source="general; sglang's extend kernel, in which a window of 0 is none",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("refuses-undeclared",),
+    hint="a sliding window of size 0 is not claimed|the constructor accepted it",
+)
+class NarrowerWindowThanClaimedIsAccepted(ZeroIsNone):
+    """A window of 0 is not claimed, and a model that has it is served without a window."""
+
+    capabilities = WINDOWED.with_changes(min_window=1)
+
+    def __init__(self, context: BackendContext) -> None:
+        refuse_unclaimed(self.capabilities.with_changes(min_window=0), context)
+        self.context, self.mask_buffer = context, None
+        self.key = torch.arange(context.max_context_len, device=context.device)
+
+
+class OneWindow(DenseBackend):
+    """Windowed layers have the window of the model, as where one list of windowed keys is planned for all of them."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.window = self.model_window()
+
+    def model_window(self) -> int:
+        """W of the model; -1 for none."""
+        return self.context.sliding_window_size
+
+    @override
+    def in_window(self, layer: AttentionLayer) -> torch.Tensor:
+        return super().in_window(self.with_window(layer))
+
+    def with_window(self, layer: AttentionLayer) -> AttentionLayer:
+        """The layer with the model's window, where it has one."""
+        return layer if layer.sliding_window_size < 0 else replace(layer, sliding_window_size=self.window)
+
+
+@fault(
+    slug="widest-window-for-all-windowed-layers",
+    source="general; sglang's triton backend plans by the model's window",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="KV tokens before the window are visible",
+)
+class WidestWindowForAll(OneWindow):
+    """One window a model is planned by, the widest, and the claims do not say that layers must have the same."""
+
+    capabilities = WINDOWED
+
+    @override
+    def model_window(self) -> int:
+        return max(layer.sliding_window_size for layer in self.context.layers)
+
+
+@fault(
+    slug="model-window-in-full-layers",
+    source="general; vLLM #51756",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="only layer",
+)
+class ModelWindowInFullLayers(OneWindow):
+    """The window of the model is that of all layers, and the claims say that some may have none."""
+
+    capabilities = WINDOWED.with_changes(layer_windows="one")
+
+    @override
+    def with_window(self, layer: AttentionLayer) -> AttentionLayer:
+        return replace(layer, sliding_window_size=self.window)
+
+
+@fault(
+    slug="layers-that-differ-in-windows-are-accepted",
+    source="general",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("refuses-undeclared",),
+    hint="layers with sliding windows",
+)
+class LayersThatDifferInWindowsAreAccepted(OneWindow):
+    """All layers have the same window, as the claims say, and a model in which some have none is served."""
+
+    capabilities = WINDOWED.with_changes(layer_windows="same")
+
+    def __init__(self, context: BackendContext) -> None:
+        refuse_unclaimed(self.capabilities.with_changes(layer_windows="any"), context)
+        self.context, self.mask_buffer = context, None
+        self.key = torch.arange(context.max_context_len, device=context.device)
+        self.window = self.model_window()
+
+    @override
+    def with_window(self, layer: AttentionLayer) -> AttentionLayer:
+        return replace(layer, sliding_window_size=self.window)
