@@ -17,6 +17,7 @@ import torch
 
 from .cases.case import Case
 from .cases.data import HIDDEN, VOCAB
+from .cases.head_shapes import HeadMap
 from .cases.patterns import normals
 from .contract import AttentionLayer, ForwardBatch
 
@@ -118,13 +119,24 @@ def _parts(layer: AttentionLayer) -> tuple[_Part, _Part, _Part]:
 
 
 def row_width(layers: tuple[AttentionLayer, ...]) -> int:
-    """Elements of q, k and v that a token has in one layer."""
-    return max(start + heads * stride for start, heads, stride, _ in _parts(layers[0]))
+    """Elements of q, k and v that a token has in one layer; where layers differ, in the widest."""
+    return max(start + heads * stride for layer in layers for start, heads, stride, _ in _parts(layer))
 
 
-def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mla: bool) -> torch.Tensor:
-    """[L, T, H, D] tensors -> [T, L, width] rows of the model's table (host). MLA: v is a part of k."""
-    return torch.cat([x.flatten(2).transpose(0, 1) for x in ((q, k) if mla else (q, k, v))], -1)
+def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mla: bool, maps: Sequence[HeadMap] = ()) -> torch.Tensor:
+    """[L, T, H, D] tensors -> [T, L, width] rows of the model's table (host). MLA: v is a part of k.
+
+    ``maps``: of each layer, where they differ in their heads. A row holds what is the layer's own, and NaN behind it.
+    """
+    if not maps:
+        return torch.cat([x.flatten(2).transpose(0, 1) for x in ((q, k) if mla else (q, k, v))], -1)
+    found = []
+    for index, each in enumerate(maps):
+        parts = each.q_part(q[index]), each.kv_part(k[index]), each.kv_part(v[index])
+        found.append(torch.cat([part.flatten(1) for part in parts], -1))
+    width = max(row.shape[-1] for row in found)
+    padded = [torch.nn.functional.pad(row, (0, width - row.shape[-1]), value=torch.nan) for row in found]
+    return torch.stack(padded, 1)
 
 
 def _copy(out: torch.Tensor) -> torch.Tensor:
@@ -141,18 +153,23 @@ class Model:
 
         Both are the caller's to fill; their last rows hold NaN. ``width``: see ``row_width``.
         """
-        first = layers[0]
         self.layers, self.table, self.hidden_table = layers, table, hidden_table
-        self._parts, self._width = _parts(first), row_width(layers)
+        self._parts, self._width = [_parts(layer) for layer in layers], row_width(layers)
         size = table.dtype.itemsize
         self.bytes_of_parts = tuple(
-            slice(start * size, (start + heads * w) * size) for start, heads, _, w in self._parts
+            tuple(slice(start * size, (start + heads * w) * size) for start, heads, _, w in parts)
+            for parts in self._parts
         )
-        """Where q, k and v lie in a token's row of one layer."""
+        """Of each layer: where q, k and v lie in a token's row."""
         self.contiguous = case.pick("qkv-memory") == 1
         """In half the cases q, k, v are contiguous, in the others they are strided views of one packed tensor."""
-        weights = make_weights(len(layers), first.tp_q_head_num * first.v_head_dim).to(table.device)
+        weights = make_weights(len(layers), case.heads.q_heads * case.head_dim).to(table.device)
         self._out, self._head = weights.out.unbind(0), weights.head
+        if case.head_maps:
+            # [hidden, Hq, Dv] of the case; what the layer lacks gives zeros, and is not multiplied.
+            by_head = [w.t().reshape(HIDDEN, case.heads.q_heads, case.head_dim) for w in self._out]
+            own = [each.q_part(w) for each, w in zip(case.head_maps, by_head, strict=True)]
+            self._out = tuple(part.flatten(1).t().contiguous() for part in own)
 
     @property
     def nan_row(self) -> int:
@@ -213,7 +230,7 @@ class Model:
         step, first = len(self.layers) * self._width, layer * self._width
         return [
             packed.as_strided((rows, heads, width), (step, stride, 1), first + start)
-            for start, heads, stride, width in self._parts
+            for start, heads, stride, width in self._parts[layer]
         ]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

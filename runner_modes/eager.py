@@ -62,9 +62,9 @@ def run_eager(
 
 def _poison_heap(harness: ServerHarness, rows: int) -> None:
     """Let freed blocks of the output's size hold NaN, so that an unwritten output row shows."""
-    first = harness.context.layers[0]
-    elements = rows * first.tp_q_head_num * first.v_head_dim
-    sizes = [elements * dtype.itemsize for dtype in (harness.context.dtype, torch.float32)]
+    heads = dict.fromkeys((layer.tp_q_head_num, layer.v_head_dim) for layer in harness.context.layers)
+    dtypes = harness.context.dtype, torch.float32
+    sizes = [rows * count * dim * dtype.itemsize for count, dim in heads for dtype in dtypes]
     if harness.context.kv_parts:
-        sizes.append(rows * first.tp_q_head_num * torch.float32.itemsize)
+        sizes += [rows * count * torch.float32.itemsize for count, _ in heads]
     _ = [torch.full((size,), harness.fill, dtype=torch.uint8, device=harness.device) for size in sizes]

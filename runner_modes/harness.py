@@ -167,7 +167,8 @@ class ServerHarness:
         groups = tuple(replace(each, req_to_token=tables[each.index]) for each in context.kv_groups)
         dialect = dialect_of(self.capabilities, self.case)
         self.context = replace(context, req_to_token=tables[0], kv_groups=groups, dialect=dialect)
-        self.pool = GroupWatch(groups, device) if groups else PoolWatch(self.context.kv_pool)
+        maps = self.case.head_maps
+        self.pool = GroupWatch(groups, device, maps) if groups else PoolWatch(self.context.kv_pool, maps)
         """The KV pool, before a step and after it."""
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden)
         with no_mode_left():
@@ -215,7 +216,7 @@ class ServerHarness:
             given = data
             if step.stored:
                 given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
-            packed = pack(given.q, given.k, given.v, mla=self._is_mla)
+            packed = pack(given.q, given.k, given.v, mla=self._is_mla, maps=self.case.head_maps)
             hidden, rows = data.hidden.numpy(), packed.view(torch.uint8).numpy()
             # Not by np.unique: its first call imports a package, and a drive is no place for that.
             due = np.array(sorted({0, *data.out_cache_loc.tolist()}), dtype=np.int64)

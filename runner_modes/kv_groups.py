@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attn_testkit.cases.head_shapes import HeadMap
 from attn_testkit.cases.kv_groups import slot_map
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.contract import KVGroup
@@ -25,8 +26,10 @@ _Ints = npt.NDArray[np.int64]
 class GroupWatch:
     """A ``PoolWatch`` for each group, with the face of one for all layers."""
 
-    def __init__(self, groups: Sequence[KVGroup], device: torch.device) -> None:
-        self._watches = [PoolWatch(group.kv_pool) for group in groups]
+    def __init__(self, groups: Sequence[KVGroup], device: torch.device, maps: Sequence[HeadMap] = ()) -> None:
+        """``maps``: of all layers, where they differ in their heads."""
+        turns = len(groups)
+        self._watches = [PoolWatch(group.kv_pool, maps[index::turns]) for index, group in enumerate(groups)]
         self._device = device
         self.bits = self._watches[0].bits
         """Integers of an element's bits."""
@@ -110,5 +113,5 @@ class GroupWatch:
         """[layers of the group, bytes]: what it holds in slots of the schedule."""
         watch, mine = self._watches[group], upload(torch.from_numpy(self._maps[group][slots]), self._device)
         _, (now, size), *_ = watch.look(len(self._maps[group]), mine, len(slots))
-        raw: Bytes = now[:size].cpu().numpy().reshape(self._counts[group], -1)
-        return raw
+        raw: Bytes = now[:size].cpu().numpy()
+        return watch.whole(raw, len(slots)).reshape(self._counts[group], -1)

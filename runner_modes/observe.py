@@ -53,7 +53,8 @@ def readable(model: Model, trace: Trace) -> tuple[Readable, ...]:
     # q, k and v of each layer, where they were copies of the packed rows.
     for index, dense in enumerate(trace.dense):
         layer, part = divmod(index, 3)
-        found.append(_readable("activations", f"{'qkv'[part]} {layer}", dense, (layer, model.bytes_of_parts[part])))
+        place = layer, model.bytes_of_parts[layer][part]
+        found.append(_readable("activations", f"{'qkv'[part]} {layer}", dense, place))
     found += [_readable("lse", str(layer), lse) for layer, lse in enumerate(trace.lse)]
     found += [_readable("finite parts", str(layer), finite) for layer, finite in enumerate(trace.part_finite)]
     returned = ((name, getattr(trace, attribute)) for name, attribute in _RETURNED)

@@ -41,6 +41,11 @@ class _Table:
     first: int
     """The first word."""
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of a slot, in all its layers and parts."""
+        return math.prod(size for size, _ in (*self.outer, *self.row)) * self.word
+
     def view(self, pieces: Sequence[torch.Tensor], slots: int) -> torch.Tensor:
         """[*outer, *slots, *row] words; of the outermost dimension of slots what the first ``slots`` lie in."""
         (count, stride), *inner = self.slots
@@ -83,8 +88,6 @@ class PoolRows:
         """``pieces``: all memory, each [n] uint8. ``slots``: all of the pool. ``dtype``: the pool's."""
         self.pieces, self._tables, self._slots, self._dtype = tuple(pieces), tuple(tables), slots, dtype
         one = tables[0]
-        self.row_bytes = math.prod(size for size, _ in one.row) * one.word
-        """Of a slot in one layer and part."""
         flat = len(tables) == 1 and len(one.outer) == len(one.slots) == len(one.row) == 1
         self.mark = _widest(one.row[0][0]) if flat else 1
         """Bytes that say of a slot whether it differs: as wide as a row of booleans allows."""
@@ -106,6 +109,10 @@ class PoolRows:
             ]
         return PoolRows(pieces, tables, pool.num_slots, pool.dtype)
 
+    def bytes_of(self, slots: int) -> int:
+        """Of so many slots, in all layers and parts."""
+        return slots * sum(table.slot_bytes for table in self._tables)
+
     def twin(self) -> PoolRows:
         """The same over other memory, which holds anything."""
         return PoolRows((torch.empty_like(piece) for piece in self.pieces), self._tables, self._slots, self._dtype)
@@ -122,8 +129,11 @@ class PoolRows:
             mine.copy_(theirs)
 
     def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store rows in ``slots`` [n] int64: the bytes of [L, 2 or 1, n, Hk, Dqk] as one. Both on the device."""
-        parts = rows.view(len(self._tables), -1) if len(self._tables) > 1 else [rows]
+        """Store rows in ``slots`` [n] int64: the bytes of [L, 2 or 1, n, Hk, Dqk] as one. Both on the device.
+
+        Where layers differ in Hk or Dqk: those of the layers, one behind the other.
+        """
+        parts = torch.split(rows, [len(slots) * table.slot_bytes for table in self._tables])
         for table, view, part in zip(self._tables, self.views(self._slots), parts, strict=True):
             table.put(view, slots, part)
 

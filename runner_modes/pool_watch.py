@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attn_testkit.cases.head_shapes import HeadMap
 from attn_testkit.contract import KVPool
 
 from .packing import Bytes
@@ -21,10 +22,11 @@ __all__ = ["PoolWatch"]
 class PoolWatch:
     """Fills the pool of one instance before a step, and says afterwards which slots changed."""
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, maps: Sequence[HeadMap] = ()) -> None:
+        """``maps``: of each layer, where they differ in their heads. Rows outside are then those of the case."""
         first, size = pool.layers[0], pool.dtype.itemsize
-        self._shape = len(pool.layers), 1 if pool.is_mla else 2
-        self._row = first.tp_k_head_num, first.head_dim
+        self._shape, self._maps = (len(pool.layers), 1 if pool.is_mla else 2), maps
+        self._row = (maps[0].case if maps else first.head_shape)[1:]
         self.bits = BITS[size]
         """Integers of an element's bits."""
         self._now = PoolRows.of(pool)
@@ -44,7 +46,7 @@ class PoolWatch:
             self._before.fill(unowned)
             slots, rows = held()
             if len(slots):
-                first = len(slots) * slots.itemsize
+                first, rows = len(slots) * slots.itemsize, self._parts(rows, len(slots))
                 sent = upload(torch.from_numpy(np.concatenate([slots.view(np.uint8), rows.reshape(-1)])), self._device)
                 self._before.put(sent[:first].view(torch.int64), sent[first:])
             self._held = name
@@ -59,8 +61,8 @@ class PoolWatch:
         self._held = None
         self._before.fill(math.nan)
         self._now.copy_(self._before)
-        zeros = torch.zeros(math.prod(self._shape) * self._page_size * self._now.row_bytes, dtype=torch.uint8)
-        self.store(torch.arange(self._page_size), zeros)
+        zeros = torch.zeros(self._now.bytes_of(self._page_size), dtype=torch.uint8)
+        self._now.put(upload(torch.arange(self._page_size), self._device), upload(zeros, self._device))
 
     def written_since_clear(self) -> npt.NDArray[np.int64]:
         """Slots outside page 0 that were written since ``clear``, [n] ascending."""
@@ -70,8 +72,8 @@ class PoolWatch:
 
     def store(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Have ``slots`` [n] int64 hold ``rows`` [L, 2 or 1, n, Hk, Dqk], or their bytes. Both on the host."""
-        raw = rows.contiguous().view(-1).view(torch.uint8)
-        self._now.put(upload(slots, self._device), upload(raw, self._device))
+        raw = self._parts(rows.contiguous().view(-1).view(torch.uint8).numpy(), len(slots))
+        self._now.put(upload(slots, self._device), upload(torch.from_numpy(raw), self._device))
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy rows from slots to slots, [n] int64 each, on the host; all are read before one is written."""
@@ -84,7 +86,7 @@ class PoolWatch:
         there is any, whether and where it changed.
         """
         changed, rows = self._now.differs(self._before, slots), self._now.take(due)
-        size = math.prod(self._shape) * count * self._now.row_bytes
+        size = self._now.bytes_of(count)
         outside = [(found.view(torch.uint8), 16) for found in self._between.differs(self._now, self._before)]
         return (changed.view(torch.uint8), slots * self._now.mark), (rows, size), *outside
 
@@ -102,9 +104,29 @@ class PoolWatch:
         if as_due.sum() < count:
             slots = np.flatnonzero(differs)
             every = self._now.take(upload(torch.from_numpy(slots), self._device)).cpu()
-            return slots, every.numpy(), shape
-        held = rows.reshape(math.prod(self._shape), len(due), -1)
+            return slots, self.whole(every.numpy(), count), shape
+        held = self.whole(rows, len(due)).reshape(math.prod(self._shape), len(due), -1)
         return due[as_due], (held if count == len(due) else held[:, as_due]).reshape(-1), shape
+
+    def _parts(self, whole: Bytes, count: int) -> Bytes:
+        """Rows of ``count`` slots as the layers have them, one layer behind the other, from those of the case."""
+        if not self._maps or not count:
+            return whole
+        rows = torch.from_numpy(whole).view(self.bits).view(*self._shape, count, *self._row)
+        parts = [each.kv_part(rows[layer]).reshape(-1) for layer, each in enumerate(self._maps)]
+        return torch.cat(parts).view(torch.uint8).numpy()
+
+    def whole(self, parts: Bytes, count: int) -> Bytes:
+        """The same the other way round: the bytes of [L, 2 or 1, count, Hk, Dqk]."""
+        if not self._maps or not count:
+            return parts
+        layers, pairs = [], self._shape[1]
+        sizes = [pairs * count * each.layer.num_kv_heads * each.layer.head_dim for each in self._maps]
+        # A copy, because the bytes lie anywhere among others.
+        rows = torch.split(torch.from_numpy(parts.copy()).view(self.bits), sizes)
+        for each, own in zip(self._maps, rows, strict=True):
+            layers.append(each.kv_whole(own.view(pairs, count, *each.layer[1:])))
+        return torch.stack(layers).view(-1).view(torch.uint8).numpy()
 
     def outside(self, found: Sequence[Bytes]) -> npt.NDArray[np.int64]:
         """[n]: bytes of memory that is no slot's and changed, one for each piece of it that did.

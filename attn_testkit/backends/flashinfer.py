@@ -17,6 +17,7 @@ from attn_testkit.contract import (
     Capabilities,
     ForwardBatch,
     ForwardMode,
+    HeadShape,
     KVPart,
     LogSumExp,
     Requires,
@@ -39,13 +40,14 @@ class LayerKind(NamedTuple):
     scale: float
     window: int
     cap: float
+    heads: HeadShape
     group: int = 0
     """Its KV group: another table is another plan."""
 
     @classmethod
     def of(cls, layer: AttentionLayer, group: int = 0) -> LayerKind:
         """The kind of a layer."""
-        return cls(layer.scaling, layer.sliding_window_size, layer.logit_cap, group)
+        return cls(layer.scaling, layer.sliding_window_size, layer.logit_cap, layer.head_shape, group)
 
 
 class FlashInferBackend(AttentionBackend):
@@ -76,6 +78,7 @@ class FlashInferBackend(AttentionBackend):
         takes_unset_width=True,
         lse=LogSumExp(base="2", whole=_MODES, prefix=_MODES, pages=_MODES, tokens=_MODES, merges=True),
         kv_groups=True,
+        heads_by_layer=True,
         requires=Requires(sm=(80, 129), packages=("flashinfer-python>=0.7.2,<0.8",)),
     )
 
@@ -85,8 +88,6 @@ class FlashInferBackend(AttentionBackend):
         self._merge = provide(MERGE_STATE, context.device)
         fake = self._decode.is_fake or self._prefill.is_fake
         self.kernels = "emulated" if fake else "real"
-        first = context.layers[0]
-        self._tensor_cores = first.q_per_kv >= 4 or context.kv_pool.dtype.itemsize == 1
         self._kv_layout = "HND" if context.kv_pool.layout == "hnd" else "NHD"
         self._float_workspace = workspace(context.device, fake)
         self._kinds = list(dict.fromkeys(map(self._kind_of, context.layers)))
@@ -108,11 +109,11 @@ class FlashInferBackend(AttentionBackend):
         plan, decode = make_page_plan(self.context, batch), batch.forward_mode.is_decode()
         for kind in self._kinds:
             if (decode, kind) not in self._eager:
-                self._eager[decode, kind] = self._eager_wrapper(decode)
+                self._eager[decode, kind] = self._eager_wrapper(decode, kind)
         self._current = {kind: self._eager[decode, kind] for kind in self._kinds}
         for kind, part in self._kinds_and_parts:
             if (decode, kind, part) not in self._eager_parts:
-                self._eager_parts[decode, kind, part] = self._eager_wrapper(decode)
+                self._eager_parts[decode, kind, part] = self._eager_wrapper(decode, kind)
         self._current_parts = {pair: self._eager_parts[decode, *pair] for pair in self._kinds_and_parts}
         self._plan_all(plan, decode)
         self._plan_parts(batch, plan, decode)
@@ -145,31 +146,35 @@ class FlashInferBackend(AttentionBackend):
             # A wrapper that was given a mask buffer is in custom-mask mode for ever, whatever later plans say.
             masked = plan.custom_mask is not None
             self._graphs[bucket] = {
-                kind: self._graph_wrapper(decode, batch.batch_size, masked, kind.group) for kind in self._kinds
+                kind: self._graph_wrapper(decode, batch.batch_size, masked, kind) for kind in self._kinds
             }
             self._graph_parts[bucket] = {
-                pair: self._graph_wrapper_of_part(decode, batch.batch_size, buffers)
+                pair: self._graph_wrapper_of_part(decode, batch.batch_size, pair[0], buffers)
                 for pair, buffers in self._of_parts.items()
             }
         self._current, self._current_parts = self._graphs[bucket], self._graph_parts[bucket]
         self._plan_all(plan, decode)
         self._plan_parts(batch, plan, decode)
 
-    def _eager_wrapper(self, decode: bool) -> Any:
+    def _tensor_cores(self, kind: LayerKind) -> bool:
+        """Whether decode runs the prefill kernel: a wrapper's choice, and so one of its layers' heads."""
+        return kind.heads.num_qo_heads >= 4 * kind.heads.num_kv_heads or self.context.kv_pool.dtype.itemsize == 1
+
+    def _eager_wrapper(self, decode: bool, kind: LayerKind) -> Any:
         if decode:
             return self._decode.call(
-                self._float_workspace, self._kv_layout, use_tensor_cores=self._tensor_cores, backend="fa2"
+                self._float_workspace, self._kv_layout, use_tensor_cores=self._tensor_cores(kind), backend="fa2"
             )
         return self._prefill.call(self._float_workspace, self._kv_layout, backend="fa2")
 
-    def _graph_wrapper(self, decode: bool, bs: int, masked: bool, group: int) -> Any:
-        indices = self._other_indices[group - 1] if group else self._kv_indices
+    def _graph_wrapper(self, decode: bool, bs: int, masked: bool, kind: LayerKind) -> Any:
+        indices = self._other_indices[kind.group - 1] if kind.group else self._kv_indices
         if decode:
             return self._decode.call(
                 self._float_workspace,
                 self._kv_layout,
                 use_cuda_graph=True,
-                use_tensor_cores=self._tensor_cores,
+                use_tensor_cores=self._tensor_cores(kind),
                 paged_kv_indptr_buffer=self._kv_indptr[: bs + 1],
                 paged_kv_indices_buffer=indices,
                 paged_kv_last_page_len_buffer=self._last_page_len[:bs],
@@ -188,10 +193,10 @@ class FlashInferBackend(AttentionBackend):
             backend="fa2",
         )
 
-    def _graph_wrapper_of_part(self, decode: bool, bs: int, buffers: PartBuffers) -> Any:
+    def _graph_wrapper_of_part(self, decode: bool, bs: int, kind: LayerKind, buffers: PartBuffers) -> Any:
         graph: dict[str, Any] = {"use_cuda_graph": True, "backend": "fa2"}
         if decode:
-            graph |= {"use_tensor_cores": self._tensor_cores, **buffers.for_decode(bs)}
+            graph |= {"use_tensor_cores": self._tensor_cores(kind), **buffers.for_decode(bs)}
             return self._decode.call(self._float_workspace, "NHD", **graph)
         return self._prefill.call(self._float_workspace, "NHD", **graph, **buffers.for_prefill(bs))
 
@@ -209,14 +214,12 @@ class FlashInferBackend(AttentionBackend):
             plan_wrapper(wrapper, kind._replace(window=-1), of_part)
 
     def _plan_decode(self, wrapper: Any, kind: LayerKind, plan: PagePlan) -> None:
-        layer, context = self.context.layers[0], self.context
+        context = self.context
         wrapper.plan(
             plan.kv_indptr,
             plan.kv_indices,
             plan.last_page_len,
-            layer.tp_q_head_num,
-            layer.tp_k_head_num,
-            layer.head_dim,
+            *kind.heads,
             plan.page_size,
             window_left=kind.window,
             logits_soft_cap=kind.cap,
@@ -226,15 +229,13 @@ class FlashInferBackend(AttentionBackend):
         )
 
     def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan) -> None:
-        layer, context = self.context.layers[0], self.context
+        context = self.context
         wrapper.plan(
             plan.qo_indptr,
             plan.kv_indptr,
             plan.kv_indices,
             plan.last_page_len,
-            layer.tp_q_head_num,
-            layer.tp_k_head_num,
-            layer.head_dim,
+            *kind.heads,
             plan.page_size,
             custom_mask=plan.custom_mask,
             causal=plan.custom_mask is None and context.causal,

@@ -68,6 +68,7 @@ class TorchNativeBackend(AttentionBackend):
         verify_lens=frozenset({"prefix", "all"}),
         padding_slots=frozenset({0, -1}),
         kv_groups=True,
+        heads_by_layer=True,
         deterministic=True,
         lse=LogSumExp(
             base="e", whole=frozenset(ForwardMode), prefix=_IN_PARTS, pages=_IN_PARTS, tokens=_IN_PARTS, merges=True

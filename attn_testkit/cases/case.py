@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ..contract import KV_LAYOUTS, LAYER_WINDOWS, ForwardMode
+from ..contract import KV_LAYOUTS, LAYER_WINDOWS, ForwardMode, HeadShape
 from . import choices
 from .draft import Draft
-from .layers import LAYERS_WORD, Layers, read_layers
+from .head_shapes import HeadMap, wrong_with_shapes
+from .layers import LAYERS_WORD, PERIOD, Layers, read_layers
 from .trees import Tree, chain
 
 __all__ = ["DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "WAYS", "Case", "Heads", "parse_case"]
@@ -55,7 +56,8 @@ class Case:
     another mode than extend, a tree in another mode than target-verify, or none there, a draft in another mode than
     draft-decode, or none there, a loop without a draft, with an FP8 pool, or with other layers than two from 0, parts
     that a draft cannot have, KV groups in draft-decode or beside parts or a way, layers that share a window where
-    there is none, and MLA with the usual scaling.
+    there is none, and MLA with the usual scaling; also for layers whose heads do not lie in those of the case
+    (``cases/head_shapes.py``), which are of MLA, or which stand beside parts or a way.
     """
 
     mode: ForwardMode
@@ -158,6 +160,16 @@ class Case:
         if self.layers.groups and (self.parts or self.way):
             beside = f"parts {self.parts!r}" if self.parts else f"way {self.way!r}"
             raise ValueError(f"{self.layers}: KV groups go neither with parts nor with a way, here {beside}")
+        if self.layers.shapes:
+            self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        beside = "mla" if self.heads.family == "mla" else self.parts or self.way
+        if beside:
+            raise ValueError(f"{self.layers}: heads that differ go neither with MLA, parts nor a way, here {beside!r}")
+        wrong = wrong_with_shapes(self.head_shape, self.layers.shapes)
+        if wrong:
+            raise ValueError(f"{self.layers} in a case of {self.heads} and head dim {self.head_dim}: {wrong}")
 
     def _check_new_tokens(self) -> None:
         if len(self.new) != len(self.prefixes) or min(self.new) < 1:
@@ -166,6 +178,17 @@ class Case:
             raise ValueError(
                 f"{sum(self.new)} new tokens are more than the {self.bucket} x {self.width} of their graph"
             )
+
+    @property
+    def head_shape(self) -> HeadShape:
+        """What holds the heads of every layer: see ``cases/head_shapes.py``."""
+        return HeadShape(self.heads.q_heads, self.heads.kv_heads, self.head_dim + self.rope_dim)
+
+    @cached_property
+    def head_maps(self) -> tuple[HeadMap, ...]:
+        """Where the heads of each layer lie in ``head_shape``; empty where all layers have that."""
+        shapes = self.layers.shapes
+        return tuple(HeadMap(shapes[i % PERIOD], self.head_shape) for i in range(self.layers.count)) if shapes else ()
 
     @property
     def bs(self) -> int:

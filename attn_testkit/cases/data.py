@@ -16,7 +16,7 @@ import torch
 from cachetools import LRUCache, cached
 from cachetools.keys import hashkey
 
-from ..contract import AttentionLayer, ForwardMode
+from ..contract import AttentionLayer, ForwardMode, HeadShape
 from .case import Case
 from .kv_groups import outgrown
 from .layers import PERIOD, SETTINGS
@@ -63,26 +63,26 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
     case = case.host or case
     rng = np.random.default_rng(case.digest ^ 0x51)
     is_mla = case.heads.family == "mla"
-    row = case.head_dim + case.rope_dim
-    base = 1 / math.sqrt(row)
+    shapes = case.layers.shapes or (case.head_shape,) * PERIOD
     fp8 = case.kv_dtype != "same"
     layers = []
     windows, caps = _windows(case), [0.0] * PERIOD
     if case.logit_cap:
         caps[case.pick("capped-layer")] = case.logit_cap
     for index, own in enumerate(SETTINGS[: case.layers.count]):
-        sinks = normals((case.heads.q_heads,), rng) * 1.5 + own.sink if case.sinks else None
+        heads, kv_heads, row = shapes[index % PERIOD]
+        sinks = normals((heads,), rng) * 1.5 + own.sink if case.sinks else None
         if sinks is not None:
             # Some heads of a long request must feel their sink too.
             sinks[::2] += math.log(1 + max(case.prefixes))
         layers.append(
             AttentionLayer(
                 layer_id=case.layers.first + index,
-                tp_q_head_num=case.heads.q_heads,
-                tp_k_head_num=case.heads.kv_heads,
+                tp_q_head_num=heads,
+                tp_k_head_num=kv_heads,
                 head_dim=row,
-                v_head_dim=case.head_dim,
-                scaling=base * (1.0 if case.usual_scaling else own.factor),
+                v_head_dim=row - case.rope_dim,
+                scaling=1 / math.sqrt(row) * (1.0 if case.usual_scaling else own.factor),
                 sliding_window_size=windows[index % PERIOD],
                 logit_cap=caps[index % PERIOD],
                 k_scale=own.k_scale if fp8 else 1.0,
@@ -114,7 +114,10 @@ def bytes_in(made: object) -> int:
 
 @dataclass(frozen=True, eq=False)
 class StepData:
-    """Host tensors of one step. T live rows, packed request by request; B requests; S the longest key count."""
+    """Host tensors of one step. T live rows, packed request by request; B requests; S the longest key count.
+
+    Heads and widths are the case's; where layers differ in theirs, each lies in it as ``Case.head_maps`` says.
+    """
 
     q: torch.Tensor
     """[L, T, Hq, Dqk] in the model's dtype."""
@@ -226,18 +229,11 @@ def _drawn(
     schedule: Schedule, step: Step, pattern: str, rng: np.random.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [L, T, Hq, Dqk], k [L, B, S, Hk, Dqk], v [L, B, S, Hk, Dv] in the model's dtype."""
-    case = schedule.case
-    hq, hk, dv, dqk = case.heads.q_heads, case.heads.kv_heads, case.head_dim, case.head_dim + case.rope_dim
-    lens = step.lens
-    layers, shape = case.layers.count, (case.layers.count, step.bs, max(lens), hk)
-    probe = pattern.startswith("probe.")
-    q, k, v = draw(pattern, (layers, step.tokens, hq, dqk), (*shape, dqk), (*shape, dv), rng)
-    if probe:
-        v = probe_values(v, pattern)
-    elif pattern.startswith("place."):
-        v = values_of_place(v, pattern)
-    if pattern == "footprint":
-        mark_keys(v, lens, rng)
+    case, dv = schedule.case, schedule.case.head_dim
+    if case.head_maps:
+        q, k, v = _drawn_by_layer(case, step, pattern, rng)
+    else:
+        q, k, v = _of_pattern(case.layers.count, case.head_shape, dv, step, pattern, rng)
     if case.heads.family == "mla":
         # The latent row is key and value at once; its rope part is the key's alone.
         k = torch.cat([v, k[..., dv:]], -1)
@@ -246,12 +242,40 @@ def _drawn(
         elif pattern == "negative":
             k = torch.cat([torch.ones_like(v) * (torch.arange(dv) % 2), k[..., dv:]], -1)
     if any(request.shared for request in step.requests):
-        asked = int(pattern.split(".")[1]) if probe or pattern.startswith("place.") else None
+        asked = int(pattern.split(".")[1]) if pattern.startswith(("probe.", "place.")) else None
         k, v = _shared_rows(k, step, asked), _shared_rows(v, step, asked)
     if case.kv_dtype != "same":
         q, k = _of_fp8_range(q, k, held=schedule.matmul_dtype == "fp8_e4m3")
     dtype = DTYPES[case.dtype]
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _of_pattern(
+    layers: int, shape: HeadShape, dv: int, step: Step, pattern: str, rng: np.random.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [layers, T, Hq, D], k [layers, B, S, Hk, D] and v [layers, B, S, Hk, dv] of heads of one shape, float32."""
+    heads, kv_heads, dqk = shape
+    keys = (layers, step.bs, max(step.lens), kv_heads)
+    q, k, v = draw(pattern, (layers, step.tokens, heads, dqk), (*keys, dqk), (*keys, dv), rng)
+    if pattern.startswith("probe."):
+        v = probe_values(v, pattern)
+    elif pattern.startswith("place."):
+        v = values_of_place(v, pattern)
+    elif pattern == "footprint":
+        mark_keys(v, step.lens, rng)
+    return q, k, v
+
+
+def _drawn_by_layer(
+    case: Case, step: Step, pattern: str, rng: np.random.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As ``_of_pattern``, where each layer has a pattern of its own width, in the shape of the case."""
+    found = []
+    for each in case.head_maps:
+        q, k, v = _of_pattern(1, each.layer, each.layer.head_dim, step, pattern, rng)
+        found.append((each.q_whole(q), each.kv_whole(k), each.kv_whole(v)))
+    q, k, v = (torch.cat(layers) for layers in zip(*found, strict=True))
+    return q, k, v
 
 
 def numbers_of(schedule: Schedule, step: Step, pattern: str | None = None) -> tuple[object, ...]:
@@ -399,6 +423,9 @@ def pool_image(
     if marked:
         one = _bytes_if_fp8(torch.ones((), dtype=dtype))
         image[:, -1, marked_slots(step, marked, page, slots), :, : schedule.case.head_dim] = one
+    for layer, each in enumerate(schedule.case.head_maps):
+        # What a layer lacks is zeros here too, whatever its slots hold.
+        image[layer] = each.kv_whole(each.kv_part(image[layer]))
     owned, rows = stored_kv(schedule, step, data, after=after)
     raw = image.view(torch.uint8).numpy()
     raw.reshape(*raw.shape[:3], -1)[:, :, owned] = rows

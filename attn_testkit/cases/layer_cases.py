@@ -1,12 +1,15 @@
-"""Cases whose model has three layers, under the ids of a later pipeline rank: in one KV group, and in two."""
+"""Cases whose model has three layers, under the ids of a later pipeline rank: in one KV group, in two, and with heads
+that differ from one layer to the next.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..contract import Capabilities
-from .case import Case
+from ..contract import Capabilities, HeadShape
+from .case import Case, Heads
+from .head_shapes import claimed_shapes
 from .layers import Layers
 
 __all__ = ["layer_cases"]
@@ -31,9 +34,35 @@ def layer_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         kv_dtype=min(claims.kv_dtypes),
     )
     yield from dict.fromkeys((plain, options))
+    page = min((page for page in claims.page_sizes if page > 1), default=1)
+    # A windowed group has let go of whole pages of the first two requests.
+    lens = (2 * page + window, 4 * page + window - 1, 6)
+    pages = dict.fromkeys(replace(each, page_size=page, prefixes=lens) for each in (plain, options))
     if claims.kv_groups and not small.draft:
-        page = min((page for page in claims.page_sizes if page > 1), default=1)
-        # A windowed group has let go of whole pages of the first two requests.
-        lens = (2 * page + window, 4 * page + window - 1, 6)
-        for each in dict.fromkeys((plain, options)):
-            yield replace(each, layers=replace(_RANK, groups=True), page_size=page, prefixes=lens)
+        for each in pages:
+            yield replace(each, layers=replace(_RANK, groups=True))
+    if claims.heads_by_layer and claims.families - {"mla"}:
+        yield from _head_cases(claims, *pages)
+
+
+def _head_cases(claims: Capabilities, plain: Case, *options: Case) -> Iterator[Case]:
+    """Each pair of shapes once, and where KV groups are claimed the first one in two groups."""
+    pairs, most = claimed_shapes(claims), options[0] if options else plain
+    for shapes, each in zip(pairs, (most, plain), strict=False):
+        yield _with_shapes(each, shapes)
+    if claims.kv_groups and pairs and not plain.draft:
+        yield _with_shapes(replace(most, layers=replace(_RANK, groups=True)), pairs[0])
+
+
+def _with_shapes(case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case:
+    """``case`` with two layer shapes by turns, and the heads and head dim that hold both."""
+    most = max(shape.num_qo_heads for shape in shapes)
+    ratio = min(shape.num_qo_heads // shape.num_kv_heads for shape in shapes)
+    family = "mha" if ratio == 1 else "mqa" if most == ratio else "gqa"
+    return replace(
+        case,
+        heads=Heads(family, most, most // ratio),
+        head_dim=max(shape.head_dim for shape in shapes),
+        rope_dim=0,
+        layers=replace(case.layers, shapes=shapes),
+    )

@@ -6,6 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..contract import HeadShape
+from .head_shapes import SHAPES_WORD, read_shapes, shapes_word
+
 __all__ = ["LAYERS_WORD", "PERIOD", "SETTINGS", "Layers", "Setting", "read_layers"]
 
 
@@ -31,6 +34,8 @@ PERIOD = 2
 class Layers:
     """How many attention layers, and their ids. Raises ``ValueError`` for none, more than three, or a negative id.
 
+    Also for shapes that are not two, or of one layer.
+
     Three from 5 are those of a later pipeline rank: no id is an index into a list of as many entries as layers.
     """
 
@@ -40,30 +45,39 @@ class Layers:
     groups: bool = False
     """Two KV groups, whose layers take turns: the windowed ones and the others. Without it all share one."""
 
+    shapes: tuple[HeadShape, ...] = ()
+    """Of their heads, by turns. Empty: all have those of the case."""
+
     def __post_init__(self) -> None:
         if not 1 <= self.count <= len(SETTINGS) or self.first < 0:
             raise ValueError(f"{self.count} layers from id {self.first}: there are 1 to {len(SETTINGS)}, from 0 on")
         if self.groups and self.count < PERIOD:
             raise ValueError(f"{self.count} layer has no two KV groups")
+        if self.shapes and (len(self.shapes) != PERIOD or self.count < PERIOD or len(set(self.shapes)) == 1):
+            raise ValueError(f"{self}: layers have two shapes of heads by turns, which differ, or none of their own")
 
     def __str__(self) -> str:
-        return f"layers{self.count}from{self.first}{'groups' * self.groups}"
+        return f"layers{self.count}from{self.first}{'groups' * self.groups}{shapes_word(self.shapes)}"
 
     @property
     def words(self) -> str:
         """For those who read."""
         groups = ", in two KV groups by turns" if self.groups else ""
-        return f"{self.count}, of ids {self.first} to {self.first + self.count - 1}{groups}"
+        heads = " and ".join(
+            f"{shape.num_qo_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}" for shape in self.shapes
+        )
+        shapes = f", with {heads} by turns" if heads else ""
+        return f"{self.count}, of ids {self.first} to {self.first + self.count - 1}{groups}{shapes}"
 
     def name(self, place: int) -> str:
         """Of the layer that runs as number ``place``, from 0 on: as messages have it, by its id."""
         return f"layer {self.first + place}"
 
 
-LAYERS_WORD = r"layers(\d+)from(\d+)(groups)?"
+LAYERS_WORD = rf"layers(\d+)from(\d+)(groups)?{SHAPES_WORD}"
 """The word of a case id, which those of two layers from 0 lack."""
 
 
 def read_layers(match: re.Match[str]) -> dict[str, Any]:
     """What ``LAYERS_WORD`` says."""
-    return {"layers": Layers(int(match[1]), int(match[2]), bool(match[3]))}
+    return {"layers": Layers(int(match[1]), int(match[2]), bool(match[3]), read_shapes((match[4], match[5])))}

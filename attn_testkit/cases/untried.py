@@ -120,6 +120,7 @@ def _options(claims: Capabilities, mode: ForwardMode) -> dict[str, bool]:
         "soft cap": claims.logit_cap,
         "sinks": claims.sinks,
         "KV groups": claims.kv_groups and not mode.is_draft_decode(),
+        "heads by layer": claims.heads_by_layer and bool(claims.families - {"mla"}),
     }
 
 
@@ -129,6 +130,7 @@ _HAS: dict[str, Callable[[Case], bool]] = {
     "soft cap": lambda case: case.logit_cap > 0,
     "sinks": lambda case: case.sinks,
     "KV groups": lambda case: case.layers.groups,
+    "heads by layer": lambda case: bool(case.layers.shapes),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -193,10 +194,28 @@ def _non_causal(claims: Capabilities, context: BackendContext) -> tuple[str, Bac
     return "a layer that is not causal", replace(context, layers=layers)
 
 
+def _heads_by_layer(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    # Of three layers and more, as above. Another layer has heads that are claimed by themselves.
+    first = context.layers[0]
+    if claims.heads_by_layer or len(context.layers) < 3 or first.is_mla or len(context.head_shapes) > 1:
+        return None
+    other = next((dim for dim in sorted(claims.head_dims) if dim != first.head_dim), None)
+    changed: dict[str, Any] = {"head_dim": other, "v_head_dim": other} if other else {
+        "tp_q_head_num": 2 * first.tp_q_head_num, "tp_k_head_num": 2 * first.tp_k_head_num,
+    }  # fmt: skip
+    if not other and first.q_per_kv > 1 and first.tp_k_head_num == 1:
+        return None
+    layers = (*context.layers[:-1], replace(context.layers[-1], sinks=None, **changed))
+    pool = _pool(context, layers=layers)
+    if pool is None:
+        return None
+    return "a layer of other heads than the first", replace(context, layers=layers, kv_pool=pool)
+
+
 _Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
 _WAYS: tuple[_Outside, ...] = (
     _page, _dtype, _head_dim, _window, _cap, _sinks, _rows, _topk, _mode, _new_tokens, _branches, _layout, _kv_groups,
-    _narrow_window, _two_windows, _non_causal, _scaling,
+    _narrow_window, _two_windows, _non_causal, _scaling, _heads_by_layer,
 )  # fmt: skip
 
 

@@ -53,8 +53,22 @@ class Judgement:
     @cached_property
     def out(self) -> torch.Tensor:
         """[L, T, Hq, Dv] in the backend's dtype: the outputs of all layers, stacked."""
-        shape = self.expected.attention.shape[1:]
-        return torch.stack([out.reshape(shape) for out in self.observed.attention])
+        maps, shape = self.observed.schedule.case.head_maps, self.expected.attention.shape[1:]
+        if not maps:
+            return torch.stack([out.reshape(shape) for out in self.observed.attention])
+        pairs = zip(maps, self.observed.attention, strict=True)
+        return torch.stack(
+            [each.q_whole(out.reshape(-1, each.layer.num_qo_heads, each.layer.head_dim)) for each, out in pairs]
+        )
+
+    @cached_property
+    def exists(self) -> torch.Tensor:
+        """[L, 1, Hq, Dv] bool: elements that a layer has, all but where layers differ in their heads."""
+        whole = self.expected.attention
+        exists = torch.ones(len(whole), 1, *whole.shape[2:], dtype=torch.bool)
+        for layer, each in enumerate(self.observed.schedule.case.head_maps):
+            exists[layer] = each.q_whole(each.q_part(exists[layer]))
+        return exists
 
     @cached_property
     def unwritten(self) -> torch.Tensor:
@@ -94,7 +108,7 @@ class Judgement:
     def wrong(self) -> torch.Tensor:
         """[L, T, Hq, Dv] bool: elements out of their limit, NaN included, and whole rows whose norm alone is."""
         wrong = self.ratios.element > 1
-        return wrong | ((self.ratios.row > 1) & ~wrong.any(-1))[..., None]
+        return wrong | (((self.ratios.row > 1) & ~wrong.any(-1))[..., None] & self.exists)
 
     @cached_property
     def wrong_rows(self) -> tuple[int, ...]:

@@ -74,8 +74,13 @@ def matches_oracle(judgement: Judgement) -> list[Finding]:
 def _spread(judgement: Judgement) -> str:
     """Of everything that is wrong, whichever check reports it: what is called right is right."""
     wrong = judgement.wrong
-    text = spread_text(wrong.any(0), judgement.expected.data.row_request, judgement.observed.step)
     layers = [i for i in range(wrong.shape[0]) if wrong[i].any()]
+    shown = wrong.any(0)
+    if maps := judgement.observed.schedule.case.head_maps:
+        # As many heads and dims as the wrong layers have.
+        heads, dim = (max(each) for each in zip(*((maps[i].layer[0], maps[i].layer[2]) for i in layers), strict=True))
+        shown = shown[:, :heads, :dim]
+    text = spread_text(shown, judgement.expected.data.row_request, judgement.observed.step)
     return text + (f"; only {judgement.name(layers[0])}" if len(layers) == 1 and wrong.shape[0] > 1 else "")
 
 

@@ -10,7 +10,7 @@ from .kernel_plan import KernelPlan
 from .kv_group import KVGroup
 from .kv_layouts import KV_LAYOUTS, KVLayer, KVPoolSpec
 from .kv_pool import KVPool
-from .layer import AttentionLayer
+from .layer import AttentionLayer, HeadShape
 from .merging import KVPart, LogSumExp
 from .modes import Execution, ForwardMode
 
@@ -31,6 +31,7 @@ __all__ = [
     "Execution",
     "ForwardBatch",
     "ForwardMode",
+    "HeadShape",
     "KVGroup",
     "KVLayer",
     "KVPart",

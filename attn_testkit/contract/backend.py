@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from .dialect import Dialect
 from .kv_group import KVGroup
 from .kv_layouts import KVLayer, KVPoolSpec
 from .kv_pool import KVPool
-from .layer import AttentionLayer
+from .layer import AttentionLayer, HeadShape
 from .merging import KVPart
 from .modes import ForwardMode
 
@@ -38,6 +38,8 @@ class BackendContext:
     zeros. Page of logical page p of request r: ``req_to_token[r, p * page_size] // page_size``. Entries past a
     request's length are stale slots of others."""
     layers: tuple[AttentionLayer, ...]
+    """All that will be run, before anything is captured. With ``heads_by_layer`` they differ in their heads: a
+    workspace is as large as the largest needs, and a plan is made for each of ``head_shapes``."""
     page_size: int
     max_context_len: int
     max_bs: int
@@ -68,6 +70,11 @@ class BackendContext:
     kv_groups: tuple[KVGroup, ...] = ()
     """Two or more, where layers do not share KV memory; ``kv_pool`` and ``req_to_token`` are those of the first. Empty
     where they do, and always without the claim ``kv_groups`` and beside ``kv_parts``."""
+
+    @cached_property
+    def head_shapes(self) -> tuple[HeadShape, ...]:
+        """Every shape that heads of a layer have, once, in the order of ``layers``."""
+        return tuple(dict.fromkeys(layer.head_shape for layer in self.layers))
 
     @cached_property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -109,11 +116,7 @@ def _counted(windows: Iterable[int]) -> str:
 def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
     """Raise ``Unsupported``, naming the first claim that the context is outside of."""
     first = context.layers[0]
-    ratio, kv_heads = first.q_per_kv, first.tp_k_head_num
-    if first.is_mla:
-        family = "mla"
-    else:
-        family = "mha" if ratio == 1 else "mqa" if kv_heads == 1 else "gqa"
+    grouped = [layer.q_per_kv for layer in context.layers if _family(layer) != "mha"]
     dtype = _DTYPE_NAMES.get(context.dtype, str(context.dtype))
     kv_dtype = "same" if context.kv_pool.dtype == context.dtype else "fp8_e4m3"
     if kv_dtype != "same" and context.kv_pool.dtype != torch.float8_e4m3fn:
@@ -124,15 +127,17 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
     checks: list[tuple[str, object, bool]] = [
         ("mode", ", ".join(sorted(context.modes - capabilities.eager - capabilities.graph)),
          context.modes <= capabilities.eager | capabilities.graph),
-        ("family", family, family in capabilities.families),
+        ("family", *_first_outside(map(_family, context.layers), capabilities.families)),
         ("dtype", dtype, dtype in capabilities.dtypes),
         ("KV dtype", kv_dtype, kv_dtype in capabilities.kv_dtypes),
-        ("head dim", first.v_head_dim, first.v_head_dim in capabilities.head_dims),
+        ("head dim", *_first_outside((layer.v_head_dim for layer in context.layers), capabilities.head_dims)),
         ("MLA rope dim", first.head_dim - first.kv_lora_rank,
          not first.is_mla or first.head_dim - first.kv_lora_rank in capabilities.mla_rope_dims),
         ("page size", context.page_size, context.page_size in capabilities.page_sizes),
         ("KV layout", context.kv_pool.layout, context.kv_pool.layout in capabilities.kv_layouts),
-        ("GQA ratio", ratio, family == "mha" or ratio in capabilities.gqa_ratios),
+        ("GQA ratio", *_first_outside(grouped, capabilities.gqa_ratios)),
+        ("number of head shapes", len(context.head_shapes),
+         capabilities.heads_by_layer or len(context.head_shapes) == 1),
         ("query rows per request", rows, rows <= capabilities.max_q_rows),
         ("new tokens per request", context.max_extend_tokens,
          context.max_extend_tokens <= capabilities.max_extend_tokens),
@@ -165,6 +170,18 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
 def _windows_agree(capabilities: Capabilities, context: BackendContext) -> bool:
     every = {layer.sliding_window_size for layer in context.layers}
     return {"any": True, "one": len(every - {-1}) <= 1, "same": len(every) == 1}[capabilities.layer_windows]
+
+
+def _family(layer: AttentionLayer) -> str:
+    if layer.is_mla:
+        return "mla"
+    return "mha" if layer.q_per_kv == 1 else "mqa" if layer.tp_k_head_num == 1 else "gqa"
+
+
+def _first_outside(values: Iterable[Any], claimed: Set[Any]) -> tuple[object, bool]:
+    """The first of ``values`` that is not claimed, and whether there is none."""
+    found = next((value for value in values if value not in claimed), None)
+    return found, found is None
 
 
 def _rows(mode: ForwardMode, context: BackendContext) -> int:

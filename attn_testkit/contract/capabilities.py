@@ -108,7 +108,7 @@ _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_bra
 _YES_OR_NO = (
     "any_scaling", "window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
     "takes_none_kv", "takes_unset_width", "takes_empty_batches", "takes_bare_chains", "takes_out", "takes_more_rows",
-    "kv_groups",
+    "kv_groups", "heads_by_layer",
 )  # fmt: skip
 
 
@@ -191,6 +191,10 @@ class Capabilities:
     kv_groups: bool = False
     """May layers have KV groups (``BackendContext.kv_groups``): a pool, a request table and slots of new tokens for the
     windowed ones, and others for the rest? False: all layers share one. In draft-decode they always do."""
+    heads_by_layer: bool = False
+    """May layers of one model differ in head counts and head dims, as windowed and full ones, or a draft's, do? Each
+    layer's are claimed by ``families``, ``gqa_ratios`` and ``head_dims``. ``BackendContext.head_shapes`` lists those of
+    an instance. Layers of MLA all have one shape, and so have those whose keys are attended in parts."""
     kernel_changes_at: Set[int] = frozenset()
     """From which batch sizes on does another kernel run? 8 for one kernel of up to 7 requests and another of more. A
     batch of each size is tried, and one that is smaller by a request."""

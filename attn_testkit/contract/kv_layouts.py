@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -72,10 +72,23 @@ class KVLayer:
 
 
 def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
-    """Zeroed memory in a layout that has a name. Raises ``ValueError`` for one that has none."""
+    """Zeroed memory in a layout that has a name: one piece for all layers whose heads have one shape.
+
+    Raises ``ValueError`` for a name that no layout has.
+    """
     if layout not in _ORDERS:
         raise ValueError(f"no KV layout is called {layout!r}; there are: {', '.join(_ORDERS)}")
-    first, order = spec.layers[0], _ORDERS[layout]
+    found: dict[int, KVLayer] = {}
+    for shape in dict.fromkeys((layer.tp_k_head_num, layer.head_dim) for layer in spec.layers):
+        alike = [layer for layer in spec.layers if (layer.tp_k_head_num, layer.head_dim) == shape]
+        laid = _lay_out(replace(spec, layers=tuple(alike)), _ORDERS[layout])
+        found.update(zip((layer.layer_id for layer in alike), laid, strict=True))
+    return tuple(found[layer.layer_id] for layer in spec.layers)
+
+
+def _lay_out(spec: KVPoolSpec, order: Sequence[str]) -> list[KVLayer]:
+    """Layers of one shape."""
+    first = spec.layers[0]
     sizes = {
         "layer": len(spec.layers), "part": 1 if first.is_mla else 2, "page": spec.pages, "slot": spec.page_size,
         "head": first.tp_k_head_num, "dim": first.head_dim,
@@ -98,7 +111,7 @@ def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
             view(("page", "slot", "head", "dim"), start + part * strides["part"]) for part in range(sizes["part"])
         )
         found.append(KVLayer(key, value[0] if value else None, view(own, start)))
-    return tuple(found)
+    return found
 
 
 def slot_dims(view: torch.Tensor, slots: int) -> int:

@@ -44,7 +44,8 @@ class KVPool:
     ``own``              what ``AttentionBackend.lay_out_kv_pool`` gives      the backend's
     ==================== ==================================================== ========================================
 
-    (MLA: 1 instead of 2.) ``get_kv_pages`` is there in all of them, for kernels that take strides.
+    (MLA: 1 instead of 2.) ``get_kv_pages`` is there in all of them, for kernels that take strides. Where layers differ
+    in their heads, Hk and D are the layer's own, and layers of one shape lie together.
     """
 
     def __init__(
@@ -60,9 +61,8 @@ class KVPool:
         """Allocate zeroed memory.
 
         ``size`` is in slots and a multiple of ``page_size``, ``v_head_dim`` equals ``head_dim`` but for MLA, and
-        ``layout`` is a name of the table, else ``ValueError``. All layers have the head layout of the first. ``own``
-        allocates instead where ``layout`` is ``own``; what it returns is checked, and ``ValueError`` says what is wrong
-        with it.
+        ``layout`` is a name of the table, else ``ValueError``. ``own`` allocates instead where ``layout`` is ``own``;
+        what it returns is checked, and ``ValueError`` says what is wrong with it.
         """
         if size % page_size:
             raise ValueError(f"a KV pool of {size} slots is not a whole number of {page_size}-slot pages")
@@ -71,7 +71,7 @@ class KVPool:
         self.layers, self.layout, self.own = layers, layout, own
         first = layers[0]
         self.is_mla = first.is_mla
-        if not self.is_mla and first.v_head_dim != first.head_dim:
+        if not self.is_mla and any(layer.v_head_dim != layer.head_dim for layer in layers):
             raise ValueError("this pool keeps K and V in one allocation and needs v_head_dim == head_dim")
         spec = KVPoolSpec(size // page_size + 1, page_size, layers, dtype, self.device)
         if layout == OWN:

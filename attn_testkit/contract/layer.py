@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["AttentionLayer"]
+__all__ = ["AttentionLayer", "HeadShape"]
+
+
+class HeadShape(NamedTuple):
+    """Heads of a layer on this rank, and how wide they are: what plans, strides and workspaces are made for."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Width of a query and key row."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +25,7 @@ class AttentionLayer:
     """The attributes of one attention layer, under the names that servers use.
 
     The layers of a test model differ (scale, window, soft cap), so that nothing of a layer may be remembered for the
-    next one.
+    next one. With the claim ``heads_by_layer`` they differ in head counts and head dims as well.
     """
 
     layer_id: int
@@ -47,6 +57,11 @@ class AttentionLayer:
     agree in it."""
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
+
+    @property
+    def head_shape(self) -> HeadShape:
+        """What layers that share a plan have in common of their heads."""
+        return HeadShape(self.tp_q_head_num, self.tp_k_head_num, self.head_dim)
 
     @property
     def tp_v_head_num(self) -> int:

@@ -12,6 +12,7 @@ from ..cases.data import make_layers
 from ..cases.places import PLACES, place_pattern
 from ..cases.schedule import Schedule, Step
 from ..checks import Judgement
+from ..contract import HeadShape
 from ..oracle.attention import windowed
 from ..oracle.expect import Expected
 from .rerun import Rerunner
@@ -51,6 +52,8 @@ class AttendedKeys:
     """Heads of the row that attended to others than the right ones, where the rest attended to the right ones."""
     window: int = -1
     """Of the layer that was asked; what lies before it cannot show."""
+    shape: HeadShape | None = None
+    """Of that layer's heads."""
 
     @property
     def right(self) -> bool:
@@ -138,19 +141,18 @@ def _attended_at(
     rerunner: Rerunner, schedule: Schedule, judgement: Judgement, place: tuple[int, int, int], in_graph: bool
 ) -> AttendedKeys | None:
     """``place``: layer, flat row and head."""
-    (layer, flat, head), expected, step = place, judgement.expected, judgement.observed.step
+    (index, flat, head), expected, step = place, judgement.expected, judgement.observed.step
+    layer = make_layers(schedule.case)[index]
     request, row = int(expected.data.row_request[flat]), int(expected.data.row_offset[flat])
-    dim = schedule.case.head_dim
     length = step.lens[request]
-    window = make_layers(schedule.case)[layer].sliding_window_size
-    visible = windowed(expected.data.visible, expected.data, window)[request, row]
+    visible = windowed(expected.data.visible, expected.data, layer.sliding_window_size)[request, row]
     wanted = frozenset(int(k) for k in visible.nonzero().flatten())
-    starts = _starts(length, dim, wanted)
+    starts = _starts(length, layer.v_head_dim, wanted)
 
     def weights_of(pattern: str) -> torch.Tensor | None:
-        """[Hq, Dv]."""
+        """[Hq, Dv] of the layer."""
         answer = _ask(rerunner, schedule, step, pattern, expected, in_graph=in_graph)
-        values = None if answer is None else answer.out[layer, flat].double()
+        values = None if answer is None else answer.out[index, flat, : layer.tp_q_head_num, : layer.v_head_dim].double()
         return None if values is None or not values[head].isfinite().all() else values
 
     weights: dict[int, float] = {}
@@ -165,16 +167,17 @@ def _attended_at(
     elsewhere: dict[str, float] = {}
     if not known or abs(sum(weights.values()) - 1) >= _SMALL:
         # A slot that no request owns holds its value as it is, and an FP8 pool's reader multiplies it.
-        scale = make_layers(schedule.case)[layer].v_scale
         for name in PLACES:
             values = weights_of(place_pattern(request, name))
-            weight = 0.0 if values is None else float(values[head, 0]) / (1.0 if name == "others" else scale)
+            weight = 0.0 if values is None else float(values[head, 0]) / (1.0 if name == "others" else layer.v_scale)
             if weight >= _SMALL:
                 elsewhere[name] = weight
     total = sum(weights.values()) + sum(elsewhere.values()) if known else None
     found = _read(request, row, weights, wanted, elsewhere, total)
     heads = _heads_astray(torch.cat(by_head, 1), sorted(weights), found.wanted)
-    return replace(found, length=length, head=head, heads=heads, window=window)
+    return replace(
+        found, length=length, head=head, heads=heads, window=layer.sliding_window_size, shape=layer.head_shape
+    )
 
 
 def _starts(length: int, dim: int, wanted: frozenset[int]) -> list[int]:

@@ -14,7 +14,7 @@ from ..cases.data import StepData
 from ..cases.schedule import Schedule, Step
 from ..checks import Judgement
 from ..checks.observation import Observation
-from ..oracle.expect import Expected, attend_with_limit, expect
+from ..oracle.expect import attend_with_limit, expect
 from .rerun import Rerunner
 
 __all__ = ["SwappedRow", "find_swapped"]
@@ -65,13 +65,13 @@ def find_swapped(
         if again is None:
             return ()
         judgement = Judgement(again, expect(schedule, again.step, _OTHER_PATTERN))
-    expected, found = judgement.expected, []
+    found = []
     for row in judgement.wrong_rows[:_MOST_ROWS]:
         layers = judgement.wrong[:, row].flatten(1).any(-1)
         out = judgement.out[layers][:, row].double()
         found += (
-            _result_of(out, layers, row, expected)
-            or _keys_of(schedule, out, layers, row, expected)
+            _result_of(judgement, out, layers, row)
+            or _keys_of(schedule, judgement, out, layers, row)
             or _copy_of(judgement, out, layers, row)
         )
     return tuple(found)
@@ -84,17 +84,20 @@ def _again(rerunner: Rerunner, schedule: Schedule, step: Step, in_graph: bool) -
     return answer.replay_of(step) if answer else None
 
 
-def _like(out: torch.Tensor, right: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """[N] bool: which of ``right`` [l, N, Hq, Dv] the row ``out`` [l, Hq, Dv] is. Zeros are like none."""
+def _like(out: torch.Tensor, right: torch.Tensor, limit: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
+    """[N] bool: which of ``right`` [l, N, Hq, Dv] the row ``out`` [l, Hq, Dv] is. Zeros are like none.
+
+    ``exists`` [l, 1, Hq, Dv] bool: what the layers have.
+    """
     near = ((out[:, None] - right).abs() <= limit).permute(1, 0, 2, 3).flatten(1).all(-1)
-    something = (right.abs() > limit).any(-1).permute(1, 0, 2).flatten(1).all(-1)
+    something = ((right.abs() > limit).any(-1) | ~exists.any(-1)).permute(1, 0, 2).flatten(1).all(-1)
     return near & something
 
 
-def _result_of(out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected) -> list[SwappedRow]:
+def _result_of(judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, row: int) -> list[SwappedRow]:
     """The row holds what another row should."""
-    data = expected.data
-    like = _like(out, expected.attention[layers], expected.attention_limit[layers])
+    expected, data = judgement.expected, judgement.expected.data
+    like = _like(out, expected.attention[layers], expected.attention_limit[layers], judgement.exists[layers])
     like[row] = False
     if not like.any():
         return []
@@ -113,10 +116,10 @@ def _copy_of(judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, row:
 
 
 def _keys_of(
-    schedule: Schedule, out: torch.Tensor, layers: torch.Tensor, row: int, expected: Expected
+    schedule: Schedule, judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, row: int
 ) -> list[SwappedRow]:
     """The row's own query saw KV tokens of another request, as far as a row of that one would."""
-    data, case = expected.data, schedule.case
+    data, case = judgement.expected.data, schedule.case
     bs, longest = data.stored_keys.shape[1:3]
     own, offset = _place(data, row)
     lens = [int(data.visible[b].any(0).nonzero().amax()) + 1 for b in range(bs)]
@@ -142,7 +145,7 @@ def _keys_of(
         query_positions=positions,
     )
     result, limit = attend_with_limit(schedule, supposed)
-    like = _like(out, result.out[layers], limit[layers]).tolist()
+    like = _like(out, result.out[layers], limit[layers], judgement.exists[layers]).tolist()
     fits = [place for place, fit in zip(asked, like, strict=True) if fit]
     # Its own KV tokens, other ones of them: a wrong length or position, no swap. Requests may share a prefix.
     stored = data.stored_keys.contiguous().view(torch.uint8)  # torch compares no FP8 numbers

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from .by_layer import ByLayerBackend
 from .catalogue import control
+from .dense import DenseBackend
 from .grouped import GroupedBackend
 
 
 @control("backend-per-kv-group")
 class BackendPerKVGroup(GroupedBackend):
     """A backend for each KV group, as vLLM has a metadata builder for each."""
+
+
+@control("heads-of-each-layer")
+class HeadsOfEachLayer(ByLayerBackend):
+    """Layers of one instance differ in head counts and head dims (Gemma 4): strides and splits are the layer's own."""
+
+
+@control("heads-of-each-kv-group")
+class HeadsOfEachKVGroup(GroupedBackend):
+    """A backend for each KV group, whose layers differ in their heads from those of the other group."""
+
+    capabilities = GroupedBackend.capabilities.with_changes(heads_by_layer=True, head_dims={64, 128}, gqa_ratios={2, 4})
+    child = ByLayerBackend
+
+
+@control("heads-of-each-layer-in-every-family")
+class HeadsOfEachLayerInEveryFamily(DenseBackend):
+    """Layers differ in their heads beside sinks, soft caps, FP8 pools and every family, without a plan."""
+
+    capabilities = DenseBackend.capabilities.with_changes(
+        heads_by_layer=True, families={"mha", "gqa", "mqa"}, head_dims={32, 64}, page_sizes={4}, max_q_rows=6,
+        max_topk=2, gqa_ratios={1, 2, 4}, max_context_len=1 << 12,
+    )  # fmt: skip

@@ -149,7 +149,7 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
     seen = _seen(data, visible, layers)
     logits.masked_fill_(~seen, -torch.inf)
     top = logits.amax(-1, keepdim=True)
-    sinks = _sinks(layers, kv_heads)
+    sinks = _sinks(layers, num_q_heads, kv_heads)
     if sinks is not None:
         top = torch.maximum(top, sinks)
     top = top.clamp_(min=-1e300)
@@ -207,9 +207,11 @@ def _norm(rows: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def _sinks(layers: Sequence[AttentionLayer], kv_heads: int) -> torch.Tensor | None:
-    """[L, 1, Hk, G, 1, 1], or None."""
+def _sinks(layers: Sequence[AttentionLayer], num_q_heads: int, kv_heads: int) -> torch.Tensor | None:
+    """[L, 1, Hk, G, 1, 1], or None. A layer with fewer heads has sinks of 0 behind its own."""
     if layers[0].sinks is None:
         return None
-    stacked = torch.stack([layer.sinks for layer in layers if layer.sinks is not None]).double().cpu()
+    found = [layer.sinks for layer in layers if layer.sinks is not None]
+    stacked = torch.stack([torch.nn.functional.pad(each, (0, num_q_heads - len(each))) for each in found])
+    stacked = stacked.double().cpu()
     return stacked.view(len(layers), 1, kv_heads, -1, 1, 1)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from cachetools import LRUCache, cached
 
+from ..cases.case import Case
 from ..cases.data import KEPT_BYTES, StepData, bytes_in, make_layers, make_step_data, numbers_of
 from ..cases.schedule import Schedule, Step
 from ..contract import AttentionLayer
@@ -92,7 +93,7 @@ def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given:
     sums = part_sums(case, data, attention, schedule.lse_dtype) if case.parts else None
     if sums:
         limit = merged_attention_limit(case, attention, limit, sums)
-    hidden, hidden_limit = _hidden(data, attention, limit)
+    hidden, hidden_limit = _hidden(case, data, attention, limit)
     if rows is not None:
         hidden, hidden_limit = hidden[rows], hidden_limit[rows]
     weights, sizes = _weights(attention)
@@ -138,11 +139,13 @@ def _double_weights(layers: int, width: int) -> tuple[Weights, Weights]:
     return weights, Weights(weights.out.abs(), weights.head.abs())
 
 
-def _hidden(data: StepData, attention: Attention, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _hidden(case: Case, data: StepData, attention: Attention, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     (weights, sizes), rows = _weights(attention), attention.out.flatten(2)
     hidden = data.hidden.double()
     for product in rows @ weights.out:
         hidden += product
-    total = linear_limit(limit.flatten(2), rows, sizes.out).sum(0)
+    summed = [each.layer.num_qo_heads * each.layer.head_dim for each in case.head_maps]
+    terms = torch.tensor(summed, dtype=torch.float64).view(-1, 1, 1) if summed else None
+    total = linear_limit(limit.flatten(2), rows, sizes.out, terms).sum(0)
     # Three float32 additions to a number of this size.
     return hidden, total + 3 * 2.0**-24 * hidden.abs()

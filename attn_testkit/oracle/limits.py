@@ -143,10 +143,13 @@ def row_limit(limit: torch.Tensor, dtype: str) -> torch.Tensor:
     return norm / 2 + (2 * _SMALLEST[dtype] + flushed)
 
 
-def linear_limit(limit: torch.Tensor, value: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+def linear_limit(
+    limit: torch.Tensor, value: torch.Tensor, sizes: torch.Tensor, terms: torch.Tensor | None = None
+) -> torch.Tensor:
     """Carry a limit through ``value @ W`` in float32: |W| times the limit, plus the product's own sums.
 
-    ``limit`` and ``value`` [..., T, K], ``sizes`` [..., K, N]: |W|; all float64 -> [..., T, N] float64.
+    ``limit`` and ``value`` [..., T, K], ``sizes`` [..., K, N]: |W|; all float64 -> [..., T, N] float64. ``terms``
+    [..., 1, 1]: of so many of the K numbers each sum is; None: of all.
     """
-    own = (value.shape[-1] + 2) * _FLOAT32
+    own = ((value.shape[-1] if terms is None else terms) + 2) * _FLOAT32
     return value.abs().mul_(own).add_(limit) @ sizes

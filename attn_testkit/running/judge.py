@@ -157,7 +157,8 @@ def step_inputs(schedule: Schedule, step: Step, claims: Capabilities) -> StepInp
         # They are in the pool already, and k and v are not to be looked at.
         slots, rows = slots[:0], rows[:, :, :0]
         data = replace(data, k=torch.full_like(data.k, torch.nan), v=torch.full_like(data.v, torch.nan))
-    packed = pack(data.q, data.k, data.v, mla=schedule.case.heads.family == "mla")
+    case = schedule.case
+    packed = pack(data.q, data.k, data.v, mla=case.heads.family == "mla", maps=case.head_maps)
     return StepInputs(data, packed, image, slots, rows)
 
 

@@ -16,8 +16,8 @@ from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, 
 class MaskLeftOver(FlashInferBackend):
     """Gives every wrapper the mask buffer, which is what selects the custom-mask mode (flashinfer #1028)."""
 
-    def _graph_wrapper(self, decode: bool, bs: int, masked: bool, group: int) -> Any:
-        return super()._graph_wrapper(decode, bs, masked=not decode, group=group)
+    def _graph_wrapper(self, decode: bool, bs: int, masked: bool, kind: LayerKind) -> Any:
+        return super()._graph_wrapper(decode, bs, masked=not decode, kind=kind)
 
 
 class SoftCapForgottenInPlan(FlashInferBackend):

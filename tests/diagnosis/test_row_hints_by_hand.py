@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_testkit.contract import ForwardMode
+from attn_testkit.contract import ForwardMode, HeadShape
 from attn_testkit.diagnosis.hints import keys, rows
 from attn_testkit.diagnosis.swapped_rows import SwappedRow
 
@@ -18,9 +18,9 @@ def request(new: int = 1, prefix: int = 9, topk: int = 0) -> Any:
 
 
 def case(**fields: Any) -> Any:
-    heads = {"q_heads": fields.pop("q_heads", 4), "kv_heads": fields.pop("kv_heads", 2)}
+    shape = HeadShape(fields.pop("q_heads", 4), fields.pop("kv_heads", 2), 32)
     values = {"mode": ForwardMode.DECODE, "width": 4, "page_size": 4, "data": "gauss", "layout": "shuffled", **fields}
-    return Of(heads=Of(**heads), **values)
+    return Of(head_shape=shape, rope_dim=0, head_maps=(), **values)
 
 
 def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None = None, **fields: Any) -> Any:  # noqa: B006
@@ -38,6 +38,7 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
         "attended": None,
         "before": None,
         "reads_foreign": False,
+        "wrong_shapes": [HeadShape(4, 2, 32)],
     }
     return Of(**{**values, **fields})
 
@@ -257,7 +258,7 @@ def finite(**bad: bool) -> Any:
     values[0, 0, 0, 1:] = not bad.get("part", True)
     if bad.get("whole"):
         values[0, 0, 0] = False
-    return Of(finite=values)
+    return Of(finite=values, exists=torch.ones_like(values))
 
 
 def test_a_part_of_a_head_that_is_nan_is_a_layout() -> None:
@@ -291,7 +292,7 @@ def test_a_part_of_a_head_that_is_nan_is_a_layout() -> None:
 )
 def test_heads_that_differ_say_how_heads_are_packed(q_heads: int, kv_heads: int, heads: Any, text: str) -> None:
     schedule = Of(case=case(q_heads=q_heads, kv_heads=kv_heads))
-    found = rows.some_heads(evidence([5], [0], schedule=schedule, attended=Of(heads=heads)))
+    found = rows.some_heads(evidence([5], [0], schedule=schedule, attended=Of(heads=heads, shape=None)))
     assert text in found
     assert bool(found) is bool(text)
     assert rows.some_heads(evidence([5], [0])) == ""
@@ -330,7 +331,7 @@ def test_a_tile_of_rows_begins_at_one_place_in_all_requests() -> None:
         found = evidence([40, 40], [0, 1], [request(24), request(24)], rows=flat, expected=Of(data=data))
         assert bool(rows.row_tile(found)) is said
     alone = evidence([40], [0], [request(24)], rows=list(range(8, 24)), expected=Of(data=data))
-    alone.schedule = Of(case=case(q_heads=2, kv_heads=2))
+    alone.wrong_shapes = [HeadShape(2, 2, 32)]
     assert rows.row_tile(alone).endswith("(tiles of 8)")
     nothing = evidence([40], [], [request(24)], expected=Of(data=data))
     assert rows.row_tile(nothing) == ""
@@ -351,7 +352,7 @@ def test_a_tile_of_rows_begins_at_one_place_in_all_requests() -> None:
 def test_dims_to_the_last_are_a_padded_head(first: int, last: int, data: str, said: bool) -> None:
     wrong = torch.zeros(1, 2, 2, 32, dtype=torch.bool)
     wrong[0, 1, 1, first:last] = True
-    judgement = Of(wrong=wrong, finite=torch.ones_like(wrong))
+    judgement = Of(wrong=wrong, finite=torch.ones_like(wrong), exists=torch.ones_like(wrong))
     found = rows.some_dims(evidence([5], [0], judgement=judgement, schedule=Of(case=case(data=data))))
     assert bool(found) is said
     if said:
@@ -362,12 +363,16 @@ def test_a_few_dims_say_nothing() -> None:
     for count, size in ((7, 23), (8, 24)):
         wrong = torch.zeros(1, 1, 1, size, dtype=torch.bool)
         wrong[..., 16:] = True
-        judgement = Of(wrong=wrong, finite=torch.ones_like(wrong))
-        assert bool(rows.some_dims(evidence([5], [0], judgement=judgement))) is (count == 8)
+        judgement = Of(wrong=wrong, finite=torch.ones_like(wrong), exists=torch.ones_like(wrong))
+        shapes = [HeadShape(4, 2, size)]
+        assert bool(rows.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=shapes))) is (count == 8)
+    assert rows.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=[])) == ""
+    two = [*shapes, HeadShape(4, 2, size // 2)]
+    assert rows.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=two)) == "", "of which head dim?"
     none = Of(wrong=torch.zeros(1, 1, 1, 32, dtype=torch.bool), finite=torch.ones(1, 1, 1, 32, dtype=torch.bool))
-    assert rows.some_dims(evidence([5], judgement=none)) == ""
-    nan = Of(wrong=wrong, finite=~wrong)
-    assert rows.some_dims(evidence([5], judgement=nan)) == "", "part of a head says so"
+    assert rows.some_dims(evidence([5], judgement=none, wrong_shapes=shapes)) == ""
+    nan = Of(wrong=wrong, finite=~wrong, exists=torch.ones_like(wrong))
+    assert rows.some_dims(evidence([5], judgement=nan, wrong_shapes=shapes)) == "", "part of a head says so"
 
 
 def test_a_length_from_which_on_replays_are_wrong() -> None:

@@ -212,7 +212,8 @@ def rows() -> torch.Tensor:
 
 
 def like(out: torch.Tensor, right: torch.Tensor) -> list[bool]:
-    found: list[bool] = _like(out, right, torch.full(SHAPE, LIMIT, dtype=torch.float64)).tolist()
+    there = torch.ones_like(right[:, :1], dtype=torch.bool)
+    found: list[bool] = _like(out, right, torch.full(SHAPE, LIMIT, dtype=torch.float64), there).tolist()
     return found
 
 

@@ -14,6 +14,7 @@ from .rows import (
     later_requests,
     length_threshold,
     only_padded,
+    other_shape,
     part_of_a_head,
     row_tile,
     rows_of_others,
@@ -27,6 +28,7 @@ __all__ = ["Evidence", "hints"]
 _PATTERNS: tuple[Callable[[Evidence], str], ...] = (
     rows_of_others,
     uneven_offsets,
+    other_shape,
     kept_from_before,
     length_threshold,
     part_of_a_head,

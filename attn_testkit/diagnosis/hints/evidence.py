@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...cases.schedule import Schedule, Step
 from ...checks import Judgement
 from ...checks.observation import Observation
+from ...contract import HeadShape
 from ...oracle.expect import Expected
 from ..attended_keys import AttendedKeys
 from ..swapped_rows import SwappedRow
@@ -57,6 +58,13 @@ class Evidence:
     def rows(self) -> list[int]:
         """Flat rows that are wrong, ascending."""
         return list(self.judgement.wrong_rows)
+
+    @property
+    def wrong_shapes(self) -> list[HeadShape]:
+        """Of the heads of layers that are wrong."""
+        layers = self.judgement.wrong.flatten(1).any(-1).nonzero().flatten().tolist()
+        case = self.schedule.case
+        return list(dict.fromkeys(case.head_maps[i].layer if case.head_maps else case.head_shape for i in layers))
 
     @property
     def before(self) -> Step | None:

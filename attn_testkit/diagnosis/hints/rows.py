@@ -13,6 +13,7 @@ __all__ = [
     "later_requests",
     "length_threshold",
     "only_padded",
+    "other_shape",
     "part_of_a_head",
     "row_tile",
     "rows_of_others",
@@ -130,7 +131,7 @@ def part_of_a_head(e: Evidence) -> str:
     bad = ~e.judgement.finite
     # An overflow gives Inf and NaN by the signs of the values.
     large = e.schedule.case.data in ("peaked", "negative", "cliff")
-    if not (bad.any(-1) & ~bad.all(-1)).any() or e.reads_foreign or large:
+    if not (bad.any(-1) & (~bad & e.judgement.exists).any(-1)).any() or e.reads_foreign or large:
         return ""
     return (
         "only a part of a head's values is NaN or Inf: written over after they were computed, or never: the layout of "
@@ -143,10 +144,10 @@ def some_heads(e: Evidence) -> str:
     heads = list(e.attended.heads) if e.attended else []
     if not heads:
         return ""
-    case = e.schedule.case
-    count, group = case.heads.q_heads, case.heads.q_heads // case.heads.kv_heads
+    count, kv_heads, _ = (e.attended and e.attended.shape) or e.schedule.case.head_shape
+    group = count // kv_heads
     which = f"only head{'s' if len(heads) > 1 else ''} {index_ranges(heads)} of {count}"
-    if group > 1 and {head // group for head in heads} != set(range(case.heads.kv_heads)) and len(heads) % group == 0:
+    if group > 1 and {head // group for head in heads} != set(range(kv_heads)) and len(heads) % group == 0:
         cause = "an offset or stride of KV heads, or the head mapping"
     elif group > 1:
         cause = "packing of grouped heads (rows x heads of a KV head as one tile), their head mapping, or their masks"
@@ -172,15 +173,32 @@ def row_tile(e: Evidence) -> str:
     start = min(starts, default=0)
     if len(starts) != 1 or start == 0 or start % 8:
         return ""
-    group = e.schedule.case.heads.q_heads // e.schedule.case.heads.kv_heads
+    groups = {shape.num_qo_heads // shape.num_kv_heads for shape in e.wrong_shapes}
+    group = groups.pop() if len(groups) == 1 else 1
     packed = f", or of {start * group} rows with the {group} heads of a KV head packed" if group > 1 else ""
     return f"rows from {start} on are wrong, those before are right: the second tile of rows (tiles of {start}{packed})"
+
+
+def other_shape(e: Evidence) -> str:
+    """Wrong are the layers whose heads are not those of the first, and no others."""
+    maps, found = e.schedule.case.head_maps, e.wrong_shapes
+    if not maps or found != [maps[1].layer]:
+        return ""
+    (heads, kv_heads, dim), (of_first, kv_of_first, dim_of_first) = found[0], maps[0].layer
+    return (
+        f"only layers of {heads} query and {kv_heads} KV heads of {dim} are wrong, and the first layer has {of_first} "
+        f"and {kv_of_first} of {dim_of_first}: a workspace, buffer, plan, stride, group or scale that is the first "
+        "layer's"
+    )
 
 
 def some_dims(e: Evidence) -> str:
     """A run of dims to the last, and the others right. One-hot values make a key of a dim, so there it says nothing."""
     dims = [int(dim) for dim in e.judgement.wrong.flatten(0, 2).any(0).nonzero().flatten()]
-    size = e.judgement.wrong.shape[-1]
+    widths = {shape.head_dim - e.schedule.case.rope_dim for shape in e.wrong_shapes}
+    if len(widths) != 1:
+        return ""
+    size = widths.pop()
     if e.schedule.case.data == "footprint" or not dims or dims[0] % 16 or dims[0] == 0 or part_of_a_head(e):
         return ""
     if len(dims) < 8 or size - dims[0] > len(dims) * 3 / 2:

@@ -1,0 +1,140 @@
+"""Layers that differ in head counts and head dims: which shapes they have by turns, and where their heads lie.
+
+Everything that holds numbers of all layers at once has one shape, the case's own: data, answers, limits, what was seen.
+A layer lies in it as a part, and what it lacks is zeros. Its query heads come first, and so do its dims. A KV head
+stands wherever query heads of the layer look for theirs, once or several times. So attention on the whole is attention
+on the parts, bit for bit: zeros add nothing to a product, and give nothing as values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import torch
+
+from ..contract import Capabilities, HeadShape
+
+__all__ = ["SHAPES_WORD", "HeadMap", "claimed_shapes", "read_shapes", "shapes_word", "wrong_with_shapes"]
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """Where the heads of a layer lie among those of its case."""
+
+    layer: HeadShape
+    case: HeadShape
+
+    @cached_property
+    def _kv_heads(self) -> list[int]:
+        """Of the layer: the first of the case's KV heads that holds each."""
+        each, of_case = (shape.num_qo_heads // shape.num_kv_heads for shape in (self.layer, self.case))
+        return [head * each // of_case for head in range(self.layer.num_kv_heads)]
+
+    @property
+    def _times(self) -> int:
+        """KV heads of the case that hold one of the layer."""
+        return self.case.num_kv_heads * self.layer.num_qo_heads // self.case.num_qo_heads // self.layer.num_kv_heads
+
+    def q_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """The layer's own of queries or outputs [..., Hq, D]: a view."""
+        return whole[..., : self.layer.num_qo_heads, : self.layer.head_dim]
+
+    def kv_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """The layer's own of keys or values [..., Hk, D]: a copy."""
+        return whole[..., self._kv_heads, : self.layer.head_dim]
+
+    def q_whole(self, part: torch.Tensor) -> torch.Tensor:
+        """[..., Hq, D] of the case, from queries or outputs of the layer."""
+        return self._in_zeros(part, self.case.num_qo_heads)
+
+    def kv_whole(self, part: torch.Tensor) -> torch.Tensor:
+        """[..., Hk, D] of the case, from keys or values of the layer."""
+        return self._in_zeros(part.repeat_interleave(self._times, -2), self.case.num_kv_heads)
+
+    def _in_zeros(self, part: torch.Tensor, heads: int) -> torch.Tensor:
+        whole = part.new_zeros(*part.shape[:-2], heads, self.case.head_dim)
+        whole[..., : part.shape[-2], : part.shape[-1]] = part
+        return whole
+
+
+def wrong_with_shapes(case: HeadShape, shapes: Sequence[HeadShape]) -> str:
+    """Why layers of these shapes do not lie in one of ``case``; empty if they do."""
+    if case.num_qo_heads != max(shape.num_qo_heads for shape in shapes):
+        return "the case has as many query heads as the layer with most of them"
+    if case.head_dim != max(shape.head_dim for shape in shapes):
+        return "the head dim of the case is the widest layer's"
+    ratios = [shape.num_qo_heads / shape.num_kv_heads for shape in shapes]
+    least = case.num_qo_heads // case.num_kv_heads
+    if least != min(ratios) or any(ratio % least for ratio in ratios):
+        return "the case's query heads for a KV head are the fewest of a layer, and the others' a multiple of them"
+    return ""
+
+
+_SHAPE = r"\d+x\d+d\d+"
+SHAPES_WORD = rf"(?:by({_SHAPE})\.({_SHAPE}))?"
+"""What follows the word of the layers: two groups, which match nothing where all layers have the case's shape."""
+
+
+def read_shapes(words: Sequence[str | None]) -> tuple[HeadShape, ...]:
+    """What the groups of ``SHAPES_WORD`` say."""
+    return tuple(HeadShape(*map(int, re.findall(r"\d+", word))) for word in words if word)
+
+
+def shapes_word(shapes: Sequence[HeadShape]) -> str:
+    """As a case id has it: ``by8x4d64.8x2d128``, query heads, KV heads and head dim."""
+    each = (f"{shape.num_qo_heads}x{shape.num_kv_heads}d{shape.head_dim}" for shape in shapes)
+    return f"by{'.'.join(each)}" if shapes else ""
+
+
+_KV_HEADS = (4, 2, 1)
+
+
+def claimed_shapes(claims: Capabilities) -> list[tuple[HeadShape, HeadShape]]:
+    """Pairs that layers may have by turns, none where all that is claimed is one shape.
+
+    The first layer has many KV heads and a narrow head dim, the other fewer and a wide one, as windowed and full layers
+    have; then the first has less of everything, as a draft's layers have.
+    """
+    dims = sorted(claims.head_dims)
+    narrow, wide = dims[0], dims[min(1, len(dims) - 1)]
+    # Where one has the fewest query heads for a KV head, and most of both, the case has its heads.
+    pairs = [
+        (a, b)
+        for a, b in product(_heads(claims), repeat=2)
+        if _ratio(b) % _ratio(a) == 0 and a[0] >= b[0] and a[1] >= b[1]
+    ]
+    found = [(HeadShape(*a, narrow), HeadShape(*b, wide)) for a, b in _cheapest(p for p in pairs if p[0][0] == p[1][0])]
+    found += [(HeadShape(*b, narrow), HeadShape(*a, wide)) for a, b in _cheapest(p for p in pairs if p[0][0] > p[1][0])]
+    found = [pair for pair in found if pair[0] != pair[1]]
+    # Where there is one pair alone, the other way round too.
+    return found if len(found) != 1 else [found[0], found[0][::-1]]
+
+
+_Heads = tuple[int, int]
+"""Query heads and KV heads."""
+
+
+def _ratio(heads: _Heads) -> int:
+    return heads[0] // heads[1]
+
+
+def _heads(claims: Capabilities) -> list[_Heads]:
+    """What is claimed, of few KV heads."""
+    found = [(kv, kv) for kv in _KV_HEADS if "mha" in claims.families]
+    groups = sorted(claims.gqa_ratios - {1})[:3]
+    family = {1: "mqa"}
+    return found + [(g * kv, kv) for g in groups for kv in _KV_HEADS if family.get(kv, "gqa") in claims.families]
+
+
+def _cheapest(pairs: Iterable[tuple[_Heads, _Heads]]) -> list[tuple[_Heads, _Heads]]:
+    """At most one: both with several query heads for each of several KV heads, KV heads that differ, few heads."""
+
+    def cost(pair: tuple[_Heads, _Heads]) -> tuple[int, int, int]:
+        plain = sum((_ratio(heads) == 1) + (heads[1] == 1) for heads in pair)
+        return plain, pair[0][1] == pair[1][1], pair[0][0] + pair[1][0]
+
+    return sorted(pairs, key=cost)[:1]
