@@ -1,0 +1,37 @@
+"""SGLang's attention backends, unchanged: ``sglang:triton`` and the others that ``NAMES`` lists.
+
+The server around them is the kit, in SGLang's words: its own KV pools (``pools``), a model runner with the attributes
+that backends read (``runner``), ``RadixAttention`` layers and ``ForwardBatch`` objects (``batches``). What each backend
+is said to be able to do, and where SGLang says so, is a table: ``claims``. Nothing of SGLang is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from attn_testkit.contract import AttentionBackend
+
+from .claims import CLAIMS, OF_SGLANG
+from .versions import CURRENT, supported
+
+__all__ = ["NAMES", "backend_class"]
+
+NAMES = tuple(CLAIMS)
+"""What may stand behind ``sglang:``."""
+_MODULES = {CURRENT: "current"}
+
+
+def backend_class(name: str) -> type[AttentionBackend]:
+    """The class that drives SGLang's backend of this name, in the version that is installed. Imports SGLang.
+
+    Raises ``LookupError``, which says what to do: for a name that no table here has, and where SGLang is not installed
+    or in a version that is not supported.
+    """
+    if name not in CLAIMS:
+        listed = ", ".join(f"sglang:{known}" for known in NAMES)
+        what = "which the kit does not drive" if name in OF_SGLANG else "which SGLang does not have"
+        raise LookupError(f"it names {name!r}, {what}; there are {listed}")
+    version = supported()
+    of_version = importlib.import_module(f"{__name__}.{_MODULES[version]}")
+    made: type[AttentionBackend] = of_version.make_backend(name, CLAIMS[name])
+    return made
