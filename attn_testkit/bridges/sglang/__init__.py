@@ -11,13 +11,14 @@ import importlib
 
 from attn_testkit.contract import AttentionBackend
 
-from .claims import CLAIMS, OF_SGLANG
+from .claims import CLAIMS, OF_SGLANG, OLDER_NAMES
 from .versions import CURRENT, supported
 
 __all__ = ["NAMES", "backend_class"]
 
 NAMES = tuple(CLAIMS)
 """What may stand behind ``sglang:``."""
+_NOT_DRIVEN = "which the kit does not drive"
 _MODULES = {CURRENT: "current"}
 
 
@@ -29,9 +30,16 @@ def backend_class(name: str) -> type[AttentionBackend]:
     """
     if name not in CLAIMS:
         listed = ", ".join(f"sglang:{known}" for known in NAMES)
-        what = "which the kit does not drive" if name in OF_SGLANG else "which SGLang does not have"
+        what = OLDER_NAMES.get(name) or (_NOT_DRIVEN if name in OF_SGLANG else "which SGLang does not have")
         raise LookupError(f"it names {name!r}, {what}; there are {listed}")
-    version = supported()
+    claims, version = CLAIMS[name], supported()
+    # Before SGLang's modules are imported, which ask what the machine has.
+    from . import fakes, imports
+
+    imports.prepare()
+    faked = bool(claims.fakes) and fakes.is_needed()
+    if faked:
+        fakes.put_in_place(claims.fakes)
     of_version = importlib.import_module(f"{__name__}.{_MODULES[version]}")
-    made: type[AttentionBackend] = of_version.make_backend(name, CLAIMS[name])
+    made: type[AttentionBackend] = of_version.make_backend(name, claims, "emulated" if faked else "real")
     return made

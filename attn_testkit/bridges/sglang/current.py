@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.runner_utils import capture_mode
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 from attn_testkit.contract import (
     AttentionBackend,
@@ -23,20 +27,10 @@ from attn_testkit.contract import (
     VerifyMask,
 )
 
-from . import imports
+from . import pools
+from .batches import captured_batch, eager_batch, replay_view
 from .claims import Claims
-
-imports.prepare()
-
-# SGLang is imported from here on.
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
-from sglang.srt.layers.radix_attention import RadixAttention  # noqa: E402
-from sglang.srt.model_executor.runner_utils import capture_mode  # noqa: E402
-from sglang.srt.speculative.draft_utils import DraftBackendFactory  # noqa: E402
-
-from . import pools  # noqa: E402
-from .batches import captured_batch, eager_batch, replay_view  # noqa: E402
-from .runner import make_runner  # noqa: E402
+from .runner import make_runner
 
 __all__ = ["SGLangBackend", "make_backend"]
 
@@ -57,6 +51,8 @@ class SGLangBackend(AttentionBackend):
 
     registered: ClassVar[str]
     """Name in ``ATTENTION_BACKENDS``."""
+    reads_back: ClassVar[bool] = True
+    """Whether models whose layers share KV may give None for both k and v."""
     rope_apart: ClassVar[bool] = False
     """MLA: whether SGLang's model gives this backend the rope columns of q and k beside the others."""
 
@@ -136,8 +132,7 @@ class SGLangBackend(AttentionBackend):
         spec = batch.spec_info
         real = self.draft.attn_backends[spec.step] if isinstance(spec, DraftDecodeInput) else self.real
         given: dict[str, Any] = {} if layer.sinks is None else {"sinks": layer.sinks}
-        # Models whose layers share KV give None for both: what is new is read back from the pool.
-        new_k, new_v = (k, v) if save_kv_cache else (None, None)
+        new_k, new_v = (k, v) if save_kv_cache else self._stored(layer, batch)
         if self.rope_apart:
             rank = layer.kv_lora_rank
             given["q_rope"], given["k_rope"] = q[..., rank:], None if new_k is None else new_k[..., rank:]
@@ -147,6 +142,13 @@ class SGLangBackend(AttentionBackend):
                 q, new_k, new_v, self.layers[layer.layer_id], self._forward(batch), save_kv_cache=save_kv_cache, **given
             )
         return out
+
+    def _stored(self, layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """k and v of rows that the pool holds already."""
+        if self.reads_back:
+            return None, None
+        keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
+        return keys[batch.out_cache_loc], values[batch.out_cache_loc]
 
     @property
     def _width(self) -> int:
@@ -203,13 +205,15 @@ def _layer(layer: AttentionLayer, kv_dtype: torch.dtype) -> Any:
     return made
 
 
-def make_backend(name: str, claims: Claims) -> type[AttentionBackend]:
-    """The class for one of the names of ``claims.CLAIMS``."""
+def make_backend(name: str, claims: Claims, kernels: str) -> type[AttentionBackend]:
+    """The class for one of the names of ``claims.CLAIMS``. ``kernels``: as ``AttentionBackend.kernels``."""
     words = {
         "__doc__": f"SGLang's backend {claims.registered!r}, unchanged.",
         "__module__": __name__,
         "registered": claims.registered,
         "capabilities": claims.capabilities,
+        "reads_back": claims.reads_back,
         "rope_apart": claims.rope_apart,
+        "kernels": kernels,
     }
     return type(f"SGLang_{name}", (SGLangBackend,), words)
