@@ -25,7 +25,7 @@ ONLY = {
     "graphs": set(),
     "results": set(),
     "backends": {"contract"},
-    "bridges": {"contract"},
+    "bridges": {"backends", "contract"},
     "examples": {"contract"},
     "cases": {"contract"},
     "calibrate": {"emulation", "results", "running"},

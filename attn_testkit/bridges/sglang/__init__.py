@@ -11,15 +11,15 @@ import importlib
 
 from attn_testkit.contract import AttentionBackend
 
-from .claims import CLAIMS, OF_SGLANG, OLDER_NAMES
-from .versions import CURRENT, supported
+from .claims import CLAIMS, CLAIMS_OF_OLDER, OF_SGLANG, OLDER_NAMES
+from .versions import CURRENT, OLDER, supported
 
 __all__ = ["NAMES", "backend_class"]
 
 NAMES = tuple(CLAIMS)
 """What may stand behind ``sglang:``."""
 _NOT_DRIVEN = "which the kit does not drive"
-_MODULES = {CURRENT: "current"}
+_MODULES = {CURRENT: "current", OLDER: "older"}
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
@@ -32,7 +32,11 @@ def backend_class(name: str) -> type[AttentionBackend]:
         listed = ", ".join(f"sglang:{known}" for known in NAMES)
         what = OLDER_NAMES.get(name) or (_NOT_DRIVEN if name in OF_SGLANG else "which SGLang does not have")
         raise LookupError(f"it names {name!r}, {what}; there are {listed}")
-    claims, version = CLAIMS[name], supported()
+    version = supported()
+    of_version = CLAIMS_OF_OLDER if version == OLDER else CLAIMS
+    if name not in of_version:
+        raise LookupError(f"of SGLang {version} the kit drives {', '.join(of_version)}; {name} it drives of {CURRENT}")
+    claims = of_version[name]
     # Before SGLang's modules are imported, which ask what the machine has.
     from . import fakes, imports
 
@@ -40,6 +44,6 @@ def backend_class(name: str) -> type[AttentionBackend]:
     faked = bool(claims.fakes) and fakes.is_needed()
     if faked:
         fakes.put_in_place(claims.fakes)
-    of_version = importlib.import_module(f"{__name__}.{_MODULES[version]}")
-    made: type[AttentionBackend] = of_version.make_backend(name, claims, "emulated" if faked else "real")
+    drives = importlib.import_module(f"{__name__}.{_MODULES[version]}")
+    made: type[AttentionBackend] = drives.make_backend(name, claims, "emulated" if faked else "real")
     return made

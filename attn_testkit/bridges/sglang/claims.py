@@ -13,7 +13,7 @@ from typing import Any
 
 from attn_testkit.contract import Capabilities, ForwardMode, Requires
 
-__all__ = ["CLAIMS", "OF_SGLANG", "OLDER_NAMES", "Claims", "Line"]
+__all__ = ["CLAIMS", "CLAIMS_OF_OLDER", "OF_SGLANG", "OLDER_NAMES", "Claims", "Line"]
 
 D, V, V1, V2, X, DD = (
     ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2,
@@ -263,6 +263,29 @@ CLAIMS: Mapping[str, Claims] = {
     ),
 }
 """Name behind ``sglang:`` -> what is claimed."""
+
+CLAIMS_OF_OLDER: Mapping[str, Claims] = {
+    "triton": Claims(
+        "triton",
+        (
+            Line("eager", {D, V, V1, V2}, f"{_TRITON}:TritonAttnBackend.init_forward_metadata"),
+            Line("graph", {D, V, V1, V2}, f"{_TRITON}:TritonAttnBackend.init_forward_metadata_replay_cuda_graph"),
+            Line("families", {"mha", "gqa", "mqa"}, f"{_TRITON}:TritonAttnBackend.__init__"),
+            Line("dtypes", {"fp16", "bf16"}, f"{_TRITON}:TritonAttnBackend.__init__"),
+            Line("head_dims", {64, 128}, f"{_TRITON}:TritonAttnBackend.__init__"),
+            Line("page_sizes", {1, 16, 64}, f"{_TRITON}:TritonAttnBackend.init_forward_metadata"),
+            Line("gqa_ratios", {2, 4, 8}, f"{_TRITON}:TritonAttnBackend.__init__"),
+            Line("max_q_rows", 16, f"{_TRITON}:TritonAttnBackend.init_cuda_graph_state"),
+            Line("max_topk", 4, f"{_TRITON}:TritonAttnBackend.init_cuda_graph_state"),
+            Line("logit_cap", True, f"{_TRITON}:logit_capping_mod"),
+            Line("sinks", True, f"{_TRITON}:TritonAttnBackend.forward_decode"),
+            # Its graph runners leave the width at -1 in draft-extends.
+            Line("takes_unset_width", True, f"{_TRITON}:TritonAttnBackend.init_forward_metadata_capture_cuda_graph"),
+            Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers"),
+        ),
+    ),
+}
+"""The same for 0.5.12.post1, and places in it."""
 
 OF_SGLANG = (
     "aiter", "ascend", "dsa", "dsv4", "fa4", "flashmla", "flex_attention", "hpc_ops", "intel_amx", "intel_xpu",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 
-__all__ = ["CURRENT", "supported"]
+__all__ = ["CURRENT", "OLDER", "supported"]
 
 CURRENT = "0.5.23"
+OLDER = "0.5.12.post1"
+"""The last release with a draft-extend v1 worker, and with the older pair of graph hooks."""
 
 _HOW = (
     "`bash ci/servers.sh` in a checkout of the kit makes an environment with {wanted}; then say "
@@ -23,9 +25,9 @@ def supported() -> str:
         found = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         raise LookupError(f"SGLang is not installed here; {_HOW.format(wanted=CURRENT)}") from None
-    if found != CURRENT:
+    if found not in (CURRENT, OLDER):
         raise LookupError(
-            f"SGLang {found} is installed; the kit drives {CURRENT}. What a backend reads of its server "
+            f"SGLang {found} is installed; the kit drives {CURRENT} and {OLDER}. What a backend reads of its server "
             f"changes with every release; {_HOW.format(wanted=CURRENT)}"
         )
     return found
