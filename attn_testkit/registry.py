@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .contract import AttentionBackend, Capabilities
 
 __all__ = [
+    "BRIDGES",
     "GROUP",
     "BackendInfo",
     "BackendNotFound",
@@ -40,6 +41,9 @@ __all__ = [
 
 GROUP = "attn_testkit.backends"
 """Entry-point group in which a distribution registers short names: ``triton = "pkg.module:Class"``."""
+
+BRIDGES: Mapping[str, str] = {"sglang": "attn_testkit.bridges.sglang"}
+"""Server -> module whose ``backend_class(name)`` gives that server's own backend: ``sglang:triton``."""
 
 
 class UsageError(Exception):
@@ -97,7 +101,7 @@ def unknown(what: str, word: str, known: Iterable[str]) -> str:
 
 
 def load_backend(spec: str) -> type[AttentionBackend]:
-    """The class that a short name or ``module:Class`` names.
+    """The class that a short name, ``module:Class`` or ``server:name`` names.
 
     Imports its module, and so torch. Raises ``BackendNotFound``, with one line that says what is wrong, when the name
     is unknown, the module does not import, or what it names is no backend.
@@ -107,6 +111,8 @@ def load_backend(spec: str) -> type[AttentionBackend]:
     module_name, _, class_path = spec.partition(":")
     if not module_name or not class_path:
         raise BackendNotFound(f"backend {spec!r} is incomplete; write module:Class")
+    if module_name in BRIDGES:
+        return checked_class(spec, _of_server(spec, BRIDGES[module_name], class_path))
     found: object = _import(spec, module_name)
     for name in class_path.split("."):
         found = _attribute(spec, found, name)
@@ -159,6 +165,18 @@ def _registered_spec(name: str) -> str:
             f"unknown backend {name!r}; a class is named module:Class, did you mean '{module_name}:{class_name}'?"
         )
     raise BackendNotFound(f"unknown backend {name!r}{did_you_mean(name, points) or known}")
+
+
+def _of_server(spec: str, bridge: str, name: str) -> object:
+    try:
+        found: object = _import(spec, bridge).backend_class(name)
+    except LookupError as error:
+        raise BackendNotFound(f"backend {spec!r}: {error.args[0]}") from error
+    except BackendNotFound:
+        raise
+    except Exception as error:
+        raise BackendNotFound(_import_failed(spec, bridge, error)) from error
+    return found
 
 
 def _import(spec: str, module_name: str) -> ModuleType:

@@ -25,6 +25,7 @@ ONLY = {
     "graphs": set(),
     "results": set(),
     "backends": {"contract"},
+    "bridges": {"backends", "contract"},
     "examples": {"contract"},
     "cases": {"contract"},
     "calibrate": {"emulation", "results", "running"},

@@ -111,7 +111,14 @@ def _replacements(module: Any) -> list[Replacement]:
         (module.tl, "range", _range_of(module, module.tl.range)),
         (core, "range", _range_of(module, core.range)),
         (module.tl, "static_print", _print_of(module, module.tl.static_print)),
+        *_dependent_launches(module),
     ]
+
+
+def _dependent_launches(module: Any) -> list[Replacement]:
+    """What kernels that may begin before the one ahead has ended say to the device: here each begins when it has."""
+    cuda = module.tl.extra.cuda
+    return [(cuda, name, lambda: None) for name in ("gdc_wait", "gdc_launch_dependents") if hasattr(cuda, name)]
 
 
 def _as_bool(handle: Any) -> bool:

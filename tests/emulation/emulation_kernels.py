@@ -13,6 +13,14 @@ def add(x, step, N: tl.constexpr):
 
 
 @triton.jit
+def add_early(x, step, N: tl.constexpr):
+    tl.extra.cuda.gdc_wait()
+    at = tl.arange(0, N)
+    tl.store(x + at, tl.load(x + at) + step)
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def add_blocked(x, step, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(x + at, tl.load(x + at) + step)

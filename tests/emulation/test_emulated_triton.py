@@ -49,6 +49,21 @@ def test_launches_and_torch_operations_keep_their_order(capture):
     assert x.tolist() == [7] * 8
 
 
+def test_a_kernel_that_may_begin_early_begins_when_the_one_before_it_has_ended(capture):
+    x = zeros()
+
+    def run():
+        kernels.add[(1,)](x, 1.0, N=8)
+        x.mul_(3)
+        kernels.add_early[(1,)](x, 1.0, N=8)
+
+    graph, _ = capture(run)
+    run()
+    assert x.tolist() == [4] * 8
+    graph.replay()
+    assert x.tolist() == [16] * 8
+
+
 def test_host_values_of_a_launch_are_frozen(capture):
     x, step, blocks = zeros(), [1.0], [2]
     graph, _ = capture(lambda: kernels.add_blocked[(blocks[0],)](x, step[0], BLOCK=4))

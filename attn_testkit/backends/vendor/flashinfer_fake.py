@@ -23,8 +23,10 @@ __all__ = [
     "BATCH_MLA_FA2",
     "BATCH_MLA_FA3",
     "BATCH_PREFILL",
+    "BATCH_RAGGED",
     "make_mla_wrapper",
     "make_paged_wrapper",
+    "make_ragged_wrapper",
     "merge_state",
 ]
 
@@ -35,6 +37,12 @@ BATCH_DECODE = EntryPoint(
 )
 BATCH_PREFILL = EntryPoint(
     "flashinfer.prefill:BatchPrefillWithPagedKVCacheWrapper", _SM80_AND_UP, f"{_HERE}:make_paged_wrapper", "flashinfer"
+)
+BATCH_RAGGED = EntryPoint(
+    "flashinfer.prefill:BatchPrefillWithRaggedKVCacheWrapper",
+    _SM80_AND_UP,
+    f"{_HERE}:make_ragged_wrapper",
+    "flashinfer",
 )
 _MLA = "flashinfer.mla:BatchMLAPagedAttentionWrapper"
 BATCH_MLA_FA2 = EntryPoint(_MLA, _SM80_AND_UP, f"{_HERE}:make_mla_wrapper", "flashinfer")
@@ -139,6 +147,29 @@ def _prefill_run(
     )  # fmt: skip
 
 
+def _ragged_run(
+    has_window: bool, has_cap: bool,
+    float_workspace: torch.Tensor, int_workspace: torch.Tensor, plan_info: list[int], q: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor | None, mask_mode: int, layout: int, window_left: int, enable_pdl: bool,
+    custom_mask: torch.Tensor | None, mask_indptr: torch.Tensor | None, alibi: torch.Tensor | None,
+    prefix_len: torch.Tensor | None, token_pos: torch.Tensor | None, max_item_len: torch.Tensor | None,
+    soft_cap: float, sm_scale: float, *others: Any,
+) -> None:  # fmt: skip
+    """Keys [S, Hk, D] one request behind the other: pages of one slot, in order."""
+    _int32("ragged_kv", qo_indptr, kv_indptr)
+    planned_q, planned_kv = _found(int_workspace, plan_info)
+    if layout == 1:
+        raise NotImplementedError("the fake of the ragged wrapper knows layout NHD, not HND")
+    _attend_pages(
+        q, k.unsqueeze(1), v.unsqueeze(1), qo_indptr, kv_indptr, torch.arange(len(k), device=q.device),
+        torch.ones_like(kv_indptr[1:]), out, lse, False, planned_q=planned_q, planned_kv=planned_kv,
+        window_left=window_left if has_window else -1, soft_cap=soft_cap if has_cap else 0.0, sm_scale=sm_scale,
+        round_to=q.dtype, causal=mask_mode == _CAUSAL,
+        mask=(custom_mask, mask_indptr) if mask_mode == _CUSTOM else None,
+    )  # fmt: skip
+
+
 def _attend_pages(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, qo_indptr: torch.Tensor, indptr: torch.Tensor,
     indices: torch.Tensor, last_page: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, heads_first: bool, *,
@@ -228,7 +259,9 @@ def _prefill_module(backend: str, *compiled_for: Any) -> Any:
     if backend != "fa2":
         raise NotImplementedError(f"the fake of the paged wrappers knows backend fa2, not {backend}")
     window, cap, _ = compiled_for[-3:]
-    return SimpleNamespace(plan=_prefill_plan, paged_run=functools.partial(_prefill_run, bool(window), bool(cap)))
+    compiled = bool(window), bool(cap)
+    paged_run, ragged_run = (functools.partial(run, *compiled) for run in (_prefill_run, _ragged_run))
+    return SimpleNamespace(plan=_prefill_plan, paged_run=paged_run, ragged_run=ragged_run)
 
 
 @functools.cache
@@ -270,18 +303,23 @@ def _compiled() -> dict[str, Any]:
     if torch.version.cuda is None:
         # The package compares the version of CUDA, and a CPU build of torch has none.
         found[f"{backends}._fa_common:is_sm90a_supported"] = _is_hopper
+        found["flashinfer.mla._batch_mla._auto_policy:is_sm90a_supported"] = _is_hopper
     return found
 
 
-def _planning_in_torch(original: Any, method: str) -> Any:
-    planned = getattr(original, method)
+def _planning_in_torch(original: Any, **more: Any) -> type:
+    """A class that is the package's, but for what its plans compile. ``more``: what else is faked in a plan."""
+    planned = original.plan
 
     @functools.wraps(planned)
     def plan(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with swapped(_compiled()):
+        with swapped({**_compiled(), **more}):
             return planned(self, *args, **kwargs)
 
-    return plan
+    names = {"plan": plan}
+    if getattr(original, "begin_forward", None) is planned:
+        names["begin_forward"] = plan  # its older name, which servers call
+    return type(f"Fake{original.__name__}", (original,), names)
 
 
 def merge_state(
@@ -298,9 +336,14 @@ def merge_state(
 
 def make_paged_wrapper(original: type) -> type:
     """A class that is FlashInfer's decode or prefill wrapper, planned onto torch."""
-    return type(f"Fake{original.__name__}", (original,), {"plan": _planning_in_torch(original, "plan")})
+    return _planning_in_torch(original)
+
+
+def make_ragged_wrapper(original: type) -> type:
+    """A class that is FlashInfer's ragged prefill wrapper, planned onto torch, as where its fa2 kernels are chosen."""
+    return _planning_in_torch(original, **{"flashinfer.prefill:determine_attention_backend": lambda *_, **__: "fa2"})
 
 
 def make_mla_wrapper(original: type) -> type:
     """A class that is FlashInfer's MLA wrapper, planned onto torch."""
-    return type(f"Fake{original.__name__}", (original,), {"plan": _planning_in_torch(original, "plan")})
+    return _planning_in_torch(original)

@@ -1,0 +1,219 @@
+"""A backend of SGLang 0.5.23 behind the kit's contract: hooks to hooks of the same name."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.runner_utils import capture_mode
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+from attn_testkit.contract import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    DraftDecodeInput,
+    ForwardBatch,
+    ForwardMode,
+    KVLayer,
+    KVPoolSpec,
+    TreeMaskMode,
+    VerifyMask,
+)
+
+from . import pools
+from .batches import captured_batch, eager_batch, replay_view
+from .claims import Claims
+from .runner import make_runner
+
+__all__ = ["SGLangBackend", "make_backend"]
+
+
+@dataclass
+class _Kept:
+    """SGLang's batches for a batch of the kit, kept with it: all layers are given one object."""
+
+    captured: bool
+    planned: Any = None
+    forward_of: weakref.ref[ForwardBatch] | None = None
+    forward: Any = None
+    """Of the forward of a draft that is under way."""
+
+
+class SGLangBackend(AttentionBackend):
+    """The kit's contract on one side, on the other an object that SGLang's registry made."""
+
+    registered: ClassVar[str]
+    """Name in ``ATTENTION_BACKENDS``."""
+    reads_back: ClassVar[bool] = True
+    """Whether models whose layers share KV may give None for both k and v."""
+    rope_apart: ClassVar[bool] = False
+    """MLA: whether SGLang's model gives this backend the rope columns of q and k beside the others."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.runner = make_runner(self.registered, context)
+        self.real: Any = None
+        """What SGLang's registry made."""
+        self.draft: Any = None
+        """The same for draft-decode: a draft worker has a backend of several steps beside its other one."""
+        if context.modes - {ForwardMode.DRAFT_DECODE}:
+            self.real = ATTENTION_BACKENDS[self.registered](self.runner)
+        if ForwardMode.DRAFT_DECODE in context.modes:
+            branches, steps = context.draft_branches, context.speculative_num_steps
+            self.draft = DraftBackendFactory(self.runner, branches, steps).create_decode_backend()
+        self.layers = {layer.layer_id: _layer(layer, context.kv_pool.dtype) for layer in context.layers}
+
+    @classmethod
+    def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
+        """SGLang's own pool."""
+        return pools.lay_out(spec)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Hand on."""
+        self._planned_by(batch).init_forward_metadata(self._plan(batch))
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Hand on."""
+        for each in (self.real, self.draft):
+            if each is not None:
+                each.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Hand on a batch of SGLang's, or at a replay the view that its graph runners make."""
+        real = self._planned_by(batch)
+        if not in_capture:
+            # Nothing of a view is kept: it is gone when the graph has run.
+            real.init_forward_metadata_out_graph(replay_view(batch, self._width, self.runner))
+            return
+        batch.extras[_KEPT] = _Kept(captured=True)
+        with _capturing(batch):
+            real.init_forward_metadata_out_graph(self._plan(batch), in_capture=True)
+
+    def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
+        """SGLang's hook of another name."""
+        real = self._planned_by(batch)
+        if hasattr(real, "on_after_cuda_graph_warmup"):
+            real.on_after_cuda_graph_warmup()
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """Hand on. A draft is planned as a whole: its steps have nothing left to plan."""
+        if not isinstance(batch.spec_info, DraftDecodeInput):
+            with _capturing(batch):
+                self.real.init_forward_metadata_in_graph(self._plan(batch))
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """What the backend says."""
+        first = self.draft.attn_backends[0] if self.real is None else self.real
+        return int(first.get_cuda_graph_seq_len_fill_value())
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """The backend's own buffer, where it has one."""
+        own = None if self.real is None else self.real.verify_mask
+        return own and VerifyMask(own.buffer, TreeMaskMode(int(own.mode)), own.max_bs, own.is_read)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Hand on, as SGLang's models call it."""
+        spec = batch.spec_info
+        real = self.draft.attn_backends[spec.step] if isinstance(spec, DraftDecodeInput) else self.real
+        given: dict[str, Any] = {} if layer.sinks is None else {"sinks": layer.sinks}
+        new_k, new_v = (k, v) if save_kv_cache else self._stored(layer, batch)
+        if self.rope_apart:
+            rank = layer.kv_lora_rank
+            given["q_rope"], given["k_rope"] = q[..., rank:], None if new_k is None else new_k[..., rank:]
+            q, new_k = q[..., :rank], None if new_k is None else new_k[..., :rank]
+        with _capturing(batch):
+            out: torch.Tensor = real.forward(
+                q, new_k, new_v, self.layers[layer.layer_id], self._forward(batch), save_kv_cache=save_kv_cache, **given
+            )
+        return out
+
+    def _stored(self, layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """k and v of rows that the pool holds already."""
+        if self.reads_back:
+            return None, None
+        keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
+        return keys[batch.out_cache_loc], values[batch.out_cache_loc]
+
+    @property
+    def _width(self) -> int:
+        """Rows a request in verify and draft-extend v2."""
+        return self.context.num_draft_tokens
+
+    def _planned_by(self, batch: ForwardBatch) -> Any:
+        return self.draft if batch.forward_mode.is_draft_decode() else self.real
+
+    def _plan(self, batch: ForwardBatch) -> Any:
+        """SGLang's batch for a batch that is planned, made once."""
+        kept = batch.extras.setdefault(_KEPT, _Kept(captured=False))
+        assert isinstance(kept, _Kept)
+        if kept.planned is None:
+            make = captured_batch if kept.captured else eager_batch
+            kept.planned = make(batch, self._width, self.runner)
+        return kept.planned
+
+    def _forward(self, batch: ForwardBatch) -> Any:
+        """SGLang's batch for a forward: the planned one, but in a draft, whose forwards have slots of their own."""
+        if not isinstance(batch.spec_info, DraftDecodeInput):
+            return self._plan(batch)
+        kept = batch.extras[_KEPT]
+        assert isinstance(kept, _Kept)
+        if kept.forward_of is None or kept.forward_of() is not batch:
+            make = captured_batch if kept.captured else eager_batch
+            kept.forward, kept.forward_of = make(batch, self._width, self.runner, forward=True), weakref.ref(batch)
+        return kept.forward
+
+
+_KEPT = "sglang"
+"""Key of ``ForwardBatch.extras``."""
+
+
+@contextlib.contextmanager
+def _capturing(batch: ForwardBatch) -> Iterator[None]:
+    """SGLang's flag of the process, which its graph runners set from the first warm-up to the end of a capture."""
+    kept, before = batch.extras.get(_KEPT), capture_mode.is_capture_mode
+    capture_mode.is_capture_mode = isinstance(kept, _Kept) and kept.captured
+    try:
+        yield
+    finally:
+        capture_mode.is_capture_mode = before
+
+
+def _layer(layer: AttentionLayer, kv_dtype: torch.dtype) -> Any:
+    made = RadixAttention(
+        layer.tp_q_head_num, layer.head_dim, layer.scaling, layer.tp_k_head_num, layer.layer_id,
+        logit_cap=layer.logit_cap, v_head_dim=layer.v_head_dim, sliding_window_size=layer.sliding_window_size,
+    )  # fmt: skip
+    if kv_dtype.itemsize == 1:
+        made.k_scale, made.v_scale = torch.tensor(layer.k_scale), torch.tensor(layer.v_scale)
+        made.k_scale_float, made.v_scale_float = layer.k_scale, layer.v_scale
+    return made
+
+
+def make_backend(name: str, claims: Claims, kernels: str) -> type[AttentionBackend]:
+    """The class for one of the names of ``claims.CLAIMS``. ``kernels``: as ``AttentionBackend.kernels``."""
+    words = {
+        "__doc__": f"SGLang's backend {claims.registered!r}, unchanged.",
+        "__module__": __name__,
+        "registered": claims.registered,
+        "capabilities": claims.capabilities,
+        "reads_back": claims.reads_back,
+        "rope_apart": claims.rope_apart,
+        "kernels": kernels,
+    }
+    return type(f"SGLang_{name}", (SGLangBackend,), words)

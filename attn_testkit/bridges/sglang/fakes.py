@@ -1,0 +1,86 @@
+"""Where there is no GPU: the kit's fakes of FlashInfer, in the place where SGLang's modules look for FlashInfer.
+
+SGLang's Python is all SGLang's. Its modules are imported as where FlashInfer can be used, and what they then find in
+the package's namespaces are fakes that compute in torch. Results say so: ``kernels`` is ``emulated``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+
+from attn_testkit.backends.flashinfer_parts import MERGE_STATE
+from attn_testkit.backends.vendor.flashinfer_fake import BATCH_DECODE, BATCH_MLA_FA2, BATCH_PREFILL, BATCH_RAGGED
+from attn_testkit.backends.vendor.provider import EntryPoint, device_is_real, fake_of, swapped
+from attn_testkit.backends.vendor.trtllm_fake import DECODE_XQA
+
+__all__ = ["SETS", "FakeSet", "is_needed", "put_in_place"]
+
+
+@dataclass(frozen=True)
+class FakeSet:
+    """What stands in for a package in one of SGLang's backends."""
+
+    modules: tuple[str, ...]
+    """Of SGLang, below ``sglang.srt.layers.attention``: those that import the package."""
+    names: Mapping[str, EntryPoint]
+    """``module:name`` in the package, as SGLang looks it up -> what is put there."""
+    platform: Mapping[str, bool] = field(default_factory=dict)
+    """What SGLang is told of the machine: the device that the fakes stand in for."""
+
+
+_WRAPPERS = MappingProxyType(
+    {
+        "flashinfer:BatchDecodeWithPagedKVCacheWrapper": BATCH_DECODE,
+        "flashinfer:BatchPrefillWithPagedKVCacheWrapper": BATCH_PREFILL,
+        "flashinfer:BatchPrefillWithRaggedKVCacheWrapper": BATCH_RAGGED,
+        "flashinfer:BatchMLAPagedAttentionWrapper": BATCH_MLA_FA2,
+        "flashinfer.cascade:merge_state": MERGE_STATE,
+    }
+)
+_OF_WRAPPERS = ("flashinfer_backend", "flashinfer_mla_backend")
+
+SETS: Mapping[str, FakeSet] = {
+    "wrappers": FakeSet(_OF_WRAPPERS, _WRAPPERS),
+    "xqa": FakeSet(
+        (*_OF_WRAPPERS, "trtllm_mla_backend", "trtllm_mha_backend"),
+        {**_WRAPPERS, "flashinfer.decode:trtllm_batch_decode_with_kv_cache": DECODE_XQA},
+        {"is_sm90": True},
+    ),
+}
+"""Name -> set. ``claims.Claims.fakes`` says which."""
+_ATTENTION = "sglang.srt.layers.attention"
+
+
+def is_needed() -> bool:
+    """Whether no GPU is here."""
+    return not device_is_real(torch.device("cuda"))
+
+
+def put_in_place(name: str) -> None:
+    """Import SGLang's modules over the fakes of a set. To be said before anything else imports them.
+
+    Raises ``RuntimeError`` where one was imported already: it would have found no package.
+    """
+    chosen = SETS[name]
+    imported = [module for module in chosen.modules if f"{_ATTENTION}.{module}" in sys.modules]
+    if imported:
+        raise RuntimeError(f"SGLang's {', '.join(imported)} imported before the fakes of FlashInfer were put in place")
+    fakes = {path: fake_of(entry) for path, entry in chosen.names.items()}
+    utils = importlib.import_module("sglang.srt.utils")
+    with swapped({**fakes, f"{utils.__name__}:is_flashinfer_available": lambda: True}):
+        for module in chosen.modules:
+            importlib.import_module(f"{_ATTENTION}.{module}")
+    # Some are looked up at each call.
+    for path, fake in fakes.items():
+        module, _, attribute = path.partition(":")
+        setattr(importlib.import_module(module), attribute, fake)
+    if chosen.platform:
+        from sglang.srt.runtime_context import override_platform
+
+        override_platform(**chosen.platform).install()

@@ -1,0 +1,44 @@
+"""SGLang's own KV pools, in memory of their own: what the kit is told of them is where each layer's rows lie."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+from attn_testkit.contract import KVLayer, KVPool, KVPoolSpec
+
+__all__ = ["lay_out", "pool_of"]
+
+_made: weakref.WeakKeyDictionary[KVLayer, Any] = weakref.WeakKeyDictionary()
+"""First layer that was laid out -> the pool. The kit keeps the very object for as long as its pool lives."""
+
+
+def lay_out(spec: KVPoolSpec) -> Sequence[KVLayer]:
+    """Construct SGLang's pool of this size. ``AttentionBackend.lay_out_kv_pool`` of every backend of the bridge."""
+    first = spec.layers[0]
+    common: dict[str, Any] = {
+        "size": (spec.pages - 1) * spec.page_size, "page_size": spec.page_size, "dtype": spec.dtype,
+        "layer_num": len(spec.layers), "device": spec.device.type, "enable_memory_saver": False,
+        "start_layer": first.layer_id, "end_layer": first.layer_id + len(spec.layers) - 1,
+    }  # fmt: skip
+    if first.is_mla:
+        rope = first.head_dim - first.kv_lora_rank
+        pool = MLATokenToKVPool(kv_lora_rank=first.kv_lora_rank, qk_rope_head_dim=rope, **common)
+        rows = [KVLayer(buffer.view(spec.dtype), buffer=buffer) for buffer in pool.kv_buffer]
+    else:
+        pool = MHATokenToKVPool(
+            head_num=first.tp_k_head_num, head_dim=first.head_dim, v_head_dim=first.v_head_dim,
+            enable_alt_stream=False, **common,
+        )  # fmt: skip
+        both = zip(pool.k_buffer, pool.v_buffer, strict=True)
+        rows = [KVLayer(keys.view(spec.dtype), values.view(spec.dtype)) for keys, values in both]
+    _made[rows[0]] = pool
+    return rows
+
+
+def pool_of(pool: KVPool) -> Any:
+    """SGLang's pool behind the kit's, which it laid out."""
+    return _made[next(iter(pool.memory.values()))]

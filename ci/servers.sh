@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Makes environments that have the kit and one server, for --backend sglang:NAME. Without a GPU, and quick when they are there.
+#
+#   ci/servers.sh                      every one of ci/servers/: build/servers/sglang-0.5.23, ...
+#   ci/servers.sh sglang-0.5.23        that one
+#   build/servers/sglang-0.5.23/bin/attn-testkit run --backend sglang:triton --device cpu
+#
+#   PYTHON=python3.12     the interpreter that they are made with
+#   ATTN_TORCH_INDEX=URL  take torch from this package index, such as torch's own of CPU builds
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python="${PYTHON:-python3}"
+torch_index="${ATTN_TORCH_INDEX:-}"
+
+names=("$@")
+if [[ ${#names[@]} -eq 0 ]]; then
+  for pins in ci/servers/*.txt; do names+=("$(basename "$pins" .txt)"); done
+fi
+
+for name in "${names[@]}"; do
+  pins="ci/servers/$name.txt" env="build/servers/$name"
+  [[ -f "$pins" ]] || { echo "ci/servers.sh: there is no $pins; there are: $(cd ci/servers && echo *.txt)" >&2; exit 4; }
+  # An environment that was moved runs somebody else's code: its place belongs to what is wanted.
+  wanted="$(pwd) $("$python" --version) $({ cat ci/constraints.txt ci/vendor.txt "$pins" pyproject.toml; echo "$torch_index"; } | sha256sum)"
+  [[ -f "$env/ready" && "$(cat "$env/ready")" == "$wanted" ]] && continue
+  echo "ci/servers.sh: installing into $env" >&2
+  "$python" -m venv --clear "$env"
+  pip=("$env/bin/python" -m pip --quiet --disable-pip-version-check install)
+  "${pip[@]}" -c ci/constraints.txt setuptools
+  "${pip[@]}" -c ci/constraints.txt ${torch_index:+--no-deps --index-url "$torch_index"} torch
+  "$env/bin/python" -c 'import importlib.metadata as m; m.version("triton")' 2> /dev/null ||
+    "${pip[@]}" -c ci/constraints.txt 'triton<=3.9.0'
+  "${pip[@]}" -c ci/constraints.txt --no-build-isolation -e .
+  "${pip[@]}" --no-deps -r ci/vendor.txt
+  # The server says that it needs a CUDA build of torch and kernels that nothing here can run: what it imports is pinned.
+  "${pip[@]}" --no-deps -r "$pins"
+  echo "$wanted" > "$env/ready"
+done

@@ -1,0 +1,108 @@
+"""Naming a backend of SGLang: what is said where it is missing, old, or misspelt. None of this needs SGLang."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attn_testkit.bridges.sglang import NAMES
+from attn_testkit.bridges.sglang.claims import CLAIMS, OF_SGLANG
+from attn_testkit.bridges.sglang.versions import CURRENT
+from attn_testkit.contract import Capabilities
+from attn_testkit.registry import BRIDGES, BackendNotFound, load_backend
+
+
+def _installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    def found(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+
+
+def test_without_sglang_the_message_is_the_command_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, None)
+    with pytest.raises(BackendNotFound) as raised:
+        load_backend("sglang:triton")
+    said = str(raised.value)
+    assert said.startswith("backend 'sglang:triton': SGLang is not installed here; `bash ci/servers.sh`")
+    assert f"build/servers/sglang-{CURRENT}/bin/attn-testkit run --backend sglang:triton" in said
+    assert "importing" not in said
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", f"{CURRENT}.post1", "0.5.12"])
+def test_a_version_that_nobody_tried_is_refused_with_those_that_are_supported(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    _installed(monkeypatch, version)
+    with pytest.raises(BackendNotFound, match=f"SGLang {version} is installed; the kit drives .*{CURRENT}"):
+        load_backend("sglang:triton")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("flex_attention", "which the kit does not drive"), ("tritn", "which SGLang does not have")]
+)
+def test_another_name_is_answered_with_all_there_are(name: str, why: str) -> None:
+    with pytest.raises(BackendNotFound) as raised:
+        load_backend(f"sglang:{name}")
+    assert str(raised.value) == (
+        f"backend 'sglang:{name}': it names {name!r}, {why}; there are "
+        + ", ".join(f"sglang:{known}" for known in NAMES)
+    )
+
+
+def test_a_name_is_asked_for_before_sglang_is() -> None:
+    """A typing mistake is not answered with an installation."""
+    with pytest.raises(BackendNotFound, match="there are sglang:"):
+        load_backend("sglang:no_such_backend")
+
+
+def test_a_server_without_a_name_is_incomplete() -> None:
+    with pytest.raises(BackendNotFound, match="backend 'sglang:' is incomplete"):
+        load_backend("sglang:")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_claims_are_capabilities_and_each_is_made_once(name: str) -> None:
+    claims = CLAIMS[name]
+    fields = [line.claim for line in claims.lines]
+    assert len(fields) == len(set(fields))
+    made = claims.capabilities
+    assert isinstance(made, Capabilities)
+    assert made.kv_layouts == {"own"}, "SGLang's pools lay themselves out"
+    assert made.graph <= made.eager
+
+
+def test_no_name_is_both_driven_and_left_out() -> None:
+    assert not set(OF_SGLANG) & {claims.registered for claims in CLAIMS.values()}
+
+
+@pytest.mark.parametrize("bridge", BRIDGES.values())
+def test_importing_a_bridge_imports_no_server(bridge: str) -> None:
+    code = f"import sys, {bridge}; print([name for name in {list(BRIDGES)!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"
+
+
+LINES = [(name, line) for name, claims in CLAIMS.items() for line in claims.lines]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed: ci/servers.sh")
+@pytest.mark.parametrize(("name", "line"), LINES, ids=[f"{name}-{line.claim}" for name, line in LINES])
+def test_the_place_that_a_claim_rests_on_is_there(name: str, line: object) -> None:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    file, _, path = line.place.partition(":")  # type: ignore[attr-defined]
+    found: ast.AST = ast.parse((Path(spec.origin).parent / "srt" / file).read_text())
+    for part in path.split("."):
+        inside = [node for node in ast.iter_child_nodes(found) if getattr(node, "name", "") == part]
+        assert inside, f"{file} has no {path}"
+        found = inside[0]
