@@ -55,6 +55,7 @@ CHECK_IDS = (
     "matches-oracle",
     "finite",
     "output-written",
+    "keys-counted-once",
     "log-sum-exp",
     "mode-outputs",
     "reads-own-kv",

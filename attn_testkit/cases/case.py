@@ -17,7 +17,7 @@ from .head_shapes import HeadMap, wrong_with_shapes
 from .layers import LAYERS_WORD, PERIOD, Layers, read_layers
 from .trees import Tree, chain
 
-__all__ = ["DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "WAYS", "Case", "Heads", "parse_case"]
+__all__ = ["CODES", "DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "WAYS", "Case", "Heads", "parse_case"]
 
 LAYOUTS = ("contiguous", "shuffled", "interleaved", "reversed", "shared")
 """How a request's tokens lie in the KV pool. ``reversed``: pages descend inside a request (non-monotonic slots).
@@ -26,6 +26,8 @@ DATA = ("gauss", "shifted", "peaked", "negative", "mean", "footprint", "cliff")
 """Data patterns; see ``cases/patterns.py``."""
 EXTREME_DATA = ("saturated", "swamped")
 """Those of a few cases alone, which show nothing but what they are for: see ``cases/extremes.py``."""
+CODES = "codes"
+"""That of a few cases too, which count keys: see ``cases/code_cases.py``."""
 PADDINGS = ("prod", "nan", "stale", "small")
 """What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
 WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "far", "noncausal")
@@ -86,7 +88,7 @@ class Case:
     layout: str = "shuffled"
     """One of ``LAYOUTS``."""
     data: str = "gauss"
-    """One of ``DATA`` or ``EXTREME_DATA``."""
+    """One of ``DATA`` or ``EXTREME_DATA``, or ``CODES``."""
     rope_dim: int = 0
     """MLA: width of the part of a key that is no value. 0 elsewhere."""
     kv_dtype: str = "same"
@@ -339,7 +341,7 @@ _WORDS: tuple[_Word, ...] = (
     (r"chunks(\d+)", lambda m: {"chunks": int(m[1])}),
     (r"n(\d+)a([\d.x]+)", lambda m: {"width": int(m[1]), "new": _unnumbers(m[2])}),
     ("|".join(LAYOUTS), lambda m: {"layout": m[0]}),
-    ("|".join((*DATA, *EXTREME_DATA)), lambda m: {"data": m[0]}),
+    ("|".join((*DATA, *EXTREME_DATA, CODES)), lambda m: {"data": m[0]}),
     (r"kvfp8e4m3", lambda m: {"kv_dtype": "fp8_e4m3"}),
     ("|".join(_KV_LAYOUTS), lambda m: {"kv_layout": _KV_LAYOUTS[m[0]]}),
     (r"w(\d+)(one|same)?", lambda m: {"window": int(m[1]), "layer_windows": m[2] or "any"}),
@@ -372,7 +374,10 @@ def parse_case(case_id: str) -> Case:
     for word in case_id[len(mode) + 1 :].split("-"):
         found = next(((m, read) for p, read in _WORDS if (m := re.fullmatch(p, word))), None)
         if found is None:
-            known = (*LAYOUTS, *DATA, *EXTREME_DATA, *_KV_LAYOUTS, *WAYS, "fp16", "bf16", "fp32", "sink", "usualscale")
+            known = (
+                *LAYOUTS, *DATA, *EXTREME_DATA, CODES, *_KV_LAYOUTS, *WAYS,
+                "fp16", "bf16", "fp32", "sink", "usualscale",
+            )  # fmt: skip
             close = difflib.get_close_matches(word, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"case id {case_id!r}: cannot read {word!r}{hint}")

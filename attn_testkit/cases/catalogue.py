@@ -19,6 +19,7 @@ from covertable.sorters import hash as by_hash
 from ..contract import Capabilities, ForwardMode
 from .as_claimed import as_claimed
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
+from .code_cases import code_cases
 from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
@@ -401,6 +402,7 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from extreme_cases(claims, base)
         yield from layer_cases(claims, base)
         yield from one_head_cases(claims, base)
+    yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))
 

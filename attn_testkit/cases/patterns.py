@@ -17,6 +17,10 @@ Patterns
                    stores NaN.
     ``swamped``    equal weights, and a value at either end of a request that is 50,000 times as large as those between:
                    sums of 16 bits lose thousands of small terms, one by one.
+    ``codes``      Q = 0, so all keys of a row weigh the same, and every key has a code of +1 and -1 for a value: a
+                   walk along the keys that stays within ``CODE_BOUND`` in each channel. Values of any run of keys
+                   nearly cancel, so outputs and their rounding are of the size of one key of n, not of 1; and the
+                   output says how often each key was counted (``checks/key_counts.py``).
 """
 
 from __future__ import annotations
@@ -29,9 +33,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["BANK_SIZE", "draw", "mark_keys", "marked_keys", "normals", "probe_values"]
+__all__ = ["BANK_SIZE", "CODE_BOUND", "balanced_codes", "draw", "mark_keys", "marked_keys", "normals", "probe_values"]
 
 BANK_SIZE = 1 << 20
+CODE_BOUND = 8
+"""Codes of neighbouring keys sum to no more than twice this, in any channel. A power of two."""
 _STRIDE = 7
 
 
@@ -121,6 +127,26 @@ def _swamped(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Draw
     return torch.zeros(q), torch.zeros(k), values
 
 
+def _codes(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    return torch.zeros(q), normals(k, rng), balanced_codes(v, rng)
+
+
+def balanced_codes(shape: _Shape, rng: np.random.Generator) -> torch.Tensor:
+    """Float32 of +1 and -1. Along the third dimension they are the steps of a walk from 0 that turns at the bound.
+
+    A walk with mirrors is a free walk folded at them, so that there is no loop over keys.
+    """
+    layers, requests, keys, *rest = shape
+    count = layers * requests * math.prod(rest)
+    bits = np.unpackbits(np.frombuffer(rng.bytes(-(-keys * count // 8)), np.uint8), count=keys * count)
+    steps = bits.view(np.int8).reshape(keys, count) * np.int8(2) - np.int8(1)
+    # In 8 bits: the fold repeats every 4 * CODE_BOUND, which divides 256.
+    free = np.cumsum(steps, axis=0, dtype=np.int8)
+    walk = np.abs(((free - CODE_BOUND) & (4 * CODE_BOUND - 1)) - 2 * CODE_BOUND) - CODE_BOUND
+    codes = torch.from_numpy(np.diff(walk, axis=0, prepend=np.int8(0)))
+    return codes.view(keys, layers, requests, *rest).permute(1, 2, 0, *range(3, len(shape))).float()
+
+
 _MAKERS: dict[str, _Maker] = {
     "gauss": _gauss,
     "shifted": _shifted,
@@ -131,6 +157,7 @@ _MAKERS: dict[str, _Maker] = {
     "cliff": _cliff,
     "saturated": _saturated,
     "swamped": _swamped,
+    "codes": _codes,
 }
 
 

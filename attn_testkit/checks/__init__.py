@@ -7,18 +7,18 @@ from collections.abc import Collection, Mapping
 from ..cases.case import Case
 from ..contract import Capabilities, Execution
 from . import claims as _claims
-from . import failures, graphs, log_sum_exp, lossless, memory, numeric, outputs, sameness, state
+from . import counted_once, failures, graphs, log_sum_exp, lossless, memory, numeric, outputs, sameness, state
 from .check import Check, Stage
 from .judgement import Judgement
 
 __all__ = ["CHECKS", "NUMERIC", "REPORTED_INSTEAD", "Check", "Judgement", "Stage", "judged"]
 
-_KINDS = (failures, numeric, log_sum_exp, outputs, memory, graphs, state, _claims, sameness, lossless)
+_KINDS = (failures, numeric, counted_once, log_sum_exp, outputs, memory, graphs, state, _claims, sameness, lossless)
 
 CHECKS: Mapping[str, Check] = {check.id: check for kind in _KINDS for check in kind.CHECKS}
 """By id, in the order in which they are worth reading."""
 
-NUMERIC = ("output-written", "finite", "matches-oracle")
+NUMERIC = ("output-written", "finite", "matches-oracle", "keys-counted-once")
 """Ids of the checks of attention outputs: what diagnosis explains, and what silences what follows from them."""
 
 REPORTED_INSTEAD = (

@@ -10,6 +10,7 @@ import torch
 
 from ..oracle.expect import Expected
 from .describe import requests_wrong
+from .key_counts import key_ratio
 from .observation import Observation
 
 __all__ = ["BITS", "Judgement", "Ratios", "Worst", "place_of_max"]
@@ -95,20 +96,35 @@ class Judgement:
         return Ratios(by_element.nan_to_num_(torch.inf, torch.inf), by_row.nan_to_num_(torch.inf, torch.inf))
 
     @cached_property
+    def key_ratio(self) -> torch.Tensor:
+        """[L, T, Hq] float64: how far the count of any KV token is from what it should be, over half a token.
+
+        Of codes alone; 0 for other data, and in rows with NaN or Inf.
+        """
+        if self.expected.key_sum is None:
+            return torch.zeros_like(self.ratios.row)
+        return key_ratio(self.out, self.expected, self.observed.step.lens)
+
+    @cached_property
     def margin(self) -> float:
         """Largest error / limit of the attention outputs: up to 1 is right, NaN is infinity. 0 without rows."""
-        return max((float(part.max()) for part in self.ratios if part.numel()), default=0.0)
+        return max((float(part.max()) for part in (*self.ratios, self.key_ratio) if part.numel()), default=0.0)
 
     @property
     def right(self) -> bool:
-        """Every element and every row is written, finite and within its limit. Poison is NaN, and NaN is out of it."""
+        """Every element and every row is written, finite and within its limit, and of codes every KV token counted as
+        often as it should be. Poison is NaN, and NaN is out of its limit.
+        """
         return self.margin <= 1
 
     @cached_property
     def wrong(self) -> torch.Tensor:
-        """[L, T, Hq, Dv] bool: elements out of their limit, NaN included, and whole rows whose norm alone is."""
+        """[L, T, Hq, Dv] bool: elements out of their limit, NaN included, and whole rows whose norm alone is, or whose
+        count of a KV token.
+        """
         wrong = self.ratios.element > 1
-        return wrong | (((self.ratios.row > 1) & ~wrong.any(-1))[..., None] & self.exists)
+        lost = ((self.ratios.row > 1) | (self.key_ratio > 1)) & ~wrong.any(-1)
+        return wrong | (lost[..., None] & self.exists)
 
     @cached_property
     def wrong_rows(self) -> tuple[int, ...]:
@@ -166,7 +182,9 @@ class Judgement:
         for bad in (self.unwritten, ~self.finite):
             if bad.any():
                 return int(bad.nonzero()[0][1])
-        return None if self.worst is None else self.worst.row
+        if self.worst is not None:
+            return self.worst.row
+        return None if self.right else place_of_max(self.key_ratio)[1]
 
 
 def place_of_max(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from .check import Check, Stage
 from .describe import number, row_name, spread_text, times
 from .judgement import Judgement
 
-__all__ = ["CHECKS", "finite", "matches_oracle", "output_written"]
+__all__ = ["CHECKS", "finite", "matches_oracle", "output_written", "spread"]
 
 
 def output_written(judgement: Judgement) -> list[Finding]:
@@ -24,7 +24,7 @@ def output_written(judgement: Judgement) -> list[Finding]:
             "output-written",
             f"request {int(data.row_request[row])} has output that was never written",
             where=f"out[{judgement.name(layer)}, {row_name(data, row)}, head {head}, dim {dim}] still holds the poison",
-            spread=_spread(judgement),
+            spread=spread(judgement),
             step=judgement.observed.label,
         )
     ]
@@ -45,7 +45,7 @@ def finite(judgement: Judgement) -> list[Finding]:
             f"request {int(data.row_request[row])} has {got} in its output",
             where=f"out[{judgement.name(layer)}, {row_name(data, row)}, head {head}, dim {dim}] = {got}, "
             f"want {number(float(judgement.expected.attention[at]))}",
-            spread=_spread(judgement),
+            spread=spread(judgement),
             step=judgement.observed.label,
         )
     ]
@@ -65,14 +65,14 @@ def matches_oracle(judgement: Judgement) -> list[Finding]:
             where=f"out[{judgement.name(layer)}, {row_name(expected.data, row)}, head {head}, dim {dim}] = "
             f"{number(float(judgement.out[at]))}, want {number(float(expected.attention[at]))} "
             f"(limit {number(float(expected.attention_limit[at]))})",
-            spread=_spread(judgement),
+            spread=spread(judgement),
             step=judgement.observed.label,
         )
     ]
 
 
-def _spread(judgement: Judgement) -> str:
-    """Of everything that is wrong, whichever check reports it: what is called right is right."""
+def spread(judgement: Judgement) -> str:
+    """How far everything spreads that is wrong, whichever check reports it: what is called right is right."""
     wrong = judgement.wrong
     layers = [i for i in range(wrong.shape[0]) if wrong[i].any()]
     shown = wrong.any(0)

@@ -17,6 +17,7 @@ _ORDER = (
     "output-written",
     "finite",
     "matches-oracle",
+    "keys-counted-once",
     "graph-matches-eager",
     "mode-outputs",
     "inputs-unchanged",

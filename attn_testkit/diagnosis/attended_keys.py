@@ -1,4 +1,8 @@
-"""Asking a backend which KV tokens it attended to: with Q = K = 0 all weigh the same, and one-hot values name them."""
+"""Asking a backend which KV tokens it attended to: with Q = K = 0 all weigh the same, and one-hot values name them.
+
+Each run names as many KV tokens as a head has values. Of longer requests codes name all in one run, as long as few are
+wrong (``checks/miscounts.py``).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..cases.case import CODES
 from ..cases.data import make_layers
 from ..cases.places import PLACES, place_pattern
 from ..cases.schedule import Schedule, Step
 from ..checks import Judgement
+from ..checks.miscounts import Miscount, Miscounts, find_miscounts
 from ..contract import HeadShape
 from ..oracle.attention import windowed
-from ..oracle.expect import Expected
+from ..oracle.expect import Expected, expect
 from .rerun import Rerunner
 
 __all__ = ["AttendedKeys", "find_attended", "ranges"]
@@ -54,6 +60,8 @@ class AttendedKeys:
     """Of the layer that was asked; what lies before it cannot show."""
     shape: HeadShape | None = None
     """Of that layer's heads."""
+    of_others: tuple[Miscount, ...] = ()
+    """Runs of KV tokens of other requests that it attended to, where they are known."""
 
     @property
     def right(self) -> bool:
@@ -90,7 +98,9 @@ class AttendedKeys:
             text += f" ({ranges(self.not_asked)} not asked about)"
         if self.doubled:
             text += f"; KV tokens {ranges(sorted(self.doubled))} counted more than once"
-        for place, weight in self.elsewhere.items():
+        for run in self.of_others:
+            text += f"; it attended to KV tokens {ranges(range(run.first, run.last + 1))} of request {run.request}"
+        for place, weight in self.elsewhere.items() if not self.of_others else ():
             text += f"; {100 * weight:.0f}% of its weight went to {PLACES[place]}"
         if not self.normalised:
             text += f"; its weights sum to {self.total:.3g}"
@@ -120,7 +130,8 @@ def find_attended(
     found: AttendedKeys | None = None
     for asked in _requests_to_ask(judgement):
         place = _place_to_ask(schedule, judgement, asked)
-        answer = _attended_at(rerunner, schedule, judgement, place, in_graph)
+        answer = _counted_at(rerunner, schedule, judgement, place, in_graph)
+        answer = answer or _attended_at(rerunner, schedule, judgement, place, in_graph)
         if answer is not None and not answer.right:
             return answer
         found = found or answer
@@ -135,6 +146,53 @@ def _requests_to_ask(judgement: Judgement) -> list[int]:
     headline = int(data.row_request[row])
     several = [i for i in judgement.wrong_requests if int(data.visible[i].any(0).sum()) > 2]
     return list(dict.fromkeys([headline, *several[:1]] if headline in several or not several else several[:1]))
+
+
+def _counted_at(
+    rerunner: Rerunner, schedule: Schedule, judgement: Judgement, place: tuple[int, int, int], in_graph: bool
+) -> AttendedKeys | None:
+    """By the counts of all KV tokens, in a case of codes or where a request is longer than probes reach.
+
+    None where it is not, where too many counts are wrong for codes to say which, and where they are all right.
+    """
+    _, flat, _ = place
+    case, step, counted = schedule.case, judgement.observed.step, judgement
+    if case.data != CODES:
+        length = step.lens[int(judgement.expected.data.row_request[flat])]
+        if -(-length // case.head_dim) <= _MAX_PASSES:
+            return None
+        asked = _ask(rerunner, schedule, step, CODES, expect(schedule, step, CODES), in_graph=in_graph)
+        if asked is None:
+            return None
+        counted = asked
+    found = find_miscounts(counted, flat)
+    return None if found is None or not found.runs else _of_miscounts(counted, schedule, found, flat)
+
+
+def _of_miscounts(judgement: Judgement, schedule: Schedule, found: Miscounts, flat: int) -> AttendedKeys:
+    def keys(runs: Sequence[Miscount]) -> frozenset[int]:
+        return frozenset(key for run in runs for key in range(run.first, run.last + 1))
+
+    wanted = frozenset(found.visible.nonzero().flatten().tolist())
+    length = len(found.visible)
+    others, every = (sum(run.length * run.extra for run in runs) for runs in (found.of_others, found.runs))
+    total = len(wanted) + every
+    astray = judgement.wrong[found.layer, flat].any(-1)
+    return AttendedKeys(
+        request=found.request,
+        row=found.row,
+        used=wanted - keys(found.left_out) | keys(found.unseen),
+        wanted=wanted,
+        doubled=keys(found.repeated),
+        looked_at=frozenset(range(length)),
+        length=length,
+        elsewhere={"others": others / total} if others else {},
+        total=None,
+        head=int(astray.nonzero()[0]),
+        heads=() if astray.all() else tuple(astray.nonzero().flatten().tolist()),
+        window=make_layers(schedule.case)[found.layer].sliding_window_size,
+        of_others=found.of_others,
+    )
 
 
 def _attended_at(

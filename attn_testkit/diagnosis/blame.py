@@ -78,6 +78,8 @@ def explain_numeric(
     )
 
 
+_OF_NUMBERS = ("matches-oracle", "keys-counted-once")
+"""Ids of checks whose findings are about finite values."""
 _MOST_HINTS = 3
 """Lines of a hint: the first ones say most."""
 
@@ -144,7 +146,7 @@ def _with_other_fill(
     observed, first = judgement.observed, judgement
     if not observed.replay and not judgement.unwritten.any() and eager is not None:
         first = eager
-    if finding.check == "matches-oracle" and not first.unwritten.any():
+    if finding.check in _OF_NUMBERS and not first.unwritten.any():
         return finding, ""
     if observed.replay:
         answer = rerunner.graph(schedule, fill=OTHER_FILL)
@@ -156,7 +158,7 @@ def _with_other_fill(
     unwritten = output_written(first)
     if unwritten and _left_alone(first, again, OTHER_FILL):
         return replace(unwritten[0], step=finding.step), ""
-    if finding.check == "matches-oracle":
+    if finding.check in _OF_NUMBERS:
         return finding, ""
     computed = replace(
         finding,

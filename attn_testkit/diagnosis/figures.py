@@ -19,9 +19,9 @@ _MOST = 1e9
 
 
 def error_map(judgement: Judgement) -> ErrorMap:
-    """Error over limit of each row and head, the largest over layers and dims."""
+    """Error over limit of each row and head, the largest over layers, dims and counts of KV tokens."""
     by_element, by_row = judgement.ratios
-    ratios = torch.maximum(by_element.amax(-1), by_row).amax(0)
+    ratios = torch.stack([by_element.amax(-1), by_row, judgement.key_ratio]).amax((0, 1))
     rows, heads = ratios.shape
     cells = _largest_of_neighbours(_largest_of_neighbours(ratios).T).T
     each = -(-rows // _MOST_CELLS)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..cases.case import CODES
 from ..cases.data import StepData
 from ..cases.schedule import Schedule, Step
 from ..checks import Judgement
@@ -21,7 +22,7 @@ __all__ = ["SwappedRow", "find_swapped"]
 
 _MOST_ROWS = 12
 """Wrong rows that are compared."""
-_SAME_QUERIES, _OTHER_PATTERN = ("mean", "negative"), "gauss"
+_SAME_QUERIES, _OTHER_PATTERN = ("mean", "negative", CODES), "gauss"
 """Data in which a row's result does not depend on its query, so that a row before it looks like a shorter length; and
 data to ask with instead."""
 

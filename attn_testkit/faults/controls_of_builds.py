@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 from typing_extensions import override
 
-from ..contract import ForwardBatch
+from ..contract import BackendContext, ForwardBatch
 from .builds import (
     BatchInvariantBackend,
     CascadeBackend,
@@ -144,3 +144,24 @@ class ContextToTheLastToken(DenseBackend):
         gqa_ratios={2, 3, 24},
         max_q_rows=40,
     )
+
+
+@control("partial-results-in-the-models-dtype")
+class PartialResultsInTheModelsDtype(PlannedBackend):
+    """Results of many splits are rounded to the model's dtype before they are merged (FlashInfer's split decode)."""
+
+    capabilities = _LEAN.with_changes(
+        graph={"decode"}, eager={"decode", "target-verify", "extend"}, dtypes={"bf16", "fp16"}
+    )
+    most_splits = 96
+
+    def __init__(self, context: BackendContext) -> None:
+        self.max_splits = min(self.most_splits, context.max_context_len)
+        super().__init__(context)
+
+    @override
+    def partials(
+        self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        super().partials(logits, seen, values, acc, lse)
+        acc.copy_(acc.to(self.context.dtype))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 from cachetools import LRUCache, cached
 
-from ..cases.case import Case
+from ..cases.case import CODES, Case
 from ..cases.data import KEPT_BYTES, StepData, bytes_in, make_layers, make_step_data, numbers_of
 from ..cases.schedule import Schedule, Step
 from ..contract import AttentionLayer
 from ..model import Weights, make_weights
 from .attention import Attention, attend
-from .limits import attention_limit, linear_limit, row_limit
+from .limits import attention_limit, key_factor, linear_limit, row_limit
 from .new_rows import as_given
 from .parts import merged_attention_limit, part_sums
 
@@ -44,6 +44,12 @@ class _Answer:
     """[L, T, P, Hq]: natural, of each part of a case with parts (``oracle/parts.py``)."""
     lse_limit: torch.Tensor | None
     """[L, T, P, Hq]."""
+    key_sum: torch.Tensor | None
+    """[L, T, Hq]: of codes, where every key has the weight 1, the sum of a row's weights: its keys, and a sink's share.
+    None for other data."""
+    key_factor: torch.Tensor | None
+    """[L, T, Hq]: of codes, the part by which all weights of a row may be off alike (``limits.key_factor``); NaN: its
+    keys cannot be counted. None for other data."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +71,7 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
 
 def expect_of(schedule: Schedule, data: StepData) -> Expected:
     """The answer for numbers of any origin: hidden states and logits of every row."""
-    return Expected(**vars(_of(schedule, data, None, given=False)), data=data)
+    return Expected(**vars(replace(_of(schedule, data, None, given=False), key_sum=None, key_factor=None)), data=data)
 
 
 def _asked(schedule: Schedule, step: Step, pattern: str | None) -> tuple[object, ...]:
@@ -77,13 +83,14 @@ def _asked(schedule: Schedule, step: Step, pattern: str | None) -> tuple[object,
 def _answer(schedule: Schedule, step: Step, pattern: str | None) -> _Answer:
     if not step.requests:
         first = vars(_answer(schedule, schedule.steps[0], pattern))
-        layered = {"attention", "attention_limit", "row_limit", "lse", "lse_limit"}
+        layered = {"attention", "attention_limit", "row_limit", "lse", "lse_limit", "key_sum", "key_factor"}
         given = {name: every for name, every in first.items() if every is not None}
         none = {name: every[:, :0] if name in layered else every[:0] for name, every in given.items()}
         return _Answer(**{**first, **none})
     rows = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1) if schedule.case.mode.is_ragged() else None
     data = make_step_data(schedule, step, pattern)
-    return _of(schedule, data, rows, given=schedule.new_rows_as_given and not step.stored)
+    answer = _of(schedule, data, rows, given=schedule.new_rows_as_given and not step.stored)
+    return answer if (pattern or schedule.case.data) == CODES else replace(answer, key_sum=None, key_factor=None)
 
 
 def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given: bool) -> _Answer:
@@ -107,6 +114,8 @@ def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given:
         logits_limit=linear_limit(hidden_limit, hidden, sizes.head),
         lse=sums[0] if sums else None,
         lse_limit=sums[1] if sums else None,
+        key_sum=attention.lse.exp(),
+        key_factor=key_factor(attention, case.dtype, schedule.matmul_dtype),
     )
 
 

@@ -25,11 +25,13 @@ from __future__ import annotations
 
 import torch
 
+from ..cases.patterns import CODE_BOUND
 from .attention import Attention
 
 __all__ = [
     "UNIT_ROUNDOFF",
     "attention_limit",
+    "key_factor",
     "linear_limit",
     "lse_limit",
     "merged_limit",
@@ -77,6 +79,18 @@ def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model
         assert attention.flat is not None
         limit.add_(attention.mass, alpha=2 * UNIT_ROUNDOFF["fp8_e4m3"]).add_(attention.flat, alpha=2 * _FP8_ABSOLUTE)
     return limit
+
+
+def key_factor(attention: Attention, dtype: str, matmul_dtype: str = "model") -> torch.Tensor:
+    """[L, T, Hq] float64: of logits that are all 0, the part by which rounding may change all weights alike.
+
+    A kernel whose running maximum knows the sink rounds a weight of exp(-sink). NaN where that takes more than one part
+    in twice ``CODE_BOUND``: what is left of a key may then be less than half of it.
+    """
+    narrow = matmul_dtype == "fp8_e4m3"
+    absolute = _FP8_ABSOLUTE if narrow else {"fp16": _FP16_ABSOLUTE}.get(dtype, 0.0)
+    lost = absolute * attention.top.exp()
+    return (lost + UNIT_ROUNDOFF["fp8_e4m3" if narrow else dtype]).masked_fill_(lost > 1 / (2 * CODE_BOUND), torch.nan)
 
 
 def lse_limit(attention: Attention, dtype: str, lse_dtype: str = "fp32") -> torch.Tensor:

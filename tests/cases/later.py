@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from attn_testkit.cases.case import EXTREME_DATA, Case, Heads
+from attn_testkit.cases.case import CODES, EXTREME_DATA, Case, Heads
 from attn_testkit.cases.layers import Layers
 
 
 def came_later(case: Case) -> bool:
-    numbers = case.data in EXTREME_DATA or bool(case.parts)
+    numbers = case.data in (*EXTREME_DATA, CODES) or bool(case.parts)
     model = case.layers != Layers() or case.heads == Heads("mha", 1, 1)
     return numbers or model or case.kv_layout != "nhd" or bool(case.way)

@@ -41,8 +41,9 @@ def core(mode: ForwardMode, **changes: object) -> tuple[Case, ...]:
 
 
 def picked(mode: ForwardMode, tier: str = "core", **changes: object) -> tuple[Case, ...]:
-    """Without the small cases: what the covering array and the list of named cases have."""
-    with mock.patch.object(catalogue, "small_cases", return_value=()):
+    """Without the small cases and those of codes: what the covering array and the list of named cases have."""
+    left_out = {"small_cases": mock.Mock(return_value=()), "code_cases": mock.Mock(return_value=())}
+    with mock.patch.multiple(catalogue, **left_out):
         cases: tuple[Case, ...] = generate.__wrapped__(claims(**changes), mode, tier)
     return cases
 

@@ -34,6 +34,7 @@ def test_ids_are_those_that_records_and_known_failures_name() -> None:
         "matches-oracle",
         "finite",
         "output-written",
+        "keys-counted-once",
         "log-sum-exp",
         "mode-outputs",
         "reads-own-kv",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace as Of
@@ -11,7 +12,7 @@ import pytest
 import torch
 from wrong_steps import observed, v1, wrong_at
 
-from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.case import CODES, parse_case
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation
@@ -26,6 +27,7 @@ from attn_testkit.diagnosis.attended_keys import (
 )
 from attn_testkit.diagnosis.hints import Evidence
 from attn_testkit.diagnosis.rerun import Rerunner
+from attn_testkit.oracle.expect import expect
 
 DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9.40-shuffled-gauss{}-b4prod"
 Weights = Callable[[int, int, int], float]
@@ -53,6 +55,13 @@ class Backend:
     def _answer(self, pattern: str) -> Observation:
         step, dim = self.schedule.steps[0], self.schedule.case.head_dim
         out = torch.zeros(2, step.bs, 4, dim)
+        if pattern == CODES:
+            values = expect(self.schedule, step, CODES).data.values
+            for request, head in itertools.product(range(step.bs), range(4)):
+                weights = [self.weights(request, key, head) for key in range(step.lens[request])]
+                mine = values[:, request, : len(weights), head // 2]
+                out[:, request, head] = torch.einsum("s,lsd->ld", torch.tensor(weights).double(), mine)
+            return observed(self.schedule, out)
         kind, request, rest = pattern.split(".")
         for head in range(4):
             if kind == "place":
@@ -170,6 +179,30 @@ def test_long_requests_are_asked_at_both_ends() -> None:
     )
     exact = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k9.191-shuffled-gauss-b2prod"))
     assert found(wrong_at(exact, (0, 1, 0)), Backend(exact, even(exact.steps[0].lens))).not_asked == []
+
+
+LONG = "decode-gqa2x2-d32-fp32-p4-k9.300-shuffled-gauss-b2prod"
+
+
+def test_of_a_long_request_codes_name_the_few_tokens_that_are_wrong_in_one_run() -> None:
+    schedule = make_schedule(parse_case(LONG))
+    lens = schedule.steps[0].lens
+    backend = Backend(schedule, lambda request, key, head: 0.0 if key in (150, 151) else 1 / (lens[request] - 2))
+    told = found(wrong_at(schedule, (0, 1, 0)), backend)
+    assert [pattern for _, pattern, _ in backend.asked] == [CODES]
+    assert told.text == "request 1 attended to KV tokens 0..149, 152..300, expected 0..300"
+    assert (told.not_asked, told.head, told.heads, told.right) == ([], 0, (), False)
+
+
+def test_what_codes_cannot_name_is_asked_token_by_token() -> None:
+    schedule = make_schedule(parse_case(LONG))
+    lens = schedule.steps[0].lens
+    # As if every other token had twice its weight.
+    backend = Backend(schedule, lambda request, key, head: (key % 2) * 2 / lens[request])
+    told = found(wrong_at(schedule, (0, 1, 0)), backend)
+    assert len(backend.asked) > 6
+    assert 1 in told.used
+    assert 2 not in told.used
 
 
 @pytest.mark.parametrize(

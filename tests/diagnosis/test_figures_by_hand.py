@@ -21,15 +21,19 @@ def judged(element: torch.Tensor, row: torch.Tensor | None = None, requests: lis
     rows = element.shape[1]
     row = torch.zeros(element.shape[:3]) if row is None else row
     data = SimpleNamespace(row_request=torch.tensor(list(range(rows)) if requests is None else requests))
-    return SimpleNamespace(ratios=Ratios(element.double(), row.double()), expected=SimpleNamespace(data=data))
+    ratios, keys = Ratios(element.double(), row.double()), torch.zeros(element.shape[:3], dtype=torch.float64)
+    return SimpleNamespace(ratios=ratios, key_ratio=keys, expected=SimpleNamespace(data=data))
 
 
 def test_a_cell_is_the_largest_ratio_of_a_row_and_head_over_layers_and_dims_and_of_its_norm():
     element, row = torch.zeros(2, 3, 2, 4), torch.zeros(2, 3, 2)
     element[0, 0, 1, 3], element[1, 0, 1, 0] = 2.0, 1.5
     row[1, 2, 0] = 1.25
-    found = error_map(judged(element, row, [0, 0, 5]))
-    assert found.ratios == ((0.0, 2.0), (0.0, 0.0), (1.25, 0.0))
+    step = judged(element, row, [0, 0, 5])
+    assert error_map(step).ratios == ((0.0, 2.0), (0.0, 0.0), (1.25, 0.0))
+    step.key_ratio[1, 1, 1] = 1.75
+    found = error_map(step)
+    assert found.ratios == ((0.0, 2.0), (0.0, 1.75), (1.25, 0.0)), "counts of KV tokens have a limit too"
     assert (found.requests, found.rows, found.heads) == ((0, 0, 5), 3, 2)
 
 

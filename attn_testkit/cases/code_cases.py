@@ -1,0 +1,55 @@
+"""Cases of codes: every key of long rows is counted, whatever mode, window, sink or dtype of the KV pool it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..contract import Capabilities, ForwardMode
+from .case import CODES, Case
+
+__all__ = ["code_cases"]
+
+_LENS = (4097, 300, 33)
+"""No multiple of a tile or of a page; others are there to be read from by mistake."""
+_FEW_LENS = (1025, 33)
+_MLA_LENS = (1025, 300, 33)
+"""576 numbers a key: the longer ones are for ``full``."""
+_MANY_LENS = (66_001, 1500, 33)
+"""Beyond 16 bits. A case of ``full``: with ordinary values nobody sees one key of so many."""
+_OPTIONS_LENS = (1500, 70, 9)
+_WINDOW = 700
+_PAGE, _DIM = 16, 128
+"""As servers have them, where they are claimed: splits begin at pages, and a code has as many channels as a value."""
+
+
+def code_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with few heads and rows."""
+    dtype = min(claims.dtypes)  # bf16 first, whose rounding is coarsest
+    page = min(claims.page_sizes, key=lambda size: abs(size - _PAGE))
+    dim = max((dim for dim in claims.head_dims if dim <= _DIM), default=small.head_dim)
+    plain = replace(small, data=CODES, dtype=dtype, page_size=page)
+    if small.heads.family != "mla":
+        plain = replace(plain, head_dim=dim)
+    if tier == "smoke":
+        if small.mode is ForwardMode.DECODE:
+            yield _of(plain, _FEW_LENS)
+        return
+    mla = small.heads.family == "mla"
+    yield _of(plain, _MLA_LENS if mla else _LENS)
+    windowed = small.mode in claims.sliding_window and (small.topk < 2 or claims.window_in_trees)
+    yield replace(
+        _of(plain, _OPTIONS_LENS),
+        dtype=max(claims.dtypes - {"fp32"}, default=dtype),
+        window=_WINDOW if windowed else -1,
+        logit_cap=1.5 if claims.logit_cap else 0.0,
+        sinks=claims.sinks,
+        kv_dtype=min(claims.kv_dtypes),
+    )
+    if tier == "full":
+        yield from [_of(plain, _LENS)] * mla
+        yield _of(plain, _MANY_LENS)
+
+
+def _of(case: Case, lens: tuple[int, ...]) -> Case:
+    return replace(case, prefixes=lens, new=case.new[:1] * len(lens), bucket=len(lens) + 1)

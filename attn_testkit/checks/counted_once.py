@@ -1,0 +1,92 @@
+"""The check of counts: every KV token of a row is attended to exactly once, at any length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..cases.case import CODES
+from ..results import Finding
+from .check import Check, Stage
+from .describe import row_name
+from .judgement import Judgement, place_of_max
+from .key_counts import HALF_A_KEY
+from .miscounts import Miscount, Miscounts, find_miscounts
+from .numeric import spread
+
+__all__ = ["CHECKS", "counted_once", "miscounts_text"]
+
+
+def counted_once(judgement: Judgement) -> list[Finding]:
+    """No count of a KV token is off by half of one, where every element and row is within its limit."""
+    if judgement.right or judgement.worst is not None or not judgement.all_finite:
+        return []
+    data, ratios = judgement.expected.data, judgement.key_ratio
+    layer, row, head = place_of_max(ratios)
+    found = find_miscounts(judgement, row)
+    off = HALF_A_KEY * float(ratios[layer, row, head])
+    return [
+        Finding(
+            "keys-counted-once",
+            f"request {int(data.row_request[row])}: {miscounts_text(found)}",
+            where=f"out[{judgement.name(layer)}, {row_name(data, row)}, head {head}]: "
+            f"the count of a KV token is off by {off:.2f} (limit {HALF_A_KEY})",
+            spread=spread(judgement),
+            step=judgement.observed.label,
+        )
+    ]
+
+
+def miscounts_text(found: Miscounts | None) -> str:
+    """``KV token 31234 was left out``, ``KV token 77 of request 3 was read instead of KV token 500``."""
+    if found is None:
+        return "many KV tokens are counted wrong, or with other weights"
+    gone, others = found.left_out, found.of_others
+    exchanged = len(gone) == len(others) == 1 and gone[0].length == others[0].length and others[0].extra == 1
+    if exchanged:
+        said = [f"{_names(others)} of request {others[0].request} {_was(others)} read instead of {_names(gone)}"]
+    else:
+        said = [f"{_names(gone)} {_was(gone)} left out"] if gone else []
+        for request in dict.fromkeys(run.request for run in others):
+            runs = [run for run in others if run.request == request]
+            said.append(f"{_names(runs)} of request {request} {_was(runs)} read")
+    for extra in dict.fromkeys(run.extra for run in found.repeated):
+        runs = [run for run in found.repeated if run.extra == extra]
+        said.append(f"{_names(runs)} {_was(runs)} counted {_TIMES.get(extra, f'{extra + 1} times')}")
+    if found.unseen:
+        said.append(f"{_names(found.unseen)} {_was(found.unseen)} read, which the row may not see")
+    return "; ".join(said)
+
+
+_TIMES = {1: "twice"}
+
+
+def _names(runs: Sequence[Miscount]) -> str:
+    noun = "KV token" if _count(runs) == 1 else "KV tokens"
+    return f"{noun} " + ", ".join(f"{r.first}..{r.last}" if r.length > 1 else str(r.first) for r in runs)
+
+
+def _was(runs: Sequence[Miscount]) -> str:
+    return "was" if _count(runs) == 1 else "were"
+
+
+def _count(runs: Sequence[Miscount]) -> int:
+    return sum(run.length for run in runs)
+
+
+CHECKS = (
+    Check(
+        "keys-counted-once",
+        "Every KV token that a row may see counts once in its output, and no other at all: to within half a token, at "
+        "any length.",
+        "A key at the edge of a split, a tile or a page that no split has, or two; a page of another request.",
+        "flashinfer #1206; sglang #26512",
+        "The headline names the KV tokens, found in this one output. One of thousands changes a result by less than a "
+        "rounding of ordinary values does; here values are codes of +1 and -1 that nearly cancel, and whose product "
+        "with the error says how often each was counted.",
+        judged_from=Stage.OBSERVED,
+        shown_by=lambda case: case.data == CODES,
+        behind_outputs=True,
+        run=lambda judgement, *_: counted_once(judgement),
+    ),
+)
+"""In the order in which they are worth reading."""

@@ -1,0 +1,84 @@
+"""How often each key of a row was counted, from one forward of codes.
+
+Keys of ``codes`` data weigh the same, 1 / n of a row that sees n, and the value of key j is a code c_j of +1 and -1 in
+D channels (``cases/patterns.py``). With w_j the times that it was counted, n times the error of an output is the sum of
+(w_j - 1) c_j. Codes of different keys are nearly at right angles, so that the product of that error with c_j, over D,
+is an estimate of w_j - 1. It is 0 for keys that count once, and for those that should not and did not, of the row's
+request and of any other. The limit is half a key: a whole one is on the other side, whatever n is.
+
+What rounding does: outputs and partial results are at most 2 B / n in size, B the bound of the walk, so one rounding
+moves the error in keys by 2 B u in a channel at most; s partial results that are rounded, independently of each other
+and of the code, move an estimate by 2 B u sqrt(s / D) in the root of the mean square at most. That is 0.06 in bf16 for
+s = D, and half a key is eight times as much. docs/sensitivity.md has what is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..cases.data import StepData, dequantised
+from ..oracle.expect import Expected
+
+__all__ = ["HALF_A_KEY", "code_sizes", "codes_of", "in_keys", "key_ratio"]
+
+HALF_A_KEY = 0.5
+_AT_ONCE = 1 << 24
+"""Estimates that are made in one product."""
+
+
+def codes_of(data: StepData, lens: Sequence[int], layer: int, kv_head: int) -> torch.Tensor:
+    """[N, D] float32, +1 and -1: the codes of all keys of the batch, request by request, ``lens`` keys each."""
+    stored = data.stored_values if data.stored_values is not None else data.stored_keys[..., : data.v.shape[-1]]
+    one = torch.cat([stored[layer, b, :length, kv_head] for b, length in enumerate(lens)])
+    return dequantised(one, torch.ones(())).sign_().float()
+
+
+def code_sizes(data: StepData) -> torch.Tensor:
+    """[L] float64: of every code of a layer, 1 but where an FP8 pool's scale makes it another number."""
+    stored, which = (data.stored_keys, 0) if data.stored_values is None else (data.stored_values, 1)
+    one = stored[:, :1, :1, :1, :1].contiguous()
+    return dequantised(one, data.kv_scales[which]).abs().flatten()
+
+
+def in_keys(out: torch.Tensor, expected: Expected) -> torch.Tensor:
+    """[L, T, Hq, D] float64: the error of ``out``, likewise, in sums of codes. NaN where that is NaN or Inf, or no
+    key can be counted.
+
+    Without what all keys have in common, up to where rounding may put it (``limits.key_factor``): that is no count.
+    """
+    assert expected.key_sum is not None
+    assert expected.key_factor is not None
+    scale = expected.key_sum / code_sizes(expected.data).view(-1, 1, 1)
+    error, whole = (out.double() - expected.attention) * scale[..., None], expected.attention * scale[..., None]
+    common = (error * whole).sum(-1) / whole.square().sum(-1).clamp_(min=1.0)
+    error -= torch.minimum(common.abs(), expected.key_factor).copysign(common)[..., None] * whole
+    return error.masked_fill_(~error.isfinite(), torch.nan)
+
+
+def key_ratio(out: torch.Tensor, expected: Expected, lens: Sequence[int]) -> torch.Tensor:
+    """[L, T, Hq] float64: the largest distance of any key's count from what it should be, over half a key.
+
+    Of every key of the batch, ``lens`` of each request, the row's own or not. 0 for rows with NaN or Inf, which other
+    checks are about, and for those whose keys cannot be counted.
+    """
+    if not out.numel():
+        return torch.zeros(out.shape[:-1], dtype=torch.float64)
+    error = in_keys(out, expected)
+    # No product with a code of +-1, over D, is larger than this mean: most rows need no product.
+    ratio = error.abs().mean(-1).div_(HALF_A_KEY).nan_to_num_(0.0)
+    group = ratio.shape[2] // expected.data.stored_keys.shape[3]
+    for layer, kv_head in dict.fromkeys((i, h // group) for i, _, h in (ratio > 1).nonzero().tolist()):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        asked = ratio[layer, :, heads] > 1
+        rows = error[layer, :, heads][asked].float()
+        codes = codes_of(expected.data, lens, layer, kv_head)
+        most = torch.cat([_largest(part, codes) for part in torch.split(rows, max(1, _AT_ONCE // len(codes)))])
+        ratio[layer, :, heads][asked] = most.double() / (codes.shape[1] * HALF_A_KEY)
+    return ratio
+
+
+def _largest(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """[m] float32: the largest product, in size, of each of ``rows`` [m, D] with any of ``codes`` [N, D]."""
+    return (rows @ codes.mT).abs_().amax(1)

@@ -1,0 +1,257 @@
+"""Which keys of a row were counted wrong: the few runs of keys whose codes add up to the error of its output.
+
+The error in keys (``key_counts.py``) is a sum of codes. A run of keys adds the difference of two places of the walk, so
+that runs of any length are as easy to try as single keys. The run that explains most is taken away, and again, until
+what is left is rounding. Codes are whole numbers in many channels: that another few runs leave nothing but rounding,
+too, is not to be expected. Where a few runs leave more, nothing is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..cases.data import make_layers
+from ..oracle.attention import windowed
+from .judgement import Judgement
+from .key_counts import HALF_A_KEY, code_sizes, codes_of, in_keys
+
+__all__ = ["Miscount", "Miscounts", "find_miscounts"]
+
+_MOST_RUNS = 4
+"""That are named. More is no miscount but a wrong softmax, or a wrong request."""
+_MOST_TRIES = 12
+"""Runs that are taken away: next to another one a run is first found with a key too many or too few."""
+_SHORT = 128
+"""Lengths up to which every run is tried; of a longer one both ends stand out by themselves."""
+_BEST_OF_A_LENGTH = 4
+_ENDS = 96
+"""Places that are tried as either end of a long run."""
+_MOST_NUMBERS = 1 << 27
+"""Of the codes that are looked at together."""
+
+
+@dataclass(frozen=True)
+class Miscount:
+    """A run of keys of one request, all of them counted equally often."""
+
+    request: int
+    first: int
+    last: int
+    extra: int
+    """How much more often than they should be: -1 is left out."""
+
+    @property
+    def length(self) -> int:
+        """Keys in it."""
+        return self.last - self.first + 1
+
+
+@dataclass(frozen=True, eq=False)
+class Miscounts:
+    """What explains the error of one row."""
+
+    request: int
+    row: int
+    """Row inside the request."""
+    layer: int
+    """The layer that was asked; others with as wide a window may have been asked beside it."""
+    visible: torch.Tensor
+    """[keys of the request] bool: which it should count, once each."""
+    runs: tuple[Miscount, ...]
+    """Ascending, those of the row's own request first. Neighbours differ in ``extra``."""
+
+    @property
+    def left_out(self) -> tuple[Miscount, ...]:
+        """Runs that it should have counted."""
+        return tuple(run for run in self.runs if run.extra < 0)
+
+    @property
+    def repeated(self) -> tuple[Miscount, ...]:
+        """Runs that it should have counted once, and counted more often."""
+        return tuple(run for run in self._own_extra if bool(self.visible[run.first]))
+
+    @property
+    def unseen(self) -> tuple[Miscount, ...]:
+        """Runs of its own request that it may not see."""
+        return tuple(run for run in self._own_extra if not bool(self.visible[run.first]))
+
+    @property
+    def of_others(self) -> tuple[Miscount, ...]:
+        """Runs of other requests."""
+        return tuple(run for run in self.runs if run.request != self.request)
+
+    @property
+    def _own_extra(self) -> tuple[Miscount, ...]:
+        return tuple(run for run in self.runs if run.request == self.request and run.extra > 0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """The error of a row, and the walks it is to be explained by. M channels: those of several heads and layers."""
+
+    error: torch.Tensor
+    """[M] float32, in keys."""
+    total: float
+    """Of the weights that the row should have, in keys: with sinks more than it has keys."""
+    walks: tuple[torch.Tensor, ...]
+    """[n + 1, M] float32 of each request: running sums of its codes, of which none, one, two, ... keys."""
+    request: int
+    counted: torch.Tensor
+    """[n + 1] int64: how many of the request's first none, one, two, ... keys the row should count."""
+
+
+def find_miscounts(judgement: Judgement, row: int) -> Miscounts | None:
+    """Of a flat row whose counts are wrong, by the layers and heads in which they are. None: no few runs explain it.
+
+    Raises ``ValueError`` for data other than codes.
+    """
+    expected, lens = judgement.expected, judgement.observed.step.lens
+    if expected.key_factor is None:
+        raise ValueError("keys can be counted in codes alone; expected a judgement of the pattern 'codes'")
+    data, layers = expected.data, make_layers(judgement.observed.schedule.case)
+    wrong = judgement.wrong[:, row].any(-1) & judgement.finite[:, row].all(-1) & expected.key_factor[:, row].isfinite()
+    if not wrong.any():
+        return None
+    request, offset = int(data.row_request[row]), int(data.row_offset[row])
+    windows = [layer.sliding_window_size for layer in layers]
+    at = max(wrong.any(-1).nonzero().flatten().tolist(), key=lambda i: windows[i] if windows[i] >= 0 else math.inf)
+    alike = [i for i in range(len(layers)) if windows[i] == windows[at]]
+    visible = windowed(data.visible, data, windows[at])[request, offset, : lens[request]]
+    asked = _ask(judgement, row, wrong, sorted(alike, key=lambda i: i != at), visible)
+    found = _explain(asked)
+    return None if found is None else Miscounts(request, offset, at, visible, found)
+
+
+def _ask(judgement: Judgement, row: int, wrong: torch.Tensor, layers: Sequence[int], visible: torch.Tensor) -> _Asked:
+    """``wrong`` [L, Hq] bool. KV heads of ``layers`` with a wrong head, as many as memory allows."""
+    expected, lens = judgement.expected, judgement.observed.step.lens
+    assert expected.key_sum is not None
+    data = expected.data
+    group = wrong.shape[1] // data.stored_keys.shape[3]
+    pairs = list(dict.fromkeys((i, h // group) for i in layers for h in wrong[i].nonzero().flatten().tolist()))
+    most = max(1, _MOST_NUMBERS // (sum(lens) * data.v.shape[-1]))
+    every, sizes = in_keys(judgement.out, expected), code_sizes(data)
+    errors, outs, codes = [], [], []
+    for layer, kv_head in pairs[:most]:
+        heads = [h for h in range(kv_head * group, (kv_head + 1) * group) if wrong[layer, h]]
+        errors.append(every[layer, row, heads].mean(0))
+        outs.append((judgement.out[layer, row, heads].double() / sizes[layer]).mean(0))
+        codes.append(codes_of(data, lens, layer, kv_head))
+    # Who counts a key once more divides by one more: each key adds its code less the output.
+    out = torch.cat(outs).float()
+    walks = tuple(_walk(part, out) for part in torch.split(torch.cat(codes, 1), list(lens)))
+    counted = torch.nn.functional.pad(visible.cumsum(0), (1, 0))
+    total = float(expected.key_sum[pairs[0][0], row].mean())
+    return _Asked(torch.cat(errors).float(), total, walks, int(data.row_request[row]), counted)
+
+
+def _walk(codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """[n, M] -> [n + 1, M]."""
+    walk = torch.nn.functional.pad(codes, (0, 0, 1, 0)).cumsum_(0)
+    return walk.sub_(torch.arange(len(walk))[:, None] * out)
+
+
+def _explain(asked: _Asked) -> tuple[Miscount, ...] | None:
+    """Run by run, what explains most first."""
+    error, total = asked.error, asked.total
+    found: list[Miscount] = []
+    for _ in range(_MOST_TRIES):
+        left = float(error.square().mean()) * (asked.total / total) ** 2
+        if left <= HALF_A_KEY**2:
+            runs = _joined(asked, found)
+            return runs if runs is not None and len(runs) <= _MOST_RUNS else None
+        tried = [_best_run(asked, request, error, total) for request in _in_order(asked)]
+        off, run = min(tried, key=lambda each: each[0])
+        if off >= left:
+            return None
+        found.append(run)
+        walk = asked.walks[run.request]
+        error = error - run.extra * (walk[run.last + 1] - walk[run.first])
+        total += run.extra * run.length
+    return None
+
+
+def _in_order(asked: _Asked) -> list[int]:
+    """Requests, the row's own first."""
+    return sorted(range(len(asked.walks)), key=lambda request: request != asked.request)
+
+
+def _best_run(asked: _Asked, request: int, error: torch.Tensor, total: float) -> tuple[float, Miscount]:
+    """The run of a request's keys, left out or counted once more, that explains most of ``error`` [M], and the mean
+    square of what it leaves: of outputs, times the row's own total, so that a total that is off counts as well.
+
+    ``total``: the row's weights as far as they are explained.
+    """
+    walk = asked.walks[request]
+    along = walk @ error
+    starts, ends = _candidates(along, asked.counted if request == asked.request else None)
+    sizes = (walk[ends] - walk[starts]).square_().sum(1)
+    products = along[ends] - along[starts]
+    extra = products.sign()
+    totals = total + extra * (ends - starts)
+    left = (error.square().sum() - 2 * products.abs() + sizes) / len(error) * (asked.total / totals).square()
+    allowed = products > 0
+    if request == asked.request:
+        allowed |= asked.counted[ends] - asked.counted[starts] == ends - starts
+    left[~allowed | (totals < HALF_A_KEY)] = torch.inf
+    at = int(left.argmin())
+    return float(left[at]), Miscount(request, int(starts[at]), int(ends[at]) - 1, int(extra[at]))
+
+
+def _candidates(along: torch.Tensor, counted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Starts and ends [P] int64 of runs that may explain most, from ``along`` [n + 1]: the walk times the error.
+
+    ``counted``: of the row's own request, whose keys may be left out; None: of another, whose may not.
+    """
+    n = len(along) - 1
+    pairs = [_both_ends(along)]
+    for length in range(1, min(n, _SHORT) + 1):
+        apart = along[length:] - along[:-length]
+        few = min(_BEST_OF_A_LENGTH, len(apart))
+        starts = apart.topk(few).indices
+        if counted is not None:
+            whole = counted[length:] - counted[:-length] == length
+            starts = torch.cat([starts, apart.masked_fill(~whole, torch.inf).topk(few, largest=False).indices])
+        pairs.append(torch.stack([starts, starts + length]))
+    first, last = torch.cat(pairs, 1)
+    return first, last
+
+
+def _both_ends(along: torch.Tensor) -> torch.Tensor:
+    """[2, P]: starts and ends of runs between places where ``along`` is largest and where it is smallest."""
+    few = min(_ENDS, len(along))
+    edges = torch.tensor([0, len(along) - 1])
+    high, low = (torch.cat([along.topk(few, largest=up).indices, edges]) for up in (True, False))
+    both = torch.cartesian_prod(high, low).T
+    both = both[:, both[0] != both[1]]
+    return torch.stack([both.amin(0), both.amax(0)])
+
+
+def _joined(asked: _Asked, runs: Sequence[Miscount]) -> tuple[Miscount, ...] | None:
+    """Runs that may overlap -> ones that do not. None where a key would be counted less than not at all."""
+    found: list[Miscount] = []
+    for request in _in_order(asked):
+        mine = [run for run in runs if run.request == request]
+        if not mine:
+            continue
+        extra = torch.zeros(len(asked.walks[request]) - 1, dtype=torch.int64)
+        for run in mine:
+            extra[run.first : run.last + 1] += run.extra
+        own = asked.counted.diff() if request == asked.request else torch.zeros_like(extra)
+        if bool((extra + own < 0).any()):
+            return None
+        found += _runs(request, extra, own)
+    return tuple(found)
+
+
+def _runs(request: int, extra: torch.Tensor, own: torch.Tensor) -> Iterator[Miscount]:
+    """Runs of one value other than 0 in ``extra`` [n], and of one value in ``own`` [n]: whether the row may see it."""
+    turns = ((extra.diff() != 0) | (own.diff() != 0)).nonzero().flatten() + 1
+    starts = [0, *turns.tolist()]
+    for first, end in zip(starts, [*starts[1:], len(extra)], strict=True):
+        if extra[first]:
+            yield Miscount(request, first, end - 1, int(extra[first]))
