@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from ..cases.case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from ..cases.draft import Draft
 from ..cases.extend import room_for
+from ..cases.head_shapes import claimed_shapes
+from ..cases.layer_cases import with_shapes
 from ..cases.layers import PERIOD, SETTINGS, Layers
 from ..cases.plans import context_len
 from ..cases.trees import Tree
-from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
+from ..contract import KV_LAYOUTS, Capabilities, ForwardMode, HeadShape
 
 __all__ = ["differences", "random_cases"]
 
@@ -53,7 +55,7 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
     tree = rows.get("tree")
     windowed = mode in claims.sliding_window and (tree is None or tree.topk == 1 or claims.window_in_trees)
     layers = draw(_layers(grouped=claims.kv_groups and not mode.is_draft_decode()))
-    return Case(
+    case = Case(
         mode=mode,
         heads=heads,
         head_dim=draw(st.sampled_from([d for d in sorted(claims.head_dims) if d <= _widest(claims)])),
@@ -76,6 +78,14 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         **({} if layers.groups else draw(_parts(claims, mode))),
         **rows,
     )
+    shapes = draw(_shapes(claims)) if layers.count >= PERIOD and not case.parts else None
+    return with_shapes(case, shapes) if shapes else case
+
+
+def _shapes(claims: Capabilities) -> st.SearchStrategy[tuple[HeadShape, HeadShape] | None]:
+    """None: all layers have the heads of the case."""
+    pairs = claimed_shapes(claims) if claims.heads_by_layer and claims.families - {"mla"} else []
+    return st.sampled_from([None, *pairs])
 
 
 def _parts(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[dict[str, Any]]:

@@ -28,7 +28,6 @@ __all__ = ["Evidence", "hints"]
 _PATTERNS: tuple[Callable[[Evidence], str], ...] = (
     rows_of_others,
     uneven_offsets,
-    other_shape,
     kept_from_before,
     length_threshold,
     part_of_a_head,
@@ -46,6 +45,7 @@ _PATTERNS: tuple[Callable[[Evidence], str], ...] = (
     key_range,
     new_rows,
     narrow_products,
+    other_shape,
     right_keys,
     only_padded,
 )
