@@ -92,6 +92,7 @@ class TRTLLMMHABackend(AttentionBackend):
         # decode; bf16 and fp16 NaN there change nothing.
         finite_page_tails=frozenset({"fp8_e4m3"}),
         kv_groups=True,
+        heads_by_layer=True,
         requires=Requires(sm=((90, 90), (100, 103), (120, 121)), packages=_PACKAGES),
         mode_requires=dict.fromkeys(
             _CONTEXT_MODES,
@@ -134,7 +135,8 @@ class TRTLLMMHABackend(AttentionBackend):
         context = self.context
         scratch = _SCRATCH_BYTES if device_is_real(context.device) else _SCRATCH_BYTES_EMULATED
         self._workspace = torch.zeros(SEMAPHORE_BYTES + scratch, dtype=torch.uint8, device=context.device)
-        blocks = max(context.max_bs * context.layers[0].tp_q_head_num, _MOST_MULTIPROCESSORS)
+        heads = max(layer.tp_q_head_num for layer in context.layers)
+        blocks = max(context.max_bs * heads, _MOST_MULTIPROCESSORS)
         self._counters = torch.zeros(-(-blocks // 8) * 32, dtype=torch.uint8, device=context.device)
 
     # Metadata

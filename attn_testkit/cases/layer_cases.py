@@ -12,7 +12,7 @@ from .case import Case, Heads
 from .head_shapes import claimed_shapes
 from .layers import Layers
 
-__all__ = ["layer_cases"]
+__all__ = ["layer_cases", "with_shapes"]
 
 _RANK = Layers(3, 5)
 _LENS = (21, 40, 4)
@@ -49,12 +49,12 @@ def _head_cases(claims: Capabilities, plain: Case, *options: Case) -> Iterator[C
     """Each pair of shapes once, and where KV groups are claimed the first one in two groups."""
     pairs, most = claimed_shapes(claims), options[0] if options else plain
     for shapes, each in zip(pairs, (most, plain), strict=False):
-        yield _with_shapes(each, shapes)
+        yield with_shapes(each, shapes)
     if claims.kv_groups and pairs and not plain.draft:
-        yield _with_shapes(replace(most, layers=replace(_RANK, groups=True)), pairs[0])
+        yield with_shapes(replace(most, layers=replace(_RANK, groups=True)), pairs[0])
 
 
-def _with_shapes(case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case:
+def with_shapes(case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case:
     """``case`` with two layer shapes by turns, and the heads and head dim that hold both."""
     most = max(shape.num_qo_heads for shape in shapes)
     ratio = min(shape.num_qo_heads // shape.num_kv_heads for shape in shapes)

@@ -122,8 +122,10 @@ def _cap(claims: Capabilities, context: BackendContext) -> tuple[str, BackendCon
 def _sinks(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     if claims.sinks:
         return None
-    sinks = torch.zeros(context.layers[0].tp_q_head_num, device=context.device)
-    return "attention sinks", replace(context, layers=tuple(replace(layer, sinks=sinks) for layer in context.layers))
+    layers = tuple(
+        replace(layer, sinks=torch.zeros(layer.tp_q_head_num, device=context.device)) for layer in context.layers
+    )
+    return "attention sinks", replace(context, layers=layers)
 
 
 def _rows(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:

@@ -51,10 +51,14 @@ def _fields(case: Case) -> list[tuple[str, str]]:
     heads, tree, padded = case.heads, case.tree, case.bucket - case.bs
     nodes = f"{len(tree)} nodes, {'a chain' if case.topk == 1 else 'parents ' + _listed(tree.parents)}" if tree else ""
     turns = "one layer" if case.layers.count <= PERIOD else "every second layer"
+    of_all = ", which hold those of all layers" if case.layers.shapes else ""
     padding = f", {padded} of them padding ({case.padding})" if padded else ""
     return [
         ("mode", case.mode.value),
-        ("heads", f"{heads.family}: {heads.q_heads} query heads, {heads.kv_heads} KV head{'s'[: heads.kv_heads - 1]}"),
+        (
+            "heads",
+            f"{heads.family}: {heads.q_heads} query heads, {heads.kv_heads} KV head{'s'[: heads.kv_heads - 1]}{of_all}",
+        ),
         ("head_dim", str(case.head_dim)),
         ("rope_dim", str(case.rope_dim or "")),
         ("dtype", case.dtype),

@@ -14,10 +14,12 @@ from ..cases.as_claimed import as_claimed
 from ..cases.case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from ..cases.draft import Draft
 from ..cases.extend import room_for
+from ..cases.head_shapes import claimed_shapes
+from ..cases.layer_cases import with_shapes
 from ..cases.layers import PERIOD, SETTINGS, Layers
 from ..cases.plans import context_len
 from ..cases.trees import Tree
-from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
+from ..contract import KV_LAYOUTS, Capabilities, ForwardMode, HeadShape
 
 __all__ = ["differences", "random_cases"]
 
@@ -77,11 +79,18 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         **({} if layers.groups else draw(_parts(claims, mode))),
         **rows,
     )
-    return as_claimed(claims, case)
+    shapes = draw(_shapes(claims)) if layers.count >= PERIOD and not case.parts else None
+    return as_claimed(claims, with_shapes(case, shapes) if shapes else case)
 
 
 def _windows(claims: Capabilities) -> st.SearchStrategy[int]:
     return st.integers(claims.min_window, max(_MOST_WINDOW, claims.min_window))
+
+
+def _shapes(claims: Capabilities) -> st.SearchStrategy[tuple[HeadShape, HeadShape] | None]:
+    """None: all layers have the heads of the case."""
+    pairs = claimed_shapes(claims) if claims.heads_by_layer and claims.families - {"mla"} else []
+    return st.sampled_from([None, *pairs])
 
 
 def _parts(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[dict[str, Any]]:

@@ -100,14 +100,15 @@ def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given:
     sums = part_sums(case, data, attention, schedule.lse_dtype) if case.parts else None
     if sums:
         limit = merged_attention_limit(case, attention, limit, sums)
-    hidden, hidden_limit = _hidden(case, data, attention, limit)
+    own = _own(case, limit)
+    hidden, hidden_limit = _hidden(case, data, attention, own)
     if rows is not None:
         hidden, hidden_limit = hidden[rows], hidden_limit[rows]
     weights, sizes = _weights(attention)
     return _Answer(
         attention=attention.out,
         attention_limit=limit,
-        row_limit=row_limit(limit, case.dtype),
+        row_limit=row_limit(own, case.dtype),
         hidden=hidden,
         hidden_limit=hidden_limit,
         logits=hidden @ weights.head,
@@ -134,6 +135,13 @@ def attend_with_limit(
         data = as_given(data, one_by_one=case.draft is not None)
     attention = attend(data, layers or make_layers(case), flat=flat)
     return attention, attention_limit(attention, case.dtype, matmul_dtype)
+
+
+def _own(case: Case, limit: torch.Tensor) -> torch.Tensor:
+    """[L, T, Hq, Dv]: zero where a layer has no such head or dim, and so nothing that rounding could move."""
+    if not case.head_maps:
+        return limit
+    return torch.stack([each.q_whole(each.q_part(of)) for each, of in zip(case.head_maps, limit, strict=True)])
 
 
 def _weights(attention: Attention) -> tuple[Weights, Weights]:

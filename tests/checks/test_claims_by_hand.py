@@ -296,6 +296,48 @@ def test_a_mode_that_is_claimed_neither_eagerly_nor_in_graphs() -> None:
     assert not any(key.startswith("mode") for key in outside())
 
 
+OTHER_HEADS = "a layer of other heads than the first"
+
+
+@pytest.mark.parametrize(
+    ("heads", "claims", "shape"),
+    [
+        ("gqa2x2-d32", {}, (4, 2, 64)),
+        ("gqa2x2-d32", {"head_dims": {32}}, (8, 4, 32)),
+        ("mha1-d32", {"head_dims": {32}}, (2, 2, 32)),
+        ("mqa4-d32", {"head_dims": {32}}, None),
+        ("mqa4-d32", {"head_dims": {16, 32}}, (4, 1, 16)),
+        ("mla4-d32r16", {}, None),
+    ],
+)
+def test_a_layer_of_other_heads_than_the_first(
+    heads: str, claims: dict[str, Any], shape: tuple[int, int, int] | None
+) -> None:
+    case = f"decode-{heads}-fp32-p4-k5.9-shuffled-gauss-layers3from5-b3prod"
+    layers = make_layers(parse_case(case))
+    fields = {"layers": layers, "kv_pool": KVPool(64, 4, layers, torch.float32, CPU)}
+    unclaimed = CLAIMS.with_changes(heads_by_layer=False, **claims)
+    asked = outside(unclaimed, **fields).get(OTHER_HEADS)
+    assert OTHER_HEADS not in outside(CLAIMS.with_changes(**claims), **fields), "claimed"
+    assert OTHER_HEADS not in outside(unclaimed), "of two layers"
+    assert (asked is None) is (shape is None)
+    if asked is not None:
+        first = layers[0].head_shape
+        assert [layer.head_shape for layer in asked.layers] == [first, first, shape]
+        assert asked.kv_pool.get_key_buffer(7).shape[1:] == asked.layers[2].head_shape[1:]
+        with pytest.raises(Unsupported, match="number of head shapes 2 is not claimed"):
+            refuse_unclaimed(unclaimed.with_changes(families={"mha", "gqa", "mqa"}), asked)
+        refuse_unclaimed(CLAIMS.with_changes(**claims), asked)
+
+
+def test_sinks_that_are_not_claimed_are_one_for_each_head_of_each_layer() -> None:
+    case = "decode-gqa2x4-d64-fp32-p4-k5.9-shuffled-gauss-layers3from5by4x2d32.8x4d64-b3prod"
+    layers = make_layers(parse_case(case))
+    fields = {"layers": layers, "kv_pool": KVPool(64, 4, layers, torch.float32, CPU)}
+    asked = outside(CLAIMS.with_changes(sinks=False), **fields)["attention sinks"]
+    assert [len(layer.sinks) for layer in asked.layers if layer.sinks is not None] == [4, 8, 4]
+
+
 def test_every_way_is_asked_in_some_case(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 

@@ -28,7 +28,6 @@ __all__ = ["Evidence", "hints"]
 _PATTERNS: tuple[Callable[[Evidence], str], ...] = (
     rows_of_others,
     uneven_offsets,
-    other_shape,
     kept_from_before,
     length_threshold,
     part_of_a_head,
@@ -47,6 +46,7 @@ _PATTERNS: tuple[Callable[[Evidence], str], ...] = (
     new_rows,
     narrow_products,
     other_scaling,
+    other_shape,
     right_keys,
     only_padded,
 )

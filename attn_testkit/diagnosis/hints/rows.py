@@ -187,8 +187,8 @@ def other_shape(e: Evidence) -> str:
     (heads, kv_heads, dim), (of_first, kv_of_first, dim_of_first) = found[0], maps[0].layer
     return (
         f"only layers of {heads} query and {kv_heads} KV heads of {dim} are wrong, and the first layer has {of_first} "
-        f"and {kv_of_first} of {dim_of_first}: a workspace, buffer, plan, stride, group or scale that is the first "
-        "layer's"
+        f"and {kv_of_first} of {dim_of_first}: if cases whose layers have the same heads pass, a workspace, buffer, "
+        "plan, stride, group or scale is that of the first layer"
     )
 
 
