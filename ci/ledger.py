@@ -1,0 +1,235 @@
+"""Whether one key of very many is seen, and named: left out, counted twice, or taken from another request.
+
+    python ci/ledger.py --device cuda                            # keys 66,000 and 262,144, on a GPU
+    python ci/ledger.py --device cpu -b torch_native -b triton   # keys 4,096, kernels in Triton's interpreter
+
+Every backend decodes a batch of codes (``cases/patterns.py``) of which the first request is long: as it is, and then
+with one value of that request changed in the KV pool while the kernel runs, and put back. Zeros are what a key gives
+that is left out, twice its code what one gives that is counted twice, and another request's code what one gives that
+is looked up in the wrong place. So real kernels are tried, at places drawn at random and on both sides of where splits
+may begin. A table gives, for each backend and dtype, how far the healthy counts were from 1 at most, how many of the
+wrong ones were found by ``keys-counted-once``, and how many were named rightly; the limit is half a key.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from attn_testkit.runner_modes.clock import Clock
+from attn_testkit.runner_modes.eager import run_eager
+from attn_testkit.runner_modes.errors import DriveError
+from attn_testkit.runner_modes.harness import ServerHarness
+
+from attn_testkit.cases.case import Case
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.schedule import Schedule
+from attn_testkit.checks import Judgement
+from attn_testkit.checks.counted_once import miscounts_text
+from attn_testkit.checks.key_counts import HALF_A_KEY, codes_of, in_keys
+from attn_testkit.checks.miscounts import find_miscounts
+from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode
+from attn_testkit.environment import missing_here, resolve
+from attn_testkit.oracle.expect import expect
+from attn_testkit.registry import load_backend
+from attn_testkit.running.case_run import gradients_off, schedule_for
+
+BACKENDS = (
+    "torch_native", "triton", "flashinfer", "flashinfer_mla", "flashinfer_mla_fa3", "flashinfer_mla_fp8", "trtllm_mha",
+    "trtllm_mla", "tokenspeed_mla",
+)  # fmt: skip
+CPU_LENGTHS, GPU_LENGTHS = (4096,), (66_000, 262_144)
+_BESIDE = (300, 33)
+"""Keys of the other requests."""
+_MOST_EDGES = 64
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is done to one key of request 0."""
+
+    kind: str
+    """``left out``, ``twice`` or ``another's``."""
+    key: int
+    other: int = 0
+    """``another's``: a key of request 1."""
+
+    @property
+    def said(self) -> str:
+        """What names it rightly."""
+        return {
+            "left out": f"KV token {self.key} was left out",
+            "twice": f"KV token {self.key} was counted twice",
+            "another's": f"KV token {self.other} of request 1 was read instead of KV token {self.key}",
+        }[self.kind]
+
+
+class Changed:
+    """A backend whose values are changed in the pool while it runs. All else is the backend's own."""
+
+    def __init__(self, backend: AttentionBackend, slot: int, change: Change, other_slot: int) -> None:
+        self._backend, self._slot, self._change, self._other = backend, slot, change, other_slot
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> Any:
+        values = self._backend.context.kv_pool.get_value_buffer(layer.layer_id)
+        before = _row(values, self._slot)
+        new = {"left out": 0.0 * before, "twice": 2.0 * before, "another's": _row(values, self._other)}
+        _put(values, self._slot, new[self._change.kind])
+        out = self._backend.forward(q, k, v, layer, batch, save_kv_cache)
+        _put(values, self._slot, before)
+        return out
+
+
+def _row(values: torch.Tensor, slot: int) -> torch.Tensor:
+    return values[slot : slot + 1].float().clone()
+
+
+def _put(values: torch.Tensor, slot: int, row: torch.Tensor) -> None:
+    """Torch copies into no FP8 everywhere; bytes it does."""
+    row = row.to(values.dtype)
+    if values.dtype.itemsize == 1:
+        values, row = values.view(torch.uint8), row.view(torch.uint8)
+    values[slot : slot + 1] = row
+
+
+@dataclass
+class Tally:
+    """One row of the table."""
+
+    tried: int = 0
+    found: int = 0
+    named: int = 0
+    healthy: float = 0.0
+    """The furthest that any count was from what it should be."""
+    least: float = float("inf")
+    """Of the wrong ones: the smallest such distance."""
+
+
+def _cases(claims: Capabilities, length: int) -> Iterator[Case]:
+    """Decode cases of this many keys, in every dtype of the model and of the pool."""
+    whole = claims.with_changes(max_context_len=max(claims.max_context_len, length + 4096))
+    (first, *_) = [case for case in generate(whole, ForwardMode.DECODE, "core") if case.data == "codes"]
+    plain = replace(first, prefixes=(length - 1, *_BESIDE), new=(), layout="shuffled", bucket=1 + len(_BESIDE))
+    for dtype in sorted(claims.dtypes - {"fp32"}):
+        for kv_dtype in sorted(claims.kv_dtypes, reverse=True):
+            yield replace(plain, dtype=dtype, kv_dtype=kv_dtype)
+
+
+def _changes(length: int, places: int, seed: int) -> Iterator[Change]:
+    """At random places, and on both sides of every multiple of what splits may be."""
+    rng = np.random.default_rng(seed)
+    every = max(256, -(-length // _MOST_EDGES // 256) * 256)
+    edges = [key for edge in range(every, length - 1, every) for key in (edge - 1, edge)]
+    for key in [*rng.integers(0, length - 1, places).tolist(), 0, length - 2, *edges]:
+        for kind in ("left out", "twice", "another's"):
+            yield Change(kind, key, int(rng.integers(0, _BESIDE[0])))
+
+
+def _off(judgement: Judgement) -> float:
+    """How far any count of any row and head is from what it should be."""
+    error, lens = in_keys(judgement.out, judgement.expected), judgement.observed.step.lens
+    group, most = error.shape[2] // judgement.expected.data.stored_keys.shape[3], 0.0
+    for layer in range(len(error)):
+        for head in range(error.shape[2]):
+            codes = codes_of(judgement.expected.data, lens, layer, head // group)
+            rows = error[layer, :, head].nan_to_num().float()
+            most = max(most, float((rows @ codes.mT).abs().max()) / codes.shape[1])
+    return most
+
+
+def _try(harness: ServerHarness, schedule: Schedule, changes: list[Change], tally: Tally) -> None:
+    step, backend = schedule.steps[0], harness.backend
+    expected = expect(schedule, step)
+
+    def judged() -> Judgement:
+        return Judgement(run_eager(harness, schedule, step, Clock()), expected)
+
+    healthy = judged()
+    if not healthy.right:
+        click.echo(f"  {schedule.case.id}: not right as it is, {healthy.margin:.3g} times the limit")
+    tally.healthy = max(tally.healthy, _off(healthy))
+    slots, others = step.requests[0].slots, step.requests[1].slots
+    for change in changes:
+        harness.backend = Changed(backend, int(slots[change.key]), change, int(others[change.other]))  # type: ignore[assignment]
+        wrong = judged()
+        tally.tried += 1
+        off = HALF_A_KEY * float(wrong.key_ratio[:, 0].amin())
+        tally.least = min(tally.least, off)
+        tally.found += off > HALF_A_KEY
+        said = miscounts_text(find_miscounts(wrong, 0)) if not wrong.right else "nothing"
+        tally.named += said == change.said
+        if said != change.said:
+            click.echo(f"  {change.said}: said was {said!r}")
+    harness.backend = backend
+
+
+def _backend(name: str, lengths: tuple[int, ...], device: str, places: int, seed: int) -> tuple[int, int]:
+    """(tried, wrongly seen)."""
+    environment, loaded = resolve(device), load_backend(name)
+    claims = loaded.capabilities
+    absent = missing_here(claims, environment, ForwardMode.DECODE)
+    if absent or ForwardMode.DECODE not in claims.eager:
+        click.echo(f"{name:<20} not run here: {absent or 'decode is not claimed'}")
+        return 0, 0
+    tried = bad = 0
+    for length in lengths:
+        for case in _cases(claims, length):
+            schedule, started, tally = schedule_for(case, claims), time.perf_counter(), Tally()
+            try:
+                with environment.active(), gradients_off(case):
+                    harness = ServerHarness(loaded, [schedule], environment.device)
+                    harness.copies_pool = False
+                    _try(harness, schedule, list(_changes(length, places, seed)), tally)
+            except (DriveError, ValueError) as error:
+                cause = error.__cause__ or error
+                click.echo(f"{name:<20} {case.dtype} {length}: {type(cause).__name__}: {cause}")
+                bad += 1
+                continue
+            pool = "same" if case.kv_dtype == "same" else "e4m3"
+            click.echo(
+                f"{name:<20} {case.dtype:<5} {pool:<5} {length:>7} {tally.healthy:>9.3f} {tally.least:>9.3f} "
+                f"{tally.found:>6}/{tally.tried:<5} {tally.named:>6}/{tally.tried:<5} "
+                f"{time.perf_counter() - started:>7.1f}"
+            )
+            tried += tally.tried
+            bad += tally.tried - tally.named + (tally.healthy >= HALF_A_KEY)
+    return tried, bad
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, help=__doc__)
+@click.option("--backend", "-b", "backends", multiple=True, metavar="SPEC", help="Default: every one of the kit's.")
+@click.option("--device", default="auto", show_default=True, metavar="auto|cuda|cpu")
+@click.option("--length", "lengths", multiple=True, type=click.IntRange(600), help="Keys of the long request.")
+@click.option("--places", default=50, show_default=True, type=click.IntRange(0), help="Keys at random, beside edges.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.pass_context
+def main(
+    context: click.Context,
+    backends: tuple[str, ...],
+    device: str,
+    lengths: tuple[int, ...],
+    places: int,
+    seed: int,
+) -> None:
+    environment = resolve(device)
+    environment.prepare_process()
+    lengths = lengths or (CPU_LENGTHS if environment.emulated else GPU_LENGTHS)
+    click.echo(f"{environment.name}, torch {torch.__version__}; counts off by, and of wrong keys found and named")
+    click.echo(f"{'backend':<20} {'dtype':<5} {'pool':<5} {'keys':>7} {'healthy':>9} {'wrong':>9} {'found':>12} "
+               f"{'named':>12} {'seconds':>7}")  # fmt: skip
+    done = [_backend(name, lengths, device, places, seed) for name in backends or BACKENDS]
+    tried, bad = (sum(each) for each in zip(*done, strict=True))
+    click.echo(f"{tried} wrong keys tried; {bad} not named, or healthy counts off by half a key")
+    context.exit(1 if bad else 0 if tried else 5)
+
+
+if __name__ == "__main__":
+    main()

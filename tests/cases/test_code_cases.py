@@ -1,0 +1,114 @@
+"""Codes: walks that nearly cancel, that any host makes alike, and the cases that have them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from later import came_later
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import CODES, DATA, Case, parse_case
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.data import make_layers, make_step_data
+from attn_testkit.cases.patterns import CODE_BOUND, balanced_codes
+from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.contract import Capabilities, ForwardMode
+
+CLAIMS = TorchNativeBackend.capabilities
+
+
+def codes(claims: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
+    return [case for case in generate(claims, mode, tier) if case.data == CODES]
+
+
+def test_a_walk_is_a_mirrored_one_step_by_step() -> None:
+    found = balanced_codes((2, 3, 4000, 1, 5), np.random.default_rng(7))
+    rng = np.random.default_rng(7)
+    steps = np.unpackbits(np.frombuffer(rng.bytes(4000 * 30 // 8), np.uint8)).reshape(4000, 30).astype(int) * 2 - 1
+    walk, heading = np.zeros(30, int), np.ones(30, int)
+    for key, step in enumerate(steps):
+        moved = heading * step
+        outside = np.abs(walk + moved) > CODE_BOUND
+        heading = np.where(outside, -heading, heading)
+        walk = walk + np.where(outside, -moved, moved)
+        want = torch.from_numpy(np.where(outside, -moved, moved)).view(2, 3, 1, 5).float()
+        assert torch.equal(found[:, :, key], want)
+
+
+def test_any_run_of_keys_sums_to_little_and_no_two_keys_look_alike() -> None:
+    found = balanced_codes((1, 1, 66_001, 1, 128), np.random.default_rng(0))[0, 0, :, 0]
+    assert found.unique().tolist() == [-1.0, 1.0]
+    walk = found.cumsum(0)
+    assert (float(walk.amin()), float(walk.amax())) == (-CODE_BOUND, CODE_BOUND)
+    some = found[torch.randperm(66_001, generator=torch.Generator().manual_seed(0))[:300]]
+    products = (some @ found.mT) / 128
+    assert int((products == 1).sum()) == 300, "each with itself alone"
+    assert float(products[products < 1].max()) < 0.7
+
+
+def test_all_places_of_the_walk_are_as_likely() -> None:
+    walk = balanced_codes((1, 1, 20_000, 1, 64), np.random.default_rng(0))[0, 0, 1000:, 0].cumsum(0)
+    assert abs(float(walk.mean(0).mean())) < 2
+
+
+@pytest.mark.parametrize("kv_dtype", ["same", "fp8_e4m3"])
+def test_a_pool_holds_codes_exactly(kv_dtype: str) -> None:
+    word = "" if kv_dtype == "same" else "-kvfp8e4m3"
+    case = parse_case(f"decode-gqa2x2-d32-bf16-p4-k40.9-shuffled-codes{word}-b2prod")
+    schedule = make_schedule(case)
+    data = make_step_data(schedule, schedule.steps[0])
+    assert not data.q.any()
+    assert data.k.any()
+    assert len(make_layers(case)) == 2
+    assert data.values.abs().unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_each_mode_has_one_long_batch_and_one_with_all_options(mode: ForwardMode) -> None:
+    plain, options = codes(CLAIMS, mode, "core")
+    assert (plain.prefixes, plain.dtype, plain.page_size, plain.head_dim) == ((4097, 300, 33), "bf16", 16, 128)
+    assert (plain.window, plain.sinks, plain.logit_cap, plain.kv_dtype) == (-1, False, 0.0, "same")
+    assert (options.prefixes, options.dtype, options.kv_dtype) == ((1500, 70, 9), "fp16", "fp8_e4m3")
+    assert (options.window, options.sinks, options.logit_cap) == (700, True, 1.5)
+    assert all(came_later(case) for case in (plain, options))
+    assert CODES not in DATA, "no covering array has them"
+
+
+def test_smoke_has_a_short_one_of_decode_and_full_has_the_longest() -> None:
+    assert [case.prefixes for case in codes(CLAIMS, ForwardMode.DECODE, "smoke")] == [(1025, 33)]
+    assert codes(CLAIMS, ForwardMode.TARGET_VERIFY, "smoke") == []
+    full = [case.prefixes for case in codes(CLAIMS, ForwardMode.DECODE, "full")]
+    assert full == [(4097, 300, 33), (1500, 70, 9), (66_001, 1500, 33)]
+
+
+def test_mla_has_shorter_ones_in_core() -> None:
+    claims = CLAIMS.with_changes(families={"mla"}, head_dims={512})
+    lens = {tier: [case.prefixes for case in codes(claims, ForwardMode.DECODE, tier)] for tier in ("core", "full")}
+    assert lens["core"] == [(1025, 300, 33), (1500, 70, 9)]
+    assert lens["full"] == [*lens["core"], (4097, 300, 33), (66_001, 1500, 33)]
+    assert {case.head_dim for case in codes(claims, ForwardMode.DECODE, "core")} == {512}
+
+
+def test_options_are_those_that_are_claimed() -> None:
+    few = CLAIMS.with_changes(
+        kv_dtypes={"same"}, sliding_window=(), sinks=False, logit_cap=False, dtypes={"fp16"}, page_sizes={1, 64},
+        head_dims={64, 256},
+    )  # fmt: skip
+    for case in codes(few, ForwardMode.DECODE, "core"):
+        assert (case.dtype, case.page_size, case.head_dim, case.kv_dtype) == ("fp16", 1, 64, "same")
+        assert (case.window, case.sinks, case.logit_cap) == (-1, False, 0.0)
+    wide = codes(CLAIMS.with_changes(head_dims={256}), ForwardMode.DECODE, "core")
+    assert {case.head_dim for case in wide} == {256}
+    trees = codes(CLAIMS.with_changes(window_in_trees=False), ForwardMode.TARGET_VERIFY, "core")
+    assert all(case.window < 0 or case.topk < 2 for case in trees)
+
+
+def test_a_window_sees_as_little_of_the_walk() -> None:
+    case = codes(CLAIMS, ForwardMode.DECODE, "core")[1]
+    schedule = make_schedule(case)
+    values = make_step_data(schedule, schedule.steps[0]).values[:, 0]
+    sums = [values[:, start:end].sum(1).abs().max() for start, end in pairwise((3, 703, 1403))]
+    assert max(map(float, sums)) <= 2 * CODE_BOUND

@@ -1,0 +1,44 @@
+"""The script that changes one key of many in the KV pool of real backends: a few places, and what it prints."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner
+
+CI = Path(__file__).resolve().parents[2] / "ci"
+
+
+@pytest.fixture
+def ledger(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(CI))
+    return importlib.import_module("ledger")
+
+
+def test_every_changed_key_of_every_dtype_and_pool_is_found_and_named(ledger: ModuleType) -> None:
+    result = CliRunner().invoke(
+        ledger.main, ["--device", "cpu", "-b", "torch_native", "--length", "1030", "--places", "1"]
+    )
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines() if line.startswith("torch_native")]
+    assert [row[1:4] for row in rows] == [
+        [dtype, pool, "1030"] for dtype in ("bf16", "fp16") for pool in ("same", "e4m3")
+    ]
+    for *_, healthy, least, found, named, _ in rows:
+        assert float(healthy) < 0.1
+        assert float(least) > 0.5
+        assert found == named
+        assert found == "33/33"
+
+
+def test_places_are_at_random_at_both_ends_and_on_both_sides_of_every_edge(ledger: ModuleType) -> None:
+    changes = list(ledger._changes(66_000, 50, 0))
+    keys = {change.key for change in changes}
+    assert len(changes) == 3 * (50 + 2 + 2 * 51), "edges are 1,280 apart"
+    assert {0, 65_998, 1279, 1280, 64_000} <= keys
+    assert all(0 <= key < 65_999 for key in keys), "the last key is the step's own"
+    assert {change.kind for change in changes} == {"left out", "twice", "another's"}
+    assert changes == list(ledger._changes(66_000, 50, 0)), "the same every time"
