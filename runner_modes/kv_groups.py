@@ -79,6 +79,11 @@ class GroupWatch:
         for watch in self._watches:
             watch.clear()
 
+    def clear_page_0(self) -> None:
+        """As ``PoolWatch.clear_page_0``."""
+        for watch in self._watches:
+            watch.clear_page_0()
+
     def written_since_clear(self) -> _Ints:
         """As ``PoolWatch.written_since_clear``: slots of any group's pool, [n] ascending."""
         every = [watch.written_since_clear().tolist() for watch in self._watches]

@@ -61,6 +61,10 @@ class PoolWatch:
         self._held = None
         self._before.fill(math.nan)
         self._now.copy_(self._before)
+        self.clear_page_0()
+
+    def clear_page_0(self) -> None:
+        """Zeros in page 0, and nothing else."""
         zeros = torch.zeros(self._now.bytes_of(self._page_size), dtype=torch.uint8)
         self._now.put(upload(torch.arange(self._page_size), self._device), upload(zeros, self._device))
 

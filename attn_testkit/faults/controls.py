@@ -370,15 +370,3 @@ class ForkedStream(PlannedBackend):
         with torch.cuda.stream(self.side):
             super().write_kv(layer, k, v, meta)
         torch.cuda.current_stream().wait_stream(self.side)
-
-
-@control("waits-in-eager-only")
-class WaitsInEagerOnly(PlannedBackend):
-    """An eager plan reads the longest length back; replays never wait."""
-
-    capabilities = _in("decode")
-
-    @override
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.longest = int(batch.seq_lens.max())
-        super().init_forward_metadata(batch)

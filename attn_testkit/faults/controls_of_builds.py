@@ -29,7 +29,9 @@ _LEAN = PlannedBackend.capabilities.with_changes(families={"gqa", "mqa"}, dtypes
 class PlansKeptByCompleteKey(KeptPlansBackend):
     """Eager plans are kept by all that they are made from, mask included."""
 
-    capabilities = _LEAN.with_changes(graph={"target-verify"}, eager={"target-verify", "draft-extend"})
+    capabilities = _LEAN.with_changes(
+        graph={"target-verify"}, eager={"target-verify", "draft-extend"}, needs_cpu_seq_lens=True
+    )
 
 
 @control("cascade")

@@ -42,3 +42,27 @@ class Float32ProductsInTf32(PlannedBackend):
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
         super().partials(logits, seen, in_tf32(values), acc, lse)
+
+
+@fault(
+    slug="float32-products-in-bf16-claimed-as-tf32",
+    source="general; tl.dot of float32 with bf16 operands, one pass of bf16x3",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="the right KV tokens",
+    modelled="factors are rounded before a product of float32",
+)
+class Float32ProductsInBf16(PlannedBackend):
+    """Both products of float32 are those of bf16, and the claims say tf32, which has three bits more."""
+
+    capabilities = FLOAT32.with_changes(fp32_products="tf32")
+
+    @override
+    def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().logits(rows.bfloat16().float(), keys.bfloat16().float(), layer)
+
+    @override
+    def partials(
+        self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        super().partials(logits, seen, values.bfloat16().float(), acc, lse)

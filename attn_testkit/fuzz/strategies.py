@@ -5,7 +5,7 @@ Each list begins with its plainest value: a failure ends with few values that ar
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -19,6 +19,7 @@ from ..cases.layer_cases import with_shapes
 from ..cases.layers import PERIOD, SETTINGS, Layers
 from ..cases.plans import context_len
 from ..cases.trees import Tree
+from ..cases.ways import WAYS, ways_that_fit
 from ..contract import KV_LAYOUTS, Capabilities, ForwardMode, HeadShape
 
 __all__ = ["differences", "random_cases"]
@@ -55,6 +56,8 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
     slack = draw(st.integers(0, _MOST_SLACK))
     tree = rows.get("tree")
     windowed = mode in claims.sliding_window and (tree is None or tree.topk == 1 or claims.window_in_trees)
+    # From one list whatever else is drawn, so that it can be made plain by itself.
+    way = draw(st.one_of(st.just(""), st.sampled_from(list(WAYS))))
     layers = draw(_layers(grouped=claims.kv_groups and not mode.is_draft_decode()))
     case = Case(
         mode=mode,
@@ -80,7 +83,10 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         **rows,
     )
     shapes = draw(_shapes(claims)) if layers.count >= PERIOD and not case.parts else None
-    return as_claimed(claims, with_shapes(case, shapes) if shapes else case)
+    if shapes:  # no case has a way beside them
+        return as_claimed(claims, with_shapes(case, shapes))
+    case = as_claimed(claims, case)
+    return replace(case, way=way) if way in ways_that_fit(claims, case) else case
 
 
 def _windows(claims: Capabilities) -> st.SearchStrategy[int]:

@@ -9,6 +9,7 @@ import torch
 
 from ..cases.data import StepData, dequantised
 from ..contract import AttentionLayer
+from .narrow_factors import FactorErrors, factor_errors
 
 __all__ = ["Attention", "attend", "windowed"]
 
@@ -32,6 +33,8 @@ class Attention:
     flat: torch.Tensor | None = None
     """Sum of |v_j| over the visible keys, times the weight of a logit as large as the row's largest: what the absolute
     error of small probabilities scales with. None unless asked for."""
+    factors: FactorErrors | None = None
+    """How far narrow factors of both products may move the answer and ``lse``. None unless asked for."""
 
 
 def windowed(visible: torch.Tensor, data: StepData, window: int) -> torch.Tensor:
@@ -41,20 +44,33 @@ def windowed(visible: torch.Tensor, data: StepData, window: int) -> torch.Tensor
     return visible & (data.key_positions[:, None, :] >= data.query_positions[:, :, None] - window)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Which of the fields that are None unless asked for."""
+
+    flat: bool = False
+    factors: bool = False
+
+
 def attend(
-    data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tensor | None = None, *, flat: bool = False
+    data: StepData,
+    layers: Sequence[AttentionLayer],
+    visible: torch.Tensor | None = None,
+    *,
+    flat: bool = False,
+    factors: bool = False,
 ) -> Attention:
     """Attention of all layers of a step on the keys and values as the pool holds them.
 
-    ``visible`` [B, Tmax, S] replaces the case's own visibility (to ask what a dropped key would do). ``flat``: compute
-    ``Attention.flat`` too.
+    ``visible`` [B, Tmax, S] replaces the case's own visibility (to ask what a dropped key would do). ``flat`` and
+    ``factors``: compute these fields of ``Attention`` too.
     """
-    visible = data.visible if visible is None else visible
+    visible, asked = data.visible if visible is None else visible, _Asked(flat, factors)
     if _numbers(data, visible) <= _AT_ONCE:
-        return _attend(data, layers, visible, flat)
+        return _attend(data, layers, visible, asked)
     # One request at a time: nothing is computed on the padding behind short requests, and what is needed for a moment
     # stays small. A long one a layer at a time.
-    return _joined([_of_request(data, layers, visible, request, flat) for request in range(len(visible))], 1)
+    return _joined([_of_request(data, layers, visible, request, asked) for request in range(len(visible))], 1)
 
 
 _AT_ONCE = 1 << 17
@@ -68,12 +84,12 @@ def _numbers(data: StepData, visible: torch.Tensor) -> int:
 
 
 def _of_request(
-    data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tensor, request: int, flat: bool
+    data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tensor, request: int, asked: _Asked
 ) -> Attention:
     part = _part(data, visible, request)
     if _numbers(part, part.visible) <= _LAYERS_AT_ONCE:
-        return _attend(part, layers, part.visible, flat)
-    each = [_attend(_layer(part, index), [layer], part.visible, flat) for index, layer in enumerate(layers)]
+        return _attend(part, layers, part.visible, asked)
+    each = [_attend(_layer(part, index), [layer], part.visible, asked) for index, layer in enumerate(layers)]
     return replace(_joined(each, 0), keys=each[0].keys)
 
 
@@ -112,6 +128,7 @@ def _layer(data: StepData, layer: int) -> StepData:
 def _joined(parts: Sequence[Attention], dim: int) -> Attention:
     """Parts of a step side by side: layers along dimension 0, rows along dimension 1."""
     flat = [part.flat for part in parts if part.flat is not None]
+    factors = [vars(part.factors) for part in parts if part.factors is not None]
     return Attention(
         out=torch.cat([part.out for part in parts], dim),
         mass=torch.cat([part.mass for part in parts], dim),
@@ -120,10 +137,13 @@ def _joined(parts: Sequence[Attention], dim: int) -> Attention:
         lse=torch.cat([part.lse for part in parts], dim),
         top=torch.cat([part.top for part in parts], dim),
         flat=torch.cat(flat, dim) if flat else None,
+        factors=FactorErrors(**{name: torch.cat([part[name] for part in factors], dim) for name in factors[0]})
+        if factors
+        else None,
     )
 
 
-def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tensor, flat: bool) -> Attention:
+def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tensor, asked: _Asked) -> Attention:
     num_layers, tokens, num_q_heads, _ = data.q.shape
     bs, widest, _ = visible.shape
     kv_heads = data.stored_keys.shape[3]
@@ -143,6 +163,7 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
     scaling = torch.tensor([layer.scaling for layer in layers], dtype=torch.float64).view(-1, 1, 1, 1, 1, 1)
     noise = (_norm(rows) * _norm(keys).amax(3, keepdim=True)).view(grouped).mul_(scaling)
     logits.mul_(scaling)
+    terms = _terms(logits, rows, keys, scaling, layers) if asked.factors else None
     for index, layer in enumerate(layers):
         if layer.logit_cap:
             logits[index].div_(layer.logit_cap).tanh_().mul_(layer.logit_cap)
@@ -163,8 +184,9 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
     else:
         values = _of_heads(data.stored_values, data.kv_scales[1])
     out, everything = packed(p @ values), None
+    factors = factor_errors(p, terms[0].flatten(3, 4), terms[1].flatten(3, 4), values, packed) if terms else None
     sizes = values.abs_()
-    if flat:
+    if asked.flat:
         # The rows of a group see the same keys: one product for all of them.
         even = (seen[:, :, :, 0].double() @ sizes).view(num_layers, bs, kv_heads, 1, widest, -1)
         everything = packed((even / total).flatten(3, 4))
@@ -176,7 +198,26 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         lse=packed((top + total.log()).flatten(3, 4)).squeeze(-1),
         top=packed(top.flatten(3, 4)).squeeze(-1),
         flat=everything,
+        factors=factors,
     )
+
+
+def _terms(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    scaling: torch.Tensor,
+    layers: Sequence[AttentionLayer],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[L, B, Hk, G, Tmax, S] each: scaled logits, and squares of their terms, both as a soft cap lets them count."""
+    logits = logits.clone()
+    squares = (rows.square() @ keys.square().mT).view(logits.shape) * scaling.square()
+    for index, layer in enumerate(layers):
+        if layer.logit_cap:
+            slope = 1 - logits[index].div(layer.logit_cap).tanh_().square_()
+            logits[index].mul_(slope)
+            squares[index].mul_(slope.square_())
+    return logits, squares
 
 
 def _of_heads(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given:
     """``rows`` [R] int64: those with hidden states and logits; None: all. ``given``: see ``attend_with_limit``."""
     case = schedule.case
     attention, limit = attend_with_limit(schedule, data, given)
-    sums = part_sums(case, data, attention, schedule.lse_dtype) if case.parts else None
+    sums = part_sums(case, data, attention, schedule.lse_dtype, schedule.matmul_dtype) if case.parts else None
     if sums:
         limit = merged_attention_limit(case, attention, limit, sums)
     own = _own(case, limit)
@@ -133,7 +133,8 @@ def attend_with_limit(
     flat = matmul_dtype == "fp8_e4m3" or (case.dtype == "fp16" and case.sinks)
     if given:
         data = as_given(data, one_by_one=case.draft is not None)
-    attention = attend(data, layers or make_layers(case), flat=flat)
+    factors = matmul_dtype == "tf32"
+    attention = attend(data, layers or make_layers(case), flat=flat, factors=factors)
     return attention, attention_limit(attention, case.dtype, matmul_dtype)
 
 

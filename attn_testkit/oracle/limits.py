@@ -16,6 +16,10 @@ FP8 has few small numbers: below 2^-6 its error no longer shrinks with the numbe
 row's largest, or larger (flash kernels times 256 or 448), so that error is at most 2^-10 of the largest p, whatever
 p_j is.
 
+Factors of tf32 are limited by what their errors do in sum (``narrow_factors.py``): the largest that each may do, added
+up over all of them, is some 30 times what they do. Measured with Triton's ``tl.dot`` under the emulation, which cuts
+factors off, over the float32 cases of core: errors take 0.28 of the limit in the median and 0.73 at most.
+
 A log-sum-exp moves by no more than its logits do; and by r where its sum is off by a factor 1 + r. Kernels may sum the
 probabilities as they were rounded for the second product (FlashInfer's fa2 sums them on tensor cores), so r may be u.
 Merged results carry the errors of all their log-sum-exps: the weight of a part moves by a factor of at most exp(2 d).
@@ -27,6 +31,7 @@ import torch
 
 from ..cases.patterns import CODE_BOUND
 from .attention import Attention
+from .narrow_factors import TOGETHER
 
 __all__ = [
     "UNIT_ROUNDOFF",
@@ -64,15 +69,15 @@ def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model
     """[L, T, Hq, Dv] float64: the largest allowed |out - ref| of each element.
 
     ``dtype``: of the output. ``matmul_dtype``: of the probabilities in the second product, ``model`` for the same; for
-    FP8, and for fp16 with sinks, ``attention`` needs its ``flat``. ``tf32``: of both factors of both products.
+    FP8, and for fp16 with sinks, ``attention`` needs its ``flat``. ``tf32``: of both factors of both products; it needs
+    its ``factors``.
     """
-    # A product of two factors that are each off by u is off by 2 u.
-    factors = 2 * UNIT_ROUNDOFF["tf32"] if matmul_dtype == "tf32" else 0.0
     # A logit that float32 arithmetic moved by d moves p by a factor exp(d): at most 2 d in sum with the denominator.
     # Eight roundings cover a tiled dot product, the scale and the soft cap.
-    exponent = (2 * (8 * _FLOAT32 + factors) * attention.logit_noise).clamp(max=1.0)
+    exponent = (2 * 8 * _FLOAT32 * attention.logit_noise).clamp(max=1.0)
     limit = attention.out.abs().add_(attention.mass)
-    limit.mul_(2 * (_unit(dtype, attention) + factors) + exponent).add_(4 * _SMALLEST[dtype] + _FLUSHED)
+    narrow = _of_factors(attention, limit) if matmul_dtype == "tf32" else 0.0
+    limit.mul_(2 * _unit(dtype, attention) + exponent).add_(4 * _SMALLEST[dtype] + _FLUSHED).add_(narrow)
     if attention.flat is not None and dtype == "fp16":
         limit.add_(attention.flat, alpha=2 * _FP16_ABSOLUTE)
     if matmul_dtype == "fp8_e4m3":
@@ -93,10 +98,24 @@ def key_factor(attention: Attention, dtype: str, matmul_dtype: str = "model") ->
     return (lost + UNIT_ROUNDOFF["fp8_e4m3" if narrow else dtype]).masked_fill_(lost > 1 / (2 * CODE_BOUND), torch.nan)
 
 
-def lse_limit(attention: Attention, dtype: str, lse_dtype: str = "fp32") -> torch.Tensor:
+def _of_factors(attention: Attention, sizes: torch.Tensor) -> torch.Tensor:
+    """[L, T, Hq, Dv]: what tf32 factors of both products add, at most twice what all errors together can do.
+
+    ``sizes``, likewise: of the answer and of the weight that a channel carries.
+    """
+    unit, factors = UNIT_ROUNDOFF["tf32"], attention.factors
+    assert factors is not None
+    worst_of_logits = (2 * TOGETHER * unit * attention.logit_noise).clamp(max=1.0) * sizes
+    of_logits = unit * factors.logits + unit**2 * factors.bend
+    of_values = torch.minimum(unit * factors.values, 2 * TOGETHER * unit * attention.mass)
+    return torch.minimum(of_logits, worst_of_logits) + of_values
+
+
+def lse_limit(attention: Attention, dtype: str, lse_dtype: str = "fp32", matmul_dtype: str = "model") -> torch.Tensor:
     """[L, T, Hq] float64, natural units: the largest allowed |lse - ref|; 0 where it is -inf, which is exact.
 
     ``dtype``: of the probabilities in the second product. ``lse_dtype``: of the log-sum-exp, ``model`` for ``dtype``.
+    ``matmul_dtype``: as in ``attention_limit``.
     """
     noise, keys = attention.logit_noise.squeeze(-1), attention.keys.double().view(-1, 1)
     # The logits, by eight roundings each as in attention_limit; the sum, of as many terms as a row sees; then the
@@ -106,6 +125,10 @@ def lse_limit(attention: Attention, dtype: str, lse_dtype: str = "fp32") -> torc
         limit += UNIT_ROUNDOFF[dtype]
     if dtype == "fp16":
         limit += _FP16_ABSOLUTE * keys
+    if matmul_dtype == "tf32" and attention.factors is not None:
+        unit, factors = UNIT_ROUNDOFF["tf32"], attention.factors
+        of_logits = (unit * factors.lse + unit**2 * factors.lse_bend).squeeze(-1)
+        limit += torch.minimum(of_logits, TOGETHER * unit * noise) + unit
     limit += _lse_rounding(attention.lse, dtype, lse_dtype)
     return limit.masked_fill(attention.lse == -torch.inf, 0.0)
 

@@ -17,8 +17,11 @@ from .limits import lse_limit, merged_limit, merged_lse_limit
 __all__ = ["attend_part", "merged_attention_limit", "part_sums"]
 
 
-def attend_part(data: StepData, layers: Sequence[AttentionLayer], part: KVPart) -> Attention:
-    """Attention on the keys of ``part`` alone. Outputs of rows that see none of them are NaN."""
+def attend_part(data: StepData, layers: Sequence[AttentionLayer], part: KVPart, *, factors: bool = False) -> Attention:
+    """Attention on the keys of ``part`` alone. Outputs of rows that see none of them are NaN.
+
+    ``factors``: as in ``attend``.
+    """
     bs, _, longest = data.visible.shape
     # A request's first row stands behind its prefix. In draft-decode all keys are one part.
     first = data.row_offset == 0
@@ -27,18 +30,21 @@ def attend_part(data: StepData, layers: Sequence[AttentionLayer], part: KVPart) 
     held = part.holds(torch.arange(longest)[None], prefix)
     if not part.sinks:
         layers = [replace(layer, sinks=None) for layer in layers]
-    return attend(data, layers, data.visible & held[:, None])
+    return attend(data, layers, data.visible & held[:, None], factors=factors)
 
 
-def part_sums(case: Case, data: StepData, whole: Attention, lse_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+def part_sums(
+    case: Case, data: StepData, whole: Attention, lse_dtype: str, matmul_dtype: str = "model"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Natural log-sum-exps [L, T, P, Hq] float64 and their limits, likewise: of each part of a case that has parts.
 
-    Where the backend merges, of all keys too, behind them. ``whole``: attention on all keys.
+    Where the backend merges, of all keys too, behind them. ``whole``: attention on all keys. ``matmul_dtype``: of
+    ``lse_limit``.
     """
     layers = make_layers(case)
-    parts = [attend_part(data, layers, part) for part in parts_of(case)]
+    parts = [attend_part(data, layers, part, factors=matmul_dtype == "tf32") for part in parts_of(case)]
     sums = torch.stack([part.lse for part in parts], 2)
-    limits = torch.stack([lse_limit(part, case.dtype, lse_dtype) for part in parts], 2)
+    limits = torch.stack([lse_limit(part, case.dtype, lse_dtype, matmul_dtype) for part in parts], 2)
     if not case.own_merge:
         return sums, limits
     of_all = merged_lse_limit(whole.lse, sums, limits, case.dtype, lse_dtype)

@@ -8,11 +8,12 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.plans import context_len
 from attn_testkit.cases.untried import rows_of
 from attn_testkit.contract import Capabilities, Execution, ForwardMode
@@ -167,3 +168,26 @@ def test_old_failures_end_with_the_time_too() -> None:
     search = search_for(lambda case, _: "", most=0)
     with pytest.raises(TimeUp):
         list(search.again([("eager", "decode-mha2-d32-bf16-p16-k0-contiguous-gauss-b1prod")]))
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_what_not_every_server_does_is_drawn_where_it_is_claimed(mode: ForwardMode) -> None:
+    tried = {case.way for case in generate(CLAIMS, mode, "core") if case.way} - {"far"}
+    few = settings(database=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=2000,
+                   phases=[Phase.generate])  # fmt: skip
+    for way in sorted(tried):
+        found = find(random_cases(CLAIMS, mode), lambda case, way=way: case.way == way, settings=few)
+        assert parse_case(found.id) == found
+        assert not found.parts
+        assert not found.layers.groups
+
+
+@given(st.data(), MODES)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+def test_what_is_not_claimed_of_servers_is_not_drawn(data, mode) -> None:
+    case = data.draw(random_cases(MinimalBackend.capabilities, mode))
+    assert case.way in ("", "idle")
+    assert case.way != "idle" or (case.chunks == 1 and case.layout != "shared")
+    other = data.draw(random_cases(CLAIMS, mode))
+    assert other.way != "noncausal" or (other.window < 0 and other.topk <= 1)
+    assert other.way != "bare" or other.topk <= 1

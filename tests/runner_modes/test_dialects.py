@@ -232,6 +232,19 @@ def test_rows_of_padding_have_the_slots_that_a_backend_takes(
     assert {slot for slot in tails if slot <= 0} == slots
 
 
+class NeitherRowsNorSlots(NoSlot):
+    capabilities = NoSlot.capabilities.with_changes(padded_requests={"nothing"})
+
+
+@pytest.mark.parametrize("case_id", [DECODE, VERIFY])
+def test_padded_requests_without_rows_may_have_no_slot_either(case_id: str) -> None:
+    spy = graph(parse_case(case_id), NeitherRowsNorSlots)
+    assert isinstance(spy, NeitherRowsNorSlots)
+    width = WIDTHS.get(case_id, 1)
+    assert {int(slot) for each in spy.seen for slot in each[3 * width :] if slot <= 0} == {-1}
+    assert spy.context.dialect.padded_requests == "nothing"
+
+
 class Padded(Spy):
     """Remembers what a graph of 4 requests reads before each replay."""
 

@@ -19,7 +19,7 @@ from .non_causal import NON_CAUSAL
 from .verify import BARE, WITH_NEW
 from .way import Way
 
-__all__ = ["WAYS", "Way", "dialect_of", "way_cases", "way_of"]
+__all__ = ["WAYS", "Way", "dialect_of", "way_cases", "way_of", "ways_that_fit"]
 
 WAYS: Mapping[str, Way] = {way.word: way for way in (IDLE, NO_ROWS, WITH_NEW, BARE, LENT, MORE_ROWS, FAR, NON_CAUSAL)}
 """By word, in the order in which their cases stand."""
@@ -39,6 +39,13 @@ def dialect_of(claims: Capabilities, case: Case) -> Dialect:
     says = way_of(case).says
     usual = {name: next(v for v in values if v in getattr(claims, name)) for name, values in DIALECTS.items()}
     return Dialect(**{**usual, **says})
+
+
+def ways_that_fit(claims: Capabilities, case: Case) -> list[str]:
+    """Words of the ways that a case may have too, on a backend with these claims; none beside parts and KV groups."""
+    if case.parts or case.layers.groups or case.rounds or case.mixed:
+        return []
+    return [way.word for way in WAYS.values() if way.fits(claims, case)]
 
 
 def way_cases(claims: Capabilities, small: Case) -> Iterator[Case]:

@@ -35,6 +35,6 @@ FAR = Way(
     f"max_context_len is {_TOKENS:,}, and no request is near it",
     "max_context_len",
     _cases,
-    _plans,
+    plans=_plans,
     context_len=_TOKENS,
 )

@@ -21,6 +21,11 @@ def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     yield replace(own, way="idle")
 
 
+def _fits(claims: Capabilities, case: Case) -> bool:
+    # Chunks follow each other, and nobody shares pages with nobody.
+    return case.chunks == 1 and case.layout != "shared"
+
+
 def _plans(case: Case, plans: list[Plan]) -> list[Plan]:
     """Empty batches before the largest one and behind it, twice in a row, and in the other graph."""
     small = min(plan.bucket for plan in plans[:-1])
@@ -35,5 +40,6 @@ IDLE = Way(
     "some steps have no live request, as on a rank of data parallelism that has none",
     "in eager for who claims takes_empty_batches alone",
     _cases,
+    _fits,
     _plans,
 )

@@ -14,9 +14,13 @@ __all__ = ["LENT"]
 _LENS = (9, 70, 1)
 
 
+def _fits(claims: Capabilities, case: Case) -> bool:
+    return claims.takes_out
+
+
 def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
-    if claims.takes_out:
+    if _fits(claims, small):
         yield replace(small, prefixes=_LENS, new=small.new[:1] * len(_LENS), data="gauss", bucket=4, way="lent")
 
 
-LENT = Way("lent", "each forward is given out=, which it writes and returns", "takes_out", _cases)
+LENT = Way("lent", "each forward is given out=, which it writes and returns", "takes_out", _cases, _fits)

@@ -14,10 +14,16 @@ __all__ = ["MORE_ROWS"]
 _LENS = (9, 70, 1)
 
 
+def _fits(claims: Capabilities, case: Case) -> bool:
+    return claims.takes_more_rows and case.mode is not ForwardMode.DRAFT_DECODE
+
+
 def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
-    if claims.takes_more_rows and small.mode is not ForwardMode.DRAFT_DECODE:
+    if _fits(claims, small):
         new = small.new[:1] * len(_LENS)
         yield replace(small, prefixes=_LENS, new=new, data="gauss", bucket=4, way="morerows")
 
 
-MORE_ROWS = Way("morerows", "each forward has rows of no request behind those of its plan", "takes_more_rows", _cases)
+MORE_ROWS = Way(
+    "morerows", "each forward has rows of no request behind those of its plan", "takes_more_rows", _cases, _fits
+)

@@ -14,8 +14,12 @@ __all__ = ["NO_ROWS"]
 _LENS = (9, 70, 1)
 
 
+def _fits(claims: Capabilities, case: Case) -> bool:
+    return case.mode in claims.graph and set(claims.padded_requests) > {"nothing"}
+
+
 def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
-    if small.mode in claims.graph and set(claims.padded_requests) > {"nothing"}:
+    if _fits(claims, small):
         yield replace(small, prefixes=_LENS, new=small.new[:1] * len(_LENS), data="gauss", bucket=6, way="norows")
 
 
@@ -24,5 +28,6 @@ NO_ROWS = Way(
     "padded requests have neither rows nor keys",
     "padded_requests",
     _cases,
+    _fits,
     says={"padded_requests": "nothing"},
 )

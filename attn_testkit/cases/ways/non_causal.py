@@ -20,6 +20,11 @@ _NEW = (20, 1, 7)
 """New tokens in extend; the last request is a whole prompt, as an encoder's are."""
 
 
+def _fits(claims: Capabilities, case: Case) -> bool:
+    is_block = case.tree is None or case.tree == chain(len(case.tree))
+    return case.mode in claims.non_causal and is_block and case.window < 0
+
+
 def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     if small.mode not in claims.non_causal:
         return
@@ -38,6 +43,7 @@ NON_CAUSAL = Way(
     "layers are not causal: every row sees all keys of its request",
     "non_causal",
     _cases,
+    _fits,
     gives_none=True,
     causal=False,
 )

@@ -20,8 +20,16 @@ def _verify(claims: Capabilities, small: Case) -> Case:
     return replace(small, prefixes=_LENS, tree=chain(rows), width=rows, data="gauss", bucket=4)
 
 
+def _fits_with_new(claims: Capabilities, case: Case) -> bool:
+    return case.mode is ForwardMode.TARGET_VERIFY and set(claims.verify_lens) > {"all"}
+
+
+def _fits_bare(claims: Capabilities, case: Case) -> bool:
+    return claims.takes_bare_chains and case.tree is not None and case.tree == chain(len(case.tree))
+
+
 def _with_new(claims: Capabilities, small: Case) -> Iterator[Case]:
-    if small.mode is ForwardMode.TARGET_VERIFY and set(claims.verify_lens) > {"all"}:
+    if _fits_with_new(claims, small):
         yield replace(_verify(claims, small), way="withnew")
 
 
@@ -35,6 +43,7 @@ WITH_NEW = Way(
     "seq_lens of target-verify count the step's own tokens",
     "verify_lens",
     _with_new,
+    _fits_with_new,
     says={"verify_lens": "all"},
 )
 BARE = Way(
@@ -42,5 +51,6 @@ BARE = Way(
     "a chain is verified without a tree: no custom_mask and no retrieve_*",
     "takes_bare_chains",
     _bare,
+    _fits_bare,
     gives_none=True,
 )

@@ -20,6 +20,10 @@ def _as_they_are(case: Case, plans: list[Plan]) -> list[Plan]:
     return plans
 
 
+def _fits_none(claims: Capabilities, case: Case) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Way:
     """One thing that not every server does."""
@@ -32,6 +36,9 @@ class Way:
     """Which claim has it tried, in plain words."""
     cases: Callable[[Capabilities, Case], Iterator[Case]] = _no_cases
     """(claims, small): its cases, made of ``small``; none where it is not claimed in the mode of ``small``."""
+    fits: Callable[[Capabilities, Case], bool] = _fits_none
+    """(claims, case): whether a case that was made for something else may be of this way too; the cases above are not
+    asked."""
     plans: Callable[[Case, list[Plan]], list[Plan]] = _as_they_are
     """(case, plans): the steps of a drive, the oversized one last, as it has them."""
     context_len: int = 0
