@@ -225,9 +225,10 @@ def _attended_at(
     elsewhere: dict[str, float] = {}
     if not known or abs(sum(weights.values()) - 1) >= _SMALL:
         # A slot that no request owns holds its value as it is, and an FP8 pool's reader multiplies it.
+        scale = layer.v_scale
         for name in PLACES:
             values = weights_of(place_pattern(request, name))
-            weight = 0.0 if values is None else float(values[head, 0]) / (1.0 if name == "others" else layer.v_scale)
+            weight = 0.0 if values is None else float(values[head, 0]) / (1.0 if name == "others" else scale)
             if weight >= _SMALL:
                 elsewhere[name] = weight
     total = sum(weights.values()) + sum(elsewhere.values()) if known else None
