@@ -46,7 +46,6 @@ BACKENDS = (
 CPU_LENGTHS, GPU_LENGTHS = (4096,), (66_000, 262_144)
 _BESIDE = (300, 33)
 """Keys of the other requests."""
-_MOST_EDGES = 64
 
 
 @dataclass(frozen=True)
@@ -123,12 +122,12 @@ def _cases(claims: Capabilities, length: int) -> Iterator[Case]:
             yield replace(plain, dtype=dtype, kv_dtype=kv_dtype)
 
 
-def _changes(length: int, places: int, seed: int) -> Iterator[Change]:
-    """At random places, and on both sides of every multiple of what splits may be."""
+def _changes(length: int, places: int, edges: int, seed: int) -> Iterator[Change]:
+    """At random places, at both ends, and on both sides of multiples of 256, of which there are at most ``edges``."""
     rng = np.random.default_rng(seed)
-    every = max(256, -(-length // _MOST_EDGES // 256) * 256)
-    edges = [key for edge in range(every, length - 1, every) for key in (edge - 1, edge)]
-    for key in [*rng.integers(0, length - 1, places).tolist(), 0, length - 2, *edges]:
+    every = max(256, -(-length // edges // 256) * 256)
+    sides = [key for edge in range(every, length - 1, every) for key in (edge - 1, edge)]
+    for key in [*rng.integers(0, length - 1, places).tolist(), 0, length - 2, *sides]:
         for kind in ("left out", "twice", "another's"):
             yield Change(kind, key, int(rng.integers(0, _BESIDE[0])))
 
@@ -171,8 +170,8 @@ def _try(harness: ServerHarness, schedule: Schedule, changes: list[Change], tall
     harness.backend = backend
 
 
-def _backend(name: str, lengths: tuple[int, ...], device: str, places: int, seed: int) -> tuple[int, int]:
-    """(tried, wrongly seen)."""
+def _backend(name: str, lengths: tuple[int, ...], device: str, which: tuple[int, int, int]) -> tuple[int, int]:
+    """(tried, wrongly seen). ``which``: what ``_changes`` takes behind the length."""
     environment, loaded = resolve(device), load_backend(name)
     claims = loaded.capabilities
     absent = missing_here(claims, environment, ForwardMode.DECODE)
@@ -187,7 +186,7 @@ def _backend(name: str, lengths: tuple[int, ...], device: str, places: int, seed
                 with environment.active(), gradients_off(case):
                     harness = ServerHarness(loaded, [schedule], environment.device)
                     harness.copies_pool = False
-                    _try(harness, schedule, list(_changes(length, places, seed)), tally)
+                    _try(harness, schedule, list(_changes(length, *which)), tally)
             except (DriveError, ValueError) as error:
                 cause = error.__cause__ or error
                 click.echo(f"{name:<20} {case.dtype} {length}: {type(cause).__name__}: {cause}")
@@ -209,6 +208,7 @@ def _backend(name: str, lengths: tuple[int, ...], device: str, places: int, seed
 @click.option("--device", default="auto", show_default=True, metavar="auto|cuda|cpu")
 @click.option("--length", "lengths", multiple=True, type=click.IntRange(600), help="Keys of the long request.")
 @click.option("--places", default=50, show_default=True, type=click.IntRange(0), help="Keys at random, beside edges.")
+@click.option("--edges", default=64, show_default=True, type=click.IntRange(1), help="At most so many of splits.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.pass_context
 def main(
@@ -217,6 +217,7 @@ def main(
     device: str,
     lengths: tuple[int, ...],
     places: int,
+    edges: int,
     seed: int,
 ) -> None:
     environment = resolve(device)
@@ -225,7 +226,7 @@ def main(
     click.echo(f"{environment.name}, torch {torch.__version__}; counts off by, and of wrong keys found and named")
     click.echo(f"{'backend':<20} {'dtype':<5} {'pool':<5} {'keys':>7} {'healthy':>9} {'wrong':>9} {'found':>12} "
                f"{'named':>12} {'seconds':>7}")  # fmt: skip
-    done = [_backend(name, lengths, device, places, seed) for name in backends or BACKENDS]
+    done = [_backend(name, lengths, device, (places, edges, seed)) for name in backends or BACKENDS]
     tried, bad = (sum(each) for each in zip(*done, strict=True))
     click.echo(f"{tried} wrong keys tried; {bad} not named, or healthy counts off by half a key")
     context.exit(1 if bad else 0 if tried else 5)

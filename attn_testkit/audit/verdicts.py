@@ -81,8 +81,12 @@ class FaultVerdict:
 
     @property
     def as_expected(self) -> bool:
-        """Whether a check that must catch it did."""
-        return bool(set(self.caught_by) & set(self.expected))
+        """Whether a check that must catch it did.
+
+        Wrong numbers that are within the limits of the oracle are found by counts of keys, in cases of codes.
+        """
+        counted = {"keys-counted-once"} if "matches-oracle" in self.expected else set[str]()
+        return bool(set(self.caught_by) & (set(self.expected) | counted))
 
 
 @dataclass(frozen=True)

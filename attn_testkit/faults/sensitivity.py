@@ -16,20 +16,20 @@ from typing import Any
 import jinja2
 import torch
 
-from ..cases.case import DATA, parse_case
-from ..cases.data import DTYPES, make_layers
+from ..cases.case import CODES, DATA, parse_case
+from ..cases.data import DTYPES, StepData, make_layers
 from ..cases.schedule import Schedule, make_schedule
 from ..checks import Judgement
-from ..checks.numeric import matches_oracle
 from ..checks.observation import Observation, copies_of
 from ..oracle.expect import Expected, expect
 
 __all__ = ["KINDS", "LENGTHS", "Point", "markdown", "measure", "svg"]
 
 LENGTHS = (64, 512, 4096)
-KINDS = ("key", "row", "head")
+KINDS = ("key", "any", "row", "head")
 _WORDS = {
     "key": "the weight of the last key",
+    "any": "the weight of a key in the middle",
     "row": "one query row, all heads",
     "head": "one query head, all rows",
 }
@@ -39,7 +39,9 @@ _DTYPES = ("fp32", "fp16", "bf16")
 _ROWS = 4
 _FINEST, _STEP = 2.0**-30, 2.0**0.25
 _LONG = 1000
-"""Cases of more keys than this run with one-hot values alone: see ``cases/catalogue.py``."""
+"""Cases of more keys than this run with one-hot values and with codes alone: see ``cases/catalogue.py``."""
+_ANY_LENGTHS = (*LENGTHS, 66_000)
+"""Of a key in the middle, which one-hot values watch in short requests alone."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Point:
     """The data pattern that catches it first."""
     fixed: float | None
     """The same for a fixed tolerance and normal data."""
+    before: float | None = None
+    """As ``kit``, without codes; of a key in the middle."""
 
 
 def _schedule(dtype: str, length: int, data: str) -> Schedule:
@@ -73,11 +77,19 @@ def _error(kind: str, schedule: Schedule, expected: Expected) -> torch.Tensor:
         error[:, 1] = out[:, 1]
     else:
         layer, data = make_layers(schedule.case)[0], expected.data
+        key = data.stored_keys.shape[2] - 1 if kind == "key" else _in_the_middle(data)
         keys = data.keys[0, 0].repeat_interleave(layer.q_per_kv, 1)
         logits = torch.einsum("hd,shd->hs", data.q[0, _ROWS - 1].double(), keys) * layer.scaling
-        values = data.values[0, 0, -1].repeat_interleave(layer.q_per_kv, 0)
-        error[_ROWS - 1] = torch.softmax(logits, -1)[:, -1:] * values
+        values = data.values[0, 0, key].repeat_interleave(layer.q_per_kv, 0)
+        error[_ROWS - 1] = torch.softmax(logits, -1)[:, key, None] * values
     return error
+
+
+def _in_the_middle(data: StepData) -> int:
+    """A key that no one-hot value marks, where there is such a key from the middle on."""
+    marked = data.values[0, 0].flatten(1).count_nonzero(-1)
+    middle = len(marked) // 2
+    return middle + int((marked[middle:] == 0).int().argmax())
 
 
 def _smallest(caught: Callable[[float], bool]) -> float | None:
@@ -99,7 +111,7 @@ def _kit(kind: str, schedule: Schedule, size: float) -> bool:
     outs = wrong.to(DTYPES[schedule.case.dtype]).unbind(0)
     copies = copies_of([("attention", str(layer), out) for layer, out in enumerate(outs)])
     observed = Observation(schedule, step, "", copies)
-    return bool(matches_oracle(Judgement(observed, expected)))
+    return not Judgement(observed, expected).right
 
 
 def _fixed(kind: str, schedule: Schedule, size: float) -> bool:
@@ -111,7 +123,7 @@ def _fixed(kind: str, schedule: Schedule, size: float) -> bool:
 
 def point(kind: str, dtype: str, length: int) -> Point:
     """Measure one."""
-    patterns = DATA if length < _LONG else ("footprint",)
+    patterns = (*(DATA if length < _LONG else ("footprint",)), CODES)
     found: list[tuple[float, str]] = []
     for pattern in patterns:
         schedule = _schedule(dtype, length, pattern)
@@ -119,15 +131,20 @@ def point(kind: str, dtype: str, length: int) -> Point:
         found += [(size, pattern)] if size is not None else []
     plain = _schedule(dtype, length, "gauss")
     best = min(found, default=(None, ""))
-    return Point(kind, dtype, length, best[0], best[1], _smallest(lambda e: _fixed(kind, plain, e)))
+    before = min((size for size, pattern in found if pattern != CODES), default=None) if kind == "any" else None
+    return Point(kind, dtype, length, best[0], best[1], _smallest(lambda e: _fixed(kind, plain, e)), before)
 
 
 def measure() -> Iterator[Point]:
     """All of them."""
     for kind in KINDS:
         for dtype in _DTYPES:
-            for length in LENGTHS:
+            for length in _lengths(kind):
                 yield point(kind, dtype, length)
+
+
+def _lengths(kind: str) -> tuple[int, ...]:
+    return _ANY_LENGTHS if kind == "any" else LENGTHS
 
 
 def _template(name: str) -> jinja2.Template:
@@ -154,19 +171,21 @@ def svg(points: list[Point]) -> str:
     """
     panels = []
     for index, kind in enumerate(KINDS):
-        left = _LEFT + index * _PANEL
+        left, lengths = _LEFT + index * _PANEL, _lengths(kind)
         lines: list[dict[str, Any]] = []
         for dtype in _DTYPES:
             mine = [p for p in points if (p.kind, p.dtype) == (kind, dtype)]
-            for who, sizes in (("kit", [p.kit for p in mine]), ("fixed", [p.fixed for p in mine])):
-                apart = 5.0 * (_DTYPES.index(dtype) - 1) if who == "fixed" else 0.0
-                at = [(left + _x(p.length), _y(size) + apart) for p, size in zip(mine, sizes, strict=True)]
+            series = [("kit", [p.kit for p in mine]), ("fixed", [p.fixed for p in mine])]
+            series += [("before", [p.before for p in mine])] if kind == "any" else []
+            for who, sizes in series:
+                apart = 5.0 * (_DTYPES.index(dtype) - 1) if who != "kit" else 0.0
+                at = [(left + _x(p.length, lengths), _y(size) + apart) for p, size in zip(mine, sizes, strict=True)]
                 lines.append({"dtype": dtype, "who": who, "at": at, "missed": [size is None for size in sizes]})
-        panels.append({"left": left, "title": _WORDS[kind], "lines": lines, "labels": _labels(lines)})
+        xticks = [(_x(length, lengths), f"{length:,}") for length in lengths]
+        panels.append({"left": left, "title": _WORDS[kind], "lines": lines, "labels": _labels(lines), "xticks": xticks})
     ticks = [(_y(10.0**-n), f"{100 * 10.0**-n:g}%") for n in range(6)]
-    xticks = [(_x(length), str(length)) for length in LENGTHS]
     return _template("sensitivity.svg.j2").render(
-        panels=panels, ticks=ticks, xticks=xticks, missed_y=_y(None), left=_LEFT, right=_x(LENGTHS[-1])
+        panels=panels, ticks=ticks, missed_y=_y(None), left=_LEFT, right=_x(LENGTHS[-1], LENGTHS)
     )
 
 
@@ -187,8 +206,8 @@ def _labels(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return labels
 
 
-def _x(length: int) -> float:
-    return round(14 + 200 * math.log(length / LENGTHS[0]) / math.log(LENGTHS[-1] / LENGTHS[0]), 1)
+def _x(length: int, lengths: tuple[int, ...]) -> float:
+    return round(14 + 200 * math.log(length / lengths[0]) / math.log(lengths[-1] / lengths[0]), 1)
 
 
 def _y(size: float | None) -> float:

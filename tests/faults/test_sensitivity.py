@@ -19,6 +19,14 @@ def test_a_fiftieth_of_one_key_is_seen_in_bfloat16_at_any_length(length: int) ->
     assert found.kit < 0.02
 
 
+@pytest.mark.parametrize("length", [512, 4096])
+def test_half_of_any_key_is_seen_at_any_length_and_was_not_seen_without_codes(length: int) -> None:
+    found = point("any", "bf16", length)
+    assert found.kit is not None
+    assert 0.4 < found.kit < 0.6
+    assert (found.pattern, found.before, found.fixed) == ("codes", None, None)
+
+
 def test_a_fixed_tolerance_misses_a_key_of_512_that_is_left_out() -> None:
     assert point("key", "bf16", 512).fixed is None
 
@@ -44,7 +52,7 @@ def test_the_plot_is_well_formed_and_has_every_series() -> None:
     ]
     root = ElementTree.fromstring(svg(points))
     lines = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
-    assert len(lines) == len(KINDS) * 3 * 2
+    assert len(lines) == len(KINDS) * 3 * 2 + 3, "of a key in the middle, the kit without codes as well"
     heights = {line.get("class", "").split()[-1]: line.get("points", "").split()[0].split(",")[1] for line in lines}
     assert float(heights["kit"]) > float(heights["fixed"]), "what is caught stands below what is never caught"
     assert all(0 < float(y) < 320 for y in heights.values())
