@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from attn_testkit.bridges.sglang import NAMES
 from attn_testkit.bridges.sglang.claims import CLAIMS, CLAIMS_OF_OLDER, OF_SGLANG, Line
@@ -46,6 +47,14 @@ def test_a_version_that_nobody_tried_is_refused_with_those_that_are_supported(
 ) -> None:
     _installed(monkeypatch, version)
     with pytest.raises(BackendNotFound, match=f"SGLang {version} is installed; the kit drives .*{CURRENT}"):
+        load_backend("sglang:triton")
+
+
+def test_a_torch_for_cuda_without_a_gpu_is_refused_before_sglang_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, CURRENT)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendNotFound, match=r"is a build for CUDA, and no GPU is here: .*ATTN_TORCH_INDEX"):
         load_backend("sglang:triton")
 
 
