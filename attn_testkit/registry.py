@@ -155,6 +155,8 @@ def _registered_spec(name: str) -> str:
     points = _entry_points()
     if name in points:
         return points[name].value
+    if name in BRIDGES:
+        raise BackendNotFound(f"backend {name!r} is a server; name one of its backends, {name}:NAME")
     known = " (write module:Class)"
     if points:
         own = "a name of your own is known once its package is installed"

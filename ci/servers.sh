@@ -6,7 +6,7 @@
 #   build/servers/sglang-0.5.23/bin/attn-testkit run --backend sglang:triton --device cpu
 #
 #   PYTHON=python3.12     the interpreter that they are made with
-#   ATTN_TORCH_INDEX=URL  take torch from this package index, such as torch's own of CPU builds
+#   ATTN_TORCH_INDEX=URL  take torch from this package index: without a GPU one of CPU builds, such as torch's own
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
@@ -32,6 +32,9 @@ for name in "${names[@]}"; do
     "${pip[@]}" -c ci/constraints.txt 'triton<=3.9.0'
   "${pip[@]}" -c ci/constraints.txt --no-build-isolation -e .
   "${pip[@]}" --no-deps -r ci/vendor.txt
+  # Without a GPU a server with a torch for CUDA imports kernels that come compiled.
+  "$env/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None and not torch.cuda.is_available())' ||
+    { echo "ci/servers.sh: no GPU is here, and torch is a build for CUDA; set ATTN_TORCH_INDEX to an index of CPU builds" >&2; exit 4; }
   # The server says that it needs a CUDA build of torch and kernels that nothing here can run: what it imports is pinned.
   "${pip[@]}" --no-deps -r "$pins"
   echo "$wanted" > "$env/ready"

@@ -13,7 +13,13 @@ pytest.importorskip("flashinfer", reason="the flashinfer extra is not installed"
 from flashinfer.mla import MLAPlanMetadata
 
 from attn_testkit.backends.vendor import fake_of
-from attn_testkit.backends.vendor.flashinfer_fake import BATCH_DECODE, BATCH_MLA_FA2, BATCH_MLA_FA3, BATCH_PREFILL
+from attn_testkit.backends.vendor.flashinfer_fake import (
+    BATCH_DECODE,
+    BATCH_MLA_FA2,
+    BATCH_MLA_FA3,
+    BATCH_PREFILL,
+    BATCH_RAGGED,
+)
 from attn_testkit.emulation import CaptureError, emulated_cuda
 
 CUDA = torch.device("cuda", 0)
@@ -102,6 +108,67 @@ def test_prefill_is_causal_to_the_end_and_a_window_is_inclusive() -> None:
         return at - 2 <= s <= at
 
     assert close(prefill(batch, window_left=2).run(q, (k, v)), batch.expected(0.3, windowed))
+
+
+class Ragged(Batch):
+    """The same requests with their keys one behind the other, and not in pages."""
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        super().__init__(rows)
+        self.kv_indptr_of_keys = ints(0, *torch.tensor(LENS).cumsum(0).tolist())
+        at = [self.pages[page] * PAGE + slot for page, slot in self.places()]
+        self.ragged = [x.flatten(0, 1)[at].to(CUDA) for x in (self.k, self.v)]
+
+    def places(self) -> list[tuple[int, int]]:
+        starts = self.kv_indptr.tolist()
+        return [(starts[r] + key // PAGE, key % PAGE) for r, length in enumerate(LENS) for key in range(length)]
+
+    def run(self, layout: str = "NHD", method: str = "plan", **plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        wrapper = fake_of(BATCH_RAGGED)(workspace(), layout)
+        getattr(wrapper, method)(
+            self.qo_indptr.to(CUDA), self.kv_indptr_of_keys.to(CUDA), HEADS, KV_HEADS, DIM, sm_scale=0.3,
+            **{"causal": True, **plan},
+        )  # fmt: skip
+        out, lse = wrapper.run(self.on_device[0], *self.ragged, return_lse=True)
+        return out, lse
+
+
+@pytest.mark.parametrize("method", ["plan", "begin_forward"])
+def test_a_ragged_prefill_attends_the_keys_of_each_request_alone(method: str) -> None:
+    batch = Ragged((2, 1, 3))
+    out, lse = batch.run(method=method)
+    assert close(out, batch.expected(0.3))
+    _, of_pages = prefill(batch).run(batch.on_device[0], tuple(batch.on_device[1:]), return_lse=True)
+    assert torch.allclose(lse.cpu(), of_pages.cpu(), rtol=0, atol=1e-5)  # sums of float32 in another order
+
+
+def test_a_ragged_prefill_that_is_not_causal_sees_all_keys_of_its_request() -> None:
+    batch = Ragged((2, 1, 3))
+    assert close(batch.run(causal=False)[0], batch.expected(0.3, lambda r, t, s: True))
+
+
+def test_a_ragged_prefill_with_heads_first_has_no_fake() -> None:
+    with pytest.raises(NotImplementedError, match="knows layout NHD, not HND"):
+        Ragged((2, 1, 3)).run("HND")
+
+
+@pytest.mark.parametrize("entry", [BATCH_DECODE, BATCH_PREFILL, BATCH_RAGGED], ids=["decode", "prefill", "ragged"])
+def test_the_older_name_of_a_plan_is_the_fakes_too(entry: Any) -> None:
+    fake = fake_of(entry)
+    assert fake.begin_forward is fake.plan
+    assert fake.plan is not fake.__bases__[0].plan
+
+
+def test_an_mla_plan_may_choose_its_kernels() -> None:
+    """As servers let it: on a device like the emulated one, those of SM90."""
+    wrapper = fake_of(BATCH_MLA_FA2)(workspace(), backend="auto")
+    lens = ints(6)
+    wrapper.plan(
+        metadata=MLAPlanMetadata.csr(ints(0, 1), ints(0, 2), ints(0, 1), lens), num_heads=HEADS, head_dim_ckv=512,
+        head_dim_kpe=64, page_size=PAGE, causal=False, sm_scale=0.3, q_data_type=torch.half, kv_data_type=torch.half,
+    )  # fmt: skip
+    q, cache = torch.randn(1, HEADS, 576).half().to(CUDA), torch.randn(2, PAGE, 576).half().to(CUDA)
+    assert bool(wrapper.run(query=q, kv_cache=cache).isfinite().all())
 
 
 def test_a_custom_mask_is_flat_by_request_and_stays_in_force_in_graph_mode() -> None:

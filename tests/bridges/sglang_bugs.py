@@ -103,3 +103,14 @@ class WindowsInDecode(Triton):
     capabilities = dataclasses.replace(
         Triton.capabilities, sliding_window=Triton.capabilities.sliding_window | {"decode"}
     )
+
+
+class FP8(Triton):
+    """sglang #22277: layers that share KV read FP8 rows back, which the extend kernel does not take."""
+
+    capabilities = dataclasses.replace(
+        Triton.capabilities,
+        kv_dtypes={"fp8_e4m3"},
+        matmul_dtype="fp8_e4m3",
+        new_rows_as_given={"target-verify", "draft-extend", "draft-extend-v2", "extend"},
+    )

@@ -10,12 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from attn_testkit.bridges.sglang import NAMES
-from attn_testkit.bridges.sglang.claims import CLAIMS, OF_SGLANG
-from attn_testkit.bridges.sglang.versions import CURRENT
+from attn_testkit.bridges.sglang.claims import CLAIMS, CLAIMS_OF_OLDER, OF_SGLANG, Line
+from attn_testkit.bridges.sglang.versions import CURRENT, OLDER
 from attn_testkit.contract import Capabilities
 from attn_testkit.registry import BRIDGES, BackendNotFound, load_backend
+from attn_testkit.running.known_failures import load_known
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
@@ -46,6 +50,14 @@ def test_a_version_that_nobody_tried_is_refused_with_those_that_are_supported(
         load_backend("sglang:triton")
 
 
+def test_a_torch_for_cuda_without_a_gpu_is_refused_before_sglang_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, CURRENT)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendNotFound, match=r"is a build for CUDA, and no GPU is here: .*ATTN_TORCH_INDEX"):
+        load_backend("sglang:triton")
+
+
 @pytest.mark.parametrize(
     ("name", "why"), [("flex_attention", "which the kit does not drive"), ("tritn", "which SGLang does not have")]
 )
@@ -64,9 +76,35 @@ def test_a_name_is_asked_for_before_sglang_is() -> None:
         load_backend("sglang:no_such_backend")
 
 
-def test_a_server_without_a_name_is_incomplete() -> None:
-    with pytest.raises(BackendNotFound, match="backend 'sglang:' is incomplete"):
-        load_backend("sglang:")
+@pytest.mark.parametrize(("spec", "said"), [("sglang:", "is incomplete"), ("sglang", "is a server; name one of")])
+def test_a_server_without_a_name_is_incomplete(spec: str, said: str) -> None:
+    with pytest.raises(BackendNotFound, match=f"backend '{spec}' {said}"):
+        load_backend(spec)
+
+
+def test_a_name_that_sglang_has_changed_is_answered_with_the_new_one() -> None:
+    with pytest.raises(BackendNotFound, match="which SGLang has renamed: sglang:cutedsl_mla"):
+        load_backend("sglang:tokenspeed_mla")
+
+
+def test_of_the_older_release_only_what_is_driven_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, OLDER)
+    with pytest.raises(BackendNotFound, match=f"of SGLang {OLDER} the kit drives triton; flashinfer it drives of"):
+        load_backend("sglang:flashinfer")
+
+
+@pytest.mark.parametrize("version", [CURRENT, OLDER])
+def test_the_script_that_messages_name_makes_an_environment_of_each_version(version: str) -> None:
+    pins = (ROOT / "ci" / "servers" / f"sglang-{version}.txt").read_text().splitlines()
+    assert f"sglang=={version}" in pins
+    packages = [line for line in pins if not line.startswith("#")]
+    assert all(line.count("==") == 1 for line in packages), "every version is pinned"
+
+
+def test_known_failures_of_a_servers_backend_are_read() -> None:
+    assert {each.backend for each in load_known(ROOT / "ci" / "servers" / "known_failures.toml")} == {
+        "sglang:triton_draft"
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,16 +129,23 @@ def test_importing_a_bridge_imports_no_server(bridge: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-LINES = [(name, line) for name, claims in CLAIMS.items() for line in claims.lines]
+def _lines() -> list[tuple[str, Line]]:
+    """Of the version that is installed."""
+    found = importlib.util.find_spec("sglang") is not None
+    of_version = CLAIMS_OF_OLDER if found and importlib.metadata.version("sglang") == OLDER else CLAIMS
+    return [(name, line) for name, claims in of_version.items() for line in claims.lines]
+
+
+LINES = _lines()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed: ci/servers.sh")
 @pytest.mark.parametrize(("name", "line"), LINES, ids=[f"{name}-{line.claim}" for name, line in LINES])
-def test_the_place_that_a_claim_rests_on_is_there(name: str, line: object) -> None:
+def test_the_place_that_a_claim_rests_on_is_there(name: str, line: Line) -> None:
     spec = importlib.util.find_spec("sglang")
     assert spec is not None
     assert spec.origin is not None
-    file, _, path = line.place.partition(":")  # type: ignore[attr-defined]
+    file, _, path = line.place.partition(":")
     found: ast.AST = ast.parse((Path(spec.origin).parent / "srt" / file).read_text())
     for part in path.split("."):
         inside = [node for node in ast.iter_child_nodes(found) if getattr(node, "name", "") == part]

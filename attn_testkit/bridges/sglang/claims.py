@@ -44,6 +44,9 @@ class Claims:
     reads_back: bool = True
     """Whether a forward whose new rows the pool holds already may be given None for them. Otherwise it is given the
     rows that the pool holds, as where a fused kernel has stored them."""
+    one_scale: bool = False
+    """Whether a plan holds the softmax scale of the model. The kit's layers have several, which no model of SGLang has:
+    there is an object of SGLang's for each."""
     rope_apart: bool = False
     """MLA: SGLang's model gives q and k without their rope columns, and those beside them."""
 
@@ -163,6 +166,11 @@ CLAIMS: Mapping[str, Claims] = {
             Line("gqa_ratios", {2, 4, 8}, f"{_FLASHINFER}:should_use_tensor_core"),
             Line("max_q_rows", 16, f"{_FLASHINFER}:FlashInferIndicesUpdaterPrefill.call_begin_forward"),
             Line("max_topk", 4, f"{_FLASHINFER}:FlashInferIndicesUpdaterPrefill.call_begin_forward"),
+            # Not in verify, whose mask is laid out for the whole prefix (sglang #39287), and no soft cap, which the
+            # plan does not have (sglang #33915).
+            Line("sliding_window", {D}, f"{_FLASHINFER}:FlashInferIndicesUpdaterDecode.update_sliding_window"),
+            Line("layer_windows", "one", f"{_FLASHINFER}:FlashInferAttnBackend.__init__"),
+            Line("min_window", 1, "layers/radix_attention.py:RadixAttention.__init__"),
             Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal"),
             Line("requires", _FLASHINFER_PACKAGE, f"{_FLASHINFER}:FlashInferAttnBackend.__init__"),
         ),
@@ -186,6 +194,7 @@ CLAIMS: Mapping[str, Claims] = {
             Line("requires", _FLASHINFER_PACKAGE, f"{_FLASHINFER_MLA}:FlashInferMLAAttnBackend.__init__"),
         ),
         fakes="wrappers",
+        one_scale=True,  # FlashInferMLAIndicesUpdaterDecode.call_begin_forward
         rope_apart=True,
     ),
     "trtllm_mha": Claims(

@@ -53,18 +53,25 @@ class SGLangBackend(AttentionBackend):
     """Name in ``ATTENTION_BACKENDS``."""
     reads_back: ClassVar[bool] = True
     """Whether models whose layers share KV may give None for both k and v."""
+    one_scale: ClassVar[bool] = False
+    """Whether a plan holds the model's softmax scale: then there is an object of SGLang's for each that layers have."""
     rope_apart: ClassVar[bool] = False
     """MLA: whether SGLang's model gives this backend the rope columns of q and k beside the others."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self.runner = make_runner(self.registered, context)
+        scales = {layer.scaling for layer in context.layers} if self.one_scale else {context.layers[0].scaling}
+        runners = {scale: make_runner(self.registered, context, scale) for scale in sorted(scales)}
+        self.runner = next(iter(runners.values()))
         self.real: Any = None
         """What SGLang's registry made."""
+        self.reals: dict[float, Any] = {}
+        """Softmax scale -> the same, where each has its own."""
         self.draft: Any = None
         """The same for draft-decode: a draft worker has a backend of several steps beside its other one."""
         if context.modes - {ForwardMode.DRAFT_DECODE}:
-            self.real = ATTENTION_BACKENDS[self.registered](self.runner)
+            self.reals = {scale: ATTENTION_BACKENDS[self.registered](each) for scale, each in runners.items()}
+            self.real = next(iter(self.reals.values()))
         if ForwardMode.DRAFT_DECODE in context.modes:
             branches, steps = context.draft_branches, context.speculative_num_steps
             self.draft = DraftBackendFactory(self.runner, branches, steps).create_decode_backend()
@@ -77,36 +84,38 @@ class SGLangBackend(AttentionBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Hand on."""
-        self._planned_by(batch).init_forward_metadata(self._plan(batch))
+        for each in self._planned_by(batch):
+            each.init_forward_metadata(self._plan(batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Hand on."""
-        for each in (self.real, self.draft):
-            if each is not None:
-                each.init_cuda_graph_state(max_bs, max_num_tokens)
+        for each in (*self.reals.values(), *([] if self.draft is None else [self.draft])):
+            each.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         """Hand on a batch of SGLang's, or at a replay the view that its graph runners make."""
-        real = self._planned_by(batch)
         if not in_capture:
             # Nothing of a view is kept: it is gone when the graph has run.
-            real.init_forward_metadata_out_graph(replay_view(batch, self._width, self.runner))
+            for each in self._planned_by(batch):
+                each.init_forward_metadata_out_graph(replay_view(batch, self._width, self.runner))
             return
         batch.extras[_KEPT] = _Kept(captured=True)
         with _capturing(batch):
-            real.init_forward_metadata_out_graph(self._plan(batch), in_capture=True)
+            for each in self._planned_by(batch):
+                each.init_forward_metadata_out_graph(self._plan(batch), in_capture=True)
 
     def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
         """SGLang's hook of another name."""
-        real = self._planned_by(batch)
-        if hasattr(real, "on_after_cuda_graph_warmup"):
-            real.on_after_cuda_graph_warmup()
+        for each in self._planned_by(batch):
+            if hasattr(each, "on_after_cuda_graph_warmup"):
+                each.on_after_cuda_graph_warmup()
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Hand on. A draft is planned as a whole: its steps have nothing left to plan."""
         if not isinstance(batch.spec_info, DraftDecodeInput):
             with _capturing(batch):
-                self.real.init_forward_metadata_in_graph(self._plan(batch))
+                for each in self._planned_by(batch):
+                    each.init_forward_metadata_in_graph(self._plan(batch))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """What the backend says."""
@@ -130,7 +139,10 @@ class SGLangBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Hand on, as SGLang's models call it."""
         spec = batch.spec_info
-        real = self.draft.attn_backends[spec.step] if isinstance(spec, DraftDecodeInput) else self.real
+        if isinstance(spec, DraftDecodeInput):
+            real = self.draft.attn_backends[spec.step]
+        else:
+            real = self.reals.get(layer.scaling, self.real)
         given: dict[str, Any] = {} if layer.sinks is None else {"sinks": layer.sinks}
         new_k, new_v = (k, v) if save_kv_cache else self._stored(layer, batch)
         if self.rope_apart:
@@ -155,8 +167,8 @@ class SGLangBackend(AttentionBackend):
         """Rows a request in verify and draft-extend v2."""
         return self.context.num_draft_tokens
 
-    def _planned_by(self, batch: ForwardBatch) -> Any:
-        return self.draft if batch.forward_mode.is_draft_decode() else self.real
+    def _planned_by(self, batch: ForwardBatch) -> list[Any]:
+        return [self.draft] if batch.forward_mode.is_draft_decode() else list(self.reals.values())
 
     def _plan(self, batch: ForwardBatch) -> Any:
         """SGLang's batch for a batch that is planned, made once."""
@@ -213,6 +225,7 @@ def make_backend(name: str, claims: Claims, kernels: str) -> type[AttentionBacke
         "registered": claims.registered,
         "capabilities": claims.capabilities,
         "reads_back": claims.reads_back,
+        "one_scale": claims.one_scale,
         "rope_apart": claims.rope_apart,
         "kernels": kernels,
     }

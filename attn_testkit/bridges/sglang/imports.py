@@ -7,13 +7,23 @@ import importlib.util
 
 import torch
 
+from attn_testkit.backends.vendor.provider import device_is_real
+
 __all__ = ["prepare"]
 
 _held: list[torch.library.Library] = []
 
 
 def prepare() -> None:
-    """Let SGLang's imports pass where there is no GPU. Safe to call again."""
+    """Let SGLang's imports pass where there is no GPU. Safe to call again.
+
+    Raises ``LookupError``, with what to do, for a build of torch with which they would not.
+    """
+    if torch.version.cuda is not None and not device_is_real(torch.device("cuda")):
+        raise LookupError(
+            f"torch {torch.__version__} is a build for CUDA, and no GPU is here: SGLang would import kernels that come "
+            "compiled; take a CPU build of torch (ATTN_TORCH_INDEX of ci/servers.sh says where from)"
+        )
     # SGLang imports torchvision for its image models. One that was built for CUDA does not find its operators beside a
     # torch without it, and then raises for want of their names. No attention backend calls any of them.
     if _held or torch.version.cuda is not None or importlib.util.find_spec("torchvision") is None:

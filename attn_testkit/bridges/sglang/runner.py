@@ -51,12 +51,12 @@ def _publish(name: str, context: BackendContext) -> None:
 class _ModelConfig:
     """What backends ask of a model, whose heads and dims are those of the kit's layers."""
 
-    def __init__(self, context: BackendContext) -> None:
+    def __init__(self, context: BackendContext, scaling: float) -> None:
         first, window = context.layers[0], _window_of(context)
         rope = first.head_dim - first.kv_lora_rank if first.is_mla else 0
         heads, kv_heads = first.tp_q_head_num, first.tp_k_head_num
         self.attention_arch = AttentionArch.MLA if first.is_mla else AttentionArch.MHA
-        self.context_len, self.dtype, self.scaling = context.max_context_len, context.dtype, first.scaling
+        self.context_len, self.dtype, self.scaling = context.max_context_len, context.dtype, scaling
         self.num_attention_heads, self.num_key_value_heads = heads, kv_heads
         self.head_dim = first.head_dim
         self.v_head_dim = self.swa_v_head_dim = first.v_head_dim
@@ -93,8 +93,11 @@ class _Runner(SimpleNamespace):
         return self.verify_width
 
 
-def make_runner(name: str, context: BackendContext) -> Any:
-    """What the constructors of SGLang's registry take, and the configuration of the process with it."""
+def make_runner(name: str, context: BackendContext, scaling: float) -> Any:
+    """What the constructors of SGLang's registry take, and the configuration of the process with it.
+
+    ``scaling``: of the model, for backends that plan by it and not by the layer's.
+    """
     _publish(name, context)
     device, page, pool = context.device.type, context.page_size, pool_of(context.kv_pool)
     window, first = _window_of(context), context.layers[0]
@@ -105,7 +108,7 @@ def make_runner(name: str, context: BackendContext) -> Any:
         device=device, gpu_id=context.device.index or 0, dtype=context.dtype, page_size=page,
         kv_cache_dtype=context.kv_pool.dtype, kv_cache_dtype_str="auto",
         prefill_attention_backend_str=name, decode_attention_backend_str=name, draft_attention_backend=None,
-        model_config=_ModelConfig(context), model=torch.nn.Module(), is_draft_worker=False,
+        model_config=_ModelConfig(context, scaling), model=torch.nn.Module(), is_draft_worker=False,
         max_running_requests=context.max_bs,
         spec_algorithm=SpeculativeAlgorithm.EAGLE if speculates else SpeculativeAlgorithm.NONE,
         verify_width=context.num_draft_tokens if ForwardMode.TARGET_VERIFY in context.modes else 1,
