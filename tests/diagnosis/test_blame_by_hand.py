@@ -93,7 +93,8 @@ class Asked:
             allocated = (AllocatedInCapture("work.space", "bucket 4"),) if "calm allocated" in self.answers else ()
             replaced = ("a", "b", "c", "d") if name == "alone" and "copied" in self.answers else ()
             found = replace(seen(self.step, value, replay=True), step=only)
-            return GraphRun(((schedule, found),) if value != "empty" else (), 1, (), allocated, replaced)
+            seen_steps = ((schedule, found),) if value != "empty" else ()
+            return GraphRun(seen_steps, 1, allocated_in_capture=allocated, replaced=replaced)
 
         return self._answer(name, run)
 
