@@ -47,7 +47,8 @@ def run_eager(
         batch, sent = batch_on_device(on_host, harness.device)
         _poison_heap(harness, len(batch.input_ids))
     with clock.phase("eager"):
-        no_waits = not harness.capabilities.needs_cpu_seq_lens
+        claims = harness.capabilities
+        no_waits = not claims.needs_cpu_seq_lens and not claims.eager_waits
         with blame("plan", label), host_syncs_forbidden(no_waits):
             harness.backend.init_forward_metadata(batch)
         none_kv = step.stored and harness.capabilities.takes_none_kv

@@ -268,7 +268,7 @@ def refuses_undeclared(
 CHECKS = (
     Check(
         "no-host-lengths",
-        "With needs_cpu_seq_lens false: CPU mirrors are None, and no plan and no eager forward waits for the device.",
+        "With needs_cpu_seq_lens false: CPU mirrors are None, and no plan waits for the device, nor an eager forward.",
         "seq_lens.max().item(), .cpu() in a plan, a host list turned into a device tensor at each step.",
         "sglang #27689, #28765, #26824",
         "`where` is the line that waits for the device, or reads a host length that is not given.",

@@ -119,7 +119,8 @@ def _classify(
         return (
             "no-host-lengths",
             f"{_WITHOUT_WAITS[phase]} waits for the device: {message}",
-            "needs_cpu_seq_lens is False: keep lengths on the device, or declare that they are needed",
+            "needs_cpu_seq_lens is False: keep lengths on the device, or declare that they are needed"
+            + ("" if phase == "plan for replay" else " (or eager_waits, where only eager steps wait)"),
         )
     if phase == "forward without k and v" and "NoneType" in message:
         return "completes", raised, "takes_none_kv: with save_kv_cache False k and v may be None, and are not read"

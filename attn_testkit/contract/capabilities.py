@@ -108,7 +108,7 @@ _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_bra
 _YES_OR_NO = (
     "any_scaling", "window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
     "takes_none_kv", "takes_unset_width", "takes_empty_batches", "takes_bare_chains", "takes_out", "takes_more_rows",
-    "kv_groups", "heads_by_layer",
+    "kv_groups", "heads_by_layer", "eager_waits",
 )  # fmt: skip
 
 
@@ -222,6 +222,9 @@ class Capabilities:
 
     In extend ``extend_seq_lens_cpu`` and ``extend_prefix_lens_cpu`` are there all the same, in draft-extend v2 the
     first of them: a server knows them without a wait."""
+    eager_waits: bool = False
+    """May an eager plan or forward wait for the device, although ``needs_cpu_seq_lens`` is False? SGLang's Triton class
+    does where a layer has a window (``update_sliding_window_buffer``). Without it a host sync there is a failure."""
     takes_more_rows: bool = False
     """May a forward have more rows than its plan? Servers pad a batch once it is planned, to sizes of the layers around
     attention. The batch of such a forward is another object than that of the plan: ``input_ids``, ``positions`` and

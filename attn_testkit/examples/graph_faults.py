@@ -86,7 +86,9 @@ class BakedMaxLength(_Planned):
 
 
 class HostRead(_Planned):
-    """Reads a length on the host inside the captured region."""
+    """Reads a length on the host inside the captured region; in eager mode it may, since it says so."""
+
+    capabilities = _DECODE.with_changes(eager_waits=True)
 
     def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """``.item()`` waits for the device, which a capture forbids."""

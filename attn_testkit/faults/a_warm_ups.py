@@ -183,8 +183,8 @@ class WarmUpsUseOtherMemory(_CountsRuns):
 
 @control("waits-and-says-so")
 class WaitsAndSaysSo(EagerPlanWaits):
-    """Lengths are fetched from the device at every step, and needs_cpu_seq_lens is declared."""
+    """Lengths are fetched from the device at every eager step, and ``eager_waits`` says so; replays never wait."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode"}, needs_cpu_seq_lens=True
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode"}, eager_waits=True
     )

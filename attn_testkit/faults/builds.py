@@ -14,7 +14,7 @@ __all__ = ["CascadeBackend", "KeptPlansBackend", "RegisterRowsBackend", "TiledBa
 class KeptPlansBackend(PlannedBackend):
     """Eager plans are kept, and used again for a batch with the same key: all that a plan is made from."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = PlannedBackend.capabilities.with_changes(eager_waits=True)
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -29,7 +29,7 @@ class KeptPlansBackend(PlannedBackend):
         self.metadata = self.kept[key]
 
     def plan_key(self, batch: ForwardBatch) -> tuple[object, ...]:
-        """Bytes, for which an eager plan waits for the device: ``needs_cpu_seq_lens`` says so."""
+        """Bytes, for which an eager plan waits for the device: ``eager_waits`` says so."""
         bs, spec = batch.batch_size, batch.spec_info
         parts = [batch.seq_lens[:bs], batch.out_cache_loc, self.plan_pages(batch)]
         if isinstance(spec, DraftExtendInput):

@@ -249,7 +249,7 @@ class NewKeysAttendedButNotStored(DenseBackend):
     ) -> torch.Tensor:
         out = super().forward(q, k, v, layer, batch, save_kv_cache)
         last = batch.out_cache_loc[-1:]
-        self.context.kv_pool.get_value_buffer(layer.layer_id).view(torch.uint8)[last] = 0
+        self.context.kv_pool.get_value_buffer(layer.layer_id).view(torch.uint8).index_fill_(0, last, 0)
         return out
 
 

@@ -150,7 +150,7 @@ class WrittenToAReshapedCopy(StridedBackend):
     source="LMCache #3214 (review)",
     modes=_ALL,
     executions=("graph",),
-    checks=("matches-oracle", "graph-matches-eager", "reads-own-kv"),
+    checks=("matches-oracle", "graph-matches-eager", "reads-own-kv", "replay-follows-batch"),
     modelled="all of the pool, where it would be the pages of a request",
 )
 class PoolTransposedOnce(StridedBackend):
@@ -196,7 +196,8 @@ class StoreSpillsIntoPadding(StridedBackend):
         with_padding = pages.as_strided((pages.shape[0], page + 1, *pages.shape[2:]), pages.stride())
         last = place == page - 1
         # Rows that are not the last of their page clear padding of page 0, which is nobody's either.
-        with_padding[torch.where(last, number, 0), torch.full_like(place, page)] = 0
+        at = torch.where(last, number, 0), torch.full_like(place, page)
+        with_padding.index_put_(at, with_padding.new_zeros(()))
 
 
 @fault(

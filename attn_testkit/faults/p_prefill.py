@@ -90,7 +90,7 @@ class ChunkCausalFromTheStartOfTheKeys(PlannedBackend):
 class PrefixOfTheFirstChunkKept(PlannedBackend):
     """A request's prefix is looked up when it is first seen, and its later chunks are planned with the same one."""
 
-    capabilities = LEAN
+    capabilities = LEAN.with_changes(eager_waits=True)
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

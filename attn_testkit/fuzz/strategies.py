@@ -18,7 +18,7 @@ from ..cases.head_shapes import claimed_shapes
 from ..cases.layer_cases import with_shapes
 from ..cases.layers import PERIOD, SETTINGS, Layers
 from ..cases.plans import context_len
-from ..cases.trees import Tree
+from ..cases.trees import Tree, chain
 from ..cases.ways import WAYS, ways_that_fit
 from ..contract import KV_LAYOUTS, Capabilities, ForwardMode, HeadShape
 
@@ -82,11 +82,17 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         **({} if layers.groups else draw(_parts(claims, mode))),
         **rows,
     )
-    shapes = draw(_shapes(claims)) if layers.count >= PERIOD and not case.parts else None
-    if shapes:  # no case has a way beside them
+    # No case has a way beside them.
+    shapes = draw(_shapes(claims)) if layers.count >= PERIOD and not case.parts and not way else None
+    if shapes:
         return as_claimed(claims, with_shapes(case, shapes))
     case = as_claimed(claims, case)
-    return replace(case, way=way) if way in ways_that_fit(claims, case) else case
+    # Layers that are not causal have no window and no tree, which few cases happen to be without.
+    plain = replace(case, window=-1, tree=chain(len(case.tree))) if case.tree else replace(case, window=-1)
+    fitting = (
+        replace(each, way=way) for each in (case, as_claimed(claims, plain)) if way in ways_that_fit(claims, each)
+    )
+    return next(fitting, case)
 
 
 def _windows(claims: Capabilities) -> st.SearchStrategy[int]:

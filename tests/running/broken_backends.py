@@ -50,7 +50,7 @@ class WrongDtype(_Decode):
 
 
 class WrongDevice(_Decode):
-    capabilities = DECODE.with_changes(graph=())
+    capabilities = DECODE.with_changes(graph=(), eager_waits=True)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         return super().run(q, kv, plan).cpu()

@@ -9,6 +9,8 @@ class EagerOnly(MinimalBackend):
 
 
 class EagerOnlyAndRightly(EagerOnly):
+    capabilities = EagerOnly.capabilities.with_changes(eager_waits=True)
+
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.kv_lens.max().item() > 0
         return super().run(q, kv, plan)
