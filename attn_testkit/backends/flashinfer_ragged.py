@@ -11,11 +11,11 @@ import torch
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, KVPart, LogSumExp
 
 from .flashinfer import FlashInferBackend, LayerKind
-from .flashinfer_plan import PagePlan, exclusive_sum, make_page_plan
+from .flashinfer_plan import PagePlan, make_page_plan, prefix_plan
 from .vendor import provide
 from .vendor.flashinfer_fake import BATCH_RAGGED
 
-__all__ = ["FlashInferRaggedBackend", "prefix_plan"]
+__all__ = ["FlashInferRaggedBackend"]
 
 _MODES = frozenset({ForwardMode.EXTEND})
 
@@ -134,36 +134,3 @@ class FlashInferRaggedBackend(FlashInferBackend):
         group = self.context.group_of(layer)
         group.kv_pool.set_kv_buffer(layer, group.cache_loc(batch), k, v)
         return out, lse
-
-
-def prefix_plan(whole: PagePlan, window: int) -> PagePlan:
-    """The plan of the keys before the step, out of that of all keys: the pages that the window reaches.
-
-    With a window who sees whom is a custom mask. The kernel counts ``window_left`` from the end of the keys that it is
-    given, and the rows lie behind that end.
-    """
-    size, q_lens = whole.page_size, whole.qo_indptr.diff()
-    prefix = whole.kv_lens - q_lens
-    first = torch.zeros_like(prefix) if window < 0 else (prefix - window).clamp(min=0) // size
-    kv_lens = prefix - first * size
-    pages = -(-kv_lens // size)
-    request = torch.repeat_interleave(torch.arange(len(pages)), pages.long())
-    kept = torch.arange(len(request)) + (whole.kv_indptr[:-1] + first - exclusive_sum(pages)[:-1])[request]
-    mask = None
-    if window >= 0:
-        behind = zip(first.tolist(), prefix.tolist(), q_lens.tolist(), strict=True)
-        blocks = [
-            torch.arange(page * size, end) >= torch.arange(end, end + rows)[:, None] - window
-            for page, end, rows in behind
-        ]
-        mask = torch.cat([block.reshape(-1) for block in blocks]).to(whole.kv_indices.device)
-    return PagePlan(
-        qo_indptr=whole.qo_indptr,
-        kv_lens=kv_lens,
-        kv_indptr=exclusive_sum(pages),
-        # The page size where there is no page: the package computes lengths of masks as if there were one page less.
-        last_page_len=kv_lens - (pages - 1) * size,
-        kv_indices=whole.kv_indices[kept.to(whole.kv_indices.device)],
-        custom_mask=mask,
-        page_size=size,
-    )

@@ -9,8 +9,8 @@ pytest.importorskip("flashinfer", reason="the flashinfer extra is not installed"
 
 from in_process import check_backend
 
-from attn_testkit.backends.flashinfer_plan import PagePlan, exclusive_sum
-from attn_testkit.backends.flashinfer_ragged import FlashInferRaggedBackend, prefix_plan
+from attn_testkit.backends.flashinfer_plan import PagePlan, exclusive_sum, prefix_plan
+from attn_testkit.backends.flashinfer_ragged import FlashInferRaggedBackend
 from attn_testkit.backends.vendor.warmup import families_of
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.data import DTYPES, make_layers
