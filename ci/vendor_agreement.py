@@ -65,6 +65,7 @@ def _trtllm_mha(case: Case) -> str:
 
 ENTRY_POINTS: dict[str, Callable[[Case], str]] = {
     "flashinfer": _flashinfer,
+    "flashinfer_ragged": lambda case: "ragged wrapper, paged prefix, merge_state",
     "flashinfer_mla": _mla("fa2"),
     "flashinfer_mla_fa3": _mla("fa3"),
     "flashinfer_mla_fp8": _mla("fa3, e4m3 keys"),

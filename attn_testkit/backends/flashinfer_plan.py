@@ -8,7 +8,15 @@ import torch
 
 from attn_testkit.contract import BackendContext, DraftExtendInput, ForwardBatch, ForwardMode, VerifyInput
 
-__all__ = ["PagePlan", "exclusive_sum", "filled_up", "make_page_plan", "pages_per_request", "workspace"]
+__all__ = [
+    "PagePlan",
+    "exclusive_sum",
+    "filled_up",
+    "make_page_plan",
+    "pages_per_request",
+    "prefix_plan",
+    "workspace",
+]
 
 _WORKSPACE_BYTES = 128 << 20
 _workspaces: dict[tuple[torch.device, bool], torch.Tensor] = {}
@@ -102,6 +110,39 @@ def filled_up(plan: PagePlan, rows: int, page_size: int) -> PagePlan:
         kv_indices=torch.nn.functional.pad(plan.kv_indices, (0, int(pages))),
         custom_mask=plan.custom_mask,
         page_size=page_size,
+    )
+
+
+def prefix_plan(whole: PagePlan, window: int) -> PagePlan:
+    """The plan of the keys before the step, out of that of all keys: the pages that the window reaches.
+
+    With a window who sees whom is a custom mask. The kernel counts ``window_left`` from the end of the keys that it is
+    given, and the rows lie behind that end.
+    """
+    size, q_lens = whole.page_size, whole.qo_indptr.diff()
+    prefix = whole.kv_lens - q_lens
+    first = torch.zeros_like(prefix) if window < 0 else (prefix - window).clamp(min=0) // size
+    kv_lens = prefix - first * size
+    pages = -(-kv_lens // size)
+    request = torch.repeat_interleave(torch.arange(len(pages)), pages.long())
+    kept = torch.arange(len(request)) + (whole.kv_indptr[:-1] + first - exclusive_sum(pages)[:-1])[request]
+    mask = None
+    if window >= 0:
+        behind = zip(first.tolist(), prefix.tolist(), q_lens.tolist(), strict=True)
+        blocks = [
+            torch.arange(page * size, end) >= torch.arange(end, end + rows)[:, None] - window
+            for page, end, rows in behind
+        ]
+        mask = torch.cat([block.reshape(-1) for block in blocks]).to(whole.kv_indices.device)
+    return PagePlan(
+        qo_indptr=whole.qo_indptr,
+        kv_lens=kv_lens,
+        kv_indptr=exclusive_sum(pages),
+        # The page size where there is no page: the package computes lengths of masks as if there were one page less.
+        last_page_len=kv_lens - (pages - 1) * size,
+        kv_indices=whole.kv_indices[kept.to(whole.kv_indices.device)],
+        custom_mask=mask,
+        page_size=size,
     )
 
 

@@ -53,15 +53,26 @@ def _dtype_pairs(claims: Capabilities) -> list[tuple[torch.dtype, torch.dtype]]:
     return [(_DTYPES[q], _DTYPES[q if kv == "same" else kv]) for q, kv in pairs]
 
 
-def _paged(claims: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]:
-    """Decode with and without tensor cores, prefill; window and soft cap each alone, both and neither."""
+def _plans(claims: Capabilities, head_dims: Sequence[int]) -> Iterable[tuple[Any, ...]]:
+    """What modules of plans are compiled for; window and soft cap each alone, both and neither."""
     for (q, kv), dim, window, cap in itertools.product(_dtype_pairs(claims), head_dims, (False, True), (False, True)):
-        common = (q, kv, q, torch.int32, dim, dim, 0, window, cap)
+        yield (q, kv, q, torch.int32, dim, dim, 0, window, cap)
+
+
+def _prefill(claims: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]:
+    """Paged or ragged, with a custom mask or without: all of a module."""
+    for common in _plans(claims, head_dims):
         yield Family(f"{_MODULES}:_gen_batch_prefill_primary_module", ("fa2", *common, False))
-        if kv.itemsize > 1:
-            yield Family(f"{_MODULES}:gen_batch_decode_module", common)
     yield _PACKBITS
     yield _CASCADE
+
+
+def _paged(claims: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]:
+    """Decode with and without tensor cores, prefill."""
+    yield from _prefill(claims, head_dims)
+    for q, kv, *others in _plans(claims, head_dims):
+        if kv.itemsize > 1:
+            yield Family(f"{_MODULES}:gen_batch_decode_module", (q, kv, *others))
 
 
 def _mla(backend: str) -> Callable[[Capabilities, Sequence[int]], Iterable[Family]]:
@@ -75,6 +86,7 @@ def _mla(backend: str) -> Callable[[Capabilities, Sequence[int]], Iterable[Famil
 _BACKENDS = "attn_testkit.backends"
 FAMILIES: dict[str, tuple[str, Callable[[Capabilities, Sequence[int]], Iterable[Family]]]] = {
     "flashinfer": (f"{_BACKENDS}.flashinfer:FlashInferBackend", _paged),
+    "flashinfer_ragged": (f"{_BACKENDS}.flashinfer_ragged:FlashInferRaggedBackend", _prefill),
     "flashinfer_mla": (f"{_BACKENDS}.flashinfer_mla:FlashInferMLABackend", _mla("fa2")),
     "flashinfer_mla_fa3": (f"{_BACKENDS}.flashinfer_mla:FlashInferMLAFA3Backend", _mla("fa3")),
     "flashinfer_mla_fp8": (f"{_BACKENDS}.flashinfer_mla:FlashInferMLAFP8Backend", _mla("fa3")),
