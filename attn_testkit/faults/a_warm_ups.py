@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
-from .catalogue import control, fault
+from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from .builds import CountedRunsBackend
+from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
 _GRAPH = ("graph",)
@@ -58,28 +59,6 @@ class WarmUpTunedOnLiveSlots(PlannedBackend):
         pool.set_kv_buffer(layer, slots, k, v)
 
 
-class _CountsRuns(PlannedBackend):
-    """Keeps a number on the device that a replay's plan clears, as a queue's head or a semaphore."""
-
-    def __init__(self, context: BackendContext) -> None:
-        super().__init__(context)
-        self.runs = torch.zeros(1, dtype=torch.int32, device=context.device)
-
-    @override
-    def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
-        super().fill(views, plan, batch)
-        self.runs.zero_()
-
-    @override
-    def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
-        self.runs.zero_()
-
-    @override
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        super().init_forward_metadata(batch)
-        self.runs.zero_()
-
-
 @fault(
     slug="queue-head-reset-by-plans-alone",
     source="flash-attention 1a58058a",
@@ -88,7 +67,7 @@ class _CountsRuns(PlannedBackend):
     checks=("captures-cleanly",),
     hint="only a plan resets",
 )
-class QueueHeadResetByPlansAlone(_CountsRuns):
+class QueueHeadResetByPlansAlone(CountedRunsBackend):
     """Each forward takes the work items behind those of the last one: the second of one plan finds none."""
 
     @override
@@ -107,7 +86,7 @@ class QueueHeadResetByPlansAlone(_CountsRuns):
     checks=("captures-cleanly",),
     hint="warm-up 3",
 )
-class ThirdRunWrapsARingOfTwo(_CountsRuns):
+class ThirdRunWrapsARingOfTwo(CountedRunsBackend):
     """Two sets of semaphores, cleared together by a plan: the third forward finds the first set used."""
 
     @override
@@ -151,40 +130,3 @@ class EagerForwardWaits(PlannedBackend):
         if not self.in_graph:
             self.longest = max(meta.kv_lens.tolist())
         return super().attend(q, layer, meta)
-
-
-@control("forwards-counted-until-the-next-plan")
-class ForwardsCounted(_CountsRuns):
-    """Healthy: the number is there, and nothing is read from it."""
-
-    capabilities = PlannedBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode"}
-    )
-
-
-@control("warm-ups-use-other-memory")
-class WarmUpsUseOtherMemory(_CountsRuns):
-    """Each forward takes the next of two sets of memory and clears it itself; warm-ups write page 0, as they may."""
-
-    capabilities = PlannedBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode", "draft-extend"}
-    )
-
-    def __init__(self, context: BackendContext) -> None:
-        super().__init__(context)
-        self.sets = [self.workspace, self.new_workspace(self.workspace.numel())]
-
-    @override
-    def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        self.sets.reverse()
-        self.workspace = self.sets[0].zero_()
-        return super().partial_views(bs, width, layer)
-
-
-@control("waits-and-says-so")
-class WaitsAndSaysSo(EagerPlanWaits):
-    """Lengths are fetched from the device at every eager step, and ``eager_waits`` says so; replays never wait."""
-
-    capabilities = PlannedBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode"}, eager_waits=True
-    )

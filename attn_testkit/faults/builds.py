@@ -8,7 +8,7 @@ from typing_extensions import override
 from ..contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch, VerifyInput
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["CascadeBackend", "KeptPlansBackend", "RegisterRowsBackend", "TiledBackend"]
+__all__ = ["CascadeBackend", "CountedRunsBackend", "KeptPlansBackend", "RegisterRowsBackend", "TiledBackend"]
 
 
 class KeptPlansBackend(PlannedBackend):
@@ -229,3 +229,25 @@ class BatchInvariantBackend(PlannedBackend):
 def _singly(rows: torch.Tensor) -> list[torch.Tensor]:
     """Views of one row each, which keep their first dimension."""
     return [rows[i : i + 1] for i in range(len(rows))]
+
+
+class CountedRunsBackend(PlannedBackend):
+    """Keeps a number on the device that a replay's plan clears, as a queue's head or a semaphore."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.runs = torch.zeros(1, dtype=torch.int32, device=context.device)
+
+    @override
+    def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
+        super().fill(views, plan, batch)
+        self.runs.zero_()
+
+    @override
+    def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
+        self.runs.zero_()
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        self.runs.zero_()

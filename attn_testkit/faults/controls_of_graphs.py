@@ -1,10 +1,15 @@
-"""Healthy controls of what backends say about graphs."""
+"""Healthy controls of what backends say about graphs, and do before them."""
 
 from __future__ import annotations
 
-from ..contract import ForwardMode
+import torch
+from typing_extensions import override
+
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 from .a_graphs_alone import GraphsAlone
+from .builds import CountedRunsBackend
 from .catalogue import control
+from .parent import PlannedBackend
 
 
 @control("graphs-alone")
@@ -19,3 +24,45 @@ class VerifyInGraphsAlone(GraphsAlone):
     capabilities = GraphsAlone.capabilities.with_changes(
         eager=GraphsAlone.capabilities.graph - {ForwardMode.TARGET_VERIFY}
     )
+
+
+@control("forwards-counted-until-the-next-plan")
+class ForwardsCounted(CountedRunsBackend):
+    """Healthy: the number is there, and nothing is read from it."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode"}
+    )
+
+
+@control("warm-ups-use-other-memory")
+class WarmUpsUseOtherMemory(CountedRunsBackend):
+    """Each forward takes the next of two sets of memory and clears it itself; warm-ups write page 0, as they may."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode", "draft-extend"}
+    )
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.sets = [self.workspace, self.new_workspace(self.workspace.numel())]
+
+    @override
+    def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        self.sets.reverse()
+        self.workspace = self.sets[0].zero_()
+        return super().partial_views(bs, width, layer)
+
+
+@control("waits-and-says-so")
+class WaitsAndSaysSo(PlannedBackend):
+    """Lengths are fetched from the device at every eager step, and ``eager_waits`` says so; replays never wait."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode"}, eager_waits=True
+    )
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        self.longest = int(batch.seq_lens.max())

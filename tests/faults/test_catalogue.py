@@ -122,3 +122,8 @@ def test_an_entry_that_cannot_be_audited_is_refused(
     }
     with pytest.raises(ValueError, match=message):
         fault(**{**entry, **changes})(backend)  # type: ignore[arg-type]
+
+
+def test_controls_stand_in_files_of_their_own_so_that_their_order_is_one_whatever_was_imported_first() -> None:
+    files = {entry.backend.__module__.rpartition(".")[2] for entry in all_controls()}
+    assert {name for name in files if not name.startswith("controls")} == set()
