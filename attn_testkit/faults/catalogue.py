@@ -216,7 +216,8 @@ def all_controls() -> tuple[Control, ...]:
         "_of_windows",
     ):
         importlib.import_module(f"{__package__}.controls{module}")
-    return tuple(_CONTROLS.values())
+    # By file: somebody may have imported one of them before.
+    return tuple(sorted(_CONTROLS.values(), key=lambda entry: entry.backend.__module__))
 
 
 def all_left_out() -> tuple[LeftOut, ...]:
