@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes environments that have the kit and one server, for --backend sglang:NAME. Without a GPU, and quick when they are there.
+# Makes environments that have the kit and one server, for --backend sglang:NAME and vllm:NAME. Without a GPU, and quick when
+# they are there.
 #
 #   ci/servers.sh                      every one of ci/servers/: build/servers/sglang-0.5.23, ...
-#   ci/servers.sh sglang-0.5.23        that one
+#   ci/servers.sh vllm-0.33.0          that one
 #   build/servers/sglang-0.5.23/bin/attn-testkit run --backend sglang:triton --device cpu
 #
 #   PYTHON=python3.12     the interpreter that they are made with
@@ -11,6 +12,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 torch_index="${ATTN_TORCH_INDEX:-}"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  { echo "ci/servers.sh: $("$python" --version) is too old, attn-testkit needs 3.11; set PYTHON" >&2; exit 4; }
 
 names=("$@")
 if [[ ${#names[@]} -eq 0 ]]; then
@@ -23,14 +26,14 @@ for name in "${names[@]}"; do
   # An environment that was moved runs somebody else's code: its place belongs to what is wanted.
   wanted="$(pwd) $("$python" --version) $({ cat ci/constraints.txt ci/vendor.txt "$pins" pyproject.toml; echo "$torch_index"; } | sha256sum)"
   [[ -f "$env/ready" && "$(cat "$env/ready")" == "$wanted" ]] && continue
-  echo "ci/servers.sh: installing into $env" >&2
+  echo "ci/servers.sh: installing into $env: 3 to 4 GB, some minutes" >&2
   "$python" -m venv --clear "$env"
   pip=("$env/bin/python" -m pip --quiet --disable-pip-version-check install)
   "${pip[@]}" -c ci/constraints.txt setuptools
   "${pip[@]}" -c ci/constraints.txt ${torch_index:+--no-deps --index-url "$torch_index"} torch
   "$env/bin/python" -c 'import importlib.metadata as m; m.version("triton")' 2> /dev/null ||
     "${pip[@]}" -c ci/constraints.txt 'triton<=3.9.0'
-  "${pip[@]}" -c ci/constraints.txt --no-build-isolation -e .
+  "${pip[@]}" -c ci/constraints.txt --no-build-isolation -e '.[xdist]'
   "${pip[@]}" --no-deps -r ci/vendor.txt
   # Without a GPU a server with a torch for CUDA imports kernels that come compiled.
   "$env/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None and not torch.cuda.is_available())' ||

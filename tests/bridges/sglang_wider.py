@@ -30,4 +30,4 @@ class WindowsInVerify(FlashInfer):
 class SharedKV(FlashInfer):
     """Layers that share KV give None for k and v: an extend attends slots 0, 1, ... of the pool, whoever owns them."""
 
-    reads_back = True
+    claims = dataclasses.replace(FlashInfer.claims, reads_back=True)

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from attn_testkit.bridges.claims import Line
 from attn_testkit.bridges.sglang import NAMES
-from attn_testkit.bridges.sglang.claims import CLAIMS, CLAIMS_OF_OLDER, OF_SGLANG, Line
+from attn_testkit.bridges.sglang.claims import CLAIMS, CLAIMS_OF_OLDER, OF_SGLANG
 from attn_testkit.bridges.sglang.versions import CURRENT, OLDER
-from attn_testkit.contract import Capabilities
+from attn_testkit.cases.case import parse_case
+from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.registry import BRIDGES, BackendNotFound, load_backend
 from attn_testkit.running.known_failures import load_known
 
@@ -101,9 +103,37 @@ def test_the_script_that_messages_name_makes_an_environment_of_each_version(vers
     assert all(line.count("==") == 1 for line in packages), "every version is pinned"
 
 
-def test_known_failures_of_a_servers_backend_are_read() -> None:
-    assert {each.backend for each in load_known(ROOT / "ci" / "servers" / "known_failures.toml")} == {
-        "sglang:triton_draft"
+@pytest.mark.parametrize(
+    ("file", "backends"),
+    [
+        (
+            "known_failures.toml",
+            {
+                "sglang:triton",
+                "sglang_bugs:FP8",
+                "sglang_bugs:WindowsInDecode",
+                "sglang_wider:SharedKV",
+                "sglang_wider:SoftCap",
+                "sglang_wider:WindowsInVerify",
+            },
+        ),
+        ("known_failures_older.toml", {"sglang:triton"}),
+    ],
+)
+def test_known_failures_of_a_servers_backend_are_read_and_the_nightly_runs_it(file: str, backends: set[str]) -> None:
+    known = load_known(ROOT / "ci" / "servers" / file)
+    assert {each.backend for each in known} == backends
+    nightly = (ROOT / "ci" / "nightly_servers.sh").read_text()
+    assert file in nightly
+    assert all(name in nightly for name in backends)
+
+
+def test_known_failures_of_sglang_triton_are_decodes_of_mha_with_large_logits() -> None:
+    known = load_known(ROOT / "ci" / "servers" / "known_failures.toml")
+    cases = [parse_case(each.cases) for each in known if each.backend == "sglang:triton"]
+    assert {(case.mode, case.heads.family, case.data) for case in cases} == {
+        (ForwardMode.DECODE, "mha", "cliff"),
+        (ForwardMode.DECODE, "mha", "peaked"),
     }
 
 

@@ -11,6 +11,7 @@ import importlib
 
 from attn_testkit.contract import AttentionBackend
 
+from ..claims import class_of
 from .claims import CLAIMS, CLAIMS_OF_OLDER, OF_SGLANG, OLDER_NAMES
 from .versions import CURRENT, OLDER, supported
 
@@ -19,7 +20,7 @@ __all__ = ["NAMES", "backend_class"]
 NAMES = tuple(CLAIMS)
 """What may stand behind ``sglang:``."""
 _NOT_DRIVEN = "which the kit does not drive"
-_MODULES = {CURRENT: "current", OLDER: "older"}
+_CLASSES = {CURRENT: ("current", "SGLangBackend"), OLDER: ("older", "OlderSGLangBackend")}
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
@@ -44,6 +45,6 @@ def backend_class(name: str) -> type[AttentionBackend]:
     faked = bool(claims.fakes) and fakes.is_needed()
     if faked:
         fakes.put_in_place(claims.fakes)
-    drives = importlib.import_module(f"{__name__}.{_MODULES[version]}")
-    made: type[AttentionBackend] = drives.make_backend(name, claims, "emulated" if faked else "real")
-    return made
+    module, drives = _CLASSES[version]
+    base = getattr(importlib.import_module(f"{__name__}.{module}"), drives)
+    return class_of(base, "SGLang", name, claims, "emulated" if faked else "real")

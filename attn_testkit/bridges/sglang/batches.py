@@ -14,6 +14,8 @@ from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftI
 
 from attn_testkit.contract import DraftDecodeInput, DraftExtendInput, ForwardBatch, ForwardMode, VerifyInput
 
+from .classes import SAME_FIELDS
+
 __all__ = ["MODES", "captured_batch", "eager_batch", "replay_view", "spec_of"]
 
 MODES = {
@@ -27,12 +29,6 @@ MODES = {
     ForwardMode.DRAFT_DECODE: fbi.ForwardMode.DECODE,
 }
 
-_ALIKE = (
-    "batch_size", "input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "seq_lens_sum", "seq_lens_cpu",
-    "positions", "extend_num_tokens", "extend_seq_lens", "extend_prefix_lens", "extend_start_loc",
-    "extend_seq_lens_cpu", "extend_prefix_lens_cpu",
-)  # fmt: skip
-"""Fields that are called alike and mean the same."""
 _ABSENT = (
     "encoder_lens", "out_cache_loc_virtual", "kv_loc_cols", "max_seq_len_host", "max_seq_len_override",
     "out_cache_loc_dsv4", "origin_out_cache_loc", "mamba_track_indices", "lora_ids", "global_num_tokens_cpu",
@@ -70,7 +66,7 @@ def _batch(batch: ForwardBatch, width: int, algorithm: Any, forward: bool) -> An
     """SGLang's batch, without a plan of where its KV lies. ``forward``: of one forward of a draft, not of all."""
     made = fbi.ForwardBatch(
         forward_mode=MODES[batch.forward_mode], spec_info=spec_of(batch.spec_info, width), spec_algorithm=algorithm,
-        capture_hidden_mode=fbi.CaptureHiddenMode.NULL, **{name: getattr(batch, name) for name in _ALIKE},
+        capture_hidden_mode=fbi.CaptureHiddenMode.NULL, **{name: getattr(batch, name) for name in SAME_FIELDS},
     )  # fmt: skip
     spec = batch.spec_info
     if isinstance(spec, DraftDecodeInput) and not forward:

@@ -1,44 +1,26 @@
 """What each of SGLang's backends is said to be able to do, and the place in SGLang 0.5.23 that says so.
 
-A claim is tried and what is not claimed is not: a line that is too wide shows as a failure of SGLang's that is none,
-a line that is too narrow hides one. So each line names a file under ``sglang/srt`` and a function in it; a test holds
-that they are there. What SGLang means to do and does wrong is claimed here, and stands in docs/findings.md.
+Each line names a file under ``sglang/srt`` and a function in it. What SGLang means to do and does wrong is
+claimed here, and stands in docs/findings.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from attn_testkit.contract import Capabilities, ForwardMode, Requires
+from attn_testkit.contract import Requires
 
-__all__ = ["CLAIMS", "CLAIMS_OF_OLDER", "OF_SGLANG", "OLDER_NAMES", "Claims", "Line"]
+from .. import claims as bridged
+from ..claims import DD, V1, V2, D, Line, V, X
 
-D, V, V1, V2, X, DD = (
-    ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2,
-    ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE,
-)  # fmt: skip
+__all__ = ["CLAIMS", "CLAIMS_OF_OLDER", "OF_SGLANG", "OLDER_NAMES", "Claims"]
 
 
 @dataclass(frozen=True)
-class Line:
-    """One claim."""
+class Claims(bridged.Claims):
+    """Everything about one name of SGLang's registry, ``ATTENTION_BACKENDS``."""
 
-    claim: str
-    """A field of ``Capabilities``."""
-    value: Any
-    place: str
-    """``file:Class.function`` under ``sglang/srt``, where the claim can be read."""
-
-
-@dataclass(frozen=True)
-class Claims:
-    """Everything about one name."""
-
-    registered: str
-    """The name in SGLang's registry, ``ATTENTION_BACKENDS``."""
-    lines: tuple[Line, ...]
     fakes: str = ""
     """Which of the kit's fakes stand in for compiled kernels where there is no GPU: a name of ``fakes.SETS``."""
     reads_back: bool = True
@@ -49,11 +31,6 @@ class Claims:
     there is an object of SGLang's for each."""
     rope_apart: bool = False
     """MLA: SGLang's model gives q and k without their rope columns, and those beside them."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """The same as one object."""
-        return Capabilities(**{line.claim: line.value for line in self.lines})
 
 
 _TRITON = "layers/attention/triton_backend.py"
@@ -74,10 +51,21 @@ _COMPILED = ("sglang-kernel>=0.4.10",)
 _OF_SM100 = Requires(sm=(100, 103), packages=(*_COMPILED, "flashinfer-python>=0.7.2,<0.8"))
 _OF_SM90 = Requires(sm=(90, 90), packages=_COMPILED)
 
-_COMMON = (
-    Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal"),
-    Line("takes_none_kv", True, f"{_TRITON}:TritonAttnBackend.forward_extend"),
+_MHA_POOL = Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal")
+_MLA_POOL = Line("kv_layouts", {"own"}, f"{_POOLS}:MLATokenToKVPool._create_buffers")
+_WINDOW_OF_ONE = Line("min_window", 1, "layers/radix_attention.py:RadixAttention.__init__")
+_OF_TRTLLM_MLA = (
+    Line("families", {"mla"}, f"{_POOLS}:MLATokenToKVPool"),
+    Line("head_dims", {512}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
+    Line("mla_rope_dims", {64}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
+    Line("page_sizes", {32, 64}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
+    Line("max_q_rows", 8, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_extend"),
+    Line("max_topk", 1, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_extend"),
+    Line("needs_cpu_seq_lens", False, f"{_TRTLLM_MLA}:TRTLLMMLABackend"),
+    _MLA_POOL,
+    Line("requires", _OF_SM100, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
 )
+"""CuteDslMLABackend inherits them from TRTLLMMLABackend."""
 
 CLAIMS: Mapping[str, Claims] = {
     "torch_native": Claims(
@@ -93,8 +81,8 @@ CLAIMS: Mapping[str, Claims] = {
             Line("max_q_rows", 16, f"{_NATIVE}:TorchNativeAttnBackend._run_sdpa_forward_extend"),
             Line("sliding_window", {D, V1, V2, X}, f"{_NATIVE}:TorchNativeAttnBackend._make_sliding_window_mask"),
             Line("layer_windows", "one", "model_executor/model_runner.py:ModelRunner"),
-            Line("min_window", 1, "layers/radix_attention.py:RadixAttention.__init__"),
-            Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal"),
+            _WINDOW_OF_ONE,
+            _MHA_POOL,
         ),
     ),
     "triton": Claims(
@@ -112,12 +100,13 @@ CLAIMS: Mapping[str, Claims] = {
             # Not in decode, whose lists of keys are one short of the extend kernel's windows: sglang #32087.
             Line("sliding_window", {V, V1, V2, X}, f"{_TRITON}:update_sliding_window_buffer"),
             Line("layer_windows", "one", f"{_TRITON}:TritonAttnBackend.__init__"),
-            Line("min_window", 1, "layers/radix_attention.py:RadixAttention.__init__"),
+            _WINDOW_OF_ONE,
             Line("logit_cap", True, f"{_TRITON}:logit_capping_mod"),
             Line("sinks", True, f"{_TRITON}:TritonAttnBackend.forward_decode"),
             Line("needs_cpu_seq_lens", False, f"{_TRITON}:TritonAttnBackend"),
             Line("eager_waits", True, f"{_TRITON}:update_sliding_window_buffer"),
-            *_COMMON,
+            _MHA_POOL,
+            Line("takes_none_kv", True, f"{_TRITON}:TritonAttnBackend.forward_extend"),
         ),
     ),
     # A draft worker's other backend. Its plan takes a prefix of one key at least, as every draft of a server has.
@@ -132,11 +121,12 @@ CLAIMS: Mapping[str, Claims] = {
             Line("page_sizes", {1, 16, 64}, f"{_TRITON}:TritonMultiStepDraftBackend.common_template"),
             Line("gqa_ratios", {2, 4, 8}, f"{_DECODE_KERNEL}:_decode_grouped_att_m_fwd"),
             Line("max_draft_branches", 4, f"{_TRITON}:TritonMultiStepDraftBackend.common_template"),
+            Line("drafts_without_prefix", False, f"{_TRITON}:TritonMultiStepDraftBackend.common_template"),
             Line("logit_cap", True, f"{_TRITON}:logit_capping_mod"),
             Line("sinks", True, f"{_TRITON}:TritonAttnBackend.forward_decode"),
             Line("needs_cpu_seq_lens", False, f"{_TRITON}:TritonMultiStepDraftBackend"),
             Line("eager_waits", True, f"{_TRITON}:update_sliding_window_buffer"),
-            Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal"),
+            _MHA_POOL,
         ),
     ),
     "triton_mla": Claims(
@@ -154,7 +144,7 @@ CLAIMS: Mapping[str, Claims] = {
             Line("max_topk", 4, f"{_TRITON}:TritonAttnBackend._update_target_verify_buffers"),
             Line("needs_cpu_seq_lens", False, f"{_TRITON}:TritonAttnBackend"),
             Line("eager_waits", True, f"{_TRITON}:update_sliding_window_buffer"),
-            Line("kv_layouts", {"own"}, f"{_POOLS}:MLATokenToKVPool._create_buffers"),
+            _MLA_POOL,
         ),
     ),
     "flashinfer": Claims(
@@ -173,8 +163,8 @@ CLAIMS: Mapping[str, Claims] = {
             # plan does not have (sglang #33915).
             Line("sliding_window", {D}, f"{_FLASHINFER}:FlashInferIndicesUpdaterDecode.update_sliding_window"),
             Line("layer_windows", "one", f"{_FLASHINFER}:FlashInferAttnBackend.__init__"),
-            Line("min_window", 1, "layers/radix_attention.py:RadixAttention.__init__"),
-            Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal"),
+            _WINDOW_OF_ONE,
+            _MHA_POOL,
             Line("requires", _FLASHINFER_PACKAGE, f"{_FLASHINFER}:FlashInferAttnBackend.__init__"),
         ),
         fakes="wrappers",
@@ -193,7 +183,7 @@ CLAIMS: Mapping[str, Claims] = {
             Line("gqa_ratios", {4, 16}, f"{_FLASHINFER_MLA}:FlashInferMLAIndicesUpdaterDecode.__init__"),
             Line("max_q_rows", 16, f"{_FLASHINFER_MLA}:FlashInferMLAIndicesUpdaterPrefill.call_begin_forward"),
             Line("max_topk", 1, f"{_FLASHINFER_MLA}:FlashInferMLAAttnBackend.__init__"),
-            Line("kv_layouts", {"own"}, f"{_POOLS}:MLATokenToKVPool._create_buffers"),
+            _MLA_POOL,
             Line("requires", _FLASHINFER_PACKAGE, f"{_FLASHINFER_MLA}:FlashInferMLAAttnBackend.__init__"),
         ),
         fakes="wrappers",
@@ -214,7 +204,7 @@ CLAIMS: Mapping[str, Claims] = {
             Line("max_topk", 1, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.forward_extend"),
             Line("sinks", True, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.forward_decode"),
             Line("needs_cpu_seq_lens", False, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend"),
-            Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal"),
+            _MHA_POOL,
             Line("requires", _FLASHINFER_PACKAGE, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.__init__"),
         ),
         fakes="xqa",
@@ -224,17 +214,9 @@ CLAIMS: Mapping[str, Claims] = {
         (
             Line("eager", {D, V, V2}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.init_forward_metadata"),
             Line("graph", {D, V, V2}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.init_cuda_graph_state"),
-            Line("families", {"mla"}, f"{_POOLS}:MLATokenToKVPool"),
             Line("dtypes", {"bf16"}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_decode"),
-            Line("head_dims", {512}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
-            Line("mla_rope_dims", {64}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
-            Line("page_sizes", {32, 64}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
             Line("gqa_ratios", {16, 128}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_decode"),
-            Line("max_q_rows", 8, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_extend"),
-            Line("max_topk", 1, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_extend"),
-            Line("needs_cpu_seq_lens", False, f"{_TRTLLM_MLA}:TRTLLMMLABackend"),
-            Line("kv_layouts", {"own"}, f"{_POOLS}:MLATokenToKVPool._create_buffers"),
-            Line("requires", _OF_SM100, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
+            *_OF_TRTLLM_MLA,
         ),
         rope_apart=True,
     ),
@@ -243,17 +225,9 @@ CLAIMS: Mapping[str, Claims] = {
         (
             Line("eager", {D, V, V2}, f"{_CUTEDSL}:CuteDslMLABackend"),
             Line("graph", {D, V, V2}, f"{_CUTEDSL}:CuteDslMLABackend"),
-            Line("families", {"mla"}, f"{_POOLS}:MLATokenToKVPool"),
             Line("dtypes", {"bf16"}, f"{_CUTEDSL}:CuteDslMLABackend"),
-            Line("head_dims", {512}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
-            Line("mla_rope_dims", {64}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
-            Line("page_sizes", {32, 64}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
             Line("gqa_ratios", {16, 128}, f"{_CUTEDSL}:CuteDslMLABackend"),
-            Line("max_q_rows", 8, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_extend"),
-            Line("max_topk", 1, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_extend"),
-            Line("needs_cpu_seq_lens", False, f"{_TRTLLM_MLA}:TRTLLMMLABackend"),
-            Line("kv_layouts", {"own"}, f"{_POOLS}:MLATokenToKVPool._create_buffers"),
-            Line("requires", _OF_SM100, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
+            *_OF_TRTLLM_MLA,
         ),
         rope_apart=True,
     ),
@@ -269,7 +243,7 @@ CLAIMS: Mapping[str, Claims] = {
             Line("gqa_ratios", {2, 4, 8}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
             Line("max_q_rows", 16, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
             Line("max_topk", 4, f"{_FLASH}:FlashAttentionBackend.__init__"),
-            Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal"),
+            _MHA_POOL,
             Line("requires", _OF_SM90, "layers/attention/attention_registry.py:create_flashattention_v3_backend"),
         ),
     ),

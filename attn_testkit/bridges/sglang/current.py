@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -15,7 +15,6 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 from attn_testkit.contract import (
-    AttentionBackend,
     AttentionLayer,
     BackendContext,
     DraftDecodeInput,
@@ -29,10 +28,10 @@ from attn_testkit.contract import (
 
 from . import pools
 from .batches import captured_batch, eager_batch, replay_view
-from .claims import Claims
+from .classes import OfSGLang
 from .runner import make_runner
 
-__all__ = ["SGLangBackend", "make_backend"]
+__all__ = ["SGLangBackend"]
 
 
 @dataclass
@@ -46,22 +45,13 @@ class _Kept:
     """Of the forward of a draft that is under way."""
 
 
-class SGLangBackend(AttentionBackend):
+class SGLangBackend(OfSGLang):
     """The kit's contract on one side, on the other an object that SGLang's registry made."""
-
-    registered: ClassVar[str]
-    """Name in ``ATTENTION_BACKENDS``."""
-    reads_back: ClassVar[bool] = True
-    """Whether models whose layers share KV may give None for both k and v."""
-    one_scale: ClassVar[bool] = False
-    """Whether a plan holds the model's softmax scale: then there is an object of SGLang's for each that layers have."""
-    rope_apart: ClassVar[bool] = False
-    """MLA: whether SGLang's model gives this backend the rope columns of q and k beside the others."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        scales = {layer.scaling for layer in context.layers} if self.one_scale else {context.layers[0].scaling}
-        runners = {scale: make_runner(self.registered, context, scale) for scale in sorted(scales)}
+        scales = {layer.scaling for layer in context.layers} if self.claims.one_scale else {context.layers[0].scaling}
+        runners = {scale: make_runner(self.claims.registered, context, scale) for scale in sorted(scales)}
         self.runner = next(iter(runners.values()))
         self.real: Any = None
         """What SGLang's registry made."""
@@ -70,7 +60,7 @@ class SGLangBackend(AttentionBackend):
         self.draft: Any = None
         """The same for draft-decode: a draft worker has a backend of several steps beside its other one."""
         if context.modes - {ForwardMode.DRAFT_DECODE}:
-            self.reals = {scale: ATTENTION_BACKENDS[self.registered](each) for scale, each in runners.items()}
+            self.reals = {scale: ATTENTION_BACKENDS[self.claims.registered](each) for scale, each in runners.items()}
             self.real = next(iter(self.reals.values()))
         if ForwardMode.DRAFT_DECODE in context.modes:
             branches, steps = context.draft_branches, context.speculative_num_steps
@@ -145,7 +135,7 @@ class SGLangBackend(AttentionBackend):
             real = self.reals.get(layer.scaling, self.real)
         given: dict[str, Any] = {} if layer.sinks is None else {"sinks": layer.sinks}
         new_k, new_v = (k, v) if save_kv_cache else self._stored(layer, batch)
-        if self.rope_apart:
+        if self.claims.rope_apart:
             rank = layer.kv_lora_rank
             given["q_rope"], given["k_rope"] = q[..., rank:], None if new_k is None else new_k[..., rank:]
             q, new_k = q[..., :rank], None if new_k is None else new_k[..., :rank]
@@ -157,7 +147,7 @@ class SGLangBackend(AttentionBackend):
 
     def _stored(self, layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """k and v of rows that the pool holds already."""
-        if self.reads_back:
+        if self.claims.reads_back:
             return None, None
         keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
         return keys[batch.out_cache_loc], values[batch.out_cache_loc]
@@ -215,18 +205,3 @@ def _layer(layer: AttentionLayer, kv_dtype: torch.dtype) -> Any:
         made.k_scale, made.v_scale = torch.tensor(layer.k_scale), torch.tensor(layer.v_scale)
         made.k_scale_float, made.v_scale_float = layer.k_scale, layer.v_scale
     return made
-
-
-def make_backend(name: str, claims: Claims, kernels: str) -> type[AttentionBackend]:
-    """The class for one of the names of ``claims.CLAIMS``. ``kernels``: as ``AttentionBackend.kernels``."""
-    words = {
-        "__doc__": f"SGLang's backend {claims.registered!r}, unchanged.",
-        "__module__": __name__,
-        "registered": claims.registered,
-        "capabilities": claims.capabilities,
-        "reads_back": claims.reads_back,
-        "one_scale": claims.one_scale,
-        "rope_apart": claims.rope_apart,
-        "kernels": kernels,
-    }
-    return type(f"SGLang_{name}", (SGLangBackend,), words)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch
@@ -18,7 +18,6 @@ from sglang.srt.model_executor import forward_batch_info as fbi
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 
 from attn_testkit.contract import (
-    AttentionBackend,
     AttentionLayer,
     BackendContext,
     DraftExtendInput,
@@ -31,16 +30,11 @@ from attn_testkit.contract import (
 )
 
 from . import pools
-from .claims import Claims
+from .classes import SAME_FIELDS, OfSGLang
 
-__all__ = ["OlderSGLangBackend", "make_backend"]
+__all__ = ["OlderSGLangBackend"]
 
 _MODES = {mode: fbi.ForwardMode[mode.name] for mode in ForwardMode if mode.name in fbi.ForwardMode.__members__}
-_ALIKE = (
-    "batch_size", "input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "seq_lens_sum", "seq_lens_cpu",
-    "positions", "extend_num_tokens", "extend_seq_lens", "extend_prefix_lens", "extend_start_loc",
-    "extend_seq_lens_cpu", "extend_prefix_lens_cpu",
-)  # fmt: skip
 _KEPT = "sglang"
 """Key of ``ForwardBatch.extras``: one object for all layers."""
 
@@ -94,16 +88,13 @@ def _spec_of(mode: ForwardMode, spec: object) -> Any:
     return None
 
 
-class OlderSGLangBackend(LegacyGraphHooks, AttentionBackend):
+class OlderSGLangBackend(LegacyGraphHooks, OfSGLang):
     """The kit's contract on one side, on the other an object that SGLang's registry made."""
-
-    registered: ClassVar[str]
-    """Name in ``ATTENTION_BACKENDS``."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.runner = _make_runner(context)
-        self.real: Any = ATTENTION_BACKENDS[self.registered](self.runner)
+        self.real: Any = ATTENTION_BACKENDS[self.claims.registered](self.runner)
         """What SGLang's registry made."""
         self.layers = {layer.layer_id: _layer(layer) for layer in context.layers}
 
@@ -179,7 +170,7 @@ class OlderSGLangBackend(LegacyGraphHooks, AttentionBackend):
             batch.extras[_KEPT] = fbi.ForwardBatch(
                 forward_mode=_MODES[batch.forward_mode], spec_info=_spec_of(batch.forward_mode, batch.spec_info),
                 req_to_token_pool=self.runner.req_to_token_pool, token_to_kv_pool=self.runner.token_to_kv_pool,
-                attn_backend=self.real, **{name: getattr(batch, name) for name in _ALIKE},
+                attn_backend=self.real, **{name: getattr(batch, name) for name in SAME_FIELDS},
             )  # fmt: skip
         return batch.extras[_KEPT]
 
@@ -189,15 +180,3 @@ def _layer(layer: AttentionLayer) -> Any:
         layer.tp_q_head_num, layer.head_dim, layer.scaling, layer.tp_k_head_num, layer.layer_id,
         logit_cap=layer.logit_cap, sliding_window_size=layer.sliding_window_size,
     )  # fmt: skip
-
-
-def make_backend(name: str, claims: Claims, kernels: str) -> type[AttentionBackend]:
-    """The class for one of the names of ``claims.CLAIMS_OF_OLDER``. ``kernels``: as ``AttentionBackend.kernels``."""
-    words = {
-        "__doc__": f"SGLang's backend {claims.registered!r}, unchanged.",
-        "__module__": __name__,
-        "registered": claims.registered,
-        "capabilities": claims.capabilities,
-        "kernels": kernels,
-    }
-    return type(f"SGLang_{name}", (OlderSGLangBackend,), words)

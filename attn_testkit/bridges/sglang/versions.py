@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from ..versions import installed
 
 __all__ = ["CURRENT", "OLDER", "supported"]
 
@@ -11,8 +11,8 @@ OLDER = "0.5.12.post1"
 """The last release with a draft-extend v1 worker, and with the older pair of graph hooks."""
 
 _HOW = (
-    "`bash ci/servers.sh` in a checkout of the kit makes an environment with {wanted}; then say "
-    "`build/servers/sglang-{wanted}/bin/attn-testkit run --backend sglang:triton`"
+    f"`bash ci/servers.sh` in a checkout of the kit makes an environment with {CURRENT}; then say "
+    f"`build/servers/sglang-{CURRENT}/bin/attn-testkit run --backend sglang:triton`"
 )
 
 
@@ -21,13 +21,4 @@ def supported() -> str:
 
     Raises ``LookupError``, with what to do, where there is none or one that the bridge does not know.
     """
-    try:
-        found = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        raise LookupError(f"SGLang is not installed here; {_HOW.format(wanted=CURRENT)}") from None
-    if found not in (CURRENT, OLDER):
-        raise LookupError(
-            f"SGLang {found} is installed; the kit drives {CURRENT} and {OLDER}. What a backend reads of its server "
-            f"changes with every release; {_HOW.format(wanted=CURRENT)}"
-        )
-    return found
+    return installed("SGLang", (CURRENT, OLDER), f"{CURRENT} and {OLDER}", _HOW)

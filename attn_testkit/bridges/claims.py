@@ -1,0 +1,60 @@
+"""How a bridge says what a server's backend is able to do: a claim a line, with the place in the server that says so.
+
+A claim is tried and what is not claimed is not: a line that is too wide shows as a failure of the server's that is
+none, a line that is too narrow hides one. So a test holds that each place is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode
+
+__all__ = ["DD", "V1", "V2", "Claims", "D", "Line", "V", "X", "class_of"]
+
+D, V, V1, V2, X, DD = (
+    ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2,
+    ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """One claim."""
+
+    claim: str
+    """A field of ``Capabilities``."""
+    value: Any
+    place: str
+    """``file:Class.function`` under the server's package, where the claim can be read."""
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Everything about one name; each bridge adds how its server is set up for it."""
+
+    registered: str
+    """The name in the server's own registry."""
+    lines: tuple[Line, ...]
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The same as one object."""
+        return Capabilities(**{line.claim: line.value for line in self.lines})
+
+
+def class_of(
+    base: type[AttentionBackend], server: str, name: str, claims: Claims, kernels: str, **words: Any
+) -> type[AttentionBackend]:
+    """A class below ``base`` for a name of a bridge. ``kernels``: as ``AttentionBackend.kernels``; ``words``: further
+    attributes.
+    """
+    words |= {
+        "__doc__": f"{server}'s backend {claims.registered}, unchanged.",
+        "__module__": base.__module__,
+        "claims": claims,
+        "capabilities": claims.capabilities,
+        "kernels": kernels,
+    }
+    return type(f"{server}_{name}", (base,), words)

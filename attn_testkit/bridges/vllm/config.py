@@ -1,0 +1,100 @@
+"""A VllmConfig of vLLM 0.33.0, as far as attention layers, builders and KV cache planning look at it.
+
+Its parts are vLLM's own objects. Two are not, because vLLM makes them from a checkpoint alone: the model's
+configuration, and the whole around the parts.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    CompilationConfig,
+    CUDAGraphMode,
+    KernelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+
+from attn_testkit.contract import BackendContext, ForwardMode
+
+from .claims import Claims
+
+__all__ = ["make_config", "width_of"]
+
+_LARGEST_CAPTURE = 512
+"""``max_cudagraph_capture_size`` of a server, in tokens."""
+
+
+def width_of(context: BackendContext, mode: ForwardMode) -> int:
+    """Most rows of a request in a mode; in all but the ragged ones that of every request."""
+    if mode is ForwardMode.EXTEND:
+        return context.max_extend_tokens
+    if mode is ForwardMode.DRAFT_EXTEND:
+        return context.speculative_num_steps + 1
+    return context.num_draft_tokens if mode.is_speculative() else 1
+
+
+def _capture_sizes(context: BackendContext) -> list[int]:
+    """``cudagraph_capture_sizes``: buckets, in tokens. Without graphs vLLM's default list up to the largest batch."""
+    widths = {width_of(context, mode) for mode in context.modes if mode is not ForwardMode.EXTEND} or {1}
+    if context.capture_sizes:
+        return sorted({size * width for size in context.capture_sizes for width in widths})
+    usual = (1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST_CAPTURE + 1, 16))
+    return [size for size in usual if size <= max(context.max_num_tokens, 1)]
+
+
+def _speculation(drafts: int) -> Any:
+    """A speculative configuration of so many draft tokens; None without any."""
+    if not drafts:
+        return None
+    return SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False, enable_adaptive_verification=False)
+
+
+def make_config(claims: Claims, context: BackendContext, blocks: int, layout: str) -> Any:
+    """The configuration of a server with these layers, ``blocks`` KV blocks and the flags of ``claims``.
+
+    ``layout``: name of a ``KVCacheLayout``, which the engine settles before it plans.
+    """
+    first = context.layers[0]
+    # A request is one token of the target and the draft's behind it.
+    drafts = max([width_of(context, mode) for mode in context.modes if mode.is_speculative()] or [1]) - 1
+    scheduler = SchedulerConfig(
+        max_num_seqs=context.max_bs, max_num_batched_tokens=max(context.max_num_tokens, context.max_bs),
+        max_model_len=context.max_context_len, is_encoder_decoder=False,
+        disable_hybrid_kv_cache_manager=claims.one_kv_group,
+    )  # fmt: skip
+    cache = CacheConfig(
+        block_size=context.page_size,
+        cache_dtype="auto" if context.kv_pool.dtype == context.dtype else "fp8",
+        enable_prefix_caching=False,
+    )
+    sizes = list(claims.capture_sizes) or _capture_sizes(context)
+    cache.num_gpu_blocks, cache.kv_cache_layout = blocks, layout
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_num_attention_heads=lambda parallel: first.tp_q_head_num,
+            get_num_kv_heads=lambda parallel: first.tp_k_head_num,
+            get_head_size=lambda: max(layer.head_dim for layer in context.layers),
+            max_model_len=context.max_context_len, dtype=context.dtype, is_mm_prefix_lm=False, is_diffusion=False,
+            rswa_window=None, hf_config=SimpleNamespace(model_type="tiny"),
+        ),
+        parallel_config=ParallelConfig(),
+        scheduler_config=scheduler,
+        compilation_config=CompilationConfig(
+            # Operators that vLLM has in torch as well as compiled, it runs in torch where it compiles the model.
+            custom_ops=["none"],
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+            cudagraph_capture_sizes=sizes,
+            max_cudagraph_capture_size=sizes[-1],
+        ),
+        cache_config=cache,
+        attention_config=AttentionConfig(**claims.attention),
+        kernel_config=KernelConfig(),
+        speculative_config=_speculation(drafts),
+        num_speculative_tokens=drafts,
+        use_v2_model_runner=True,
+    )  # fmt: skip

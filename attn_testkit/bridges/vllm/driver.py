@@ -1,0 +1,185 @@
+"""A backend of vLLM 0.33.0 behind the kit's contract: hooks to what vLLM's model runner does at their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.model_executor.layers.attention.attention import unified_attention_with_output, unified_kv_cache_update
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+
+from attn_testkit.contract import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    ForwardBatch,
+    ForwardMode,
+    KVLayer,
+    KVPart,
+    KVPoolSpec,
+)
+
+from ..claims import class_of
+from . import pools
+from .claims import Claims
+from .config import make_config
+from .groups import make_groups
+from .inputs import Inputs, Step, common_arguments
+from .layers import make_layers, name_of
+
+__all__ = ["VLLMBackend", "make_backend"]
+
+_KEPT = "vllm"
+"""Key of ``ForwardBatch.extras``: layer name -> metadata, which all forwards of the batch are given."""
+
+
+class VLLMBackend(AttentionBackend):
+    """The kit's contract on one side, on the other a class of vLLM's registry, its builders and implementations."""
+
+    claims: ClassVar[Claims]
+    real: ClassVar[Any]
+    """The class."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        blocks = max(group.kv_pool.num_slots // context.page_size for group in context.groups)
+        self.config = make_config(self.claims, context, blocks, pools.layout_of(self.real).name)
+        self.layers = make_layers(self.real, self.config, context)
+        self.groups = make_groups(self.config, context, self.layers, blocks)
+        self.inputs = Inputs(context, self.groups.of_kit)
+
+    @classmethod
+    def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
+        """vLLM's own views."""
+        return pools.lay_out(cls.real, spec)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Fill the buffers and build."""
+        batch.extras[_KEPT] = self._build(self.inputs.fill(batch, replay=False))
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Build for the warm-ups of a capture; at a replay fill the buffers, and build what nobody keeps."""
+        if in_capture:
+            batch.extras[_KEPT] = self._build_for_capture(batch)
+            return
+        step = self.inputs.fill(batch, replay=True)
+        # A draft's graph has its builders' work inside: nothing is built for a replay of it.
+        if batch.forward_mode is not ForwardMode.DRAFT_DECODE:
+            self._build(step)
+
+    def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
+        """Build once more: "Capture with fresh attention state"."""
+        batch.extras[_KEPT] = self._build_for_capture(batch)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """Of a draft alone: its fused loop has this between forwards."""
+        if batch.forward_mode is ForwardMode.DRAFT_DECODE:
+            self.inputs.advance(batch)
+            metadata = batch.extras[_KEPT]
+            for groups in self.groups.builders:
+                for group in groups:
+                    group.update_draft_decode_metadata(metadata)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ``Attention.forward``: the caller makes the output, and what stores keys and values comes first."""
+        name, of_vllm = name_of(layer), self.layers[name_of(layer)]
+        output = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim) if out is None else out
+        if of_vllm.query_quant is not None:
+            q, _ = of_vllm.query_quant(q, of_vllm._q_scale)
+        with override_forward_context(self._forward_context(batch, q.shape[0])):
+            if save_kv_cache and not self.real.forward_includes_kv_cache_update:
+                unified_kv_cache_update(k, v, name)
+            unified_attention_with_output(q, k, v, output, name)
+        return output
+
+    def _forward_context(self, batch: ForwardBatch, rows: int) -> ForwardContext:
+        slots = build_slot_mappings_by_layer(self.inputs.slot_mappings[:, :rows], self.groups.config)
+        return ForwardContext(self.layers, batch.extras[_KEPT], slots)
+
+    def _build_for_capture(self, batch: ForwardBatch) -> dict[str, Any]:
+        rows = batch.input_ids.shape[0]
+        return self._build(self.inputs.dummy(batch.forward_mode, batch.batch_size, rows))
+
+    def _build(self, step: Step) -> dict[str, Any]:
+        built: dict[str, Any] = build_attn_metadata(
+            attn_groups=self.groups.builders, kv_cache_config=self.groups.config, causal=self.context.causal,
+            **common_arguments(self.inputs, step),
+        )  # fmt: skip
+        return built
+
+
+class VLLMLatentBackend(VLLMBackend):
+    """MLA: the decode half of ``MLAAttention.forward_impl``, which takes the absorbed form that the kit has."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the latent rows, and attend them by ``forward_mqa``."""
+        found, _ = self._attend(q, k, layer, batch, save_kv_cache)
+        output = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim) if out is None else out
+        output[: found.shape[0]] = found
+        return output
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        part: KVPart,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``forward_mqa`` gives, of all keys: the ranks of decode context parallelism are merged by it."""
+        assert part.kind == "whole"
+        return self._attend(q, k, layer, batch, save_kv_cache)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rank, name = layer.kv_lora_rank, name_of(layer)
+        of_vllm = self.layers[name]
+        context = self._forward_context(batch, q.shape[0])
+        metadata, cache = context.attn_metadata[name], of_vllm.kv_cache
+        kv_dtype = of_vllm.kv_cache_dtype
+        if save_kv_cache:
+            unscaled = kv_dtype == "fp8" and of_vllm._k_scale_float == 1.0
+            of_vllm.impl.do_kv_cache_update(
+                k[:, 0, :rank], k[..., rank:], cache, context.slot_mapping[name], kv_dtype, of_vllm._k_scale, unscaled
+            )
+        if kv_dtype != "auto":
+            cache = cache.view(torch.float8_e4m3fn)
+        rows = q[: metadata.num_decode_tokens]
+        with override_forward_context(context):
+            found: tuple[torch.Tensor, torch.Tensor] = of_vllm.impl.forward_mqa(
+                (rows[..., :rank], rows[..., rank:]), cache, metadata, of_vllm
+            )
+        return found
+
+
+def make_backend(name: str, claims: Claims, without_gpu: bool) -> type[AttentionBackend]:
+    """The class for one of the names of ``claims.CLAIMS``."""
+    parent = VLLMLatentBackend if "mla" in claims.capabilities.families else VLLMBackend
+    kernels = "emulated" if without_gpu and claims.compiled_kernel else "real"
+    real = AttentionBackendEnum[claims.registered].get_class()
+    return class_of(parent, "VLLM", name, claims, kernels, real=real)

@@ -1,0 +1,46 @@
+"""KV cache groups, and the metadata builders of each: vLLM's own planning, over the kit's layers and block tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config.vllm import set_current_vllm_config
+from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import init_attn_backend
+
+from attn_testkit.contract import BackendContext, KVGroup
+
+from .layers import name_of
+
+__all__ = ["Groups", "make_groups"]
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """What vLLM made of the layers."""
+
+    config: Any
+    """``KVCacheConfig``: which layers share a block table."""
+    builders: Any
+    """``list[list[AttentionGroup]]``: KV cache group -> layers that share metadata, and their builder."""
+    of_kit: tuple[KVGroup, ...]
+    """KV cache group -> the kit's, whose table and slots it has."""
+
+
+def make_groups(config: Any, context: BackendContext, layers: dict[str, Any], blocks: int) -> Groups:
+    """Group the layers as the engine does, and make builders as the model runner does.
+
+    Layers that have a block table of their own in the kit have one in vLLM: there, too, many layers of one kind are
+    several groups.
+    """
+    found: list[tuple[Any, KVGroup]] = []
+    with set_current_vllm_config(config):
+        for group in context.groups:
+            names = [name_of(layer) for layer in context.layers if layer.layer_id in group.layer_ids]
+            specs = {name: layers[name].get_kv_cache_spec(config) for name in names}
+            found.extend((planned, group) for planned in get_kv_cache_groups(config, specs))
+        whole = KVCacheConfig(blocks, [], [planned for planned, _ in found])
+        builders, _, _ = init_attn_backend(whole, config, context.device)
+    return Groups(whole, builders, tuple(group for _, group in found))

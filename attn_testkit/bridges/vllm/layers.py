@@ -1,0 +1,111 @@
+"""The attention layers of a model: vLLM's own ``Attention``, and for MLA what stands around its implementation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config.vllm import set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_quant_mode
+
+from attn_testkit.contract import AttentionLayer, BackendContext
+
+__all__ = ["make_layers", "name_of"]
+
+_NOPE = 128
+"""``qk_nope_head_dim`` and ``v_head_dim`` of DeepSeek's models: of no absorbed layer, but builders ask."""
+
+
+def name_of(layer: AttentionLayer) -> str:
+    """Of a layer in ``static_forward_context``, in metadata and in slot mappings."""
+    return f"model.layers.{layer.layer_id}.attn"
+
+
+def make_layers(real: Any, config: Any, context: BackendContext) -> dict[str, Any]:
+    """Name -> layer, each bound to its KV cache; ``config`` knows them afterwards."""
+    made: dict[str, Any] = {}
+    with set_current_vllm_config(config):
+        for layer in context.layers:
+            found = _latent(real, config, layer) if layer.is_mla else _attention(real, config, layer)
+            found.bind_kv_cache(_as_vllm_has_it(context, layer, found.kv_cache_dtype))
+            _set_scales(found, layer, context.device)
+            made[name_of(layer)] = found
+    return made
+
+
+def _attention(real: Any, config: Any, layer: AttentionLayer) -> Any:
+    window = layer.sliding_window_size
+    return Attention(
+        layer.tp_q_head_num, layer.head_dim, layer.scaling, layer.tp_k_head_num, cache_config=config.cache_config,
+        logits_soft_cap=layer.logit_cap or None,
+        per_layer_sliding_window=None if window < 0 else window + 1,  # it counts the row's own key
+        prefix=name_of(layer), attn_backend=real,
+        **({} if layer.sinks is None else {"sinks": layer.sinks}),
+    )  # fmt: skip
+
+
+def _latent(real: Any, config: Any, layer: AttentionLayer) -> Any:
+    made = _LatentLayer(real, config, layer)
+    config.compilation_config.static_forward_context[name_of(layer)] = made
+    return made
+
+
+class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
+    """``MLAAttention`` without the projections on both sides of it: the kit's rows are absorbed ones."""
+
+    def __init__(self, real: Any, config: Any, layer: AttentionLayer) -> None:
+        super().__init__()
+        self.real, self.kv_cache_dtype = real, config.cache_config.cache_dtype
+        self.num_heads, self.num_kv_heads, self.head_size = layer.tp_q_head_num, 1, layer.head_dim
+        self.q_lora_rank, self.kv_lora_rank = None, layer.kv_lora_rank
+        self.qk_nope_head_dim = self.v_head_dim = _NOPE
+        self.qk_rope_head_dim = layer.head_dim - layer.kv_lora_rank
+        self.prefill_backend = _NoPrefill()
+        self.impl = real.get_impl_cls()(
+            num_heads=self.num_heads, head_size=self.head_size, scale=layer.scaling, num_kv_heads=1,
+            alibi_slopes=None, sliding_window=None, kv_cache_dtype=self.kv_cache_dtype, logits_soft_cap=None,
+            attn_type=AttentionType.DECODER, kv_sharing_target_layer_name=None, q_lora_rank=None,
+            kv_lora_rank=self.kv_lora_rank, qk_nope_head_dim=_NOPE, qk_rope_head_dim=self.qk_rope_head_dim,
+            qk_head_dim=_NOPE + self.qk_rope_head_dim, v_head_dim=_NOPE, kv_b_proj=None,
+        )  # fmt: skip
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """[blocks, 1, block size, content] without the heads, as ``MLAAttention`` keeps it."""
+        self.kv_cache = kv_cache.squeeze(1)
+
+    def get_attn_backend(self) -> Any:
+        """As ``MLAAttention`` has it."""
+        return self.real
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """As ``MLAAttention`` has it."""
+        return MLAAttentionSpec(
+            block_size=vllm_config.cache_config.block_size, num_kv_heads=1, max_tp_shards=1, head_size=self.head_size,
+            dtype=self.kv_cache.dtype, cache_dtype_str=self.kv_cache_dtype,
+            kv_quant_mode=get_kv_quant_mode(self.kv_cache_dtype),
+        )  # fmt: skip
+
+
+class _NoPrefill(SimpleNamespace):
+    """MLA's prefill form is another computation; builders ask for its name and no more."""
+
+    def clone(self) -> _NoPrefill:
+        return self
+
+    def get_name(self) -> str:
+        return "none"
+
+
+def _as_vllm_has_it(context: BackendContext, layer: AttentionLayer, kv_cache_dtype: str) -> torch.Tensor:
+    cache = context.group_of(layer).kv_pool.get_layer_buffer(layer.layer_id)
+    return cache if kv_cache_dtype == "auto" else cache.view(torch.uint8)
+
+
+def _set_scales(made: Any, layer: AttentionLayer, device: torch.device) -> None:
+    for name, scale in (("q", 1.0), ("k", layer.k_scale), ("v", layer.v_scale)):
+        setattr(made, f"_{name}_scale", torch.tensor(scale, dtype=torch.float32, device=device))
+        setattr(made, f"_{name}_scale_float", scale)

@@ -1,0 +1,22 @@
+"""Which version of vLLM the bridge drives. What backends read of their server changes with every release."""
+
+from __future__ import annotations
+
+from ..versions import installed
+
+__all__ = ["SUPPORTED", "supported"]
+
+SUPPORTED = "0.33.0"
+
+_HOW = (
+    f"`bash ci/servers.sh vllm-{SUPPORTED}` in a checkout of the kit makes an environment with {SUPPORTED}; then say "
+    f"`build/servers/vllm-{SUPPORTED}/bin/attn-testkit run --backend vllm:triton`"
+)
+
+
+def supported() -> str:
+    """The version of vLLM that is installed.
+
+    Raises ``LookupError``, with what to do, where there is none or one that the bridge does not know.
+    """
+    return installed("vLLM", (SUPPORTED,), f"{SUPPORTED} alone", _HOW)

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# The attention backends of servers, each in an environment of its own: what ci/nightly.sh does for the kit's own adapters.
+#
+#   ci/nightly_servers.sh OUT [NIGHTS]
+#
+# Makes the environments of ci/servers.sh that are not there yet. Writes OUT/ENVIRONMENT/report.json, report.html and the rest
+# of what ci/nightly.sh writes; NIGHTS/ENVIRONMENT keeps records of earlier nights. What is claimed in tests/bridges/ beyond
+# the bridges, because the server offers it and is wrong there, runs as well, with the known failures of ci/servers/.
+# Goes through all of them, and fails with the first exit code that was not 0.
+#
+#   ATTN_SERVERS="a b"     instead of every environment of ci/servers/
+#   ATTN_TIER=smoke        smoke, core or full; the known failures are those of smoke
+#   and what else ci/nightly.sh reads
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out="$(realpath -m "${1:?usage: ci/nightly_servers.sh OUT [NIGHTS]}")" nights="${2:+$(realpath -m "$2")}"
+
+declare -A backends=(
+  [sglang-0.5.23]="sglang:triton sglang:triton_mla sglang:triton_draft sglang:flashinfer sglang:flashinfer_mla
+    sglang:trtllm_mha sglang:torch_native sglang:trtllm_mla sglang:cutedsl_mla sglang:fa3 sglang_wider:SoftCap
+    sglang_wider:WindowsInVerify sglang_wider:SharedKV sglang_bugs:WindowsInDecode sglang_bugs:FP8"
+  [sglang-0.5.12.post1]="sglang:triton"
+  [vllm-0.33.0]="vllm:triton vllm:triton_2d vllm:triton_invariant vllm:triton_fp8 vllm:triton_mla vllm:flash_attn
+    vllm:flashinfer vllm:flex vllm:flex_merged vllm_wider:LseInFloat32"
+)
+declare -A known=(
+  [sglang-0.5.23]=known_failures.toml
+  [sglang-0.5.12.post1]=known_failures_older.toml
+  [vllm-0.33.0]=known_failures_vllm.toml
+)
+names=(${ATTN_SERVERS:-sglang-0.5.23 sglang-0.5.12.post1 vllm-0.33.0})
+
+status=0
+for name in "${names[@]}"; do
+  [[ -n "${backends[$name]:-}" ]] || { echo "ci/nightly_servers.sh: there is no $name; there are ${!backends[*]}" >&2; exit 4; }
+  bash ci/servers.sh "$name"
+  PYTHONPATH="$PWD/tests/bridges${PYTHONPATH:+:$PYTHONPATH}" ATTN_PYTHON="$PWD/build/servers/$name/bin/python" \
+    ATTN_BACKENDS="${backends[$name]}" ATTN_KNOWN="ci/servers/${known[$name]}" ATTN_TIER="${ATTN_TIER:-smoke}" \
+    bash ci/nightly.sh "$out/$name" ${nights:+"$nights/$name"} || { code=$?; [[ $status -ne 0 ]] || status=$code; }
+done
+exit "$status"

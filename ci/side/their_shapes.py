@@ -1,0 +1,35 @@
+"""``their_shapes:NAME``: SGLang's classes, without and with a bug, which claim the shapes of SGLang's own kit too.
+
+That kit tries head dim 16 and pages of 32 tokens, which the bridge does not claim. Importing this imports SGLang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import sglang_bugs
+
+from attn_testkit.bridges.sglang import backend_class
+from side.results import BUGS, SHIPPED
+from side.shapes import HEAD_DIM
+
+
+def _wider(backend: Any) -> Any:
+    claims = backend.capabilities
+    wide = dataclasses.replace(
+        claims, head_dims=claims.head_dims | {HEAD_DIM}, page_sizes=claims.page_sizes | {32},
+    )  # fmt: skip
+    return type(backend.__name__, (backend,), {"capabilities": wide, "__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    """A class is made when it is asked for: of ``triton``, ``torch_native`` or a bug's name."""
+    if name in ("triton", "torch_native"):
+        made = _wider(backend_class(name))
+    elif name in {bug.name for bug in (*BUGS, *SHIPPED)}:
+        made = _wider(getattr(sglang_bugs, name))
+    else:
+        raise AttributeError(name)
+    globals()[name] = made
+    return made

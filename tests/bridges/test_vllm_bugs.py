@@ -1,0 +1,70 @@
+"""Merged KV groups fail as docs/findings.md says and others pass, and bugs put around vLLM's class are found."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: ci/servers.sh")
+
+BUGS = {
+    "ClonedLengths": ("decode", "graph", "replay-follows-batch"),
+    "FreshBlockTable": ("decode", "graph", "addresses-stable"),
+    "StaleSlots": ("decode", "graph", "writes-own-kv"),
+    "PrefixInVerify": ("target-verify", "eager", "matches-oracle"),
+    "ShortWindow": ("decode", "eager", "matches-oracle"),
+}
+MERGED = "decode-gqa8x2-d128-bf16-p32-k37-interleaved-cliff-kvown-w4{}-b4stale"
+
+
+def results_of(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
+    """As the command line writes them; those of case-runs."""
+    record = tmp_path / "record.json"
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [sys.executable, "-m", "attn_testkit", "run", "--device", "cpu", *options, "--json", str(record)],
+        env={**os.environ, "PYTHONPATH": path}, check=False, timeout=900, capture_output=True,
+    )  # fmt: skip
+    return [each for each in json.loads(record.read_text())["results"] if each["case"]]
+
+
+def checks_of(result: dict[str, Any]) -> set[str]:
+    return {finding["check"] for finding in result["findings"]}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_around_vllms_class_is_found_and_without_it_its_case_passes(tmp_path: Path, bug: str) -> None:
+    mode, execution, check = BUGS[bug]
+    which = ("--mode", mode, "--execution", execution)
+    failed = results_of(tmp_path, "--backend", f"vllm_bugs:{bug}", *which, "-x")[-1]
+    assert failed["status"] == "failed"
+    assert check in checks_of(failed)
+    without = results_of(tmp_path, "--backend", "vllm:flash_attn", *which, "--case", failed["case"])
+    assert [each["status"] for each in without] == ["passed"]
+
+
+def test_layers_merged_into_one_kv_group_keep_the_length_of_a_capture(tmp_path: Path) -> None:
+    merged = results_of(tmp_path, "--backend", "vllm:flex_merged", "--case", MERGED.format("one"))
+    by_execution = {each["execution"]: each for each in merged}
+    assert by_execution["eager"]["status"] == "passed"
+    assert by_execution["graph"]["status"] == "failed"
+    assert checks_of(by_execution["graph"]) == {"replay-follows-batch"}
+    apart = results_of(tmp_path, "--backend", "vllm:flex", "--case", MERGED.format(""))
+    assert [each["status"] for each in apart] == ["passed", "passed"]
+
+
+def test_a_log_sum_exp_that_was_rounded_on_its_way_is_not_what_float32_is(tmp_path: Path) -> None:
+    case = ("--tier", "core", "--execution", "eager", "--case", "decode-*-peaked-kvown-lsewhole-*")
+    (rounded,) = results_of(tmp_path, "--backend", "vllm_wider:LseInFloat32", *case)
+    assert checks_of(rounded) == {"log-sum-exp"}
+    (claimed,) = results_of(tmp_path, "--backend", "vllm:triton_mla", *case)
+    assert claimed["status"] == "passed"

@@ -1,0 +1,167 @@
+"""Naming a backend of vLLM: what is said where it is missing, old, or misspelt; and the table of claims."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from attn_testkit.bridges.claims import Line
+from attn_testkit.bridges.vllm import NAMES
+from attn_testkit.bridges.vllm import imports as of_imports
+from attn_testkit.bridges.vllm.claims import CLAIMS, OF_VLLM, Claims
+from attn_testkit.bridges.vllm.versions import SUPPORTED
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.claimed import not_claimed
+from attn_testkit.contract import Capabilities
+from attn_testkit.registry import BackendNotFound, load_backend
+from attn_testkit.running.known_failures import KnownFailure, load_known
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    def found(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+
+
+def test_without_vllm_the_message_is_the_command_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, None)
+    with pytest.raises(BackendNotFound) as raised:
+        load_backend("vllm:triton")
+    said = str(raised.value)
+    assert said.startswith(f"backend 'vllm:triton': vLLM is not installed here; `bash ci/servers.sh vllm-{SUPPORTED}`")
+    assert f"build/servers/vllm-{SUPPORTED}/bin/attn-testkit run --backend vllm:triton" in said
+    assert "importing" not in said
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.1", f"{SUPPORTED}.post1", "0.33.0+cpu"])
+def test_another_version_is_refused_with_the_one_that_is_supported(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    _installed(monkeypatch, version)
+    with pytest.raises(BackendNotFound) as raised:
+        load_backend("vllm:triton")
+    assert f"vLLM {version} is installed; the kit drives {SUPPORTED} alone" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("flashmla", "which the kit does not drive"), ("tritn", "which vLLM does not have"), ("", None)],
+)
+def test_another_name_is_answered_with_all_there_are(name: str, why: str | None) -> None:
+    """Before vLLM is asked for: a typing mistake is not answered with an installation."""
+    with pytest.raises(BackendNotFound) as raised:
+        load_backend(f"vllm:{name}")
+    listed = ", ".join(f"vllm:{known}" for known in NAMES)
+    if why is None:
+        assert "is incomplete" in str(raised.value)
+    else:
+        assert str(raised.value) == f"backend 'vllm:{name}': it names {name!r}, {why}; there are {listed}"
+
+
+def test_no_name_is_both_driven_and_left_out() -> None:
+    assert not {name.lower() for name in OF_VLLM} & {claims.registered.lower() for claims in CLAIMS.values()}
+    assert not set(OF_VLLM) & set(NAMES)
+
+
+def test_the_script_that_messages_name_makes_an_environment_of_it() -> None:
+    pins = (ROOT / "ci" / "servers" / f"vllm-{SUPPORTED}.txt").read_text().splitlines()
+    assert f"vllm=={SUPPORTED}" in pins
+    packages = [line for line in pins if not line.startswith("#")]
+    assert all(line.count("==") == 1 for line in packages), "every version is pinned"
+    assert len(packages) == len({line.partition("==")[0].lower() for line in packages})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_claims_are_capabilities_and_each_is_made_once(name: str) -> None:
+    claims = CLAIMS[name]
+    fields = [line.claim for line in claims.lines]
+    assert len(fields) == len(set(fields))
+    made = claims.capabilities
+    assert isinstance(made, Capabilities)
+    assert made.graph <= made.eager
+    # What is the model runner's is said of all.
+    assert made.kv_layouts == {"own"}
+    assert (made.padding_slots, made.padded_requests, made.verify_lens) == ({-1}, {"nothing"}, {"all"})
+    assert made.max_topk == 1, "CommonAttentionMetadata has no mask and no tree"
+
+
+def test_groups_are_merged_by_a_flag_alone() -> None:
+    """What passes and what fails differ in how layers are grouped, and in what is claimed of groups."""
+    plain, merged = CLAIMS["flex"], CLAIMS["flex_merged"]
+    assert (plain.one_kv_group, merged.one_kv_group) == (False, True)
+    assert plain.registered == merged.registered
+    assert plain.capabilities.kv_groups
+    assert not merged.capabilities.kv_groups
+    assert merged.capabilities == plain.capabilities.with_changes(
+        kv_groups=False, heads_by_layer=False, layer_windows="one"
+    )
+
+
+def test_both_kernels_of_triton_have_the_same_claims() -> None:
+    assert CLAIMS["triton_2d"].capabilities == CLAIMS["triton"].capabilities
+    assert CLAIMS["triton_2d"].capture_sizes == (1,)
+    assert not CLAIMS["triton"].capture_sizes, "the buckets of the case"
+
+
+def test_a_variable_that_vllm_has_read_already_is_not_set_behind_its_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = Claims("TRITON_ATTN", (), environment={"VLLM_BATCH_INVARIANT": "1"})
+    monkeypatch.setitem(sys.modules, "vllm.envs", ModuleType("vllm.envs"))
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    with pytest.raises(RuntimeError, match="imported before VLLM_BATCH_INVARIANT=1 was set"):
+        of_imports.prepare(claims)
+    assert "VLLM_BATCH_INVARIANT" not in os.environ
+
+
+def known_failures_of(backend: str) -> list[KnownFailure]:
+    known = load_known(ROOT / "ci" / "servers" / "known_failures_vllm.toml")
+    assert {each.backend for each in known} == {"vllm:flex_merged", "vllm:triton_mla", "vllm_wider:LseInFloat32"}
+    return [each for each in known if each.backend == backend]
+
+
+def test_known_failures_of_merged_groups_are_graphs_that_keep_the_length_of_their_capture() -> None:
+    known = known_failures_of("vllm:flex_merged")
+    assert {each.cases.partition("-*-")[0] for each in known} == CLAIMS["flex_merged"].capabilities.graph
+    assert {each.execution for each in known} == {"graph"}
+    # A mask that is rebuilt for fewer rows than the capture had may be read past its end.
+    assert {check for each in known for check in each.checks} == {"replay-follows-batch", "completes"}
+
+
+def test_the_known_failure_of_mla_is_a_log_sum_exp_that_fp16_cannot_hold() -> None:
+    (known,) = known_failures_of("vllm:triton_mla")
+    case = parse_case(known.cases)
+    claims = CLAIMS["triton_mla"].capabilities
+    assert claims.lse is not None
+    assert claims.lse.dtype == "model"
+    assert not not_claimed(claims, case)
+    assert (case.dtype, case.data, case.parts) == ("fp16", "negative", "whole")
+    assert known.execution == "", "eager and in graphs"
+    assert known.checks == ("log-sum-exp", "matches-oracle")
+
+
+VLLM = importlib.util.find_spec("vllm")
+LINES = [(name, line) for name, claims in CLAIMS.items() for line in claims.lines]
+
+
+@pytest.mark.skipif(VLLM is None, reason="vLLM is not installed: ci/servers.sh")
+@pytest.mark.parametrize(("name", "line"), LINES, ids=[f"{name}-{line.claim}" for name, line in LINES])
+def test_the_place_that_a_claim_rests_on_is_there(name: str, line: Line) -> None:
+    assert VLLM is not None
+    assert VLLM.origin is not None
+    file, _, path = line.place.partition(":")
+    found: ast.AST = ast.parse((Path(VLLM.origin).parent / file).read_text())
+    for part in path.split("."):
+        inside = [node for node in ast.iter_child_nodes(found) if getattr(node, "name", "") == part]
+        assert inside, f"{file} has no {path}"
+        found = inside[0]
