@@ -1,0 +1,99 @@
+"""``audit --mutants``: which lines of a backend no case would notice, were they wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ..registry import UsageError
+from ..running.request import MODES
+from .files import write_text
+from .options import F, Spelled
+
+__all__ = ["hunt_mutants", "mutant_options"]
+
+_LOG_SECONDS = 15.0
+_Minutes = click.FloatRange(0, min_open=True)
+_OWN = {
+    "modules": "--mutate", "modes": "--mode", "sample": "--sample", "most": "--most", "minutes": "--minutes",
+    "journal": "--journal", "equivalents": "--equivalent",
+}  # fmt: skip
+"""Options that mean something with --mutants alone."""
+
+
+def mutant_options(command: F) -> F:
+    """The options of a hunt."""
+    options = [
+        click.option("--mutants", metavar="BACKEND", help="Instead: change this backend."),
+        click.option("--mutate", "modules", multiple=True, metavar="MODULE", help="And this module; repeatable."),
+        click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="Of --mutants; default: all."),
+        click.option("--sample", type=click.IntRange(1), metavar="N", help="Only N mutants, drawn by lot."),
+        click.option("--most", type=click.IntRange(0), metavar="N", help="Most case-runs of core of each."),
+        click.option("--minutes", type=_Minutes, metavar="M", help="Begin no mutant later than that."),
+        click.option("--journal", type=click.Path(), metavar="FILE", help="Keep verdicts; go on from them."),
+        click.option("--equivalent", "equivalents", type=click.Path(), metavar="FILE", help="Mutants that are none."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+_OTHERS = {
+    "faults": "--fault", "classes": "--class", "timeout": "--timeout", "last": "--last", "html_file": "--html",
+    "verbose": "--verbose", "docs": "--docs",
+}  # fmt: skip
+"""Options that mean nothing with it."""
+
+
+def hunt_mutants(values: dict[str, Any], shared: dict[str, Any], json_file: str | None) -> int | None:
+    """Judge the mutants of a backend: the exit code, or None where none was named.
+
+    Args:
+        values: of the options of ``mutant_options``.
+        shared: of options that hunts and audits share.
+        json_file: where everything is written, if anywhere.
+
+    """
+    backend = values.pop("mutants")
+    if backend is None:
+        if alone := [option for name, option in _OWN.items() if values[name] not in (None, ())]:
+            raise UsageError(f"{', '.join(alone)} without --mutants BACKEND: name the backend that is to be changed")
+        return None
+    source = click.get_current_context().get_parameter_source
+    if others := [option for name, option in _OTHERS.items() if source(name) is ParameterSource.COMMANDLINE]:
+        raise UsageError(f"{', '.join(others)} with --mutants: those are for the catalogue of broken backends")
+    if shared["tier"] == "full":
+        raise UsageError("--tier full with --mutants: mutants go through smoke and core; take --tier smoke or core")
+    from ..mutants import Settings, hunt
+    from ..mutants.report import exit_code, hunt_text, plain
+
+    for name in ("journal", "equivalents"):
+        values[name] = Path(values[name]) if values[name] else None
+    progress = _Progress()
+    found = hunt(Settings(backend, **values, **shared), progress.see)
+    click.echo(hunt_text(found))
+    if json_file:
+        write_text(json_file, json.dumps(plain(found), indent=1))
+    return exit_code(found)
+
+
+class _Progress:
+    """A line now and then; on a terminal one that is written over."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.monotonic()
+
+    def see(self, what: str, done: int, total: int) -> None:
+        """One more case-run of the backend as it is, or one more mutant."""
+        now = time.monotonic()
+        if sys.stderr.isatty():
+            click.echo(f"\r\x1b[K  {done} of {total}  {what[:90]}", err=True, nl=done == total)
+        elif now - self._last > _LOG_SECONDS or done == total:
+            self._last = now
+            click.echo(f"  {done} of {total}, {now - self._begun:.0f} s: {what[:100]}", err=True)

@@ -1,0 +1,62 @@
+"""What a hunt was asked for, and what came out of it: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .journal import Verdict
+from .operators import Mutant
+
+__all__ = ["Hunt", "See", "Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for."""
+
+    backend: str
+    """A registered name or ``module:Class``."""
+    modules: tuple[str, ...] = ()
+    """Modules that are mutated beside that of the class."""
+    modes: tuple[str, ...] = ()
+    tier: str = "core"
+    """``smoke``, or ``core``: what survives smoke goes on to it."""
+    most: int | None = None
+    """Case-runs of core that are used, the most valuable first; None: all."""
+    device: str = "auto"
+    sample: int | None = None
+    """So many mutants, drawn by lot; None: all."""
+    seed: int = 0
+    """Of the lot."""
+    jobs: int = 1
+    minutes: float | None = None
+    """No mutant is begun after so many."""
+    journal: Path | None = None
+    equivalents: Path | None = None
+    """File that names mutants which change nothing that anybody could see."""
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """What came out."""
+
+    settings: Settings
+    sources: dict[str, bytes]
+    """Module -> its text."""
+    all_mutants: int
+    """How many there are; ``mutants`` may be a sample."""
+    mutants: tuple[Mutant, ...]
+    verdicts: dict[str, Verdict]
+    """Id of a mutant -> what became of it; those that time was left for."""
+    reasons: dict[str, str]
+    """Id of a mutant -> why it is the same as its original, as somebody wrote down."""
+    runs: int
+    """Case-runs that a survivor may have seen."""
+    device: str
+    seconds: float
+
+
+See = Callable[[str, int, int], None]
+"""Told what was done last, how many are done, and how many there are."""

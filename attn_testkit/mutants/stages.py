@@ -1,0 +1,95 @@
+"""What a mutant goes through: smoke, and where it is asked for core."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+from ..cases.case import Case, parse_case
+from ..cases.layers import Layers
+from ..contract import Capabilities
+from ..registry import UsageError
+from ..running.most_valuable import pairs_of, richest_first
+from ..running.plan import plan_run
+from ..running.request import Item, Plan, Request
+from .order import name_of
+from .settings import Settings
+
+__all__ = ["Stage", "most_valuable", "stages_of"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Case-runs that are tried one after the other."""
+
+    plan: Plan
+    items: tuple[Item, ...]
+    seen: str
+    """Digest of all case-runs that a survivor of this stage has seen, those of earlier stages included."""
+    before: tuple[str, ...] = ()
+    """The same of earlier stages."""
+    after: tuple[str, ...] = ()
+    """And of later ones."""
+
+
+def stages_of(settings: Settings, claims: Capabilities) -> list[Stage]:
+    """In their order. Raises ``UsageError`` where nothing of what is claimed can run here."""
+    stages: list[Stage] = []
+    known: list[Item] = []
+    for tier in ("smoke", "core") if settings.tier == "core" else ("smoke",):
+        plan = _plan(settings, claims, tier)
+        names = set(map(name_of, known))
+        items = [replace(item, probe=False) for item in plan.items if name_of(item) not in names]
+        if tier == "core":
+            items = most_valuable(items, known)[: settings.most]
+        known += items
+        stages.append(Stage(plan, tuple(items), _digest(map(name_of, known))))
+    if not known:
+        why = "; ".join(dict.fromkeys(row.reason for row in stages[0].plan.preset if row.reason))
+        raise UsageError(f"backend {settings.backend!r}: no case-run can be made here ({why})")
+    digests = tuple(stage.seen for stage in stages)
+    return [replace(stage, before=digests[:n], after=digests[n + 1 :]) for n, stage in enumerate(stages)]
+
+
+def _plan(settings: Settings, claims: Capabilities, tier: str) -> Plan:
+    request = Request(
+        backends=(settings.backend,),
+        modes=settings.modes,
+        tier=tier,
+        device=settings.device,
+        command="attn-testkit audit --mutants",
+    )
+    return replace(plan_run(request, lambda _: claims), explains=False)
+
+
+def _digest(names: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:16]
+
+
+def most_valuable(items: Sequence[Item], known: Sequence[Item]) -> list[Item]:
+    """First what no case before it has of what is said in words, such as a way of servers; then that in each mode; then
+    new pairs of values.
+    """
+    left = {item.case: parse_case(item.case) for item in items}
+    met = [parse_case(name) for name in dict.fromkeys(item.case for item in known)]
+    place: dict[str, int] = {}
+    for features in (_words_of, _words_in_a_mode, pairs_of):
+        seen = {feature for case in met for feature in features(case)}
+        for case in list(richest_first(left.values(), features, met=met)):
+            if features is not pairs_of and features(case) <= seen:
+                break
+            seen |= features(case)
+            met.append(left.pop(case.id))
+            place[case.id] = len(place)
+    return sorted(items, key=lambda item: place[item.case])
+
+
+def _words_of(case: Case) -> frozenset[Hashable]:
+    """(field, value) of what is a word, a switch or a shape of the model, and no length and no number."""
+    found = ((each.name, getattr(case, each.name)) for each in fields(case))
+    return frozenset((name, value) for name, value in found if isinstance(value, str | bool | Layers))
+
+
+def _words_in_a_mode(case: Case) -> frozenset[Hashable]:
+    return frozenset((case.mode, word) for word in _words_of(case))
