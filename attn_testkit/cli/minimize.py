@@ -1,0 +1,164 @@
+"""``minimize``: what of a failing case has to do with its failure."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import click
+
+from ..registry import UsageError
+from ..results import BAD, CaseResult, RunHeader, Status, failed_check, format_failure
+from ..running.judge_process import JudgeError
+from ..running.request import Item, Request
+from .one_by_one import OneByOne
+from .options import Seconds, command_line, device_option, execution_option
+from .run import terminated_like_interrupted
+from .show import LOG_SECONDS, echo_header
+
+if TYPE_CHECKING:
+    from ..cases.case import Case
+    from ..minimize.search import Search
+
+__all__ = ["minimize"]
+
+
+@click.command(
+    short_help="Make a failing case as plain as it can be and still fail.",
+    epilog="""\b
+Examples:
+  attn-testkit minimize --backend my_pkg.attn:MyBackend CASE
+  attn-testkit minimize --backend my_pkg.attn:MyBackend --execution graph --seconds 120 CASE
+\b
+Exit code 1: it fails, and was made small. 0: it passes. 2: interrupted. 5: it does not run here.""",
+)
+@click.option("--backend", "-b", required=True, metavar="SPEC", help="Registered name or module:Class.")
+@click.argument("case")
+@execution_option
+@device_option
+@click.option("--any-failure", is_flag=True, help="Another check may fail than in CASE.")
+@click.option(
+    "--seconds", type=Seconds("seconds"), default=600.0, show_default=True, metavar="S",
+    help="Begin no case-run after S seconds.",
+)  # fmt: skip
+@click.option("--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="For one case-run.")
+def minimize(
+    backend: str,
+    case: str,
+    executions: tuple[str, ...],
+    device: str,
+    any_failure: bool,
+    seconds: float,
+    timeout: float,
+) -> int:
+    """Make a failing case as plain as it can be and still fail the same check.
+
+    Each dimension of the case that is not as in the plain case of its mode is made plain or nearer to it, as long as
+    the case fails. What is left has to do with the failure. Without --execution: eager if CASE fails there, else graph.
+    """
+    request = Request((backend,), executions=executions, device=device, cases=(case,), command=command_line())
+    with terminated_like_interrupted(), contextlib.closing(OneByOne(request, timeout)) as judge:
+        echo_header(judge.plan.header)
+        if not judge.plan.items:
+            for row in judge.plan.preset:
+                click.echo(format_failure(row, judge.plan.header))
+            click.echo("attn-testkit: nothing ran", err=True)
+            return 5
+        return _minimize(judge, _Limits(seconds, any_failure))
+
+
+@dataclass(frozen=True)
+class _Limits:
+    seconds: float
+    any_failure: bool
+
+
+def _minimize(judge: OneByOne, limits: _Limits) -> int:
+    from ..cases.case import parse_case
+    from ..cases.claimed import not_claimed
+
+    case = parse_case(judge.plan.items[0].case)
+    lacking = not_claimed(judge.claims, case)
+    if lacking:
+        raise UsageError(f"{case.id} asks for what the backend does not claim: {lacking}")
+    passed = []
+    for item in judge.plan.items:
+        search = _search_for(item, judge, limits)
+        first = search.begin(case)
+        if first.status in BAD:
+            return _go_on(search, judge, item)
+        click.echo(f"{case.id} ({item.execution}): {first.status}")
+        passed.append(first.status is Status.PASSED)
+    click.echo("NOTHING TO MINIMISE: it does not fail")
+    return 0 if all(passed) else 5
+
+
+def _search_for(item: Item, judge: OneByOne, limits: _Limits) -> Search:
+    from ..minimize.search import Search
+
+    def run(case: Case) -> CaseResult:
+        result = judge.run(case, item.execution)
+        if result.of_the_kit:
+            raise JudgeError(result.reason)
+        return result
+
+    return Search(judge.claims, run, limits.seconds, limits.any_failure, on_result=_Progress().see)
+
+
+@dataclass
+class _Progress:
+    """Lines on stderr, now and then."""
+
+    _begun: float = field(default_factory=time.monotonic)
+    _last: float = 0.0
+
+    def see(self, result: CaseResult, search: Search) -> None:
+        now = time.monotonic() - self._begun
+        if search.smallest and now - self._last >= LOG_SECONDS:
+            self._last = now
+            click.echo(f"  {search.runs} case-runs, {now:.0f} s; so far {search.smallest.case}", err=True)
+
+
+def _go_on(search: Search, judge: OneByOne, item: Item) -> int:
+    """Make it small, try what was found in a fresh process, print it; the exit code."""
+    from ..minimize.search import TimeUp
+
+    assert search.first is not None
+    click.echo(f"  fails {failed_check(search.first)} ({item.execution}); made small:", err=True)
+    ended = "MINIMISED"
+    try:
+        try:
+            search.go_on()
+        except TimeUp:
+            ended = "TIME IS UP"
+        # A backend that keeps something between case-runs may fail for what ran before.
+        judge.close()
+        if judge.run(search.case, item.execution).status not in BAD:
+            click.echo(f"  {search.case.id} passes in a fresh process: it fails after other case-runs alone", err=True)
+            search.forget()
+            ended = "NOT MINIMISED"
+    except KeyboardInterrupt:
+        ended = "INTERRUPTED"
+    _print(search, judge.plan.header, ended)
+    return 2 if ended == "INTERRUPTED" else 1
+
+
+def _print(search: Search, header: RunHeader, ended: str) -> None:
+    """The failure of the smallest case, what of it is not plain, and one line that says how the search ended."""
+    from ..cases.case import parse_case
+    from ..minimize.search import needs
+
+    assert search.first is not None
+    assert search.smallest is not None
+    click.echo(format_failure(search.smallest, header))
+    if search.plain is None:
+        click.echo(f"{ended}: no case-run but that of the case itself")
+        return
+    odd = needs(search.case, search.plain)
+    click.echo(f"  needs    {'; '.join(map(str, odd)) or 'nothing: the plain case fails'}")
+    click.echo(f"  plain    {search.plain.id} {'passes' if search.plain_passes else 'fails too'}")
+    before = len(needs(parse_case(search.first.case), search.plain))
+    words = f"{ended}: from {before} dimensions that are not plain to {len(odd)}, in {search.runs} case-runs"
+    click.secho(f"\n{words}", bold=True, fg="red")

@@ -1,0 +1,237 @@
+"""The case that is nearest to each batch of a record, and what of the batch no case says."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..cases.as_claimed import as_claimed
+from ..cases.case import Case, Heads
+from ..cases.claimed import not_claimed
+from ..cases.draft import Draft
+from ..cases.extend import room_for
+from ..cases.pool_layouts import usual_layout
+from ..cases.trees import Tree, chain
+from ..contract import Capabilities, ForwardMode
+
+__all__ = ["Recorded", "Unreadable", "cases_of", "read_lines"]
+
+DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+KV_DTYPES = {"float8_e4m3fn": "fp8_e4m3", "float8_e4m3": "fp8_e4m3", "auto": "same"}
+MODES = {**{mode.value: mode for mode in ForwardMode}, "mixed": ForwardMode.EXTEND}
+"""What servers call a mode. A batch of prompts and decodes is an extend."""
+
+
+class Unreadable(ValueError):
+    """A file that is no record."""
+
+
+class _NoCase(Exception):
+    """Why a batch has no case."""
+
+
+@dataclass
+class Recorded:
+    """What a record has come to."""
+
+    cases: dict[str, Case] = field(default_factory=dict)
+    """By id, in the order of the record."""
+    differs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Id -> in what the case is not as the batch was."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Why a line gave no case -> of how many lines."""
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a record; one that a process did not end is left out. Raises ``Unreadable``, or ``OSError``."""
+    lines = []
+    texts = path.read_text("utf-8").splitlines()
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            if number == len(texts):
+                break  # the process was killed while it wrote
+            raise Unreadable(f"{path}, line {number}: no JSON: {error}") from None
+        if not isinstance(line, dict) or line.get("line") not in ("batch", "layer"):
+            raise Unreadable(f"{path}, line {number}: expected a line that `attn-testkit record` wrote")
+        lines.append(line)
+    return lines
+
+
+def cases_of(lines: Iterable[Mapping[str, Any]], claims: Capabilities | None = None) -> Recorded:
+    """A case for each batch whose layers and lengths are known. ``claims``: only what they hold, as they hold it."""
+    lines = list(lines)
+    layers: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for line in lines:
+        if line["line"] == "layer":
+            layers.setdefault(_instance(line), []).append(line)
+    found = Recorded()
+    for line in lines:
+        if line["line"] != "batch":
+            continue
+        try:
+            case, differs = _case_of(line, layers.get(_instance(line), []))
+            if claims is not None:
+                case = _as_they_hold_it(claims, case)
+        except _NoCase as why:
+            found.skipped[str(why)] += 1
+        except (KeyError, TypeError, ValueError) as error:
+            found.skipped[f"no case can be made of it: {type(error).__name__}: {error}"] += 1
+        else:
+            found.cases.setdefault(case.id, case)
+            found.differs.setdefault(case.id, tuple(differs))
+    return found
+
+
+def _as_they_hold_it(claims: Capabilities, case: Case) -> Case:
+    """The case, in the KV layout that is claimed; one like it where that is not claimed."""
+    case = replace(case, kv_layout=usual_layout(claims))
+    case = as_claimed(claims, case) if not_claimed(claims, case) else case
+    lacking = not_claimed(claims, case)
+    if lacking:
+        raise _NoCase(f"not claimed: {lacking}")
+    return case
+
+
+def _instance(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    return line.get("process"), line.get("backend"), line.get("instance")
+
+
+def _case_of(line: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> tuple[Case, list[str]]:
+    mode = _mode(line)
+    if line["how"] == "capture":
+        raise _NoCase("planned for a capture: lengths are fill values, and its replays have the real ones")
+    if not line["requests"]:
+        raise _NoCase("no live request")
+    if not layers:
+        raise _NoCase("planned, and no layer ran")
+    first = layers[0]
+    differs: list[str] = []
+    of_layers = _of_layers(layers, differs)
+    rows = _rows(mode, line, differs)
+    differs.append("slots: the case lays tokens out in shuffled pages")
+    case = Case(
+        mode=mode,
+        dtype=_word("dtype", first["dtype"], DTYPES),
+        kv_dtype=_kv_dtype(first),
+        page_size=line.get("page_size") or first.get("page_size") or _unknown("the page size"),
+        bucket=max(line["requests"], line["padded_to"] if line["how"] == "replay" else 0),
+        layout="shuffled",
+        **of_layers,
+        **rows,
+    )
+    return case, differs
+
+
+def _mode(line: Mapping[str, Any]) -> ForwardMode:
+    if line["mode"] == "decode" and line.get("spec"):
+        return ForwardMode.DRAFT_DECODE
+    if line["mode"] not in MODES:
+        raise _NoCase(f"mode {line['mode']}")
+    return MODES[line["mode"]]
+
+
+def _word(what: str, value: str | None, words: Mapping[str, str]) -> str:
+    if value is None or value not in words:
+        raise _NoCase(f"{what} {value}")
+    return words[value]
+
+
+def _unknown(what: str) -> Any:
+    raise _NoCase(f"{what} is not known: the backend was made before it was watched")
+
+
+def _kv_dtype(layer: Mapping[str, Any]) -> str:
+    kv = layer.get("kv_dtype")
+    return "same" if kv in (None, layer["dtype"]) else _word("KV dtype", kv, KV_DTYPES)
+
+
+def _of_layers(layers: Sequence[Mapping[str, Any]], differs: list[str]) -> dict[str, Any]:
+    first = layers[0]
+    shapes = {(*layer["heads"], layer["head_dim"], layer["v_head_dim"]) for layer in layers}
+    if len(shapes) > 1:
+        differs.append(f"heads: layers have {len(shapes)} shapes, and the case has the first one's")
+    windows = [layer["window"] for layer in layers]
+    some = sorted({window for window in windows if window >= 0})
+    if len(some) > 1:
+        differs.append(f"window: layers have {len(some)}, and the case the narrowest")
+    caps = sorted({layer["logit_cap"] for layer in layers} - {0.0})
+    if len(caps) > 1:
+        differs.append(f"soft cap: layers have {len(caps)}, and the case the smallest")
+    return {
+        **_heads(first),
+        "window": some[0] if some else -1,
+        "layer_windows": ("any" if not some else "one" if min(windows) < 0 else "same"),
+        "logit_cap": caps[0] if caps else 0.0,
+        "sinks": any(layer["sinks"] for layer in layers),
+    }
+
+
+def _heads(layer: Mapping[str, Any]) -> dict[str, Any]:
+    q_heads, kv_heads = layer["heads"]
+    head_dim, of_values = layer["head_dim"], layer["v_head_dim"]
+    if of_values != head_dim:
+        if kv_heads != 1 or of_values > head_dim:
+            raise _NoCase(f"values of {of_values} beside keys of {head_dim}, with {kv_heads} KV heads")
+        return {"heads": Heads("mla", q_heads, 1), "head_dim": of_values, "rope_dim": head_dim - of_values}
+    family = "mha" if q_heads == kv_heads else "mqa" if kv_heads == 1 else "gqa"
+    usual = bool(layer["usual_scaling"])
+    return {"heads": Heads(family, q_heads, kv_heads), "head_dim": head_dim, "usual_scaling": usual}
+
+
+def _rows(mode: ForwardMode, line: Mapping[str, Any], differs: list[str]) -> dict[str, Any]:
+    """Keys before the step, and the rows of the requests."""
+    lens, new, spec = line.get("seq_lens"), line.get("new_tokens"), line.get("spec", {})
+    if mode is ForwardMode.EXTEND:
+        if line.get("prefix_lens") is None or new is None:
+            raise _NoCase("the host did not know its lengths")
+        return {"prefixes": tuple(line["prefix_lens"]), "new": tuple(new), "width": room_for(new)}
+    if lens is None:
+        raise _NoCase("the host did not know its lengths")
+    if mode is ForwardMode.DECODE:
+        return {"prefixes": _less(lens, 1)}
+    if mode is ForwardMode.TARGET_VERIFY:
+        tree = _tree(spec, differs)
+        return {"prefixes": tuple(lens), "tree": tree, "width": len(tree)}
+    if mode is ForwardMode.DRAFT_DECODE:
+        steps = spec.get("num_steps") or line.get("steps") or _unknown("the number of draft steps")
+        draft = Draft(spec.get("topk") or spec.get("num_tokens_per_req") or 1, steps)
+        return {"prefixes": tuple(lens), "draft": draft, "width": len(draft)}
+    return _draft_extend(mode, line, differs)
+
+
+def _draft_extend(mode: ForwardMode, line: Mapping[str, Any], differs: list[str]) -> dict[str, Any]:
+    lens, new, given = line["seq_lens"], line.get("new_tokens"), line["spec"].get("num_tokens_per_req", 0)
+    if mode is ForwardMode.DRAFT_EXTEND_V2:
+        width = max(given, *new) if new else given
+        if width < 1:
+            raise _NoCase("the number of draft tokens is not known")
+        differs.append("accepted tokens: the device has them, and the case accepts all")
+        return {"prefixes": _less(lens, width), "new": (width,) * len(lens), "width": width}
+    if new is None:
+        raise _NoCase("the host did not know its lengths")
+    width = max(given, line.get("steps", -1) + 1, *new)
+    if given < 1 and "steps" not in line:
+        differs.append("rows in the graph: as many as the request with most has")
+    prefixes = tuple(max(0, length - count) for length, count in zip(lens, new, strict=True))
+    return {"prefixes": prefixes, "new": tuple(new), "width": width}
+
+
+def _less(lens: Sequence[int], rows: int) -> tuple[int, ...]:
+    return tuple(max(0, length - rows) for length in lens)
+
+
+def _tree(spec: Mapping[str, Any], differs: list[str]) -> Tree:
+    nodes = spec.get("draft_token_num") or spec.get("num_tokens_per_req") or _unknown("the number of draft tokens")
+    topk = spec.get("topk") or 1
+    if topk == 1:
+        return chain(nodes)
+    differs.append(
+        f"tree: the device has it, and each node of the case's has {topk} children as long as there are nodes"
+    )
+    return Tree(tuple((node - 1) // topk for node in range(1, nodes)))

@@ -1,0 +1,131 @@
+"""Dimensions of cases: which differ, what makes one plain, and what is nearer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.plainest import plainest_case
+from attn_testkit.contract import ForwardMode
+from attn_testkit.minimize.dimensions import DIMENSIONS, changed, nearer_numbers
+from attn_testkit.minimize.search import needs, odd_dimensions
+
+CLAIMS = TorchNativeBackend.capabilities
+
+
+def every_case(tier: str = "core") -> Iterator[Case]:
+    for mode in ForwardMode:
+        yield from generate(CLAIMS, mode, tier)
+
+
+def test_two_cases_differ_in_some_dimension() -> None:
+    for case in every_case():
+        plain = plainest_case(CLAIMS, case.mode)
+        assert odd_dimensions(case, plain) or case == plain
+
+
+def test_every_dimension_is_that_of_some_case() -> None:
+    seen = {name for case in every_case() for name in odd_dimensions(case, plainest_case(CLAIMS, case.mode))}
+    seen |= set(odd_dimensions(by_id("decode-mla2-d64r64-bf16-p1-k0-contiguous-gauss-b1prod-s3"), DECODE))
+    seen |= set(odd_dimensions(by_id("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-usualscale-b1prod"), DECODE))
+    prefixed = by_id("draft-decode-mha2-d64-bf16-p1-k1-topk1steps2-prefixed-contiguous-gauss-b1prod")
+    seen |= set(odd_dimensions(prefixed, plainest_case(CLAIMS, prefixed.mode)))
+    assert list(DIMENSIONS) == [name for name in DIMENSIONS if name in seen]
+
+
+def by_id(name: str) -> Case:
+    return parse_case(name)
+
+
+DECODE = by_id("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod")
+V1 = by_id("draft-extend-mha2-d64-bf16-p1-k0-n1a1-contiguous-gauss-b1prod")
+EXTEND = by_id("extend-mha2-d64-bf16-p1-k0-n1a1-contiguous-gauss-b1prod")
+VERIFY = by_id("target-verify-mha2-d64-bf16-p1-k0-chain1-contiguous-gauss-b1prod")
+DRAFT = by_id("draft-decode-mha2-d64-bf16-p1-k0-topk1steps2-contiguous-gauss-b1prod")
+IDS = {
+    "requests": ("decode-mha2-d64-bf16-p1-k0x3-contiguous-gauss-b3prod", "3", DECODE, "1"),
+    "heads": ("decode-gqa4x2-d64-bf16-p1-k0-contiguous-gauss-b1prod", "gqa4x2", DECODE, "mha2"),
+    "head dim": ("decode-mha2-d128-bf16-p1-k0-contiguous-gauss-b1prod", "128", DECODE, "64"),
+    "dtype": ("decode-mha2-d64-fp32-p1-k0-contiguous-gauss-b1prod", "fp32", DECODE, "bf16"),
+    "page size": ("decode-mha2-d64-bf16-p16-k0-contiguous-gauss-b1prod", "16", DECODE, "1"),
+    "keys": ("decode-mha2-d64-bf16-p1-k33-contiguous-gauss-b1prod", "33", DECODE, "0"),
+    "layout": ("decode-mha2-d64-bf16-p1-k0-shared-gauss-b1prod", "shared", DECODE, "contiguous"),
+    "data": ("decode-mha2-d64-bf16-p1-k0-contiguous-cliff-b1prod", "cliff", DECODE, "gauss"),
+    "KV dtype": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-kvfp8e4m3-b1prod", "fp8_e4m3", DECODE, "same"),
+    "KV layout": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-kvhnd-b1prod", "hnd", DECODE, "nhd"),
+    "window": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-w0one-b1prod", "0one", DECODE, "none"),
+    "soft cap": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-cap1.5-b1prod", "1.5", DECODE, "0.0"),
+    "sinks": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-sink-b1prod", "yes", DECODE, "no"),
+    "layers": (
+        "decode-mha2-d64-bf16-p1-k0-contiguous-gauss-layers3from5-b1prod", "layers3from5", DECODE, "layers2from0",
+    ),
+    "parts": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-lsepages2-b1prod", "pages2", DECODE, "none"),
+    "padded requests": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b4prod", "3", DECODE, "0"),
+    "padding": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1nan", "nan", DECODE, "prod"),
+    "mixed": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod-mixed", "yes", DECODE, "no"),
+    "way": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod-far", "far", DECODE, "none"),
+    "seed": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod-s7", "7", DECODE, "0"),
+    "rows": ("draft-extend-mha2-d64-bf16-p1-k0-n6a3-contiguous-gauss-b1prod", "3 of 6", V1, "1 of 1"),
+    "chunks": ("extend-mha2-d64-bf16-p1-k0-n1a1-chunks3-contiguous-gauss-b1prod", "3", EXTEND, "1"),
+    "loop": ("draft-decode-mha2-d64-bf16-p1-k0-topk1steps2-loop6-contiguous-gauss-b1prod", "6", DRAFT, "0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_a_word_of_the_id_is_a_dimension_that_is_made_plain_by_itself(name: str) -> None:
+    odd, value, plain, of_plain = IDS[name]
+    assert list(map(str, needs(by_id(odd), plain))) == [f"{name} {value} (plain: {of_plain})"]
+    assert changed(by_id(odd), DIMENSIONS[name].reset(by_id(odd), plain)) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "plain"),
+    [
+        ("target-verify-mha2-d64-bf16-p1-k0-chain4-contiguous-gauss-b1prod", "rows chain of 4", VERIFY),
+        ("target-verify-mha2-d64-bf16-p1-k0-t0.0.1-contiguous-gauss-b1prod", "rows tree 0.0.1", VERIFY),
+        ("draft-decode-mha2-d64-bf16-p1-k0-topk2steps4-contiguous-gauss-b1prod", "rows top-k 2 of 4 steps", DRAFT),
+        ("extend-mha2-d64-bf16-p1-k0-n17a17-contiguous-gauss-b1prod", "rows 17", EXTEND),
+    ],
+)
+def test_rows_are_what_the_mode_makes_of_them(name: str, words: str, plain: Case) -> None:
+    (need,) = needs(by_id(name), plain)
+    assert str(need).startswith(words)
+    assert changed(by_id(name), DIMENSIONS["rows"].reset(by_id(name), plain)) == plain
+
+
+def test_requests_and_what_they_have_are_told_apart() -> None:
+    case = by_id("draft-extend-mha2-d64-bf16-p1-k7x2-n6a1.3-contiguous-gauss-b4prod")
+    assert odd_dimensions(case, V1) == ["requests", "keys", "rows", "padded requests"]
+    alone = changed(case, DIMENSIONS["requests"].reset(case, V1))
+    assert alone.id == "draft-extend-mha2-d64-bf16-p1-k7-n6a1-contiguous-gauss-b3prod"
+
+
+def test_every_case_is_made_plain_dimension_by_dimension() -> None:
+    for case in every_case():
+        plain = plainest_case(CLAIMS, case.mode)
+        for name in ("layers", "parts", "way", "mixed", "loop", "requests", *DIMENSIONS):
+            case = changed(case, DIMENSIONS[name].reset(case, plain))
+        assert case == plain
+
+
+def test_what_is_nearer_differs_in_no_dimension_in_which_the_case_does_not() -> None:
+    for case in every_case("smoke"):
+        plain = plainest_case(CLAIMS, case.mode)
+        for name, dimension in DIMENSIONS.items():
+            for changes in dimension.nearer(CLAIMS, case, plain) if name in odd_dimensions(case, plain) else ():
+                try:
+                    near = changed(case, changes)
+                except ValueError:
+                    continue
+                assert set(odd_dimensions(near, plain)) <= set(odd_dimensions(case, plain)), (case.id, near.id)
+                assert parse_case(near.id) == near
+
+
+def test_numbers_come_from_half_way_on() -> None:
+    assert list(nearer_numbers(33, 0)) == [17, 25, 29, 31, 32]
+    assert list(nearer_numbers(3, 21)) == [12, 7, 5, 4]
+    assert list(nearer_numbers(1, 0)) == []

@@ -1,0 +1,191 @@
+"""``attn-testkit minimize`` for real: failing cases of the tier core end with two dimensions or fewer."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cli import main
+from attn_testkit.results import CaseResult, Finding, RunHeader, Status
+from attn_testkit.running.request import Item, Plan
+
+PACKED = "attn_testkit.faults.a_query_offsets:QlensPackedVsUniformStride"
+LAST_PAGE = "attn_testkit.faults.d_kv_extent:PartialLastPageDropped"
+PADDED_ROWS = "attn_testkit.faults.b_padding:PadFillUnderflowsUniformWidth"
+WINDOW = "attn_testkit.faults.f_windows:DecodeWindowOneMore"
+HERE = Path(__file__).parent
+PASSES = "decode-mha2-d32-bf16-p1-k0-contiguous-gauss-b1prod"
+
+
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+COMMAND = (sys.executable, "-m", "attn_testkit", "minimize", "--device", "cpu")
+
+
+def minimize(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *args], cwd=HERE, env=ENVIRONMENT, capture_output=True, text=True, timeout=400, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "case", "check", "needs"),
+    [
+        (
+            PACKED,
+            "draft-extend-mqa4-d128-fp16-p16-k1500.70.9-n2a2x3-reversed-codes-kvfp8e4m3-w700-cap1.5-sink-b4prod",
+            "replay-follows-batch",
+            ["rows"],
+        ),
+        (
+            LAST_PAGE,
+            "decode-mla2-d128r32-fp32-p128-k0.1.128-shared-mean-kvfp8e4m3-cap1.5-b6stale",
+            "matches-oracle",
+            ["page size"],
+        ),
+        (
+            PADDED_ROWS,
+            "draft-extend-gqa2x2-d128-fp16-p16-k300.70.12-n6a6x3-shuffled-peaked-kvfp8e4m3-b6nan",
+            "padding-inert",
+            ["rows"],
+        ),
+        (
+            WINDOW,
+            "decode-mqa4-d256-bf16-p128-k300.70.12-shuffled-negative-kvfp8e4m3-w4-cap1.5-b4stale",
+            "matches-oracle",
+            ["window"],
+        ),
+    ],
+)
+def test_a_failing_case_of_core_ends_with_two_dimensions_or_fewer(
+    backend: str, case: str, check: str, needs: list[str]
+) -> None:
+    assert len(needs) <= 2
+    assert case in {each.id for each in core_of(backend, case)}
+    done = minimize("--backend", backend, case)
+    assert done.returncode == 1, done.stdout + done.stderr
+    small, *_ = (line.partition(":")[0] for line in done.stdout.splitlines() if ": request" in line)
+    (words,) = re.findall(r"^  needs    (.*)$", done.stdout, re.MULTILINE)
+    assert [re.split(r" (?=\S+( of \S+)? \()", need)[0] for need in words.split("; ")] == needs
+    assert f"  check    {check}\n" in done.stdout
+    assert re.search(rf"^  repro    attn-testkit repro --backend {backend} .* {small}$", done.stdout, re.MULTILINE)
+    assert re.search(
+        rf"MINIMISED: from \d+ dimensions that are not plain to {len(needs)}, in \d+ case-runs", done.stdout
+    )
+    assert parse_case(small).seed == 0
+
+
+def core_of(backend: str, case: str) -> tuple[object, ...]:
+    module, _, name = backend.partition(":")
+    claims = getattr(importlib.import_module(module), name).capabilities
+    return generate(claims, parse_case(case).mode, "core")
+
+
+def test_what_passes_leaves_nothing_to_do(capfd: pytest.CaptureFixture[str]) -> None:
+    code = main(["minimize", "--backend", "torch_native", "--device", "cpu", PASSES])
+    out, _ = capfd.readouterr()
+    assert code == 0
+    assert out.splitlines() == [
+        f"{PASSES} (eager): passed",
+        f"{PASSES} (graph): passed",
+        "NOTHING TO MINIMISE: it does not fail",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (
+            ["-b", "torch_native", PASSES.replace("p1", "p3")],
+            4,
+            "asks for what the backend does not claim: page size 3",
+        ),
+        (["-b", "torch_native", "decode-mha2"], 4, "does not say: head_dim"),
+        (["-b", "torch_nativ", PASSES], 4, "did you mean 'torch_native'?"),
+        (["-b", "torch_native", "--seconds", "0", PASSES], 4, "seconds is 0; expected seconds above 0"),
+        (["-b", LAST_PAGE, PASSES.replace("decode", "draft-decode").replace("k0", "k0-topk1steps2")], 5, "nothing ran"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    argv: list[str], code: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["minimize", "--device", "cpu", *argv]) == code
+    out, err = capfd.readouterr()
+    assert message in out + err
+
+
+class KeepsCount:
+    """Judges a backend that is wrong with pages of 16, and with all from the fourth case-run of a process on."""
+
+    claims = TorchNativeBackend.capabilities
+
+    def __init__(self, case: str) -> None:
+        header = RunHeader("0", "", "", "smoke", 0, "emulated", "CPU", {}, {}, 1)
+        self.plan = Plan(header, (Item("m:B", "decode", "eager", case),), ())
+        self.runs = 0
+
+    def run(self, case: Case, execution: str) -> CaseResult:
+        self.runs += 1
+        wrong = case.page_size == 16 or self.runs > 3
+        findings = (Finding("matches-oracle", "wrong"),) if wrong else ()
+        status = Status.FAILED if wrong else Status.PASSED
+        return CaseResult("m:B", case.mode.value, execution, case.id, status, findings)
+
+    def close(self) -> None:
+        self.runs = 0
+
+
+def test_what_fails_after_other_case_runs_alone_is_no_smaller_case(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case = "decode-gqa2x2-d64-bf16-p16-k33.5-shuffled-gauss-b2prod"
+    # Not the function `minimize`, which stands in its place in the package.
+    command = sys.modules["attn_testkit.cli.minimize"]
+    monkeypatch.setattr(command, "OneByOne", lambda request, timeout: KeepsCount(case))
+    assert main(["minimize", "--backend", "m:B", case]) == 1
+    out, err = capfd.readouterr()
+    assert "passes in a fresh process: it fails after other case-runs alone" in err
+    assert out.startswith(f"{case}: ")
+    assert re.search(r"^NOT MINIMISED: from 6 dimensions that are not plain to 6, in ", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_whatever_ends_it_the_smallest_so_far_is_printed(how: signal.Signals) -> None:
+    case = "draft-extend-gqa2x2-d128-fp16-p16-k300.70.12-n6a6x3-shuffled-peaked-kvfp8e4m3-b6nan"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup a child would inherit "ignored"
+    try:
+        running = subprocess.Popen(
+            [*COMMAND, "--backend", PADDED_ROWS, "--execution", "graph", case],
+            cwd=HERE, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert running.stderr is not None
+    for line in running.stderr:
+        if "made small" in line:
+            break
+    time.sleep(0.5)
+    running.send_signal(how)
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 2
+    assert "  check    padding-inert\n" in out
+    assert out.splitlines()[-1].startswith("INTERRUPTED: ")
+
+
+def test_a_time_limit_leaves_the_smallest_so_far() -> None:
+    case = "decode-mla2-d128r32-fp32-p128-k0.1.128-shared-mean-kvfp8e4m3-cap1.5-b6stale"
+    done = minimize("--backend", LAST_PAGE, "--execution", "eager", "--seconds", "0.001", case)
+    # The first case-run always begins: whether it fails has to be known.
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{case}: ")
+    assert done.stdout.splitlines()[-1].startswith("TIME IS UP: ")
