@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from bench_profile import Sampler
 from bench_record import OtherMachine, Record, Row, changed_versions, check_same, compared, machine, read, tenths, write
 from rich.console import Console
 from rich.table import Table
@@ -57,7 +58,7 @@ _KIT = (f"{os.sep}attn_testkit{os.sep}", f"{os.sep}runner_modes{os.sep}")
 @click.option("--device", default="auto", show_default=True, metavar="auto|cuda|cpu")
 @click.option("--seconds", default=3.0, show_default=True, help="Measuring time for each row.")
 @click.option("--in-process", is_flag=True, help="Without the processes that a run has: no start, no memory.")
-@click.option("--profile", is_flag=True, help="Name what takes a tenth of a case-run or more. Implies --in-process.")
+@click.option("--profile", is_flag=True, help="Say where all CPU time goes. Implies --in-process.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Keep the figures.")
 @click.option(
     "--against",
@@ -126,6 +127,7 @@ def _of_backend(backend: str, how: _How, console: Console) -> Record:
 
     device = how.device
     found: dict[Item, tuple[float, float, dict[str, float]]] = {}
+    sampler = Sampler() if how.profile else None
     started = time.perf_counter()
     with contextlib.closing(judge_for(Options(in_process=how.in_process), device)) as judge, _memory(judge) as memory:
         plan = judge.plan(Request((backend,), tier="core", device=device))
@@ -137,7 +139,8 @@ def _of_backend(backend: str, how: _How, console: Console) -> Record:
         for mode, case in CASES.items():
             for item in judge.plan(Request((backend,), modes=(mode,), device=device, cases=(case,))).items:
                 found[item] = _measured(judge, plan, item, how.seconds)
-                if how.profile:
+                if sampler is not None:
+                    _print_parts(console, sampler, judge, plan, item, how.seconds)
                     _print_profile(console, judge, plan, item)
     steps = _steps(plan, list(found))
     rows = (
@@ -270,6 +273,20 @@ def _print(console: Console, record: Record) -> None:
         console.print(f"{name}: {value:.1f} s")
     for name, value in record.memory_mb.items():
         console.print(f"{name}: {value:.0f} MB at most")
+
+
+def _print_parts(console: Console, sampler: Sampler, judge: Judge, plan: Plan, item: Item, seconds: float) -> None:
+    """All of the CPU time, by step and by room."""
+    count, cpu, end = 0, time.process_time(), time.perf_counter() + seconds
+    with sampler.sampling():
+        while not count or time.perf_counter() < end:
+            _results(judge, plan, item, _AT_ONCE)
+            count += _AT_ONCE
+    each = 1000 * (time.process_time() - cpu) / count
+    console.print(f"{item.backend} {item.mode} {item.execution}: {each:.1f} ms of CPU time")
+    for step, part, rooms in sampler.parts():
+        said = ", ".join(f"{room} {each * spent:.2f}" for room, spent in rooms.items() if spent >= 0.01)
+        console.print(f"  {part:4.0%}  {each * part:6.2f} ms  {step}" + (f": {said}" if said else ""))
 
 
 def _print_profile(console: Console, judge: Judge, plan: Plan, item: Item) -> None:

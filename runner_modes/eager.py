@@ -18,6 +18,7 @@ from .forward import forward
 from .harness import ServerHarness
 from .hook_answers import verify_mask_of
 from .observe import observe, readable
+from .past_modes import past_modes
 
 __all__ = ["run_eager"]
 
@@ -43,7 +44,8 @@ def run_eager(
         verify_mask_of(harness)
         loaded = harness.load(schedule, step, pattern)
         spec, extends = driver.eager_spec(harness, loaded), driver.eager_extends(harness, loaded)
-        on_host = eager_batch(harness, loaded, case.mode, spec, extends)
+        with past_modes():
+            on_host = eager_batch(harness, loaded, case.mode, spec, extends)
         batch, sent = batch_on_device(on_host, harness.device)
         _poison_heap(harness, len(batch.input_ids))
     with clock.phase("eager"):

@@ -32,9 +32,9 @@ from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
 from attn_testkit.model import Model, Trace, pack, row_width
 
 from .errors import blame, no_mode_left
-from .host_work import host_work
 from .kv_groups import GroupWatch
 from .packing import Bytes, Sent, bytes_of
+from .past_modes import past_modes
 from .pool_watch import PoolWatch
 from .tables import Tables
 
@@ -64,7 +64,7 @@ class LoadedStep:
     @property
     def ids(self) -> torch.Tensor:
         """[T] int64, host: ``input_ids`` of every row."""
-        return torch.arange(self.step.tokens) if self.tokens is None else self.tokens
+        return torch.from_numpy(np.arange(self.step.tokens)) if self.tokens is None else self.tokens
 
 
 def _largest(schedules: Sequence[Schedule], name: str) -> int:
@@ -211,7 +211,7 @@ class ServerHarness:
 
         ``pattern``: numbers other than the case's (``cases/patterns.py``, ``cases/places.py``).
         """
-        with host_work():
+        with past_modes():
             data = make_step_data(schedule, step, pattern)
             given = data
             if step.stored:
@@ -224,7 +224,7 @@ class ServerHarness:
         tails = self.case.kv_dtype in self.capabilities.finite_page_tails
 
         def held() -> tuple[npt.NDArray[np.int64], Bytes]:
-            with host_work():
+            with past_modes():
                 if not (marked or tails):
                     return stored_kv(schedule, step, data, after=step.stored)
                 image = pool_image(schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked)

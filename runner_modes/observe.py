@@ -17,6 +17,7 @@ from attn_testkit.model import Model, Trace
 from .harness import LoadedStep, ServerHarness
 from .mode_driver import ModeDriver, Rows
 from .packing import Sent
+from .past_modes import past_modes
 
 __all__ = ["Readable", "observe", "readable"]
 
@@ -48,17 +49,27 @@ _RETURNED = (
 
 def readable(model: Model, trace: Trace) -> tuple[Readable, ...]:
     """All that is looked at, all rows. What a graph produces stays where it is at every replay."""
-    found = [_readable("attention", str(layer), out) for layer, out in enumerate(trace.attention)]
-    found.append(_readable("activations", "packed 0", trace.packed, (slice(None), slice(None))))
+    with past_modes():
+        return tuple(_readables(model, trace))
+
+
+def _readables(model: Model, trace: Trace) -> Iterator[Readable]:
+    for layer, out in enumerate(trace.attention):
+        yield _readable("attention", str(layer), out)
+    yield _readable("activations", "packed 0", trace.packed, (slice(None), slice(None)))
     # q, k and v of each layer, where they were copies of the packed rows.
     for index, dense in enumerate(trace.dense):
         layer, part = divmod(index, 3)
         place = layer, model.bytes_of_parts[layer][part]
-        found.append(_readable("activations", f"{'qkv'[part]} {layer}", dense, place))
-    found += [_readable("lse", str(layer), lse) for layer, lse in enumerate(trace.lse)]
-    found += [_readable("finite parts", str(layer), finite) for layer, finite in enumerate(trace.part_finite)]
-    returned = ((name, getattr(trace, attribute)) for name, attribute in _RETURNED)
-    return (*found, *(_readable("outputs", name, value) for name, value in returned if value is not None))
+        yield _readable("activations", f"{'qkv'[part]} {layer}", dense, place)
+    for layer, lse in enumerate(trace.lse):
+        yield _readable("lse", str(layer), lse)
+    for layer, finite in enumerate(trace.part_finite):
+        yield _readable("finite parts", str(layer), finite)
+    for name, attribute in _RETURNED:
+        value = getattr(trace, attribute)
+        if value is not None:
+            yield _readable("outputs", name, value)
 
 
 def _readable(group: Group, name: str, tensor: torch.Tensor, sent: tuple[int | slice, slice] | None = None) -> Readable:

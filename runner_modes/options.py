@@ -22,6 +22,8 @@ class DriveOptions:
     copy_into_replaced: bool = False
     """As ``watch_replaced``; and keep each replaced tensor alive, with its successor's numbers. Asks: is the replay
     right then, so that the graph still reads the old one?"""
+    width_at_capture: bool = False
+    """Say ``num_tokens_per_req`` at capture even to who claims ``takes_unset_width``. Asks: is the graph right then?"""
     eager_steps: bool = True
     """Run eager steps on the same instance, before there are graphs and between replays. Without, asks: are replays
     right when they have the instance to themselves?"""

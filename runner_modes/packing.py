@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .host_work import host_work
+from .past_modes import past_modes
 from .uploads import upload
 
 __all__ = ["Bytes", "Packing", "Place", "Sent", "bytes_of", "pack_places", "send", "sent_alone"]
@@ -125,13 +125,14 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 
 def send(named: Mapping[str, torch.Tensor], device: torch.device) -> tuple[dict[str, torch.Tensor], Sent]:
     """Host tensors, together in fresh memory on the device, by name."""
-    with host_work():
+    with past_modes():
         packing = pack_places(tuple((name, each.dtype, tuple(each.shape)) for name, each in named.items()))
         host = packing.fresh()
         for place, tensor in zip(packing.places, named.values(), strict=True):
             host[place.start : place.end] = bytes_of(tensor.contiguous())
     memory = upload(torch.from_numpy(host), device)
-    return packing.tensors(memory), Sent(packing.places, memory, host)
+    with past_modes():
+        return packing.tensors(memory), Sent(packing.places, memory, host)
 
 
 def sent_alone(name: str, tensor: torch.Tensor, before: Bytes) -> Sent:

@@ -13,6 +13,7 @@ from attn_testkit.cases.head_shapes import HeadMap
 from attn_testkit.contract import KVPool
 
 from .packing import Bytes
+from .past_modes import past_modes
 from .pool_rows import BITS, Between, PoolRows
 from .uploads import upload
 
@@ -43,14 +44,16 @@ class PoolWatch:
         """
         if name != self._held:
             self._held = None
-            self._before.fill(unowned)
             slots, rows = held()
-            if len(slots):
-                first, rows = len(slots) * slots.itemsize, self._parts(rows, len(slots))
-                sent = upload(torch.from_numpy(np.concatenate([slots.view(np.uint8), rows.reshape(-1)])), self._device)
-                self._before.put(sent[:first].view(torch.int64), sent[first:])
+            first, rows = len(slots) * slots.itemsize, self._parts(rows, len(slots))
+            sent = upload(torch.from_numpy(np.concatenate([slots.view(np.uint8), rows.reshape(-1)])), self._device)
+            with past_modes():
+                self._before.fill(unowned)
+                if len(slots):
+                    self._before.put(sent[:first].view(torch.int64), sent[first:])
             self._held = name
-        self._now.copy_(self._before)
+        with past_modes():
+            self._now.copy_(self._before)
 
     def poison(self) -> None:
         """NaN everywhere."""

@@ -21,6 +21,7 @@ from .errors import blame
 from .harness import LoadedStep, ServerHarness
 from .observe import observe
 from .options import DriveOptions
+from .past_modes import past_modes
 
 __all__ = ["Replayed", "fill_static", "plan_only", "replay", "view_of"]
 
@@ -61,8 +62,9 @@ def replay(
             harness.backend.init_forward_metadata_out_graph(view)
         replaced = watched.replaced()
         copied_into = watched.copy_into(replaced)
-        for tensor, value in bucket.poison:
-            tensor.fill_(value)
+        with past_modes():
+            for tensor, value in bucket.poison:
+                tensor.fill_(value)
         # What a server allocates for one step (a fresh mask, say) is gone before the kernels that read the graph's own
         # memory end; keep nothing of it alive here.
         del view
@@ -143,7 +145,8 @@ def view_of(graphs: ScheduleGraphs, loaded: LoadedStep) -> ForwardBatch:
     harness, static, case, bs = graphs.harness, graphs.static, graphs.schedule.case, loaded.step.bucket
     spec = graphs.driver.replay_spec(harness, static, loaded, bs, case.width)
     extends = graphs.driver.replay_extends(harness, static, loaded, bs, graphs.fill)
-    return replay_view(harness, loaded, static, case.mode, bs, case.width, graphs.fill, spec, extends)
+    with past_modes():
+        return replay_view(harness, loaded, static, case.mode, bs, case.width, graphs.fill, spec, extends)
 
 
 def fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
@@ -152,9 +155,10 @@ def fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
     step, data, live, tokens, host = loaded.step, loaded.data, loaded.step.bs, loaded.step.tokens, static.host
     host["seq_lens"][:] = graphs.fill
     host["out_cache_loc"][:] = harness.padding_slot(step.index)
-    host["input_ids"][:tokens] = loaded.ids.numpy()
-    host["positions"][:tokens] = data.positions.numpy()
-    host["out_cache_loc"][:tokens] = data.out_cache_loc.numpy()
+    with past_modes():
+        host["input_ids"][:tokens] = loaded.ids.numpy()
+        host["positions"][:tokens] = data.positions.numpy()
+        host["out_cache_loc"][:tokens] = data.out_cache_loc.numpy()
     if harness.context.kv_groups:
         by_group = host["group_cache_locs"].reshape(-1, len(host["out_cache_loc"]))
         by_group[:] = harness.padding_slot(step.index)

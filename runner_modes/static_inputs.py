@@ -15,6 +15,7 @@ from attn_testkit.cases.schedule import Step
 
 from .harness import ServerHarness
 from .packing import Bytes, Place, Sent, pack_places, sent_alone
+from .past_modes import past_modes
 from .uploads import upload_into
 
 __all__ = ["StaticInputs", "make_static_inputs"]
@@ -80,8 +81,9 @@ class StaticInputs:
 
     def send(self) -> None:
         """Have the buffers hold what ``host`` holds."""
-        upload_into(self.memory, torch.from_numpy(self.staged))
-        self.seq_lens_cpu.numpy()[:] = self.host["seq_lens"]
+        with past_modes():
+            upload_into(self.memory, torch.from_numpy(self.staged))
+            self.seq_lens_cpu.numpy()[:] = self.host["seq_lens"]
 
     def pad(self, step: Step, rows: int, nan_row: int) -> None:
         """Fill what lies behind the live requests of ``step`` and its ``rows`` live rows, as its padding says."""

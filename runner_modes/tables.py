@@ -9,6 +9,7 @@ import torch
 from attn_testkit.cases.data import HIDDEN
 
 from .packing import Bytes, Sent, pack_places
+from .past_modes import past_modes
 from .uploads import upload_into
 
 __all__ = ["Tables"]
@@ -84,6 +85,7 @@ class Tables:
         own_due[: len(due)] = due
         own_hidden[:tokens] = hidden
         host = np.concatenate([self._host, rows])
-        upload_into(self._memory[: len(host)], torch.from_numpy(host))
         table = self._packing.places[0]
-        return Sent((table,), self._sent, host[: table.end]), self._due[: len(due)]
+        with past_modes():
+            upload_into(self._memory[: len(host)], torch.from_numpy(host))
+            return Sent((table,), self._sent, host[: table.end]), self._due[: len(due)]

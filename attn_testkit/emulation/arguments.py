@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 NO_TENSORS = frozenset(
-    {int, float, bool, complex, str, slice, type(None), type(...), torch.Size, torch.dtype, torch.device}
-)
+    {int, float, bool, complex, str, slice, type(None), type(...), torch.Size, torch.dtype, torch.device,
+     torch.memory_format}
+)  # fmt: skip
 """Types that hold no tensor, for a quick look at most of what an operation is called with."""
 
 

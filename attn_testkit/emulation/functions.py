@@ -16,6 +16,8 @@ from attn_testkit.emulation.crossings import HANDLERS
 from attn_testkit.emulation.errors import EmulationError, spell
 from attn_testkit.emulation.generators import EmulatedGenerator
 from attn_testkit.emulation.private import TorchFunctionMode, modes_entered, pop_mode, push_mode, vmap_level
+from attn_testkit.emulation.quick_kernels import BY_FUNCTION as _quick
+from attn_testkit.emulation.reads_nothing import reads_nothing
 from attn_testkit.emulation.recorder import Watcher
 from attn_testkit.emulation.rules import CHECKED_ON_CPU_ONLY
 from attn_testkit.emulation.session import Session
@@ -41,8 +43,9 @@ _MIXES = frozenset(
 _PLAIN = frozenset(
     {F.softmax, F.log_softmax, F.layer_norm, F.rms_norm, F.embedding, F.silu, F.relu, F.dropout, F.normalize,
      F.sigmoid, F.tanh, torch.einsum, torch.split, torch.norm, torch.chunk, torch.meshgrid, torch.broadcast_tensors,
-     torch.atleast_1d, torch.atleast_2d, torch.tensordot, Tensor.split, Tensor.unflatten, Tensor.__len__,
-     Tensor.__iter__, Tensor.__hash__, Tensor.__rsub__, Tensor.__rdiv__, Tensor.__rpow__}
+     torch.atleast_1d, torch.atleast_2d, torch.tensordot, F.pad, Tensor.split, Tensor.unflatten, Tensor.__len__,
+     Tensor.__iter__, Tensor.__hash__, Tensor.__rsub__, Tensor.__rdiv__, Tensor.__rpow__,
+     Tensor.__floordiv__}
 )  # fmt: skip
 
 # Refused on CUDA outside captures too.
@@ -131,7 +134,8 @@ class DeviceFunctions(TorchFunctionMode):
         if way is _ASK:
             return func(*args, **kwargs) if kwargs else func(*args)
         session = self.session
-        if session.capture is not None or session.sync_mode:
+        strict = session.capture is not None or (session.sync_mode and not reads_nothing(func, args, kwargs))
+        if strict:
             return self._strictly(func, args, kwargs or _NO_KEYWORDS)
         if way is _RUN or (way is None and kind in _NATIVE) or _changes_type(func, args):
             on_device = on_host = 0
@@ -152,17 +156,20 @@ class DeviceFunctions(TorchFunctionMode):
                     on_host += found & ~_DEVICE
             if kwargs:
                 if not _PLACING.isdisjoint(kwargs):
-                    return self._with_handler(func, args, kwargs)
+                    return self._otherwise(func, args, kwargs)
                 found = _places(kwargs.values())
                 on_device += found >= _DEVICE
                 on_host += found & ~_DEVICE
             else:
                 kwargs = _NO_KEYWORDS
-            # Nothing refuses an eager copy, wherever it goes.
-            if on_device and (not on_host or func is Tensor.copy_):
+            # Nothing refuses an eager copy, wherever it goes, unless host syncs are refused.
+            if on_device and (not on_host or (func is Tensor.copy_ and not session.sync_mode)):
                 outer, session.creating = session.creating, True
                 try:
-                    result = func(*args, **kwargs)
+                    quick = None if kwargs else _quick.get(func)
+                    result = None if quick is None or modes_entered() else quick(*args)
+                    if result is None:
+                        result = func(*args, **kwargs)
                 finally:
                     session.creating = outer
                 return tag_device(result) if type(result) is Tensor else _tag_result(result)
@@ -172,7 +179,13 @@ class DeviceFunctions(TorchFunctionMode):
                     return func(*args, **kwargs)
                 finally:
                     session.creating = outer
-        return self._with_handler(func, args, kwargs or _NO_KEYWORDS)
+        return self._otherwise(func, args, kwargs or _NO_KEYWORDS)
+
+    def _otherwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An eager call that is no plain one of device memory alone, or of host memory alone."""
+        if self.session.sync_mode:
+            return self._strictly(func, args, kwargs)
+        return self._with_handler(func, args, kwargs)
 
     def _strictly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call while host syncs matter."""
@@ -259,7 +272,9 @@ class DeviceFunctions(TorchFunctionMode):
                     session.lenient = outer
             return func(*args, **kwargs)
         mixed = found > _DEVICE
-        if session.sync_mode or mixed or func in _LOOKED_INTO or (type(func) in _NAMES_DEVICES and func not in _PLAIN):
+        if mixed or func in _LOOKED_INTO or (type(func) in _NAMES_DEVICES and func not in _PLAIN):
+            return self._watcher.watch(func, args, kwargs)
+        if session.sync_mode and not reads_nothing(func, args, kwargs):
             return self._watcher.watch(func, args, kwargs)
         return func(*args, **kwargs)
 

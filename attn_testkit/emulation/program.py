@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from attn_testkit.emulation import quick_kernels
 from attn_testkit.emulation.arguments import tensors_in
 from attn_testkit.emulation.memory import Block
-from attn_testkit.emulation.private import direct_call
+from attn_testkit.emulation.private import direct_call, disable_functions
 from attn_testkit.emulation.sites import Site, Spot, site_of
 
 Step = Callable[[], object]
@@ -97,7 +98,8 @@ class CallNode(Node):
 
 def compile_program(nodes: list[Node], fill: int | None) -> tuple[list[Step], list[Node]]:
     """The calls of one replay, in order, and what each of them does again."""
-    calls = [(step, node) for node in nodes if (step := node.step(fill)) is not None]
+    with disable_functions():
+        calls = [(step, node) for node in nodes if (step := node.step(fill)) is not None]
     return [step for step, _ in calls], [node for _, node in calls]
 
 
@@ -121,21 +123,12 @@ def _into(target: Tensor, op: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return functools.partial(_run_and_copy, target, direct_call(op), args, kwargs)
 
 
-def _masked_fill(target: Tensor, source: Tensor, mask: Tensor, value: Any) -> Step:
-    def step() -> None:
-        target.copy_(source)
-        target.masked_fill_(mask, value)
-
-    return step
-
-
 # The out= forms of these make their result in new memory, and copy it.
 _IN_PLACE: dict[OpOverload, Callable[..., Step]] = {
     torch.ops.aten.clone.default: lambda target, source: functools.partial(target.copy_, source),
-    torch.ops.aten._to_copy.default: lambda target, source: functools.partial(target.copy_, source),
-    torch.ops.aten.masked_fill.Scalar: _masked_fill,
     torch.ops.aten.full.default: lambda target, size, value: functools.partial(target.fill_, value),
     torch.ops.aten.zeros.default: lambda target, size: target.zero_,
+    **quick_kernels.INTO,
 }
 
 

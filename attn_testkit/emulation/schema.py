@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from attn_testkit.emulation import private
 from attn_testkit.emulation.arguments import tensors_in
 from attn_testkit.emulation.conditions import Call
+from attn_testkit.emulation.quick_kernels import run_of
 
 ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"})
 CHANGES_GEOMETRY = frozenset({"resize_", "set_", "resize_as_", "_resize_output_"})
@@ -48,11 +49,12 @@ MATRIX_PRODUCTS = frozenset({"einsum", "matmul", "linear"})
 class Facts:
     """What the schema says about an operation, looked up once.
 
-    `run` calls it. `arguments` are (name, default, or None) in order; `written` the (position, name) of those it
-    writes. `implicit`: torch defines it by other operations on every device. `explicit`: one C++ kernel made of other
-    operations serves CPU and CUDA, and is worth a look inside. `inside` runs either so that these are seen. `foreign`:
-    a custom operation. `view`: unless its result is new memory, it ran no kernel; it has one tensor for an argument.
-    `takes_host_scalars`: a host tensor without dimensions may stand beside device tensors.
+    `run` calls it, or what leaves the same bits. `arguments` are (name, default, or None) in order; `written` the
+    (position, name) of those it writes. `implicit`: torch defines it by other operations on every device. `explicit`:
+    one C++ kernel made of other operations serves CPU and CUDA, and is worth a look inside. `inside` runs either so
+    that these are seen. `foreign`: a custom operation. `view`: unless its result is new memory, it ran no kernel; it
+    has one tensor for an argument. `takes_host_scalars`: a host tensor without dimensions may stand beside device
+    tensors.
     """
 
     name: str
@@ -88,7 +90,7 @@ def facts_of(op: OpOverload) -> Facts:
     return Facts(
         name,
         schema.overload_name or "default",
-        private.direct_call(op),
+        run_of(op),
         private.opened(op, implicit) if implicit or explicit else None,
         tuple((a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments),
         tuple(

@@ -140,9 +140,15 @@ def _of_two(func: Any, args: tuple[Any, ...]) -> Taken | None:
         return None if op is None else (op, args, _NOTHING)
     if func is Tensor.to and kind is torch.dtype:
         return _cast(first, second)
-    if kind is Tensor and func is Tensor.__getitem__ and second.dtype in _INDICES and second.dim():
-        return _aten.index.Tensor, (first, [second]), _NOTHING
+    if func is Tensor.__getitem__:
+        indices = [second] if kind is Tensor else list(second) if kind is tuple else []
+        return (_aten.index.Tensor, (first, indices), _NOTHING) if indices and all(map(_is_index, indices)) else None
     return None
+
+
+def _is_index(value: Any) -> bool:
+    """Whether a tensor names places by their numbers, and has dimensions: one without is a number to be read."""
+    return type(value) is Tensor and value.dtype in _INDICES and value.dim() > 0
 
 
 def _einsum(equation: Any, *operands: Any) -> Taken | None:

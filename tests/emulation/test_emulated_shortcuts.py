@@ -59,6 +59,8 @@ CALLS = [
     (Tensor.masked_fill, (X, X > 0, 1.5)),
     (Tensor.__getitem__, (X, INDEX)),
     (Tensor.__getitem__, (X, INDEX.int())),
+    (Tensor.__getitem__, (X, (INDEX,))),
+    (Tensor.__getitem__, (X, (INDEX, INDEX.int()))),
 ]  # fmt: skip
 
 
@@ -99,6 +101,9 @@ MORE = [
     (F.linear, (X, X, None)),
     (Tensor.__getitem__, (X, X > 0)),
     (Tensor.__getitem__, (X, torch.tensor(1))),
+    (Tensor.__getitem__, (X, (INDEX, torch.tensor(1)))),
+    (Tensor.__getitem__, (X, (INDEX, X > 0))),
+    (Tensor.__getitem__, (X, (INDEX, slice(None)))),
     (Tensor.__getitem__, (X, [0, 1])),
     (Tensor.add, (torch.nn.Parameter(X), X)),
 ]
