@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jinja2
 
 from ..checks import CHECKS
-from ..faults import all_controls, all_faults, all_left_out
+from ..faults import all_controls, all_faults, all_known_bugs, thread_address
 from ..faults.catalogue import CLASSES, Fault
 from .verdicts import Audit, ControlVerdict, FaultVerdict
 
@@ -153,7 +153,8 @@ def audit_page(audit: Audit) -> str:
 def check_pages(index: str = "checks.md") -> dict[str, str]:
     """The documentation of the checks, path to text: the index, and beside it a folder with a page for each check.
 
-    The folder has the index's name without its suffix, and a page of the catalogue of faults and controls too.
+    The folder has the index's name without its suffix, and a page of the catalogue of faults and controls too. Beside
+    the index stands the journal of known bugs.
     """
     folder, faults = index.rpartition(".")[0], all_faults()
     checks = [(check, _proofs(faults, check.id)) for check in CHECKS.values()]
@@ -161,13 +162,25 @@ def check_pages(index: str = "checks.md") -> dict[str, str]:
     one = _template("check.md.j2", autoescape=False)
     pages = {
         index: _template("checks.md.j2", autoescape=False).render(every, checks=checks),
-        f"{folder}/catalogue.md": _template("catalogue.md.j2", autoescape=False).render(
-            every, classes=CLASSES, left_out=all_left_out()
-        ),
+        f"{folder}/catalogue.md": _template("catalogue.md.j2", autoescape=False).render(every, classes=CLASSES),
+        "known-bugs.md": _known_bugs_page(folder),
     }
     for check, proofs in checks:
         pages[f"{folder}/{check.id}.md"] = one.render(folder=folder, check=check, proofs=proofs)
     return {path: f"{text}\n" for path, text in pages.items()}
+
+
+def _known_bugs_page(folder: str) -> str:
+    known = all_known_bugs()
+    return _template("known_bugs.md.j2", autoescape=False).render(
+        folder=folder,
+        bugs=known.bugs,
+        met=[bug for bug in known.bugs if bug.faults],
+        outside=known.outside,
+        classes=CLASSES,
+        threads={bug.name: [(t, thread_address(t, known.projects)) for t in bug.threads] for bug in known.bugs},
+        faults={fault.slug: fault for fault in all_faults()},
+    )
 
 
 def _proofs(faults: Sequence[Fault], check: str) -> list[Fault]:

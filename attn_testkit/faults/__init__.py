@@ -1,5 +1,6 @@
-"""Broken backends, healthy controls, and the catalogue that the audit judges the kit by."""
+"""Broken backends, healthy controls, the catalogue that the audit judges the kit by, and the journal of known bugs."""
 
-from .catalogue import Control, Fault, LeftOut, all_controls, all_faults, all_left_out
+from .catalogue import Control, Fault, all_controls, all_faults
+from .known_bugs import KnownBug, all_known_bugs, thread_address
 
-__all__ = ["Control", "Fault", "LeftOut", "all_controls", "all_faults", "all_left_out"]
+__all__ = ["Control", "Fault", "KnownBug", "all_controls", "all_faults", "all_known_bugs", "thread_address"]

@@ -191,19 +191,18 @@ class RowStrideFromLiveBatchMax(PlannedBackend):
 @fault(
     slug="extend-branch-missing-in-graph-path",
     source="sglang #26019 (review)",
-    modes=_V2,
+    modes=(ForwardMode.EXTEND,),
     executions=_GRAPH,
     checks=("completes",),
     hint="planned",
-    modelled="draft-extend v2 stands for the plain extend",
 )
 class BranchMissingInGraphPath(PlannedBackend):
-    """When capture and replay were merged one mode's branch was not ported: it falls through without metadata."""
+    """When capture and replay were merged the branch of extend was not ported: it falls through without metadata."""
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         self.metadata = None
-        if batch.forward_mode is not ForwardMode.DRAFT_EXTEND_V2:
+        if batch.forward_mode is not ForwardMode.EXTEND:
             super().init_forward_metadata_out_graph(batch, in_capture)
 
 

@@ -75,7 +75,7 @@ class QoStrideStepsPlusOne(FixedStrideBackend):
     modes=_V2,
     executions=_GRAPH,
     checks=("replay-follows-batch",),
-    hint="in eager it is right",
+    hint="num_tokens_per_req is",
 )
 class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
     """The captured rebuild of query offsets takes its stride from spec_info, which is not yet set at capture."""

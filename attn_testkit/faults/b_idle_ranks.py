@@ -80,6 +80,32 @@ class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
 
 
 @fault(
+    slug="idle-metadata-for-wrong-mode",
+    source="sglang #31705",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("completes",),
+    hint="takes_empty_batches",
+    modelled="an eager batch without requests stands for the dummy batch of an idle rank",
+)
+class IdleMetadataForWrongMode(PlannedBackend):
+    """The plan takes a batch without requests for idle and makes no slots; the forward goes by the mode, wants some."""
+
+    capabilities = LEAN.with_changes(takes_empty_batches=True)
+    planned = True
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self.planned = batch.batch_size > 0
+        super().init_forward_metadata(batch)
+
+    @override
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        assert self.planned or self.in_graph, "slots are planned for every mode that stores"
+        super().write_kv(layer, k, v, meta)
+
+
+@fault(
     slug="empty-batch-divides-by-requests",
     source="general; rows // batch_size",
     modes=_ALL,

@@ -267,3 +267,67 @@ class PaddingTakenForAPreemptedRequest(PlannedBackend):
     def finish(self, batch: ForwardBatch) -> None:
         if self.in_graph and batch.forward_mode.is_decode():
             self.last[: len(batch.positions)].copy_(batch.positions)
+
+
+@fault(
+    slug="no-work-tile-marker-equals-batch",
+    source="vLLM #21691; FlashMLA of vLLM #3",
+    modes=_DECODE,
+    executions=_GRAPH,
+    checks=("padding-inert",),
+    hint="bucket of exactly|padded rows",
+    modelled="a surplus tile stores its result over that of request 0; upstream it read past a buffer as well",
+)
+class NoWorkTileMarkerEqualsBatch(PlannedBackend):
+    """Tiles without work are marked with the number of live requests, which in a larger graph is a row of padding."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.marker = torch.zeros(1, dtype=torch.int64, device=context.device)
+
+    @override
+    def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
+        super().fill(views, plan, batch)
+        self.marker.fill_(batch.out_cache_loc.shape[0])
+
+    @override
+    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        if self.in_graph:
+            # Padding has no place among the partial results, so what its tile stores is found at their beginning.
+            marked, work = self.marker.clamp(max=len(acc) - 1), self.marker < len(acc)
+            for part in (acc, lse):
+                surplus = part[marked, 0]
+                part[:1, 0].copy_(torch.where(work.view(1, *[1] * (surplus.dim() - 1)), surplus, part[:1, 0]))
+        return super().combine(acc, lse, layer)
+
+
+@fault(
+    slug="stale-request-state-fakes-prefill",
+    source="vLLM #41841",
+    modes=_DECODE,
+    executions=_GRAPH,
+    checks=("buckets-independent", "padding-inert"),
+    hint="no other mode|bucket of exactly|alone",
+    modelled="state by place in the batch; upstream it is that of requests, and the layers are Mamba's",
+)
+class StaleRequestStateFakesPrefill(PlannedBackend):
+    """Who is prefilling is noted by row, and not for padding: an old note makes a batch of decodes a mixed one."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.prefilling = [False] * (context.max_bs + 1)
+        self.mixed = torch.zeros(1, dtype=torch.bool, device=context.device)
+
+    @override
+    def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
+        super().fill(views, plan, batch)
+        live = -(-batch.out_cache_loc.shape[0] // views.max_q_len)
+        self.prefilling[:live] = [not batch.forward_mode.is_decode()] * live
+        self.mixed.fill_(batch.forward_mode.is_decode() and any(self.prefilling[: batch.batch_size]))
+
+    @override
+    def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
+        # The other kernel of a mixed batch is given the prefix alone, and here nobody gives it the new rows.
+        seen = super().visible(meta, layer, position)
+        stored = self.index[: seen.shape[-1]] < (meta.kv_lens - meta.cu_seqlens_q.diff())[:, None, None]
+        return seen & (stored | ~self.mixed) if self.in_graph else seen

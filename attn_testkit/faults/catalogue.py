@@ -1,4 +1,4 @@
-"""The list of faults, healthy controls and what was left out: who registers, and where to look things up."""
+"""The list of faults and healthy controls: who registers, and where to look things up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 from ..checks import CHECKS
 from ..contract import AttentionBackend, Execution, ForwardMode
 
-__all__ = ["CLASSES", "Control", "Fault", "LeftOut", "all_controls", "all_faults", "all_left_out", "control", "fault"]
+__all__ = ["CLASSES", "Control", "Fault", "all_controls", "all_faults", "control", "fault"]
 
 CLASSES = {
     "A": "graph capture and replay metadata",
@@ -72,14 +72,6 @@ class Fault:
     def spec(self) -> str:
         """``module:Class``, as ``attn-testkit run --backend`` takes it."""
         return f"{self.backend.__module__}:{self.backend.__qualname__}"
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A known bug that is not re-created."""
-
-    slug: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -218,9 +210,3 @@ def all_controls() -> tuple[Control, ...]:
         importlib.import_module(f"{__package__}.controls{module}")
     # By file: somebody may have imported one of them before.
     return tuple(sorted(_CONTROLS.values(), key=lambda entry: entry.backend.__module__))
-
-
-def all_left_out() -> tuple[LeftOut, ...]:
-    """Every known bug that has no fault here, with the reason."""
-    found: tuple[LeftOut, ...] = importlib.import_module(f"{__package__}.left_out").LEFT_OUT
-    return found

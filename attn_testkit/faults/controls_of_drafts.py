@@ -8,6 +8,7 @@ from typing_extensions import override
 from ..contract import ForwardBatch
 from .catalogue import control
 from .multi_step import MultiStepBackend, spec_of
+from .o_draft_decode import CountsOnAPrefix
 from .parent import Metadata
 from .speculative import SpeculativeBackend
 
@@ -57,3 +58,10 @@ class DraftBesideItsTarget(SpeculativeBackend):
     """Drafts, verify and draft-extend on one instance, each planned by a child of its own: it goes through the loop."""
 
     capabilities = SpeculativeBackend.capabilities.with_changes(families={"gqa"}, sliding_window=())
+
+
+@control("draft-behind-a-prefill")
+class DraftBehindAPrefill(CountsOnAPrefix):
+    """A draft without a prefix comes out wrong, and it claims none (sglang's multi-step backends)."""
+
+    capabilities = CountsOnAPrefix.capabilities.with_changes(drafts_without_prefix=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, BackendContext, ForwardMode
 from .a_graphs_alone import GraphsAlone
+from .a_warm_ups import EagerPlanWaits
 from .builds import CountedRunsBackend
 from .catalogue import control
 from .parent import PlannedBackend
@@ -55,14 +56,9 @@ class WarmUpsUseOtherMemory(CountedRunsBackend):
 
 
 @control("waits-and-says-so")
-class WaitsAndSaysSo(PlannedBackend):
+class WaitsAndSaysSo(EagerPlanWaits):
     """Lengths are fetched from the device at every eager step, and ``eager_waits`` says so; replays never wait."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
         families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode"}, eager_waits=True
     )
-
-    @override
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        super().init_forward_metadata(batch)
-        self.longest = int(batch.seq_lens.max())

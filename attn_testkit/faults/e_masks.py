@@ -297,7 +297,7 @@ class CausalOffByOne(DenseBackend):
     source="flash-attention 2.1 (change of convention)",
     modes=_CAUSAL,
     checks=("matches-oracle",),
-    hint="missing",
+    hint="as if there were no prefix",
 )
 class CausalAlignedToTheStart(DenseBackend):
     """The causal mask is aligned to the first key, not to the last: row j sees keys 0 .. j and no prefix."""

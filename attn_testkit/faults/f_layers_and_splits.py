@@ -98,6 +98,25 @@ class LongPathWithoutWindow(PlannedBackend):
 
 
 @fault(
+    slug="swa-fp8-consumer-stops-early",
+    source="flashinfer #3682, #3578",
+    modes=(ForwardMode.EXTEND,),
+    checks=("matches-oracle",),
+    hint="nothing computed them|missing",
+    modelled="keys behind the 256th are left out, where the kernel waited for them for ever",
+)
+class SwaFp8ConsumerStopsEarly(PlannedBackend):
+    """The FP8 kernel of windowed layers leaves its loop without the stages that were loaded ahead: two of 128 keys."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(kv_dtypes={"fp8_e4m3"})
+
+    @override
+    def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
+        seen = super().visible(meta, layer, position)
+        return seen if layer.sliding_window_size < 0 else seen & (self.index[: seen.shape[-1]] < 256)
+
+
+@fault(
     slug="shared-prefix-without-window",
     source="vLLM #11635, #55227",
     modes=_ALL,

@@ -83,6 +83,21 @@ class Fp8Probabilities(PlannedBackend):
 
 
 @fault(
+    slug="fp8-queries-limited-to-224",
+    source="general; the limit that servers have for e4m3fnuz of ROCm",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="",
+)
+class Fp8QueriesLimitedTo224(Fp8Probabilities):
+    """Queries are limited to 224 before they are rounded to an FP8 that ends at 448."""
+
+    @override
+    def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().logits(rows.clamp(-224, 224), keys, layer)
+
+
+@fault(
     slug="fp8-probabilities-without-a-lift",
     source="general",
     modes=_ALL,

@@ -156,7 +156,7 @@ class NoMaximumSubtracted(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="head mapping",
+    hint="KV head h % ",
 )
 class HeadsMappedRoundRobin(DenseBackend):
     """Query head h uses KV head h % Hk, where heads of a group are neighbours: h // G."""
@@ -199,7 +199,7 @@ class HeadsMappedByPowerOfTwo(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="only layer 1",
+    hint="values of layer 0 in all layers",
 )
 class KvOfLayerZero(DenseBackend):
     """The KV buffer of the first layer is captured in the plan and read by every layer."""
@@ -214,7 +214,7 @@ class KvOfLayerZero(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="head mapping",
+    hint="head mapping|KV head h, or the last",
 )
 class LastKvHeadRepeated(DenseBackend):
     """The KV head is found by a shift for group sizes that are powers of two and clamped for all others."""

@@ -1,4 +1,4 @@
-"""Class G: kernels that take query heads in pairs."""
+"""Class G: kernels that take heads in pairs."""
 
 from __future__ import annotations
 
@@ -28,4 +28,26 @@ class HeadsInPairs(PlannedBackend):
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)
         out[:, layer.tp_q_head_num // 2 * 2 :] = 0
+        return out
+
+
+@fault(
+    slug="kv-heads-in-pairs",
+    source="general",
+    modes=tuple(ForwardMode),
+    checks=("matches-oracle",),
+    hint="",
+)
+class KvHeadsInPairs(PlannedBackend):
+    """Of several KV heads a program has two, with their query heads, and there are half as many, rounded down."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={16}, logit_cap=False
+    )
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        out = super().attend(q, layer, meta)
+        if layer.tp_k_head_num > 1:
+            out[:, layer.tp_k_head_num // 2 * 2 * layer.q_per_kv :] = 0
         return out

@@ -51,7 +51,7 @@ class LseWithoutMaximum(PlannedBackend):
     source="rocm-libraries #12229",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="sinks",
+    hint="a sink that counts",
 )
 class SinkCountedPerSplit(PlannedBackend):
     """Every split that has keys adds the sink to its own denominator, and the combine does not."""

@@ -61,7 +61,7 @@ class ScaleHardcoded(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="scale",
+    hint="a scale that is applied twice",
 )
 class ScaleAppliedTwice(DenseBackend):
     """q is scaled before the kernel, and the kernel scales again."""
@@ -114,7 +114,7 @@ class SoftCapAfterMask(DenseBackend):
     source="sglang #33915, #34093",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="soft cap",
+    hint="right without a soft cap",
 )
 class SoftCapIgnored(DenseBackend):
     """The cap is plan-time state, and is passed to the deprecated run call, which accepts and ignores it."""
@@ -129,7 +129,7 @@ class SoftCapIgnored(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="soft cap",
+    hint="not scaled yet",
 )
 class SoftCapBeforeScale(DenseBackend):
     """Q.k is capped first and scaled afterwards."""
@@ -160,7 +160,7 @@ class SoftCapOfFirstLayer(DenseBackend):
     source="vLLM #52156",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="sinks",
+    hint="right without sinks",
 )
 class SinkSwallowed(DenseBackend):
     """The adapter takes the sinks in **kwargs and drops them."""
@@ -190,7 +190,7 @@ class SinksOfFirstLayer(DenseBackend):
     source="rocm-libraries #12229",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="sinks",
+    hint="scaled as logits are",
 )
 class SinkScaled(DenseBackend):
     """The sink joins before the scale and is multiplied by it."""
@@ -206,7 +206,7 @@ class SinkScaled(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="sinks",
+    hint="sink of a group's first head",
 )
 class SinkPerKvHead(DenseBackend):
     """All query heads of a group use the sink of the group's first head."""
@@ -223,7 +223,7 @@ class SinkPerKvHead(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="sinks",
+    hint="sinks in base 2",
 )
 class SinkInBaseTwo(DenseBackend):
     """Logits are multiplied by log2(e) for exp2, and the sink is not."""
@@ -239,7 +239,7 @@ class SinkInBaseTwo(DenseBackend):
     source="flashinfer #1023, #1254, #1416, #4979",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="FP8 scales",
+    hint="right without v_scale",
 )
 class VScaleLost(DenseBackend):
     """Scales are passed by position into *args, and the V scale is dropped."""
@@ -254,7 +254,7 @@ class VScaleLost(DenseBackend):
     source="flashinfer #1023",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="FP8 scales",
+    hint="right without k_scale",
 )
 class KScaleLost(DenseBackend):
     """The K scale of an FP8 pool never reaches the kernel."""
@@ -292,7 +292,7 @@ class ScaleHostCopyNeverSet(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="FP8 scales",
+    hint="k_scale in place of v_scale",
 )
 class KScaleUsedForV(DenseBackend):
     """One scale, K's, is applied to both."""
@@ -307,7 +307,7 @@ class KScaleUsedForV(DenseBackend):
     source="flash-attention 2.6; sgl-kernel-xpu #491",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="soft cap",
+    hint="right without a soft cap",
 )
 class LongPathWithoutSoftCap(DenseBackend):
     """Requests of more than 1024 keys take the path of split keys, which was built without the soft cap."""
@@ -323,7 +323,7 @@ class LongPathWithoutSoftCap(DenseBackend):
     source="sgl-kernel-xpu #491",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="sinks",
+    hint="right without sinks",
 )
 class LongPathWithoutSinks(DenseBackend):
     """Requests of more than 1024 keys take the path of split keys, whose combine knows no sinks."""
@@ -339,7 +339,7 @@ class LongPathWithoutSinks(DenseBackend):
     source="general; models with a window and a soft cap in one layer (Gemma 2)",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="soft cap",
+    hint="right without a soft cap",
 )
 class SoftCapLostOnWindowedLayers(DenseBackend):
     """The kernel is chosen by the window alone, and the windowed one was built without a soft cap."""

@@ -10,6 +10,7 @@ from typing_extensions import override
 from ..contract import AttentionLayer, ForwardMode, KVLayer, KVPoolSpec
 from .catalogue import fault
 from .parent import Metadata
+from .pool_reads import read_at
 from .strided import LEAN, StridedBackend, Views
 
 _ALL = tuple(ForwardMode)
@@ -198,6 +199,27 @@ class StoreSpillsIntoPadding(StridedBackend):
         # Rows that are not the last of their page clear padding of page 0, which is nobody's either.
         at = torch.where(last, number, 0), torch.full_like(place, page)
         with_padding.index_put_(at, with_padding.new_zeros(()))
+
+
+@fault(
+    slug="width-chosen-from-logical-size",
+    source="aiter #4673",
+    modes=_ALL,
+    checks=_READS,
+    hint=_HINT,
+    modelled="as many bits as the layer's own numbers need, instead of 32",
+)
+class WidthChosenFromLogicalSize(StridedBackend):
+    """Offsets have as many bits as a layer has numbers, and a layer that shares a block with others reaches further."""
+
+    capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
+
+    @override
+    def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> Views:
+        key, value = self.read_views(layer)
+        page, place = self.at(slots)
+        reach = (1 << key.numel().bit_length()) // key.stride(0)
+        return read_at(key, (page % reach, place)), read_at(value, (page % reach, place))
 
 
 @fault(

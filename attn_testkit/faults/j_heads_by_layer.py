@@ -34,6 +34,26 @@ class WorkspaceOfTheFirstLayer(ByLayerBackend):
 
 
 @fault(
+    slug="split-workspace-of-the-first-layer",
+    source="general; sglang #32625",
+    modes=_MODES,
+    checks=("finite", "matches-oracle"),
+    hint=_FIRST,
+    modelled="as workspace-of-the-first-layer",
+)
+class SplitWorkspaceOfTheFirstLayer(WorkspaceOfTheFirstLayer):
+    """The same, where a context of up to 512 keys is one split, whose results need no workspace."""
+
+    one_split = 512
+
+    @override
+    def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.context.max_context_len <= self.one_split:
+            return ByLayerBackend.partial_views(self, bs, width, layer)
+        return super().partial_views(bs, width, layer)
+
+
+@fault(
     slug="output-buffer-of-the-first-layer",
     source="general",
     modes=_MODES,

@@ -283,3 +283,24 @@ class AcceptCountsReplacedInTheCallersBatch(PlannedBackend):
         if isinstance(spec, DraftExtendInput):
             # Another tensor under the old name: the caller's own tensor is unchanged.
             spec.num_accept_tokens = spec.num_correct_drafts
+
+
+@fault(
+    slug="kernel-ignores-current-stream",
+    source="flashinfer #1116; aiter #2564; flash-attention #1957",
+    modes=_ALL,
+    executions=_GRAPH,
+    checks=("captures-cleanly", "replay-follows-batch"),
+    modelled="in a graph alone: without one a race shows it, which needs kernels that run at the same time",
+)
+class KernelIgnoresCurrentStream(PlannedBackend):
+    """The kernel is launched on a stream that the backend found when it was built, not on the one that captures."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.found = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        with torch.cuda.stream(self.found):
+            return super().attend(q, layer, meta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, DraftExtendInput, ForwardBatch, ForwardMode
 from .catalogue import fault
 from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
@@ -20,7 +20,7 @@ _NEEDS_HOST = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
 @fault(
     slug="stale-cpu-mirror-defeats-none-guard",
-    source="sglang 0.5.23 (decode and draft-extend runners)",
+    source="sglang 0.5.23 (flashattention_backend; decode and draft-extend runners)",
     modes=_VERIFY + _V1 + _V2,
     executions=_GRAPH,
     checks=("replay-follows-batch", "buckets-independent"),
@@ -80,6 +80,27 @@ class LengthResyncReintroduced(PlannedBackend):
     @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         self.longest = max(batch.seq_lens[: batch.batch_size].tolist())
+        return super().plan_lengths(batch, counts)
+
+
+@fault(
+    slug="upper-bound-treated-as-exact",
+    source="vLLM #40654 (review)",
+    modes=_V1 + _V2,
+    executions=_GRAPH,
+    checks=("no-host-lengths",),
+    hint="waits for the device",
+    modelled="the bound is the backend's own, since this contract has exact lengths or none",
+)
+class UpperBoundTreatedAsExact(PlannedBackend):
+    """The host has an upper bound of lengths, and to have them exact subtracts what the device says was rejected."""
+
+    @override
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        spec = batch.spec_info
+        assert isinstance(spec, DraftExtendInput)
+        rejected = self.max_q_len(batch.forward_mode) - spec.num_accept_tokens[: batch.batch_size]
+        self.longest = self.context.max_context_len - int(rejected.min())
         return super().plan_lengths(batch, counts)
 
 

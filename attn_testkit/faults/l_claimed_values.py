@@ -33,7 +33,7 @@ def _claims(**changes: object) -> Capabilities:
     modes=(DECODE,),
     executions=_EAGER,
     checks=("matches-oracle",),
-    hint="none is read",
+    hint="nothing was computed|nothing computed them",
 )
 class NoKernelForAHeadDimBetweenOthers(DenseBackend):
     """Head dims 64, 96, 128 and 256 are claimed, and the table of kernels goes by powers of two."""
@@ -51,7 +51,7 @@ class NoKernelForAHeadDimBetweenOthers(DenseBackend):
     modes=(DECODE,),
     executions=_EAGER,
     checks=("matches-oracle",),
-    hint="none is read",
+    hint="nothing was computed|nothing computed them",
 )
 class NoKernelForTheWidestHeadDim(DenseBackend):
     """Head dim 512 is claimed beside 64 and 128, and has kernels for MLA alone."""
@@ -69,7 +69,7 @@ class NoKernelForTheWidestHeadDim(DenseBackend):
     modes=(DECODE,),
     executions=_EAGER,
     checks=("matches-oracle",),
-    hint="none is read",
+    hint="nothing was computed|nothing computed them",
 )
 class NoKernelForALatentWidth(DenseBackend):
     """MLA shares a list of head dims with other families, and latent rows of 512 have no kernel."""
@@ -87,7 +87,7 @@ class NoKernelForALatentWidth(DenseBackend):
     modes=(DECODE,),
     executions=_EAGER,
     checks=("matches-oracle",),
-    hint="none is read",
+    hint="nothing was computed|nothing computed them",
 )
 class NoKernelForAPageSize(DenseBackend):
     """Eight page sizes are claimed, and pages of 8 slots have no kernel."""
@@ -105,7 +105,7 @@ class NoKernelForAPageSize(DenseBackend):
     modes=(DECODE,),
     executions=_EAGER,
     checks=("matches-oracle",),
-    hint="none is read",
+    hint="nothing was computed|nothing computed them",
 )
 class NoKernelForAGroupBetweenOthers(DenseBackend):
     """Groups of 2, 8, 16 and 32 query heads are claimed, and 16 have no kernel."""
@@ -123,7 +123,7 @@ class NoKernelForAGroupBetweenOthers(DenseBackend):
     modes=(DECODE,),
     executions=_EAGER,
     checks=("matches-oracle",),
-    hint="none is read",
+    hint="nothing was computed|nothing computed them",
 )
 class NoKernelForFewMLAHeads(DenseBackend):
     """4 and 16 heads are claimed for MLA, and 4, fewer than a tile has rows, have no kernel."""
@@ -141,7 +141,7 @@ class NoKernelForFewMLAHeads(DenseBackend):
     modes=(DECODE,),
     executions=_EAGER,
     checks=("matches-oracle",),
-    hint="none is read",
+    hint="nothing was computed|nothing computed them",
 )
 class NoKernelForADtypeWithAnFP8Pool(DenseBackend):
     """Both dtypes and both pools are claimed, and fp16 queries with an FP8 pool have no kernel."""
@@ -214,7 +214,7 @@ class DraftExtendV2RowsBeyondTheTiles(DenseBackend):
     modes=(VERIFY,),
     executions=_EAGER,
     checks=("matches-oracle",),
-    hint="none is read",
+    hint="nothing was computed|nothing computed them",
 )
 class NoKernelForWideTrees(DenseBackend):
     """Trees of up to 8 children a node are claimed, and masks of more than 4 have no kernel."""

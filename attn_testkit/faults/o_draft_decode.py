@@ -277,3 +277,19 @@ class KeepsTheRejectedDraft(SpeculativeBackend):
 
     capabilities = SpeculativeBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
     others = _SkipsWhatIsStored
+
+
+@fault(
+    slug="draft-counts-on-a-prefix",
+    source="sglang 0.5.23 (TritonMultiStepDraftBackend)",
+    modes=_DRAFT,
+    checks=("matches-oracle", "reads-own-kv", "finite"),
+    hint="only requests without a prefix differ",
+)
+class CountsOnAPrefix(MultiStepBackend):
+    """An empty prefix is planned as one of a key, and the claims do not say that servers have none."""
+
+    @override
+    def branch_lengths(self, batch: ForwardBatch, step: int) -> torch.Tensor:
+        lens = batch.seq_lens[: batch.batch_size].to(torch.int32).clamp(min=1) + step + 1
+        return lens.repeat_interleave(self.context.draft_branches)

@@ -346,3 +346,21 @@ class MergedLseIsTheLarger(InPartsBackend):
     @override
     def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return torch.where(total == 0, -torch.inf, top)
+
+
+@fault(
+    slug="keys-are-dealt-one-by-one",
+    source="general; cp_kv_cache_interleave_size of vLLM",
+    modes=MODES,
+    checks=_CHECKS,
+    hint="",
+)
+class KeysAreDealtOneByOne(InPartsBackend):
+    """A rank takes every second key, where it has every second page."""
+
+    capabilities = InPartsBackend.capabilities.with_changes(page_sizes={1, 16})
+
+    @override
+    def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
+        part = replace(self.part, interleave=1) if self.part.kind == "rank" else self.part
+        return part.holds(self.key, prefix_lens[:, None])

@@ -106,16 +106,21 @@ def _of_finding(finding: Finding) -> list[_Line]:
 
 def _of_reason(result: CaseResult) -> list[_Line]:
     first = result.reason.partition("\n")[0] or result.status.value
-    frame = _INNERMOST_FRAME.search(result.reason)
-    text = f"{first}, in {frame[1]}:{frame[2]} {frame[3]}" if frame else first
+    frames = list(_FRAME.finditer(result.reason))
+    frame = next((each for each in frames if not _OF_A_LIBRARY.search(each["path"])), frames[0] if frames else None)
+    text = f"{first}, in {frame['file']}:{frame['line']} {frame['function']}" if frame else first
     # Its number is the frame's name: two lines that hang are two causes.
     return [_Line(without_numbers(first) + (f" {frame[0]}" if frame else ""), text)]
 
 
 _RAISED_AT = re.compile(r"\S+:\d+ in \S+?(?=:|$)", re.MULTILINE)
 """Begins the ``where`` of what was raised, as ``checks/failures.py`` writes it: ``file.py:12 in function``."""
-_INNERMOST_FRAME = re.compile(r'File "(?:[^"]*/)?([^"/]+)", line (\d+),? in (\S+)')
-"""The first of a stack that Python dumps when a process dies or is given up."""
+_FRAME = re.compile(r'File "(?P<path>(?:[^"]*/)?(?P<file>[^"/]+))", line (?P<line>\d+),? in (?P<function>\S+)')
+"""Of a stack that Python dumps when a process dies or is given up, the innermost first."""
+_OF_A_LIBRARY = re.compile(
+    r"/lib/python3\.\d+/(?!(?:site|dist)-packages/)|/(?:site|dist)-packages/(?:torch|numpy|triton)/"
+)
+"""Somebody called it with what it died of: the caller's line tells the cause."""
 _PHASE = re.compile(r"^.*? raised (?=\w+: )")
 _ABOUT_A_ROW = re.compile(r"requests? \d")
 """Begins the headline of a wrong number: it names one request of one case, and no cause."""

@@ -11,7 +11,6 @@ import pytest
 from in_process import plan_run, run
 
 from attn_testkit.faults import all_faults
-from attn_testkit.faults.left_out_eager import LEFT_OUT_EAGER
 from attn_testkit.results import Status, format_failure
 
 SAMPLE = (
@@ -62,7 +61,3 @@ def test_a_fault_is_caught_by_its_check_and_the_text_points_at_it(slug: str) -> 
     text = " ".join(format_failure(caught, plan.header).split())
     assert caught.findings[0].check in fault.checks, text
     assert re.search(fault.hint, text), text
-
-
-def test_a_known_bug_is_a_fault_or_left_out_and_never_both() -> None:
-    assert not {entry.slug for entry in LEFT_OUT_EAGER} & set(FAULTS)

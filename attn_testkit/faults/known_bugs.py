@@ -1,0 +1,74 @@
+"""Bugs that attention backends of public servers really had, and what meets each: ``known_bugs.toml``, read."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+__all__ = ["KnownBug", "KnownBugs", "all_known_bugs", "thread_address"]
+
+_HOST = "https://github.com/"
+_THREAD = re.compile(r"(?P<project>.+) (?:#(?P<number>\d+)|(?P<commit>[0-9a-f]{8,40}))")
+
+
+@dataclass(frozen=True)
+class KnownBug:
+    """One bug of the journal, and its verdict."""
+
+    name: str
+    bug_class: str
+    """Key of ``CLASSES``."""
+    threads: tuple[str, ...]
+    """``project #number``, ``project commit``, or words for what has no address."""
+    wrong: str = ""
+    """What the code did; empty where the first fault's own words say it."""
+    faults: tuple[str, ...] = ()
+    """Slugs of broken backends that re-introduce it, the closest first."""
+    outside: str = ""
+    """Key of ``KnownBugs.outside``, of a bug that nothing of the kit meets."""
+    why: str = ""
+    """What that means for this bug."""
+
+
+@dataclass(frozen=True)
+class KnownBugs:
+    """The journal."""
+
+    bugs: tuple[KnownBug, ...]
+    """By class, and in the order of the file."""
+    projects: Mapping[str, str]
+    """Name in threads -> owner and repository."""
+    outside: Mapping[str, str]
+    """Reason why a bug is met by nothing -> what it says."""
+
+
+def thread_address(thread: str, projects: Mapping[str, str]) -> str:
+    """Where a thread or a commit is to be read; empty for what has no address.
+
+    A number is that of an issue or of a pull request: the host leads from the one to the other. Raises ``KeyError`` for
+    a project that ``projects`` does not have.
+    """
+    found = _THREAD.fullmatch(thread)
+    if found is None:
+        return ""
+    kind = f"issues/{found['number']}" if found["number"] else f"commit/{found['commit']}"
+    return f"{_HOST}{projects[found['project']]}/{kind}"
+
+
+@lru_cache(maxsize=1)
+def all_known_bugs() -> KnownBugs:
+    """The journal as it stands in the file."""
+    data = tomllib.loads(files(__package__).joinpath("known_bugs.toml").read_text("utf-8"))
+    projects, outside = data.pop("projects"), data.pop("outside")
+    bugs = [_bug(letter, name, row) for letter in sorted(data) for name, row in data[letter].items()]
+    return KnownBugs(tuple(bugs), projects, outside)
+
+
+def _bug(letter: str, name: str, row: Mapping[str, Any]) -> KnownBug:
+    lists = {key: tuple(row[key]) for key in ("threads", "faults") if key in row}
+    return KnownBug(name, letter, **{**row, **lists})
