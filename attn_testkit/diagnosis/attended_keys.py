@@ -27,6 +27,8 @@ __all__ = ["AttendedKeys", "find_attended", "ranges"]
 
 _MAX_PASSES = 6
 """Runs for one row; each names as many KV tokens as a head has values."""
+_ONCE = 1.25
+"""How much more than the smallest a weight may be by rounding. Of tokens that count two and three times it is 1.5."""
 _SMALL = 0.02
 """Weights below this are rounding."""
 
@@ -128,8 +130,7 @@ def find_attended(
     ``in_graph``: whether the graph alone is wrong, so that it is asked.
     """
     found: AttendedKeys | None = None
-    for asked in _requests_to_ask(judgement):
-        place = _place_to_ask(schedule, judgement, asked)
+    for place in _places_to_ask(schedule, judgement):
         answer = _counted_at(rerunner, schedule, judgement, place, in_graph)
         answer = answer or _attended_at(rerunner, schedule, judgement, place, in_graph)
         if answer is not None and not answer.right:
@@ -260,6 +261,16 @@ def _heads_astray(weights: torch.Tensor, keys: list[int], wanted: frozenset[int]
     return () if astray.all() else tuple(astray.nonzero().flatten().tolist())
 
 
+def _places_to_ask(schedule: Schedule, judgement: Judgement) -> list[tuple[int, int, int]]:
+    """Layer, flat row and head, the likeliest to say something first; at last the place of the headline itself."""
+    places = [_place_to_ask(schedule, judgement, request) for request in _requests_to_ask(judgement)]
+    bad = ~judgement.finite
+    if bad.any():
+        layer, flat, head, _ = bad.nonzero()[0].tolist()
+        places.append((layer, flat, head))
+    return list(dict.fromkeys(places))
+
+
 def _place_to_ask(schedule: Schedule, judgement: Judgement, request: int) -> tuple[int, int, int]:
     """Layer, flat row and head of a wrong value of a request.
 
@@ -269,10 +280,11 @@ def _place_to_ask(schedule: Schedule, judgement: Judgement, request: int) -> tup
     bad = ~judgement.finite
     if not bad[:, mine].any():
         bad = judgement.wrong
-    flat = int((bad.any(0).flatten(1).any(-1) & mine).nonzero()[0])
-    layers = bad[:, flat].flatten(1).any(-1).nonzero().flatten().tolist()
+    rows = bad.flatten(2).any(-1) & mine
+    layers = rows.any(1).nonzero().flatten().tolist()
     windows = [layer.sliding_window_size for layer in make_layers(schedule.case)]
     layer = max(layers, key=lambda index: windows[index] if windows[index] >= 0 else math.inf)
+    flat = int(rows[layer].nonzero()[0])
     return layer, flat, int(bad[layer, flat].any(-1).nonzero()[0])
 
 
@@ -287,8 +299,9 @@ def _read(
     looked_at = frozenset(weights)
     top = max(weights.values(), default=0.0)
     used = frozenset(k for k, w in weights.items() if w > max(top / 4, 1e-6))
-    typical = sorted(weights[k] for k in used)[len(used) // 2] if used else 0.0
-    doubled = frozenset(k for k in used if weights[k] > 1.5 * typical)
+    # All weigh the same, each as often as it counts: even where most count twice, some counts once.
+    once = min((weights[k] for k in used), default=0.0)
+    doubled = frozenset(k for k in used if weights[k] > _ONCE * once)
     return AttendedKeys(request, row, used, wanted & looked_at, doubled, looked_at, len(looked_at), elsewhere, total)
 
 

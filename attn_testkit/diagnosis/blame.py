@@ -62,11 +62,14 @@ def explain_numeric(
         swapped=find_swapped(None if by_itself else rerunner, schedule, judgement, in_graph=in_graph),
         in_graph=in_graph and not by_itself and (not graphs_alone or check in _OF_A_GRAPH),
         right_when_fresh=check == "steps-independent",
+        right_when_alone=why == _AS_THE_ONLY_REPLAY,
+        right_with_zeros=why == _RIGHT_WITH_ZEROS,
+        computes_nan=check == "finite" and not why,
         reads_foreign=check == "reads-own-kv",
     )
     lines = [text for text in (why, *hints(evidence)) if text]
-    # Where a replaced tensor is the cause, what was attended to follows from it.
-    most = 1 if check == "addresses-stable" else _MOST_HINTS
+    # Where an experiment has shown the cause, what was attended to follows from it.
+    most = 1 if check in _SHOWN else _MOST_HINTS
     return replace(
         finding,
         check=check,
@@ -80,6 +83,8 @@ def explain_numeric(
 
 _OF_NUMBERS = ("matches-oracle", "keys-counted-once")
 """Ids of checks whose findings are about finite values."""
+_SHOWN = ("addresses-stable", "captures-cleanly", "padding-inert")
+"""Ids of checks whose first hint says why: one thing was changed, and the step was right."""
 _MOST_HINTS = 3
 """Lines of a hint: the first ones say most."""
 
@@ -109,10 +114,12 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
         again = run.replay_of(step) if run else None
     calm = _judged(schedule, again)
     if calm is not None and calm.all_finite:
-        return "reads-own-kv", "with zeros instead of NaN in unowned slots the result is finite"
+        return "reads-own-kv", _RIGHT_WITH_ZEROS if calm.right else _FINITE_WITH_ZEROS
     return "finite", ""
 
 
+_FINITE_WITH_ZEROS = "with zeros instead of NaN in unowned slots the result is finite"
+_RIGHT_WITH_ZEROS = f"{_FINITE_WITH_ZEROS}, and right"
 _AMONG = {
     "graphs": ("buckets-independent", "on a fresh instance, without graphs, the same eager step is right"),
     "steps": (
@@ -218,7 +225,7 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
         )
     alone = rerunner.graph(_alone(schedule, step, step.bucket))
     if alone is not None and _right(_judged(schedule, _last(alone))):
-        return "buckets-independent", "as the only replay of the only bucket it is right"
+        return "buckets-independent", _AS_THE_ONLY_REPLAY
     if alone is not None and alone.replaced and _reads_replaced(rerunner, schedule, step):
         names = ", ".join(f"self.{path}" for path in alone.replaced[:3])
         return "addresses-stable", f"init_forward_metadata_out_graph replaced {names} at a replay; fill it in place"
@@ -226,10 +233,16 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
     if step.bucket > least:
         exact = rerunner.graph(_alone(schedule, step, least))
         if exact is not None and _right(_judged(schedule, _last(exact))):
-            return "padding-inert", f"in a bucket of exactly {least} it is right"
+            return "padding-inert", f"in a bucket of exactly {least} it is right: {_PADDED_ROWS_REACH_LIVE_ONES}"
     return _NOTHING_ELSE, "in eager it is right: something of the capture-time batch is still in force"
 
 
+_PADDED_ROWS_REACH_LIVE_ONES = (
+    "what padded rows hold reaches live ones, by a sum, a largest value or a work list over all rows, or by offsets "
+    "and counts that are not those of live ones"
+)
+_AS_THE_ONLY_REPLAY = "as the only replay of the only bucket it is right"
+"""Why, where the replays before it are the cause."""
 _OF_A_GRAPH = ("captures-cleanly", "addresses-stable", "padding-inert")
 """What replays alone show to be the graph's: nothing else is known to be right in eager without an eager run."""
 _NOTHING_ELSE = "replay-follows-batch"

@@ -57,6 +57,7 @@ class Rerunner:
         pattern: str | None = None,
         poison_allocated: bool = True,
         copy_into_replaced: bool = False,
+        width_at_capture: bool = False,
         fill: int = POISON,
     ) -> GraphRun | None:
         """A whole graph drive, replays only; None if it raised."""
@@ -65,6 +66,7 @@ class Rerunner:
             poison_allocated=poison_allocated,
             watch_replaced=True,
             copy_into_replaced=copy_into_replaced,
+            width_at_capture=width_at_capture,
             eager_steps=False,
         )
         answer = self._ask(Rerun(schedule, None, options, unowned, fill), schedule.step_named)

@@ -127,3 +127,30 @@ def test_functions_of_the_kit_count_with_all_that_they_call_and_others_by_themse
         "<method 'exp_'>, by itself": 2.0,
         "wait, by itself": 0.0,
     }
+
+
+def test_every_sample_belongs_to_one_step_and_one_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(CI))
+    parts = importlib.import_module("bench_profile").parts
+    judge, eager = ("/x/attn_testkit/running/judge.py", "_judged"), ("/x/runner_modes/eager.py", "run_eager")
+    stacks = [
+        ([("/t/torch/functional.py", "einsum"), ("/x/attn_testkit/backends/mine.py", "forward"), eager, judge], 5),
+        ([("/x/attn_testkit/emulation/recorder.py", "take"), ("/x/runner_modes/harness.py", "load"), eager, judge], 2),
+        ([("/x/attn_testkit/model.py", "forward"), eager, judge], 1),
+        ([judge], 1),
+        ([("/lib/python3.11/threading.py", "load")], 1),
+    ]
+    assert parts(stacks) == [
+        ("eager plans and forwards", 0.6, {"backends": 0.5, "model": 0.1}),
+        ("numbers in place", 0.2, {"emulation": 0.2}),
+        ("the rest", 0.2, {"running": 0.1, "Python": 0.1}),
+    ]
+    assert parts([]) == []
+
+
+def test_every_step_that_is_named_is_a_function_of_that_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(CI))
+    root = CI.parent
+    for file, function in importlib.import_module("bench_profile").STEPS:
+        found = [*root.glob(f"attn_testkit/**/{file}"), *root.glob(f"runner_modes/{file}")]
+        assert any(f"def {function}(" in path.read_text() for path in found), (file, function)

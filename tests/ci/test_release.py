@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import re
 import subprocess
 import tarfile
 import tomllib
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 import attn_testkit
@@ -65,6 +67,17 @@ def test_the_script_can_be_read_and_refuses_a_python_that_is_not_here() -> None:
     found = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 1
     assert "ci/release.sh: there is no python9.9" in found.stderr
+
+
+def test_the_pythons_that_are_named_as_supported_are_those_that_ci_runs_and_the_script_looks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [line.rpartition(" :: ")[2] for line in project["classifiers"] if line.startswith("Programming Language")]
+    named.remove("Only")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "pr.yml").read_text())["jobs"]
+    assert named == jobs["cpu"]["strategy"]["matrix"]["python"]
+    assert project["requires-python"] == f">={named[0]}"
+    (looked_for,) = re.findall(r"^minor_versions=\((.*)\)$", (ROOT / "ci" / "release.sh").read_text(), re.M)
+    assert set(named) <= set(looked_for.split())
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 from wrong_steps import observed, v1, wrong_at
 
 from attn_testkit.cases.case import CODES, parse_case
+from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation
@@ -280,16 +281,26 @@ def test_nan_is_asked_about_before_other_wrong_values() -> None:
     assert found(fresh, Backend(schedule, even(schedule.steps[0].lens))).head == 3
 
 
+def test_the_first_wrong_row_of_the_layer_that_sees_most_is_asked_about() -> None:
+    schedule = make_schedule(parse_case("draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a3x2-shuffled-gauss-w4one-b2prod"))
+    windowed = [layer.sliding_window_size >= 0 for layer in make_layers(schedule.case)].index(True)
+    whole = 1 - windowed
+    judgement = wrong_at(schedule, (windowed, 0, 1), (whole, 2, 3), (whole, 1, 2))
+    assert _place_to_ask(schedule, judgement, 0) == (whole, 1, 2), "row 0 is wrong behind a window alone"
+    assert _place_to_ask(schedule, wrong_at(schedule, (windowed, 0, 1)), 0) == (windowed, 0, 1)
+
+
 @pytest.mark.parametrize(
     ("weights", "used", "doubled"),
     [
         ({0: 0.5, 1: 0.5}, {0, 1}, set()),
         ({0: 0.4, 1: 0.1, 2: 0.5}, {0, 2}, set()),
         ({0: 0.4, 1: 0.1}, {0}, set()),
-        ({0: 0.4, 1: 0.101}, {0, 1}, set()),
+        ({0: 0.4, 1: 0.101}, {0, 1}, {0}),
         ({0: 0.25, 1: 0.25, 2: 0.5}, {0, 1, 2}, {2}),
-        ({0: 0.25, 1: 0.25, 2: 0.375}, {0, 1, 2}, set()),
-        ({0: 0.25, 1: 0.25, 2: 0.376}, {0, 1, 2}, {2}),
+        ({0: 0.25, 1: 0.25, 2: 0.3125}, {0, 1, 2}, set()),
+        ({0: 0.25, 1: 0.25, 2: 0.3126}, {0, 1, 2}, {2}),
+        ({0: 0.2, 1: 0.3, 2: 0.3, 3: 0.3}, {0, 1, 2, 3}, {1, 2, 3}),
         ({0: 1.1e-6, 1: 1e-6}, {0}, set()),
         ({0: 1e-6, 1: 0.0}, set(), set()),
         ({}, set(), set()),
@@ -329,6 +340,11 @@ def test_evidence_says_nothing_that_was_not_found() -> None:
     plain = Evidence(schedule, wrong_at(schedule, (0, 2, 1)), None, [], in_graph=False)
     assert (plain.swapped, plain.right_when_fresh, plain.reads_foreign, plain.before) == ((), False, False, None)
     assert replace(plain, right_when_fresh=True).before is schedule.steps[0]
+    alone = replace(plain, right_when_alone=True)
+    assert alone.before is None, "it is the first"
+    assert len(schedule.steps) > 2
+    later = replace(alone, judgement=Judgement(replace(plain.observed, step=schedule.steps[2]), plain.expected))
+    assert later.before is schedule.steps[1]
     assert (plain.wrong, plain.rows, plain.lens) == ([2], [2], [4, 10, 41])
 
 

@@ -250,7 +250,8 @@ def test_a_wrong_replay_is_blamed_on_what_makes_it_right(
     nothing_attended["hints"] = ["a pattern of the keys"]
     found, questions = explained(step=step, replay=True, **{"eager": "right", **answers})
     assert found.check == check
-    assert ("a pattern of the keys" in found.hint) is (check != "addresses-stable"), "which says it all"
+    says_it_all = check in ("addresses-stable", "captures-cleanly", "padding-inert")
+    assert ("a pattern of the keys" in found.hint) is not says_it_all
     assert headline in found.headline
     assert found.hint.startswith(hint) or hint in found.hint
     assert ("exact" in questions) is (step is PADDED)
@@ -259,6 +260,8 @@ def test_a_wrong_replay_is_blamed_on_what_makes_it_right(
     assert nothing_attended.get("attended") == (None if by_itself else in_graph)
     assert nothing_attended["swapped"] == (None if by_itself else in_graph)
     assert nothing_attended["evidence"].in_graph is (in_graph and not by_itself)
+    assert nothing_attended["evidence"].right_when_alone is (hint == "as the only replay of the only bucket")
+    assert not nothing_attended["evidence"].computes_nan
 
 
 @pytest.mark.parametrize(
@@ -285,7 +288,12 @@ STORED = replace(FULL, stored=True)
 @pytest.mark.parametrize(
     ("step", "answers", "check", "hint"),
     [
-        (FULL, {"zeros": "right"}, "reads-own-kv", "with zeros instead of NaN in unowned slots the result is finite"),
+        (
+            FULL,
+            {"zeros": "right"},
+            "reads-own-kv",
+            "with zeros instead of NaN in unowned slots the result is finite, and right",
+        ),
         (FULL, {"zeros": "wrong"}, "reads-own-kv", "with zeros instead of NaN"),
         (FULL, {"zeros": "nan"}, "finite", ""),
         (FULL, {"zeros": None}, "finite", ""),
@@ -303,6 +311,8 @@ def test_a_nan_was_read_somewhere(
     assert bool(found.hint) is bool(hint)
     assert (": it read a slot that is not its own" in found.headline) is (check == "reads-own-kv")
     assert nothing_attended["evidence"].reads_foreign is (check == "reads-own-kv")
+    assert nothing_attended["evidence"].right_with_zeros is (check == "reads-own-kv" and answers["zeros"] == "right")
+    assert nothing_attended["evidence"].computes_nan is (check == "finite" and not hint)
 
 
 def test_a_nan_that_goes_with_another_fill_was_read_from_memory_that_nobody_wrote() -> None:

@@ -12,7 +12,19 @@ from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
-from attn_testkit.diagnosis.hints import _PATTERNS, Evidence, hints, keys, numbers, rows
+from attn_testkit.diagnosis.hints import (
+    _PATTERNS,
+    _SAYS_MORE,
+    Evidence,
+    drafts,
+    hints,
+    keys,
+    memory,
+    numbers,
+    parameters,
+    rows,
+    values,
+)
 from attn_testkit.diagnosis.hints.keys import key_range, pool_layout, read_twice
 from attn_testkit.diagnosis.hints.numbers import right_keys
 from attn_testkit.diagnosis.hints.rows import later_by_number, part_of_a_head
@@ -72,6 +84,11 @@ def test_the_layout_of_the_pool_is_named_where_it_is_not_the_usual_one_and_keys_
     for found in (evidence(wrong), evidence(right, schedule=other), evidence(None, schedule=other)):
         assert pool_layout(found) == ""
     assert pool_layout(replace(evidence(wrong, schedule=other), in_graph=True)) == ""
+    # None is missing, so none was looked for in the wrong place; a foreign one besides is no proof of that.
+    too_many = attended(range(LENGTH + 1))
+    assert pool_layout(evidence(too_many, schedule=other)) == ""
+    foreign = replace(too_many, elsewhere={"unowned": 0.5})
+    assert "layout hnd" in pool_layout(evidence(foreign, schedule=other))
 
 
 @pytest.mark.parametrize(
@@ -125,8 +142,14 @@ def test_a_part_of_a_head_is_some_of_its_values_and_not_all() -> None:
 
 
 def test_every_pattern_that_is_written_is_asked_once() -> None:
-    written = [name for module in (keys, numbers, rows) for name in module.__all__]
+    written = [name for module in (drafts, keys, memory, numbers, parameters, rows, values) for name in module.__all__]
     assert sorted(pattern.__name__ for pattern in _PATTERNS) == sorted(written)
+
+
+def test_a_pattern_silences_only_those_behind_it() -> None:
+    order = {pattern: place for place, pattern in enumerate(_PATTERNS)}
+    for pattern, silent in _SAYS_MORE.items():
+        assert pattern is _PATTERNS[0] or all(order[pattern] < order[other] for other in silent)
 
 
 def test_every_pattern_that_fits_is_a_hint_and_the_most_telling_comes_first() -> None:

@@ -28,6 +28,10 @@ RESCALING = "rescaling of what was summed when a later tile of keys has a larger
 LARGE = "overflow or saturation of large logits"
 CLIFF = f"{RESCALING} (logits of this case climb and fall by hundreds along the keys)"
 ROUNDED = "q rounded to FP8 (matmul_dtype has to say so)"
+WITHOUT_MAXIMUM = (
+    "exponentials that are taken without the maximum, of logits or where splits are merged (0 / 0, as all logits of "
+    "this case are near -6e4)"
+)
 MINUS_INFINITY = "a finite value that stands for minus infinity (all logits of this case are near -6e4)"
 
 
@@ -152,7 +156,11 @@ def test_a_small_error_is_rounding_unless_every_logit_is_near_minus_infinity(dat
 
 @pytest.mark.parametrize(
     ("data", "look_at"),
-    [("gauss", ""), ("peaked", LARGE), ("negative", f"{MINUS_INFINITY}, overflow of q k before it is scaled")],
+    [
+        ("gauss", ""),
+        ("peaked", LARGE),
+        ("negative", f"{WITHOUT_MAXIMUM}, a finite value that stands for minus infinity"),
+    ],
 )
 def test_nan_with_tokens_hidden_behind_a_window_is_called_an_overflow_where_logits_are_large(
     data: str, look_at: str
@@ -199,7 +207,9 @@ USUAL = "right for a scaling of 1/sqrt(head_dim)"
 KEPT = "right with the scaling of layer {} in all layers"
 
 
-def said_of_scaling(case: str, scaling: Callable[[Sequence[AttentionLayer]], Sequence[float]]) -> str:
+def said_of_scaling(
+    case: str, scaling: Callable[[Sequence[AttentionLayer]], Sequence[float]], attended: AttendedKeys | None = None
+) -> str:
     """The hint for a step that is right with these scalings of its layers."""
     schedule = make_schedule(parse_case(case))
     step, layers = schedule.steps[0], make_layers(schedule.case)
@@ -207,7 +217,7 @@ def said_of_scaling(case: str, scaling: Callable[[Sequence[AttentionLayer]], Seq
     out, _ = attend_with_limit(schedule, make_step_data(schedule, step), layers=others)
     copies = copies_of([("attention", str(layer), each.float()) for layer, each in enumerate(out.out.unbind(0))])
     judgement = Judgement(Observation(schedule, step, "", copies), expect(schedule, step))
-    return other_scaling(Evidence(schedule, judgement, None, [], in_graph=False))
+    return other_scaling(Evidence(schedule, judgement, attended, [], in_graph=False))
 
 
 @pytest.mark.parametrize("case", [DECODE, DECODE.replace("-b4", "-w4-cap1.5-sink-layers3from5-b4")])
@@ -217,6 +227,16 @@ def test_a_scaling_that_makes_it_right_is_named(case: str) -> None:
     for place in (0, 1):
         said = said_of_scaling(case, lambda layers, place=place: [layers[place].scaling] * len(layers))
         assert said.startswith(KEPT.format(first + place))
+
+
+def test_no_scaling_is_named_where_other_tokens_are_attended_to() -> None:
+    def usual(layers: Sequence[AttentionLayer]) -> list[float]:
+        return [layer.head_dim**-0.5 for layer in layers]
+
+    for missing, said in ((frozenset[int](), True), (frozenset({3}), False)):
+        every = frozenset(range(4))
+        attended = AttendedKeys(0, 0, every - missing, every, frozenset(), every, 4, {}, 1.0)
+        assert said_of_scaling(DECODE, usual, attended).startswith(USUAL) is said
 
 
 def test_no_scaling_is_named_where_none_makes_it_right() -> None:

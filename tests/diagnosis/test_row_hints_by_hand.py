@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from attn_testkit.contract import ForwardMode, HeadShape
-from attn_testkit.diagnosis.hints import keys, rows
+from attn_testkit.diagnosis.hints import drafts, keys, rows
 from attn_testkit.diagnosis.swapped_rows import SwappedRow
 
 
 def request(new: int = 1, prefix: int = 9, topk: int = 0) -> Any:
-    return Of(new=new, prefix=prefix, tree=Of(topk=topk) if topk else None)
+    return Of(new=new, prefix=prefix, tree=Of(topk=topk) if topk else None, draft=None)
 
 
 def case(**fields: Any) -> Any:
@@ -38,6 +38,7 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
         "attended": None,
         "before": None,
         "reads_foreign": False,
+        "right_with_zeros": True,
         "wrong_shapes": [HeadShape(4, 2, 32)],
     }
     return Of(**{**values, **fields})
@@ -218,11 +219,17 @@ def test_where_all_rows_are_wrong_or_one_used_its_own_keys_no_stride_is_blamed()
     some = rows._wrong_under(2, counts)[1]
     assert some != every
     assert said(some, None)
-    assert said(some, Of(right=False, own=True))
-    assert not said(some, Of(right=True, own=True))
+
+    def asked(right: bool = False, used: frozenset[int] = frozenset(), **elsewhere: float) -> Any:
+        return Of(right=right, used=used, wanted=frozenset({1}), elsewhere=elsewhere)
+
+    assert said(some, asked(used=frozenset({0})))
+    assert not said(some, asked(right=True))
     assert not said(every, None)
-    assert not said(every, Of(right=False, own=True))
-    assert said(every, Of(right=False, own=False))
+    assert said(every, asked(others=1.0))
+    assert not said(every, asked()), "it may have attended to nothing"
+    assert not said(every, asked(unowned=1.0)), "an offset of rows leads to rows"
+    assert not said(every, asked(used=frozenset({1}), others=0.5)), "an offset of rows leads to one request's"
 
 
 def test_where_a_row_used_its_own_keys_alone_request_0_says_nothing_of_strides() -> None:
@@ -379,6 +386,11 @@ def test_a_length_from_which_on_replays_are_wrong() -> None:
     def told(lens: list[int], wrong: list[int], passed: Any = (), in_graph: bool = True) -> str:
         return rows.length_threshold(evidence(lens, wrong, passed=passed, in_graph=in_graph))
 
+    def read(**elsewhere: float) -> str:
+        return rows.length_threshold(evidence([3, 9], [1], in_graph=True, attended=Of(elsewhere=elsewhere)))
+
+    assert read() == read(others=1.0) == told([3, 9], [1]), "a stride of the capture leads to others"
+    assert read(page0=0.1) == read(unowned=0.1) == "", "what is too short reads too little, and not what is nobody's"
     assert told([3, 9], [1]).startswith("requests of up to 3 KV tokens are right, of 9 and more are wrong: a maximum")
     assert told([3, 9], [1], in_graph=False) == ""
     assert told([3, 9], [0]) == ""
@@ -483,6 +495,12 @@ def of_keys(found: Any, requests: list[Any] | None = None, window: bool = False,
         ({"unowned": 0.5}, (0,), "unowned slots are read"),
         ({"unowned": 0.5}, (), "none of its own KV tokens is read"),
         ({"unowned": 0.5}, (7,), "none of its own KV tokens is read"),
+        ({"page0": 0.9}, (), "page 0 is read"),
+        ({"page0": 0.89}, (), "none of its own KV tokens is read"),
+        ({"page0": 0.5}, range(5), "page 0 is read"),
+        ({"unowned": 0.5}, range(5), "all of its own KV tokens are read, and slots behind them"),
+        ({"others": 0.5}, range(6), "all of its own KV tokens are read, and slots behind them"),
+        ({"others": 0.5}, range(4), "KV tokens of other requests are read"),
         ({}, (0,), ""),
     ],
 )
@@ -498,6 +516,10 @@ def test_where_the_weight_went(elsewhere: dict[str, float], used: Any, text: str
 def test_a_mask_that_comes_too_late() -> None:
     right, wrong = attended(range(5), range(5)), attended(range(4), range(5))
     assert keys.masked_too_late(of_keys(right, reads_foreign=True)).startswith("foreign slots have no weight")
+    of_keys_alone = keys.masked_too_late(of_keys(right, reads_foreign=True, right_with_zeros=False))
+    assert of_keys_alone.startswith(
+        "values of this row are read where they should be, and with zeros the result is still wrong"
+    )
     assert keys.masked_too_late(of_keys(right)) == ""
     assert keys.masked_too_late(of_keys(wrong, reads_foreign=True)) == ""
     assert keys.masked_too_late(evidence([5], reads_foreign=True)) == ""
@@ -520,6 +542,66 @@ def test_new_tokens_that_are_mixed_up(used: set[int], new: int, layout: str, sai
     found.step.layout = layout
     assert bool(keys.own_rows_mixed(found)) is said
     assert keys.own_rows_mixed(evidence([4])) == ""
+
+
+def test_a_branch_that_attends_to_another_ones_draft_is_told_as_that_even_of_one_row() -> None:
+    branch = request(1, 3)
+    branch.draft = Of()
+    found = of_keys(attended({0, 1, 2, 4}, range(4)), [branch])
+    found.step.layout = "contiguous"
+    assert keys.own_rows_mixed(found).startswith("a branch attends to what another one drafted")
+    missing = of_keys(attended({0, 1, 2}, range(4)), [branch])
+    missing.step.layout = "contiguous"
+    assert keys.own_rows_mixed(missing) == ""
+
+
+def of_row(used: Any, row: int = 0, prefix: int = 5, **fields: Any) -> str:
+    """What is said of a row of two that sees the prefix, itself and what is before it."""
+    wanted = range(prefix + row + 1)
+    found = attended(used, wanted, row=row, **{name: fields.pop(name) for name in ("elsewhere",) if name in fields})
+    data = torch.zeros(1, 2, 4096, dtype=torch.bool)
+    e = of_keys(found, [request(2, prefix)], **fields)
+    e.expected.data.visible = data
+    return keys.key_range(e)
+
+
+def test_new_tokens_that_are_read_before_they_are_stored() -> None:
+    said = "its new KV tokens are read, and nothing is stored in their slots yet"
+    assert of_row(range(5), reads_foreign=True).startswith(said)
+    assert said not in of_row(range(5)), "nothing foreign was read"
+    assert said not in of_row(range(4), reads_foreign=True), "one of the prefix is missing"
+    assert said not in of_row(range(5), reads_foreign=True, elsewhere={"tail": 0.2}), "the NaN came from there"
+
+
+def test_a_row_that_sees_as_many_as_its_place_is_aligned_to_the_first() -> None:
+    said = "as if there were no prefix: a causal mask that is aligned to the first KV token"
+    assert said in of_row({0})
+    assert of_row({0, 1}, row=1).startswith("row 1 attends to KV tokens 0..1")
+    assert said not in of_row({0, 1})
+    assert said not in of_row({0}, elsewhere={"others": 0.3})
+    assert said in of_row({0}, prefix=2)
+    assert said not in of_row({0}, prefix=1), "it is the prefix"
+
+
+def test_a_prefix_that_is_missing_as_a_whole() -> None:
+    said = "the whole prefix is missing, new tokens alone are attended to"
+    assert of_row({5}).startswith(said)
+    assert of_row({5, 6}, row=1).startswith(said)
+    assert said not in of_row({4, 5})
+    assert said not in of_row({6}, row=1)
+
+
+@pytest.mark.parametrize(("count", "bits"), [(65535, False), (65536, True), (65537, False), (131072, True)])
+def test_a_multiple_of_65536_that_is_missing_is_a_length_in_16_bits(count: int, bits: bool) -> None:
+    found = attended(range(70), range(70 + count), length=70 + count)
+    assert keys.key_range(of_keys(found)).endswith("kept in 16 bits") is bits
+
+
+def test_the_last_ones_that_are_missing_in_a_graph_alone_are_not_blamed_on_the_mode() -> None:
+    assert of_row(range(3), in_graph=True).startswith(
+        "the last 3 KV tokens are missing in the graph alone: a length, a"
+    )
+    assert of_row(range(3)).startswith("the last 3 KV tokens are missing: seq_lens of this mode")
 
 
 LONG = 2000
@@ -576,12 +658,28 @@ KEYS: list[tuple[str, Any, dict[str, Any], str]] = [
         "a node too few",
         attended({0, 1, 2, 5}, {0, 1, 2, 3, 5}, length=6),
         {"topk": 2},
-        "draft nodes that should be vis",
+        "a draft node does not see its own KV token",
+    ),
+    (
+        "two nodes too few",
+        attended({0, 1, 2}, {0, 1, 2, 3, 5}, length=6),
+        {"topk": 2},
+        "draft nodes that should be visible are not",
+    ),
+    (
+        "another node too few",
+        attended({0, 1, 2, 3}, {0, 1, 2, 3, 5}, length=6),
+        {"topk": 2},
+        "draft nodes that should be visible are not",
     ),
     ("a chain", attended({0, 1, 2, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 1}, "in the middle are missing"),
     ("of the prefix", attended({0, 1, 3, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 2}, "in the middle are missing"),
     ("a heads own", attended(range(4), range(5), heads=(1,)), {}, ""),
     ("nowhere", attended((), range(5), elsewhere={"tail": 1.0}), {}, ""),
+    ("others in its place", attended(range(4), range(5), elsewhere={"others": 0.2}), {}, ""),
+    ("page 0 in its place", attended(range(4), range(5), elsewhere={"page0": 0.2}), {}, ""),
+    ("nobody's in its place", attended(range(4), range(5), elsewhere={"unowned": 0.2}), {}, ""),
+    ("and the tail", attended(range(6), range(5), elsewhere={"tail": 0.2}), {}, ""),
     ("partly nowhere", attended(range(4), range(5), elsewhere={"tail": 0.2}), {}, "the last KV token is missing"),
 ]
 
@@ -610,3 +708,26 @@ def test_where_not_all_was_asked_about_a_range_is_said(length: int, bits: bool) 
     assert ("16 bits" in told) is bits
     near = keys.key_range(of_keys(attended(range(95), range(96), length=length, not_asked=[97])))
     assert near.startswith("the last KV token is missing")
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "wrong", "draft", "said"),
+    [
+        ([0, 5, 0], [0, 2], True, True),
+        ([0, 5, 0], [0], True, False),
+        ([0, 5, 1], [0, 2], True, False),
+        ([0, 0], [0, 1], True, False),
+        ([1, 5], [0], True, False),
+        ([0, 5], [0], False, False),
+        ([1, 5], [], True, False),
+    ],
+)
+def test_requests_without_a_prefix_are_named_in_a_draft_where_exactly_they_are_wrong(
+    prefixes: list[int], wrong: list[int], draft: bool, said: bool
+) -> None:
+    of_draft = case(draft=object() if draft else None)
+    given = evidence(
+        [prefix + 3 for prefix in prefixes], wrong, [request(3, prefix) for prefix in prefixes],
+        schedule=Of(case=of_draft),
+    )  # fmt: skip
+    assert drafts.only_empty_prefixes(given).startswith("only requests without a prefix differ: ") is said

@@ -31,8 +31,14 @@ class Evidence:
     """Wrong rows that hold what others should."""
     right_when_fresh: bool = False
     """An eager step after others, and as the first of a fresh instance it is right."""
+    computes_nan: bool = False
+    """NaN stays with zeros in unowned slots, and with another fill of fresh memory."""
+    right_when_alone: bool = False
+    """A replay after others, and as the only one it is right."""
     reads_foreign: bool = False
     """With zeros instead of NaN in unowned slots the result is finite."""
+    right_with_zeros: bool = False
+    """And not only finite."""
 
     @property
     def observed(self) -> Observation:
@@ -69,7 +75,10 @@ class Evidence:
     @property
     def before(self) -> Step | None:
         """The step that the same instance ran before this one, and that this one is wrong because of."""
-        return self.schedule.steps[0] if self.right_when_fresh else None
+        if self.right_when_fresh:
+            return self.schedule.steps[0]
+        steps = self.schedule.steps
+        return steps[steps.index(self.step) - 1] if self.right_when_alone and self.step in steps[1:] else None
 
     @property
     def lens(self) -> list[int]:

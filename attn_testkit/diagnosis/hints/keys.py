@@ -18,10 +18,15 @@ def elsewhere(e: Evidence) -> str:
     place = max(attended.elsewhere, key=lambda name: attended.elsewhere[name])
     if place == "tail":
         return "slots behind the last KV token are read: the last page counts as full, or a length is too large"
-    if not attended.used & attended.wanted:
+    if not attended.used & attended.wanted and attended.elsewhere.get("page0", 0.0) < _ALL_OF_IT:
         return (
             "none of its own KV tokens is read: a page or slot computed wrongly, the request row, the table's stride, "
             "or the offset of its query rows"
+        )
+    if attended.wanted <= attended.used and place != "page0":
+        return (
+            "all of its own KV tokens are read, and slots behind them: a length that is too large, or a last page that "
+            "counts as full"
         )
     return {
         "others": "KV tokens of other requests are read: a length too large, a wrong page or slot, a stale table entry",
@@ -30,10 +35,17 @@ def elsewhere(e: Evidence) -> str:
     }[place]
 
 
+_ALL_OF_IT = 0.9
+"""A part of the weight from which on nothing else was read."""
+
+
 def pool_layout(e: Evidence) -> str:
     """Wrong keys in a pool that is not laid out as most cases have it."""
     layout, attended = e.schedule.case.kv_layout, e.attended
     if layout == "nhd" or attended is None or attended.right or e.in_graph or e.swapped:
+        return ""
+    # A wrong offset or stride loses KV tokens. One that is counted twice, or that should not be visible, was found.
+    if attended.wanted <= attended.used and not attended.elsewhere:
         return ""
     return (
         f"the KV pool of this case has layout {layout}: if cases of other layouts pass, look at the offset of the "
@@ -46,6 +58,11 @@ def masked_too_late(e: Evidence) -> str:
     attended = e.attended
     if not e.reads_foreign or attended is None or not attended.right:
         return ""
+    if not e.right_with_zeros:
+        return (
+            "values of this row are read where they should be, and with zeros the result is still wrong: keys are "
+            "read elsewhere (a page table, an offset or a stride of K alone), or other rows read elsewhere"
+        )
     return (
         "foreign slots have no weight, and still spoil the sum: 0 * NaN is NaN. Keep them out by a select or a masked "
         "load, not by a zero weight or an added mask"
@@ -68,7 +85,14 @@ def own_rows_mixed(e: Evidence) -> str:
     prefix, layout = e.step.requests[attended.request].prefix, e.step.layout
     missing, extra = attended.wanted - attended.used, attended.used - attended.wanted
     mixed = len(missing) == len(extra) > 0 and min(missing | extra) >= prefix
-    if not mixed or e.step.requests[attended.request].new < 2 or layout == "contiguous":
+    if not mixed:
+        return ""
+    if e.step.requests[attended.request].draft is not None:
+        return (
+            "a branch attends to what another one drafted: branches share a row of the table, their slots are taken in "
+            "another order, or the page that the prefix fills in part is not read from the branch's own copy"
+        )
+    if e.step.requests[attended.request].new < 2 or layout == "contiguous":
         return ""
     return "new tokens are mixed up with each other: their slots need not increase (or the mask is another request's)"
 
@@ -82,7 +106,11 @@ def key_range(e: Evidence) -> str:
     if e.swapped or attended.heads or row_tile(e):
         return ""
     missing, extra = sorted(attended.wanted - attended.used), sorted(attended.used - attended.wanted)
+    if missing and not {"others", "unowned", "page0"}.isdisjoint(attended.elsewhere):
+        return ""  # others stand in their places: a slot, and no length
     last = max(attended.wanted, default=-1)
+    if attended.elsewhere and not missing:
+        return ""  # what lies behind the end is read, and what follows from that is no mask
     if attended.doubled and not missing:
         return (
             "KV tokens are counted more than once: new ones from the pool and from k, v as well, or splits that overlap"
@@ -110,6 +138,11 @@ def key_range(e: Evidence) -> str:
 def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int) -> str:
     count, prefix = len(missing), e.step.requests[attended.request].prefix
     tree = e.step.requests[attended.request].tree
+    if tree is not None and tree.topk > 1 and attended.row == 0 and missing == [prefix]:
+        return (
+            "a draft node does not see its own KV token: a mask of ancestors without the diagonal, or lengths that "
+            "leave the draft out, so that it lies over the end of the prefix"
+        )
     if tree is not None and tree.topk > 1 and missing[0] >= prefix and e.step.requests[attended.request].new > 1:
         return "draft nodes that should be visible are not: the tree mask is stale, at another offset, or cut off"
     later = [key for key in sorted(attended.wanted) if key > prefix + attended.row]
@@ -125,6 +158,21 @@ def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
             "all KV tokens are missing, none is read: a length of zero or below, an early exit, a row that nothing "
             "computes, a window that is nowhere in the request, or KV that is not read"
         )
+    if e.reads_foreign and missing[0] >= prefix and not attended.elsewhere:
+        return (
+            "its new KV tokens are read, and nothing is stored in their slots yet: attention comes before the store, "
+            "or does not wait for it"
+        )
+    if attended.used == set(range(attended.row + 1)) and attended.row + 1 < prefix and not attended.elsewhere:
+        return (
+            f"row {attended.row} attends to KV tokens 0..{attended.row}, as if there were no prefix: a causal mask "
+            "that is aligned to the first KV token and not to the last, or positions that begin at 0"
+        )
+    if missing == sorted(key for key in attended.wanted if key < prefix):
+        return (
+            "the whole prefix is missing, new tokens alone are attended to: a path for requests without a prefix, or "
+            "a prefix that is taken for none"
+        )
     if missing == sorted(key for key in attended.wanted if key >= missing[0]):
         return _cut_off(e, attended, missing, last)
     if missing == sorted(key for key in attended.wanted if key <= missing[-1]):
@@ -138,6 +186,8 @@ def _cut_off(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
     before = max(attended.used, default=-1)
     if length_threshold(e):
         return ""
+    if count % (1 << 16) == 0:
+        return f"the last {_keys(count)} missing: a length or position that is kept in 16 bits"
     if first - 1 > before and attended.not_asked:
         narrow = ", or a length or position that is kept in 16 bits" if last >> 16 else ""
         return (
@@ -153,6 +203,11 @@ def _cut_off(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
                 "off by 1, or a partly filled page that is dropped"
             )
         return "the KV tokens of the last page are missing"
+    if e.in_graph:
+        return (
+            f"the last {_keys(count)} missing in the graph alone: a length, a maximum length or a grid that was fixed "
+            "when it was captured"
+        )
     return f"the last {_keys(count)} missing: seq_lens of this mode, or an end that is off by {count}"
 
 

@@ -48,6 +48,9 @@ def other_scaling(e: Evidence) -> str:
     layers = make_layers(e.schedule.case)
     if e.judgement.right or not e.judgement.all_finite or _counts_alone(e):
         return ""
+    if e.attended is not None and not e.attended.right:
+        # Of a token that is missing, little may be left within limits that another scaling makes wider.
+        return ""
     if all(layer.scaling == layers[0].scaling for layer in layers):
         return ""
     usual = tuple(replace(layer, scaling=layer.head_dim**-0.5) for layer in layers)
@@ -79,9 +82,10 @@ def right_keys(e: Evidence) -> str:
     if attended is None or not attended.right or e.reads_foreign or e.swapped:
         return ""
     case = e.schedule.case
-    if _cannot_tell(e, attended):
-        large = not e.observed.replay and ", ".join(_DATA_SUSPECTS.get(case.data, []))
-        return f"a NaN where logits are large: look at {large}" if large else ""
+    if not e.judgement.all_finite:
+        large = not e.observed.replay and ", ".join(_NAN_SUSPECTS.get(case.data, _DATA_SUSPECTS.get(case.data, [])))
+        if large or _cannot_tell(e, attended):
+            return f"a NaN where logits are large: look at {large}" if large else ""
     if not attended.normalised:
         fp8 = "FP8 scales, " if case.kv_dtype != "same" else ""
         cap = " (a soft cap comes before the mask)" if case.logit_cap else ""
@@ -96,7 +100,8 @@ def right_keys(e: Evidence) -> str:
             f"the right KV tokens, and an error of only {few:.2g} times the limit: precision, such as q, logits, "
             f"weights or partial sums rounded to the model's dtype{fp8}"
         )
-    suspects = [_rescaling(e)] if _rescaling(e) and case.data != "cliff" else []
+    suspects = ["log-sum-exps of the parts, and their merge"] if case.parts else []
+    suspects += [_rescaling(e)] if _rescaling(e) and case.data != "cliff" else []
     suspects += _DATA_SUSPECTS["cliff"] if case.data == "cliff" else []
     suspects += _strides(e)
     suspects += ["scale"]
@@ -147,6 +152,14 @@ def _rescaling(e: Evidence) -> str:
     return f"{_RESCALING} or splits are merged ({known})"
 
 
+_NAN_SUSPECTS = {
+    "negative": [
+        "exponentials that are taken without the maximum, of logits or where splits are merged (0 / 0, as all logits "
+        "of this case are near -6e4)",
+        "a finite value that stands for minus infinity",
+    ],
+}
+"""Of a NaN, where they are not those of a number."""
 _DATA_SUSPECTS = {
     "negative": [
         "a finite value that stands for minus infinity (all logits of this case are near -6e4)",

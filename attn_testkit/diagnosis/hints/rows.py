@@ -86,7 +86,9 @@ def _uneven_in_eager(e: Evidence) -> str:
     strides = dict.fromkeys((e.schedule.case.width, counts[0], sum(counts) // len(counts), max(counts)))
     stride = next((n for n in strides if e.rows in _wrong_under(n, counts)), None)
     # Where all rows are wrong, that they are says nothing of a stride: what one of them attended to has to.
-    told = len(e.rows) < sum(counts) or (e.attended is not None and not e.attended.own)
+    attended = e.attended
+    astray = attended is not None and "others" in attended.elsewhere and not attended.used & attended.wanted
+    told = len(e.rows) < sum(counts) or astray
     if stride is None or len(counts) == 1 or not told:
         return ""
     return (
@@ -212,6 +214,9 @@ def length_threshold(e: Evidence) -> str:
     right += [n for o in e.passed if o.replay for n in o.step.lens]
     wrong = [e.lens[i] for i in e.wrong]
     if not e.in_graph or not right or not wrong or max(right) >= min(wrong):
+        return ""
+    # What is too short reads too little. Weight that went to slots of nobody went by a table.
+    if e.attended is not None and not {"page0", "unowned"}.isdisjoint(e.attended.elsewhere):
         return ""
     return (
         f"requests of up to {max(right)} KV tokens are right, of {min(wrong)} and more are wrong: a maximum length, a "

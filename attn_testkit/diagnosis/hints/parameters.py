@@ -1,0 +1,213 @@
+"""The right KV tokens and a wrong number: attention is computed again with one usual mistake in it, and compared.
+
+A mistake is named where every element of the wrong rows is within the limits of an answer that has it. Another answer
+that is as near in every element is not to be expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...cases.data import StepData, make_layers
+from ...contract import AttentionLayer
+from ...oracle.expect import attend_with_limit
+from .evidence import Evidence
+
+__all__ = ["other_parameters"]
+
+_LONGEST = 8192
+"""KV tokens of a request up to which it is asked: each mistake costs an answer of the oracle."""
+_MOST_SINKS = 8
+"""A sink is looked for up to so many times."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is computed: other layers, other numbers, or both."""
+
+    text: str
+    layers: tuple[AttentionLayer, ...]
+    data: StepData
+
+
+def other_parameters(e: Evidence) -> str:
+    """The wrong rows are right with a soft cap, sinks, scales, heads or a layer's KV that are not theirs."""
+    if not _can_be_asked(e):
+        return ""
+    layers = make_layers(e.schedule.case)
+    for mistakes in (_of_cap, _of_sinks, _of_scales, _of_heads, _of_layers):
+        for asked in mistakes(layers, e.expected.data):
+            if _rows_right(e, asked).all():
+                return asked.text
+    return _of_sink_counts(e, layers)
+
+
+def _can_be_asked(e: Evidence) -> bool:
+    attended, judgement = e.attended, e.judgement
+    if e.schedule.case.head_maps or max(e.lens, default=0) > _LONGEST:
+        return False
+    # Of a KV token that is missing, little may be left within limits that a mistake makes wider.
+    return not (
+        judgement.right
+        or not judgement.all_finite
+        or judgement.worst is None
+        or e.swapped
+        or (attended is not None and not attended.right)
+    )
+
+
+def _rows_right(e: Evidence, asked: _Asked) -> torch.Tensor:
+    """[n] bool, of the rows of a layer that are wrong: whether they are right for the mistake."""
+    given = e.schedule.new_rows_as_given and not e.step.stored
+    want, limit = attend_with_limit(e.schedule, asked.data, given, asked.layers)
+    near = ((e.judgement.out.double() - want.out).abs() <= limit).flatten(2).all(-1)
+    return near[e.judgement.wrong.flatten(2).any(-1)]
+
+
+def _with(
+    layers: Sequence[AttentionLayer], change: Callable[[AttentionLayer], AttentionLayer]
+) -> tuple[AttentionLayer, ...]:
+    return tuple(change(layer) for layer in layers)
+
+
+def _of_cap(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Asked]:
+    if not any(layer.logit_cap for layer in layers):
+        return
+    yield _Asked(
+        "right without a soft cap: layer.logit_cap does not reach the kernel, or not on this way through it",
+        _with(layers, lambda layer: replace(layer, logit_cap=0.0)),
+        data,
+    )
+    yield _Asked(
+        "right with a soft cap of products that are not scaled yet: logits are scaled first, and capped then",
+        _with(layers, lambda layer: replace(layer, logit_cap=layer.logit_cap * layer.scaling)),
+        data,
+    )
+    yield from _as_one_layer(layers, data, "soft cap", "logit_cap")
+
+
+def _of_sinks(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Asked]:
+    if all(layer.sinks is None for layer in layers):
+        return
+
+    def changed(text: str, change: Callable[[AttentionLayer, torch.Tensor], torch.Tensor | None]) -> _Asked:
+        def one(layer: AttentionLayer) -> AttentionLayer:
+            return layer if layer.sinks is None else replace(layer, sinks=change(layer, layer.sinks))
+
+        return _Asked(text, _with(layers, one), data)
+
+    yield changed("right without sinks: layer.sinks does not reach the kernel", lambda layer, sinks: None)
+    yield changed(
+        "right with sinks that are scaled as logits are: a sink is a logit, and is not multiplied by the scale",
+        lambda layer, sinks: sinks * layer.scaling,
+    )
+    yield changed(
+        "right with sinks in base 2: where logits are multiplied by log2(e) for exp2, so are sinks",
+        lambda layer, sinks: sinks * math.log(2),
+    )
+    yield changed(
+        "right with the sink of a group's first head for all of its heads: a sink is a query head's",
+        lambda layer, sinks: sinks.view(-1, layer.q_per_kv)[:, :1].expand(-1, layer.q_per_kv).reshape(-1),
+    )
+    yield from _as_one_layer(layers, data, "sinks", "sinks")
+
+
+def _of_scales(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Asked]:
+    yield _Asked(
+        "right with a scale that is applied twice",
+        _with(layers, lambda layer: replace(layer, scaling=layer.scaling**2)),
+        data,
+    )
+    yield _Asked("right without a scale", _with(layers, lambda layer: replace(layer, scaling=1.0)), data)
+    keys, values = data.kv_scales
+    if bool((data.kv_scales == 1).all()):
+        return
+    one = torch.ones_like(keys)
+    for text, scales in (
+        ("right without k_scale: keys of the FP8 pool are multiplied by it", (one, values)),
+        ("right without v_scale: values of the FP8 pool are multiplied by it", (keys, one)),
+        ("right without k_scale and v_scale, which do not reach the kernel", (one, one)),
+        ("right with k_scale in place of v_scale", (keys, keys)),
+        ("right with v_scale in place of k_scale", (values, values)),
+    ):
+        yield _Asked(text, tuple(layers), replace(data, kv_scales=torch.stack(scales)))
+
+
+def _of_heads(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Asked]:
+    """Each query head with the KV head that a usual mistake gives it."""
+    heads, kv_heads = data.q.shape[2], data.stored_keys.shape[3]
+    if kv_heads == 1 or heads == kv_heads:
+        return
+    head, group = torch.arange(heads), heads // kv_heads
+    wide = 1 << (group - 1).bit_length()
+    for text, kv_head in (
+        (f"query head h with KV head h % {kv_heads}: heads of a group are neighbours, h // {group}", head % kv_heads),
+        (f"query head h with KV head h // {wide}: groups are {group} heads", head // wide),
+        ("every query head with KV head 0", head * 0),
+        (f"query head h with KV head h, or the last one: groups are {group} heads", head.clamp(max=kv_heads - 1)),
+    ):
+        values = None if data.stored_values is None else data.stored_values[:, :, :, kv_head]
+        # One KV head for each query head, so that there is no group left to map.
+        mapped = replace(
+            data,
+            k=data.k[:, :, kv_head],
+            v=data.v[:, :, kv_head],
+            stored_keys=data.stored_keys[:, :, :, kv_head],
+            stored_values=values,
+        )
+        yield _Asked(f"right for {text}", tuple(layers), mapped)
+
+
+def _of_layers(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Asked]:
+    def of_layer(index: int, stored: torch.Tensor) -> torch.Tensor:
+        return stored[index : index + 1].expand_as(stored)
+
+    for index, layer in enumerate(layers):
+        keys, values = {"stored_keys": of_layer(index, data.stored_keys)}, data.stored_values
+        changes = {"KV tokens": keys}
+        if values is not None:
+            of_values = {"stored_values": of_layer(index, values)}
+            changes = {"KV tokens": {**keys, **of_values}, "keys": keys, "values": of_values}
+        for what, changed in changes.items():
+            yield _Asked(
+                f"right with the {what} of layer {layer.layer_id} in all layers: which buffer is read is kept from one "
+                "to the others",
+                tuple(layers),
+                replace(data, **changed),
+            )
+
+
+def _as_one_layer(layers: Sequence[AttentionLayer], data: StepData, what: str, field: str) -> Iterator[_Asked]:
+    """What all layers would be with one layer's own."""
+    for layer in layers:
+        own = getattr(layer, field)
+        yield _Asked(
+            f"right with the {what} of layer {layer.layer_id} in all layers: kept from one to the others",
+            _with(layers, lambda each, own=own: replace(each, **{field: own})),  # type: ignore[misc]
+            data,
+        )
+
+
+def _of_sink_counts(e: Evidence, layers: Sequence[AttentionLayer]) -> str:
+    """Each wrong row is right for a sink that counts some number of times, the same for all heads of the row."""
+    if all(layer.sinks is None for layer in layers):
+        return ""
+    counts: list[int] = []
+    right = torch.zeros(1, dtype=torch.bool)
+    for count in range(2, _MOST_SINKS + 1):
+
+        def often(layer: AttentionLayer, more: float = math.log(count)) -> AttentionLayer:
+            return layer if layer.sinks is None else replace(layer, sinks=layer.sinks + more)
+
+        found = _rows_right(e, _Asked("", _with(layers, often), e.expected.data))
+        if bool((found & ~right).any()):
+            counts.append(count)
+        right = right | found
+    if not right.all():
+        return ""
+    times = " or ".join(str(count) for count in counts)
+    return f"right for a sink that counts {times} times: once for each split or part, where it counts once in all"

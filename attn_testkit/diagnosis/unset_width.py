@@ -1,0 +1,41 @@
+"""Is a graph right when its capture says the width? Asked of backends that claim ``takes_unset_width``."""
+
+from __future__ import annotations
+
+from ..cases.schedule import Schedule
+from ..checks import Judgement
+from ..contract import ForwardMode
+from ..oracle.expect import expect
+from .rerun import Rerunner
+
+__all__ = ["WIDTH_OF", "blame_unset_width"]
+
+WIDTH_OF = {
+    ForwardMode.TARGET_VERIFY: "num_draft_tokens",
+    ForwardMode.DRAFT_EXTEND: "speculative_num_steps + 1",
+    ForwardMode.DRAFT_EXTEND_V2: "speculative_num_steps + 1",
+}
+"""Mode whose ``spec_info`` has ``num_tokens_per_req`` -> where a backend finds the width besides, in its context."""
+
+
+def blame_unset_width(rerunner: Rerunner, schedule: Schedule) -> str:
+    """A hint, if the graphs of the schedule are right with the width at capture and wrong without; else nothing.
+
+    ``schedule``: of a mode in ``WIDTH_OF``, whose captures have 0 or -1 as ``num_tokens_per_req``.
+    """
+    if not _right(rerunner, schedule, width_at_capture=True) or _right(rerunner, schedule, width_at_capture=False):
+        return ""
+    case = schedule.case
+    unset = -1 if case.pick("num-tokens-per-req") else 0
+    return (
+        f"num_tokens_per_req is {unset} while this graph is captured, as the backend claims to take it "
+        f"(takes_unset_width); with {case.width} there it is right. Take the width from the context "
+        f"({WIDTH_OF[case.mode]}), or do not claim it"
+    )
+
+
+def _right(rerunner: Rerunner, schedule: Schedule, *, width_at_capture: bool) -> bool:
+    run = rerunner.graph(schedule, width_at_capture=width_at_capture)
+    return run is not None and all(
+        Judgement(observed, expect(schedule, observed.step)).right for _, observed in run.observed
+    )

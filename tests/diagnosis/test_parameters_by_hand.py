@@ -1,0 +1,167 @@
+"""A step that is right for something else than its layers have: each mistake is named, and no other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.data import make_layers
+from attn_testkit.cases.schedule import Schedule, make_schedule
+from attn_testkit.checks import Judgement
+from attn_testkit.checks.observation import Observation, copies_of
+from attn_testkit.diagnosis.attended_keys import AttendedKeys
+from attn_testkit.diagnosis.hints import Evidence, hints
+from attn_testkit.diagnosis.hints.parameters import other_parameters
+from attn_testkit.oracle.expect import attend_with_limit, expect
+
+CASE = "decode-gqa3x2-d32-fp32-p4-k40.9.21-shuffled-gauss-kvfp8e4m3-w11-cap1.5-sink-b4prod"
+SCHEDULE = make_schedule(parse_case(CASE))
+
+
+def evidence(out: torch.Tensor, schedule: Schedule = SCHEDULE, **more: Any) -> Evidence:
+    copies = copies_of([("attention", str(layer), each.float()) for layer, each in enumerate(out.unbind(0))])
+    step = schedule.steps[0]
+    seen = Observation(schedule, step, "", copies)
+    values = {"attended": None, "passed": [], "in_graph": False, **more}
+    return Evidence(schedule, Judgement(seen, expect(schedule, step)), **values)
+
+
+def attended(*layer_changes: Any, schedule: Schedule = SCHEDULE, **data_changes: Any) -> torch.Tensor:
+    """[L, T, Hq, Dv]: what a backend gives that has each layer's ``layer_changes``, and other numbers."""
+    layers = list(make_layers(schedule.case))
+    for change in layer_changes:
+        layers = [change(layer) for layer in layers]
+    data = expect(schedule, schedule.steps[0]).data
+    data = replace(data, **{name: change(data) for name, change in data_changes.items()})
+    return attend_with_limit(schedule, data, False, layers)[0].out
+
+
+def sinks(change: Any) -> Any:
+    return lambda layer: layer if layer.sinks is None else replace(layer, sinks=change(layer.sinks))
+
+
+def heads(kv_head: Any) -> Any:
+    return {
+        name: lambda data, name=name: getattr(data, name)[:, :, :, kv_head(torch.arange(6))]
+        for name in ("stored_keys", "stored_values")
+    }
+
+
+def scales(*which: int | None) -> Any:
+    """Scale 0 is of keys, 1 of values, None is 1."""
+    return lambda data: torch.stack(
+        [torch.ones_like(data.kv_scales[0]) if index is None else data.kv_scales[index] for index in which]
+    )
+
+
+MISTAKES = [
+    ("no cap", attended(lambda layer: replace(layer, logit_cap=0.0)), "right without a soft cap"),
+    (
+        "cap before scale",
+        attended(lambda layer: replace(layer, logit_cap=layer.logit_cap * layer.scaling)),
+        "right with a soft cap of products that are not scaled yet",
+    ),
+    ("no sinks", attended(lambda layer: replace(layer, sinks=None)), "right without sinks"),
+    ("sinks in base 2", attended(sinks(lambda s: s * math.log(2))), "right with sinks in base 2"),
+    (
+        "sinks by group",
+        attended(sinks(lambda s: s.view(2, 3)[:, :1].expand(2, 3).reshape(-1))),
+        "right with the sink of a group's first head",
+    ),
+    ("sink twice", attended(sinks(lambda s: s + math.log(2))), "right for a sink that counts 2 times"),
+    ("sink eight times", attended(sinks(lambda s: s + math.log(8))), "right for a sink that counts 8 times"),
+    ("sink nine times", attended(sinks(lambda s: s + math.log(9))), ""),
+    ("scale twice", attended(lambda layer: replace(layer, scaling=layer.scaling**2)), "right with a scale that is app"),
+    ("no scale", attended(lambda layer: replace(layer, scaling=1.0)), "right without a scale"),
+    ("no k_scale", attended(kv_scales=scales(None, 1)), "right without k_scale:"),
+    ("no v_scale", attended(kv_scales=scales(0, None)), "right without v_scale:"),
+    ("neither", attended(kv_scales=scales(None, None)), "right without k_scale and v_scale"),
+    ("k_scale for v", attended(kv_scales=scales(0, 0)), "right with k_scale in place of v_scale"),
+    ("v_scale for k", attended(kv_scales=scales(1, 1)), "right with v_scale in place of k_scale"),
+    ("round robin", attended(**heads(lambda h: h % 2)), "right for query head h with KV head h % 2"),
+    ("power of two", attended(**heads(lambda h: h // 4)), "right for query head h with KV head h // 4"),
+    ("head 0", attended(**heads(lambda h: h * 0)), "right for every query head with KV head 0"),
+    ("clamped", attended(**heads(lambda h: h.clamp(max=1))), "right for query head h with KV head h, or the last one"),
+    (
+        "KV of layer 0",
+        attended(
+            stored_keys=lambda data: data.stored_keys[:1].expand_as(data.stored_keys),
+            stored_values=lambda data: data.stored_values[:1].expand_as(data.stored_values),
+        ),
+        "right with the KV tokens of layer 0 in all layers",
+    ),
+    (
+        "keys of layer 1",
+        attended(stored_keys=lambda data: data.stored_keys[1:].expand_as(data.stored_keys)),
+        "right with the keys of layer 1 in all layers",
+    ),
+    (
+        "values of layer 0",
+        attended(stored_values=lambda data: data.stored_values[:1].expand_as(data.stored_values)),
+        "right with the values of layer 0 in all layers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("out", "text"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
+def test_a_mistake_is_named_by_what_the_numbers_are_right_for(out: torch.Tensor, text: str) -> None:
+    told = other_parameters(evidence(out))
+    assert told.startswith(text)
+    assert bool(told) is bool(text)
+
+
+def test_rows_that_are_right_need_not_have_the_mistake_and_each_row_counts_its_sink_for_itself() -> None:
+    whole = expect(SCHEDULE, SCHEDULE.steps[0]).attention
+    out = whole.clone()
+    out[:, 0] = attended(lambda layer: replace(layer, logit_cap=0.0))[:, 0]
+    assert other_parameters(evidence(out)).startswith("right without a soft cap")
+    out[:, 1] = attended(sinks(lambda s: s + math.log(2)))[:, 1]
+    assert other_parameters(evidence(out)) == "", "two rows, and each has a mistake of its own"
+    for row, often in ((0, 3), (1, 2), (2, 3)):
+        out[:, row] = attended(sinks(lambda s, often=often: s + math.log(often)))[:, row]
+    assert other_parameters(evidence(out)).startswith("right for a sink that counts 2 or 3 times")
+
+
+def test_what_is_named_makes_further_guesses_superfluous() -> None:
+    right = AttendedKeys(0, 0, frozenset({1}), frozenset({1}), frozenset(), frozenset({1}), 2, {}, None)
+    found = evidence(MISTAKES[0][1], attended=right)
+    assert hints(found) == [other_parameters(found)]
+
+
+def test_nothing_is_asked_where_kv_tokens_are_wrong_or_nan_or_where_an_answer_is_dear() -> None:
+    out = MISTAKES[0][1]
+    fewer = AttendedKeys(0, 0, frozenset(), frozenset({1}), frozenset(), frozenset({1}), 2, {}, None)
+    assert other_parameters(evidence(out, attended=fewer)) == ""
+    spoilt = out.clone()
+    spoilt[0, 0, 0, 0] = torch.nan
+    assert other_parameters(evidence(spoilt)) == ""
+    assert other_parameters(evidence(expect(SCHEDULE, SCHEDULE.steps[0]).attention)) == "", "it is right"
+    for length, asked in ((8191, True), (8192, False)):
+        schedule = make_schedule(parse_case(f"decode-mha1-d32-fp32-p16-k{length}-shuffled-gauss-cap1.5-b1prod"))
+        uncapped = attended(lambda layer: replace(layer, logit_cap=0.0), schedule=schedule)
+        assert bool(other_parameters(evidence(uncapped, schedule))) is asked
+
+
+def test_new_rows_as_given_are_mapped_to_heads_as_the_others_are() -> None:
+    given = replace(SCHEDULE, new_rows_as_given=True)
+    data = expect(given, given.steps[0]).data
+    head = torch.arange(6) % 2
+    mapped = {name: getattr(data, name)[:, :, :, head] for name in ("stored_keys", "stored_values")}
+    mapped |= {name: getattr(data, name)[:, :, head] for name in ("k", "v")}
+    out = attend_with_limit(given, replace(data, **mapped), True)[0].out
+    assert other_parameters(evidence(out, given)).startswith("right for query head h with KV head h % 2")
+
+
+def test_heads_that_are_no_group_and_a_pool_without_scales_are_asked_about_neither() -> None:
+    for case, changed in (
+        (CASE.replace("gqa3x2", "mha2"), heads(lambda h: (h % 2)[:2].flip(0))),
+        (CASE.replace("-kvfp8e4m3", ""), {"kv_scales": scales(0, 0)}),
+    ):
+        schedule = make_schedule(parse_case(case))
+        out = attended(schedule=schedule, **changed)
+        assert other_parameters(evidence(out, schedule)) == ""
