@@ -20,4 +20,6 @@ def as_claimed(claims: Capabilities, case: Case) -> Case:
     usual_scaling = not claims.any_scaling and case.heads.family != "mla"
     if usual_scaling != case.usual_scaling:
         case = replace(case, usual_scaling=usual_scaling)
+    if case.draft and not claims.drafts_without_prefix and not case.prefixed:
+        case = replace(case, prefixes=tuple(max(1, prefix) for prefix in case.prefixes), prefixed=True)
     return case

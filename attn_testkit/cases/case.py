@@ -24,13 +24,13 @@ LAYOUTS = ("contiguous", "shuffled", "interleaved", "reversed", "shared")
 ``shared``: requests have the whole pages that their prefixes have in common, as after a hit in a prefix cache."""
 DATA = ("gauss", "shifted", "peaked", "negative", "mean", "footprint", "cliff")
 """Data patterns; see ``cases/patterns.py``."""
-EXTREME_DATA = ("saturated", "swamped")
+EXTREME_DATA = ("saturated", "swamped", "loud")
 """Those of a few cases alone, which show nothing but what they are for: see ``cases/extremes.py``."""
 CODES = "codes"
 """That of a few cases too, which count keys: see ``cases/code_cases.py``."""
 PADDINGS = ("prod", "nan", "stale", "small")
 """What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
-WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "far", "noncausal")
+WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "far", "noncausal", "shapes")
 """What not every server does: see ``cases/ways/``, which has a file for each."""
 
 
@@ -85,6 +85,8 @@ class Case:
     """Target-verify: the draft tree, of ``width`` nodes. None elsewhere."""
     draft: Draft | None = None
     """Draft-decode: the branches, of ``width`` rows together. None elsewhere."""
+    prefixed: bool = False
+    """Draft-decode: no request of any step has an empty prefix."""
     layout: str = "shuffled"
     """One of ``LAYOUTS``."""
     data: str = "gauss"
@@ -143,6 +145,8 @@ class Case:
             raise ValueError("a tree goes with target-verify, and only with it")
         if (self.draft is not None) != (self.mode is ForwardMode.DRAFT_DECODE):
             raise ValueError("a draft goes with draft-decode, and only with it")
+        if self.prefixed and (not self.draft or 0 in self.prefixes):
+            raise ValueError(f"prefixed, with keys {self.prefixes}: in draft-decode alone, and one key or more of each")
         if self.rounds < 0 or (self.rounds and (not self.draft or self.kv_dtype != "same")):
             raise ValueError(f"{self.rounds} rounds: a loop goes with draft-decode, and a KV pool of the model's dtype")
         if self.own_merge and self.parts in ("", "whole"):
@@ -229,6 +233,7 @@ class Case:
             words.append(f"chain{n}" if self.tree == chain(n) else "t" + ".".join(map(str, self.tree.parents)))
         elif self.draft:
             words.append(f"topk{self.draft.branches}steps{self.draft.steps}")
+            words += ["prefixed"] if self.prefixed else []
         elif self.mode is not ForwardMode.DECODE:
             words.append(f"n{self.width}a{_numbers(self.new)}")
         if self.rounds:
@@ -337,6 +342,7 @@ _WORDS: tuple[_Word, ...] = (
     (r"chain(\d+)", lambda m: _tree(chain(int(m[1])).parents)),
     (r"t(\d+(?:\.\d+)*)", lambda m: _tree(tuple(map(int, m[1].split("."))))),
     (r"topk(\d+)steps(\d+)", lambda m: _draft(Draft(int(m[1]), int(m[2])))),
+    (r"prefixed", lambda m: {"prefixed": True}),
     (r"loop(\d+)", lambda m: {"rounds": int(m[1])}),
     (r"chunks(\d+)", lambda m: {"chunks": int(m[1])}),
     (r"n(\d+)a([\d.x]+)", lambda m: {"width": int(m[1]), "new": _unnumbers(m[2])}),
@@ -376,7 +382,7 @@ def parse_case(case_id: str) -> Case:
         if found is None:
             known = (
                 *LAYOUTS, *DATA, *EXTREME_DATA, CODES, *_KV_LAYOUTS, *WAYS,
-                "fp16", "bf16", "fp32", "sink", "usualscale",
+                "fp16", "bf16", "fp32", "sink", "usualscale", "prefixed",
             )  # fmt: skip
             close = difflib.get_close_matches(word, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -28,13 +28,15 @@ from .one_head import one_head_cases
 from .parts import part_cases
 from .plans import context_len
 from .pool_layouts import pool_layout_cases, usual_layout
+from .row_edges import row_edge_cases
 from .small_cases import MOST_NEW_TOKENS, plain_case, small_cases
 from .switches import switch_cases
+from .three_kv_heads import three_kv_heads_cases
 from .trees import Tree, chain
 from .untried import most_rows
 from .ways import way_cases
 
-__all__ = ["TIERS", "companions", "generate"]
+__all__ = ["TIERS", "claimed_companions", "companions", "generate", "within_claims"]
 
 TIERS: Mapping[str, int] = {"smoke": 1, "core": 2, "full": 3}
 """Tier -> strength of the covering array."""
@@ -151,13 +153,11 @@ def _dimensions(claims: Capabilities, mode: ForwardMode, tier: str) -> dict[str,
     return dimensions
 
 
-def _fits(claims: Capabilities, case: Case) -> bool:
+def within_claims(claims: Capabilities, case: Case) -> bool:
     """Whether the case, and all cases that share its instance, keep within what is claimed of lengths and windows."""
     if case.window >= 0 and case.topk > 1 and not claims.window_in_trees:
         return False
-    max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
-    most = (claims.max_q_rows, max_topk, claims.max_extend_tokens, claims.max_draft_branches)
-    others = companions(case, claims.graph, *most) if case.mixed else []
+    others = claimed_companions(claims, case, claims.graph) if case.mixed else []
     return all(context_len(each) <= claims.max_context_len for each in (case, *others))
 
 
@@ -340,6 +340,9 @@ def _prompts(claims: Capabilities, plain: Case) -> Iterator[Case]:
 
 def _loops(claims: Capabilities, plain: Case, tier: str) -> Iterator[Case]:
     """The lossless loop of a chain and, from core on and where trees are claimed as well, of two branches."""
+    # What is stored in FP8 is not what greedy decode would have attended.
+    if "same" not in claims.kv_dtypes:
+        return
     small = replace(_small(claims, plain), page_size=plain.page_size, kv_dtype="same", data="gauss", rounds=6)
     page = plain.page_size
     prefixes = (page + 1, 2 * page, 1)
@@ -375,21 +378,21 @@ def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) 
         built = _build(claims, mode, {name: dimensions[name][i] for name, i in zip(names, row, strict=True)})
         # The seed decides lengths, too: seeded before it is asked whether it fits.
         case = as_claimed(claims, replace(built, seed=seed, kv_layout=usual_layout(claims)))
-        if _fits(claims, case):
+        if within_claims(claims, case):
             cases.setdefault(case.id, case)
     if cases:
         for named in _named(claims, mode, tier, _base(mode, list(cases.values()))):
             case = as_claimed(claims, named.with_seed(seed))
-            if _fits(claims, case):
+            if within_claims(claims, case):
                 cases.setdefault(case.id, case)
     base = _small(claims, _plain(claims, _base(mode, list(cases.values())))) if cases else None
     if cases and tier != "smoke":
         found = list(cases.values())
-        small = small_cases(claims, mode, tier, found, lambda case: _fits(claims, as_claimed(claims, case)))
+        small = small_cases(claims, mode, tier, found, lambda case: within_claims(claims, as_claimed(claims, case)))
         cases.update((case.id, case) for case in (as_claimed(claims, each) for each in small))
     for each in _later(claims, mode, base, tier) if base else ():
         case = as_claimed(claims, each.with_seed(seed))
-        if _fits(claims, case):
+        if within_claims(claims, case):
             cases.setdefault(case.id, case)
     return tuple(cases.values())
 
@@ -402,6 +405,8 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from extreme_cases(claims, base)
         yield from layer_cases(claims, base)
         yield from one_head_cases(claims, base)
+        yield from row_edge_cases(claims, tier, base)
+        yield from three_kv_heads_cases(claims, base)
     yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))
@@ -464,3 +469,10 @@ def companions(
             changes["new"] = _accepted("uneven", width, bs)
         others.append(replace(case, **changes))
     return others
+
+
+def claimed_companions(claims: Capabilities, case: Case, modes: Set[ForwardMode]) -> list[Case]:
+    """``companions`` of these modes, no larger than is claimed."""
+    max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
+    most = (claims.max_q_rows, max_topk, claims.max_extend_tokens, claims.max_draft_branches)
+    return [as_claimed(claims, each) for each in companions(case, modes, *most)]

@@ -20,7 +20,7 @@ from ..contract import AttentionLayer, ForwardMode, HeadShape
 from .case import Case
 from .kv_groups import outgrown
 from .layers import PERIOD, SETTINGS
-from .patterns import draw, mark_keys, normals, probe_values
+from .patterns import LARGEST_FP8, draw, mark_keys, normals, probe_values
 from .places import marked_slots, tail_slots, values_of_place
 from .schedule import Ints, Schedule, Step
 from .ways import way_of
@@ -178,9 +178,13 @@ def _fp8_numbers(dtype: torch.dtype) -> npt.NDArray[np.float64]:
     return numbers
 
 
-def _of_fp8_range(q: torch.Tensor, k: torch.Tensor, held: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries in the range of FP8; ``held``: and exactly held by it, as kernels that round theirs need it."""
-    shift = 2.0 ** max(0, math.ceil(math.log2(max(float(q.abs().max()), 1.0) / 256)))
+_USUAL_RANGE = 256.0
+"""Queries beside an FP8 pool are made no larger, but for the pattern that is about it."""
+
+
+def _of_fp8_range(q: torch.Tensor, k: torch.Tensor, held: bool, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries of at most ``most``; ``held``: and exactly held by FP8, as kernels that round theirs need it."""
+    shift = 2.0 ** max(0, math.ceil(math.log2(max(float(q.abs().max()), 1.0) / most)))
     q = q / shift
     return q.to(torch.float8_e4m3fn).float() if held else q, k * shift
 
@@ -245,7 +249,8 @@ def _drawn(
         asked = int(pattern.split(".")[1]) if pattern.startswith(("probe.", "place.")) else None
         k, v = _shared_rows(k, step, asked), _shared_rows(v, step, asked)
     if case.kv_dtype != "same":
-        q, k = _of_fp8_range(q, k, held=schedule.matmul_dtype == "fp8_e4m3")
+        most = LARGEST_FP8 if pattern == "loud" else _USUAL_RANGE
+        q, k = _of_fp8_range(q, k, schedule.matmul_dtype == "fp8_e4m3", most)
     dtype = DTYPES[case.dtype]
     return q.to(dtype), k.to(dtype), v.to(dtype)
 

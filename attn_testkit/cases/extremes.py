@@ -1,4 +1,4 @@
-"""Cases for arithmetic that is right until numbers are large: a store in FP8, and sums of 16 bits."""
+"""Cases for arithmetic that is right until numbers are large: a store in FP8, queries in FP8, and sums of 16 bits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _MANY_KEYS = 4096
 def extreme_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """What is claimed of them, made of ``small``, a case with as little work for each key as is claimed."""
     one = replace(small, prefixes=(_MANY_KEYS,), new=small.new[:1], bucket=1)
+    two = (small.page_size + 1, 2 * small.page_size)
+    fp8 = replace(small, kv_dtype="fp8_e4m3", prefixes=two, new=small.new[:1] * 2, bucket=2)
     if "fp8_e4m3" in claims.kv_dtypes:
-        two = (small.page_size + 1, 2 * small.page_size)
-        yield replace(small, kv_dtype="fp8_e4m3", prefixes=two, new=small.new[:1] * 2, data="saturated", bucket=2)
+        yield replace(fp8, data="saturated")
     if "fp16" in claims.dtypes and "same" in claims.kv_dtypes:
         yield replace(one, dtype="fp16", kv_dtype="same", data="swamped")
+    if "fp8_e4m3" in claims.kv_dtypes:
+        yield replace(fp8, data="loud")

@@ -16,6 +16,8 @@ __all__ = ["layer_cases", "with_shapes"]
 
 _RANK = Layers(3, 5)
 _LENS = (21, 40, 4)
+_SPLIT_LENS = (600, 40, 4)
+"""The first is beyond the 256 keys, and the 512, of which kernels are known to make a split."""
 _WINDOW = 7
 """Shorter than two of the requests."""
 
@@ -46,12 +48,16 @@ def layer_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def _head_cases(claims: Capabilities, plain: Case, *options: Case) -> Iterator[Case]:
-    """Each pair of shapes once, and where KV groups are claimed the first one in two groups."""
+    """Each pair of shapes once, where KV groups are claimed the first one in two groups, and a pair at lengths that are
+    split: of layers that differ in their query heads, because room for partial results is made for so many.
+    """
     pairs, most = claimed_shapes(claims), options[0] if options else plain
     for shapes, each in zip(pairs, (most, plain), strict=False):
         yield with_shapes(each, shapes)
     if claims.kv_groups and pairs and not plain.draft:
         yield with_shapes(replace(most, layers=replace(_RANK, groups=True)), pairs[0])
+    for shapes in pairs[-1:]:
+        yield with_shapes(replace(plain, prefixes=_SPLIT_LENS), shapes)
 
 
 def with_shapes(case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case:

@@ -140,6 +140,7 @@ def _stage(case: Case, tree: Tree, mode: ForwardMode) -> Case:
         case,
         mode=mode,
         draft=None,
+        prefixed=False,
         rounds=0,
         host=case,
         tree=tree if verify else None,

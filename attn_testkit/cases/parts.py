@@ -51,7 +51,7 @@ def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     for kind in kinds:
         parts, page = f"{kind}{_RANKS.get(kind, '')}", small.page_size
         if kind == "pages":
-            # With pages of one key these would be the tokens.
+            # With pages of one key these would be the tokens: see ``_of_larger_pages``.
             page = min(claims.page_sizes, key=lambda size: abs(size - 4))
         few = _like(small, page, (2 * page + 3, 0, page, 1, 70), parts)
         own = claims.lse is not None and claims.lse.merges and kind != "whole"
@@ -62,6 +62,14 @@ def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
             # A window of one key leaves all ranks but one without any.
             few = replace(few, data="peaked", own_merge=own, window=0 if _windowed(claims, few) else -1)
             yield from (replace(few, **heads) for heads in [*_other_heads(claims, small)] or [{}])
+        if kind in ("pages", "whole") and page == 1:
+            yield from _of_larger_pages(claims, few)
+
+
+def _of_larger_pages(claims: Capabilities, few: Case) -> Iterator[Case]:
+    """All keys, and ranks that have whole pages, in pages of several keys where all other cases have pages of one."""
+    for page in sorted(claims.page_sizes - {1})[:1]:
+        yield replace(few, page_size=page, prefixes=(2 * page + 3, 0, page, 1, 70), data="gauss", own_merge=False)
 
 
 def _like(small: Case, page: int, prefixes: tuple[int, ...], parts: str) -> Case:

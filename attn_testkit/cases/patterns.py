@@ -17,6 +17,9 @@ Patterns
                    stores NaN.
     ``swamped``    equal weights, and a value at either end of a request that is 50,000 times as large as those between:
                    sums of 16 bits lose thousands of small terms, one by one.
+    ``loud``       one channel of the queries is between 256 and 448, the largest number of FP8, and that of the keys
+                   so small that logits are as those of ``gauss``: who limits queries to 224 or 240, as is right for
+                   another FP8, has other logits.
     ``codes``      Q = 0, so all keys of a row weigh the same, and every key has a code of +1 and -1 for a value: a
                    walk along the keys that stays within ``CODE_BOUND`` in each channel. Values of any run of keys
                    nearly cancel, so outputs and their rounding are of the size of one key of n, not of 1; and the
@@ -33,11 +36,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["BANK_SIZE", "CODE_BOUND", "balanced_codes", "draw", "mark_keys", "marked_keys", "normals", "probe_values"]
+__all__ = [
+    "BANK_SIZE",
+    "CODE_BOUND",
+    "LARGEST_FP8",
+    "balanced_codes",
+    "draw",
+    "mark_keys",
+    "marked_keys",
+    "normals",
+    "probe_values",
+]
 
 BANK_SIZE = 1 << 20
 CODE_BOUND = 8
 """Codes of neighbouring keys sum to no more than twice this, in any channel. A power of two."""
+LARGEST_FP8 = 448.0
+"""Of e4m3fn."""
 _STRIDE = 7
 
 
@@ -127,6 +142,15 @@ def _swamped(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Draw
     return torch.zeros(q), torch.zeros(k), values
 
 
+def _loud(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    queries, keys, values = (normals(shape, rng).clone() for shape in (q, k, v))
+    # The last channel: that of MLA is no value as well.
+    last = queries[..., -1]
+    queries[..., -1] = torch.where(last < 0, -1.0, 1.0) * (LARGEST_FP8 - 64 * last.abs()).clamp(min=256.0)
+    keys[..., -1] *= math.sqrt(q[-1]) / LARGEST_FP8
+    return queries, keys, values
+
+
 def _codes(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     return torch.zeros(q), normals(k, rng), balanced_codes(v, rng)
 
@@ -157,6 +181,7 @@ _MAKERS: dict[str, _Maker] = {
     "cliff": _cliff,
     "saturated": _saturated,
     "swamped": _swamped,
+    "loud": _loud,
     "codes": _codes,
 }
 

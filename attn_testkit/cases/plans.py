@@ -60,6 +60,8 @@ def make_plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], l
     oversized = Plan("more requests than any graph", big + 2, others(big + 2, lambda k: k // 3 + 2))
     plans = [*plans[:5], *rotated, *plans[5:], oversized]
     plans = with_new_tokens(case, plans) if case.mode is ForwardMode.EXTEND else plans
+    if case.prefixed:
+        plans = [replace(plan, prefixes=tuple(max(1, prefix) for prefix in plan.prefixes)) for plan in plans]
     return buckets, way_of(case).plans(case, plans)
 
 

@@ -51,8 +51,9 @@ def small_cases(
             changed = _CHANGES[name](claims, case, _capped(name, value))
             most = _MOST_WORK_OF_ROWS if dict(tried).keys() & {"rows", "extend"} else _MOST_WORK
             cheap = not tried or _work(changed) <= most
-            allowed = changed.heads.family in claims.families and fits(changed)
-            if cheap and allowed and all(_tries(claims, changed, each) for each in (*tried, (name, value))):
+            claimed = cheap and changed.heads.family in claims.families
+            # Whether it fits takes longest to say: last.
+            if claimed and all(_tries(claims, changed, each) for each in ((name, value), *tried)) and fits(changed):
                 case, tried = changed, [*tried, (name, value)]
         if not tried:
             return

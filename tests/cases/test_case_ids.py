@@ -100,7 +100,8 @@ def test_nothing_unclaimed_is_tried() -> None:
     )
     for tier in TIERS:
         for case in generate(claims, ForwardMode.TARGET_VERIFY, tier):
-            assert (case.head_dim, case.page_size, case.heads) == (96, 8, Heads("gqa", 10, 2))
+            assert (case.head_dim, case.page_size) == (96, 8)
+            assert case.heads in (Heads("gqa", 10, 2), Heads("gqa", 15, 3))
             assert case.width <= 5
             assert case.topk == 1
             assert (case.window, case.logit_cap, case.sinks, case.kv_dtype) == (-1, 0.0, False, "same")

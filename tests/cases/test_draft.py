@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import companions, generate
+from attn_testkit.cases.catalogue import claimed_companions, companions, generate
 from attn_testkit.cases.data import make_step_data, pool_image
 from attn_testkit.cases.draft import Draft
 from attn_testkit.cases.places import tail_slots
@@ -153,3 +153,37 @@ def test_beside_draft_extends_a_draft_has_their_steps(rows: int, steps: int | No
     found = {each.mode: each for each in companions(host, {DRAFT, V1}, rows)}
     assert found[V1].width == min(rows, 4)
     assert (found[DRAFT].draft == Draft(1, steps)) if steps else (DRAFT not in found)
+
+
+@pytest.mark.parametrize("tier", ["smoke", "core"])
+def test_who_claims_no_empty_prefix_has_none_in_any_step_of_any_case(tier: str) -> None:
+    claims = Capabilities(
+        eager={DRAFT}, graph={DRAFT}, families={"gqa"}, max_draft_branches=4, drafts_without_prefix=False
+    )
+    asked = generate(claims.with_changes(drafts_without_prefix=True), DRAFT, tier)
+    found = generate(claims, DRAFT, tier)
+    assert len(found) >= len(asked) * 0.9, "what had an empty prefix is not left out"
+    assert all(parse_case(each.id) == each for each in found)
+    schedules = [make_schedule(each) for each in found]
+    steps = [step for schedule in schedules for step in (*schedule.steps, schedule.second)]
+    assert min(r.prefix for step in steps for r in step.requests) == 1, "one key is the least, and is tried"
+
+
+def test_a_draft_that_shares_an_instance_has_no_empty_prefix_either() -> None:
+    host = parse_case("decode-mha2-d64-bf16-p8-k0.16-shuffled-gauss-b3prod-mixed")
+    claims = Capabilities(eager={DECODE, DRAFT}, graph={DECODE, DRAFT}, page_sizes={8}, drafts_without_prefix=False)
+    (draft,) = claimed_companions(claims, host, {DRAFT})
+    assert (draft.prefixes, draft.prefixed, host.prefixes) == ((1, 16), True, (0, 16))
+    (with_empty,) = claimed_companions(claims.with_changes(drafts_without_prefix=True), host, {DRAFT})
+    assert (with_empty.prefixes, with_empty.prefixed) == ((0, 16), False)
+
+
+@pytest.mark.parametrize("word", ["k0.16", "k5.0"])
+def test_a_case_cannot_be_prefixed_and_have_an_empty_prefix(word: str) -> None:
+    with pytest.raises(ValueError, match="prefixed, with keys"):
+        parse_case(case().id.replace("k7.16", word).replace("steps3", "steps3-prefixed"))
+
+
+def test_only_a_draft_is_prefixed() -> None:
+    with pytest.raises(ValueError, match="in draft-decode alone"):
+        parse_case("decode-mha2-d64-bf16-p8-k7.16-prefixed-shuffled-gauss-b3prod")

@@ -29,15 +29,15 @@ def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> 
     first = next(place for place, case in enumerate(cases) if case.data in EXTREME_DATA)
     assert [case.data for case in cases if case.data in EXTREME_DATA] == list(EXTREME_DATA)
     assert all(came_later(case) for case in cases[first:])
-    assert [case.kv_dtype for case in EXTREMES[mode]] == ["fp8_e4m3", "same"]
+    assert [case.kv_dtype for case in EXTREMES[mode]] == ["fp8_e4m3", "same", "fp8_e4m3"]
 
 
 def test_only_what_is_claimed_and_not_in_smoke() -> None:
     assert extremes(CLAIMS, "smoke") == []
     assert extremes(CLAIMS.with_changes(kv_dtypes={"same"})) == ["swamped"]
-    assert extremes(CLAIMS.with_changes(dtypes={"bf16"})) == ["saturated"]
-    assert extremes(CLAIMS.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated"]
-    assert extremes(CLAIMS.with_changes(max_context_len=4096)) == ["saturated"], "with its new token it is longer"
+    assert extremes(CLAIMS.with_changes(dtypes={"bf16"})) == ["saturated", "loud"]
+    assert extremes(CLAIMS.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated", "loud"]
+    assert extremes(CLAIMS.with_changes(max_context_len=4096)) == ["saturated", "loud"], "with its token it is longer"
     assert not set(DATA) & set(EXTREME_DATA), "no covering array has them"
 
 
@@ -67,3 +67,24 @@ def test_a_sum_of_16_bits_is_over_the_limit_from_either_end_and_one_of_32_is_not
         total = (total.float() + tile.sum(1).float()).to(dtype)
     error = (total.double() / values.shape[1] - wanted.attention[:, 0, 0]).abs()
     assert bool((error > wanted.attention_limit[:, 0, 0]).all()) is (dtype is torch.float16)
+
+
+@pytest.mark.parametrize("products", ["", "fp8_e4m3"])
+@pytest.mark.parametrize("case", [case for case in ALL if case.data == "loud"], ids=lambda case: case.id)
+def test_loud_queries_are_within_fp8_and_beyond_240_and_their_logits_are_usual(case: Case, products: str) -> None:
+    schedule = make_schedule(case, matmul_dtype=products)
+    data = make_step_data(schedule, schedule.steps[0])
+    largest = data.q.float().abs().amax(-1)
+    assert ((largest >= 256) & (largest <= 448)).all()
+    if products:
+        assert torch.equal(data.q.float().to(torch.float8_e4m3fn).float(), data.q.float())
+    for index, layer in enumerate(make_layers(case)):
+        last = data.q[index, :, :, -1].double()
+        heads = data.stored_keys.shape[-2]
+        # [T, S, Hk]: of the own request's keys, the part of the logits that the one channel makes.
+        of_row = data.keys[index, data.row_request][..., -1]
+        part = (last[:, None].unflatten(-1, (heads, -1)) * of_row[..., None]).flatten(-2) * layer.scaling
+        seen = data.visible[data.row_request, data.row_offset]
+        assert 0.1 < float(part[seen].std()) < 3, "as much as all other channels, in units of a logit"
+        limited = (last.clamp(-224, 224) - last)[:, None].unflatten(-1, (heads, -1)) * of_row[..., None]
+        assert float(limited.flatten(-2)[seen].abs().max() * layer.scaling) > 0.05

@@ -104,14 +104,16 @@ def of_shapes(mode: ForwardMode, tier: str = "core", **claims: object) -> list[C
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_cases_have_shapes_where_they_are_claimed_with_options_without_and_in_groups(mode: ForwardMode) -> None:
-    found = of_shapes(mode)
+    *found, split = of_shapes(mode)
+    assert max(split.prefixes) > 512 > max(prefix for case in found for prefix in case.prefixes)
+    assert len({shape.num_qo_heads for shape in split.layers.shapes}) == 2, "partial results need more room"
     assert [case.layers.groups for case in found] == [False, False] + [True] * (mode is not ForwardMode.DRAFT_DECODE)
     assert [case.sinks for case in found[:2]] == [True, False]
     assert {case.layers.shapes for case in found} == set(claimed_shapes(CLAIMS))
     assert all(case.page_size > 1 and case.layers.first == 5 for case in found)
-    assert [parse_case(case.id) for case in found] == found
+    assert [parse_case(case.id) for case in (*found, split)] == [*found, split]
     assert of_shapes(mode, heads_by_layer=False) == of_shapes(mode, "smoke") == of_shapes(mode, families={"mla"}) == []
-    assert len(of_shapes(mode, kv_groups=False)) == 2
+    assert len(of_shapes(mode, kv_groups=False)) == 3
 
 
 def test_a_tier_that_tries_no_shapes_says_so() -> None:

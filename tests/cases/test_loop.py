@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.loop import Loop, loop_modes, make_loop, make_vocabulary
 from attn_testkit.contract import ForwardMode
 
@@ -84,3 +86,10 @@ def test_the_same_id_gives_the_same_loop_as_ever() -> None:
     for each in (words.q, words.k, words.v, words.hidden):
         digest.update(each.contiguous().view(torch.uint8).numpy().tobytes())
     assert digest.hexdigest()[:16] == "d15651e32ce29977"
+
+
+def test_a_backend_of_fp8_pools_alone_has_no_loop() -> None:
+    claims = TorchNativeBackend.capabilities
+    assert any(case.rounds for case in generate(claims, ForwardMode.DRAFT_DECODE, "core"))
+    fp8 = claims.with_changes(kv_dtypes={"fp8_e4m3"})
+    assert {case.kv_dtype for case in generate(fp8, ForwardMode.DRAFT_DECODE, "core")} == {"fp8_e4m3"}

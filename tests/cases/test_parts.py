@@ -60,6 +60,19 @@ def test_each_claimed_kind_is_tried_in_each_mode_from_core_on_and_smoke_says_wha
     assert "log-sum-exp: merged by the backend, pages, prefix, tokens, whole" in said
 
 
+@pytest.mark.parametrize("mode", [mode for mode in ForwardMode if "pages" in claims_of_parts(ALL, mode)])
+@pytest.mark.parametrize(("sizes", "tried"), [({1, 16, 64}, {1, 16}), ({1, 4}, {4}), ({1}, {1}), ({32, 64}, {32})])
+def test_ranks_have_pages_of_several_keys_where_any_are_claimed(
+    mode: ForwardMode, sizes: set[int], tried: set[int]
+) -> None:
+    cases = generate(ALL.with_changes(page_sizes=sizes), mode, "core")
+    of_pages = [case for case in cases if case.parts.startswith("pages")]
+    assert {case.page_size for case in of_pages} == tried
+    assert {parts_of(case)[0].interleave for case in of_pages} == tried
+    whole = {case.page_size for case in cases if case.parts == "whole"}
+    assert whole == {min(sizes)} | set(sorted(sizes)[:2] if 1 in sizes else ())
+
+
 def test_cases_without_the_claim_are_those_of_before() -> None:
     without = ALL.with_changes(lse=None)
     for mode in ForwardMode:

@@ -20,6 +20,7 @@ from attn_testkit.cases.data import (
     make_step_data,
     pool_image,
 )
+from attn_testkit.cases.patterns import LARGEST_FP8
 from attn_testkit.cases.places import PLACES, marked_slots, place_pattern
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule, only
 from attn_testkit.contract import KVPool
@@ -172,15 +173,21 @@ def test_a_large_query_of_an_fp8_pool_moves_its_size_into_the_keys() -> None:
     ("largest", "factor"),
     [(0.5, 1), (1.0, 1), (128.5, 1), (256.0, 1), (256.5, 2), (512.0, 2), (513.0, 4), (5000.0, 32)],
 )
-def test_a_query_is_halved_until_256_holds_it_and_not_once_more(largest: float, factor: float) -> None:
+def test_a_query_is_halved_until_the_range_holds_it_and_not_once_more(largest: float, factor: float) -> None:
     q, k = torch.tensor([[-largest, 0.25, 3.0]]), torch.tensor([[3.0, -5.0, 0.3]])
-    small, large = _of_fp8_range(q, k, held=True)
+    small, large = _of_fp8_range(q, k, held=True, most=256.0)
     assert torch.equal(small, (q / factor).to(torch.float8_e4m3fn).float())
     assert torch.equal(large, k * factor)
     assert float(small.abs().max()) <= 256
-    free, large = _of_fp8_range(q, k, held=False)
+    free, large = _of_fp8_range(q, k, held=False, most=256.0)
     assert torch.equal(free, q / factor)
     assert torch.equal(large, k * factor)
+
+
+@pytest.mark.parametrize(("largest", "factor"), [(256.5, 1), (LARGEST_FP8, 1), (LARGEST_FP8 + 0.5, 2)])
+def test_loud_queries_go_up_to_what_fp8_holds(largest: float, factor: float) -> None:
+    found, _ = _of_fp8_range(torch.tensor([largest]), torch.tensor([1.0]), held=False, most=LARGEST_FP8)
+    assert found.item() == largest / factor
 
 
 def test_every_fp8_number_means_what_torch_takes_it_for_times_the_scale_of_its_layer() -> None:

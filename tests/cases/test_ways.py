@@ -43,7 +43,7 @@ def test_what_is_claimed_decides_which_ways_are_tried(mode: ForwardMode) -> None
     more = set() if mode is ForwardMode.DRAFT_DECODE else {"morerows"}
     if mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
         more = more | {"noncausal"}
-    far = {"far"} if mode is ForwardMode.DECODE else set()
+    far = {"far", "shapes"} if mode is ForwardMode.DECODE else set()
     assert set(ways(PLAIN, mode)) == {"idle"} | far
     assert set(ways(ALL, mode)) == {"idle", "norows", "lent"} | far | more | verify
     assert "norows" not in ways(ALL.with_changes(graph=()), mode)
@@ -105,3 +105,14 @@ def test_a_backend_without_decode_has_its_far_context_in_one_other_mode() -> Non
     draft = {ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND}
     claims = PLAIN.with_changes(eager=draft, graph=())
     assert [mode for mode in ForwardMode if "far" in ways(claims, mode)] == [ForwardMode.TARGET_VERIFY]
+
+
+def test_more_shapes_than_a_cache_of_128_entries_holds_stand_between_two_replays_of_the_own_batch() -> None:
+    schedule = make_schedule(ways(PLAIN, ForwardMode.DECODE)["shapes"])
+    steps = schedule.steps
+    assert [step.label for step in (steps[0], steps[-1])] == ["own batch", "own batch after many others"]
+    assert {step.bucket for step in (steps[0], steps[-1])} == {max(schedule.buckets)}
+    between = [step for step in steps if step.bucket == min(schedule.buckets)]
+    assert len({tuple(step.lens) for step in between}) > 128
+    assert all(schedule.runs_eagerly(step, PLAIN) for step in between)
+    assert "shapes" not in ways(PLAIN.with_changes(graph={"extend"}), ForwardMode.DECODE), "eager plans are not kept"

@@ -13,6 +13,7 @@ from ..case import Case
 from .far import FAR
 from .idle import IDLE
 from .lent import LENT
+from .many_shapes import MANY_SHAPES
 from .more_rows import MORE_ROWS
 from .no_rows import NO_ROWS
 from .non_causal import NON_CAUSAL
@@ -21,7 +22,9 @@ from .way import Way
 
 __all__ = ["WAYS", "Way", "dialect_of", "way_cases", "way_of", "ways_that_fit"]
 
-WAYS: Mapping[str, Way] = {way.word: way for way in (IDLE, NO_ROWS, WITH_NEW, BARE, LENT, MORE_ROWS, FAR, NON_CAUSAL)}
+WAYS: Mapping[str, Way] = {
+    way.word: way for way in (IDLE, NO_ROWS, WITH_NEW, BARE, LENT, MORE_ROWS, FAR, NON_CAUSAL, MANY_SHAPES)
+}
 """By word, in the order in which their cases stand."""
 _USUAL = Way("", "as all servers do it")
 _PAGE = 16

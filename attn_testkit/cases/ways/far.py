@@ -35,6 +35,7 @@ FAR = Way(
     f"max_context_len is {_TOKENS:,}, and no request is near it",
     "max_context_len",
     _cases,
+    needs_no_claim=True,
     plans=_plans,
     context_len=_TOKENS,
 )

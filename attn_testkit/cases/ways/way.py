@@ -49,3 +49,5 @@ class Way:
     """Something else than lengths on the host is None: the tree of a target-verify."""
     causal: bool = True
     """``AttentionLayer.causal`` of all layers."""
+    needs_no_claim: bool = False
+    """Whether any backend may be asked for it in the modes of ``cases``, whatever ``fits`` says."""

@@ -1,0 +1,63 @@
+"""Rows of one request on both sides of where something changes: of splits of the keys, of tiles of rows x heads.
+
+A kernel that asks a request's first row, or its last, how many splits there are is right for as long as all of them
+say the same. One that packs the heads of a KV head into tiles of rows is right until a tile begins inside a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..contract import Capabilities, ForwardMode
+from .case import CODES, Case, Heads
+from .extend import room_for
+from .trees import chain
+from .untried import most_rows
+
+__all__ = ["row_edge_cases"]
+
+_EDGES = (256, 512, 1024)
+"""Keys at which kernels and planners are known to begin another split, tile or path."""
+_ROWS = 4
+_ODD_GROUPS = (7, 5, 6)
+"""No power of two, as 28 query heads over 4 KV heads are."""
+_PACKED = 200
+"""Packed rows that are more than one full tile of 128."""
+_MOST_ROWS = 40
+_PREFIXES = (107, 20)
+"""The rows of the first request end beyond 128 keys."""
+_ONE_ROW = (ForwardMode.DECODE, ForwardMode.DRAFT_DECODE)
+
+
+def row_edge_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with as little work for each row and key as is claimed."""
+    rows = min(_ROWS, most_rows(claims, small.mode))
+    codes = replace(small, data=CODES, layout="shuffled")
+    if small.mode is ForwardMode.DECODE:
+        lens = tuple(edge + key for edge in _EDGES for key in (-1, 0))
+        yield replace(codes, prefixes=lens, bucket=len(lens))
+    if small.mode in _ONE_ROW or rows < 2:
+        return
+    # With the edge before, in and behind the rows.
+    yield _with_rows(codes, rows, tuple(edge - 2 for edge in _EDGES))
+    if small.heads.family == "mla":
+        return
+    groups = [group for group in _ODD_GROUPS if group in claims.gqa_ratios and "gqa" in claims.families]
+    for group in groups if tier == "full" else groups[:1]:
+        many = min(_MOST_ROWS, -(-_PACKED // group), most_rows(claims, small.mode))
+        wide = replace(small, heads=Heads("gqa", 2 * group, 2), data="gauss")
+        yield _with_rows(wide, many, _PREFIXES)
+
+
+def _with_rows(case: Case, rows: int, prefixes: tuple[int, ...]) -> Case:
+    """Requests with so many rows each; where a mode lists them the last one has fewer."""
+    new = (*(rows,) * (len(prefixes) - 1), max(1, rows - 1)) if case.new else ()
+    return replace(
+        case,
+        prefixes=prefixes,
+        new=new,
+        width=room_for(new) if case.mode is ForwardMode.EXTEND else rows,
+        tree=chain(rows) if case.tree else None,
+        bucket=len(prefixes),
+    )

@@ -1,0 +1,27 @@
+"""A case of three KV heads, as SmolLM2-135M has them: several, and no power of two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..contract import Capabilities
+from .case import Case, Heads
+
+__all__ = ["three_kv_heads_cases"]
+
+_KV_HEADS = 3
+_LENS = (9, 70)
+
+
+def three_kv_heads_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """With the smallest group that is claimed; made of ``small``, a case with little work for each row."""
+    groups = sorted(claims.gqa_ratios - {1}) if "gqa" in claims.families else []
+    if not groups and "mha" not in claims.families:
+        return
+    family, group = ("gqa", groups[0]) if groups else ("mha", 1)
+    head_dim = min(claims.head_dims) if small.heads.family == "mla" else small.head_dim
+    yield replace(
+        small, heads=Heads(family, group * _KV_HEADS, _KV_HEADS), head_dim=head_dim, rope_dim=0, prefixes=_LENS,
+        new=small.new[:1] * len(_LENS), data="gauss", bucket=len(_LENS) + 1,
+    )  # fmt: skip
