@@ -42,7 +42,7 @@ __all__ = [
 GROUP = "attn_testkit.backends"
 """Entry-point group in which a distribution registers short names: ``triton = "pkg.module:Class"``."""
 
-BRIDGES: Mapping[str, str] = {"sglang": "attn_testkit.bridges.sglang"}
+BRIDGES: Mapping[str, str] = {"sglang": "attn_testkit.bridges.sglang", "vllm": "attn_testkit.bridges.vllm"}
 """Server -> module whose ``backend_class(name)`` gives that server's own backend: ``sglang:triton``."""
 
 
@@ -113,6 +113,8 @@ def load_backend(spec: str) -> type[AttentionBackend]:
         raise BackendNotFound(f"backend {spec!r} is incomplete; write module:Class")
     if module_name in BRIDGES:
         return checked_class(spec, _of_server(spec, BRIDGES[module_name], class_path))
+    if "/" in module_name:
+        raise BackendNotFound(_is_a_file(spec, module_name, class_path))
     found: object = _import(spec, module_name)
     for name in class_path.split("."):
         found = _attribute(spec, found, name)
@@ -161,6 +163,8 @@ def _registered_spec(name: str) -> str:
     if points:
         own = "a name of your own is known once its package is installed"
         known = f" (known: {', '.join(sorted(points))}; or module:Class; {own})"
+    if "/" in name or name.endswith(".py"):
+        raise BackendNotFound(_is_a_file(name, name, "Class"))
     if "." in name:
         module_name, _, class_name = name.rpartition(".")
         raise BackendNotFound(
@@ -186,6 +190,8 @@ def _import(spec: str, module_name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
+        if module_name.endswith(".py") and module_name.startswith(missing):
+            raise BackendNotFound(_is_a_file(spec, module_name, spec.partition(":")[2])) from error
         if module_name == missing or module_name.startswith(missing + "."):
             hint = did_you_mean(missing, _siblings(missing), cutoff=0.75)
             raise BackendNotFound(f"backend {spec!r}: there is no module {missing!r}{hint}") from error
@@ -194,6 +200,12 @@ def _import(spec: str, module_name: str) -> ModuleType:
         raise
     except BaseException as error:
         raise BackendNotFound(_import_failed(spec, module_name, error)) from error
+
+
+def _is_a_file(spec: str, path: str, class_name: str) -> str:
+    file = Path(path.removesuffix(".py"))
+    module = file.name if file.is_absolute() or ".." in file.parts else ".".join(file.parts)
+    return f"backend {spec!r} is a file; a class is named module:Class, did you mean '{module}:{class_name}'?"
 
 
 def _import_failed(spec: str, module_name: str, error: BaseException) -> str:

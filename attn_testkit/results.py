@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import textwrap
@@ -20,6 +21,7 @@ __all__ = [
     "MODES",
     "NOT_STARTED",
     "NO_CASE",
+    "PYTHON_VARIABLE",
     "CaseResult",
     "ErrorMap",
     "Finding",
@@ -28,9 +30,11 @@ __all__ = [
     "Status",
     "emulated_parts",
     "exit_code",
+    "failed_check",
     "format_failure",
     "left_lines",
     "message_of",
+    "program",
     "readable",
     "repro_command",
     "untried_lines",
@@ -46,6 +50,8 @@ KIT_ERROR = "the kit itself failed: "
 """How the reason of a result begins when the fault is ours, not the backend's."""
 NOT_STARTED = "not started: "
 """How the reason of a result begins that the budget of the run left no time for."""
+PYTHON_VARIABLE = "ATTN_TESTKIT_PYTHON"
+"""Set by ``attn-testkit --python PATH`` for the process that it continues in: PATH."""
 CANNOT_IMPORT = "is installed and cannot be imported"
 """In the reason of what is not run because a package is broken."""
 # The ids of checks/, which comes with torch, in its reading order. A test compares.
@@ -255,6 +261,11 @@ class CaseResult:
         return self.reason.startswith(KIT_ERROR)
 
 
+def failed_check(result: CaseResult) -> str:
+    """The first check that failed, or how the case-run ended: failures that share it are taken to have one cause."""
+    return result.findings[0].check if result.findings else result.status.value
+
+
 def emulated_parts(result: CaseResult) -> list[str]:
     """Which of device, graph and kernels were emulated."""
     parts = (("device", result.device), ("graph", result.graph), ("kernels", result.kernels))
@@ -412,6 +423,12 @@ def _without_budget(command: str) -> str:
     return shlex.join(kept)
 
 
+def program() -> tuple[str, ...]:
+    """The words before the verb of a command that does the same again."""
+    python = os.environ.get(PYTHON_VARIABLE)
+    return ("attn-testkit", "--python", python) if python else ("attn-testkit",)
+
+
 def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
     """The command that shows this result again; for a class that no import gives, the call."""
     if result.backend.startswith("__main__:") or "<locals>" in result.backend:
@@ -422,9 +439,9 @@ def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
         rest.append("--device cpu")
     if not result.case.endswith(NO_CASE):
         rest += [f"--after {each}" for each in result.after]
-        return " ".join(["attn-testkit repro --backend", result.backend, *rest, result.case])
+        return " ".join([shlex.join(program()), "repro --backend", result.backend, *rest, result.case])
     # There is no case to name: planning the mode again shows it.
     if header and header.tier != "smoke":
         rest.append(f"--tier {header.tier}")
     mode = ["--mode", result.mode] if result.mode else []
-    return " ".join(["attn-testkit run --backend", result.backend, *mode, *rest])
+    return " ".join([shlex.join(program()), "run --backend", result.backend, *mode, *rest])

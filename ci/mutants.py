@@ -36,8 +36,8 @@ from pathlib import Path, PurePosixPath
 
 from mutation.config import Config, ConfigError, Stage, load_config
 from mutation.judge import Judge, Trial, Verdict
-from mutation.operators import Mutant, read_mutants
-from mutation.records import Journal, read_equivalent
+from mutation.operators import Mutant, read_equivalents, read_mutants
+from mutation.records import Journal
 
 HERE = Path(__file__).resolve().parent
 SURVIVED, KILLED, TIMED_OUT, EQUIVALENT = "survived", "killed", "timed out", "equivalent"
@@ -168,9 +168,14 @@ def choose(args: argparse.Namespace, config: Config) -> tuple[list[Mutant], dict
     if not mutants:
         raise ConfigError(f"nothing to mutate in {', '.join(args.only or config.paths)}")
     listed = args.equivalent or args.config.parent / "mutants_equivalent.toml"
-    everywhere = [str(file.relative_to(config.root)) for file in config.files()]
-    read = [str(file.relative_to(config.root)) for file in files]
-    reasons = read_equivalent(listed, mutants, read, everywhere) if listed.exists() or args.equivalent else {}
+    # Of a file that no run mutates an entry is not looked over: it speaks of code that is gone.
+    elsewhere = {str(file.relative_to(config.root)) for file in {*config.files()} - {*files}}
+    reasons = {}
+    if listed.exists() or args.equivalent:
+        try:
+            reasons = read_equivalents(listed, mutants, elsewhere.__contains__)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     if args.again:
         again = survivors_of(args.again)
         mutants = [mutant for mutant in mutants if mutant.id in again]

@@ -3,6 +3,8 @@
 #
 #   ATTN_PYTHONS="python3.11 python3.13"  interpreters to try; default: each supported one on PATH or of pyenv
 #   ATTN_TORCH_INDEX=URL                  where torch's CPU builds are, beside pip's own sources
+#   ATTN_TORCH="torch==2.13.0"            the torch to install; default: the CPU build of ci/constraints.txt's version. One
+#                                         that brings CUDA's libraries takes 5 GB for each Python, one after the other
 #
 # Uploads nothing. Ends with what it could not try; exit code 1 if anything that it tried is wrong.
 set -euo pipefail
@@ -13,7 +15,7 @@ trap 'rm -rf "$work"' EXIT
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PIP_DISABLE_PIP_VERSION_CHECK=1 CUDA_VISIBLE_DEVICES=""
 most_kilobytes=2048
 minor_versions=(3.11 3.12 3.13 3.14)
-torch="torch==2.13.0+cpu"
+torch="${ATTN_TORCH:-$(grep '^torch==' "$root/ci/constraints.txt")+cpu}"
 untried=()
 tried=()
 
@@ -35,6 +37,8 @@ pythons() { # the path of each interpreter to try
   done
 }
 
+grep -v '^torch==' "$root/ci/constraints.txt" > "$work/constraints.txt"
+constraints=(-c "$work/constraints.txt")
 mapfile -t found < <(pythons)
 ((${#found[@]})) || fail "no Python of ${minor_versions[*]} is here"
 here=" $(for python in "${found[@]}"; do "$python" -c "import sys; print('%d.%d' % sys.version_info[:2], end=' ')"; done)"
@@ -73,20 +77,24 @@ for python in "${found[@]}"; do
   environment="$work/${name// /-}"
   "$python" -m venv "$environment"
   pip=("$environment/bin/pip" --quiet install)
-  constraints=(-c "$root/ci/constraints.txt")
   # Alone first, so that a CUDA build of gigabytes is not taken where a CPU build is not to be had.
   if ! "${pip[@]}" --no-deps ${ATTN_TORCH_INDEX:+--extra-index-url "$ATTN_TORCH_INDEX"} "$torch" 2> "$work/pip.log"; then
-    untried+=("$name: no $torch for it; set ATTN_TORCH_INDEX")
+    untried+=("$name: no $torch for it; set ATTN_TORCH_INDEX or ATTN_TORCH")
     continue
   fi
-  grep -v '^torch==' "$root/ci/constraints.txt" > "$work/constraints.txt"
-  constraints=(-c "$work/constraints.txt")
   if ! "${pip[@]}" "${constraints[@]}" "$wheel" 2> "$work/pip.log"; then
     untried+=("$name: its dependencies cannot be installed: $(tail -n 1 "$work/pip.log")")
     continue
   fi
+  # A build of torch with CUDA's libraries brings it.
+  "$environment/bin/pip" --quiet uninstall --yes triton 2> /dev/null
   "$environment/bin/attn-testkit" --version
+  (cd "$work" && "$environment/bin/attn-testkit" doctor --device cpu > "$work/smoke.log" 2>&1) ||
+    { tail -n 30 "$work/smoke.log" >&2; fail "$name, doctor: the kit cannot run"; }
   smoke "$environment" "$name, no extras" --backend torch_native
+  "$environment/bin/pip" --quiet uninstall --yes attn-testkit
+  "${pip[@]}" --no-deps "$sdist" 2> "$work/pip.log" || { cat "$work/pip.log" >&2; fail "$name: the sdist cannot be installed"; }
+  smoke "$environment" "$name, from the sdist" --backend torch_native --execution eager
   if "${pip[@]}" "${constraints[@]}" "$wheel[xdist,fuzz]" 2> "$work/pip.log"; then
     printf '[pytest]\n' > "$work/pytest.ini"
     (cd "$work" && "$environment/bin/python" -m pytest -q -n 1 --pyargs attn_testkit.suite --attn-backend=torch_native \

@@ -17,7 +17,7 @@ import click
 from attn_testkit.backends.trtllm_mha import XQABackend
 from attn_testkit.backends.vendor.warmup import Family, compile_all
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.catalogue import TIERS, companions, generate
+from attn_testkit.cases.catalogue import TIERS, claimed_companions, generate
 from attn_testkit.cases.data import DTYPES, make_layers
 from attn_testkit.contract import ForwardMode
 
@@ -27,8 +27,17 @@ def _needed(case: Case) -> Iterator[Family]:
     kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
     ratio = case.heads.q_heads // case.heads.kv_heads
     for window in sorted({layer.sliding_window_size >= 0 for layer in make_layers(case)}):
-        arguments = (dtype, kv_dtype, case.page_size, case.head_dim, ratio, window, dtype, case.width)
-        yield Family("flashinfer.jit.xqa:gen_xqa_module", arguments)
+        for rows in _rows(case):
+            arguments = (dtype, kv_dtype, case.page_size, case.head_dim, ratio, window, dtype, rows)
+            yield Family("flashinfer.jit.xqa:gen_xqa_module", arguments)
+
+
+def _rows(case: Case) -> tuple[int, ...]:
+    """Query rows a request in the calls of a case."""
+    if case.draft is None:
+        return (case.width,)
+    # Each branch is a request to the kernel. A loop also verifies a chain and its root, and extends as many.
+    return (1, case.draft.steps + 1) if case.rounds else (1,)
 
 
 def families(tier: str, modes: Sequence[ForwardMode]) -> list[Family]:
@@ -37,7 +46,7 @@ def families(tier: str, modes: Sequence[ForwardMode]) -> list[Family]:
     found: dict[Family, None] = {}
     for mode in modes:
         for case in generate(claims, mode, tier):
-            for each in [case, *(companions(case, claims.graph, claims.max_q_rows) if case.mixed else [])]:
+            for each in [case, *(claimed_companions(claims, case, claims.graph) if case.mixed else [])]:
                 found.update(dict.fromkeys(_needed(each)))
     return list(found)
 

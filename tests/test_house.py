@@ -30,6 +30,7 @@ ONLY = {
     "cases": {"contract"},
     "calibrate": {"emulation", "results", "running"},
     "oracle": {"contract", "cases", "model"},
+    "record": {"cases", "contract"},
     "reports": {"registry", "results"},
     "plugin": {"registry", "reports", "results", "running"},
     "suite": {"plugin", "running"},

@@ -1,11 +1,13 @@
-"""FlashInfer's paged wrappers (fa2) as servers use them: decode, target-verify with trees, draft-extends, prefill.
+"""FlashInfer's paged wrappers (fa2) as servers use them: decode, drafts, target-verify with trees, prefill.
 
-One wrapper for each kind of layer: scale, window and soft cap belong to a plan, not to a run. In a graph each bucket
-has wrappers of its own over shared persistent buffers, planned anew outside the graph before every replay.
+One wrapper for each kind of layer: scale, window and soft cap belong to a plan, not to a run. So do lengths, and a
+draft-decode has a wrapper for each of its forwards. In a graph each bucket has wrappers of its own over shared
+persistent buffers, planned anew outside the graph before every replay.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,15 +25,19 @@ from attn_testkit.contract import (
     Requires,
 )
 
-from .flashinfer_parts import MERGE_STATE, PartBuffers, part_plan
-from .flashinfer_plan import PagePlan, make_page_plan, pages_per_request, workspace
+from .branches import forward_number, kernel_requests
+from .flashinfer_buffers import GraphBuffers
+from .flashinfer_draft import plans_of_forwards
+from .flashinfer_parts import MERGE_STATE, part_plan
+from .flashinfer_plan import PagePlan, workspace
 from .vendor import provide
 from .vendor.flashinfer_fake import BATCH_DECODE, BATCH_PREFILL
 
 __all__ = ["FlashInferBackend", "LayerKind"]
 
 
-_MODES = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
+_MODES = frozenset(ForwardMode)
+_IN_PARTS = _MODES - {ForwardMode.DRAFT_DECODE}
 
 
 class LayerKind(NamedTuple):
@@ -66,7 +72,8 @@ class FlashInferBackend(AttentionBackend):
         gqa_ratios=frozenset({1, 2, 3, 4, 5, 6, 7, 8, 16}),
         max_q_rows=64,
         max_topk=64,
-        sliding_window=frozenset(ForwardMode),
+        max_draft_branches=16,
+        sliding_window=_MODES,
         # With a mask the kernel counts the window by row, and a node's row is not its depth.
         window_in_trees=False,
         logit_cap=True,
@@ -76,7 +83,7 @@ class FlashInferBackend(AttentionBackend):
         takes_bare_chains=True,
         non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
         takes_unset_width=True,
-        lse=LogSumExp(base="2", whole=_MODES, prefix=_MODES, pages=_MODES, tokens=_MODES, merges=True),
+        lse=LogSumExp(base="2", whole=_MODES, prefix=_IN_PARTS, pages=_IN_PARTS, tokens=_IN_PARTS, merges=True),
         kv_groups=True,
         heads_by_layer=True,
         requires=Requires(sm=(80, 129), packages=("flashinfer-python>=0.7.2,<0.8",)),
@@ -91,9 +98,10 @@ class FlashInferBackend(AttentionBackend):
         self._kv_layout = "HND" if context.kv_pool.layout == "hnd" else "NHD"
         self._float_workspace = workspace(context.device, fake)
         self._kinds = list(dict.fromkeys(map(self._kind_of, context.layers)))
-        self._eager: dict[tuple[bool, LayerKind], Any] = {}
-        self._graphs: dict[tuple[ForwardMode, int], dict[LayerKind, Any]] = {}
-        self._current: dict[LayerKind, Any] = {}
+        # By kind of layer and forward: 0, but for the later forwards of a draft-decode.
+        self._eager: dict[tuple[bool, LayerKind, int], Any] = {}
+        self._graphs: dict[tuple[ForwardMode, int], dict[tuple[LayerKind, int], Any]] = {}
+        self._current: dict[tuple[LayerKind, int], Any] = {}
         self._parts = tuple(part for part in context.kv_parts if part.kind != "whole")
         self._eager_parts: dict[tuple[bool, LayerKind, KVPart], Any] = {}
         self._graph_parts: dict[tuple[ForwardMode, int], dict[tuple[LayerKind, KVPart], Any]] = {}
@@ -106,17 +114,23 @@ class FlashInferBackend(AttentionBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan the instance's eager wrappers."""
-        plan, decode = make_page_plan(self.context, batch), batch.forward_mode.is_decode()
-        for kind in self._kinds:
-            if (decode, kind) not in self._eager:
-                self._eager[decode, kind] = self._eager_wrapper(decode, kind)
-        self._current = {kind: self._eager[decode, kind] for kind in self._kinds}
+        plans, decode = self._plans(batch)
+        current = [(kind, forward) for kind in self._kinds for forward in range(len(plans))]
+        for kind, forward in current:
+            if (decode, kind, forward) not in self._eager:
+                self._eager[decode, kind, forward] = self._eager_wrapper(decode, kind)
+        self._current = {pair: self._eager[decode, *pair] for pair in current}
         for kind, part in self._kinds_and_parts:
             if (decode, kind, part) not in self._eager_parts:
                 self._eager_parts[decode, kind, part] = self._eager_wrapper(decode, kind)
         self._current_parts = {pair: self._eager_parts[decode, *pair] for pair in self._kinds_and_parts}
-        self._plan_all(plan, decode)
-        self._plan_parts(batch, plan, decode)
+        self._plan_all(plans, decode)
+        self._plan_parts(batch, plans[0], decode)
+
+    def _plans(self, batch: ForwardBatch) -> tuple[tuple[PagePlan, ...], bool]:
+        """The plan of each forward, and whether they have one query row a request, or a branch."""
+        mode = batch.forward_mode
+        return plans_of_forwards(self.context, batch), mode.is_decode() or mode.is_draft_decode()
 
     @property
     def _kinds_and_parts(self) -> list[tuple[LayerKind, KVPart]]:
@@ -125,87 +139,66 @@ class FlashInferBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Buffers that every bucket's wrappers share; each plan fills them for the replay that follows."""
         context = self.context
-        pages = pages_per_request(context)
-
-        def zeros(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(count, dtype=dtype, device=context.device)
-
-        self._qo_indptr, self._kv_indptr = zeros(max_bs + 1), zeros(max_bs + 1)
-        self._last_page_len, self._kv_indices = zeros(max_bs), zeros(max_bs * pages)
-        self._other_indices = tuple(zeros(max_bs * pages) for _ in context.groups[1:])
-        n = context.num_draft_tokens
-        self._mask_bytes = zeros(max_bs * (-(-n * pages * context.page_size // 8)), torch.uint8)
-        self._mask_indptr = zeros(max_bs + 1)
-        self._of_parts = {pair: PartBuffers(context, max_bs, max_num_tokens) for pair in self._kinds_and_parts}
+        batch = GraphBuffers.of_requests(context, max_bs, masked=True)
+        others = [replace(batch, kv_indices=torch.zeros_like(batch.kv_indices)) for _ in context.groups[1:]]
+        self._of_groups = (batch, *others)
+        self._of_forwards = GraphBuffers.of_forwards(context, max_bs)
+        self._of_parts = {pair: GraphBuffers.of_part(context, max_bs, max_num_tokens) for pair in self._kinds_and_parts}
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         """Build the bucket's wrappers at its capture; plan them at the capture and before every replay."""
-        plan, decode = make_page_plan(self.context, batch), batch.forward_mode.is_decode()
+        plans, decode = self._plans(batch)
         bucket = batch.forward_mode, batch.batch_size
         if in_capture:
-            # A wrapper that was given a mask buffer is in custom-mask mode for ever, whatever later plans say.
-            masked = plan.custom_mask is not None
+            requests, masked = kernel_requests(batch), plans[0].custom_mask is not None
+            of_forwards = self._of_forwards if batch.forward_mode.is_draft_decode() else ()
             self._graphs[bucket] = {
-                kind: self._graph_wrapper(decode, batch.batch_size, masked, kind) for kind in self._kinds
+                (kind, forward): self._graph_wrapper(
+                    kind, of_forwards[forward] if of_forwards else self._of_groups[kind.group], decode, requests, masked
+                )
+                for kind in self._kinds
+                for forward in range(len(plans))
             }
             self._graph_parts[bucket] = {
-                pair: self._graph_wrapper_of_part(decode, batch.batch_size, pair[0], buffers)
-                for pair, buffers in self._of_parts.items()
+                (kind, part): self._graph_wrapper(kind, buffers, decode, requests, masked=True, kv_layout="NHD")
+                for (kind, part), buffers in self._of_parts.items()
             }
         self._current, self._current_parts = self._graphs[bucket], self._graph_parts[bucket]
-        self._plan_all(plan, decode)
-        self._plan_parts(batch, plan, decode)
+        self._plan_all(plans, decode)
+        self._plan_parts(batch, plans[0], decode)
 
     def _tensor_cores(self, kind: LayerKind) -> bool:
         """Whether decode runs the prefill kernel: a wrapper's choice, and so one of its layers' heads."""
         return kind.heads.num_qo_heads >= 4 * kind.heads.num_kv_heads or self.context.kv_pool.dtype.itemsize == 1
 
     def _eager_wrapper(self, decode: bool, kind: LayerKind) -> Any:
-        if decode:
-            return self._decode.call(
-                self._float_workspace, self._kv_layout, use_tensor_cores=self._tensor_cores(kind), backend="fa2"
-            )
-        return self._prefill.call(self._float_workspace, self._kv_layout, backend="fa2")
+        return self._wrapper(kind, decode, self._kv_layout)
 
-    def _graph_wrapper(self, decode: bool, bs: int, masked: bool, kind: LayerKind) -> Any:
-        indices = self._other_indices[kind.group - 1] if kind.group else self._kv_indices
-        if decode:
-            return self._decode.call(
-                self._float_workspace,
-                self._kv_layout,
-                use_cuda_graph=True,
-                use_tensor_cores=self._tensor_cores(kind),
-                paged_kv_indptr_buffer=self._kv_indptr[: bs + 1],
-                paged_kv_indices_buffer=indices,
-                paged_kv_last_page_len_buffer=self._last_page_len[:bs],
-                backend="fa2",
-            )
-        return self._prefill.call(
-            self._float_workspace,
-            self._kv_layout,
-            use_cuda_graph=True,
-            qo_indptr_buf=self._qo_indptr[: bs + 1],
-            paged_kv_indptr_buf=self._kv_indptr[: bs + 1],
-            paged_kv_indices_buf=indices,
-            paged_kv_last_page_len_buf=self._last_page_len[:bs],
-            custom_mask_buf=self._mask_bytes if masked else None,
-            mask_indptr_buf=self._mask_indptr[: bs + 1] if masked else None,
-            backend="fa2",
-        )
+    def _graph_wrapper(
+        self,
+        kind: LayerKind,
+        buffers: GraphBuffers,
+        decode: bool,
+        requests: int,
+        masked: bool,
+        kv_layout: str | None = None,
+    ) -> Any:
+        given = buffers.for_decode(requests) if decode else buffers.for_prefill(requests, masked)
+        return self._wrapper(kind, decode, kv_layout or self._kv_layout, use_cuda_graph=True, **given)
 
-    def _graph_wrapper_of_part(self, decode: bool, bs: int, kind: LayerKind, buffers: PartBuffers) -> Any:
-        graph: dict[str, Any] = {"use_cuda_graph": True, "backend": "fa2"}
+    def _wrapper(self, kind: LayerKind, decode: bool, kv_layout: str, **graph: Any) -> Any:
         if decode:
-            graph |= {"use_tensor_cores": self._tensor_cores(kind), **buffers.for_decode(bs)}
-            return self._decode.call(self._float_workspace, "NHD", **graph)
-        return self._prefill.call(self._float_workspace, "NHD", **graph, **buffers.for_prefill(bs))
+            graph["use_tensor_cores"] = self._tensor_cores(kind)
+        make = self._decode.call if decode else self._prefill.call
+        return make(self._float_workspace, kv_layout, backend="fa2", **graph)
 
-    def _plan_all(self, plan: PagePlan, decode: bool) -> None:
-        for kind, wrapper in self._current.items():
+    def _plan_all(self, plans: tuple[PagePlan, ...], decode: bool) -> None:
+        for (kind, forward), wrapper in self._current.items():
+            plan = plans[forward].of_group(kind.group)
             if decode:
-                self._plan_decode(wrapper, kind, plan.of_group(kind.group))
+                self._plan_decode(wrapper, kind, plan)
             else:
-                self._plan_prefill(wrapper, kind, plan.of_group(kind.group))
+                self._plan_prefill(wrapper, kind, plan)
 
     def _plan_parts(self, batch: ForwardBatch, plan: PagePlan, decode: bool) -> None:
         plan_wrapper = self._plan_decode if decode else self._plan_prefill
@@ -228,7 +221,8 @@ class FlashInferBackend(AttentionBackend):
             kv_data_type=context.kv_pool.dtype,
         )
 
-    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan) -> None:
+    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan, *, causal: bool = True) -> None:
+        """``causal``: whether rows see no later key, where no mask says it and the model is causal."""
         context = self.context
         wrapper.plan(
             plan.qo_indptr,
@@ -238,7 +232,7 @@ class FlashInferBackend(AttentionBackend):
             *kind.heads,
             plan.page_size,
             custom_mask=plan.custom_mask,
-            causal=plan.custom_mask is None and context.causal,
+            causal=causal and plan.custom_mask is None and context.causal,
             window_left=kind.window,
             logits_soft_cap=kind.cap,
             sm_scale=kind.scale,
@@ -259,7 +253,7 @@ class FlashInferBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Store the new rows and run the wrapper that was planned for this layer's kind."""
         kv, scales = self._stored(k, v, layer, batch, save_kv_cache, self.context.page_size)
-        out: torch.Tensor = self._current[self._kind_of(layer)].run(q, kv, **scales)
+        out: torch.Tensor = self._whole(layer, batch).run(q, kv, **scales)
         return out
 
     def forward_return_lse(
@@ -274,11 +268,15 @@ class FlashInferBackend(AttentionBackend):
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with the wrapper that was planned for the part's keys, in pages of one."""
-        kind, whole = self._kind_of(layer), part.kind == "whole"
+        whole = part.kind == "whole"
         kv, scales = self._stored(k, v, layer, batch, save_kv_cache, self.context.page_size if whole else 1)
-        wrapper = self._current[kind] if whole else self._current_parts[kind, part]
+        wrapper = self._whole(layer, batch) if whole else self._current_parts[self._kind_of(layer), part]
         out, lse = wrapper.run(q, kv, return_lse=True, **scales)
         return out, lse
+
+    def _whole(self, layer: AttentionLayer, batch: ForwardBatch) -> Any:
+        """The wrapper of all keys."""
+        return self._current[self._kind_of(layer), forward_number(batch)]
 
     def merge_state(
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor

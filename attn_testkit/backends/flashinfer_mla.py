@@ -21,15 +21,19 @@ from attn_testkit.contract import (
     Requires,
 )
 
-from .flashinfer_parts import MERGE_STATE, PartBuffers, part_plan
-from .flashinfer_plan import PagePlan, filled_up, make_page_plan, pages_per_request, workspace
+from .branches import forward_number
+from .flashinfer_buffers import GraphBuffers
+from .flashinfer_draft import plans_of_forwards
+from .flashinfer_parts import MERGE_STATE, part_plan
+from .flashinfer_plan import PagePlan, filled_up, workspace
 from .vendor import EntryPoint, provide
 from .vendor.flashinfer_fake import BATCH_MLA_FA2, BATCH_MLA_FA3
 
 __all__ = ["FlashInferMLABackend", "FlashInferMLAFA3Backend", "FlashInferMLAFP8Backend"]
 
 _PACKAGES = ("flashinfer-python>=0.7.2,<0.8",)
-_MODES = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
+_MODES = frozenset(ForwardMode)
+_IN_PARTS = _MODES - {ForwardMode.DRAFT_DECODE}
 _DECODE = frozenset({ForwardMode.DECODE})
 
 
@@ -48,13 +52,14 @@ class FlashInferMLABackend(AttentionBackend):
         gqa_ratios=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
         max_q_rows=16,
         max_topk=1,
+        max_draft_branches=16,
         deterministic=True,
         needs_cpu_seq_lens=True,
         takes_none_kv=True,
         takes_bare_chains=True,
         takes_unset_width=True,
         # Several rows are causal over the last keys, which those of a rank are not.
-        lse=LogSumExp(base="2", whole=_MODES, prefix=_MODES, pages=_DECODE, tokens=_DECODE, merges=True),
+        lse=LogSumExp(base="2", whole=_MODES, prefix=_IN_PARTS, pages=_DECODE, tokens=_DECODE, merges=True),
         requires=Requires(sm=(80, 129), packages=_PACKAGES),
     )
     entry_point: ClassVar[EntryPoint] = BATCH_MLA_FA2
@@ -68,11 +73,12 @@ class FlashInferMLABackend(AttentionBackend):
         self._float_workspace = workspace(context.device, self._provided.is_fake)
         # A scale belongs to a plan, not to a run: layers that differ in it need wrappers of their own.
         self._scales = list(dict.fromkeys(layer.scaling for layer in context.layers))
-        self._eager: dict[float, Any] = {}
-        self._graphs: dict[tuple[ForwardMode, int], dict[float, Any]] = {}
+        # By scale and forward: 0, but for the later forwards of a draft-decode.
+        self._eager: dict[tuple[float, int], Any] = {}
+        self._graphs: dict[tuple[ForwardMode, int], dict[tuple[float, int], Any]] = {}
         self._rows: dict[tuple[ForwardMode, int], int] = {}
         """Query rows of each captured graph."""
-        self._current: dict[float, Any] = {}
+        self._current: dict[tuple[float, int], Any] = {}
         self._parts = tuple(part for part in context.kv_parts if part.kind != "whole")
         self._eager_parts: dict[tuple[float, KVPart], Any] = {}
         self._graph_parts: dict[tuple[ForwardMode, int], dict[tuple[float, KVPart], Any]] = {}
@@ -80,13 +86,16 @@ class FlashInferMLABackend(AttentionBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan the instance's eager wrappers."""
-        if not self._eager:
-            self._eager = {scale: self._wrapper() for scale in self._scales}
+        plans = plans_of_forwards(self.context, batch)
+        current = [(scale, forward) for scale in self._scales for forward in range(len(plans))]
+        for pair in current:
+            if pair not in self._eager:
+                self._eager[pair] = self._wrapper()
+        if not self._eager_parts:
             self._eager_parts = {pair: self._wrapper() for pair in self._scales_and_parts}
-        self._current, self._current_parts = self._eager, self._eager_parts
-        plan = make_page_plan(self.context, batch)
-        self._plan_all(plan, batch.forward_mode)
-        self._plan_parts(batch, plan)
+        self._current, self._current_parts = {pair: self._eager[pair] for pair in current}, self._eager_parts
+        self._plan_all(plans, batch.forward_mode)
+        self._plan_parts(batch, plans[0])
 
     @property
     def _scales_and_parts(self) -> list[tuple[float, KVPart]]:
@@ -94,41 +103,38 @@ class FlashInferMLABackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Buffers that every bucket's wrappers share; each plan fills them for the replay that follows."""
-        pages = pages_per_request(self.context)
-
-        def zeros(count: int) -> torch.Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=self.context.device)
-
-        # One request more than the batch: see _graph_plan.
-        self._qo_indptr, self._kv_indptr = zeros(max_bs + 2), zeros(max_bs + 2)
-        self._kv_lens, self._kv_indices = zeros(max_bs + 1), zeros((max_bs + 1) * pages)
-        self._of_parts = {pair: PartBuffers(self.context, max_bs, max_num_tokens) for pair in self._scales_and_parts}
+        context = self.context
+        # One request more than the batch: see _graph_plans.
+        self._of_batch = GraphBuffers.of_requests(context, max_bs + 1)
+        self._of_forwards = GraphBuffers.of_forwards(context, max_bs)
+        self._of_parts = {
+            pair: GraphBuffers.of_part(context, max_bs, max_num_tokens) for pair in self._scales_and_parts
+        }
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         """Build the bucket's wrappers at its capture; plan them at the capture and before every replay."""
         bucket = batch.forward_mode, batch.batch_size
         if in_capture:
             self._rows[bucket] = batch.input_ids.shape[0]
-        plan = self._graph_plan(batch)
+        plans = self._graph_plans(batch)
         if in_capture:
-            requests = plan.kv_lens.shape[0]
-            buffers = {
-                "qo_indptr": self._qo_indptr[: requests + 1],
-                "kv_indptr": self._kv_indptr[: requests + 1],
-                "kv_indices": self._kv_indices,
-                "kv_len_arr": self._kv_lens[:requests],
+            requests = plans[0].kv_lens.shape[0]
+            whole = self._of_forwards if batch.forward_mode.is_draft_decode() else (self._of_batch,)
+            self._graphs[bucket] = {
+                (scale, forward): self._wrapper(use_cuda_graph=True, **whole[forward].for_mla(requests))
+                for scale in self._scales
+                for forward in range(len(plans))
             }
-            self._graphs[bucket] = {scale: self._wrapper(use_cuda_graph=True, **buffers) for scale in self._scales}
             self._graph_parts[bucket] = {
                 pair: self._wrapper(use_cuda_graph=True, **of_part.for_mla(requests))
                 for pair, of_part in self._of_parts.items()
             }
         self._current, self._current_parts = self._graphs[bucket], self._graph_parts[bucket]
-        self._plan_all(plan, batch.forward_mode)
-        self._plan_parts(batch, plan)
+        self._plan_all(plans, batch.forward_mode)
+        self._plan_parts(batch, plans[0])
 
-    def _graph_plan(self, batch: ForwardBatch) -> PagePlan:
-        """The plan of a batch, with as many query rows as the graph has.
+    def _graph_plans(self, batch: ForwardBatch) -> tuple[PagePlan, ...]:
+        """The plan of each forward, with as many query rows as the graph has.
 
         The planner gives a request's rows to clusters of two blocks where (rows * heads) / requests is above 64, else
         of one, and the grid that goes with it is frozen into the graph. Ragged modes are captured with all rows of the
@@ -136,17 +142,18 @@ class FlashInferMLABackend(AttentionBackend):
         nothing says so (flashinfer 0.7.2, found by this kit on an H200, in draft-extend v1). A last request that takes
         the rows left over keeps the quotient what it was.
         """
-        plan = make_page_plan(self.context, batch)
+        plans = plans_of_forwards(self.context, batch)
         if not batch.forward_mode.is_ragged():
-            return plan
-        return filled_up(plan, self._rows[batch.forward_mode, batch.batch_size], self.context.page_size)
+            return plans
+        return (filled_up(plans[0], self._rows[batch.forward_mode, batch.batch_size], self.context.page_size),)
 
     def _wrapper(self, **graph: Any) -> Any:
         return self._provided.call(self._float_workspace, backend=self.kernel_family, **graph)
 
-    def _plan_all(self, plan: PagePlan, mode: ForwardMode) -> None:
-        for scale, wrapper in self._current.items():
-            self._plan(wrapper, scale, plan, causal=not mode.is_decode())
+    def _plan_all(self, plans: tuple[PagePlan, ...], mode: ForwardMode) -> None:
+        one_row = mode.is_decode() or mode.is_draft_decode()
+        for (scale, forward), wrapper in self._current.items():
+            self._plan(wrapper, scale, plans[forward], causal=not one_row)
 
     def _plan_parts(self, batch: ForwardBatch, plan: PagePlan) -> None:
         causal = not batch.forward_mode.is_decode()
@@ -182,7 +189,7 @@ class FlashInferMLABackend(AttentionBackend):
     ) -> torch.Tensor:
         """Store the new latent rows and run the wrapper that was planned with this layer's scale."""
         latent, scales = self._stored(k, layer, batch, save_kv_cache, self.context.page_size)
-        out: torch.Tensor = self._current[layer.scaling].run(query=q, kv_cache=latent, **scales)
+        out: torch.Tensor = self._whole(layer, batch).run(query=q, kv_cache=latent, **scales)
         return out
 
     def forward_return_lse(
@@ -199,9 +206,13 @@ class FlashInferMLABackend(AttentionBackend):
         """The same with the wrapper that was planned for the part's keys, in pages of one."""
         whole = part.kind == "whole"
         latent, scales = self._stored(k, layer, batch, save_kv_cache, self.context.page_size if whole else 1)
-        wrapper = self._current[layer.scaling] if whole else self._current_parts[layer.scaling, part]
+        wrapper = self._whole(layer, batch) if whole else self._current_parts[layer.scaling, part]
         out, lse = wrapper.run(query=q, kv_cache=latent, return_lse=True, **scales)
         return out, lse
+
+    def _whole(self, layer: AttentionLayer, batch: ForwardBatch) -> Any:
+        """The wrapper of all keys."""
+        return self._current[layer.scaling, forward_number(batch)]
 
     def merge_state(
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor

@@ -6,8 +6,6 @@ any keys in any number; who sees whom is then a custom mask, or in decode and ML
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from attn_testkit.contract import BackendContext, ForwardBatch, KVPart
@@ -15,7 +13,7 @@ from attn_testkit.contract import BackendContext, ForwardBatch, KVPart
 from .flashinfer_plan import PagePlan, exclusive_sum
 from .vendor.provider import EntryPoint
 
-__all__ = ["MERGE_STATE", "PartBuffers", "part_plan"]
+__all__ = ["MERGE_STATE", "part_plan"]
 
 MERGE_STATE = EntryPoint(
     "flashinfer.cascade:merge_state",
@@ -75,47 +73,3 @@ def _slots(context: BackendContext, batch: ForwardBatch, keys: list[torch.Tensor
     request, key = torch.stack([request, torch.cat(keys).clamp(max=columns - 1)]).to(context.device)
     rows = batch.req_pool_indices[: batch.batch_size].long()[request.clamp(max=batch.batch_size - 1)]
     return torch.where(request < batch.batch_size, context.req_to_token[rows, key], 0).to(torch.int32)
-
-
-class PartBuffers:
-    """What the graphs of one part and kind of layer read, at its largest size: shared by all buckets."""
-
-    def __init__(self, context: BackendContext, max_bs: int, max_num_tokens: int) -> None:
-        def zeros(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(count, dtype=dtype, device=context.device)
-
-        # A request more than the batch, for what MLA's graphs are filled up with.
-        requests, keys = max_bs + 1, context.max_context_len + context.num_draft_tokens
-        self.qo_indptr, self.kv_indptr = zeros(requests + 1), zeros(requests + 1)
-        self.kv_indices, self.last_page_len = zeros(requests * keys + max_num_tokens), zeros(requests)
-        self.kv_lens = zeros(requests)
-        self.mask = zeros(max_num_tokens * keys // 8 + requests, torch.uint8)
-        self.mask_indptr = zeros(requests + 1)
-
-    def for_decode(self, bs: int) -> dict[str, Any]:
-        """Arguments of a decode wrapper."""
-        return {
-            "paged_kv_indptr_buffer": self.kv_indptr[: bs + 1],
-            "paged_kv_indices_buffer": self.kv_indices,
-            "paged_kv_last_page_len_buffer": self.last_page_len[:bs],
-        }
-
-    def for_prefill(self, bs: int) -> dict[str, Any]:
-        """Arguments of a prefill wrapper with a custom mask."""
-        return {
-            "qo_indptr_buf": self.qo_indptr[: bs + 1],
-            "paged_kv_indptr_buf": self.kv_indptr[: bs + 1],
-            "paged_kv_indices_buf": self.kv_indices,
-            "paged_kv_last_page_len_buf": self.last_page_len[:bs],
-            "custom_mask_buf": self.mask,
-            "mask_indptr_buf": self.mask_indptr[: bs + 1],
-        }
-
-    def for_mla(self, requests: int) -> dict[str, Any]:
-        """Arguments of an MLA wrapper."""
-        return {
-            "qo_indptr": self.qo_indptr[: requests + 1],
-            "kv_indptr": self.kv_indptr[: requests + 1],
-            "kv_indices": self.kv_indices,
-            "kv_len_arr": self.kv_lens[:requests],
-        }

@@ -11,7 +11,7 @@ import torch
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, KVPart, LogSumExp
 
 from .flashinfer import FlashInferBackend, LayerKind
-from .flashinfer_plan import PagePlan, make_page_plan, prefix_plan
+from .flashinfer_plan import PagePlan, prefix_plan
 from .vendor import provide
 from .vendor.flashinfer_fake import BATCH_RAGGED
 
@@ -30,6 +30,7 @@ class FlashInferRaggedBackend(FlashInferBackend):
         eager=_MODES,
         # Servers run prefill between the pieces of a graph.
         graph=frozenset(),
+        max_draft_branches=1,
         sliding_window=_MODES,
         non_causal=_MODES,
         new_rows_as_given=_MODES,
@@ -48,17 +49,18 @@ class FlashInferRaggedBackend(FlashInferBackend):
         self._prefix = {kind: self._eager_wrapper(False, kind) for kind in self._kinds}
         self._kinds_with_prefix: set[LayerKind] = set()
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Plan both wrappers of each kind of layer, and the parent's for all keys."""
-        super().init_forward_metadata(batch)
-        whole = make_page_plan(self.context, batch)
+    def _plan_all(self, plans: tuple[PagePlan, ...], decode: bool) -> None:
+        """Both wrappers of each kind of layer, and the parent's for all keys."""
+        super()._plan_all(plans, decode)
+        (whole,) = plans
         self._kinds_with_prefix.clear()
         for kind in self._kinds:
             self._plan_ragged(kind, whole.qo_indptr)
             of_prefix = prefix_plan(whole.of_group(kind.group), kind.window)
             # Without a page there is nothing to plan, and nothing to merge.
             if len(of_prefix.kv_indices):
-                self._plan_prefix(kind, of_prefix)
+                # The prefix lies before every row, and its plan has the pages that the window reaches.
+                self._plan_prefill(self._prefix[kind], kind._replace(window=-1), of_prefix, causal=False)
                 self._kinds_with_prefix.add(kind)
 
     def _plan_ragged(self, kind: LayerKind, indptr: torch.Tensor) -> None:
@@ -73,23 +75,6 @@ class FlashInferRaggedBackend(FlashInferBackend):
             sm_scale=kind.scale,
             q_data_type=context.dtype,
             kv_data_type=context.dtype,
-        )
-
-    def _plan_prefix(self, kind: LayerKind, plan: PagePlan) -> None:
-        context = self.context
-        self._prefix[kind].plan(
-            plan.qo_indptr,
-            plan.kv_indptr,
-            plan.kv_indices,
-            plan.last_page_len,
-            *kind.heads,
-            plan.page_size,
-            custom_mask=plan.custom_mask,
-            causal=False,
-            logits_soft_cap=kind.cap,
-            sm_scale=kind.scale,
-            q_data_type=context.dtype,
-            kv_data_type=context.kv_pool.dtype,
         )
 
     def forward(

@@ -11,7 +11,7 @@ import torch
 
 from attn_testkit.contract import AttentionLayer, Capabilities, Requires
 
-from .trtllm_mla import Metadata, TRTLLMMLABackend
+from .trtllm_mla import TRTLLMMLABackend
 from .vendor import device_is_real
 from .vendor.provider import EntryPoint
 from .vendor.tokenspeed_fake import DECODE, MULTIPROCESSORS
@@ -49,21 +49,31 @@ class TokenspeedMLABackend(TRTLLMMLABackend):
         if device_is_real(context.device):
             count = torch.cuda.get_device_properties(context.device).multi_processor_count
         width = max(1, context.num_draft_tokens, context.speculative_num_steps + 1)
-        rows = context.max_bs * -(-heads * width // _ROWS_PER_TILE) * _ROWS_PER_TILE
+        rows = max(
+            requests * -(-heads * rows_each // _ROWS_PER_TILE) * _ROWS_PER_TILE
+            for requests, rows_each in ((context.max_bs, width), (self._most_rows, 1))
+        )
         partials = rows * -(-context.max_context_len // _KEYS_PER_TILE)
         most = max(count * max(heads * _ROWS_PER_HEAD, _ROWS_PER_TILE), rows)
         row_bytes = (context.layers[0].kv_lora_rank + 1) * 4
         self._workspace = torch.empty(min(partials, most) * row_bytes, dtype=torch.int8, device=context.device)
 
-    def _attend(self, q: torch.Tensor, latent: torch.Tensor, metadata: Metadata, layer: AttentionLayer) -> torch.Tensor:
+    def _attend(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        layer: AttentionLayer,
+    ) -> torch.Tensor:
         out: torch.Tensor = self._kernel(
             query=q,
             kv_cache=latent,
             workspace_buffer=self._workspace,
             kv_lora_rank=layer.kv_lora_rank,
             qk_rope_head_dim=layer.head_dim - layer.kv_lora_rank,
-            block_tables=metadata.block_tables,
-            seq_lens=metadata.seq_lens,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
             max_seq_len=self.context.max_context_len,
             softmax_scale=layer.scaling * layer.k_scale,
             output_scale=layer.k_scale,

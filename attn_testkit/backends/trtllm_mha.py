@@ -1,7 +1,8 @@
 """FlashInfer's ``trtllm_*`` kernels for MHA, GQA and MQA: XQA on SM90 and SM120, trtllm-gen on SM100.
 
 The decode kernel serves decode, target-verify and draft-extend v2, which have a few query rows a request, and as many
-for each. Draft-extend v1 and extend have ragged rows and take the context kernel, which exists for SM100 alone.
+for each, and draft-decode, where each branch is a request to it. Draft-extend v1 and extend have ragged rows and take
+the context kernel, which exists for SM100 alone.
 
 All metadata are made on the device, inside the graph: a replay needs nothing from the host, no lengths either.
 """
@@ -18,6 +19,7 @@ from attn_testkit.contract import (
     AttentionLayer,
     BackendContext,
     Capabilities,
+    DraftDecodeInput,
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
@@ -27,6 +29,7 @@ from attn_testkit.contract import (
     VerifyMask,
 )
 
+from .branches import branch_slots, forward_number, kernel_requests
 from .vendor import device_is_real, provide
 from .vendor.trtllm_fake import CONTEXT, DECODE_GEN, DECODE_XQA, SEMAPHORE_BYTES
 
@@ -46,9 +49,11 @@ class _Metadata:
     """What the kernels of one step read; all on the device."""
 
     page_table: torch.Tensor
-    """[bs, pages of the longest context] int32. Only entries that a length reaches are written."""
+    """[bs, pages of the longest context] int32. Only entries that a length reaches are written.
+
+    In draft-decode ``bs`` counts branches here."""
     cache_seqlens: torch.Tensor
-    """[bs] int32: keys, this step's included."""
+    """[bs] int32: keys, this step's included; of a draft's forwards those of the first."""
     width: int
     """Query rows a request: of each in the decode kernel, at most in the context kernel."""
     cu_seqlens_q: torch.Tensor
@@ -67,9 +72,9 @@ class TRTLLMMHABackend(AttentionBackend):
     """Paged attention through ``trtllm_batch_decode_with_kv_cache`` and ``trtllm_batch_context_with_kv_cache``."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
+        eager=frozenset(ForwardMode),
         # Servers run the prefill kernel between the pieces of a graph, never inside one.
-        graph=frozenset(ForwardMode) - {ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE},
+        graph=frozenset(ForwardMode) - {ForwardMode.EXTEND},
         families=frozenset({"mha", "gqa", "mqa"}),
         dtypes=frozenset({"fp16", "bf16"}),
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),
@@ -82,6 +87,7 @@ class TRTLLMMHABackend(AttentionBackend):
         gqa_ratios=frozenset({1, 4, 8}),
         max_q_rows=32,
         max_topk=1,  # the mask of XQA is for chains, and trtllm-gen has none
+        max_draft_branches=16,
         sliding_window=frozenset(ForwardMode),
         sinks=True,
         needs_cpu_seq_lens=False,
@@ -115,6 +121,7 @@ class TRTLLMMHABackend(AttentionBackend):
         if context.modes & _CONTEXT_MODES:
             self._context_kernel = provide(CONTEXT, device).call
         self.kernels = "emulated" if decode.is_fake else "real"
+        self._most_rows = context.max_bs * max(1, context.draft_branches)
         self._make_workspace()
         n = context.num_draft_tokens
         self._causal_mask = _packed_causal_mask(context.max_bs, n, device) if self._uses_xqa and n > 1 else None
@@ -136,14 +143,14 @@ class TRTLLMMHABackend(AttentionBackend):
         scratch = _SCRATCH_BYTES if device_is_real(context.device) else _SCRATCH_BYTES_EMULATED
         self._workspace = torch.zeros(SEMAPHORE_BYTES + scratch, dtype=torch.uint8, device=context.device)
         heads = max(layer.tp_q_head_num for layer in context.layers)
-        blocks = max(context.max_bs * heads, _MOST_MULTIPROCESSORS)
+        blocks = max(self._most_rows * heads, _MOST_MULTIPROCESSORS)
         self._counters = torch.zeros(-(-blocks // 8) * 32, dtype=torch.uint8, device=context.device)
 
     # Metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """The buffers of all graphs. The table is not cleared: nothing may depend on its tails."""
-        self._static = self._new_metadata(max_bs)
+        self._static = self._new_metadata(self._most_rows)
         if ForwardMode.TARGET_VERIFY in self.context.modes:
             n = self.context.num_draft_tokens
             buffer = torch.zeros(max_bs * n * n, dtype=torch.bool, device=self.context.device)
@@ -163,7 +170,7 @@ class TRTLLMMHABackend(AttentionBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Eager: buffers of this step's own, which leave those of the graphs alone."""
-        self._metadata = self._new_metadata(batch.batch_size)
+        self._metadata = self._new_metadata(kernel_requests(batch))
         self._metadata.width = self._width(batch)
         self.init_forward_metadata_in_graph(batch)
 
@@ -171,7 +178,7 @@ class TRTLLMMHABackend(AttentionBackend):
         """Choose the views of this bucket at capture. A replay needs nothing: the graph makes its own metadata."""
         if not in_capture:
             return
-        whole, bs = self._static, batch.batch_size
+        whole, bs = self._static, kernel_requests(batch)
         assert whole is not None, "init_cuda_graph_state comes before any capture"
         self._metadata = _Metadata(
             whole.page_table[:bs],
@@ -184,7 +191,7 @@ class TRTLLMMHABackend(AttentionBackend):
 
     def _width(self, batch: ForwardBatch) -> int:
         mode, context = batch.forward_mode, self.context
-        if mode.is_decode():
+        if mode.is_decode() or mode.is_draft_decode():
             return 1
         if mode is ForwardMode.EXTEND:
             assert batch.extend_seq_lens_cpu is not None
@@ -199,6 +206,9 @@ class TRTLLMMHABackend(AttentionBackend):
         """Fill the buffers from the batch's device tensors."""
         metadata, bs, mode = self._metadata, batch.batch_size, batch.forward_mode
         assert metadata is not None
+        if isinstance(batch.spec_info, DraftDecodeInput):
+            self._fill_branches(metadata, batch, batch.spec_info)
+            return
         lens = batch.seq_lens[:bs]
         if mode.is_target_verify():
             lens = lens + metadata.width  # here, and only here, they count the prefix alone
@@ -216,8 +226,17 @@ class TRTLLMMHABackend(AttentionBackend):
             self._fill_page_table(metadata.table_of(group), group, batch.req_pool_indices[:bs], lens)
 
     def _fill_page_table(self, table: torch.Tensor, group: KVGroup, requests: torch.Tensor, lens: torch.Tensor) -> None:
+        self._write_pages(table, group.req_to_token[requests.long()[:, None], self._page_starts], lens)
+
+    def _fill_branches(self, metadata: _Metadata, batch: ForwardBatch, spec: DraftDecodeInput) -> None:
+        """Once for all forwards of a draft: the pages of the last, the lengths of the first."""
+        slots = branch_slots(self.context, batch, self._page_starts)
+        prefix = batch.seq_lens[: batch.batch_size].repeat_interleave(spec.topk)
+        metadata.cache_seqlens.copy_(prefix + 1)
+        self._write_pages(metadata.page_table, slots, prefix + spec.num_steps - 1)
+
+    def _write_pages(self, table: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor) -> None:
         """Live pages alone; kernels bound their reads by the lengths."""
-        slots = group.req_to_token[requests.long()[:, None], self._page_starts]
         pages = (slots // self.context.page_size).to(torch.int32)
         table.copy_(torch.where(self._page_starts < lens[:, None], pages, table))
 
@@ -241,12 +260,13 @@ class TRTLLMMHABackend(AttentionBackend):
         fp8 = pool.dtype.itemsize == 1
         # Heads first: contiguous in a pool of that layout, strided in another.
         key, value = (pages.transpose(1, 2) for pages in pool.get_kv_pages(layer.layer_id))
+        earlier = forward_number(batch)
         common = {
             "query": self._query(q, layer, fp8),
             "kv_cache": (key, value),
             "workspace_buffer": self._workspace,
             "block_tables": metadata.table_of(group),
-            "seq_lens": metadata.cache_seqlens,
+            "seq_lens": metadata.cache_seqlens + earlier if earlier else metadata.cache_seqlens,
             "bmm1_scale": layer.scaling * layer.k_scale,
             "bmm2_scale": layer.v_scale if fp8 else 1.0,
             "window_left": layer.sliding_window_size,
@@ -296,9 +316,9 @@ class XQABackend(TRTLLMMHABackend):
     """The same, held to what XQA does, so that its path is also walked where there is no SM90."""
 
     capabilities: ClassVar[Capabilities] = TRTLLMMHABackend.capabilities.with_changes(
-        eager=frozenset(ForwardMode) - _CONTEXT_MODES - {ForwardMode.DRAFT_DECODE},
-        graph=frozenset(ForwardMode) - _CONTEXT_MODES - {ForwardMode.DRAFT_DECODE},
-        sliding_window=frozenset(ForwardMode) - _CONTEXT_MODES - {ForwardMode.DRAFT_DECODE},
+        eager=frozenset(ForwardMode) - _CONTEXT_MODES,
+        graph=frozenset(ForwardMode) - _CONTEXT_MODES,
+        sliding_window=frozenset(ForwardMode) - _CONTEXT_MODES,
         requires=Requires(sm=((90, 90), (120, 121)), packages=_PACKAGES),
         mode_requires={},
     )

@@ -1,6 +1,7 @@
 """FlashInfer's trtllm-gen MLA decode kernel, for all modes: ``trtllm_batch_decode_with_kv_cache_mla``.
 
-The kernel takes as many query rows for each request, causal to the end of its keys. Draft-extend v1 has fewer rows for
+The kernel takes as many query rows for each request, causal to the end of its keys. In draft-decode each branch is a
+request to it. Draft-extend v1 has fewer rows for
 most requests; they are put at the *end* of their request's row block. There they see what they should with ``seq_lens``
 as they are, and the kernel is never asked to look behind a request's last key. (Servers put them at the front and
 lengthen ``seq_lens`` by what is missing, so that the kernel multiplies other requests' slots by zero.)
@@ -21,6 +22,7 @@ from attn_testkit.contract import (
     AttentionLayer,
     BackendContext,
     Capabilities,
+    DraftDecodeInput,
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
@@ -29,6 +31,7 @@ from attn_testkit.contract import (
     VerifyMask,
 )
 
+from .branches import branch_slots, forward_number, kernel_requests
 from .vendor import device_is_real, provide
 from .vendor.provider import EntryPoint
 from .vendor.trtllm_fake import DECODE_MLA
@@ -48,9 +51,9 @@ class Metadata:
     """What the kernel of one step reads, and where ragged rows go; all on the device."""
 
     block_tables: torch.Tensor
-    """[bs, blocks] int32, -1 behind the last page of a request."""
+    """[bs, blocks] int32, -1 behind the last page of a request. In draft-decode ``bs`` counts branches here."""
     seq_lens: torch.Tensor
-    """[bs] int32: keys, this step's included."""
+    """[bs] int32: keys, this step's included; of a draft's forwards those of the first."""
     ends: torch.Tensor
     """[bs] int32, draft-extend v1: where the packed rows of each request end."""
     counts: torch.Tensor
@@ -64,8 +67,8 @@ class TRTLLMMLABackend(AttentionBackend):
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         # Servers prefill with a kernel for keys that are not absorbed, which is no part of the contract.
-        eager=frozenset(ForwardMode) - {ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE},
-        graph=frozenset(ForwardMode) - {ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE},
+        eager=frozenset(ForwardMode) - {ForwardMode.EXTEND},
+        graph=frozenset(ForwardMode) - {ForwardMode.EXTEND},
         families=frozenset({"mla"}),
         dtypes=frozenset({"bf16"}),  # whatever the queries are, outputs are bfloat16
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),
@@ -76,6 +79,7 @@ class TRTLLMMLABackend(AttentionBackend):
         gqa_ratios=frozenset({8, 16, 32, 64, 128}),
         max_q_rows=32,
         max_topk=1,
+        max_draft_branches=16,
         needs_cpu_seq_lens=False,
         takes_none_kv=True,
         takes_bare_chains=True,
@@ -94,6 +98,7 @@ class TRTLLMMLABackend(AttentionBackend):
         kernel = provide(self.entry, context.device)
         self._kernel: Callable[..., Any] = kernel.call
         self.kernels = "emulated" if kernel.is_fake else "real"
+        self._most_rows = context.max_bs * max(1, context.draft_branches)
         self._make_workspace()
         # The width of the table is a multiple of 128 slots.
         pages = -(-context.max_context_len // context.page_size)
@@ -109,14 +114,14 @@ class TRTLLMMLABackend(AttentionBackend):
         context = self.context
         size = _WORKSPACE_BYTES if device_is_real(context.device) else _WORKSPACE_BYTES_EMULATED
         self._workspace = torch.zeros(size, dtype=torch.int8, device=context.device)
-        blocks = max(context.max_bs * context.layers[0].tp_q_head_num, _MOST_MULTIPROCESSORS)
+        blocks = max(self._most_rows * context.layers[0].tp_q_head_num, _MOST_MULTIPROCESSORS)
         self._counters = torch.zeros(-(-blocks // 8) * 32, dtype=torch.uint8, device=context.device)
 
     # Metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """The buffers of all graphs."""
-        self._static = self._new_metadata(max_bs, 1)
+        self._static = self._new_metadata(self._most_rows, 1)
         if ForwardMode.TARGET_VERIFY in self.context.modes:
             n = self.context.num_draft_tokens
             buffer = torch.zeros(max_bs * n * n, dtype=torch.bool, device=self.context.device)
@@ -135,14 +140,14 @@ class TRTLLMMLABackend(AttentionBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Eager: buffers of this step's own, which leave those of the graphs alone."""
-        self._metadata = self._new_metadata(batch.batch_size, self._width(batch))
+        self._metadata = self._new_metadata(kernel_requests(batch), self._width(batch))
         self.init_forward_metadata_in_graph(batch)
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         """Choose the views of this bucket at capture. A replay needs nothing: the graph makes its own metadata."""
         if not in_capture:
             return
-        whole, bs = self._static, batch.batch_size
+        whole, bs = self._static, kernel_requests(batch)
         assert whole is not None, "init_cuda_graph_state comes before any capture"
         self._metadata = Metadata(
             whole.block_tables[:bs], whole.seq_lens[:bs], whole.ends[:bs], whole.counts[:bs], self._width(batch)
@@ -151,7 +156,7 @@ class TRTLLMMLABackend(AttentionBackend):
     def _width(self, batch: ForwardBatch) -> int:
         """Query rows a request: a constant of the mode. The batch's own may be 0 or -1 while a graph is captured."""
         mode, context = batch.forward_mode, self.context
-        if mode.is_decode():
+        if mode.is_decode() or mode.is_draft_decode():
             return 1
         return context.speculative_num_steps + 1 if mode.is_draft_extend() else context.num_draft_tokens
 
@@ -159,6 +164,9 @@ class TRTLLMMLABackend(AttentionBackend):
         """Fill the buffers from the batch's device tensors."""
         metadata, bs, mode = self._metadata, batch.batch_size, batch.forward_mode
         assert metadata is not None
+        if isinstance(batch.spec_info, DraftDecodeInput):
+            self._fill_branches(metadata, batch, batch.spec_info)
+            return
         lens = batch.seq_lens[:bs]
         if mode.is_target_verify():
             lens = lens + metadata.width  # here, and only here, they count the prefix alone
@@ -167,10 +175,20 @@ class TRTLLMMLABackend(AttentionBackend):
             assert isinstance(batch.spec_info, DraftExtendInput)
             metadata.counts.copy_(batch.spec_info.num_accept_tokens[:bs])
             metadata.ends.copy_(metadata.counts.cumsum(0))
-        self._fill_block_tables(metadata.block_tables, batch.req_pool_indices[:bs], lens)
+        requests = batch.req_pool_indices[:bs].long()
+        self._fill_block_tables(
+            metadata.block_tables, self.context.req_to_token[requests[:, None], self._page_starts], lens
+        )
 
-    def _fill_block_tables(self, tables: torch.Tensor, requests: torch.Tensor, lens: torch.Tensor) -> None:
-        slots = self.context.req_to_token[requests.long()[:, None], self._page_starts]
+    def _fill_branches(self, metadata: Metadata, batch: ForwardBatch, spec: DraftDecodeInput) -> None:
+        """Once for all forwards of a draft: the pages of the last, the lengths of the first."""
+        slots = branch_slots(self.context, batch, self._page_starts)
+        prefix = batch.seq_lens[: batch.batch_size].repeat_interleave(spec.topk)
+        metadata.seq_lens.copy_(prefix + 1)
+        self._fill_block_tables(metadata.block_tables, slots, prefix + spec.num_steps - 1)
+
+    def _fill_block_tables(self, tables: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor) -> None:
+        """``slots`` [bs, blocks]: of the first key of each page."""
         pages = (slots // self.context.page_size).to(torch.int32)
         first = torch.arange(self._blocks, device=lens.device) * self.context.page_size
         tables.copy_(torch.where(first < lens[:, None], pages, -1))
@@ -198,11 +216,20 @@ class TRTLLMMLABackend(AttentionBackend):
         if pool.dtype.itemsize == 1:
             rows = rows.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
         latent = pool.get_key_buffer(layer.layer_id).view(-1, 1, self.context.page_size, layer.head_dim)
-        out = self._attend(rows.contiguous(), latent, metadata, layer)
+        earlier = forward_number(batch)
+        lens = metadata.seq_lens + earlier if earlier else metadata.seq_lens
+        out = self._attend(rows.contiguous(), latent, metadata.block_tables, lens, layer)
         out = out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)
         return self._unpad(out, q.shape[0], metadata) if ragged else out
 
-    def _attend(self, q: torch.Tensor, latent: torch.Tensor, metadata: Metadata, layer: AttentionLayer) -> torch.Tensor:
+    def _attend(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        layer: AttentionLayer,
+    ) -> torch.Tensor:
         """``q`` [bs, width, H, 576], ``latent`` [pages, 1, P, 576], in the pool's dtype -> [bs, width, H, 512]."""
         out: torch.Tensor = self._kernel(
             query=q,
@@ -211,8 +238,8 @@ class TRTLLMMLABackend(AttentionBackend):
             qk_nope_head_dim=_QK_NOPE_HEAD_DIM,
             kv_lora_rank=layer.kv_lora_rank,
             qk_rope_head_dim=layer.head_dim - layer.kv_lora_rank,
-            block_tables=metadata.block_tables,
-            seq_lens=metadata.seq_lens,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
             max_seq_len=self.context.max_context_len,
             bmm1_scale=layer.scaling * layer.k_scale,
             bmm2_scale=layer.k_scale,

@@ -130,7 +130,12 @@ def _classify(
             return "no-host-lengths", raised, f"{_NO_LENGTHS} are None"
         if _reads_host_lengths(_methods(error)):
             hint = f"if it is a length: {_NO_LENGTHS} are None, also where they were kept by another hook"
-    if phase == "plan for replay" and kind == "AttributeError":
+    if any("custom_mask" in place for place in (site_of(error, phase), message)):
+        hint = (
+            "custom_mask lies as verify_mask() says, and with whole prefixes (FULL_MASK) where that is None: a wrapper "
+            "has to hand out its child's"
+        )
+    elif phase == "plan for replay" and kind == "AttributeError":
         hint = "at a replay the batch is a view without extend_* fields; take lengths from seq_lens and spec_info"
     elif context_lost(error):
         hint = "the device context is lost; errors of asynchronous kernels surface late, so the cause may be earlier"

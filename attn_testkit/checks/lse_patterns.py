@@ -147,10 +147,11 @@ def lse_hint(evidence: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> 
     empty = want == -torch.inf
     if empty.any() and bool((((found - want).abs() <= limit) | empty).all()):
         return "a part without keys must have -inf: anything else gives it weight in a merge"
+    widest = limit.where(limit.isfinite(), 0.0).max()
     for mistake, text in _MISTAKES:
         supposed = mistake(evidence)
-        # A log-sum-exp in another base is off by as much as itself, in that base.
-        if supposed is not None and _alike(found, supposed, 2 * limit):
+        # A log-sum-exp in another base is off by as much as itself, in that base; one of another place has its limit.
+        if supposed is not None and _alike(found, supposed, 2 * widest):
             return text
     rounded = evidence.stored.bfloat16().to(evidence.stored.dtype)
     if torch.equal(evidence.stored, rounded) and _alike(found, want, limit + UNIT_ROUNDOFF["bf16"] * want.abs()):

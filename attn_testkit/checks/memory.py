@@ -143,10 +143,24 @@ def _held_instead(
         return f"it holds {other}"
     if owner[slot] == _OWNER["new"] and bool((row == got[layer, part][owner == _OWNER["unowned"]][:1]).all()):
         return "it was not written, or written with the NaN of a padded row"
+    if owner[slot] == _OWNER["new"] and _beyond_fp8(observed, row, want[layer, part, slot]):
+        return "it holds NaN where a value is beyond the largest FP8 number, and else the right row: a store saturates"
     if owner[slot] == _OWNER["new"]:
         fp8 = ", and an FP8 pool holds K / k_scale" if observed.pool.dtype.itemsize == 1 else ""
         return f"it holds no live row of this step: k and v may be strided views of one tensor{fp8}{padding}"
     return ""
+
+
+_NAN_OF_E4M3, _LARGEST_OF_E4M3 = 0x7F, 0x7E
+
+
+def _beyond_fp8(observed: Observation, row: torch.Tensor, want: torch.Tensor) -> bool:
+    """Whether ``row`` differs from ``want`` only in that NaN stands for the largest number. Bits of an FP8 pool."""
+    if observed.pool.dtype is not torch.float8_e4m3fn:
+        return False
+    off = row != want
+    size = row.view(torch.uint8)[off] & 0x7F, want.view(torch.uint8)[off] & 0x7F
+    return bool(off.any() and (size[0] == _NAN_OF_E4M3).all() and (size[1] == _LARGEST_OF_E4M3).all())
 
 
 def _owners(observed: Observation, slots: int) -> torch.Tensor:

@@ -16,9 +16,12 @@ from .compare import compare
 from .doctor import doctor
 from .explain import explain
 from .fuzz import fuzz
+from .interpreter import continue_in
 from .known import known
 from .list_ import list_
+from .minimize import minimize
 from .new import new
+from .record import record
 from .report import report
 from .repro import repro
 from .run import run
@@ -28,11 +31,13 @@ __all__ = ["main"]
 
 
 class _Commands(click.Group):
-    """A group that answers a misspelt verb with the right one."""
+    """A group that answers a misspelt verb with the right one, and hands a command to another interpreter."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if ctx.params["python"]:
+            continue_in(ctx.params["python"], args)
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             verbs = self.list_commands(ctx)
@@ -59,11 +64,15 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
     help="Show the version, and on what the emulation was measured.",
 )  # fmt: skip
-def commands() -> None:
+@click.option(
+    "--python", metavar="PATH",
+    help="Do it by this interpreter: of an environment that has a server.",
+)  # fmt: skip
+def commands(python: str | None) -> None:
     """Tests whether an attention backend computes what it claims, eager and under CUDA graphs."""
 
 
-for _command in (run, repro, fuzz, new, doctor, list_, explain, report, compare, known, audit):
+for _command in (run, repro, minimize, fuzz, record, new, doctor, list_, explain, report, compare, known, audit):
     commands.add_command(_command)
 
 

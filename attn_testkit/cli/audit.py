@@ -14,6 +14,7 @@ import click
 from ..registry import UsageError
 from ..reports.record import cannot_write
 from ..running.request import TIERS
+from .audit_mutants import hunt_mutants, mutant_options
 from .files import write_text
 from .options import Seconds, Spelled, device_option
 
@@ -32,10 +33,10 @@ Examples:
   attn-testkit audit --device cpu --html audit.html
   attn-testkit audit --fault 'qlens-*' --verbose
   attn-testkit audit --device cuda --class ABCJK
-  attn-testkit audit --docs docs/checks.md
+  attn-testkit audit --mutants my_pkg.attn:MyBackend --sample 100 --journal mutants.jsonl
 \b
 Exit code 1 when a fault survives, a healthy control fails, a check catches nothing that
-others do not, or a hostile backend gets a green.""",
+others do not, a hostile backend gets a green, or a mutant survives.""",
 )
 @click.option("--tier", type=Spelled("tier", TIERS), default="core", show_default=True, help="How many cases.")
 @click.option(
@@ -43,18 +44,18 @@ others do not, or a hostile backend gets a green.""",
     "faults",
     multiple=True,
     metavar="GLOB",
-    help="Only faults, controls and hostile backends so named; repeatable.",
+    help="Only those so named; repeatable.",
 )
 @click.option("--class", "classes", default="", metavar="LETTERS", help="Only faults of these classes, as ABCJK.")
 @device_option
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Other random data.")
-@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes; default: by CPUs and memory, at most 8.")
+@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes; default: what fits.")
 @click.option("--timeout", type=Seconds(), default=240.0, show_default=True, metavar="S", help="Seconds for one fault.")
 @click.option(
     "--last",
     type=click.Path(),
     metavar="FILE",
-    help="What --json wrote: what caught a fault then is tried first on it.",
+    help="What --json wrote: tried first.",
 )
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write everything.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write the kill matrix as a page.")
@@ -63,8 +64,9 @@ others do not, or a hostile backend gets a green.""",
     "--docs",
     type=click.Path(),
     metavar="FILE",
-    help="Write the pages of the checks: FILE, and a folder beside it. Runs nothing.",
+    help="Write the checks' pages; run nothing.",
 )
+@mutant_options
 def audit(
     faults: tuple[str, ...],
     classes: str,
@@ -78,11 +80,16 @@ def audit(
     html_file: str | None,
     verbose: bool,
     docs: str | None,
+    **hunting: Any,
 ) -> int:
-    """Run every broken backend until a case catches it, and every healthy control to the end.
+    """Run every broken backend until a case catches it, every healthy and hostile one.
 
-    And every hostile backend, which tries to be found right though it is wrong, and the same without its cheat.
+    With --mutants: change a backend in one place at a time, and name what no case notices.
     """
+    shared = {"tier": tier, "device": device, "seed": seed, "jobs": jobs or min(2, os.cpu_count() or 1)}
+    code = hunt_mutants(hunting, shared, json_file)
+    if code is not None:
+        return code
     from ..audit import Settings
     from ..audit import audit as run_audit
     from ..audit.history import caught_before

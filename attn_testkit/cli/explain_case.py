@@ -70,6 +70,7 @@ def _fields(case: Case) -> list[tuple[str, str]]:
         ("chunks", f"{case.chunks}: the own batch is the first, and the others follow it" if case.chunks > 1 else ""),
         ("tree", nodes),
         ("draft", f"{case.draft.branches} branches, {case.draft.steps} steps" if case.draft else ""),
+        ("prefixed", "no request of any step is without a prefix" if case.prefixed else ""),
         ("rounds", f"{case.rounds} of a lossless loop, beside the steps" if case.rounds else ""),
         ("layout", case.layout),
         ("data", case.data),

@@ -15,16 +15,14 @@ import click
 
 from ..registry import UsageError
 from ..reports.record import Record
-from ..results import BAD, FUZZ, CaseResult, RunHeader, Status, exit_code, format_failure
-from ..running.candidate import Candidate
-from ..running.judge_process import JudgeError, JudgeProcess
-from ..running.request import EXECUTIONS, MODES, Item, Options, Plan, Request, kit_error
+from ..results import BAD, FUZZ, CaseResult, RunHeader, Status, exit_code, failed_check, format_failure
+from ..running.request import EXECUTIONS, MODES, Request
+from .one_by_one import OneByOne
 from .options import Seconds, Spelled, command_line, device_option, execution_option
 from .run import terminated_like_interrupted
 from .show import LOG_SECONDS, echo_header
 
 if TYPE_CHECKING:
-    from ..cases.case import Case
     from ..fuzz.database import Database
     from ..fuzz.search import Found, Search
 
@@ -80,7 +78,8 @@ def fuzz(backend: str, minutes: float, database: Path, json_file: str | None, ti
     from ..fuzz.database import Database
 
     wanted = _Wanted(backend, minutes, timeout, **values)
-    with terminated_like_interrupted(), contextlib.closing(_Judge(wanted)) as judge:
+    request = Request((wanted.backend,), wanted.modes, wanted.executions, device=wanted.device)
+    with terminated_like_interrupted(), contextlib.closing(OneByOne(request, wanted.timeout)) as judge:
         header = replace(judge.plan.header, tier=FUZZ, seed=wanted.seed, planned=0, untried={}, command=command_line())
         kept = Database(database)
         record = Record(json_file, header) if json_file else None
@@ -98,47 +97,6 @@ class _Wanted:
     modes: tuple[str, ...]
     executions: tuple[str, ...]
     device: str
-
-
-class _Judge:
-    """The processes that judge, each replaced where it died. A case-run is asked for by itself, as pytest does.
-
-    One for cases under no_grad and one for those under inference_mode: a worker does not go back from the one to the
-    other, and random cases would start a new one every time.
-    """
-
-    def __init__(self, wanted: _Wanted) -> None:
-        self._wanted = wanted
-        self._processes: dict[bool, JudgeProcess] = {}
-        # Nothing of it is run: it holds the header, and what a case-run takes beside its item.
-        request = Request((wanted.backend,), wanted.modes, wanted.executions, device=wanted.device)
-        try:
-            self.plan: Plan = self._process(False).plan(request)
-            self.claims = self._process(False).capabilities(Candidate(wanted.backend), wanted.device)
-        except BaseException:
-            self.close()
-            raise
-
-    def run(self, case: Case, execution: str) -> CaseResult:
-        """The result of one case-run, whatever the backend does."""
-        item = Item(self._wanted.backend, case.mode.value, execution, case.id)
-        try:
-            (result,) = self._process(case.inference_mode).run(self.plan.to_run(), [item])
-        except JudgeError as error:
-            self._processes.pop(case.inference_mode).close()
-            return kit_error(item, str(error))
-        return result
-
-    def close(self) -> None:
-        """End the processes."""
-        while self._processes:
-            self._processes.popitem()[1].close()
-
-    def _process(self, inference_mode: bool) -> JudgeProcess:
-        if inference_mode not in self._processes:
-            options = Options(timeout_s=self._wanted.timeout, asks_afresh=False)
-            self._processes[inference_mode] = JudgeProcess(options, self._wanted.device)
-        return self._processes[inference_mode]
 
 
 @dataclass
@@ -208,7 +166,7 @@ def _verdict(runs: int, found: Sequence[Found], results: Sequence[CaseResult], i
     return f"{stopped}{words} in {runs} random case-runs" + ("" if found else "; that is no CONFORMANT: see run")
 
 
-def _search(wanted: _Wanted, judge: _Judge, diary: _Diary) -> int:
+def _search(wanted: _Wanted, judge: OneByOne, diary: _Diary) -> int:
     from ..contract import Execution, ForwardMode
     from ..fuzz.search import Search, TimeUp
 
@@ -241,8 +199,6 @@ def _search(wanted: _Wanted, judge: _Judge, diary: _Diary) -> int:
 
 def _again(search: Search, diary: _Diary, wanted: _Wanted) -> None:
     """What failed the last time. What passes now is no longer kept."""
-    from ..fuzz.search import check_of
-
     entries = [
         entry
         for entry in diary.database.of(wanted.backend)
@@ -253,5 +209,5 @@ def _again(search: Search, diary: _Diary, wanted: _Wanted) -> None:
         if result.status is Status.PASSED:
             click.echo(f"no longer fails: {entry.case} ({entry.execution})", err=True)
             diary.database.replace(entry, None)
-        elif check_of(result) != entry.check:
+        elif failed_check(result) != entry.check:
             diary.database.replace(entry, None)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from ..registry import UsageError, unknown
+from ..results import program
 from ..running.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
 
 __all__ = ["case_option", "command_line", "device_option", "request_from", "selection_options"]
@@ -107,4 +108,4 @@ def request_from(values: dict[str, Any]) -> Request:
 
 def command_line() -> str:
     """How this process was asked, for records."""
-    return shlex.join(["attn-testkit", *sys.argv[1:]])
+    return shlex.join([*program(), *sys.argv[1:]])

@@ -6,8 +6,10 @@ import contextlib
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -36,6 +38,10 @@ Examples:
   attn-testkit run --backend my_pkg.attn:MyBackend --tier core --budget 60 --json cut.json""",
 )
 @selection_options
+@click.option(
+    "--cases-from", type=click.Path(), metavar="FILE",
+    help="Only cases of a file, one a line.",
+)  # fmt: skip
 @click.option("--known-failures", type=click.Path(), metavar="FILE", help="TOML of failures that are tolerated.")
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Record, complete at every moment.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="The same as a page.")
@@ -51,8 +57,8 @@ Examples:
 @click.option("--last", type=click.Path(), metavar="FILE", help="With --budget: first what failed there.")
 @click.option("--rest-of", type=click.Path(), multiple=True, metavar="FILE", help="Only what no such record ran.")
 @click.option("--in-process", is_flag=True, help="No child process: for debuggers, and no gate.")
-@click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N case-runs that did not pass.")
-@click.option("-x", "stop_first", is_flag=True, help="The same with N = 1.")
+@click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N that did not pass.")
+@click.option("-x", "stop_first", is_flag=True, help="The same with N = 1, plain cases first.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 def run(**values: Any) -> int:
     """Judge backends in every mode and execution that they claim.
@@ -61,9 +67,25 @@ def run(**values: Any) -> int:
     process, so a backend that crashes or hangs costs one case-run.
     """
     request = request_from(values)
+    if values["cases_from"]:
+        request = replace(request, cases=(*request.cases, *_cases_from(values["cases_from"])))
     _refuse_clashes(values)
     with terminated_like_interrupted():
         return _run(request, values)
+
+
+def _cases_from(name: str) -> tuple[str, ...]:
+    """Ids and globs of a file. Raises ``UsageError`` for one that cannot be read, or that names none: the whole tier is
+    not meant.
+    """
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
+    found = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
+    if not found:
+        raise UsageError(f"{name} names no case; expected an id or a glob a line")
+    return found
 
 
 def _refuse_clashes(values: dict[str, Any]) -> None:
@@ -87,7 +109,9 @@ def _run(request: Request, values: dict[str, Any]) -> int:
     )
     earlier = {name: read_report(name) for name in values["rest_of"]}
     if values["budget"]:
-        request = replace(request, most_valuable_first=True, failed_before=_failed(values["last"]))
+        request = replace(request, order="most valuable", failed_before=_failed(values["last"]))
+    elif values["stop_first"]:
+        request = replace(request, order="plainest")
     if not request.backends:
         raise UsageError("which backend? Name one from `attn-testkit list`, or module:Class")
     with contextlib.closing(judge_for(options, request.device)) as judge:

@@ -108,7 +108,7 @@ _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_bra
 _YES_OR_NO = (
     "any_scaling", "window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
     "takes_none_kv", "takes_unset_width", "takes_empty_batches", "takes_bare_chains", "takes_out", "takes_more_rows",
-    "kv_groups", "heads_by_layer", "eager_waits",
+    "kv_groups", "heads_by_layer", "eager_waits", "drafts_without_prefix",
 )  # fmt: skip
 
 
@@ -173,6 +173,9 @@ class Capabilities:
     max_draft_branches: int = 1
     """How many branches may a request have in draft-decode? 1: chains only. Not ``max_topk``: a tree in verify takes a
     kernel with a mask, and branches in draft-decode any kernel, with a page table for each."""
+    drafts_without_prefix: bool = True
+    """In draft-decode, may a request have no key before the draft? Servers draft behind a prefill, so theirs have one
+    at least. False for planners that count on it."""
     padding_slots: Set[int] = frozenset({0})
     """Which KV slots may rows of padding have in a graph? 0: they are stored in page 0, which is reserved. -1: they are
     not stored at all (vLLM). With both replays take turns. ``KVPool.set_kv_buffer`` takes no -1."""

@@ -11,11 +11,12 @@ import hypothesis
 from hypothesis import strategies as st
 
 from ..cases.case import Case, parse_case
+from ..cases.plainest import plainest_case
 from ..contract import Capabilities, Execution, ForwardMode
-from ..results import BAD, CaseResult
+from ..results import BAD, CaseResult, failed_check
 from .strategies import differences, random_cases
 
-__all__ = ["Found", "Search", "TimeUp", "check_of"]
+__all__ = ["Found", "Search", "TimeUp"]
 
 Pair = tuple[Case, str]
 """A case and its execution."""
@@ -30,11 +31,6 @@ class TimeUp(BaseException):
 
 class _Failed(Exception):
     """A case-run of the kind that is looked for."""
-
-
-def check_of(result: CaseResult) -> str:
-    """The first check that failed, or how the case-run ended."""
-    return result.findings[0].check if result.findings else result.status.value
 
 
 @dataclass
@@ -68,7 +64,6 @@ class Search:
     found: dict[Kind, Found] = field(default_factory=dict)
     runs: int = 0
     _results: dict[tuple[str, str], CaseResult] = field(default_factory=dict)
-    _plainest: dict[ForwardMode, Case] = field(default_factory=dict)
     _until: float = 0.0
 
     def begin(self) -> None:
@@ -98,7 +93,7 @@ class Search:
             result = self._result(*pair, target[0] if target else None)
             if result.status not in BAD:
                 return
-            kind = (result.mode, check_of(result))
+            kind = (result.mode, failed_check(result))
             if not target and kind not in self.found:
                 target.append(self._note(result))
             if target and kind == target[0].kind:
@@ -143,7 +138,7 @@ class Search:
         return self._results[key]
 
     def _note(self, result: CaseResult) -> Found:
-        kind = (result.mode, check_of(result))
+        kind = (result.mode, failed_check(result))
         found = Found(kind, result, result, self._odd(result))
         known = self.found.setdefault(kind, found)
         if known is found:
@@ -158,14 +153,4 @@ class Search:
 
     def _odd(self, result: CaseResult) -> tuple[str, ...]:
         case = parse_case(result.case)
-        if case.mode not in self._plainest:
-            self._plainest[case.mode] = _plainest(self.claims, case.mode)
-        return tuple(differences(case, self._plainest[case.mode]))
-
-
-def _plainest(claims: Capabilities, mode: ForwardMode) -> Case:
-    """What every case of a mode is shrunk towards."""
-    settings = hypothesis.settings(
-        database=None, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
-    )
-    return hypothesis.find(random_cases(claims, mode), lambda case: True, settings=settings)
+        return tuple(differences(case, plainest_case(self.claims, case.mode)))

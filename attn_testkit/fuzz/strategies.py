@@ -11,12 +11,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ..cases.as_claimed import as_claimed
-from ..cases.case import DATA, LAYOUTS, PADDINGS, Case, Heads
+from ..cases.case import DATA, LAYOUTS, PADDINGS, Case
 from ..cases.draft import Draft
 from ..cases.extend import room_for
 from ..cases.head_shapes import claimed_shapes
 from ..cases.layer_cases import with_shapes
 from ..cases.layers import PERIOD, SETTINGS, Layers
+from ..cases.plainest import head_layouts
 from ..cases.plans import context_len
 from ..cases.trees import Tree, chain
 from ..cases.ways import WAYS, ways_that_fit
@@ -31,7 +32,6 @@ _MOST_ROWS = 12
 """Query rows of a request, and nodes of a tree."""
 _MOST_NEW = 70
 """New tokens of a request in extend."""
-_MOST_HEADS = 64
 _MOST_SLACK = 4
 _MOST_WINDOW = 80
 _MOST_FIRST = 6
@@ -40,7 +40,7 @@ _MOST_FIRST = 6
 
 def random_cases(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[Case]:
     """Cases of a mode. Raises ``ValueError`` where the other claims leave none."""
-    if not _heads(claims):
+    if not head_layouts(claims):
         raise ValueError(f"{mode} is claimed, and no head layout with it")
     # What is too long for the claims is drawn again: few are, and which depends on all of a case.
     return _cases(claims, mode).filter(lambda case: context_len(case) <= claims.max_context_len)
@@ -48,7 +48,7 @@ def random_cases(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[C
 
 @st.composite
 def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
-    heads = draw(st.sampled_from(_heads(claims)))
+    heads = draw(st.sampled_from(head_layouts(claims)))
     mla = heads.family == "mla"
     longest = st.one_of(st.integers(0, 20), st.integers(0, _MOST_PREFIX))
     prefixes = tuple(draw(st.lists(longest, min_size=1, max_size=_MOST_REQUESTS)))
@@ -134,18 +134,6 @@ def _layers(*, grouped: bool) -> st.SearchStrategy[Layers]:
 def _widest(claims: Capabilities) -> int:
     # As in the catalogue: wider rows are those of MLA.
     return max(512, min(claims.head_dims))
-
-
-def _heads(claims: Capabilities) -> list[Heads]:
-    groups = [ratio for ratio in sorted(claims.gqa_ratios) if ratio > 1]
-    found = [Heads("mha", count, count) for count in (2, 1, 4)] if "mha" in claims.families else []
-    if "gqa" in claims.families:
-        found += [Heads("gqa", ratio * count, count) for ratio in groups for count in (2, 4)]
-    if "mqa" in claims.families:
-        found += [Heads("mqa", ratio, 1) for ratio in groups]
-    if "mla" in claims.families and claims.mla_rope_dims:
-        found += [Heads("mla", count, 1) for count in sorted(claims.gqa_ratios)]
-    return [heads for heads in found if heads.q_heads <= _MOST_HEADS] or found[:1]
 
 
 def _rows(claims: Capabilities, mode: ForwardMode, requests: int) -> st.SearchStrategy[dict[str, Any]]:

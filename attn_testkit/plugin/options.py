@@ -90,7 +90,8 @@ def request(config: pytest.Config) -> Request:
         device=option.attn_device,
         seed=option.attn_seed,
         cases=tuple(option.attn_case),
-        most_valuable_first=option.attn_budget is not None,
+        # Somebody reads the failures from the top, or stops at the first.
+        order="plainest" if option.attn_budget is None else "most valuable",
         failed_before=_failed_before(config, backends) if option.attn_budget is not None else (),
         keep_unloadable=option.attn_keep_unloadable,
     )

@@ -108,6 +108,7 @@ def _wanted(
         seed=seed,
         cases=tuple(cases),
         command="conformance_cases",
+        order="plainest",
     )
     return Wanted(request, Options(timeout_s=timeout_s), Path(known_failures) if known_failures else None)
 
@@ -136,7 +137,7 @@ def parametrize(metafunc: pytest.Metafunc, own: OwnTests) -> None:
             wanted = replace(wanted, known=metafunc.definition.path.parent / wanted.known)
         params = list(_params(own.prepared(wanted), wanted))
     except (UsageError, JudgeError) as error:
-        pytest.fail(f"attn-testkit: {error}", pytrace=False)
+        raise pytest.fail.Exception(f"attn-testkit: {error}", pytrace=False) from None
     metafunc.parametrize(FIXTURE, params, ids=[param.id for param in params], indirect=True)
 
 
@@ -262,10 +263,14 @@ class Check:
         ``UsageError`` for a request that makes no sense, and ``JudgeError`` where the process that judges died.
         """
         __tracebackhide__ = True
-        wanted = _wanted(*backends, **given)
-        if wanted.known:
-            wanted = replace(wanted, known=self._folder / wanted.known)
-        results = self._own.check(wanted)
+        try:
+            wanted = _wanted(*backends, **given)
+            if wanted.known:
+                wanted = replace(wanted, known=self._folder / wanted.known)
+            results = self._own.check(wanted)
+        except (UsageError, JudgeError) as error:
+            # Of the traceback the test's own line tells something, and ours nothing.
+            raise error.with_traceback(None) from None
         if not results:
             raise CaseFailed("\n".join(filter(None, (results.verdict, results.texts))), results.verdict)
         return results

@@ -117,11 +117,15 @@ class Session:
         return prepared.ledger.judge(result)
 
     def sort(self, items: list[pytest.Item]) -> None:
-        """With a budget, the tests of the suite in the plan's order, which has the most valuable first."""
-        if self.budget_s is None or self.prepared is None:
+        """The tests of the suite in the plan's order, in the places that they have among others."""
+        if self.prepared is None:
             return
-        place = {param_id(item): number for number, item in enumerate(self.prepared.items)}
-        items.sort(key=lambda item: place.get(item.nodeid.partition("[")[2][:-1], -1))
+        planned = {param_id(item): number for number, item in enumerate(self.prepared.items)}
+        number = {item.nodeid: planned.get(item.nodeid.partition("[")[2][:-1]) for item in items}
+        places = [place for place, item in enumerate(items) if number[item.nodeid] is not None]
+        own = sorted((items[place] for place in places), key=lambda item: number[item.nodeid] or 0)
+        for place, item in zip(places, own, strict=True):
+            items[place] = item
 
     def begin(self, nodeids: Iterable[str]) -> None:
         """Collection is over: these tests were selected. What of them does not run will fail the session."""

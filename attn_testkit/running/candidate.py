@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..registry import UsageError
+from .other_sources import OtherSources
 
 __all__ = ["Candidate", "candidate_for", "fingerprint_of", "resolve_candidate"]
 
@@ -35,6 +36,8 @@ class Candidate:
     """Of the class that the caller holds; what the worker imports must have the same."""
     here: type[Any] | None = field(default=None, repr=False, compare=False)
     """The class itself, where it is run in the caller's own process."""
+    sources: OtherSources = field(default_factory=OtherSources)
+    """What its worker imports from other files than their own."""
 
 
 def candidate_for(backend: str | type[Any], *, in_process: bool = False) -> Candidate:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..cases.case import Case, parse_case
-from ..cases.catalogue import companions
+from ..cases.catalogue import claimed_companions
 from ..cases.loop import loop_modes, make_loop
 from ..cases.schedule import Schedule, Step, make_schedule, only
 from ..cases.ways import way_of
@@ -59,9 +59,7 @@ def schedules_of(case: Case, execution: Execution, claims: Capabilities, environ
     cases = [case]
     if case.mixed and execution is Execution.GRAPH:
         runnable = {mode for mode in claims.graph if not missing_here(claims, environment, mode)}
-        max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
-        most = (claims.max_q_rows, max_topk, claims.max_extend_tokens, claims.max_draft_branches)
-        cases += companions(case, runnable, *most)
+        cases += claimed_companions(claims, case, runnable)
     return [schedule_for(each, claims) for each in cases]
 
 
@@ -265,6 +263,8 @@ def rerun(
 ) -> Driven:
     """Answer a question of the diagnosis on a fresh instance. One that raises has no records: it counts as wrong."""
     schedule = request.schedule
+    if request.options.width_at_capture:
+        claims = claims.with_changes(takes_unset_width=False)
     drive = _Drive([schedule], claims)
     unowned = {} if request.unowned is None else {"unowned": request.unowned}
     try:

@@ -23,6 +23,7 @@ from ..checks.step import judge_step
 from ..contract import Capabilities, Execution
 from ..diagnosis.blame import explain_numeric
 from ..diagnosis.rerun import Rerunner
+from ..diagnosis.unset_width import WIDTH_OF, blame_unset_width
 from ..environment import Environment, resolve
 from ..model import pack
 from ..oracle.expect import expect, expect_of
@@ -57,7 +58,13 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
     outcome, seconds = _judged(drive, described, parse_case(item.case), execution, environment)
     if outcome.driven.lost:
         return _result(item, plan, described.claims, outcome, Status.CRASHED, seconds, outcome.driven.lost)
-    explained = _explained(outcome, Rerunner(_unless_lost(drive), environment, described.claims.eager))
+    if not plan.explains:
+        explained = list(_first_of_each_check(outcome.findings).values())
+    else:
+        rerunner = Rerunner(_unless_lost(drive), environment, described.claims.eager)
+        explained = _explained(outcome, rerunner)
+        if explained and execution is Execution.GRAPH:
+            explained[0] = _of_unset_width(explained[0], rerunner, parse_case(item.case), described.claims)
     outcome.findings = [_of_way(finding, parse_case(item.case)) for finding in explained]
     status = Status.FAILED if outcome.findings else Status.PASSED
     result = _result(item, plan, described.claims, outcome, status, seconds)
@@ -256,14 +263,18 @@ def _left_behind(changed: Sequence[str]) -> list[Finding]:
     ]
 
 
+def _first_of_each_check(findings: Sequence[Finding]) -> dict[str, Finding]:
+    first: dict[str, Finding] = {}
+    for finding in findings:
+        first.setdefault(finding.check, finding)
+    return first
+
+
 def _explained(outcome: _Outcome, rerunner: Rerunner) -> list[Finding]:
     """One finding a check, the wrong numbers diagnosed."""
-    first: dict[str, Finding] = {}
-    for finding in outcome.findings:
-        first.setdefault(finding.check, finding)
     explained: list[Finding] = []
     diagnosed = False
-    for check, finding in first.items():
+    for check, finding in _first_of_each_check(outcome.findings).items():
         steps = outcome.failed.get(check, [])
         if check in NUMERIC and steps and not diagnosed:
             diagnosed = True
@@ -273,6 +284,14 @@ def _explained(outcome: _Outcome, rerunner: Rerunner) -> list[Finding]:
             continue
         explained.append(_with_other_steps(finding, [seen.label for seen in steps]))
     return explained
+
+
+def _of_unset_width(finding: Finding, rerunner: Rerunner, case: Case, claims: Capabilities) -> Finding:
+    """With a hint first, where a graph is wrong because its capture did not say the width."""
+    if not claims.takes_unset_width or case.mode not in WIDTH_OF:
+        return finding
+    why = blame_unset_width(rerunner, schedule_for(case, claims))
+    return replace(finding, hint="\n".join(filter(None, (why, finding.hint))))
 
 
 def _of_way(finding: Finding, case: Case) -> Finding:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -40,7 +41,8 @@ class JudgingProcess:
                 self._child = Child(MODULE, reader=pickle.loads)
                 self._child.wait_until_started()
             # Of the plan what one case-run needs: nothing of a candidate's travels along.
-            kind, *answer = self._child.ask((described, Plan(plan.header, (), (), (), plan.device), item), _PATIENCE)
+            bare = replace(plan, items=(), preset=(), candidates=())
+            kind, *answer = self._child.ask((described, bare, item), _PATIENCE)
             while kind == "drive":
                 kind, *answer = self._child.ask(_driven(drive, answer[0]), _PATIENCE)
         except ChildLost as error:

@@ -11,7 +11,7 @@ from ..cases.case import Case
 from ..contract import Execution
 from .request import Item
 
-__all__ = ["most_valuable_first", "pairs_of", "richest_first", "values_of"]
+__all__ = ["Entry", "most_valuable_first", "pairs_of", "richest_first", "values_of"]
 
 Entry = tuple[Item, Case]
 _FIRST_ROUND = 16

@@ -17,7 +17,7 @@ from ..environment import Environment, missing_here, resolve, versions
 from ..registry import UsageError, did_you_mean, origin_of
 from ..results import NO_CASE, CaseResult, Finding, RunHeader, Status
 from .candidate import Candidate
-from .most_valuable import most_valuable_first
+from .order import ordered
 from .request import Item, Plan, Request, unloadable
 
 __all__ = ["plan_run"]
@@ -67,7 +67,7 @@ def plan_run(request: Request, claims_of: Claims, broken_of: Broken = lambda _: 
         raise UsageError(f"no case matches {', '.join(request.cases)}")
     return Plan(
         header=_header(request, environment, len(items) + sum(row.status is Status.FAILED for row in preset), untried),
-        items=most_valuable_first(items, request.failed_before) if request.most_valuable_first else _in_order(items),
+        items=ordered(items, request.order, request.failed_before),
         preset=tuple(preset),
         candidates=request.candidates,
         device=request.device,
@@ -111,23 +111,6 @@ def _broken_here(claims: Capabilities, mode: ForwardMode, broken: Mapping[str, s
     of_mode = claims.mode_requires.get(mode)
     needed = (*claims.requires.packages, *(of_mode.packages if of_mode else ()))
     return next((broken[text] for text in needed if text in broken), "")
-
-
-def _in_order(items: Sequence[tuple[Item, Case]]) -> tuple[Item, ...]:
-    # Eager and graph of one case next to each other: they share data and the oracle's answer.
-    # Under no_grad first: what a module keeps for the whole process may be made there and used under inference_mode,
-    # and not the other way round. A server uses one of the two.
-    first: dict[tuple[str, str], int] = {}
-    for index, (item, _) in enumerate(items):
-        first.setdefault((item.backend, item.case), index)
-    backends = {backend: index for index, backend in enumerate(dict.fromkeys(item.backend for item, _ in items))}
-
-    def place(entry: tuple[Item, Case]) -> tuple[int, bool, int, bool]:
-        item, case = entry
-        graph = item.execution == Execution.GRAPH.value
-        return backends[item.backend], case.inference_mode, first[item.backend, item.case], graph
-
-    return tuple(item for item, _ in sorted(items, key=place))
 
 
 def _choose(words: Sequence[str], enum: type[Enum], what: str) -> list[str]:

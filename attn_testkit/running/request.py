@@ -27,6 +27,7 @@ from .known_failures import KnownFailure, Ledger, load_known
 __all__ = [
     "EXECUTIONS",
     "MODES",
+    "ORDERS",
     "TIERS",
     "Item",
     "Judge",
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 TIERS = ("smoke", "core", "full")
-
+ORDERS = ("listed", "plainest", "most valuable")
 
 MOST_SECONDS = 86_400.0
 """A case-run that is not over after a day is not waited for, and no run has a longer budget."""
@@ -68,7 +69,7 @@ def checked_seconds(value: float, what: str = "timeout") -> float:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for. Raises ``UsageError`` for a device or a seed that there cannot be."""
+    """What the user asked for. Raises ``UsageError`` for a device, a seed or an order that there cannot be."""
 
     backends: tuple[str | Candidate, ...]
     modes: tuple[str, ...] = ()
@@ -80,10 +81,12 @@ class Request:
     """Globs on case ids of the tier, or exact ids of any case."""
     command: str = ""
     """How it was asked for, for the record."""
-    most_valuable_first: bool = False
-    """Whether the plan is in the order of ``running/most_valuable.py``: for a run that may not come to its end."""
+    order: str = "listed"
+    """In which order the plan's case-runs come: one of ``ORDERS``. ``listed``: as the catalogue has them. ``plainest``:
+    ``running/plainest.py``, where somebody stops at the first failure. ``most valuable``: ``running/most_valuable.py``,
+    where there may be no time for all."""
     failed_before: tuple[tuple[str, str], ...] = ()
-    """(backend, case id) of what failed the last time: first then."""
+    """(backend, case id) of what failed the last time: first among the most valuable."""
     keep_unloadable: bool = False
     """A backend that cannot be imported is a failing row, and no ``UsageError``: the others are judged all the same."""
 
@@ -91,6 +94,8 @@ class Request:
         checked_device(self.device)
         if not isinstance(self.seed, int) or self.seed < 0:
             raise UsageError(f"seed is {self.seed!r}; expected a whole number from 0 up")
+        if self.order not in ORDERS:
+            raise UsageError(f"unknown order {self.order!r} (known: {', '.join(ORDERS)})")
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -148,6 +153,8 @@ class Plan:
     """Rows that are known without running: unsupported, not run here."""
     candidates: tuple[Candidate, ...] = ()
     device: str = "auto"
+    explains: bool = True
+    """Whether wrong numbers are diagnosed, which asks for more drives; else the checks that failed are all there is."""
 
     def to_run(self) -> Plan:
         """What running any of its items takes, without the items: it travels with every case-run of pytest."""

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from ..cases.data import forget_data
+from ..cases.schedule import make_schedule
 from ..checks.failures import device_full
 from ..contract import AttentionBackend, Capabilities
 from ..environment import Environment, resolve
@@ -25,6 +26,7 @@ from .case_run import drive_case, rerun
 from .host_memory import Trimmer
 from .left_running import Running
 from .oracle_sealed import seal_oracle
+from .other_sources import use_other_sources
 from .process_state import ProcessState, changes, restore, take_state, unchanged
 from .vendor_packages import broken_packages
 from .wire import read
@@ -160,19 +162,31 @@ def serve(
     seal_oracle()
     faulthandler.dump_traceback_later(_patience(import_s), exit=False)
     try:
+        notes = use_other_sources(candidate.sources)
         worker = LocalWorker(candidate, device)
+        if notes:
+            notes.imported(worker.backend_class.__module__)
     except UsageError as error:
         connection.send(str(error))
         return
     faulthandler.cancel_dump_traceback_later()
     connection.send(worker.described)
+    case = ""
     while True:
         try:
             number, request = connection.recv()
         except (EOFError, ConnectionError):
             os._exit(0)
         faulthandler.dump_traceback_later(_patience(timeout_s), exit=False)
-        connection.send((number, _answer(worker, request)))
+        if isinstance(request, DriveCase) and request.case != case:
+            # Nobody asks for the steps of another case again, and every capture and every first replay begins with a
+            # garbage collection, which looks at all that are kept. The judge's own process shares them among backends.
+            case = request.case
+            make_schedule.cache_clear()
+        answer = _answer(worker, request)
+        if notes and isinstance(request, DriveCase):
+            notes.drove(request.case, request.execution)
+        connection.send((number, answer))
         faulthandler.cancel_dump_traceback_later()
 
 

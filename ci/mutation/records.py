@@ -1,18 +1,15 @@
-"""What is kept of a run: the journal of verdicts, and the list of survivors that mean the same as what they mutate."""
+"""What is kept of a run: the journal of verdicts."""
 
 from __future__ import annotations
 
 import json
-import tomllib
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
-from .config import ConfigError
 from .judge import Verdict
 from .operators import Mutant
 
-__all__ = ["Journal", "read_equivalent"]
+__all__ = ["Journal"]
 
 
 class Journal:
@@ -67,42 +64,3 @@ class Journal:
     def _write(self, row: dict[str, object]) -> None:
         self._file.write(json.dumps({"tree": self._tree, **row}) + "\n")
         self._file.flush()
-
-
-def read_equivalent(
-    file: Path, mutants: Sequence[Mutant], read: Sequence[str], known: Sequence[str] = ()
-) -> dict[str, str]:
-    """Id of a mutant that changes nothing -> the reason.
-
-    An entry names ``path``, ``was`` and ``becomes`` (the lines, without indentation), ``reason``, and ``scope`` where
-    the same lines stand in several functions.
-
-    Args:
-        file: TOML with a list ``equivalent``.
-        mutants: those of the files in ``read``.
-        read: the files that this run mutates.
-        known: files that other runs mutate: their entries are not looked at.
-
-    Raises:
-        ConfigError: an entry lacks a field, or matches no mutant, so the code it spoke of is gone.
-    """
-    try:
-        entries = tomllib.loads(file.read_text()).get("equivalent", [])
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
-    found: dict[str, str] = {}
-    for number, entry in enumerate(entries, start=1):
-        if lacking := [key for key in ("path", "was", "becomes", "reason") if not str(entry.get(key, "")).strip()]:
-            raise ConfigError(f"{file.name}: entry {number} lacks {', '.join(lacking)}")
-        if entry["path"] in known and entry["path"] not in read:
-            continue
-        same = [
-            mutant.id
-            for mutant in mutants
-            if (mutant.path, mutant.was, mutant.becomes) == (entry["path"], entry["was"], entry["becomes"])
-            and entry.get("scope", mutant.scope) == mutant.scope
-        ]
-        if not same:
-            raise ConfigError(f"{file.name}: entry {number} ({entry['path']}: {entry['becomes']}) matches no mutant")
-        found |= dict.fromkeys(same, entry["reason"])
-    return found

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 
 from attn_testkit.backends.flashinfer import FlashInferBackend, LayerKind
+from attn_testkit.backends.flashinfer_draft import plans_of_forwards
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend, FlashInferMLAFP8Backend
-from attn_testkit.backends.flashinfer_plan import PagePlan, exclusive_sum, make_page_plan
+from attn_testkit.backends.flashinfer_plan import PagePlan, exclusive_sum
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 
 
 class MaskLeftOver(FlashInferBackend):
     """Gives every wrapper the mask buffer, which is what selects the custom-mask mode (flashinfer #1028)."""
 
-    def _graph_wrapper(self, decode: bool, bs: int, masked: bool, kind: LayerKind) -> Any:
-        return super()._graph_wrapper(decode, bs, masked=not decode, kind=kind)
+    def _graph_wrapper(self, kind: LayerKind, buffers: Any, decode: bool, requests: int, *more: Any) -> Any:
+        return super()._graph_wrapper(kind, buffers, decode, requests, masked=not decode)
 
 
 class SoftCapForgottenInPlan(FlashInferBackend):
@@ -31,7 +32,7 @@ class SoftCapGivenToForward(SoftCapForgottenInPlan):
     """Gives the cap to the wrapper's older call, which takes it and cannot use it (sglang #33915)."""
 
     def forward(self, q: Any, k: Any, v: Any, layer: AttentionLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        wrapper, kind = self._current[LayerKind.of(layer)], LayerKind.of(layer)
+        wrapper, kind = self._current[LayerKind.of(layer), 0], LayerKind.of(layer)
         wrapper.run = _older_call(wrapper, kind)
         try:
             return super().forward(q, k, v, layer, *args, **kwargs)
@@ -53,11 +54,11 @@ def _older_call(wrapper: Any, kind: LayerKind) -> Any:
 class WindowGivenToRun(FlashInferBackend):
     """Gives the window to ``run`` alone, which insists that it is the planned one (sglang #31501)."""
 
-    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan) -> None:
-        super()._plan_prefill(wrapper, kind._replace(window=-1), plan)
+    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan, *, causal: bool = True) -> None:
+        super()._plan_prefill(wrapper, kind._replace(window=-1), plan, causal=causal)
 
     def forward(self, q: Any, k: Any, v: Any, layer: AttentionLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        wrapper = self._current[LayerKind.of(layer)]
+        wrapper = self._current[LayerKind.of(layer), 0]
         run = wrapper.run
         wrapper.run = lambda *a, **key: run(*a, window_left=layer.sliding_window_size, **key)
         try:
@@ -85,14 +86,15 @@ class PlansAtCaptureOnly(FlashInferBackend):
 class FillsBuffersWithoutPlanning(FlashInferBackend):
     """Writes lengths and pages into the wrapper's buffers and keeps the schedule of the capture (rtp-llm #378)."""
 
-    def _plan_all(self, plan: PagePlan, decode: bool) -> None:
+    def _plan_all(self, plans: tuple[PagePlan, ...], decode: bool) -> None:
         wrappers = list(self._current.values())
         if not decode or not wrappers[0].is_cuda_graph_enabled or not hasattr(wrappers[0], "_plan_info"):
-            super()._plan_all(plan, decode)
+            super()._plan_all(plans, decode)
             return
-        self._kv_indptr[: plan.kv_indptr.shape[0]].copy_(plan.kv_indptr)
-        self._kv_indices[: plan.kv_indices.shape[0]].copy_(plan.kv_indices)
-        self._last_page_len[: plan.last_page_len.shape[0]].copy_(plan.last_page_len)
+        (plan,) = plans
+        for name in ("kv_indptr", "kv_indices", "last_page_len"):
+            new = getattr(plan, name)
+            getattr(self._of_groups[0], name)[: len(new)].copy_(new)
 
 
 class NewWrapperAtReplay(FlashInferBackend):
@@ -111,11 +113,11 @@ class OneKindForAllLayers(FlashInferBackend):
 
     def forward(self, q: Any, k: Any, v: Any, layer: AttentionLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
         (wrapper,) = self._current.values()
-        self._current = {self._kinds[0]: wrapper, LayerKind.of(layer): wrapper}
+        self._current = {(self._kinds[0], 0): wrapper, (LayerKind.of(layer), 0): wrapper}
         try:
             return super().forward(q, k, v, layer, *args, **kwargs)
         finally:
-            self._current = {self._kinds[0]: wrapper}
+            self._current = {(self._kinds[0], 0): wrapper}
 
 
 class LastPageByRemainder(FlashInferBackend):
@@ -129,7 +131,7 @@ class LastPageByRemainder(FlashInferBackend):
 class DraftsNotCounted(FlashInferBackend):
     """Takes the ``seq_lens`` of target-verify for all keys; they are the prefix alone."""
 
-    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan) -> None:
+    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan, *, causal: bool = True) -> None:
         lens = plan.kv_lens - (plan.qo_indptr[1:] - plan.qo_indptr[:-1])
         lens = lens.clamp(min=1)
         pages = -(-lens // self.context.page_size)
@@ -147,7 +149,7 @@ class DraftsNotCounted(FlashInferBackend):
             last_page_len=lens - (pages - 1) * self.context.page_size,
             custom_mask=None,
         )
-        super()._plan_prefill(wrapper, kind, shorter)
+        super()._plan_prefill(wrapper, kind, shorter, causal=causal)
 
 
 class ScalesOfFp8Forgotten(FlashInferBackend):
@@ -155,10 +157,24 @@ class ScalesOfFp8Forgotten(FlashInferBackend):
 
     def forward(self, q: Any, k: Any, v: Any, layer: AttentionLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.context.kv_pool.set_kv_buffer(layer, args[0].out_cache_loc, k, v)
-        kind = LayerKind.of(layer)
-        self._current = {**self._current, LayerKind.of(replace(layer)): self._current[kind]}
         plain = replace(layer, k_scale=1.0, v_scale=1.0)
         return super().forward(q, k, v, plain, *args, save_kv_cache=False)
+
+
+class LengthsOfTheFirstForward(FlashInferBackend):
+    """Plans a draft once, and each forward runs what was planned for the first: it misses its branch's own tokens."""
+
+    def _plans(self, batch: ForwardBatch) -> tuple[tuple[PagePlan, ...], bool]:
+        plans, decode = super()._plans(batch)
+        return plans[:1] * len(plans), decode
+
+
+class OneBufferForAllForwards(FlashInferMLABackend):
+    """The wrappers of a draft's forwards share their buffers in a graph: what the last plan left is what all read."""
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self._of_forwards = self._of_forwards[:1] * len(self._of_forwards)
 
 
 class LengthsOfThePrefix(FlashInferMLABackend):
@@ -167,6 +183,13 @@ class LengthsOfThePrefix(FlashInferMLABackend):
     def _plan(self, wrapper: Any, scale: float, plan: PagePlan, causal: bool) -> None:
         rows = plan.qo_indptr[1:] - plan.qo_indptr[:-1]
         super()._plan(wrapper, scale, replace(plan, kv_lens=plan.kv_lens - rows), causal)
+
+
+class RunInPagesOfOneSlot(FlashInferMLABackend):
+    """A run is given the pool in pages of one slot, and was planned for the pages that the pool has."""
+
+    def _stored(self, *args: Any, **more: Any) -> Any:
+        return super()._stored(*args[:-1], 1, **more)
 
 
 class VerifyNotCausal(FlashInferMLABackend):
@@ -194,8 +217,8 @@ class MLAPlansAtCaptureOnly(FlashInferMLABackend):
 class OtherClusterSizeAtReplay(FlashInferMLABackend):
     """Plans a v1 replay for the accepted rows alone, which may ask for another grid than the captured one."""
 
-    def _graph_plan(self, batch: ForwardBatch) -> PagePlan:
-        return make_page_plan(self.context, batch)
+    def _graph_plans(self, batch: ForwardBatch) -> tuple[PagePlan, ...]:
+        return plans_of_forwards(self.context, batch)
 
 
 class UniformStrideInV1(FlashInferMLABackend):
@@ -212,7 +235,7 @@ class RopeScaleForgotten(FlashInferMLAFP8Backend):
     """The latent part of an FP8 row is scaled, its rope part is not."""
 
     def forward(self, q: Any, k: Any, v: Any, layer: AttentionLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        wrapper = self._current[layer.scaling]
+        wrapper = self._current[layer.scaling, 0]
         run = wrapper.run
         wrapper.run = lambda **key: run(**{**key, "kpe_scale": 1.0})
         try:

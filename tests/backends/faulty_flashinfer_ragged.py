@@ -34,27 +34,18 @@ class NaturalLogSumExp(FlashInferRaggedBackend):
 class PrefixIsCausal(FlashInferRaggedBackend):
     """The prefix is planned causal, as if the rows were its last ones."""
 
-    def _plan_prefix(self, kind: LayerKind, plan: PagePlan) -> None:
-        wrapper = self._prefix[kind]
-        made = wrapper.plan
-        wrapper.plan = lambda *a, **key: made(*a, **{**key, "causal": True})
-        try:
-            super()._plan_prefix(kind, plan)
-        finally:
-            del wrapper.plan
+    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan, *, causal: bool = True) -> None:
+        super()._plan_prefill(wrapper, kind, plan, causal=True)
 
 
 class WindowOfThePrefix(FlashInferRaggedBackend):
     """The prefix has ``window_left`` instead of a mask, which the kernel counts from the prefix's end."""
 
-    def _plan_prefix(self, kind: LayerKind, plan: PagePlan) -> None:
-        wrapper = self._prefix[kind]
-        made = wrapper.plan
-        wrapper.plan = lambda *a, **key: made(*a, **key, window_left=kind.window)
-        try:
-            super()._plan_prefix(kind, replace(plan, custom_mask=None))
-        finally:
-            del wrapper.plan
+    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan, *, causal: bool = True) -> None:
+        for layer_kind, of_prefix in self._prefix.items():
+            if of_prefix is wrapper:
+                kind, plan = layer_kind, replace(plan, custom_mask=None)
+        super()._plan_prefill(wrapper, kind, plan, causal=causal)
 
 
 class NewRowsAsStored(FlashInferRaggedBackend):

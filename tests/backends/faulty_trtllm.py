@@ -22,6 +22,25 @@ class LengthsOfThePrefix(TRTLLMMHABackend):
             self._metadata.cache_seqlens.sub_(self._metadata.width)
 
 
+class PagesOfTheFirstBranch(TRTLLMMHABackend):
+    """All branches of a draft read the page list of the first, as if no page had been copied for them."""
+
+    def _fill_branches(self, metadata: Any, batch: ForwardBatch, spec: Any) -> None:
+        super()._fill_branches(metadata, batch, spec)
+        first = metadata.page_table[:: spec.topk].clone()
+        metadata.page_table.copy_(first.repeat_interleave(spec.topk, 0))
+
+
+class LengthsOfTheFirstForward(TRTLLMMLABackend):
+    """All forwards of a draft have the lengths of the first."""
+
+    def forward(self, q: Any, k: Any, v: Any, layer: AttentionLayer, batch: ForwardBatch, **more: Any) -> torch.Tensor:
+        spec = batch.spec_info
+        if batch.forward_mode.is_draft_decode():
+            batch = replace(batch, spec_info=replace(spec, step=0))  # type: ignore[type-var]
+        return super().forward(q, k, v, layer, batch, **more)
+
+
 class DraftsNotCounted(TRTLLMMHABackend):
     """Verify with the prefix alone, as ``seq_lens`` has it."""
 
@@ -29,6 +48,13 @@ class DraftsNotCounted(TRTLLMMHABackend):
         super().init_forward_metadata_in_graph(batch)
         if batch.forward_mode.is_target_verify():
             self._metadata.cache_seqlens.sub_(self._metadata.width)
+
+
+class QueriesOf16Bits(TRTLLMMHABackend):
+    """Queries stay as they are beside an FP8 pool. Decode has kernels for that, and context has none."""
+
+    def _query(self, q: torch.Tensor, layer: AttentionLayer, fp8: bool) -> torch.Tensor:
+        return super()._query(q, layer, fp8=False)
 
 
 class OffsetsOfTheCapture(TRTLLMMHABackend):
@@ -165,9 +191,9 @@ class RowsInFront(TRTLLMMLABackend):
         metadata = self._metadata
         if batch.forward_mode.is_draft_extend():
             metadata.seq_lens.add_(metadata.width - metadata.counts)
-            self._fill_block_tables(
-                metadata.block_tables, batch.req_pool_indices[: batch.batch_size], metadata.seq_lens
-            )
+            requests = batch.req_pool_indices[: batch.batch_size].long()
+            slots = self.context.req_to_token[requests[:, None], self._page_starts]
+            self._fill_block_tables(metadata.block_tables, slots, metadata.seq_lens)
 
     def _pad(self, q: torch.Tensor, metadata: Metadata) -> torch.Tensor:
         starts, place = metadata.ends - metadata.counts, torch.arange(metadata.width, device=q.device)
@@ -192,8 +218,8 @@ class MLADraftsNotCounted(TRTLLMMLABackend):
 class TableOfThePrefix(TRTLLMMLABackend):
     """Counts pages before the draft tokens: a draft that begins a page has none."""
 
-    def _fill_block_tables(self, tables: torch.Tensor, requests: torch.Tensor, lens: torch.Tensor) -> None:
-        super()._fill_block_tables(tables, requests, (lens - self._metadata.width).clamp(min=1))
+    def _fill_block_tables(self, tables: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor) -> None:
+        super()._fill_block_tables(tables, slots, (lens - self._metadata.width).clamp(min=1))
 
 
 class MetadataOfTheCapture(TRTLLMMLABackend):
@@ -222,8 +248,9 @@ class CountersAllocatedInCapture(TRTLLMMLABackend):
 class LatentScaleForgotten(TRTLLMMLABackend):
     """The latent row is key and value: its scale belongs to both products."""
 
-    def _attend(self, q: Any, latent: Any, metadata: Metadata, layer: AttentionLayer) -> torch.Tensor:
-        return super()._attend(q, latent, metadata, replace(layer, k_scale=1.0)) * layer.k_scale
+    def _attend(self, *given: Any) -> torch.Tensor:
+        *others, layer = given
+        return super()._attend(*others, replace(layer, k_scale=1.0)) * layer.k_scale
 
 
 class WorkspaceMadeInForward(TokenspeedMLABackend):
@@ -243,11 +270,11 @@ class WorkspaceMadeInForward(TokenspeedMLABackend):
 class OutputScaleForgotten(TokenspeedMLABackend):
     """``output_scale`` left at 1."""
 
-    def _attend(self, q: torch.Tensor, latent: Any, metadata: Metadata, layer: AttentionLayer) -> torch.Tensor:
+    def _attend(self, *inputs: Any) -> torch.Tensor:
         kernel = self._kernel
         self._kernel = lambda **given: kernel(**{**given, "output_scale": 1.0})
         try:
-            return super()._attend(q, latent, metadata, layer)
+            return super()._attend(*inputs)
         finally:
             self._kernel = kernel
 

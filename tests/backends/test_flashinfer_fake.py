@@ -110,6 +110,18 @@ def test_prefill_is_causal_to_the_end_and_a_window_is_inclusive() -> None:
     assert close(prefill(batch, window_left=2).run(q, (k, v)), batch.expected(0.3, windowed))
 
 
+def test_offsets_of_a_part_of_a_batch_need_not_begin_at_zero() -> None:
+    """A server that decodes some requests and prefills the others plans these by their part of all offsets."""
+    batch = Batch((1, 2, 3))
+    q, k, v = batch.on_device
+    wrapper = fake_of(BATCH_PREFILL)(workspace(), backend="fa2")
+    wrapper.plan(
+        ints(0, 2, 5), batch.kv_indptr[1:], batch.indices, batch.last[1:], head_dim_qk=DIM, sm_scale=0.3, causal=True,
+        **batch.layout(),
+    )  # fmt: skip
+    assert close(wrapper.run(q[1:], (k, v)), batch.expected(0.3)[1:])
+
+
 class Ragged(Batch):
     """The same requests with their keys one behind the other, and not in pages."""
 

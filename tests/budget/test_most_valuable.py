@@ -29,7 +29,7 @@ def usual() -> Plan:
 
 @pytest.fixture(scope="module")
 def valuable() -> Plan:
-    return planned(ONE, most_valuable_first=True)
+    return planned(ONE, order="most valuable")
 
 
 def test_it_is_the_same_case_runs_in_another_order(usual: Plan, valuable: Plan) -> None:
@@ -54,7 +54,7 @@ def test_every_value_comes_before_pairs_do(valuable: Plan) -> None:
 
 def test_what_failed_last_time_comes_before_the_rest_in_the_first_round(valuable: Plan) -> None:
     last = [item for item in valuable.items if not parse_case(item.case).inference_mode][-1]
-    items = planned(ONE, most_valuable_first=True, failed_before=((ONE, last.case), ("other", "x"))).items
+    items = planned(ONE, order="most valuable", failed_before=((ONE, last.case), ("other", "x"))).items
     assert [item.execution for item in items[:2]] == ["eager", "graph"]
     assert {item.case for item in items[:2]} == {last.case}
 
@@ -65,7 +65,7 @@ def test_eager_and_graph_of_a_case_stay_together(valuable: Plan) -> None:
 
 
 def test_a_backend_is_not_left_to_the_end_because_it_was_named_last() -> None:
-    items = planned(ONE, TWO, most_valuable_first=True).items
+    items = planned(ONE, TWO, order="most valuable").items
     runs = [spec for spec, _ in itertools.groupby(item.backend for item in items)]
     assert runs[:4] == [ONE, TWO, ONE, TWO]
     assert len(runs) < 16

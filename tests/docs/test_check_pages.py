@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from transcript import ROOT
 from attn_testkit.audit.show import check_pages
 from attn_testkit.checks import CHECKS
 from attn_testkit.cli import main
-from attn_testkit.faults import all_controls, all_faults, all_left_out
+from attn_testkit.faults import all_controls, all_faults, all_known_bugs
 
 DOCS = ROOT / "docs"
 
@@ -21,12 +22,13 @@ def test_the_pages_are_up_to_date() -> None:
 
 
 def test_no_page_is_left_of_a_check_that_is_gone() -> None:
-    assert {f"checks/{page.name}" for page in (DOCS / "checks").iterdir()} | {"checks.md"} == set(check_pages())
+    written = {f"checks/{page.name}" for page in (DOCS / "checks").iterdir()}
+    assert written | {"checks.md", "known-bugs.md"} == set(check_pages())
 
 
 def test_every_check_has_a_page_with_all_that_is_said_about_it_and_the_index_links_it() -> None:
     pages = check_pages()
-    assert len(pages) == len(CHECKS) + 2
+    assert len(pages) == len(CHECKS) + 3
     for check in CHECKS.values():
         page = pages[f"checks/{check.id}.md"]
         assert page.startswith(f"# {check.id}\n")
@@ -40,11 +42,28 @@ def test_every_fault_stands_on_the_page_of_the_check_that_must_catch_it_first() 
         assert f"| [`{fault.slug}`]" in pages[f"checks/{fault.checks[0]}.md"]
 
 
-def test_the_catalogue_names_controls_and_what_was_left_out() -> None:
+def test_the_catalogue_names_controls_and_what_is_scaled_down() -> None:
     page = check_pages()["checks/catalogue.md"]
     assert all(f"| `{control.name}` |" in page for control in all_controls())
-    assert all(f"* `{entry.slug}`: " in page for entry in all_left_out())
     assert all(f"* `{fault.slug}`: " in page for fault in all_faults() if fault.modelled)
+
+
+def test_every_known_bug_has_a_line_with_its_threads_and_its_verdict_and_the_head_counts_them() -> None:
+    page, known = check_pages("mine.md")["known-bugs.md"], all_known_bugs()
+    lines = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert list(lines) == [bug.name for bug in known.bugs]
+    for bug in known.bugs:
+        *_, threads, _, verdict, _ = re.split(r"(?<!\\)\|", lines[bug.name])
+        assert all(thread in threads for thread in bug.threads)
+        assert all(f"[`{slug}`](mine/" in verdict for slug in bug.faults)
+        assert (f"*{bug.outside}*: {bug.why}" in verdict) is bool(bug.outside)
+    met = sum(bool(bug.faults) for bug in known.bugs)
+    assert page.startswith("# Known bugs\n")
+    assert f"{len(known.bugs)} bugs that" in page
+    assert f"**{met} are put back**" in page
+    assert f"**{len(known.bugs) - met} are outside**" in page
+    for kind in known.outside:
+        assert f"| {kind} | {sum(bug.outside == kind for bug in known.bugs)} |" in page
 
 
 def test_the_command_writes_them_beside_each_other_and_names_a_page_of_no_check(

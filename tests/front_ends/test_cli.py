@@ -57,6 +57,29 @@ def test_a_failure_is_reported_in_full_with_its_command(call):
     assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 1 claimed case-runs"
 
 
+def test_cases_come_from_a_file_beside_those_of_the_command(call, tmp_path):
+    (tmp_path / "ids.txt").write_text("# of a record\n\ndecode-ok-k0\n*verify-wrong*\n")
+    code, out, _ = call("run", "--backend", "fake:ok,wrong", "--cases-from", "ids.txt", "--execution", "eager")
+    assert code == 1
+    assert "target-verify-wrong-k1: request 3" in out
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 2 claimed case-runs"
+    both = ("--cases-from", "ids.txt", "--case", "decode-wrong-k1", "--execution", "eager")
+    _, out, _ = call("run", "--backend", "fake:ok,wrong", *both)
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 2 failed of 3 claimed case-runs"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "cannot read ids.txt: No such file or directory"), ("# none\n", "ids.txt names no case; expected an id")],
+)
+def test_a_file_of_cases_that_names_none_is_wrong_usage_and_no_whole_tier(call, tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "ids.txt").write_text(text)
+    code, _, err = call("run", "--backend", "fake:ok", "--cases-from", "ids.txt")
+    assert code == 4
+    assert message in err
+
+
 def test_the_printed_reproduction_reproduces(call):
     _, out, _ = call("run", "--backend", "fake:ok,wrong", "--mode", "target-verify", "--execution", "graph")
     (line,) = [line for line in out.splitlines() if line.startswith("  repro ")]

@@ -190,6 +190,26 @@ def test_what_belongs_to_one_case_is_left_out(text, alike):
     assert without_numbers(alike) == alike, "a text that is alike stays so"
 
 
+@pytest.mark.parametrize(
+    ("library", "named"),
+    [
+        ("/usr/lib/python3.12/ctypes/__init__.py", False),
+        ("/home/me/lib/python3.11/site-packages/torch/ops.py", False),
+        ("/usr/lib/python3/dist-packages/numpy/core.py", False),
+        ("/home/me/lib/python3.11/site-packages/my_pkg/ops.py", True),
+        ("/home/me/torch/ops.py", True),
+    ],
+)
+def test_a_crash_is_put_down_to_the_line_that_called_a_library_and_not_to_the_librarys(library: str, named: bool):
+    """What dies inside of ctypes or torch was called with something."""
+    stack = f'killed by SIGSEGV\n  File "{library}", line 519 in inner\n  File "/home/me/kernel.py", line 13 in run'
+    ((_, cause),) = causes(crashed(stack))
+    inner = f"{library.rpartition('/')[2]}:519 inner"
+    assert cause == f"killed by SIGSEGV, in {inner if named else 'kernel.py:13 run'}"
+    ((_, alone),) = causes(crashed(stack.rpartition("\n")[0]))
+    assert alone == f"killed by SIGSEGV, in {inner}", "better than none"
+
+
 def test_a_terminal_shows_the_causes_where_they_say_more_than_the_failures():
     single = [failed(wrong("a")), failed(wrong("b"))]
     assert cause_lines(group_failures(single)) == []

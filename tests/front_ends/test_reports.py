@@ -318,6 +318,18 @@ def test_text_from_a_backend_cannot_become_markup():
     assert "a\\|b" in markdown_summary(replace(report, results=(note,)))
 
 
+@pytest.mark.parametrize("problems", [(), ("an entry matches no case",)])
+@pytest.mark.parametrize("untried", [{}, {"fake:ok": ("page size 64",)}])
+def test_the_table_of_a_summary_stands_by_itself(problems: tuple[str, ...], untried: dict[str, tuple[str, ...]]):
+    """A row right below an item of a list belongs to the item, and is no table."""
+    report = run_of("ok")
+    report = replace(report, problems=problems, header=replace(report.header, untried=untried))
+    lines = markdown_summary(report).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| backend"))
+    assert lines[first - 1] == ""
+    assert any(line.startswith("- ") for line in lines[:first]) == bool(problems or untried)
+
+
 def test_a_run_that_was_cut_off_never_looks_finished():
     report = replace(run_of("ok"), finished=False, exit_code=None)
     page = html_page(report)

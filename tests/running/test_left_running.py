@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -98,7 +99,7 @@ def test_a_child_is_said_with_its_command_line_and_pools_of_compilers_are_not() 
         for name in ("my-helper", "torch/_inductor/compile_worker", "nvcc")
     ]
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    time.sleep(0.3)
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has collected it
     try:
         (found,) = running.left()
         assert found.startswith("child processes left running: none -> ")

@@ -224,6 +224,9 @@ def _mla_run(
     _int32("kv_indices", kv_indices)
     if ckv_scale_arr is not None:
         raise NotImplementedError("the fake of MLA knows no per-block scales")
+    if ckv_cache.shape[1] != page_size:
+        # The kernel counts in pages of the plan, and steps by the stride of the cache that the run is given.
+        raise RuntimeError(f"planned for pages of {page_size} slots, and run with pages of {ckv_cache.shape[1]}")
     # The kernel reads lengths and offsets from the plan, not from the caller's buffers.
     qo_indptr, kv_indptr, kv_lens, cluster = _found(int_workspace, plan_info[1:])
     rows = paged.rows_of_requests(qo_indptr, q_nope.shape[0])

@@ -54,7 +54,8 @@ def keys_of_pages(indptr: torch.Tensor, pages: torch.Tensor, lens: torch.Tensor,
     at = torch.arange(pages.shape[0] * page_size, device=pages.device)
     request = (torch.searchsorted(bounds, at, right=True) - 1).clamp(0, bounds.shape[0] - 2)
     offset = at - bounds[request]
-    valid = (at < bounds[-1]) & (offset < lens.long()[request])
+    # Offsets of a part of a batch do not begin at 0: what lies before is another's.
+    valid = (offset >= 0) & (at < bounds[-1]) & (offset < lens.long()[request])
     # What lies past a request in the table is anybody's page id, or none.
     slot = pages.long()[at // page_size] * page_size + at % page_size
     return Keys(request, offset, valid, torch.where(valid, slot, 0))

@@ -182,6 +182,9 @@ def _gen_context(
     cum_seq_lens_kv: torch.Tensor, sm_count: int, enable_pdl: bool, workspace_size: int,
     sinks: torch.Tensor | None, *rest: Any,
 ) -> None:  # fmt: skip
+    if k_cache.dtype == paged.FP8 and query.dtype != paged.FP8:
+        # Decode has kernels of 16-bit queries beside an FP8 cache, and context has none.
+        raise RuntimeError(f"Missing TRTLLM-GEN kernel: context of {query.dtype} queries and {k_cache.dtype} keys")
     bounds = _lens(cum_seq_lens_q, batch_size + 1)
     _gen_attend(
         out, query, k_cache, v_cache, workspace, block_tables, seq_lens, batch_size, bounds[:-1],

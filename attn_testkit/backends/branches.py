@@ -1,0 +1,27 @@
+"""Draft-decode for kernels that attend one row a request: each branch of a draft is a request to them."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_testkit.contract import BackendContext, DraftDecodeInput, ForwardBatch
+
+__all__ = ["branch_slots", "forward_number", "kernel_requests"]
+
+
+def kernel_requests(batch: ForwardBatch) -> int:
+    """Requests to the kernel: those of the batch, or their branches."""
+    return batch.batch_size * (batch.spec_info.topk if isinstance(batch.spec_info, DraftDecodeInput) else 1)
+
+
+def forward_number(batch: ForwardBatch) -> int:
+    """Of a draft, from 0 on; 0 in every other mode."""
+    return batch.spec_info.step if isinstance(batch.spec_info, DraftDecodeInput) else 0
+
+
+def branch_slots(context: BackendContext, batch: ForwardBatch, keys: torch.Tensor) -> torch.Tensor:
+    """[bs * K, n] int32: KV slots of the keys ``keys`` [n] int64 of each branch. Device work; may be captured."""
+    spec, bs = batch.spec_info, batch.batch_size
+    assert isinstance(spec, DraftDecodeInput)
+    table = context.req_to_token[batch.req_pool_indices[:bs].long()]
+    return spec.key_slots(table, batch.seq_lens[:bs], context.page_size, keys)

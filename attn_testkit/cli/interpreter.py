@@ -1,0 +1,40 @@
+"""``--python``: the same command by another interpreter, of an environment that has what this one lacks: a server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import attn_testkit
+
+from ..registry import UsageError
+from ..results import PYTHON_VARIABLE
+
+__all__ = ["continue_in"]
+
+_SERVERS = "`bash ci/servers.sh` in a checkout of the kit makes environments that have it and a server"
+_ASK = "import attn_testkit, attn_testkit.cli; print(attn_testkit.__version__)"
+
+
+def continue_in(python: str, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process: ``python -m attn_testkit`` with these arguments.
+
+    Raises ``UsageError`` for an interpreter that is not there, has no kit, or has another version of it.
+    """
+    try:
+        asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise UsageError(f"--python {python}: cannot be run: {error.strerror}; {_SERVERS}") from error
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        raise UsageError(f"--python {python}: attn_testkit cannot be imported there ({last}); {_SERVERS}")
+    found = asked.stdout.strip()
+    here = attn_testkit.__version__
+    if found != here:
+        raise UsageError(f"--python {python}: attn-testkit {found} is there, and {here} here; install the same")
+    sys.stdout.flush()
+    os.environ[PYTHON_VARIABLE] = python
+    os.execvp(python, [python, "-m", "attn_testkit", *arguments])

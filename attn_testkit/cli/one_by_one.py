@@ -1,0 +1,58 @@
+"""Case-runs that are asked for one by one, each when the result of the one before is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..results import CaseResult
+from ..running.candidate import Candidate
+from ..running.judge_process import JudgeError, JudgeProcess
+from ..running.request import Item, Options, Plan, Request, kit_error
+
+if TYPE_CHECKING:
+    from ..cases.case import Case
+
+__all__ = ["OneByOne"]
+
+
+class OneByOne:
+    """The processes that judge one backend, each replaced where it died.
+
+    One for cases under no_grad and one for those under inference_mode: a worker does not go back from the one to the
+    other, and cases in no order would start a new one every time.
+    """
+
+    def __init__(self, request: Request, timeout_s: float) -> None:
+        """``request``: of one backend; its plan holds the header, and what a case-run takes beside its item."""
+        self._request = request
+        self._timeout_s = timeout_s
+        self._processes: dict[bool, JudgeProcess] = {}
+        (candidate,) = request.candidates
+        try:
+            self.plan: Plan = self._process(False).plan(request)
+            self.claims = self._process(False).capabilities(candidate, request.device)
+        except BaseException:
+            self.close()
+            raise
+        self._candidate: Candidate = candidate
+
+    def run(self, case: Case, execution: str) -> CaseResult:
+        """The result of one case-run, whatever the backend does."""
+        item = Item(self._candidate.spec, case.mode.value, execution, case.id)
+        try:
+            (result,) = self._process(case.inference_mode).run(self.plan.to_run(), [item])
+        except JudgeError as error:
+            self._processes.pop(case.inference_mode).close()
+            return kit_error(item, str(error))
+        return result
+
+    def close(self) -> None:
+        """End the processes; the next case-run has a new one."""
+        while self._processes:
+            self._processes.popitem()[1].close()
+
+    def _process(self, inference_mode: bool) -> JudgeProcess:
+        if inference_mode not in self._processes:
+            options = Options(timeout_s=self._timeout_s, asks_afresh=False)
+            self._processes[inference_mode] = JudgeProcess(options, self._request.device)
+        return self._processes[inference_mode]

@@ -1,0 +1,134 @@
+"""A worker that imports modules from other files than their own, and notes which of their lines each drive executes.
+
+For mutants: a backend with one small change, and nothing written beside it. Code is compiled under the name of the file
+that it was read from, so that what asks for the source of a function, as Triton does, gets the text that runs; a module
+keeps its own ``__file__``, so that it finds what lies beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+from ..registry import UsageError
+
+__all__ = ["Notes", "OtherSources", "use_other_sources"]
+
+
+@dataclass(frozen=True)
+class OtherSources:
+    """What a worker does before it imports its backend."""
+
+    instead: tuple[tuple[str, str], ...] = ()
+    """(module, file that holds its text)."""
+    located: tuple[str, ...] = ()
+    """Modules whose own files are noted, beside that of the class."""
+    notes: str = ""
+    """Folder in which each worker has a file, with a line of JSON for the import and for each drive; empty: none."""
+    memory: int = 0
+    """Bytes of address space that the process may take beyond what it has; 0: as many as there are. A changed number
+    may be the size of a tensor."""
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, module: str, path: str, text: str) -> None:
+        super().__init__(module, path)
+        self._text = text
+
+    def get_code(self, fullname: str) -> CodeType:
+        with open(self._text, "rb") as file:
+            code: CodeType = self.source_to_code(file.read(), self._text)
+        return code
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, instead: Sequence[tuple[str, str]]) -> None:
+        self._instead = dict(instead)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self._instead:
+            return None
+        usual = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if usual is None or usual.origin is None:
+            return usual
+        loader = _Loader(fullname, usual.origin, self._instead[fullname])
+        return importlib.util.spec_from_file_location(
+            fullname, usual.origin, loader=loader, submodule_search_locations=usual.submodule_search_locations
+        )
+
+
+def use_other_sources(sources: OtherSources) -> Notes | None:
+    """Prepare this process; ``Notes`` where they are asked for. Raises ``UsageError`` for a module that is imported."""
+    asked = [*(module for module, _ in sources.instead), *sources.located]
+    early = [module for module in asked if module in sys.modules and module not in sys.stdlib_module_names]
+    if early:
+        raise UsageError(f"{early[0]} is imported by the kit before any backend is; it cannot be mutated here")
+    if sources.instead:
+        sys.meta_path.insert(0, _Finder(sources.instead))
+    if sources.memory:
+        _limit_memory(sources.memory)
+    return Notes(sources) if sources.notes else None
+
+
+def _limit_memory(beyond: int) -> None:
+    import resource
+
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[0])
+    most = pages * os.sysconf("SC_PAGE_SIZE") + beyond
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+class Notes:
+    """What is written of the lines that run. The backend's own thread alone is followed."""
+
+    def __init__(self, sources: OtherSources) -> None:
+        self._sources = sources
+        self._modules = {text: module for module, text in sources.instead}
+        self._lines: dict[str, set[int]] = {module: set() for module in self._modules.values()}
+        if self._modules:
+            sys.settrace(self._called)
+
+    def imported(self, module: str) -> None:
+        """Note where the modules lie, and the lines that ran where they were imported. ``module``: of the class."""
+        files: dict[str, str] = {}
+        for name in (module, *self._sources.located):
+            try:
+                files[name] = getattr(importlib.import_module(name), "__file__", None) or ""
+            except ImportError as error:
+                raise UsageError(f"module {name!r} cannot be imported: {error}") from error
+        self._write({"files": files})
+
+    def drove(self, case: str, execution: str) -> None:
+        """Note the lines that ran since the last time."""
+        self._write({"case": case, "execution": execution})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        lines = {module: sorted(found) for module, found in self._lines.items()}
+        with open(os.path.join(self._sources.notes, str(os.getpid())), "a", encoding="utf-8") as file:
+            file.write(json.dumps({**row, "lines": lines}) + "\n")
+        for found in self._lines.values():
+            found.clear()
+
+    def _called(self, frame: FrameType, event: str, argument: object) -> Any:
+        module = self._modules.get(frame.f_code.co_filename)
+        if module is None:
+            return None
+        found = self._lines[module]
+
+        def line(frame: FrameType, event: str, argument: object) -> Any:
+            found.add(frame.f_lineno)
+            return line
+
+        return line(frame, event, argument)
