@@ -76,6 +76,8 @@ class Trace:
     """Likewise [T, P] bool: whether a part's output has neither NaN nor Inf in a row."""
     of_parts: list[torch.Tensor] = field(default_factory=list)
     """What the backend returned for each part of each layer, outputs and log-sum-exps."""
+    beside_out: list[torch.Tensor] = field(default_factory=list)
+    """Where outputs lie in memory of the caller: what lies before and behind that of each layer."""
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
@@ -93,6 +95,7 @@ def joined(traces: Sequence[Trace]) -> Trace:
         lse=rows(trace.lse for trace in traces),
         part_finite=rows(trace.part_finite for trace in traces),
         of_parts=[each for trace in traces for each in trace.of_parts],
+        beside_out=[each for trace in traces for each in trace.beside_out],
     )
 
 

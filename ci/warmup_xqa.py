@@ -17,7 +17,8 @@ import click
 from attn_testkit.backends.trtllm_mha import XQABackend
 from attn_testkit.backends.vendor.warmup import Family, compile_all
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.catalogue import TIERS, claimed_companions, generate
+from attn_testkit.cases.catalogue import TIERS, generate
+from attn_testkit.cases.companions import claimed_companions
 from attn_testkit.cases.data import DTYPES, make_layers
 from attn_testkit.contract import ForwardMode
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -31,12 +32,15 @@ def run_eager(
     *,
     pattern: str | None = None,
     label: str = "",
-    among: Literal["", "steps", "graphs"] = "",
+    among: Literal["", "steps", "graphs", "instances"] = "",
+    between: Callable[[], None] | None = None,
 ) -> Observation:
     """One eager step: plan, forward, read back. Memory that the output may be given is poisoned first.
 
     ``pattern``: numbers other than the case's. ``label``: names the step in messages. ``among``: what else runs on the
-    instance. Raises ``DriveError`` for whatever the backend raises.
+    instance. ``between``: what another instance does after the plan and after each layer.
+
+    Raises ``DriveError`` for whatever the backend raises.
     """
     case, driver = schedule.case, DRIVERS[schedule.case.mode]
     with clock.phase("setup"):
@@ -53,10 +57,12 @@ def run_eager(
         no_waits = not claims.needs_cpu_seq_lens and not claims.eager_waits
         with blame("plan", label), host_syncs_forbidden(no_waits):
             harness.backend.init_forward_metadata(batch)
+        if between is not None:
+            between()
         none_kv = step.stored and harness.capabilities.takes_none_kv
         with blame("forward without k and v" if none_kv else "forward", label):
             with host_syncs_forbidden(no_waits):
-                trace = forward(harness, driver, batch, case, save_kv_cache=not step.stored)
+                trace = forward(harness, driver, batch, case, save_kv_cache=not step.stored, between=between)
             torch.cuda.synchronize()
     with clock.phase("read back"), blame("read back", label):
         given = (*sent, loaded.table)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,9 +26,16 @@ __all__ = ["forward"]
 
 
 def forward(
-    harness: ServerHarness, driver: ModeDriver, batch: ForwardBatch, case: Case, save_kv_cache: bool = True
+    harness: ServerHarness,
+    driver: ModeDriver,
+    batch: ForwardBatch,
+    case: Case,
+    save_kv_cache: bool = True,
+    between: Callable[[], None] | None = None,
 ) -> Trace:
     """All layers, in every forward of the mode, and what the mode adds to them. Device work only.
+
+    ``between`` is called after each layer, before anybody reads its output.
 
     Raises ``ShapeError`` at the first layer whose output is not [T, Hq, Dv] or [T, Hq * Dv] in the model's dtype on the
     harness' device, T being the rows of the forward's ``input_ids``; and whatever the backend raises.
@@ -42,7 +50,8 @@ def forward(
         if case.way == "morerows":
             part = _with_more_rows(harness, part)
         loan = _Loan(harness) if case.way == "lent" else None
-        look = partial(_check, harness, part.input_ids.shape[0], loan)
+        check = partial(_check, harness, part.input_ids.shape[0], loan)
+        look = check if between is None else partial(_checked, check, between)
         in_parts = InParts(harness) if harness.context.kv_parts else None
         traces.append(
             harness.model.forward(
@@ -52,10 +61,17 @@ def forward(
         )  # fmt: skip
         if in_parts:
             in_parts.leave_in(traces[-1])
+        if loan:
+            traces[-1].beside_out += loan.beside
         part = _after(parts, traces[-1])
     trace = traces[0] if len(traces) == 1 else joined(traces)
     driver.finish(harness, trace, batch, draft_topk(case))
     return trace
+
+
+def _checked(check: Callable[[Trace], None], between: Callable[[], None], trace: Trace) -> None:
+    check(trace)
+    between()
 
 
 def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> ForwardBatch | None:
@@ -80,16 +96,26 @@ def _with_more_rows(harness: ServerHarness, batch: ForwardBatch) -> ForwardBatch
     return replace(batch, **longer)
 
 
+_ALIGNMENT = 512
+"""Bytes. Where an allocator has memory begin, and kernels may be compiled for that."""
+
+
 class _Loan:
-    """Memory for outputs, poisoned, so that a row which is not written there shows."""
+    """Memory for outputs, poisoned: a row that is not written there shows, and one that is written beside it."""
 
     def __init__(self, harness: ServerHarness) -> None:
         self._dtype, self._device, self._byte = harness.context.dtype, harness.device, harness.fill
+        self.beside: list[torch.Tensor] = []
+        """What lies before each output and behind it, [rows, Hq, Dv] each: a server has other rows there."""
 
     def __call__(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
-        self.out = torch.empty(rows, layer.tp_q_head_num, layer.v_head_dim, dtype=self._dtype, device=self._device)
-        memory, value = poisoned(self.out, self._byte)
+        heads, dim = layer.tp_q_head_num, layer.v_head_dim
+        beside = _ALIGNMENT // math.gcd(_ALIGNMENT, heads * dim * self._dtype.itemsize)
+        whole = torch.empty(rows + 2 * beside, heads, dim, dtype=self._dtype, device=self._device)
+        memory, value = poisoned(whole, self._byte)
         memory.fill_(value)
+        self.out = whole[beside : beside + rows]
+        self.beside += [whole[:beside], whole[beside + rows :]]
         return self.out
 
 

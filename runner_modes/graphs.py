@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -17,8 +16,9 @@ from .capture import ScheduleGraphs, capture_schedules
 from .clock import Clock
 from .eager import run_eager
 from .harness import ServerHarness
+from .neighbour import NeighbourGraphs
 from .options import DriveOptions
-from .replay import plan_only, replay
+from .replay import replay
 
 __all__ = ["AllocatedInCapture", "GraphRun", "drive_graphs"]
 
@@ -67,12 +67,13 @@ def drive_graphs(
     clock: Clock,
     options: DriveOptions | None = None,
     *,
-    neighbour: ServerHarness | None = None,
+    neighbour: tuple[ServerHarness, Schedule] | None = None,
 ) -> GraphRun:
     """Capture all buckets of all schedules on one instance, then replay them interleaved, eager steps between.
 
-    ``neighbour``: another instance with a pool of its own, as of a draft model beside its target, that captures graphs
-    of the first schedule and plans whenever this one is between planning and replaying.
+    ``neighbour``: another instance with a pool of its own, as of a draft model beside its target, and what it runs. It
+    captures graphs too, and plans and replays one whenever this one is between planning and replaying its first
+    schedule, and again before the replay's results are read.
 
     Eager steps run on the same instance, right after their replay; and a batch that is larger than any graph is run
     between replays. In half of the cases one comes before there are graphs: a small one, so that what grows on demand
@@ -86,7 +87,7 @@ def drive_graphs(
     graphs = capture_schedules(harness, schedules, pool, clock)
     harness.captured()
     written = harness.written_at_capture()
-    other = capture_schedules(neighbour, schedules[:1], pool, clock)[0] if neighbour else None
+    other = NeighbourGraphs(capture_schedules(neighbour[0], [neighbour[1]], pool, clock)[0]) if neighbour else None
     seen, replaced = _replay_all(graphs, other, clock, options)
     return GraphRun(
         # What replays show is reported first.
@@ -111,7 +112,7 @@ def _before_graphs(harness: ServerHarness, schedule: Schedule, clock: Clock) -> 
 
 
 def _replay_all(
-    graphs: Sequence[ScheduleGraphs], other: ScheduleGraphs | None, clock: Clock, options: DriveOptions
+    graphs: Sequence[ScheduleGraphs], other: NeighbourGraphs | None, clock: Clock, options: DriveOptions
 ) -> tuple[_Observed, tuple[str, ...]]:
     """What all replays and the eager steps between them gave, and which attributes their plans replaced."""
     seen: _Observed = []
@@ -129,7 +130,7 @@ def _replay_all(
             step = schedule.steps[index]
             if options.poison_allocated:
                 _poison_allocated(graphs)
-            between = partial(plan_only, other, other.schedule.steps[index - 1]) if other and first else None
+            between = other.another_run if other and first else None
             replayed = replay(mine, step, canaries, clock, options, between)
             replaced.update(dict.fromkeys(replayed.replaced))
             alive += replayed.copied_into

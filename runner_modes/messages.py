@@ -65,7 +65,7 @@ class StepRecord:
     """Name of the step in its schedule."""
     copies: Copies
     label: str
-    among: Literal["", "steps", "graphs"] = ""
+    among: Literal["", "steps", "graphs", "instances"] = ""
     damaged: tuple[str, ...] = ()
     replay: bool = False
     padded: int = 0

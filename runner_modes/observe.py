@@ -66,6 +66,9 @@ def _readables(model: Model, trace: Trace) -> Iterator[Readable]:
         yield _readable("lse", str(layer), lse)
     for layer, finite in enumerate(trace.part_finite):
         yield _readable("finite parts", str(layer), finite)
+    for index, memory in enumerate(trace.beside_out):
+        where, of = ("before", "behind")[index % 2], model.layers[index // 2 % len(model.layers)].layer_id
+        yield _readable("beside", f"memory {where} out of layer {of}", memory)
     for name, attribute in _RETURNED:
         value = getattr(trace, attribute)
         if value is not None:
@@ -89,7 +92,7 @@ def observe(
     replay: bool = False,
     padded: int = 0,
     canaries: Canaries | None = None,
-    among: Literal["", "steps", "graphs"] = "",
+    among: Literal["", "steps", "graphs", "instances"] = "",
 ) -> Observation:
     """Copy to the host what the step returned, which slots of the KV pool and which inputs changed, and hand it on.
 
@@ -109,6 +112,9 @@ def observe(
     live, returned = driver.live_rows(loaded, bs), driver.returned_rows(loaded, bs)
     pieces: list[Piece] = []
     for each in produced:
+        if each.group == "beside":
+            pieces += _overwritten(each, next(found), harness.fill)
+            continue
         piece = _rows(each, next(found), returned if each.group == "outputs" else live)
         # As with other inputs, only what was modified travels.
         if each.sent is None or not np.array_equal(piece.raw, _sent(loaded, each.sent)):
@@ -133,6 +139,14 @@ def _copied(memories: Sequence[tuple[torch.Tensor | Bytes, int]]) -> Iterator[By
             start += size
         else:
             yield each
+
+
+def _overwritten(produced: Readable, now: Bytes, poison: int) -> Iterator[Piece]:
+    """Memory that held ``poison`` and nobody may write, before and now, where it does no longer."""
+    if (now != poison).any():
+        shape = (len(now),)
+        yield Piece("before", produced.name, torch.uint8, shape, np.full(shape, poison, np.uint8))
+        yield Piece("now", produced.name, torch.uint8, shape, now)
 
 
 def _rows(produced: Readable, found: Bytes, rows: Rows) -> Piece:

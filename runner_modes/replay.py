@@ -23,7 +23,7 @@ from .observe import observe
 from .options import DriveOptions
 from .past_modes import past_modes
 
-__all__ = ["Replayed", "fill_static", "plan_only", "replay", "view_of"]
+__all__ = ["Replayed", "fill_static", "label_of", "replay", "view_of"]
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ def replay(
     options: DriveOptions,
     between: Callable[[], None] | None = None,
 ) -> Replayed:
-    """Run the graph of a step's bucket. ``between`` is called after planning, before the graph runs.
+    """Run the graph of a step's bucket. ``between`` is called after planning, before the graph runs, and after it.
 
     Raises ``DriveError`` for whatever the backend raises, a host sync in its plan included unless it declares
     ``needs_cpu_seq_lens``.
     """
-    harness, label, bucket = graphs.harness, _label(graphs, step), graphs.buckets[step.bucket]
+    harness, label, bucket = graphs.harness, label_of(graphs, step), graphs.buckets[step.bucket]
     with clock.phase("setup"):
         loaded = harness.load(graphs.schedule, step, options.pattern)
         fill_static(graphs, loaded)
@@ -72,6 +72,9 @@ def replay(
             between()
         with blame("replay", label):
             harness.replay_graph(bucket.captured.graph)
+        if between is not None:
+            between()
+        with blame("replay", label):
             torch.cuda.synchronize()
     with clock.phase("read back"), blame("read back", label):
         observed = observe(
@@ -86,17 +89,6 @@ def replay(
             canaries=canaries,
         )
     return Replayed(observed, replaced, copied_into)
-
-
-def plan_only(graphs: ScheduleGraphs, step: Step) -> None:
-    """Prepare a replay that does not come: what an instance does while another one is between plan and replay.
-
-    Raises ``DriveError``.
-    """
-    loaded = graphs.harness.load(graphs.schedule, step)
-    fill_static(graphs, loaded)
-    with blame("plan for replay", f"another instance, {_label(graphs, step)}"):
-        graphs.harness.backend.init_forward_metadata_out_graph(view_of(graphs, loaded))
 
 
 class _Watched:
@@ -135,7 +127,8 @@ def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def _label(graphs: ScheduleGraphs, step: Step) -> str:
+def label_of(graphs: ScheduleGraphs, step: Step) -> str:
+    """What messages call a replay."""
     bucket = f"bucket {step.bucket}{mode_suffix(graphs.harness, graphs.schedule)}"
     return f"replay {step.index + 1} of {len(graphs.schedule.steps)} ({step.label}), {bucket}, {step.bs} live"
 

@@ -8,7 +8,7 @@ on the other values get a small case each (``small_cases.py``); what is left eve
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..contract import Capabilities, ForwardMode
 from .as_claimed import as_claimed
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from .code_cases import code_cases
+from .companions import MOST_USUAL_RATIO, accepted, branching, claimed_companions, head_layouts
 from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
@@ -36,7 +37,7 @@ from .trees import Tree, chain
 from .untried import most_rows
 from .ways import way_cases
 
-__all__ = ["TIERS", "claimed_companions", "companions", "generate", "within_claims"]
+__all__ = ["TIERS", "generate", "within_claims"]
 
 TIERS: Mapping[str, int] = {"smoke": 1, "core": 2, "full": 3}
 """Tier -> strength of the covering array."""
@@ -76,25 +77,6 @@ class _Prefixes:
 _PREFIXES = ("edges", "zero", "ragged", "one", "same", "wide", "long", "tiles")
 _ACCEPTED = ("uneven", "one", "all")
 _MOST_USUAL_ROWS = 6
-_MOST_USUAL_RATIO = 8
-
-
-def _heads(claims: Capabilities) -> list[Heads]:
-    ratios = sorted(claims.gqa_ratios - {1})
-    heads: list[Heads] = []
-    if "mha" in claims.families:
-        heads.append(Heads("mha", 2, 2))
-    if "gqa" in claims.families and ratios:
-        # The smallest, one that is no power of two, and one large enough to matter.
-        odd = [r for r in ratios if r & (r - 1) and r <= _MOST_USUAL_RATIO]
-        large = [r for r in ratios if r <= _MOST_USUAL_RATIO]
-        heads += [Heads("gqa", 2 * r, 2) for r in dict.fromkeys([*ratios[:1], *odd[:1], *large[-1:]])]
-    if "mqa" in claims.families and ratios:
-        heads.append(Heads("mqa", min(ratios, key=lambda r: abs(r - 4)), 1))
-    if "mla" in claims.families:
-        wanted = [r for r in sorted(claims.gqa_ratios) if r in (2, 16)] or sorted(claims.gqa_ratios)[:1]
-        heads += [Heads("mla", r, 1) for r in wanted]
-    return heads
 
 
 def _some(values: Sequence[int], count: int) -> list[int]:
@@ -133,7 +115,7 @@ def _dimensions(claims: Capabilities, mode: ForwardMode, tier: str) -> dict[str,
     head_dims = [d for d in claims.head_dims if d <= 512]
     count = 2 if tier == "smoke" else 3
     dimensions: dict[str, list[Any]] = {
-        "heads": _heads(claims),
+        "heads": head_layouts(claims),
         "head_dim": _some(head_dims if mla_only else [d for d in head_dims if d <= 256] or head_dims, count),
         "dtype": sorted(claims.dtypes),
         "kv_dtype": sorted(claims.kv_dtypes, reverse=True),
@@ -161,14 +143,6 @@ def within_claims(claims: Capabilities, case: Case) -> bool:
     return all(context_len(each) <= claims.max_context_len for each in (case, *others))
 
 
-def _accepted(pattern: str, width: int, bs: int) -> tuple[int, ...]:
-    if pattern == "one":
-        return (1,) * bs
-    if pattern == "all":
-        return (width,) * bs
-    return tuple(1 + (i * 2) % width for i in range(bs))
-
-
 def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> Case:
     heads: Heads = row["heads"]
     mla = heads.family == "mla"
@@ -176,7 +150,7 @@ def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> C
     draft: Draft | None = row.get("draft")
     width = len(tree or draft or ()) or row.get("width", 1)
     prefixes = _Prefixes(row["prefixes"]).lens(row["page_size"], draft.steps if draft else width)
-    new = _accepted(row["accepted"], width, len(prefixes)) if "accepted" in row else ()
+    new = accepted(row["accepted"], width, len(prefixes)) if "accepted" in row else ()
     if "new_tokens" in row:
         new = new_tokens(row["new_tokens"], len(prefixes), row["page_size"], claims.max_extend_tokens)
         width = room_for(new)
@@ -237,7 +211,7 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
     alone = tier == "smoke" and mode is not min(hosts, default=mode)
     if mode in hosts and len(claims.graph) > 1 and not alone:
         # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
-        tree = _branching(4) if plain.tree and claims.max_topk > 1 and claims.max_q_rows >= 4 else plain.tree
+        tree = branching(4) if plain.tree and claims.max_topk > 1 and claims.max_q_rows >= 4 else plain.tree
         width = len(tree) if tree else plain.width
         yield replace(plain, mixed=True, tree=tree, width=width, bucket=len(plain.prefixes) + 1, padding="prod")
     if plain.draft:
@@ -294,7 +268,7 @@ def _long_with_options(claims: Capabilities, mode: ForwardMode, plain: Case) -> 
 
 def _heads_like(claims: Capabilities, plain: Case) -> list[Heads]:
     """The claimed layouts that can take the place of ``plain``'s: MLA for MLA, any other for any other."""
-    return [heads for heads in _heads(claims) if (heads.family == "mla") == (plain.heads.family == "mla")]
+    return [heads for heads in head_layouts(claims) if (heads.family == "mla") == (plain.heads.family == "mla")]
 
 
 def _small(claims: Capabilities, plain: Case) -> Case:
@@ -354,7 +328,7 @@ def _loops(claims: Capabilities, plain: Case, tier: str) -> Iterator[Case]:
 
 def _wide_heads(claims: Capabilities, plain: Case) -> Iterator[Case]:
     """Groups of more query heads than the array tries: the largest claimed, and one that is no power of two."""
-    wide = sorted(r for r in claims.gqa_ratios if r > _MOST_USUAL_RATIO) if "gqa" in claims.families else []
+    wide = sorted(r for r in claims.gqa_ratios if r > MOST_USUAL_RATIO) if "gqa" in claims.families else []
     odd = [r for r in wide if r & (r - 1)]
     for ratio in dict.fromkeys([*wide[-1:], *odd[-1:]]):
         yield replace(plain, heads=Heads("gqa", 2 * ratio, 2), rope_dim=0, data="gauss")
@@ -426,53 +400,3 @@ def _once(factors: Sequence[Sequence[int]]) -> list[list[int]]:
     """Every value once: as many rows as the longest dimension has values."""
     longest = max(len(values) for values in factors)
     return [[values[(row + shift) % len(values)] for shift, values in enumerate(factors)] for row in range(longest)]
-
-
-def _branching(width: int) -> Tree:
-    """``width`` nodes, two children each: nothing that takes it for a chain gets it right."""
-    return Tree(tuple((node - 1) // 2 for node in range(1, width)))
-
-
-def companions(
-    case: Case,
-    modes: Set[ForwardMode],
-    max_q_rows: int,
-    max_topk: int = 1,
-    max_extend_tokens: int = 1 << 20,
-    max_draft_branches: int = 1,
-) -> list[Case]:
-    """Cases of the other modes that can share a backend instance with ``case``: same shapes, layers and prefixes.
-
-    One for each of ``modes`` but the case's own, in their order; for draft-decode none where the others' rows leave its
-    branches no step. ``max_q_rows`` and what follows: as claimed.
-    """
-    width = case.width if case.mode.is_speculative() and case.width > 1 else min(4, max_q_rows)
-    bs = case.bs
-    others = []
-    # S is one number of an instance, and the draft-extends have S + 1 rows.
-    steps = width - 1 if any(mode.is_speculative() for mode in (*modes, case.mode)) else 3
-    for mode in sorted(modes - {case.mode}):
-        changes: dict[str, Any] = {"mode": mode, "tree": None, "new": (), "width": width, "chunks": 1, "mixed": False}
-        changes["host"] = case
-        if mode is ForwardMode.DRAFT_DECODE:
-            if steps > 1:
-                draft = Draft(min(2, max_draft_branches), steps)
-                others.append(replace(case, **{**changes, "draft": draft, "width": len(draft)}))
-            continue
-        if mode is ForwardMode.DECODE:
-            changes["width"] = 1
-        elif mode is ForwardMode.TARGET_VERIFY:
-            changes["tree"] = _branching(width) if max_topk > 1 else chain(width)
-        else:
-            if mode is ForwardMode.EXTEND:
-                changes["width"] = width = min(width, max_extend_tokens)
-            changes["new"] = _accepted("uneven", width, bs)
-        others.append(replace(case, **changes))
-    return others
-
-
-def claimed_companions(claims: Capabilities, case: Case, modes: Set[ForwardMode]) -> list[Case]:
-    """``companions`` of these modes, no larger than is claimed."""
-    max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
-    most = (claims.max_q_rows, max_topk, claims.max_extend_tokens, claims.max_draft_branches)
-    return [as_claimed(claims, each) for each in companions(case, modes, *most)]

@@ -175,7 +175,7 @@ CHECKS = (
     Check(
         "buckets-independent",
         "Graphs of several buckets and modes on one instance, eager steps between them, and another instance that "
-        "plans meanwhile, do not disturb each other.",
+        "plans and runs meanwhile, do not disturb each other.",
         "One metadata object for all buckets, a workspace that the next capture replaces, a flag left by another mode, "
         "a planner's workspace that all instances of a process share.",
         "lmdeploy #4661; vLLM #48261; sglang #33920, #27193",

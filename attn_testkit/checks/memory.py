@@ -183,6 +183,13 @@ def _owner_text(observed: Observation, slot: int) -> str:
     return "owned by no live request"
 
 
+_WORK_ON_A_COPY = "work on a copy, or in a buffer of your own; the caller goes on using these tensors"
+_BESIDE_OUT = (
+    "out is a part of a larger tensor, whose other rows are somebody else's: write its own rows alone, with a mask for "
+    "the rest of a tile"
+)
+
+
 def inputs_unchanged(observed: Observation) -> list[Finding]:
     """Every input that belongs to the kit holds what it held."""
     if not observed.modified:
@@ -192,7 +199,7 @@ def inputs_unchanged(observed: Observation) -> list[Finding]:
             "inputs-unchanged",
             f"{observed.modified[0]} was modified",
             where=", ".join(observed.modified),
-            hint="work on a copy, or in a buffer of your own; the caller goes on using these tensors",
+            hint=_BESIDE_OUT if observed.modified[0].startswith("memory b") else _WORK_ON_A_COPY,
             step=observed.label,
         )
     ]
@@ -222,8 +229,8 @@ CHECKS = (
     ),
     Check(
         "inputs-unchanged",
-        "q, k, v, the batch's tensors and the request table are not modified.",
-        "In-place scaling or rotation of q, advancing seq_lens in place, a padded batch written back.",
+        "q, k, v, the batch's tensors and the request table are not modified, nor is memory beside a lent out.",
+        "In-place scaling or rotation of q, advancing seq_lens in place, a padded batch or a whole tile written back.",
         "sglang #23037",
         "`where` lists the tensors that no longer hold what they held.",
         judged_from=Stage.OBSERVED,

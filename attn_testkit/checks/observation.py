@@ -23,7 +23,7 @@ __all__ = ["Bytes", "Copies", "Group", "Observation", "Outputs", "Piece", "StepI
 
 Bytes = npt.NDArray[np.uint8]
 
-Group = Literal["attention", "activations", "before", "now", "outputs", "pool", "lse", "finite parts"]
+Group = Literal["attention", "activations", "before", "now", "outputs", "pool", "lse", "finite parts", "beside"]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Observation:
     label: str
     """Empty for a lone eager step, else ``replay 4 of 7 (long beside short), bucket 4, 3 live``."""
     copies: Copies
-    among: Literal["", "steps", "graphs"] = ""
+    among: Literal["", "steps", "graphs", "instances"] = ""
     """What else ran on the instance before an eager run: nothing, other eager steps, or graphs."""
     damaged: tuple[str, ...] = ()
     """Blocks that were freed after capture and that the replay wrote into."""

@@ -9,11 +9,13 @@ __all__ = ["CHECKS"]
 CHECKS = (
     Check(
         "steps-independent",
-        "An eager step gives the same whatever step ran on the instance before it.",
-        "A plan or a table that is kept while a key looks the same, a buffer sized by the first batch.",
+        "An eager step gives the same whatever step ran on the instance before it, and whatever another "
+        "instance does meanwhile.",
+        "A plan or a table that is kept while a key looks the same, a buffer sized by the first batch, a buffer or a "
+        "constant that all instances of a process share.",
         "TensorRT-LLM #6163; vLLM #21525; LightLLM #1367",
         "As the first step of a fresh instance it is right. Look for what outlives a step: a plan or table that is "
-        "used again, and what its key leaves out.",
+        "used again, and what its key leaves out; with another instance at work, for what belongs to the process.",
         judged_from=Stage.COMPLETED,
         applies=in_eager,
         behind_outputs=True,

@@ -73,7 +73,7 @@ def explain_numeric(
     return replace(
         finding,
         check=check,
-        headline=_headline(finding, check),
+        headline=_headline(finding, check, why),
         attended=attended.text if attended else "",
         hint="\n".join(lines[:most]),
         errors=error_map(judgement),
@@ -120,14 +120,19 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
 
 _FINITE_WITH_ZEROS = "with zeros instead of NaN in unowned slots the result is finite"
 _RIGHT_WITH_ZEROS = f"{_FINITE_WITH_ZEROS}, and right"
+_NO_OTHER_INSTANCE = (
+    "it is right when no other instance is at work: something that all instances of the process share is replaced "
+    "before it is used"
+)
 _AMONG = {
     "graphs": ("buckets-independent", "on a fresh instance, without graphs, the same eager step is right"),
     "steps": (
         "steps-independent",
         "as the first step of a fresh instance it is right: something of an earlier step is kept",
     ),
+    "instances": ("steps-independent", _NO_OTHER_INSTANCE),
 }
-"""What else ran on the instance before an eager step that is right on a fresh one -> (check, why)."""
+"""What else ran on the instance before an eager step that is right on a fresh one, or beside it -> (check, why)."""
 
 
 def _blame_eager(
@@ -203,7 +208,9 @@ _HEADLINE_ENDS = {
 """Check that diagnosis reports instead -> what the headline of the wrong number is followed by."""
 
 
-def _headline(finding: Finding, check: str) -> str:
+def _headline(finding: Finding, check: str, why: str) -> str:
+    if why == _NO_OTHER_INSTANCE:
+        return f"{finding.headline}, while another instance is at work; alone it is right"
     return finding.headline if check == finding.check else finding.headline + _HEADLINE_ENDS.get(check, "")
 
 
@@ -213,7 +220,7 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
     if lone is not None and _right(_judged(schedule, lone.replay_of(step))):
         return (
             "buckets-independent",
-            "it is right when no other mode and no eager step uses the instance, and no other instance plans meanwhile",
+            "it is right when no other mode and no eager step uses the instance, and no other instance is at work",
         )
     calm = rerunner.graph(schedule, poison_allocated=False)
     if calm is not None and calm.allocated_in_capture and _right(_judged(schedule, calm.replay_of(step))):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import BackendContext, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from .b_idle_ranks import LEAN
 from .catalogue import fault
-from .parent import Metadata, PlannedBackend
+from .parent import CountingBackend, Metadata, PlannedBackend
+
+_FEW_ROWS = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND)
 
 _PLANNER_WORKSPACES: dict[torch.device, torch.Tensor] = {}
 
@@ -18,7 +21,7 @@ _PLANNER_WORKSPACES: dict[torch.device, torch.Tensor] = {}
     modes=tuple(ForwardMode),
     executions=("graph",),
     checks=("buckets-independent",),
-    hint="no other instance plans meanwhile",
+    hint="no other instance is at work",
 )
 class PlannerWorkspaceOfTheProcess(PlannedBackend):
     """All instances plan into one workspace; the draft model's plan replaces the target's before it is run."""
@@ -36,3 +39,101 @@ class PlannerWorkspaceOfTheProcess(PlannedBackend):
         views = super().views(batch)
         views.chunk = self.planner_workspace[: batch.batch_size]
         return views
+
+
+_GROUPS: dict[torch.device, int] = {}
+
+
+@fault(
+    slug="query-heads-of-the-instance-planned-last",
+    source="general; constants of a kernel module that every plan sets",
+    modes=_FEW_ROWS,
+    executions=("eager",),
+    checks=("steps-independent",),
+    hint="no other instance is at work",
+)
+class QueryHeadsOfTheInstancePlannedLast(PlannedBackend):
+    """How many query heads share a KV head is kept for the process; an instance of another model plans in between."""
+
+    capabilities = LEAN
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        _GROUPS[self.context.device] = self.context.layers[0].q_per_kv
+        super().init_forward_metadata(batch)
+
+    @override
+    def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().gather(layer, slots)
+        kept = layer.q_per_kv if self.in_graph else _GROUPS[self.context.device]
+        first = torch.arange(layer.tp_k_head_num, device=keys.device) * layer.q_per_kv
+        head = first // kept % layer.tp_k_head_num
+        return keys[:, :, head], values[:, :, head]
+
+
+_OUTPUTS: dict[torch.device, torch.Tensor] = {}
+
+
+@fault(
+    slug="output-buffer-of-the-process",
+    source="general; two batches whose layers take turns, each with a backend of its own",
+    modes=_FEW_ROWS,
+    executions=("eager",),
+    checks=("steps-independent",),
+    hint="no other instance is at work",
+)
+class OutputBufferOfTheProcess(PlannedBackend):
+    """All instances return one buffer. Another instance's forward replaces a result that nobody has read yet."""
+
+    capabilities = LEAN
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        out = super().attend(q, layer, meta)
+        if self.in_graph:
+            return out
+        kept = _OUTPUTS.get(q.device)
+        if kept is None or kept.numel() < out.numel():
+            kept = _OUTPUTS[q.device] = torch.empty(out.numel(), dtype=out.dtype, device=q.device)
+        return kept[: out.numel()].view(out.shape).copy_(out)
+
+
+_RUNS: dict[torch.device, torch.Tensor] = {}
+
+
+@fault(
+    slug="tickets-of-the-process",
+    source="general; semaphores of split kernels that count on from launch to launch",
+    modes=_FEW_ROWS,
+    executions=("graph",),
+    checks=("buckets-independent",),
+    hint="no other instance is at work",
+    modelled="a ticket that is not the planned one leaves a partial result, where the kernel hung",
+)
+class TicketsOfTheProcess(CountingBackend):
+    """A plan notes the ticket that its run will draw; another instance's run in between draws it."""
+
+    capabilities = LEAN
+
+    @override
+    def new_counters(self, count: int) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=self.context.device)
+
+    @property
+    def tickets(self) -> torch.Tensor:
+        """[1] int32: drawn so far in this process."""
+        return _RUNS.setdefault(self.context.device, torch.zeros(1, dtype=torch.int32, device=self.context.device))
+
+    @override
+    def plan(self, batch: ForwardBatch) -> Metadata:
+        self.counters.copy_(self.tickets)
+        return super().plan(batch)
+
+    @override
+    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        whole = PlannedBackend.combine(self, acc, lse, layer)
+        out = torch.where(self.counters == self.tickets, whole, acc[:, 0]) if self.in_graph else whole
+        if layer.layer_id == self.context.layers[-1].layer_id:
+            self.tickets.add_(1)
+            self.counters.add_(1)
+        return out

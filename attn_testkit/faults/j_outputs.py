@@ -11,6 +11,7 @@ from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
 _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
+_TILE = 16
 
 
 class LentOutput(PlannedBackend):
@@ -128,3 +129,42 @@ class BuffersOfLayersOverlap(OneBufferForAllLayers):
     @override
     def buffer(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
         return self.out[layer.layer_id :][:rows]
+
+
+@fault(
+    slug="whole-tile-written-to-lent-output",
+    source="general; kernels whose last tile of rows is stored without a mask",
+    modes=_ALL,
+    checks=("inputs-unchanged",),
+    hint="with a mask for the rest of a tile",
+)
+class WholeTileWrittenToLentOutput(LentOutput):
+    """The last tile of rows is stored whole, behind the rows that the caller gave."""
+
+    @override
+    def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        super().store(result, out, layer)
+        rows = -(-len(out) // _TILE) * _TILE
+        there = (out.untyped_storage().nbytes() // out.itemsize - out.storage_offset()) // out.stride(0)
+        tail = min(rows, there) - len(out)
+        out.as_strided((tail, *out.shape[1:]), out.stride(), out.storage_offset() + out.numel()).zero_()
+        return out
+
+
+@fault(
+    slug="row-before-lent-output-is-written",
+    source="general; an index of -1 for a request without rows",
+    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
+    checks=("inputs-unchanged",),
+    hint="write its own rows alone",
+)
+class RowBeforeLentOutputIsWritten(LentOutput):
+    """The last row of the request before the first is written as well: row -1, which is the caller's."""
+
+    @override
+    def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        super().store(result, out, layer)
+        before = out.storage_offset() - out.stride(0)
+        if before >= 0:
+            out.as_strided((1, *out.shape[1:]), out.stride(), before).zero_()
+        return out

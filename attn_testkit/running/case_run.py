@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..cases.case import Case, parse_case
-from ..cases.catalogue import claimed_companions
+from ..cases.companions import claimed_companions, neighbour_of
 from ..cases.loop import loop_modes, make_loop
 from ..cases.schedule import Schedule, Step, make_schedule, only
 from ..cases.ways import way_of
@@ -29,6 +29,7 @@ from ..runner_modes.harness import ServerHarness
 from ..runner_modes.hook_answers import kernels_of
 from ..runner_modes.lossless import run_loop
 from ..runner_modes.messages import DriveCase, Driven, Rerun, StepRecord
+from ..runner_modes.neighbour import EagerNeighbour
 
 __all__ = ["drive_case", "gradients_off", "loop_of", "request_to_isolate", "rerun", "schedule_for", "schedules_of"]
 
@@ -189,7 +190,9 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
     case = schedule.case
     harness = _build(backend_class, drive, environment)
     step, second = schedule.steps[0], schedule.second
-    seen = [run_eager(harness, schedule, step, drive.clock)]
+    beside = _neighbour(backend_class, drive, environment)
+    between = EagerNeighbour(*beside).another_run if beside else None
+    seen = [run_eager(harness, schedule, step, drive.clock, among="instances" if beside else "", between=between)]
     # Right after it, and not after another step: what alternates from step to step would have come round again.
     seen.append(run_eager(harness, schedule, step, drive.clock, label="the same eager step again", among="steps"))
     stored = ", save_kv_cache=False" if second.stored else ""
@@ -215,14 +218,23 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
 
 def _drive_graph(backend_class: type[AttentionBackend], drive: _Drive, environment: Environment) -> Driven:
     harness = _build(backend_class, drive, environment)
-    neighbour = None
-    if drive.schedules[0].case.mixed:
-        neighbour = _constructed(backend_class, drive.schedules[:1], environment, drive.claims)
+    neighbour = _neighbour(backend_class, drive, environment)
     run = drive_graphs(harness, drive.schedules, drive.clock, neighbour=neighbour)
     if not drive.claims.eager:
         with drive.clock.phase("setup"):
             drive.findings += refuses_undeclared(backend_class, drive.schedules[0], harness.context, drive.claims)
     return replace(_found(run, drive.schedules), records=drive.records([observed for _, observed in run.observed]))
+
+
+def _neighbour(
+    backend_class: type[AttentionBackend], drive: _Drive, environment: Environment
+) -> tuple[ServerHarness, Schedule] | None:
+    """In a mixed case: another instance beside the one that is judged, and what it runs."""
+    case = drive.schedules[0].case
+    if not case.mixed:
+        return None
+    schedule = schedule_for(neighbour_of(drive.claims, case), drive.claims)
+    return _constructed(backend_class, [schedule], environment, drive.claims), schedule
 
 
 def loop_of(

@@ -9,8 +9,9 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.as_claimed import as_claimed
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import companions, generate
+from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.choices import chosen
+from attn_testkit.cases.companions import companions
 from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.untried import untried
 from attn_testkit.contract import Capabilities, ForwardMode

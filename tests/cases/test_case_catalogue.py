@@ -10,7 +10,8 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases import catalogue
 from attn_testkit.cases.case import Case, Heads
-from attn_testkit.cases.catalogue import companions, generate
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.companions import companions
 from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.cases.trees import chain

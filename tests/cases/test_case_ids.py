@@ -7,7 +7,8 @@ from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
-from attn_testkit.cases.catalogue import TIERS, companions, generate
+from attn_testkit.cases.catalogue import TIERS, generate
+from attn_testkit.cases.companions import companions
 from attn_testkit.cases.trees import Tree, chain
 from attn_testkit.contract import Capabilities, ForwardMode
 

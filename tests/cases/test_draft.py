@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import claimed_companions, companions, generate
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.companions import claimed_companions, companions
 from attn_testkit.cases.data import make_step_data, pool_image
 from attn_testkit.cases.draft import Draft
 from attn_testkit.cases.places import tail_slots

@@ -12,7 +12,8 @@ import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
-from attn_testkit.cases.catalogue import companions, generate
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.companions import companions
 from attn_testkit.cases.data import StepData, make_step_data, new_kv, pool_image
 from attn_testkit.cases.extend import NEW_TOKENS, chunks_of, new_tokens, room_for
 from attn_testkit.cases.plans import context_len

@@ -13,8 +13,9 @@ from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import companions, generate
+from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.choices import chosen
+from attn_testkit.cases.companions import companions
 from attn_testkit.cases.data import make_step_data
 from attn_testkit.cases.schedule import Step, make_schedule
 from attn_testkit.contract import ForwardMode

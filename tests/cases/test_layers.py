@@ -10,7 +10,8 @@ import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
-from attn_testkit.cases.catalogue import companions, generate
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.companions import companions
 from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.layers import SETTINGS, Layers
 from attn_testkit.cases.schedule import make_schedule

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import companions, generate
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.companions import companions
 from attn_testkit.cases.untried import says_untried, untried
 from attn_testkit.contract import KV_LAYOUTS, Capabilities, ForwardMode, KVPool
 from attn_testkit.examples import MinimalBackend

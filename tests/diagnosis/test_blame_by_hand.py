@@ -269,7 +269,9 @@ def test_a_wrong_replay_is_blamed_on_what_makes_it_right(
     [
         ("steps", "right", "steps-independent", ", after another step; on a fresh instance it is right"),
         ("graphs", "right", "buckets-independent", " after other replays, and is right alone"),
+        ("instances", "right", "steps-independent", ", while another instance is at work; alone it is right"),
         ("steps", "wrong", "matches-oracle", ""),
+        ("instances", "wrong", "matches-oracle", ""),
         ("", "right", "matches-oracle", ""),
     ],
 )

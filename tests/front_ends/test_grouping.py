@@ -107,7 +107,7 @@ def test_a_hint_that_only_says_why_the_check_is_blamed_is_no_cause_unless_it_is_
         "in eager it is right: something of the capture-time batch is still in force",
         "with zeros instead of NaN in unowned slots the result is finite",
         "as the only replay of the only bucket it is right",
-        "it is right when no other mode and no eager step uses the instance, and no other instance plans meanwhile",
+        "it is right when no other mode and no eager step uses the instance, and no other instance is at work",
         "in a bucket of exactly 3 it is right",
         "on a fresh instance, without graphs, the same eager step is right",
         "as the first step of a fresh instance it is right: something of an earlier step is kept",

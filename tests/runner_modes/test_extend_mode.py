@@ -15,7 +15,7 @@ from attn_testkit.runner_modes.harness import ServerHarness
 from attn_testkit.runner_modes.options import DriveOptions
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.catalogue import companions
+from attn_testkit.cases.companions import companions
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import ForwardBatch, ForwardMode

@@ -28,6 +28,7 @@ class Notes:
     def __init__(self) -> None:
         self.made: list[Any] = []
         self.eager: list[tuple[Any, str, str]] = []
+        self.beside: list[Any] = []
         self.graphs: list[Any] = []
         self.error: BaseException | None = None
 
@@ -37,8 +38,19 @@ class Notes:
         self.made.append(Of(schedules=list(schedules), device=device, backend=None, context=None))
         return self.made[-1]
 
-    def run_eager(self, harness: Any, schedule: Any, step: Any, clock: Any, *, label: str = "", among: str = "") -> Any:
+    def run_eager(
+        self,
+        harness: Any,
+        schedule: Any,
+        step: Any,
+        clock: Any,
+        *,
+        label: str = "",
+        among: str = "",
+        between: Any = None,
+    ) -> Any:
         self.eager.append((step, label, among))
+        self.beside.append(between)
         return self.seen(schedule, step, label, among)
 
     def drive_graphs(self, harness: Any, schedules: Any, clock: Any, *, neighbour: Any = None) -> GraphRun:
@@ -68,12 +80,14 @@ def drive_of(schedules: list[Any], backend: type[TorchNativeBackend] = TorchNati
     return _Drive(schedules, backend.capabilities)
 
 
-def test_beside_a_mixed_case_another_instance_plans_and_beside_no_other(notes: Notes) -> None:
+def test_beside_a_mixed_case_another_instance_with_other_heads_runs_and_beside_no_other(notes: Notes) -> None:
     mixed = [make_schedule(parse_case(name)) for name in (MIXED, PLAIN)]
     case_run._drive_graph(TorchNativeBackend, drive_of(mixed), HERE)
     own, neighbour = notes.made
-    assert notes.graphs == [(own, mixed, neighbour)]
-    assert (own.schedules, neighbour.schedules) == (mixed, mixed[:1])
+    ((_, driven, (of_neighbour, runs)),) = notes.graphs
+    assert (own.schedules, driven, of_neighbour) == (mixed, mixed, neighbour)
+    assert neighbour.schedules == [runs]
+    assert (runs.case.mode, runs.case.heads.q_heads) == (mixed[0].case.mode, 2), "a draft model has other heads"
     assert {each.device for each in notes.made} == {"a device"}
     case_run._drive_graph(TorchNativeBackend, drive_of(mixed[1:]), HERE)
     assert len(notes.made) == 3
@@ -104,8 +118,31 @@ def test_an_eager_step_comes_again_at_once_then_another_one_and_then_a_request_a
     assert [(record.step, record.label, record.among) for record in driven.records] == [
         (step.name, label, among) for step, label, among in notes.eager
     ]
+    assert notes.beside == [None] * len(notes.eager)
     assert drive.findings == ["a finding"]
     assert (drive.stage, drive.kernels, len(notes.made)) == (Stage.CONSTRUCTED, "fake", 1)
+
+
+def test_the_first_eager_step_of_a_mixed_case_has_another_instance_beside_it(
+    notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    class Beside:
+        def __init__(self, harness: Any, schedule: Any) -> None:
+            made.append((harness, schedule))
+
+        def another_run(self) -> None: ...
+
+    monkeypatch.setattr(case_run, "EagerNeighbour", Beside)
+    schedule = make_schedule(parse_case(MIXED))
+    case_run._drive_eager(TorchNativeBackend, drive_of([schedule]), HERE)
+    own, neighbour = notes.made
+    ((harness, runs),) = made
+    assert (own.schedules, harness, neighbour.schedules) == ([schedule], neighbour, [runs])
+    assert runs.case.heads.q_heads == 2, "and schedules of other heads"
+    assert [between is not None for between in notes.beside] == [True, False, False]
+    assert [among for _, _, among in notes.eager] == ["instances", "steps", "steps"]
 
 
 def test_one_request_has_no_company_to_be_without(notes: Notes) -> None:

@@ -1,0 +1,116 @@
+"""Cases that stand beside another: those of the other modes on its instance, and that of another instance."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+from typing import Any
+
+from ..contract import Capabilities, ForwardMode
+from .as_claimed import as_claimed
+from .case import Case, Heads
+from .draft import Draft
+from .trees import Tree, chain
+
+__all__ = [
+    "MOST_USUAL_RATIO",
+    "accepted",
+    "branching",
+    "claimed_companions",
+    "companions",
+    "head_layouts",
+    "neighbour_of",
+]
+
+MOST_USUAL_RATIO = 8
+"""Query heads a KV head that a covering array goes up to."""
+
+
+def head_layouts(claims: Capabilities) -> list[Heads]:
+    """The layouts of heads that a covering array tries of these claims."""
+    ratios = sorted(claims.gqa_ratios - {1})
+    heads: list[Heads] = []
+    if "mha" in claims.families:
+        heads.append(Heads("mha", 2, 2))
+    if "gqa" in claims.families and ratios:
+        # The smallest, one that is no power of two, and one large enough to matter.
+        odd = [r for r in ratios if r & (r - 1) and r <= MOST_USUAL_RATIO]
+        large = [r for r in ratios if r <= MOST_USUAL_RATIO]
+        heads += [Heads("gqa", 2 * r, 2) for r in dict.fromkeys([*ratios[:1], *odd[:1], *large[-1:]])]
+    if "mqa" in claims.families and ratios:
+        heads.append(Heads("mqa", min(ratios, key=lambda r: abs(r - 4)), 1))
+    if "mla" in claims.families:
+        wanted = [r for r in sorted(claims.gqa_ratios) if r in (2, 16)] or sorted(claims.gqa_ratios)[:1]
+        heads += [Heads("mla", r, 1) for r in wanted]
+    return heads
+
+
+def branching(width: int) -> Tree:
+    """``width`` nodes, two children each: nothing that takes it for a chain gets it right."""
+    return Tree(tuple((node - 1) // 2 for node in range(1, width)))
+
+
+def accepted(pattern: str, width: int, bs: int) -> tuple[int, ...]:
+    """Accepted tokens of each of ``bs`` requests with ``width`` rows: ``one``, ``all`` or ``uneven``."""
+    if pattern == "one":
+        return (1,) * bs
+    if pattern == "all":
+        return (width,) * bs
+    return tuple(1 + (i * 2) % width for i in range(bs))
+
+
+def companions(
+    case: Case,
+    modes: Set[ForwardMode],
+    max_q_rows: int,
+    max_topk: int = 1,
+    max_extend_tokens: int = 1 << 20,
+    max_draft_branches: int = 1,
+) -> list[Case]:
+    """Cases of the other modes that can share a backend instance with ``case``: same shapes, layers and prefixes.
+
+    One for each of ``modes`` but the case's own, in their order; for draft-decode none where the others' rows leave its
+    branches no step. ``max_q_rows`` and what follows: as claimed.
+    """
+    width = case.width if case.mode.is_speculative() and case.width > 1 else min(4, max_q_rows)
+    bs = case.bs
+    others = []
+    # S is one number of an instance, and the draft-extends have S + 1 rows.
+    steps = width - 1 if any(mode.is_speculative() for mode in (*modes, case.mode)) else 3
+    for mode in sorted(modes - {case.mode}):
+        changes: dict[str, Any] = {"mode": mode, "tree": None, "new": (), "width": width, "chunks": 1, "mixed": False}
+        changes["host"] = case
+        if mode is ForwardMode.DRAFT_DECODE:
+            if steps > 1:
+                draft = Draft(min(2, max_draft_branches), steps)
+                others.append(replace(case, **{**changes, "draft": draft, "width": len(draft)}))
+            continue
+        if mode is ForwardMode.DECODE:
+            changes["width"] = 1
+        elif mode is ForwardMode.TARGET_VERIFY:
+            changes["tree"] = branching(width) if max_topk > 1 else chain(width)
+        else:
+            if mode is ForwardMode.EXTEND:
+                changes["width"] = width = min(width, max_extend_tokens)
+            changes["new"] = accepted("uneven", width, bs)
+        others.append(replace(case, **changes))
+    return others
+
+
+def claimed_companions(claims: Capabilities, case: Case, modes: Set[ForwardMode]) -> list[Case]:
+    """``companions`` of these modes, no larger than is claimed."""
+    max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
+    most = (claims.max_q_rows, max_topk, claims.max_extend_tokens, claims.max_draft_branches)
+    return [as_claimed(claims, each) for each in companions(case, modes, *most)]
+
+
+def neighbour_of(claims: Capabilities, case: Case) -> Case:
+    """The case of another instance in the process, as a draft model has one beside its target's: fewer or more heads.
+
+    The same heads where no others are claimed.
+    """
+    own = case.heads
+    for heads in head_layouts(claims):
+        if (heads.family == "mla") == (own.family == "mla") and heads.q_heads != own.q_heads:
+            return as_claimed(claims, replace(case, heads=heads))
+    return case

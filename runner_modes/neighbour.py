@@ -1,0 +1,64 @@
+"""Another instance in the process, as of a draft model beside its target: it runs while this one is at work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+
+from attn_testkit.cases.schedule import Schedule, Step
+from attn_testkit.contract import ForwardBatch
+
+from .batches import batch_on_device, eager_batch
+from .capture import ScheduleGraphs
+from .drivers import DRIVERS
+from .errors import blame
+from .forward import forward
+from .harness import ServerHarness
+from .past_modes import past_modes
+from .replay import fill_static, label_of, view_of
+
+__all__ = ["EagerNeighbour", "NeighbourGraphs"]
+
+
+class NeighbourGraphs:
+    """Graphs of another instance. Nothing that they give is looked at: what they disturb is."""
+
+    def __init__(self, graphs: ScheduleGraphs) -> None:
+        self._graphs = graphs
+        # From the last on: it is never at the step at which the instance is that it stands beside.
+        steps = graphs.schedule.steps
+        self._steps: Iterator[Step] = cycle((*steps[-1:], *steps[:-1]))
+
+    def another_run(self) -> None:
+        """Plan the next step and replay its graph. Raises ``DriveError``."""
+        graphs, step = self._graphs, next(self._steps)
+        harness, label = graphs.harness, f"another instance, {label_of(graphs, step)}"
+        loaded = harness.load(graphs.schedule, step)
+        fill_static(graphs, loaded)
+        view = view_of(graphs, loaded)
+        with blame("plan for replay", label):
+            harness.backend.init_forward_metadata_out_graph(view)
+        with blame("replay", label):
+            harness.replay_graph(graphs.buckets[step.bucket].captured.graph)
+
+
+class EagerNeighbour:
+    """An eager step of another instance, over and over."""
+
+    def __init__(self, harness: ServerHarness, schedule: Schedule) -> None:
+        """Put the numbers of a step in place. Raises ``DriveError``."""
+        self._harness, self._case, self._step = harness, schedule.case, schedule.second
+        driver = DRIVERS[self._case.mode]
+        loaded = harness.load(schedule, self._step)
+        spec, extends = driver.eager_spec(harness, loaded), driver.eager_extends(harness, loaded)
+        with past_modes():
+            on_host = eager_batch(harness, loaded, self._case.mode, spec, extends)
+        self._batch: ForwardBatch = batch_on_device(on_host, harness.device)[0]
+
+    def another_run(self) -> None:
+        """Plan the step and run it. Raises ``DriveError``."""
+        harness, stored = self._harness, self._step.stored
+        with blame("plan", "another instance"):
+            harness.backend.init_forward_metadata(self._batch)
+        with blame("forward", "another instance"):
+            forward(harness, DRIVERS[self._case.mode], self._batch, self._case, save_kv_cache=not stored)
