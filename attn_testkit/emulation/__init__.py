@@ -9,6 +9,7 @@ Modules import downwards, from `context` (the way in) to plain state that knows 
                                     when it is gone; kept between contexts, because tensors outlive them
     pools._pools                    memory pools by handle, held weakly: made by the first capture that names one
     pools._numbers                  the next pool handle
+    triton_bounds._local            each thread's launch of a Triton kernel: set while it runs
     streams._handles                the next handle of a stream or an event
     torch_cuda._DEFAULT_GENERATOR   the seed of `torch.cuda.manual_seed`; numbers come from torch's CPU generator
 

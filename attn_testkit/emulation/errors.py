@@ -48,6 +48,10 @@ class HostPointerError(EmulationError, ValueError):
     """A kernel was given the address of host memory; Triton raises ValueError."""
 
 
+class StrayStoreError(EmulationError):
+    """A kernel writes memory that it was not given."""
+
+
 class HostSyncError(EmulationError):
     """`torch.cuda.set_sync_debug_mode("error")` is on and the host would have waited for the device."""
 

@@ -16,7 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_testkit.emulation import session, triton_autotune, triton_floats, triton_memory, triton_programs, triton_speed
+from attn_testkit.emulation import (
+    session,
+    triton_autotune,
+    triton_bounds,
+    triton_floats,
+    triton_memory,
+    triton_programs,
+    triton_speed,
+)
 from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import EmulationError, HostPointerError
 from attn_testkit.emulation.private import disable_functions, disable_modes
@@ -63,9 +71,22 @@ def _launch_of(
     module: Any, programs: triton_programs.Programs | None, launcher: Any, stock: Callable[..., Any]
 ) -> Callable[..., Any]:
     def run(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            run_all(executor, args, kwargs)
+        except module.InterpreterError as error:
+            # The interpreter keeps the text alone.
+            if isinstance(error.__cause__, EmulationError):
+                raise error.__cause__ from None
+            raise
+
+    def run_all(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.inference_mode(), disable_modes(), disable_functions(), contextlib.ExitStack() as stack:
             # A device says nothing of a NaN: rows of padding may be made of them.
             stack.enter_context(np.errstate(all="ignore"))
+            if session.is_active():
+                stack.enter_context(
+                    triton_bounds.looking_at_stores(executor.fn.__name__, _given(executor, args, kwargs))
+                )
             if programs is not None and session.is_active() and not executor.pre_run_hooks:
                 programs.launch(executor, args, kwargs)
                 return
@@ -142,6 +163,16 @@ def _pointers(values: Any) -> list[Tensor]:
             found += _pointers(value)
         elif isinstance(getattr(value, "base", None), Tensor):  # TensorDescriptor, TensorWrapper
             found.append(value.base)
+    return found
+
+
+def _given(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors that a launch is given, by the names of their arguments."""
+    names = [*executor.arg_names[: len(args)], *kwargs]
+    found: dict[str, Tensor] = {}
+    for name, value in zip(names, (*args, *kwargs.values()), strict=False):
+        for index, tensor in enumerate(_pointers((value,))):
+            found[f"{name}[{index}]" if isinstance(value, tuple) else name] = tensor
     return found
 
 

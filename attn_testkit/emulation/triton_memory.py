@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from attn_testkit.emulation.triton_bounds import atomics_looked_at, look_at_store, pointers_of_its_own
+
 Array = npt.NDArray[Any]
 Replacement = tuple[Any, str, Any]
 
@@ -39,6 +41,8 @@ def replacements(module: Any) -> list[Replacement]:
             (builder, "create_splat", _splat_of(module, pointers, builder.create_splat)),
             (builder, "create_expand_dims", _expand_dims_of(module, pointers, builder.create_expand_dims)),
             (builder, "create_broadcast", _broadcast_of(module, pointers, builder.create_broadcast)),
+            (builder, "create_int_to_ptr", pointers_of_its_own(builder.create_int_to_ptr)),
+            *atomics_looked_at(builder),
         ]
         stock = {name: getattr(builder, name) for _, name, _ in found}
         works = np.array_equal(_sample(module, stock), _sample(module, {name: new for _, name, new in found}))
@@ -224,6 +228,7 @@ def _masked_store_of(pointers: Any, stock: Any) -> Any:
         if chosen is None or values.shape != at.shape:
             return stock(self, ptrs, value, mask, *rest)
         where, parts = _live(chosen, at.parts, at.shape)
+        look_at_store(parts, values.itemsize)
         places = _places(parts, values.itemsize)
         if places is None:
             return stock(self, ptrs, value, mask, *rest)

@@ -296,3 +296,30 @@ def copy_unaligned(x, out, N: tl.constexpr):
 @triton.jit
 def smaller_than_one(value):
     return tl.minimum(value, 1.0) - 1.0
+
+
+@triton.jit
+def store_tile(out, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, at.to(tl.float32))
+
+
+@triton.jit
+def store_at(out, place, live=1):
+    tl.store(out + place, 7, mask=live != 0)
+
+
+@triton.jit
+def store_where(out, place):
+    tl.store(out + tl.load(place), 7)
+
+
+@triton.jit
+def count_at(out, place):
+    tl.atomic_add(out + place, 1)
+
+
+@triton.jit
+def store_through_table(table):
+    target = tl.load(table).to(tl.pointer_type(tl.float32))
+    tl.store(target + tl.arange(0, 4), 1.0)

@@ -121,6 +121,6 @@ def test_no_function_changes_a_name_or_a_table_of_its_module(path):
 
 def test_what_is_listed_as_state_exists():
     listed = re.findall(r"(\w+)\.(\w+)", (emulation.__doc__ or "").split("\n\n")[2].replace("`torch.cuda.", "`"))
-    assert len(listed) == 8
+    assert len(listed) == 9
     for module, name in listed:
         assert hasattr(importlib.import_module(f"attn_testkit.emulation.{module}"), name)

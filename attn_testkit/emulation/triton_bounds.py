@@ -1,0 +1,115 @@
+"""Stores of a Triton kernel under the interpreter, held against the memory that its launch was given.
+
+A device writes wherever a kernel says, as long as the address belongs to the process: a tile that is stored without a
+mask ends in somebody else's tensor, and nothing is raised. Loads are not looked at: kernels read a few numbers behind a
+table and mask them later.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from attn_testkit.emulation.errors import StrayStoreError
+from attn_testkit.emulation.sites import author_site
+
+__all__ = ["atomics_looked_at", "look_at_store", "looking_at_stores", "pointers_of_its_own"]
+
+Array = npt.NDArray[Any]
+Replacement = tuple[Any, str, Any]
+
+
+@dataclass
+class _Launch:
+    kernel: str
+    given: Mapping[str, Tensor]
+    """Tensors by the names of their arguments."""
+    spans: list[tuple[int, int]]
+    """First address of their memory, and the one behind its last."""
+    makes_pointers: bool = False
+    """An address came from a number: of a table of pointers, and that of anything."""
+
+
+class _Local(threading.local):
+    launch: _Launch | None = None
+
+
+_local = _Local()
+
+
+@contextmanager
+def looking_at_stores(kernel: str, given: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, ``look_at_store`` raises for memory that is not that of a tensor in ``given``."""
+    storages = [tensor.untyped_storage() for tensor in given.values()]
+    spans = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+    outer, _local.launch = _local.launch, _Launch(kernel, given, spans)
+    try:
+        yield
+    finally:
+        _local.launch = outer
+
+
+def look_at_store(parts: Sequence[Array], size: int) -> None:
+    """The addresses of a store: every sum of one element of each of ``parts``, int64. ``size``: bytes of an element.
+
+    Raises ``StrayStoreError``.
+    """
+    launch = _local.launch
+    if launch is None or not all(part.size for part in parts):
+        return
+    first = sum(int(part.min()) for part in parts)
+    end = sum(int(part.max()) for part in parts) + size
+    if launch.makes_pointers or any(start <= first and end <= stop for start, stop in launch.spans):
+        return
+    raise StrayStoreError(
+        f"a store of triton kernel {launch.kernel}",
+        author_site(),
+        f"a device would write {_where(launch, first, end)}: other memory of the process, or none",
+        "mask what lies behind the last row, and look at strides and offsets of the tensor that is written",
+    )
+
+
+def _where(launch: _Launch, first: int, end: int) -> str:
+    """The nearest tensor, and how far it is."""
+    apart = [max(start - first, end - stop) for start, stop in launch.spans]
+    if not apart:
+        return "memory that it was not given"
+    nearest = min(range(len(apart)), key=apart.__getitem__)
+    (name, tensor), (start, _) = list(launch.given.items())[nearest], launch.spans[nearest]
+    side = "before" if first < start else "behind"
+    shape, dtype = ", ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
+    return f"up to {apart[nearest]} bytes {side} the memory of {name}, {dtype} [{shape}]"
+
+
+def pointers_of_its_own(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder's ``create_int_to_ptr``: whatever is stored there, nobody here knows whose it is."""
+
+    @functools.wraps(stock)
+    def create_int_to_ptr(self: Any, *arguments: Any) -> Any:
+        if _local.launch is not None:
+            _local.launch.makes_pointers = True
+        return stock(self, *arguments)
+
+    return create_int_to_ptr
+
+
+def atomics_looked_at(builder: Any) -> list[Replacement]:
+    """(object, attribute, replacement) for read-modify-write, which stores where its mask is set."""
+    stock = builder.create_atomic_rmw
+
+    @functools.wraps(stock)
+    def create_atomic_rmw(self: Any, operation: Any, ptr: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        addresses = np.asarray(ptr.data).view(np.int64)
+        chosen = np.broadcast_to(np.asarray(mask.data, dtype=bool), addresses.shape)
+        look_at_store((addresses[chosen],), np.asarray(value.data).itemsize)
+        return stock(self, operation, ptr, value, mask, *rest)
+
+    return [(builder, "create_atomic_rmw", create_atomic_rmw)]

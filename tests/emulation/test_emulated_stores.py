@@ -1,0 +1,80 @@
+"""Triton kernels that store outside of the memory that they were given."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from attn_testkit.emulation import emulated_cuda
+from attn_testkit.emulation.errors import StrayStoreError
+
+pytest.importorskip("triton")
+
+from emulation_kernels import count_at, store_at, store_through_table, store_tile, store_where
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with emulated_cuda():
+        yield
+
+
+def test_a_tile_may_end_where_the_memory_ends_and_not_behind():
+    out = torch.zeros(48, device="cuda")
+    store_tile[(3,)](out, 16)
+    assert out.tolist() == list(range(48))
+    with pytest.raises(StrayStoreError, match=r"store_tile .*up to 4 bytes behind the memory of out, float32 \[47\]"):
+        store_tile[(3,)](torch.zeros(47, device="cuda"), 16)
+
+
+@pytest.mark.parametrize(("place", "error"), [(0, ""), (5, ""), (6, "4 bytes behind"), (-1, "4 bytes before")])
+def test_the_first_and_the_last_element_are_within(place, error):
+    out = torch.zeros(6, dtype=torch.int32, device="cuda")
+    if error:
+        with pytest.raises(StrayStoreError, match=f"up to {error} the memory of out, int32 "):
+            store_at[(1,)](out, place)
+        with pytest.raises(StrayStoreError, match=f"up to {error} the memory of out, int32 "):
+            count_at[(1,)](out, place)
+    else:
+        store_at[(1,)](out, place)
+        count_at[(1,)](out, place)
+        assert out[place].item() == 8
+
+
+def test_the_rest_of_a_larger_tensor_is_memory_that_was_given():
+    whole = torch.zeros(8, dtype=torch.int32, device="cuda")
+    store_at[(1,)](whole[2:4], -2)
+    assert whole.tolist() == [7, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_store_that_a_mask_leaves_out_goes_nowhere():
+    out = torch.zeros(6, dtype=torch.int32, device="cuda")
+    store_at[(1,)](out, 6, 0)
+    assert out.tolist() == [0] * 6
+
+
+def test_memory_behind_an_address_that_was_a_number_is_anybodys():
+    target = torch.zeros(4, device="cuda")
+    table = torch.tensor([target.data_ptr()]).to("cuda")
+    for _ in range(3):  # noted down, and walked
+        store_through_table[(2,)](table)
+    assert target.tolist() == [1.0] * 4
+
+
+def test_it_is_told_at_a_replay_too():
+    out, place = torch.zeros(6, dtype=torch.int32, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    store_where[(1,)](out, place)
+    with torch.cuda.graph(graph):
+        store_where[(1,)](out, place)
+    place.fill_(1 << 20)
+    with pytest.raises(StrayStoreError, match="store_where"):
+        graph.replay()
+
+
+def test_the_error_travels_between_processes():
+    with pytest.raises(StrayStoreError) as raised:
+        store_at[(1,)](torch.zeros(6, dtype=torch.int32, device="cuda"), 6)
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
