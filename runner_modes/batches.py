@@ -68,7 +68,7 @@ def eager_batch(
         "input_ids": loaded.ids,
         "req_pool_indices": torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64),
         "seq_lens": lens,
-        "out_cache_loc": data.out_cache_loc,
+        "out_cache_loc": torch.from_numpy(harness.in_groups(loaded.schedule, data.out_cache_loc.numpy())[0]),
         "group_cache_locs": _by_group(harness, loaded),
         "positions": data.positions,
         "seq_lens_cpu": lens.clone() if mirrors else None,

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attn_testkit.checks.failures import is_ctrl_c
 
-__all__ = ["ContractError", "DriveError", "ShapeError", "blame", "no_mode_left"]
+__all__ = ["ContractError", "DriveError", "NoRoomError", "ShapeError", "blame", "no_mode_left"]
 
 
 class DriveError(Exception):
@@ -35,6 +35,10 @@ class ContractError(Exception):
         super().__init__(message)
         self.cure = cure
         """What the author of the backend can do about it."""
+
+
+class NoRoomError(Exception):
+    """A case takes more memory than the machine has. Nobody's mistake: it is not run here."""
 
 
 class ShapeError(Exception):
@@ -69,7 +73,7 @@ def blame(phase: str, label: str = "") -> Iterator[None]:
     try:
         with no_mode_left():
             yield
-    except DriveError:
+    except (DriveError, NoRoomError):
         raise
     except BaseException as error:
         if is_ctrl_c(error):

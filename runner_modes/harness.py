@@ -13,11 +13,12 @@ import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.data import DTYPES, StepData, make_layers, make_step_data, pool_image, stored_kv
-from attn_testkit.cases.kv_groups import slot_map
+from attn_testkit.cases.kv_groups import pages_in_pool, slot_map
 from attn_testkit.cases.layers import PERIOD
 from attn_testkit.cases.parts import parts_of
 from attn_testkit.cases.schedule import Schedule, Step
-from attn_testkit.cases.ways import dialect_of
+from attn_testkit.cases.ways import dialect_of, way_of
+from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import (
     AttentionBackend,
@@ -31,11 +32,12 @@ from attn_testkit.contract import (
 from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
 from attn_testkit.model import Model, Trace, pack, row_width
 
-from .errors import blame, no_mode_left
+from .errors import NoRoomError, blame, no_mode_left
 from .kv_groups import GroupWatch
 from .packing import Bytes, Sent, bytes_of
 from .past_modes import past_modes
 from .pool_watch import PoolWatch
+from .spread_watch import SpreadWatch
 from .tables import Tables
 
 __all__ = ["LoadedStep", "ServerHarness", "context_for"]
@@ -84,14 +86,15 @@ def context_for(
     case = schedules[0].case
     dtype = DTYPES[case.dtype]
     kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
-    pages, rows = _largest(schedules, "num_pages"), _largest(schedules, "pool_rows")
+    pages, rows = max(map(pages_in_pool, schedules)), _largest(schedules, "pool_rows")
+    mostly_unused = bool(way_of(case).pool_elements)
     ctx = _largest(schedules, "max_context_len")
     spec = [s for s in schedules if s.case.mode.is_speculative()]
     verify = [s for s in schedules if s.case.tree is not None]
 
     def group(index: int, own: tuple[AttentionLayer, ...]) -> KVGroup:
         with blame("KV pool"):
-            pool = KVPool(pages * case.page_size, case.page_size, own, kv_dtype, device, case.kv_layout, own_layout)
+            pool = _pool(pages, case, own, kv_dtype, device, own_layout, cleared=not mostly_unused)
         table = torch.zeros(rows + 1, ctx, dtype=torch.int32, device=device)
         return KVGroup(index, tuple(layer.layer_id for layer in own), pool, table)
 
@@ -117,6 +120,28 @@ def context_for(
         kv_groups=groups if len(groups) > 1 else (),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
+
+
+def _pool(
+    pages: int,
+    case: Case,
+    layers: tuple[AttentionLayer, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    own_layout: Callable[[KVPoolSpec], Sequence[KVLayer]] | None,
+    *,
+    cleared: bool,
+) -> KVPool:
+    """Raises ``NoRoomError`` where a pool that is mostly unused is more than there is."""
+    try:
+        return KVPool(
+            pages * case.page_size, case.page_size, layers, dtype, device, case.kv_layout, own_layout, cleared=cleared
+        )
+    except RuntimeError as error:
+        # torch has no type of its own for a host that is full.
+        if cleared or not any(words in str(error) for words in ("out of memory", "allocate memory")):
+            raise
+        raise NoRoomError(f"no room for a KV pool with more than 2^31 elements: {first_line(error)}") from None
 
 
 class ServerHarness:
@@ -168,8 +193,13 @@ class ServerHarness:
         dialect = dialect_of(self.capabilities, self.case)
         self.context = replace(context, req_to_token=tables[0], kv_groups=groups, dialect=dialect)
         maps = self.case.head_maps
-        self.pool = GroupWatch(groups, device, maps) if groups else PoolWatch(self.context.kv_pool, maps)
+        self._is_spread = bool(way_of(self.case).pool_elements)
+        self.pool: GroupWatch | PoolWatch | SpreadWatch
         """The KV pool, before a step and after it."""
+        if self._is_spread:
+            self.pool = SpreadWatch(self.context.kv_pool, schedules[0])
+        else:
+            self.pool = GroupWatch(groups, device, maps) if groups else PoolWatch(self.context.kv_pool, maps)
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden)
         with no_mode_left():
             self.backend = backend_class(self.context)
@@ -189,8 +219,10 @@ class ServerHarness:
     def in_groups(self, schedule: Schedule, slots: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """[G, ...] of ``slots`` [...] of the schedule: where they lie in the pool of each KV group."""
         count = len(self.context.groups)
+        if count == 1 and not self._is_spread:
+            return slots[None]
         maps = (slot_map(schedule, group).astype(slots.dtype) for group in range(count))
-        return np.stack([found[slots] for found in maps]) if count > 1 else slots[None]
+        return np.stack([found[slots] for found in maps])
 
     def padding_slot(self, turn: int) -> int:
         """KV slot of rows of padding: those that the backend takes, by turns; at capture it is turn 0."""

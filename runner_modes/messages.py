@@ -83,6 +83,8 @@ class Driven:
     """What was raised, and what the constructor accepted though it is not claimed."""
     stage: int = 0
     """How far it came: a ``checks.Stage``."""
+    not_here: str = ""
+    """Why the case cannot be run on this machine; empty when it can."""
     lost: str = ""
     """Why the device context is gone; empty when it is not."""
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -151,7 +151,7 @@ def fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
     with past_modes():
         host["input_ids"][:tokens] = loaded.ids.numpy()
         host["positions"][:tokens] = data.positions.numpy()
-        host["out_cache_loc"][:tokens] = data.out_cache_loc.numpy()
+        host["out_cache_loc"][:tokens] = harness.in_groups(loaded.schedule, data.out_cache_loc.numpy())[0]
     if harness.context.kv_groups:
         by_group = host["group_cache_locs"].reshape(-1, len(host["out_cache_loc"]))
         by_group[:] = harness.padding_slot(step.index)

@@ -35,7 +35,7 @@ from .switches import switch_cases
 from .three_kv_heads import three_kv_heads_cases
 from .trees import Tree, chain
 from .untried import most_rows
-from .ways import way_cases
+from .ways import big_pool_cases, way_cases
 
 __all__ = ["TIERS", "generate", "within_claims"]
 
@@ -384,6 +384,8 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
     yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))
+    if tier == "full":
+        yield from big_pool_cases(claims, base)
 
 
 @cached(LRUCache(256), condition=threading.Condition())

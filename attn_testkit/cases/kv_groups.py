@@ -1,7 +1,7 @@
-"""KV groups: where tokens lie in the pool of another group, and which of them a windowed group has let go of.
+"""Where the slots of a schedule lie in the pools of a backend: in each KV group, and in a pool that is mostly unused.
 
 A schedule numbers slots once. The pool of each further group has the same pages in another order: the judge knows one
-numbering, and a backend meets one for each group.
+numbering, and a backend meets one for each group. In a large pool half of the pages lie at its far end.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import numpy as np
 
 from .layers import PERIOD
 from .schedule import Ints, Schedule, Step
+from .ways import way_of
 
-__all__ = ["group_of_place", "outgrown", "slot_in_pool", "slot_map"]
+__all__ = ["group_of_place", "outgrown", "pages_in_pool", "slot_in_pool", "slot_map"]
 
 
 def group_of_place(schedule: Schedule, place: int) -> int:
@@ -26,9 +27,17 @@ def group_of_place(schedule: Schedule, place: int) -> int:
 def slot_map(schedule: Schedule, group: int) -> Ints:
     """[slots] int64: where each slot of the schedule lies in the pool of a group. Page 0 is page 0 in all of them."""
     page, pages = schedule.case.page_size, np.arange(1, schedule.num_pages + 1)
+    pages = np.where(pages > schedule.num_pages // 2, pages + pages_in_pool(schedule) - schedule.num_pages, pages)
     if group:
         pages = np.random.default_rng(schedule.case.digest ^ group).permutation(pages)
     return (np.concatenate([[0], pages])[:, None] * page + np.arange(page)).reshape(-1)
+
+
+def pages_in_pool(schedule: Schedule) -> int:
+    """Pages behind page 0 that the pool has: those of the schedule, or as many as its way asks for."""
+    case, pages = schedule.case, schedule.num_pages
+    _, heads, width = case.head_shape
+    return pages + -(-way_of(case).pool_elements // (case.page_size * heads * width))
 
 
 def slot_in_pool(schedule: Schedule, place: int, slot: int) -> int:

@@ -47,6 +47,8 @@ class KVPoolSpec:
     layers: tuple[AttentionLayer, ...]
     dtype: torch.dtype
     device: torch.device
+    cleared: bool = True
+    """Whether memory is to be zeroed."""
 
     @property
     def num_slots(self) -> int:
@@ -72,7 +74,7 @@ class KVLayer:
 
 
 def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
-    """Zeroed memory in a layout that has a name: one piece for all layers whose heads have one shape.
+    """Memory in a layout that has a name: one piece for all layers whose heads have one shape.
 
     Raises ``ValueError`` for a name that no layout has.
     """
@@ -99,7 +101,7 @@ def _lay_out(spec: KVPoolSpec, order: Sequence[str]) -> list[KVLayer]:
             end += sizes["head"] * sizes["dim"]
         else:
             strides[axis], end = end, end * sizes[axis]
-    memory = torch.zeros(end, dtype=spec.dtype, device=spec.device)
+    memory = (torch.zeros if spec.cleared else torch.empty)(end, dtype=spec.dtype, device=spec.device)
 
     def view(axes: Sequence[str], first: int) -> torch.Tensor:
         return memory.as_strided([sizes[axis] for axis in axes], [strides[axis] for axis in axes], first)

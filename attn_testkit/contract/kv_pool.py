@@ -57,8 +57,10 @@ class KVPool:
         device: torch.device | str,
         layout: str = "nhd",
         own: Callable[[KVPoolSpec], Sequence[KVLayer]] | None = None,
+        *,
+        cleared: bool = True,
     ) -> None:
-        """Allocate zeroed memory.
+        """Allocate memory, zeroed unless ``cleared`` is False.
 
         ``size`` is in slots and a multiple of ``page_size``, ``v_head_dim`` equals ``head_dim`` but for MLA, and
         ``layout`` is a name of the table, else ``ValueError``. ``own`` allocates instead where ``layout`` is ``own``;
@@ -73,7 +75,7 @@ class KVPool:
         self.is_mla = first.is_mla
         if not self.is_mla and any(layer.v_head_dim != layer.head_dim for layer in layers):
             raise ValueError("this pool keeps K and V in one allocation and needs v_head_dim == head_dim")
-        spec = KVPoolSpec(size // page_size + 1, page_size, layers, dtype, self.device)
+        spec = KVPoolSpec(size // page_size + 1, page_size, layers, dtype, self.device, cleared)
         if layout == OWN:
             if own is None:
                 raise ValueError("a pool of layout 'own' is laid out by the backend: give its lay_out_kv_pool as `own`")

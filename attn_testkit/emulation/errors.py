@@ -48,8 +48,8 @@ class HostPointerError(EmulationError, ValueError):
     """A kernel was given the address of host memory; Triton raises ValueError."""
 
 
-class StrayStoreError(EmulationError):
-    """A kernel writes memory that it was not given."""
+class StrayAccessError(EmulationError):
+    """A kernel writes memory that it was not given, or reads far from all that it was given."""
 
 
 class HostSyncError(EmulationError):

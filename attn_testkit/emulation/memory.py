@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_testkit.emulation.large_memory import Saved, is_large
 from attn_testkit.emulation.private import (
     disable_functions,
     dtype_of,
@@ -23,8 +24,8 @@ from attn_testkit.emulation.tags import allocated_at
 
 
 def fill_storage(storage: torch.UntypedStorage, byte: int | None) -> None:
-    """Set every byte of memory that the caller holds alive to `byte`; None leaves it alone."""
-    if byte is not None and storage.nbytes():
+    """Set every byte of memory that the caller holds alive to `byte`. None, or memory that is large: leave it alone."""
+    if byte is not None and storage.nbytes() and not is_large(storage.nbytes()):
         ctypes.memset(storage.data_ptr(), byte, storage.nbytes())
 
 
@@ -72,7 +73,7 @@ class Block:
         self.weak = None if in_pool else weak_reference(storage)
         self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
         self.place = allocated_at(self.key)
-        self.saved: bytes | None = None
+        self.saved: Saved | None = None
         self.dead = False
         self.movable = in_pool
         self._raw: torch.UntypedStorage | None = None
@@ -144,12 +145,12 @@ class Block:
     def save(self) -> None:
         """Keep the content as it is before the capture changes it."""
         if self.owner is None and self.saved is None and self.nbytes:
-            self.saved = ctypes.string_at(self.address, self.nbytes)
+            self.saved = Saved(self.address, self.nbytes)
 
     def restore(self) -> None:
         """Undo what the capture changed, if the memory is still there."""
         if self.saved is not None and self.trouble() is None:
-            ctypes.memmove(self.address, self.saved, self.nbytes)
+            self.saved.put_back()
         self.saved = None
 
     def fill(self, byte: int | None) -> None:

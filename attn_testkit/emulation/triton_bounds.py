@@ -1,8 +1,8 @@
-"""Stores of a Triton kernel under the interpreter, held against the memory that its launch was given.
+"""Addresses of a Triton kernel under the interpreter, held against the memory that its launch was given.
 
 A device writes wherever a kernel says, as long as the address belongs to the process: a tile that is stored without a
-mask ends in somebody else's tensor, and nothing is raised. Loads are not looked at: kernels read a few numbers behind a
-table and mask them later.
+mask ends in somebody else's tensor, and nothing is raised. Loads may be a little off: kernels read a few numbers behind
+a table and mask them later. One that is far off is an offset that overflowed, and would end this process.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from attn_testkit.emulation.errors import StrayStoreError
+from attn_testkit.emulation.errors import StrayAccessError
 from attn_testkit.emulation.sites import author_site
 
-__all__ = ["atomics_looked_at", "look_at_store", "looking_at_stores", "pointers_of_its_own"]
+__all__ = ["atomics_looked_at", "look_at_load", "look_at_store", "looking_at_accesses", "pointers_of_its_own"]
 
 Array = npt.NDArray[Any]
 Replacement = tuple[Any, str, Any]
@@ -46,8 +46,8 @@ _local = _Local()
 
 
 @contextmanager
-def looking_at_stores(kernel: str, given: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, ``look_at_store`` raises for memory that is not that of a tensor in ``given``."""
+def looking_at_accesses(kernel: str, given: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, ``look_at_load`` and ``look_at_store`` raise for memory that is not that of a tensor in ``given``."""
     storages = [tensor.untyped_storage() for tensor in given.values()]
     spans = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
     outer, _local.launch = _local.launch, _Launch(kernel, given, spans)
@@ -57,23 +57,37 @@ def looking_at_stores(kernel: str, given: Mapping[str, Tensor]) -> Iterator[None
         _local.launch = outer
 
 
+_NEAR = 1 << 20
+"""Bytes that a load may be off."""
+
+
+def look_at_load(parts: Sequence[Array], size: int) -> None:
+    """As ``look_at_store``, with room on both sides."""
+    _look(parts, size, _NEAR, "load", "read")
+
+
 def look_at_store(parts: Sequence[Array], size: int) -> None:
     """The addresses of a store: every sum of one element of each of ``parts``, int64. ``size``: bytes of an element.
 
-    Raises ``StrayStoreError``.
+    Raises ``StrayAccessError``.
     """
+    _look(parts, size, 0, "store", "write")
+
+
+def _look(parts: Sequence[Array], size: int, near: int, what: str, does: str) -> None:
     launch = _local.launch
     if launch is None or not all(part.size for part in parts):
         return
     first = sum(int(part.min()) for part in parts)
     end = sum(int(part.max()) for part in parts) + size
-    if launch.makes_pointers or any(start <= first and end <= stop for start, stop in launch.spans):
+    if launch.makes_pointers or any(start - near <= first and end <= stop + near for start, stop in launch.spans):
         return
-    raise StrayStoreError(
-        f"a store of triton kernel {launch.kernel}",
+    raise StrayAccessError(
+        f"a {what} of triton kernel {launch.kernel}",
         author_site(),
-        f"a device would write {_where(launch, first, end)}: other memory of the process, or none",
-        "mask what lies behind the last row, and look at strides and offsets of the tensor that is written",
+        f"a device would {does} {_where(launch, first, end)}: other memory of the process, or none",
+        "mask what lies behind the last row, and look at strides and offsets: a slot or a page times a stride takes "
+        "64 bits",
     )
 
 

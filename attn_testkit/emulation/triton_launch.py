@@ -85,7 +85,7 @@ def _launch_of(
             stack.enter_context(np.errstate(all="ignore"))
             if session.is_active():
                 stack.enter_context(
-                    triton_bounds.looking_at_stores(executor.fn.__name__, _given(executor, args, kwargs))
+                    triton_bounds.looking_at_accesses(executor.fn.__name__, _given(executor, args, kwargs))
                 )
             if programs is not None and session.is_active() and not executor.pre_run_hooks:
                 programs.launch(executor, args, kwargs)

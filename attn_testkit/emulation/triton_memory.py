@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attn_testkit.emulation.triton_bounds import atomics_looked_at, look_at_store, pointers_of_its_own
+from attn_testkit.emulation.triton_bounds import atomics_looked_at, look_at_load, look_at_store, pointers_of_its_own
 
 Array = npt.NDArray[Any]
 Replacement = tuple[Any, str, Any]
@@ -191,6 +191,7 @@ def _load_of(module: Any, pointers: Any, stock: Any) -> Any:
     def create_load(self: Any, ptr: Any, *rest: Any) -> Any:
         at = _as_pointers(ptr, pointers)
         dtype = module._get_np_dtype(at.element)
+        look_at_load(at.parts, dtype.itemsize)
         found = _read(_places(at.parts, dtype.itemsize), dtype)
         if found is None:
             return stock(self, ptr, *rest)
@@ -208,6 +209,7 @@ def _masked_load_of(module: Any, pointers: Any, stock: Any) -> Any:
         if chosen is None or (other is not None and other.data.dtype != dtype):
             return stock(self, ptrs, mask, other, *rest)
         where, parts = _live(chosen, at.parts, at.shape)
+        look_at_load(parts, dtype.itemsize)
         read = _read(_places(parts, dtype.itemsize), dtype)
         if read is None:
             return stock(self, ptrs, mask, other, *rest)

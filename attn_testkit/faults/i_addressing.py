@@ -10,6 +10,7 @@ from typing_extensions import override
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode, TreeMaskMode, VerifyInput
 from .catalogue import fault
 from .dense import DenseBackend
+from .parent import PlannedBackend
 
 _ALL = tuple(ForwardMode)
 
@@ -37,6 +38,42 @@ class PageTimesStrideOverflows(DenseBackend):
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, buffer = super().key_slots(batch), self.context.kv_pool.get_key_buffer(0)
         return (slots * buffer.stride(0) % (1 << 13)) // buffer.stride(0) % self.context.kv_pool.num_slots
+
+
+@fault(
+    slug="slot-times-stride-in-32-bits",
+    source="vLLM #47671, #50427; aiter #4474; tokenspeed #748",
+    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
+    checks=("reads-own-kv", "matches-oracle", "finite"),
+    hint="elements beyond 2^31",
+)
+class SlotTimesStrideIn32Bits(DenseBackend):
+    """A slot times its stride is a product of 32-bit integers: beyond 2^31 elements it is negative."""
+
+    @override
+    def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
+        slots, pool = super().key_slots(batch), self.context.kv_pool
+        stride = pool.get_key_buffer(self.context.layers[0].layer_id).stride(0)
+        return (slots.int() * stride).long() // stride % pool.num_slots
+
+
+@fault(
+    slug="kv-store-offset-in-32-bits",
+    source="tokenspeed #501, #748 (set_mla_kv_buffer)",
+    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
+    checks=("writes-own-kv",),
+    hint="elements beyond 2^31",
+)
+class KVStoreOffsetIn32Bits(PlannedBackend):
+    """New rows go to a slot times its stride in 32-bit integers; what is behind 2^31 elements lands elsewhere."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"})
+
+    @override
+    def plan_slots(self, batch: ForwardBatch) -> torch.Tensor:
+        slots, pool = super().plan_slots(batch), self.context.kv_pool
+        stride = pool.get_key_buffer(self.context.layers[0].layer_id).stride(0)
+        return (slots.int() * stride).long() // stride % pool.num_slots
 
 
 @fault(

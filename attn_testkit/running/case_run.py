@@ -23,7 +23,7 @@ from ..environment import Environment, missing_here
 from ..results import Finding
 from ..runner_modes.clock import Clock
 from ..runner_modes.eager import run_eager
-from ..runner_modes.errors import DriveError
+from ..runner_modes.errors import DriveError, NoRoomError
 from ..runner_modes.graphs import GraphRun, drive_graphs
 from ..runner_modes.harness import ServerHarness
 from ..runner_modes.hook_answers import kernels_of
@@ -132,6 +132,8 @@ def drive_case(
             if _gradient_modes() != before:
                 # The block ends the modes; a server has no such block around a backend.
                 driven = replace(driven, changed=(f"the grad mode: {before} -> {_gradient_modes()}",))
+    except NoRoomError as error:
+        return Driven(not_here=str(error))
     except DriveError as error:
         cause = error.__cause__
         assert cause is not None
@@ -177,7 +179,7 @@ def _constructed(
     except Unsupported as error:
         refused = RuntimeError(f"refused a claimed case: Unsupported: {error}")
         raise DriveError("constructor", "") from refused
-    except DriveError:
+    except (DriveError, NoRoomError):
         raise
     except BaseException as error:
         if is_ctrl_c(error):

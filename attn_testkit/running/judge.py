@@ -31,7 +31,7 @@ from ..results import CaseResult, Finding, Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
 from .case_run import loop_of, request_to_isolate, schedule_for, schedules_of
 from .pool import WorkerLost
-from .request import Item, Plan
+from .request import Item, Plan, bare_result
 
 __all__ = ["Drive", "fails", "judge_item"]
 
@@ -56,6 +56,8 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
     """Have one case driven, judge it, and ask further where numbers are wrong. Raises what ``drive`` raises."""
     execution, environment = Execution(item.execution), resolve(plan.device)
     outcome, seconds = _judged(drive, described, parse_case(item.case), execution, environment)
+    if outcome.driven.not_here:
+        return bare_result(item, Status.NOT_RUN_HERE, outcome.driven.not_here)
     if outcome.driven.lost:
         return _result(item, plan, described.claims, outcome, Status.CRASHED, seconds, outcome.driven.lost)
     if not plan.explains:

@@ -142,7 +142,8 @@ def test_values_are_the_smallest_the_largest_and_some_between() -> None:
     assert {case.page_size for case in picked(DECODE, page_sizes=sizes)} == {1, 4, 16, 64, 256}
     smoke = generate(claims(page_sizes=sizes), DECODE, "smoke")
     assert {case.page_size for case in smoke} == {1, 16, 256}
-    assert {case.head_dim for case in picked(DECODE, head_dims={32, 64, 96, 128, 256, 512})} == {32, 96, 256}
+    found = picked(DECODE, head_dims={32, 64, 96, 128, 256, 512})
+    assert {case.head_dim for case in found if case.way != "bigpool"} == {32, 96, 256}
     assert {case.head_dim for case in core(DECODE, head_dims={512})} == {512}
 
 

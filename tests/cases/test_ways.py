@@ -9,6 +9,7 @@ from attn_testkit.cases.case import WAYS as WORDS
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.data import make_step_data, pool_image
+from attn_testkit.cases.kv_groups import pages_in_pool, slot_map
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.cases.ways import WAYS, way_of
 from attn_testkit.contract import Capabilities, ForwardMode
@@ -44,11 +45,36 @@ def test_what_is_claimed_decides_which_ways_are_tried(mode: ForwardMode) -> None
     if mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
         more = more | {"noncausal"}
     far = {"far", "shapes"} if mode is ForwardMode.DECODE else set()
-    assert set(ways(PLAIN, mode)) == {"idle"} | far
-    assert set(ways(ALL, mode)) == {"idle", "norows", "lent"} | far | more | verify
+    big = {"bigpool"} if mode in (ForwardMode.DECODE, ForwardMode.EXTEND) else set()
+    assert set(ways(PLAIN, mode)) == {"idle"} | far | big
+    assert set(ways(ALL, mode)) == {"idle", "norows", "lent"} | far | big | more | verify
     assert "norows" not in ways(ALL.with_changes(graph=()), mode)
     assert "norows" not in ways(ALL.with_changes(padded_requests={"nothing"}), mode), "all cases have it so"
     assert "withnew" not in ways(ALL.with_changes(verify_lens={"all"}), mode), "all cases have it so"
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_in_full_every_mode_but_draft_decode_has_a_pool_beyond_32_bits(mode: ForwardMode) -> None:
+    found = [case for case in generate(PLAIN, mode, "full") if case.way == "bigpool"]
+    assert len(found) == (mode is not ForwardMode.DRAFT_DECODE)
+    own = PLAIN.with_changes(kv_layouts={"own"})
+    assert not [case for case in generate(own, mode, "full") if case.way == "bigpool"]
+
+
+@pytest.mark.parametrize("claims", [PLAIN, ALL])
+def test_pages_of_every_request_lie_at_both_ends_of_a_pool_beyond_32_bits(claims: Capabilities) -> None:
+    case = ways(claims, ForwardMode.DECODE)["bigpool"]
+    assert (case.layers.count, case.dtype) == (1, "bf16")
+    schedule = make_schedule(case)
+    _, heads, width = case.head_shape
+    places, row, page = slot_map(schedule, 0), heads * width, case.page_size
+    half = (schedule.num_pages // 2 + 1) * page
+    assert places[:half].tolist() == list(range(half)), "the first pages lie where they lay"
+    assert len(places) == (schedule.num_pages + 1) * page
+    assert places[half] * row >= 2**31 > (places[half] - page) * row * 0.99
+    assert places[-1] == (pages_in_pool(schedule) + 1) * page - 1
+    slots = {int(slot) for step in schedule.steps for request in step.requests for slot in request.slots}
+    assert min(slots) < half <= max(slots)
 
 
 @pytest.mark.parametrize("mode", ForwardMode)

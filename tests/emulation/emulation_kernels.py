@@ -323,3 +323,8 @@ def count_at(out, place):
 def store_through_table(table):
     target = tl.load(table).to(tl.pointer_type(tl.float32))
     tl.store(target + tl.arange(0, 4), 1.0)
+
+
+@triton.jit
+def read_row(pool, slots, out, stride):
+    tl.store(out, tl.load(pool + tl.load(slots) * stride).to(tl.float32))

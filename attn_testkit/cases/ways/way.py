@@ -51,3 +51,5 @@ class Way:
     """``AttentionLayer.causal`` of all layers."""
     needs_no_claim: bool = False
     """Whether any backend may be asked for it in the modes of ``cases``, whatever ``fits`` says."""
+    pool_elements: int = 0
+    """Elements that K of a layer has at the least, used or not; 0: as the requests need them."""

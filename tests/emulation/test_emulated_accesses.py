@@ -1,18 +1,19 @@
-"""Triton kernels that store outside of the memory that they were given."""
+"""Triton kernels that store outside of the memory that they were given, or load far from it."""
 
 from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
-from attn_testkit.emulation import emulated_cuda
-from attn_testkit.emulation.errors import StrayStoreError
+from attn_testkit.emulation import emulated_cuda, triton_bounds
+from attn_testkit.emulation.errors import StrayAccessError
 
 pytest.importorskip("triton")
 
-from emulation_kernels import count_at, store_at, store_through_table, store_tile, store_where
+from emulation_kernels import count_at, read_row, store_at, store_through_table, store_tile, store_where
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def test_a_tile_may_end_where_the_memory_ends_and_not_behind():
     out = torch.zeros(48, device="cuda")
     store_tile[(3,)](out, 16)
     assert out.tolist() == list(range(48))
-    with pytest.raises(StrayStoreError, match=r"store_tile .*up to 4 bytes behind the memory of out, float32 \[47\]"):
+    with pytest.raises(StrayAccessError, match=r"store_tile .*up to 4 bytes behind the memory of out, float32 \[47\]"):
         store_tile[(3,)](torch.zeros(47, device="cuda"), 16)
 
 
@@ -33,9 +34,9 @@ def test_a_tile_may_end_where_the_memory_ends_and_not_behind():
 def test_the_first_and_the_last_element_are_within(place, error):
     out = torch.zeros(6, dtype=torch.int32, device="cuda")
     if error:
-        with pytest.raises(StrayStoreError, match=f"up to {error} the memory of out, int32 "):
+        with pytest.raises(StrayAccessError, match=f"up to {error} the memory of out, int32 "):
             store_at[(1,)](out, place)
-        with pytest.raises(StrayStoreError, match=f"up to {error} the memory of out, int32 "):
+        with pytest.raises(StrayAccessError, match=f"up to {error} the memory of out, int32 "):
             count_at[(1,)](out, place)
     else:
         store_at[(1,)](out, place)
@@ -70,11 +71,33 @@ def test_it_is_told_at_a_replay_too():
     with torch.cuda.graph(graph):
         store_where[(1,)](out, place)
     place.fill_(1 << 20)
-    with pytest.raises(StrayStoreError, match="store_where"):
+    with pytest.raises(StrayAccessError, match="store_where"):
         graph.replay()
 
 
 def test_the_error_travels_between_processes():
-    with pytest.raises(StrayStoreError) as raised:
+    with pytest.raises(StrayAccessError) as raised:
         store_at[(1,)](torch.zeros(6, dtype=torch.int32, device="cuda"), 6)
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+@pytest.mark.parametrize(("bytes_off", "raises"), [(1 << 20, False), ((1 << 20) + 4, True)])
+def test_a_load_may_be_a_mebibyte_off(bytes_off, raises):
+    x, out = torch.zeros(1 << 20, device="cuda"), torch.zeros(1, device="cuda")
+    inside = x[(1 << 19) : (1 << 19) + 4]
+    parts = (np.array([inside.untyped_storage().data_ptr() + inside.untyped_storage().nbytes() + bytes_off - 4]),)
+    with triton_bounds.looking_at_accesses("k", {"x": inside, "out": out}):
+        if raises:
+            with pytest.raises(StrayAccessError, match=r"a load of triton kernel k .* up to 1048580 bytes behind"):
+                triton_bounds.look_at_load(parts, 4)
+        else:
+            triton_bounds.look_at_load(parts, 4)
+        with pytest.raises(StrayAccessError, match=r"a store of triton kernel k .* would write"):
+            triton_bounds.look_at_store(parts, 4)
+
+
+def test_an_offset_in_32_bits_is_told_and_does_not_end_the_process():
+    pool, out = torch.empty((1 << 31) + 4096, dtype=torch.uint8, device="cuda"), torch.zeros(1, device="cuda")
+    slots = torch.tensor([1 << 19], dtype=torch.int32, device="cuda")
+    with pytest.raises(StrayAccessError, match=r"load of triton kernel read_row .* before the memory of pool, uint8 "):
+        read_row[(1,)](pool, slots, out, 4096)

@@ -1,0 +1,58 @@
+"""A KV pool in which an element's place takes more than 31 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...contract import Capabilities, ForwardMode
+from ...contract.kv_layouts import OWN
+from ..case import Case
+from ..layers import Layers
+from ..pool_layouts import usual_layout
+from .way import Way
+
+__all__ = ["BIG_POOL", "big_pool_cases"]
+
+_ELEMENTS = 1 << 31
+"""The first that a product of 32-bit integers, slot or page by stride, does not reach (vLLM #47671, #50427; aiter
+#4474)."""
+_MOST_WIDTH = 128
+_NARROWEST = ("bf16", "fp16", "fp32")
+
+
+_CORE = (ForwardMode.DECODE, ForwardMode.EXTEND)
+
+
+def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    if small.mode in _CORE:
+        yield from _case(claims, small)
+
+
+def big_pool_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """What is left for tier full: one in each other mode but draft-decode, made of ``small``."""
+    if small.mode not in (*_CORE, ForwardMode.DRAFT_DECODE):
+        yield from _case(claims, small)
+
+
+def _case(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """With one layer: 2 to 9 GB, of which very little is used."""
+    if usual_layout(claims) == OWN:
+        return
+    width = small.head_dim
+    if small.heads.family != "mla":
+        width = max([width, *(dim for dim in claims.head_dims if dim <= _MOST_WIDTH)])
+    page, narrow = small.page_size, min(claims.dtypes, key=_NARROWEST.index)
+    lens = (9, 2 * page + 5, 1)
+    one = replace(small, head_dim=width, dtype=narrow, layers=Layers(1), layout="shuffled", data="gauss", way="bigpool")
+    yield replace(one, prefixes=lens, new=small.new[:1] * len(lens), bucket=4)
+
+
+BIG_POOL = Way(
+    "bigpool",
+    "the KV pool has elements beyond 2^31, and requests have pages at both ends of it",
+    "decode and extend; in full every mode but draft-decode",
+    _cases,
+    needs_no_claim=True,
+    pool_elements=_ELEMENTS,
+)

@@ -1,0 +1,119 @@
+"""A KV pool beyond 2^31 elements: what is filled and looked at of it, and a machine that has no room for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attn_testkit.runner_modes import harness as harness_module
+from attn_testkit.runner_modes.clock import Clock
+from attn_testkit.runner_modes.eager import run_eager
+from attn_testkit.runner_modes.errors import NoRoomError
+from attn_testkit.runner_modes.harness import ServerHarness
+from attn_testkit.runner_modes.messages import DriveCase
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.kv_groups import slot_map
+from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.contract import Execution
+from attn_testkit.emulation import emulated_cuda
+from attn_testkit.environment import resolve
+from attn_testkit.examples import MinimalBackend
+from attn_testkit.running.case_run import drive_case
+
+CASE = "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool"
+SCHEDULE = make_schedule(parse_case(CASE))
+PLACES = slot_map(SCHEDULE, 0)
+STEP = SCHEDULE.steps[0]
+
+
+@pytest.fixture
+def server() -> Iterator[ServerHarness]:
+    with torch.no_grad(), emulated_cuda():
+        yield ServerHarness(MinimalBackend, [SCHEDULE], torch.device("cuda"))
+
+
+def keys(server: ServerHarness) -> torch.Tensor:
+    return server.context.kv_pool.get_key_buffer(0)
+
+
+def test_the_pool_has_more_elements_than_32_bits_count_and_only_its_slots_are_touched(server: ServerHarness) -> None:
+    before = _resident()
+    server.load(SCHEDULE, STEP)
+    pool = keys(server)
+    assert pool.numel() > 2**31
+    assert int(PLACES[-1]) == len(pool) - 1
+    assert _resident() - before < 1 << 28
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_requests_have_their_keys_at_the_places_that_the_table_says_and_all_else_is_nan(server: ServerHarness) -> None:
+    loaded = server.load(SCHEDULE, STEP)
+    pool, table = keys(server), server.context.req_to_token
+    owned = set[int]()
+    for index, request in enumerate(STEP.requests):
+        places = PLACES[request.slots[: request.prefix]]
+        assert table[request.pool_row, : request.prefix].tolist() == places.tolist()
+        assert torch.equal(pool[torch.from_numpy(places)].cpu(), loaded.data.stored_keys[0, index, : request.prefix])
+        owned |= set(places.tolist())
+    free = torch.tensor([place for place in PLACES.tolist() if place not in owned])
+    assert bool(pool[free].isnan().all())
+
+
+def test_new_rows_lie_where_out_cache_loc_says_and_a_stray_one_is_seen(server: ServerHarness) -> None:
+    seen = run_eager(server, SCHEDULE, STEP, Clock())
+    new = sorted(int(request.slots[-1]) for request in STEP.requests)
+    assert seen.written[0].tolist() == new
+    server.load(SCHEDULE, STEP)
+    stray = len(PLACES) - 1
+    keys(server)[int(PLACES[stray])] = 1.0
+    changed, _ = server.pool.look(len(PLACES), torch.tensor([0]), 1)
+    found, rows, shape = server.pool.written(torch.tensor([0]).numpy(), [changed[0].cpu().numpy()])
+    assert (found.tolist(), shape) == ([stray], (1, 2, 1, 2, 64))
+    assert torch.from_numpy(rows).view(torch.bfloat16)[:128].tolist() == [1.0] * 128
+    assert server.written_at_capture()[-1] == stray
+
+
+def test_at_capture_page_0_is_zeros_and_the_rest_nan(server: ServerHarness) -> None:
+    server.prepare_capture()
+    pool = keys(server)
+    assert not pool[:16].any()
+    assert bool(pool[torch.from_numpy(PLACES[16:])].isnan().all())
+    assert server.written_at_capture() == ()
+
+
+@pytest.mark.parametrize("unowned", [math.nan, 0.0])
+def test_slots_of_nobody_hold_what_is_asked_for_in_fp8_too(unowned: float) -> None:
+    schedule = make_schedule(parse_case(CASE.replace("gauss", "gauss-kvfp8e4m3")))
+    with torch.no_grad(), emulated_cuda():
+        server = ServerHarness(TorchNativeBackend, [schedule], torch.device("cuda"), unowned=unowned)
+        server.load(schedule, schedule.steps[0])
+        places = slot_map(schedule, 0)
+        free = keys(server).view(torch.uint8)[int(places[0])]
+    assert set(free.flatten().tolist()) == {0x7F if math.isnan(unowned) else 0}
+
+
+@pytest.mark.parametrize("words", ["CUDA out of memory. Tried to allocate 8 GiB", "can't allocate memory: 8 GB"])
+def test_without_room_for_it_the_case_is_not_run_here(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    def full(*arguments: Any, **named: Any) -> Any:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(harness_module, "KVPool", full)
+    environment = resolve("cpu")
+    with torch.no_grad(), emulated_cuda(), pytest.raises(NoRoomError, match="2\\^31 elements: .*memory"):
+        ServerHarness(MinimalBackend, [SCHEDULE], torch.device("cuda"))
+    driven = drive_case(MinimalBackend, DriveCase(CASE, Execution.EAGER), environment, MinimalBackend.capabilities)
+    assert words in driven.not_here
+    assert not driven.findings
+    usual = CASE.replace("-bigpool", "")
+    driven = drive_case(MinimalBackend, DriveCase(usual, Execution.EAGER), environment, MinimalBackend.capabilities)
+    assert not driven.not_here
+    assert [finding.check for finding in driven.findings] == ["completes"]
