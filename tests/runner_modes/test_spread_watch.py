@@ -108,7 +108,7 @@ def test_without_room_for_it_the_case_is_not_run_here(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(harness_module, "KVPool", full)
     environment = resolve("cpu")
-    with torch.no_grad(), emulated_cuda(), pytest.raises(NoRoomError, match="2\\^31 elements: .*memory"):
+    with torch.no_grad(), emulated_cuda(), pytest.raises(NoRoomError, match=r"2\^31 elements: .*memory"):
         ServerHarness(MinimalBackend, [SCHEDULE], torch.device("cuda"))
     driven = drive_case(MinimalBackend, DriveCase(CASE, Execution.EAGER), environment, MinimalBackend.capabilities)
     assert words in driven.not_here
