@@ -8,7 +8,7 @@ Shapes: T query rows, B requests (padding included), W most rows a request, C = 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,18 @@ from ..contract import (
 __all__ = ["TorchNativeBackend"]
 
 _IN_PARTS = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the rows of a step see in some layer."""
+
+    hidden: torch.Tensor
+    """[B, 1, 1, W, C] bool: keys that a row does not see."""
+    blind: torch.Tensor
+    """[B, W, 1, 1, 1] bool: rows that see nothing."""
+    values: tuple[torch.Tensor, ...]
+    """Indices of [B, C] values into the KV pool, those of a key that a row sees or else of the request's last one."""
 
 
 class TorchNativeBackend(AttentionBackend):
@@ -107,8 +119,12 @@ class TorchNativeBackend(AttentionBackend):
         row = torch.arange(tokens, device=starts.device)
         request = torch.searchsorted(starts, row, right=True) - 1
         self._place = request * width + (row - starts[request]).clamp(max=width - 1)
-        self._slots = tuple(self._index(self._key_slots(batch, each.req_to_token)) for each in self.context.groups)
-        self._prefix = (self._kv_lens(batch, counts) - counts).clamp(min=0)
+        self._slots = tuple(self._key_slots(batch, each.req_to_token) for each in self.context.groups)
+        self._keys_at = tuple(map(self._index, self._slots))
+        kv_lens = self._kv_lens(batch, counts)
+        self._prefix = (kv_lens - counts).clamp(min=0)
+        self._last_key = (kv_lens - 1).clamp(min=0)[:, None]
+        self._seen: dict[tuple[int, int], _Seen] = {}
         self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
 
     def _rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
@@ -188,7 +204,10 @@ class TorchNativeBackend(AttentionBackend):
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         self._store(k, v, layer, batch, save_kv_cache)
-        result, _ = self._attend(q, layer, self._in_window(layer))
+        place = layer.sliding_window_size, self.context.group_of(layer).index
+        if place not in self._seen:
+            self._seen[place] = self._seen_by(self._in_window(layer), layer)
+        result, _ = self._attend(q, layer, self._seen[place])
         return result if out is None else out.copy_(result)
 
     def forward_return_lse(
@@ -206,7 +225,7 @@ class TorchNativeBackend(AttentionBackend):
         self._store(k, v, layer, batch, save_kv_cache)
         held = part.holds(self._key, self._prefix[:, None])
         layer = layer if part.sinks else replace(layer, sinks=None)
-        out, logits = self._attend(q, layer, self._in_window(layer) & held[:, None])
+        out, logits = self._attend(q, layer, self._seen_by(self._in_window(layer) & held[:, None], layer))
         # [B, Hk, G, W] -> [T, Hq]
         lse = torch.logsumexp(logits, -1).permute(0, 3, 1, 2)
         return out, lse.reshape(-1, layer.tp_q_head_num)[self._place]
@@ -228,12 +247,16 @@ class TorchNativeBackend(AttentionBackend):
             group = self.context.group_of(layer)
             group.kv_pool.set_kv_buffer(layer, group.cache_loc(batch).clamp(min=0), k, v)
 
-    def _attend(self, q: torch.Tensor, layer: AttentionLayer, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, Hq, Dv], and [B, Hk, G, W, C] the logits of what is ``seen`` [B, W, C], and of sinks behind them."""
+    def _attend(self, q: torch.Tensor, layer: AttentionLayer, seen: _Seen) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, Hq, Dv], and [B, Hk, G, W, C] the logits of what is ``seen``, and of sinks behind them."""
         logits = self._masked(self._logits(self._queries(q, layer), self._keys(layer), layer), seen, layer)
-        out = self._sum(self._weights(logits, seen), self._values(layer), seen) * layer.v_scale
-        # Rows behind those of the plan are of no request, and get the first one's result.
-        place = torch.nn.functional.pad(self._place, (0, q.shape[0] - len(self._place)))
+        out = self._sum(torch.softmax(logits, -1)[..., : len(self._key)], self._values(layer, seen), seen)
+        if layer.v_scale != 1:
+            out = out * layer.v_scale
+        place = self._place
+        if len(place) < q.shape[0]:
+            # Rows behind those of the plan are of no request, and get the first one's result.
+            place = torch.nn.functional.pad(place, (0, q.shape[0] - len(place)))
         return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[place].to(q.dtype), logits
 
     def _queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -241,12 +264,12 @@ class TorchNativeBackend(AttentionBackend):
         return q.reshape(-1, layer.tp_k_head_num, layer.q_per_kv, layer.head_dim)[self._row].float()
 
     def _keys(self, layer: AttentionLayer) -> torch.Tensor:
-        """[B, C, Hk, D] float32, not yet multiplied by an FP8 pool's scale."""
-        return _gather(self._buffers(layer)[0], self._slots[self.context.group_of(layer).index])
+        """[B, Hk, C, D] float32, not yet multiplied by an FP8 pool's scale."""
+        return _gather(self._buffers(layer)[0], self._keys_at[self.context.group_of(layer).index])
 
-    def _values(self, layer: AttentionLayer) -> torch.Tensor:
-        """[B, C, Hk, Dv] float32, likewise."""
-        return _gather(self._buffers(layer)[1], self._slots[self.context.group_of(layer).index])
+    def _values(self, layer: AttentionLayer, seen: _Seen) -> torch.Tensor:
+        """[B, Hk, C, Dv] float32, likewise."""
+        return _gather(self._buffers(layer)[1], seen.values)
 
     def _buffers(self, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V by slot, or by page and slot where the layout has no view by slot."""
@@ -260,9 +283,9 @@ class TorchNativeBackend(AttentionBackend):
 
     def _logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         """[B, Hk, G, W, C]: scaled, capped, not yet masked."""
-        # einsum would copy them with D ahead of C, which takes a CPU eight times as long where they are many.
-        keys = keys.transpose(1, 2).contiguous()
-        logits = torch.einsum("bwhgd,bhsd->bhgws", rows, keys) * (layer.scaling * layer.k_scale)
+        b, w, h, g, d = rows.shape
+        rows = (rows * (layer.scaling * layer.k_scale)).permute(0, 2, 3, 1, 4).reshape(b, h, g * w, d)
+        logits = rows.matmul(keys.transpose(2, 3)).view(b, h, g, w, -1)
         return layer.logit_cap * torch.tanh(logits / layer.logit_cap) if layer.logit_cap else logits
 
     def _in_window(self, layer: AttentionLayer) -> torch.Tensor:
@@ -271,26 +294,32 @@ class TorchNativeBackend(AttentionBackend):
             return self._visible
         return self._visible & (self._position[..., None] - self._key_position <= layer.sliding_window_size)
 
-    def _masked(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    def _seen_by(self, seen: torch.Tensor, layer: AttentionLayer) -> _Seen:
+        """What follows from ``seen`` [B, W, C]."""
+        slots = self._slots[self.context.group_of(layer).index]
+        # Slots that no row may see hold anything, NaN included, and 0 * NaN is NaN.
+        values = torch.where(seen.any(1), slots, slots.gather(1, self._last_key))
+        return _Seen(~seen[:, None, None], ~seen.any(2)[:, :, None, None, None], self._index(values))
+
+    def _masked(self, logits: torch.Tensor, seen: _Seen, layer: AttentionLayer) -> torch.Tensor:
         """[B, Hk, G, W, C]: -inf for what is not seen; and behind the last key the sinks, where there are."""
-        logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+        logits = logits.masked_fill(seen.hidden, -torch.inf)
         if layer.sinks is None:
             return logits
         sinks = layer.sinks.view(1, layer.tp_k_head_num, layer.q_per_kv, 1, 1)
         return torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
 
-    def _weights(self, logits: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """[B, Hk, G, W, C]: softmax over what is seen. A row that sees nothing gets zeros, not NaN."""
-        return torch.softmax(logits, -1)[..., : seen.shape[-1]].masked_fill(~seen[:, None, None], 0.0)
-
-    def _sum(self, p: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """[B, W, Hk, G, Dv]. Slots that no row may see hold anything, NaN included, and 0 * NaN is NaN."""
-        values = values.masked_fill(~seen.any(1)[:, :, None, None], 0.0)
-        return torch.einsum("bhgws,bshd->bwhgd", p, values)
+    def _sum(self, p: torch.Tensor, values: torch.Tensor, seen: _Seen) -> torch.Tensor:
+        """[B, W, Hk, G, Dv]. The softmax of a row that sees nothing is NaN: it gets zeros."""
+        out = p.flatten(2, 3).matmul(values).view(*p.shape[:-1], -1).permute(0, 3, 1, 2, 4)
+        return out.masked_fill(seen.blind, 0.0)
 
 
-def _gather(buffer: torch.Tensor, slots: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """``buffer[slots]`` in float32; indexing is not implemented for FP8 everywhere, so its bytes are gathered."""
+def _gather(buffer: torch.Tensor, places: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """[B, Hk, C, D] float32: ``buffer[places]`` with each head's rows beside each other, as a product wants them.
+
+    Indexing is not implemented for FP8 everywhere, so its bytes are gathered.
+    """
     if buffer.dtype.itemsize > 1:
-        return buffer[slots].float()
-    return buffer.view(torch.uint8)[slots].view(buffer.dtype).float()
+        return buffer[places].transpose(1, 2).contiguous().float()
+    return buffer.view(torch.uint8)[places].transpose(1, 2).contiguous().view(buffer.dtype).float()

@@ -273,8 +273,10 @@ def _pages_for(
         most = max(shared)
         # A cached prefix lies where it lay in earlier steps; the rest of a request lies anywhere.
         cached = np.random.default_rng(home).permutation(num_pages)[:most] + 1
-        free = np.setdiff1d(np.arange(num_pages) + 1, cached)
-        order = np.concatenate([cached, rng.permutation(free)])
+        # Not setdiff1d, which hashes every page of a long request.
+        free = np.ones(num_pages + 1, np.bool_)
+        free[0] = free[cached] = False
+        order = np.concatenate([cached, rng.permutation(np.flatnonzero(free))])
         ends = np.cumsum([need - part for need, part in zip(needs, shared, strict=True)])
         rests = np.split(order[most : most + ends[-1]], ends[:-1])
         return [np.concatenate([order[:part], rest]) for part, rest in zip(shared, rests, strict=True)]
@@ -294,11 +296,12 @@ def _pages_for(
 def _table(
     requests: tuple[Request, ...], rows: int, ctx: int, slots: int, rng: np.random.Generator
 ) -> npt.NDArray[np.int32]:
-    table = rng.integers(1, slots, (rows + 1, ctx))
+    # The same numbers as int64 would be drawn.
+    table = rng.integers(1, slots, (rows + 1, ctx), dtype=np.int32)
     table[0] = 0
     for request in requests:
         table[request.pool_row, : len(request.table_slots)] = request.table_slots
-    return table.astype(np.int32)
+    return table
 
 
 def _build_step(

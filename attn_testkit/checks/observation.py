@@ -52,7 +52,8 @@ class Copies:
     def group(self, group: Group) -> dict[str, torch.Tensor]:
         """The tensors of one group by name: views. Empty for a group that there is not."""
         found: dict[str, torch.Tensor] = {}
-        whole = torch.from_numpy(self.flat)
+        # numpy may give an array of nothing a stride of 0, and torch then looks at it as no other dtype.
+        whole = torch.from_numpy(self.flat) if len(self.flat) else torch.empty(0, dtype=torch.uint8)
         for of, name, dtype_name, shape, start in self.layout:
             if of == group:
                 dtype: torch.dtype = getattr(torch, dtype_name)

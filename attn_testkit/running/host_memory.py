@@ -14,6 +14,11 @@ __all__ = ["Trimmer"]
 
 _GROWN = 1 << 27
 """Bytes that a process may grow by between two rounds."""
+_HEAP, _KEPT = 1 << 25, 1 << 28
+"""Bytes up to which memory comes from the heap, and of free heap that is kept until a round. glibc by itself gives
+large tensors back whenever they go, and the system then clears each page of the next one."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Names of glibc's ``mallopt``."""
 
 
 class Trimmer:
@@ -22,7 +27,10 @@ class Trimmer:
     def __init__(self) -> None:
         self._trim = None
         with contextlib.suppress(OSError, AttributeError):
-            self._trim = ctypes.CDLL(None).malloc_trim
+            library = ctypes.CDLL(None)
+            self._trim = library.malloc_trim
+            library.mallopt(_MMAP_THRESHOLD, _HEAP)
+            library.mallopt(_TRIM_THRESHOLD, _KEPT)
         self._size = _resident()
 
     def after_case(self) -> None:

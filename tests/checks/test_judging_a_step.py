@@ -52,6 +52,13 @@ def test_groups_that_are_compared_as_a_whole_are_alike_in_every_bit_or_not_alike
     assert not alike(("wide", wide), ("slim", narrow)), "another name"
 
 
+def test_a_step_without_rows_has_copies_of_every_type() -> None:
+    # What ``--in-process`` looks at as it is; the way to another process would have made the array anew.
+    none = copies_of([("pool", "slots", torch.zeros(0, dtype=torch.int64)), ("pool", "rows", torch.zeros(0, 2))])
+
+    assert {name: found.shape for name, found in none.group("pool").items()} == {"slots": (0,), "rows": (0, 2)}
+
+
 def ids(judgement: Judgement, claims: Capabilities = CLAIMS) -> list[str]:
     return [finding.check for finding in judge_step(judgement, SCHEDULE, claims)]
 

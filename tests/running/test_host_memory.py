@@ -1,5 +1,7 @@
 """Memory that a large case leaves behind is given back."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from attn_testkit.running import host_memory
@@ -35,3 +37,12 @@ def test_without_glibc_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmer = Trimmer()
     monkeypatch.setattr(host_memory, "_resident", lambda: 1 << 40)
     trimmer.after_case()
+
+
+def test_what_large_tensors_leave_free_is_kept_until_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    library = SimpleNamespace(malloc_trim=len, mallopt=lambda *given: asked.append(given))
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda _: library)
+    Trimmer()
+    # The names of M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in malloc.h.
+    assert asked == [(-3, 32 << 20), (-1, 256 << 20)]
