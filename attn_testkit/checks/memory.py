@@ -10,6 +10,7 @@ from ..cases.case import Case
 from ..cases.kv_groups import slot_in_pool
 from ..results import Finding
 from .check import Check, Stage
+from .describe import index_ranges
 from .judgement import BITS
 from .observation import Observation
 
@@ -145,10 +146,27 @@ def _held_instead(
         return "it was not written, or written with the NaN of a padded row"
     if owner[slot] == _OWNER["new"] and _beyond_fp8(observed, row, want[layer, part, slot]):
         return "it holds NaN where a value is beyond the largest FP8 number, and else the right row: a store saturates"
+    if owner[slot] == _OWNER["new"] and (some := _some_heads(row, want[layer, part, slot])):
+        return f"{some}{padding}"
+    if owner[slot] == _OWNER["new"] and not row.any() and not padded:
+        return "it holds 0 throughout: its row was not stored, or was cleared again"
     if owner[slot] == _OWNER["new"]:
         fp8 = ", and an FP8 pool holds K / k_scale" if observed.pool.dtype.itemsize == 1 else ""
         return f"it holds no live row of this step: k and v may be strided views of one tensor{fp8}{padding}"
     return ""
+
+
+def _some_heads(row: torch.Tensor, want: torch.Tensor) -> str:
+    """Which KV heads of a row are wrong, where others are right. ``row``, ``want`` [Hk, D]: bits."""
+    right = (row == want).all(-1)
+    if not right.any():
+        return ""
+    wrong = (~right).nonzero().flatten().tolist()
+    name = f"KV head{'s' if len(wrong) > 1 else ''} {index_ranges(wrong)} of {len(row)}"
+    return (
+        f"{name} {'are' if len(wrong) > 1 else 'is'} wrong in it, and the others are right: a store of fewer heads than "
+        "there are, or with another stride of them"
+    )
 
 
 _NAN_OF_E4M3, _LARGEST_OF_E4M3 = 0x7F, 0x7E

@@ -10,6 +10,7 @@ from ...checks.observation import Observation
 from ...contract import HeadShape
 from ...oracle.expect import Expected
 from ..attended_keys import AttendedKeys
+from ..changed_case import ChangedCases
 from ..swapped_rows import SwappedRow
 
 __all__ = ["Evidence"]
@@ -39,6 +40,8 @@ class Evidence:
     """With zeros instead of NaN in unowned slots the result is finite."""
     right_with_zeros: bool = False
     """And not only finite."""
+    changed: ChangedCases | None = None
+    """Asks for other cases, where the step is wrong on a fresh instance in eager."""
 
     @property
     def observed(self) -> Observation:
