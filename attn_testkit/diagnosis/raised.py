@@ -51,8 +51,8 @@ def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) ->
         return _without(rerunner, schedule)
     if in_graph and case.mixed and rerunner.graph(schedule) is not None:
         return (
-            "on an instance that no other mode uses nothing is raised: what is kept for the graphs of one mode, such as "
-            "metadata by batch size alone, is taken for those of another"
+            "on an instance that no other mode uses nothing is raised: what is kept for the graphs of one mode, such "
+            "as metadata by batch size alone, is taken for those of another"
         )
     return ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...cases.ways import way_of
 from ..changed_case import ChangedCases, most_rows
 from .evidence import Evidence
+from .suspects import DATA_SUSPECTS
 
 __all__ = ["later_tiles", "right_with_fewer_requests", "right_without"]
 
@@ -46,14 +47,14 @@ def _cut_off(e: Evidence) -> bool:
 def _of_data(e: Evidence) -> str:
     data = e.schedule.case.data
     text = f"right with other numbers in q, k and v, and wrong with those of this case ({data})"
-    return f"{text}: look at {_OF_DATA[data]}" if data in _OF_DATA else text
+    return f"{text}: look at {', '.join(DATA_SUSPECTS[data])}" if data in DATA_SUSPECTS else text
 
 
 def _of_far(e: Evidence) -> str:
     return (
         "right with a max_context_len that fits the requests, and wrong with one of "
-        f"{way_of(e.schedule.case).context_len:,}: look at what is sized or split by max_context_len, such as a number "
-        "of splits that is more than are merged"
+        f"{way_of(e.schedule.case).context_len:,}: look at what is sized or split by max_context_len, such as a "
+        "number of splits that is more than are merged"
     )
 
 
@@ -66,14 +67,6 @@ def _of_counts(e: Evidence) -> str:
     )
 
 
-_OF_DATA = {
-    "swamped": "sums kept in 16 bits, which lose small terms beside a large one",
-    "loud": "the range of q and of logits: queries that are limited or rounded to FP8, and an overflow before the scale",
-    "saturated": "a store in FP8 that does not stop at its largest number",
-    "peaked": "overflow or saturation of large logits",
-    "negative": "a finite value that stands for minus infinity, and overflow of q k before it is scaled",
-    "cliff": "rescaling of what was summed when a later tile of keys has a larger maximum, and overflow of large logits",
-}
 _WITHOUT = {
     "cap": lambda e: (
         "right without the soft cap (layer.logit_cap), and wrong with it: look at where it comes. It comes before the "
@@ -123,8 +116,8 @@ def later_tiles(e: Evidence) -> str:
     used = len(e.attended.used) if e.attended else 0
     capacity = f"a fixed capacity of {most}, or " if used == most else ""
     return (
-        f"{known}: no length that is off, but {capacity}later splits or tiles of keys that are left out, such as partial "
-        "results that are not merged"
+        f"{known}: no length that is off, but {capacity}later splits or tiles of keys that are left out, such as "
+        "partial results that are not merged"
     )
 
 
@@ -135,6 +128,6 @@ def right_with_fewer_requests(e: Evidence) -> str:
         return ""
     bs = e.schedule.case.bs
     return (
-        f"right with {bs - 1} requests, and wrong with {bs}, the last of them like others: what is chosen by the number "
-        "of requests, such as a kernel, and a plan that changes at another number"
+        f"right with {bs - 1} requests, and wrong with {bs}, the last of them like others: what is chosen by the "
+        "number of requests, such as a kernel, and a plan that changes at another number"
     )

@@ -26,8 +26,8 @@ def heads_not_computed(e: Evidence) -> str:
     which = f"head{'s' if len(heads) > 1 else ''} {index_ranges(heads)} of {count}"
     return (
         f"{which} {'are' if len(heads) > 1 else 'is'} 0 throughout, in every row: nothing computed "
-        f"{'them' if len(heads) > 1 else 'it'}. A grid or a loop over heads that is too small, such as a number of tiles "
-        "of heads that is rounded down"
+        f"{'them' if len(heads) > 1 else 'it'}. A grid or a loop over heads that is too small, such as a number of "
+        "tiles of heads that is rounded down"
     )
 
 
@@ -50,5 +50,6 @@ def results_of_other_heads(e: Evidence) -> str:
     layer, row, head, of_row, of_head = next(each for each in found if each[1] != each[3])
     return (
         f"{row_name(data, row)} head {head} holds the result of {row_name(data, of_row)} head {of_head} and so on: the "
-        "output is written with another stride of rows or heads than it has, such as a number of heads that is not its own"
+        "output is written with another stride of rows or heads than it has, such as a number of heads that is not its "
+        "own"
     )

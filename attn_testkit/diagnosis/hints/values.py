@@ -60,8 +60,8 @@ def nothing_computed(e: Evidence) -> str:
         )
     if zero.all() and e.before is not None:
         return (
-            "the output is 0 throughout, in every layer, and right without the steps before it: nothing was computed. A "
-            "counter, a flag, a list of work or what padded rows hold is left from before"
+            "the output is 0 throughout, in every layer, and right without the steps before it: nothing was computed. "
+            "A counter, a flag, a list of work or what padded rows hold is left from before"
         )
     if zero.all():
         return (

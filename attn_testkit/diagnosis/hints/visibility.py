@@ -52,7 +52,7 @@ def rows_of_a_later_tile(e: Evidence) -> str:
     attended = e.attended
     if most < 2 or not _can_be_asked(e) or attended is None or attended.right or e.swapped:
         return ""
-    if any(request.tree is not None and request.tree.topk > 1 or request.draft for request in e.step.requests):
+    if any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in e.step.requests):
         return ""
     data = e.expected.data
     for tile in (1 << n for n in range((most - 1).bit_length())):
@@ -61,8 +61,8 @@ def rows_of_a_later_tile(e: Evidence) -> str:
         if _right_for(e, seen):
             what = "every row of a request sees what its first one" if tile == 1 else f"row i sees what row i % {tile}"
             return (
-                f"right where {what} should: a tile has {tile} row{'s' if tile > 1 else ''} of a request, and the rows of "
-                "a later tile are counted from its own first one"
+                f"right where {what} should: a tile has {tile} row{'s' if tile > 1 else ''} of a request, and the rows "
+                "of a later tile are counted from its own first one"
             )
     return ""
 
@@ -96,8 +96,9 @@ def last_rows_right(e: Evidence) -> str:
     if shown < 2:
         return ""
     return (
-        "of each wrong request the last row is right, and those before it are wrong with the right KV tokens: rows of a "
-        "request share what each has of its own, such as the statistics of partial results, and the last one's stand there"
+        "of each wrong request the last row is right, and those before it are wrong with the right KV tokens: rows of "
+        "a request share what each should have of its own, such as the statistics of partial results, and the last "
+        "one's stand there"
     )
 
 
