@@ -171,6 +171,20 @@ TOLD = [
         "it holds NaN where a value is beyond the largest FP8 number",
     ),
     ("swa-page-table-starts-at-window-page", LEAN, "graph", "keys are read elsewhere (a page table"),
+    # What the pool holds.
+    (
+        "cache-written-to-a-reshaped-copy",
+        "decode-gqa8x2-d64-bf16-p4-k9.6.3-shuffled-gauss-kvfp8e4m3-kvlayersinblock-b4prod",
+        "eager",
+        "has layout layers-in-block: what is reshaped there may be a copy",
+    ),
+    ("new-keys-attended-but-not-stored", PACKED, "eager", "it holds 0 throughout: its row was not stored"),
+    (
+        "captured-store-leaves-a-head-out",
+        "decode-gqa2x2-d128-bf16-p4-k7.8.9-shared-mean-kvfp8e4m3-w4000-sink-b4stale",
+        "graph",
+        "KV head 1 of 2 is wrong in it, and the others are right",
+    ),
     # What belongs to the step, and what to the padding or the step before it.
     ("pad-indptr-tail-runs-backwards", LONG, "graph", "what padded rows hold reaches live ones"),
     ("replan-skipped-for-permuted-lengths", LONG, "graph", "the step before has the same lengths and other requests"),
