@@ -194,10 +194,12 @@ def test_missing_keys_follow_from_a_far_context_and_from_uneven_rows() -> None:
 def test_a_boundary_of_tokens_is_told_as_a_merge_or_as_splits_that_are_left_out() -> None:
     assert later_tiles(evidence()) == ""
     merged = later_tiles(evidence(right_up_to=16))
-    assert merged.startswith("right where requests are cut to 16 KV tokens, and wrong from 17 on: look at what several")
+    assert merged.startswith("right where requests are cut to 16 KV tokens, and wrong from 17 on: look at rescaling")
     left_out = later_tiles(evidence(right_up_to=16, used=32))
     assert "no length that is off, but later splits or tiles" in left_out
-    assert "but a fixed capacity of 16, or later splits" in later_tiles(evidence(right_up_to=16, used=16))
+    assert later_tiles(evidence(right_up_to=16, used=16)).startswith(
+        "KV tokens from 16 on are missing: a fixed capacity of 16, or later splits"
+    )
     sinks = later_tiles(evidence(right_up_to_without_sinks=16))
     assert sinks.startswith("without sinks right where requests are cut to 16 KV tokens, and wrong from 17 on")
     assert later_tiles(evidence(right_up_to_without_sinks=16, used=32)) == ""

@@ -284,11 +284,14 @@ def test_new_tokens_that_open_a_page_are_told_by_the_page() -> None:
     out = right(ROWS)
     out[:, 0] += 9.0
     fresh = attended(ROWS, 0, used={0, 1, 2, 3, 4, 8})
-    assert own_rows_mixed(evidence(ROWS, out, attended=fresh)).startswith(
+    assert own_rows_mixed(evidence(ROWS, out, attended=fresh, reads_foreign=True)).startswith(
         "new tokens are looked for from the start of the next page on, and lie behind the last one of the prefix: slot"
     )
     other = attended(ROWS, 0, used={0, 1, 2, 3, 4, 7})
-    assert "mixed up with each other" in own_rows_mixed(evidence(ROWS, out, attended=other))
+    assert "mixed up with each other" in own_rows_mixed(evidence(ROWS, out, attended=other, reads_foreign=True))
+    assert "mixed up with each other" in own_rows_mixed(evidence(ROWS, out, attended=fresh)), (
+        "no slot of nobody is read"
+    )
 
 
 @pytest.mark.parametrize(

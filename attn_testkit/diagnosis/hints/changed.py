@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...cases.ways import way_of
 from ..changed_case import ChangedCases, most_rows
 from .evidence import Evidence
-from .suspects import DATA_SUSPECTS
+from .suspects import DATA_SUSPECTS, RESCALING
 
 __all__ = ["later_tiles", "right_with_fewer_requests", "right_without"]
 
@@ -109,16 +109,12 @@ def later_tiles(e: Evidence) -> str:
     if not most:
         return ""
     if _right_keys(e):
-        return (
-            f"{known}: look at what several splits or tiles of keys need: their log-sum-exps, their merge, and "
-            "rescaling to a larger maximum"
-        )
-    used = len(e.attended.used) if e.attended else 0
-    capacity = f"a fixed capacity of {most}, or " if used == most else ""
-    return (
-        f"{known}: no length that is off, but {capacity}later splits or tiles of keys that are left out, such as "
-        "partial results that are not merged"
-    )
+        suspects = ", ".join(DATA_SUSPECTS.get(e.schedule.case.data, [RESCALING]))
+        return f"{known}: look at {suspects}, and at how splits are merged by their log-sum-exps"
+    left_out = "later splits or tiles of keys that are left out, such as partial results that are not merged"
+    if e.attended and len(e.attended.used) == most:
+        return f"KV tokens from {most} on are missing: a fixed capacity of {most}, or {left_out} ({known})"
+    return f"{known}: no length that is off, but {left_out}"
 
 
 def right_with_fewer_requests(e: Evidence) -> str:

@@ -89,7 +89,8 @@ def own_rows_mixed(e: Evidence) -> str:
         return ""
     page = e.schedule.case.page_size
     fresh = -(-prefix // page) * page
-    if fresh > prefix and extra == {key - prefix + fresh for key in missing}:
+    # Some of what stands in the next page is no new token, so a slot of nobody is read too.
+    if e.reads_foreign and fresh > prefix and extra == {key - prefix + fresh for key in missing}:
         return (
             f"new tokens are looked for from the start of the next page on, and lie behind the last one of the prefix: "
             f"slot {prefix % page} of its page"
