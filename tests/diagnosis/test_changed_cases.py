@@ -8,17 +8,18 @@ from types import SimpleNamespace as Of
 from typing import Any
 
 import pytest
-from wrong_steps import wrong_at
+from wrong_steps import observed, wrong_at
 
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule
+from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.changed_case import DRAWS, ChangedCases, with_keys_up_to
 from attn_testkit.diagnosis.hints import Evidence, hints
 from attn_testkit.diagnosis.hints.changed import later_tiles, right_with_fewer_requests, right_without
 from attn_testkit.diagnosis.raised import explain_raised
-from attn_testkit.oracle.expect import expect
+from attn_testkit.oracle.expect import attend_with_limit, expect
 
 CASE = "decode-gqa2x2-d32-fp32-p16-k63.40x2-shuffled-gauss-w4-cap1.5-sink-b4prod"
 Wrong = Callable[[Case], bool | None]
@@ -197,9 +198,13 @@ def test_a_boundary_of_tokens_is_told_as_a_merge_or_as_splits_that_are_left_out(
     assert merged.startswith("right where requests are cut to 16 KV tokens, and wrong from 17 on: look at rescaling")
     left_out = later_tiles(evidence(right_up_to=16, used=32))
     assert "no length that is off, but later splits or tiles" in left_out
-    assert later_tiles(evidence(right_up_to=16, used=16)).startswith(
-        "KV tokens from 16 on are missing: a fixed capacity of 16, or later splits"
-    )
+    assert "no length that is off" in later_tiles(evidence(right_up_to=16, used=16)), "other numbers than those of 16"
+    full = evidence(right_up_to=16, used=16)
+    seen = full.expected.data.visible.clone()
+    seen[..., 16:] = False
+    out = attend_with_limit(full.schedule, replace(full.expected.data, visible=seen))[0].out
+    capacity = replace(full, judgement=Judgement(observed(full.schedule, out), full.expected))
+    assert later_tiles(capacity).startswith("KV tokens from 16 on are missing: a fixed capacity of 16, or later splits")
     sinks = later_tiles(evidence(right_up_to_without_sinks=16))
     assert sinks.startswith("without sinks right where requests are cut to 16 KV tokens, and wrong from 17 on")
     assert later_tiles(evidence(right_up_to_without_sinks=16, used=32)) == ""

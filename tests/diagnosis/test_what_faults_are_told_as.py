@@ -75,7 +75,7 @@ TOLD = [
         "splits-of-the-first-row",
         "target-verify-mqa4-d64-bf16-p1-k254.510.1022-chain4-shuffled-codes-b3prod",
         "eager",
-        "KV tokens from 256 on are missing: a fixed capacity of 256, or later splits",
+        "wrong from 257 on: no length that is off, but later splits or tiles",
     ),
     ("settings-of-two-layers-by-turns", LATER_RANK, "eager", "right with two layers, and wrong with 3"),
     (

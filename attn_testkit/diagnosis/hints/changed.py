@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from ...cases.ways import way_of
 from ..changed_case import ChangedCases, most_rows
 from .evidence import Evidence
@@ -112,7 +116,8 @@ def later_tiles(e: Evidence) -> str:
         suspects = ", ".join(DATA_SUSPECTS.get(e.schedule.case.data, [RESCALING]))
         return f"{known}: look at {suspects}, and at how splits are merged by their log-sum-exps"
     left_out = "later splits or tiles of keys that are left out, such as partial results that are not merged"
-    if e.attended and len(e.attended.used) == most:
+    data = e.expected.data
+    if e.right_for(replace(data, visible=data.visible & (torch.arange(data.visible.shape[-1]) < most))):
         return f"KV tokens from {most} on are missing: a fixed capacity of {most}, or {left_out} ({known})"
     return f"{known}: no length that is off, but {left_out}"
 

@@ -177,7 +177,7 @@ def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
             "its new KV tokens are read, and nothing is stored in their slots yet: attention comes before the store, "
             "or does not wait for it"
         )
-    if attended.used == {0} and e.observed.replay and e.step.requests[attended.request].new == 1:
+    if attended.used == {0} and e.step.requests[attended.request].new == 1 and e.observed.replay:
         return (
             "KV token 0 alone is attended to, as if the length were 1, which is what lengths are while a graph is "
             "captured: look at what a replay leaves as it was then, or at positions that begin at 0"

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ...cases.data import StepData, make_layers
-from ...oracle.expect import attend_with_limit
+from ...cases.data import make_layers
 from .evidence import Evidence
 
 __all__ = ["entered_at_query_offsets", "last_rows_right", "rows_of_a_later_tile", "window_of_another_layer"]
@@ -28,7 +27,7 @@ def entered_at_query_offsets(e: Evidence) -> str:
     starts = torch.tensor([0, *(request.new for request in e.step.requests)]).cumsum(0).tolist()
     keys = _entered_at(data.stored_keys, e.lens, starts)
     values = None if data.stored_values is None else _entered_at(data.stored_values, e.lens, starts)
-    if not _right_for(e, replace(data, stored_keys=keys, stored_values=values)):
+    if not e.right_for(replace(data, stored_keys=keys, stored_values=values)):
         return ""
     return (
         "right for KV tokens that are looked up from the offset of a request's query rows on: a list of the KV tokens "
@@ -58,7 +57,7 @@ def rows_of_a_later_tile(e: Evidence) -> str:
     for tile in (1 << n for n in range((most - 1).bit_length())):
         first = torch.arange(data.visible.shape[1]) % tile
         seen = replace(data, visible=data.visible[:, first], query_positions=data.query_positions[:, first])
-        if _right_for(e, seen):
+        if e.right_for(seen):
             what = "every row of a request sees what its first one" if tile == 1 else f"row i sees what row i % {tile}"
             return (
                 f"right where {what} should: a tile has {tile} row{'s' if tile > 1 else ''} of a request, and the rows "
@@ -71,13 +70,6 @@ def _can_be_asked(e: Evidence) -> bool:
     case, judgement = e.schedule.case, e.judgement
     asked = not case.head_maps and case.data not in _SAME_QUERIES and max(e.lens, default=0) <= _LONGEST
     return asked and judgement.all_finite and not judgement.right and judgement.worst is not None and not e.in_graph
-
-
-def _right_for(e: Evidence, data: StepData) -> bool:
-    given = e.schedule.new_rows_as_given and not e.step.stored
-    want, limit = attend_with_limit(e.schedule, data, given)
-    near = ((e.judgement.out.double() - want.out).abs() <= limit).flatten(2).all(-1)
-    return bool(near[e.judgement.wrong.flatten(2).any(-1)].all())
 
 
 def last_rows_right(e: Evidence) -> str:
