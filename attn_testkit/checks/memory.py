@@ -10,6 +10,7 @@ from ..cases.case import Case
 from ..cases.kv_groups import slot_in_pool
 from ..results import Finding
 from .check import Check, Stage
+from .describe import index_ranges
 from .judgement import BITS
 from .observation import Observation
 
@@ -142,13 +143,42 @@ def _held_instead(
         other = "the other layer's row" if (layer, 1 - part) not in places else "K where V belongs, or V where K does"
         return f"it holds {other}"
     if owner[slot] == _OWNER["new"] and bool((row == got[layer, part][owner == _OWNER["unowned"]][:1]).all()):
-        return "it was not written, or written with the NaN of a padded row"
+        return f"it was not written, or written with the NaN of a padded row{_where_alone(observed, got, want, new)}"
     if owner[slot] == _OWNER["new"] and _beyond_fp8(observed, row, want[layer, part, slot]):
         return "it holds NaN where a value is beyond the largest FP8 number, and else the right row: a store saturates"
+    if owner[slot] == _OWNER["new"] and (some := _some_heads(row, want[layer, part, slot])):
+        return f"{some}{padding}"
+    if owner[slot] == _OWNER["new"] and not row.any() and not padded:
+        return "it holds 0 throughout: its row was not stored, or was cleared again"
     if owner[slot] == _OWNER["new"]:
         fp8 = ", and an FP8 pool holds K / k_scale" if observed.pool.dtype.itemsize == 1 else ""
         return f"it holds no live row of this step: k and v may be strided views of one tensor{fp8}{padding}"
     return ""
+
+
+def _where_alone(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: torch.Tensor) -> str:
+    """Which layers alone have new rows that are wrong, and of a pool that does not lie as usual how it lies."""
+    case = observed.schedule.case
+    wrong = (got != want)[:, :, new].flatten(1).any(-1).nonzero().flatten().tolist()
+    if len(wrong) < len(got):
+        names = ", ".join(case.layers.name(layer) for layer in wrong)
+        return f", in {names} alone: look at what that has of its own, such as a window, a KV group or other slots"
+    if case.kv_layout == "nhd":
+        return ""
+    return f"; the KV pool of this case has layout {case.kv_layout}: what is reshaped there may be a copy, not a view"
+
+
+def _some_heads(row: torch.Tensor, want: torch.Tensor) -> str:
+    """Which KV heads of a row are wrong, where others are right. ``row``, ``want`` [Hk, D]: bits."""
+    right = (row == want).all(-1)
+    if not right.any():
+        return ""
+    wrong = (~right).nonzero().flatten().tolist()
+    name = f"KV head{'s' if len(wrong) > 1 else ''} {index_ranges(wrong)} of {len(row)}"
+    return (
+        f"{name} {'are' if len(wrong) > 1 else 'is'} wrong in it, and the others are right: a store of fewer heads "
+        "than there are, or with another stride of them"
+    )
 
 
 _NAN_OF_E4M3, _LARGEST_OF_E4M3 = 0x7F, 0x7E

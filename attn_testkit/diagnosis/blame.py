@@ -9,6 +9,7 @@ Nothing here runs while things are right. Each question is one controlled run on
 * is it right when it is the only replay of the only bucket?      ``buckets-independent``
 * is an eager step right on a fresh instance?                     ``steps-independent``
 * is a step whose K and V are stored right when they are not yet? then k and v were read
+* is the first step right in a case that lacks one thing?          then the fault hangs on that: ``changed_case.py``
 * did planning the replay replace tensors that the graph reads?   ``addresses-stable``, else ``replay-follows-batch``
 """
 
@@ -26,6 +27,7 @@ from ..oracle.expect import expect
 from ..results import Finding
 from ..runner_modes.graphs import GraphRun
 from .attended_keys import find_attended
+from .changed_case import ChangedCases
 from .figures import error_map, key_map
 from .hints import Evidence, hints
 from .rerun import OTHER_FILL, Rerunner
@@ -66,6 +68,7 @@ def explain_numeric(
         right_with_zeros=why == _RIGHT_WITH_ZEROS,
         computes_nan=check == "finite" and not why,
         reads_foreign=check == "reads-own-kv",
+        changed=ChangedCases(rerunner, schedule) if _wrong_in_eager(rerunner, schedule, eager) else None,
     )
     lines = [text for text in (why, *hints(evidence)) if text]
     # Where an experiment has shown the cause, what was attended to follows from it.
@@ -96,6 +99,10 @@ def _judged(schedule: Schedule, observed: Observation | None) -> Judgement | Non
 def _right(judgement: Judgement | None) -> bool:
     """Attention outputs within their limits; a run that raised has none."""
     return judgement is not None and judgement.right
+
+
+def _wrong_in_eager(rerunner: Rerunner, schedule: Schedule, eager: Judgement | None) -> bool:
+    return rerunner.runs_eagerly(schedule) and eager is not None and not eager.right
 
 
 def _alone(schedule: Schedule, step: Step, bucket: int) -> Schedule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 
+from ..cases.case import Case
 from ..cases.schedule import Schedule, Step
 from ..checks.observation import Observation
 from ..contract import ForwardMode
@@ -26,8 +27,11 @@ class Rerunner:
         drive: Callable[[Rerun], Driven],
         environment: Environment,
         eager_modes: Set[ForwardMode] = frozenset(ForwardMode),
+        claims: Callable[[Case], bool] = lambda case: True,
     ) -> None:
         self._drive, self.environment, self._eager_modes = drive, environment, eager_modes
+        self.claims = claims
+        """Whether the backend claims what a case needs: nothing else is asked of it."""
 
     def runs_eagerly(self, schedule: Schedule) -> bool:
         """Whether the mode of a schedule is claimed in eager."""

@@ -18,7 +18,7 @@ _SIZE = 12
     source="general; kernels of vLLM that are chosen by the sizes of its graphs",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="expected",
+    hint="right with 11 requests",
 )
 class KernelSwitchOffByOne(PlannedBackend):
     """Batches of more than 12 are planned without splits, and those of 12 and more are run by the kernel without."""

@@ -313,7 +313,7 @@ class CausalAlignedToTheStart(DenseBackend):
     source="rtp-llm 6b88d7528",
     modes=(ForwardMode.DRAFT_EXTEND,),
     checks=("matches-oracle", "reads-own-kv"),
-    hint="missing",
+    hint="every request has",
 )
 class CausalFromPaddedWidth(DenseBackend):
     """Rows are aligned to the end of the widest request's rows, so the mask of shorter requests is shifted."""
@@ -365,7 +365,7 @@ class CausalMaskInLastBlockAlone(DenseBackend):
     source="vLLM #51902; general (packed heads of a group)",
     modes=_CAUSAL,
     checks=("matches-oracle",),
-    hint="missing",
+    hint="what its first one should",
 )
 class CausalBoundOfRowTile(DenseBackend):
     """Rows times heads of a group go in tiles of 64, and a later tile counts its rows from its own first one."""

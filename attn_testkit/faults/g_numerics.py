@@ -181,7 +181,7 @@ class HeadsMappedRoundRobin(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="head mapping",
+    hint="query of head",
 )
 class HeadsMappedByPowerOfTwo(DenseBackend):
     """The group size is rounded up to a power of two, so groups of 3, 5, 6 or 7 straddle KV heads."""

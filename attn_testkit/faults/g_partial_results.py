@@ -32,7 +32,7 @@ class LseBaseMismatch(PlannedBackend):
     source="flashinfer #58, #50",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="weights",
+    hint="log-sum-exps",
 )
 class LseWithoutMaximum(PlannedBackend):
     """A split stores the logarithm of its sum without its own maximum."""

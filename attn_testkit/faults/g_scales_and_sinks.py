@@ -92,7 +92,7 @@ class MlaScaleFromLatentDim(DenseBackend):
     source="flashinfer #350",
     modes=_ALL,
     checks=("matches-oracle", "reads-own-kv"),
-    hint="soft cap",
+    hint="right without the soft cap",
 )
 class SoftCapAfterMask(DenseBackend):
     """The soft cap comes after the mask and turns -inf into -cap, so masked keys keep weight."""

@@ -180,7 +180,7 @@ class TailPagesFoldToPageZero(PlannedBackend):
     source="flashinfer #3393",
     modes=_EXTENDS,
     checks=("matches-oracle", "finite"),
-    hint="row",
+    hint="share what each should have",
     modelled="the last row's statistics are what the others find",
 )
 class PartialStatsCollide(PlannedBackend):
@@ -199,7 +199,7 @@ class PartialStatsCollide(PlannedBackend):
     source="flash-attention #2550",
     modes=_EXTENDS,
     checks=("matches-oracle",),
-    hint="missing",
+    hint="later splits or tiles",
 )
 class VarlenTakesSplitPath(PlannedBackend):
     """Splits are set up for several query rows, whose kernel does not combine: only the first split comes out."""

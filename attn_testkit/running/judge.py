@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from ..cases.case import Case, parse_case
+from ..cases.claimed import not_claimed
 from ..cases.data import StepData, make_step_data, new_kv, pool_image
 from ..cases.loop import make_loop, said
 from ..cases.schedule import Schedule, Step, only
@@ -22,6 +23,7 @@ from ..checks.sameness import batch_invariant, repeatable
 from ..checks.step import judge_step
 from ..contract import Capabilities, Execution
 from ..diagnosis.blame import explain_numeric
+from ..diagnosis.raised import explain_raised
 from ..diagnosis.rerun import Rerunner
 from ..diagnosis.unset_width import WIDTH_OF, blame_unset_width
 from ..environment import Environment, resolve
@@ -63,10 +65,14 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
     if not plan.explains:
         explained = list(_first_of_each_check(outcome.findings).values())
     else:
-        rerunner = Rerunner(_unless_lost(drive), environment, described.claims.eager)
+        claims = described.claims
+        rerunner = Rerunner(_unless_lost(drive), environment, claims.eager, lambda case: not not_claimed(claims, case))
         explained = _explained(outcome, rerunner)
         if explained and execution is Execution.GRAPH:
             explained[0] = _of_unset_width(explained[0], rerunner, parse_case(item.case), described.claims)
+        if explained and explained[0].check == "completes" and outcome.driven.stage < Stage.COMPLETED:
+            schedule, in_graph = schedule_for(parse_case(item.case), claims), execution is Execution.GRAPH
+            explained[0] = _with_hint(explained[0], explain_raised(rerunner, schedule, in_graph=in_graph))
     outcome.findings = [_of_way(finding, parse_case(item.case)) for finding in explained]
     status = Status.FAILED if outcome.findings else Status.PASSED
     result = _result(item, plan, described.claims, outcome, status, seconds)
@@ -292,7 +298,11 @@ def _of_unset_width(finding: Finding, rerunner: Rerunner, case: Case, claims: Ca
     """With a hint first, where a graph is wrong because its capture did not say the width."""
     if not claims.takes_unset_width or case.mode not in WIDTH_OF:
         return finding
-    why = blame_unset_width(rerunner, schedule_for(case, claims))
+    return _with_hint(finding, blame_unset_width(rerunner, schedule_for(case, claims)))
+
+
+def _with_hint(finding: Finding, why: str) -> Finding:
+    """``why`` before its own hints; it may be empty."""
     return replace(finding, hint="\n".join(filter(None, (why, finding.hint))))
 
 

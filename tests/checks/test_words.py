@@ -22,7 +22,7 @@ from by_hand import (
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import CHECKS, Stage, judged
 from attn_testkit.checks.describe import index_ranges, number, requests_wrong, row_name, spread_text, times
-from attn_testkit.checks.memory import writes_own_kv
+from attn_testkit.checks.memory import _some_heads, writes_own_kv
 from attn_testkit.contract import Execution
 
 
@@ -263,6 +263,16 @@ def test_slots_that_rows_of_padding_may_have_written_are_told_as_that() -> None:
     assert "FP8" not in padding_hint(NEW[0], bucket=live)
 
 
+def test_heads_of_a_row_that_alone_are_wrong_are_named() -> None:
+    want = torch.arange(1, 7).view(3, 2)
+    one, two = want.clone(), want.clone()
+    one[1] += 1
+    two[1:] += 1
+    assert _some_heads(one, want).startswith("KV head 1 of 3 is wrong in it, and the others are right")
+    assert _some_heads(two, want).startswith("KV heads 1-2 of 3 are wrong in it, and the others are right")
+    assert _some_heads(want + 1, want) == "", "no head is right"
+
+
 def test_whose_row_a_wrong_slot_holds_is_said() -> None:
     want = distinct()
     assert "row of the new token at position" in pool_hint((0, 0, NEW[0], 2.0), want=want)
@@ -274,5 +284,11 @@ def test_whose_row_a_wrong_slot_holds_is_said() -> None:
         "it holds no live row of this step: k and v may be strided"
     )
     assert pool_hint((0, 0, OLD, 99.0), want=want) == ""
+    assert pool_hint((0, 0, NEW[0], 0.0), want=want).endswith(
+        "of a padded row, in layer 0 alone: look at what that has "
+        "of its own, such as a window, a KV group or other slots"
+    )
+    both = ((0, 0, NEW[0], 0.0), (1, 0, NEW[0], 0.0))
+    assert pool_hint(*both, want=want) == "it was not written, or written with the NaN of a padded row"
     assert "row of the new token" in pool_hint((0, 0, OLD, 1.0), want=want)
     assert pool_hint((0, 0, NEW[0], 2.0), want=want, stored=True).startswith("save_kv_cache was False")

@@ -16,7 +16,9 @@ from attn_testkit.diagnosis.hints import (
     _PATTERNS,
     _SAYS_MORE,
     Evidence,
+    changed,
     drafts,
+    heads,
     hints,
     keys,
     memory,
@@ -24,6 +26,7 @@ from attn_testkit.diagnosis.hints import (
     parameters,
     rows,
     values,
+    visibility,
 )
 from attn_testkit.diagnosis.hints.keys import key_range, pool_layout, read_twice
 from attn_testkit.diagnosis.hints.numbers import right_keys
@@ -142,7 +145,8 @@ def test_a_part_of_a_head_is_some_of_its_values_and_not_all() -> None:
 
 
 def test_every_pattern_that_is_written_is_asked_once() -> None:
-    written = [name for module in (drafts, keys, memory, numbers, parameters, rows, values) for name in module.__all__]
+    modules = (changed, drafts, heads, keys, memory, numbers, parameters, rows, values, visibility)
+    written = [name for module in modules for name in module.__all__]
     assert sorted(pattern.__name__ for pattern in _PATTERNS) == sorted(written)
 
 

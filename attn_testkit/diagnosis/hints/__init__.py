@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from .changed import later_tiles, right_with_fewer_requests, right_without
 from .drafts import only_empty_prefixes
 from .evidence import Evidence
+from .heads import heads_not_computed, results_of_other_heads
 from .keys import elsewhere, key_range, masked_too_late, own_rows_mixed, pool_layout, read_twice
 from .memory import stored_elsewhere
 from .numbers import narrow_products, new_rows, other_scaling, right_keys
@@ -26,6 +28,7 @@ from .rows import (
     uneven_offsets,
 )
 from .values import computed_nan, nothing_computed, one_row_each, rows_of_other_layers
+from .visibility import entered_at_query_offsets, last_rows_right, rows_of_a_later_tile, window_of_another_layer
 
 __all__ = ["Evidence", "hints"]
 
@@ -34,13 +37,17 @@ Pattern = Callable[[Evidence], str]
 
 _PATTERNS: tuple[Pattern, ...] = (
     stored_elsewhere,
+    entered_at_query_offsets,
     rows_of_others,
     rows_of_other_layers,
+    results_of_other_heads,
     uneven_offsets,
     only_empty_prefixes,
     kept_from_before,
     length_threshold,
     part_of_a_head,
+    other_shape,
+    heads_not_computed,
     some_heads,
     row_tile,
     one_row_each,
@@ -51,30 +58,47 @@ _PATTERNS: tuple[Pattern, ...] = (
     later_requests,
     later_by_number,
     pool_layout,
-    other_shape,
     elsewhere,
     read_twice,
     own_rows_mixed,
-    key_range,
+    window_of_another_layer,
+    rows_of_a_later_tile,
     new_rows,
     narrow_products,
     other_scaling,
     other_parameters,
+    last_rows_right,
+    right_without,
+    right_with_fewer_requests,
+    later_tiles,
+    key_range,
     right_keys,
     computed_nan,
     only_padded,
 )
+_GUESSES: tuple[Pattern, ...] = (right_without, right_with_fewer_requests, later_tiles, key_range, right_keys)
+"""Those that ask for other cases, and those that tell what a wrong number or length may come from."""
 _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
     stored_elsewhere: _PATTERNS,
-    rows_of_other_layers: (later_requests, elsewhere, key_range, right_keys),
+    rows_of_other_layers: (later_requests, elsewhere, *_GUESSES),
     kept_from_before: (nothing_computed, key_range, right_keys),
     nothing_computed: (key_range,),
     own_rows_mixed: (key_range,),
-    other_shape: (key_range, right_keys),
-    new_rows: (right_keys,),
-    narrow_products: (right_keys,),
-    other_scaling: (other_parameters, right_keys),
-    other_parameters: (right_keys,),
+    other_shape: (some_heads, *_GUESSES),
+    heads_not_computed: (some_heads, *_GUESSES),
+    entered_at_query_offsets: (rows_of_others, uneven_offsets, later_requests, elsewhere, *_GUESSES),
+    results_of_other_heads: (some_heads, one_row_each, later_requests, *_GUESSES),
+    later_by_number: _GUESSES,
+    window_of_another_layer: _GUESSES,
+    rows_of_a_later_tile: _GUESSES,
+    last_rows_right: _GUESSES,
+    new_rows: _GUESSES,
+    narrow_products: _GUESSES,
+    other_scaling: (other_parameters, *_GUESSES),
+    other_parameters: _GUESSES,
+    right_without: _GUESSES[1:],
+    right_with_fewer_requests: (key_range, right_keys),
+    later_tiles: (key_range, right_keys),
 }
 """Pattern -> those behind it that have nothing to say where it fits: they would guess at what it knows."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...cases.data import StepData
 from ...cases.schedule import Schedule, Step
 from ...checks import Judgement
 from ...checks.observation import Observation
 from ...contract import HeadShape
-from ...oracle.expect import Expected
+from ...oracle.expect import Expected, attend_with_limit
 from ..attended_keys import AttendedKeys
+from ..changed_case import ChangedCases
 from ..swapped_rows import SwappedRow
 
 __all__ = ["Evidence"]
@@ -39,6 +41,8 @@ class Evidence:
     """With zeros instead of NaN in unowned slots the result is finite."""
     right_with_zeros: bool = False
     """And not only finite."""
+    changed: ChangedCases | None = None
+    """Asks for other cases, where the step is wrong on a fresh instance in eager."""
 
     @property
     def observed(self) -> Observation:
@@ -84,3 +88,10 @@ class Evidence:
     def lens(self) -> list[int]:
         """KV tokens of each request, those of this step included."""
         return self.step.lens
+
+    def right_for(self, data: StepData) -> bool:
+        """Whether every wrong row of a layer is what attention on other data gives."""
+        given = self.schedule.new_rows_as_given and not self.step.stored
+        want, limit = attend_with_limit(self.schedule, data, given)
+        near = ((self.judgement.out.double() - want.out).abs() <= limit).flatten(2).all(-1)
+        return bool(near[self.judgement.wrong.flatten(2).any(-1)].all())

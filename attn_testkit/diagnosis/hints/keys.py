@@ -87,6 +87,14 @@ def own_rows_mixed(e: Evidence) -> str:
     mixed = len(missing) == len(extra) > 0 and min(missing | extra) >= prefix
     if not mixed:
         return ""
+    page = e.schedule.case.page_size
+    fresh = -(-prefix // page) * page
+    # Some of what stands in the next page is no new token, so a slot of nobody is read too.
+    if e.reads_foreign and fresh > prefix and extra == {key - prefix + fresh for key in missing}:
+        return (
+            f"new tokens are looked for from the start of the next page on, and lie behind the last one of the prefix: "
+            f"slot {prefix % page} of its page"
+        )
     if e.step.requests[attended.request].draft is not None:
         return (
             "a branch attends to what another one drafted: branches share a row of the table, their slots are taken in "
@@ -112,6 +120,12 @@ def key_range(e: Evidence) -> str:
     if attended.elsewhere and not missing:
         return ""  # what lies behind the end is read, and what follows from that is no mask
     if attended.doubled and not missing:
+        prefix = e.step.requests[attended.request].prefix
+        if e.step.requests[attended.request].draft is None and min(attended.doubled) < prefix:
+            return (
+                "KV tokens of the prefix are counted more than once: splits or tiles that overlap, or whose lanes past "
+                "the end are not masked"
+            )
         return (
             "KV tokens are counted more than once: new ones from the pool and from k, v as well, or splits that overlap"
         )
@@ -162,6 +176,11 @@ def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
         return (
             "its new KV tokens are read, and nothing is stored in their slots yet: attention comes before the store, "
             "or does not wait for it"
+        )
+    if attended.used == {0} and e.step.requests[attended.request].new == 1 and e.observed.replay:
+        return (
+            "KV token 0 alone is attended to, as if the length were 1, which is what lengths are while a graph is "
+            "captured: look at what a replay leaves as it was then, or at positions that begin at 0"
         )
     if attended.used == set(range(attended.row + 1)) and attended.row + 1 < prefix and not attended.elsewhere:
         return (

@@ -9,6 +9,7 @@ from ...contract import AttentionLayer
 from ...oracle.expect import attend_with_limit
 from ..attended_keys import AttendedKeys
 from .evidence import Evidence
+from .suspects import DATA_SUSPECTS, RESCALING
 
 __all__ = ["narrow_products", "new_rows", "other_scaling", "right_keys"]
 
@@ -83,7 +84,7 @@ def right_keys(e: Evidence) -> str:
         return ""
     case = e.schedule.case
     if not e.judgement.all_finite:
-        large = not e.observed.replay and ", ".join(_NAN_SUSPECTS.get(case.data, _DATA_SUSPECTS.get(case.data, [])))
+        large = not e.observed.replay and ", ".join(_NAN_SUSPECTS.get(case.data, DATA_SUSPECTS.get(case.data, [])))
         if large or _cannot_tell(e, attended):
             return f"a NaN where logits are large: look at {large}" if large else ""
     if not attended.normalised:
@@ -102,7 +103,7 @@ def right_keys(e: Evidence) -> str:
         )
     suspects = ["log-sum-exps of the parts, and their merge"] if case.parts else []
     suspects += [_rescaling(e)] if _rescaling(e) and case.data != "cliff" else []
-    suspects += _DATA_SUSPECTS["cliff"] if case.data == "cliff" else []
+    suspects += DATA_SUSPECTS["cliff"] if case.data == "cliff" else []
     suspects += _strides(e)
     suspects += ["scale"]
     suspects += ["soft cap"] if case.logit_cap else []
@@ -112,7 +113,7 @@ def right_keys(e: Evidence) -> str:
     suspects += ["head mapping"] if case.heads.q_heads != case.heads.kv_heads else []
     suspects += ["the split of a row into latent and rope part"] if case.heads.family == "mla" else []
     suspects += ["row order"] if e.step.tokens > e.step.bs else []
-    suspects += _DATA_SUSPECTS.get(case.data, [])
+    suspects += DATA_SUSPECTS.get(case.data, [])
     return f"the right KV tokens, wrong softmax weights or values: look at {', '.join(dict.fromkeys(suspects))}"
 
 
@@ -130,7 +131,6 @@ _SMALL_ERROR = 5.0
 """Errors up to so many limits are what one rounding too many gives."""
 _TILE = 16
 """No kernel's tile of keys is smaller."""
-_RESCALING = "rescaling of what was summed when a later tile of keys has a larger maximum"
 
 
 def _cannot_tell(e: Evidence, attended: AttendedKeys) -> bool:
@@ -149,7 +149,7 @@ def _rescaling(e: Evidence) -> str:
     if not right or lowest <= max(right) or lowest <= _TILE:
         return ""
     known = f"rows of up to {max(right)} KV tokens are right, of {lowest} and more wrong"
-    return f"{_RESCALING} or splits are merged ({known})"
+    return f"{RESCALING} or splits are merged ({known})"
 
 
 _NAN_SUSPECTS = {
@@ -160,16 +160,3 @@ _NAN_SUSPECTS = {
     ],
 }
 """Of a NaN, where they are not those of a number."""
-_DATA_SUSPECTS = {
-    "negative": [
-        "a finite value that stands for minus infinity (all logits of this case are near -6e4)",
-        "overflow of q k before it is scaled",
-    ],
-    "peaked": ["overflow or saturation of large logits"],
-    "swamped": ["sums kept in 16 bits, which lose small terms beside a large one (values of this case)"],
-    "saturated": ["a store in FP8 that does not stop at its largest number (values of this case are beyond it)"],
-    "cliff": [
-        f"{_RESCALING} (logits of this case climb and fall by hundreds along the keys)",
-        "overflow or saturation of large logits",
-    ],
-}

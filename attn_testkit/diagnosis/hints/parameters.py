@@ -21,6 +21,10 @@ __all__ = ["other_parameters"]
 
 _LONGEST = 8192
 """KV tokens of a request up to which it is asked: each mistake costs an answer of the oracle."""
+_MOST_HEADS = 16
+"""Query heads up to which it is asked which one stands in the place of which: each costs an answer of the oracle."""
+_SAME_QUERIES = ("mean", "negative", "codes", "footprint")
+"""Data in which the queries of heads are alike."""
 _MOST_SINKS = 8
 """A sink is looked for up to so many times."""
 
@@ -43,7 +47,7 @@ def other_parameters(e: Evidence) -> str:
         for asked in mistakes(layers, e.expected.data):
             if _rows_right(e, asked).all():
                 return asked.text
-    return _of_sink_counts(e, layers)
+    return _of_sink_counts(e, layers) or _of_single_heads(e, layers)
 
 
 def _can_be_asked(e: Evidence) -> bool:
@@ -211,3 +215,34 @@ def _of_sink_counts(e: Evidence, layers: Sequence[AttentionLayer]) -> str:
         return ""
     times = " or ".join(str(count) for count in counts)
     return f"right for a sink that counts {times} times: once for each split or part, where it counts once in all"
+
+
+def _of_single_heads(e: Evidence, layers: tuple[AttentionLayer, ...]) -> str:
+    """Each wrong head is right with the query of another head, the same one in every wrong row."""
+    data, wrong = e.expected.data, e.judgement.wrong.any(-1)
+    heads, kv_heads = data.q.shape[2], data.stored_keys.shape[3]
+    if kv_heads == heads or heads > _MOST_HEADS or e.schedule.case.data in _SAME_QUERIES:
+        return ""
+    astray = wrong.flatten(0, 1).any(0).nonzero().flatten().tolist()
+    found: dict[int, int] = {}
+    for other in range(heads):
+        queries = replace(data, q=data.q[:, :, other : other + 1].expand_as(data.q))
+        right = _heads_right(e, _Asked("", layers, queries))
+        found.update({head: other for head in astray if head not in found and head != other and right[head]})
+    if not astray or set(found) != set(astray):
+        return ""
+    named = ", ".join(f"of head {other} in head {head}" for head, other in sorted(found.items())[:3])
+    more = " and so on" if len(found) > 3 else ""
+    return (
+        f"right with the query {named}{more}: heads of q are taken from other places, as where groups of "
+        f"{heads // kv_heads} heads are taken for larger ones (head mapping)"
+    )
+
+
+def _heads_right(e: Evidence, asked: _Asked) -> list[bool]:
+    """[Hq]: whether a head is right for the mistake in every row of a layer where it is wrong."""
+    given = e.schedule.new_rows_as_given and not e.step.stored
+    want, limit = attend_with_limit(e.schedule, asked.data, given, asked.layers)
+    near = ((e.judgement.out.double() - want.out).abs() <= limit).all(-1)
+    right: list[bool] = (near | ~e.judgement.wrong.any(-1)).flatten(0, 1).all(0).tolist()
+    return right

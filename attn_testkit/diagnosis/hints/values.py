@@ -58,6 +58,11 @@ def nothing_computed(e: Evidence) -> str:
             "0 throughout in every layer but the first: a counter, a semaphore or a list of work that a plan sets and "
             "the first layer uses up"
         )
+    if zero.all() and e.before is not None:
+        return (
+            "the output is 0 throughout, in every layer, and right without the steps before it: nothing was computed. "
+            "A counter, a flag, a list of work or what padded rows hold is left from before"
+        )
     if zero.all():
         return (
             "the output is 0 throughout, in every layer: nothing was computed. What chooses a kernel by head dim, "

@@ -1,0 +1,134 @@
+"""What a fault hangs on: the same case without one thing is right, and with it wrong, whatever its numbers are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ...cases.ways import way_of
+from ..changed_case import ChangedCases, most_rows
+from .evidence import Evidence
+from .suspects import DATA_SUSPECTS, RESCALING
+
+__all__ = ["later_tiles", "right_with_fewer_requests", "right_without"]
+
+_NOT_SMALL = 5.0
+"""Errors up to so many limits are those of rounding, and may be gone for other numbers."""
+
+
+def right_without(e: Evidence) -> str:
+    """Something that the case has and others have not: it is right without."""
+    asked = _asked(e)
+    if asked is None:
+        return ""
+    names = ("cap", "sinks", "fp8", "window", "data", "layers") if _right_keys(e) else ("far", "counts")
+    return "; ".join(_WITHOUT[name](e) for name in names if asked.right_without(name))
+
+
+def _asked(e: Evidence) -> ChangedCases | None:
+    """Other cases, where a number is clearly wrong: with the right KV tokens, or without some of the last ones."""
+    if e.changed is None or e.in_graph or e.swapped or not e.judgement.all_finite or e.judgement.worst is None:
+        return None
+    if _right_keys(e):
+        return e.changed if e.judgement.margin >= _NOT_SMALL and not e.reads_foreign else None
+    return e.changed if _cut_off(e) else None
+
+
+def _right_keys(e: Evidence) -> bool:
+    return e.attended is not None and e.attended.right
+
+
+def _cut_off(e: Evidence) -> bool:
+    """Some of the last KV tokens have no weight, and nothing else is wrong with the others."""
+    attended = e.attended
+    if attended is None or attended.heads or attended.elsewhere or attended.doubled:
+        return False
+    missing = attended.wanted - attended.used
+    return bool(missing) and attended.used < attended.wanted and min(missing) > max(attended.used, default=-1)
+
+
+def _of_data(e: Evidence) -> str:
+    data = e.schedule.case.data
+    text = f"right with other numbers in q, k and v, and wrong with those of this case ({data})"
+    return f"{text}: look at {', '.join(DATA_SUSPECTS[data])}" if data in DATA_SUSPECTS else text
+
+
+def _of_far(e: Evidence) -> str:
+    return (
+        "right with a max_context_len that fits the requests, and wrong with one of "
+        f"{way_of(e.schedule.case).context_len:,}: look at what is sized or split by max_context_len, such as a "
+        "number of splits that is more than are merged"
+    )
+
+
+def _of_counts(e: Evidence) -> str:
+    case = e.schedule.case
+    counts = ", ".join(str(request.new) for request in e.step.requests)
+    return (
+        f"right where every request has {most_rows(case)} new rows, and wrong with {counts}: rows or lengths are "
+        "aligned as if all had the most"
+    )
+
+
+_WITHOUT = {
+    "cap": lambda e: (
+        "right without the soft cap (layer.logit_cap), and wrong with it: look at where it comes. It comes before the "
+        "mask: capped after it, minus infinity is -logit_cap, and masked KV tokens have weight"
+    ),
+    "sinks": lambda e: (
+        "right without sinks (layer.sinks), and wrong with them: look at how a sink joins the denominator, and which "
+        "maximum it goes by"
+    ),
+    "fp8": lambda e: (
+        "right with a KV pool of the model's dtype, and wrong with this one of FP8: look at k_scale and v_scale, and "
+        "at what is rounded to FP8"
+    ),
+    "window": lambda e: (
+        "right without a sliding window, and wrong with one: look at what tiles and splits before the window give"
+    ),
+    "data": _of_data,
+    "layers": lambda e: (
+        f"right with two layers, and wrong with {e.schedule.case.layers.count}: what a layer has of its own is kept "
+        "for two, or taken by turns"
+    ),
+    "far": _of_far,
+    "counts": _of_counts,
+}
+"""Feature -> what is said where the case is right without it."""
+
+
+def later_tiles(e: Evidence) -> str:
+    """With requests cut to one number of KV tokens it is right, and to one more wrong."""
+    asked = _asked(e)
+    if asked is None:
+        return ""
+    most = asked.right_up_to
+    known = f"right where requests are cut to {most} KV tokens, and wrong from {most + 1} on"
+    if not most and _right_keys(e) and (most := asked.right_up_to_without_sinks):
+        return (
+            f"without sinks right where requests are cut to {most} KV tokens, and wrong from {most + 1} on; with sinks "
+            "always wrong: look at the log-sum-exps of splits or tiles of keys, by which they and sinks are merged"
+        )
+    if not most:
+        return ""
+    if _right_keys(e):
+        suspects = ", ".join(DATA_SUSPECTS.get(e.schedule.case.data, [RESCALING]))
+        return f"{known}: look at {suspects}, and at how splits are merged by their log-sum-exps"
+    left_out = "later splits or tiles of keys that are left out, such as partial results that are not merged"
+    data = e.expected.data
+    if e.right_for(replace(data, visible=data.visible & (torch.arange(data.visible.shape[-1]) < most))):
+        return f"KV tokens from {most} on are missing: a fixed capacity of {most}, or {left_out} ({known})"
+    return f"{known}: no length that is off, but {left_out}"
+
+
+def right_with_fewer_requests(e: Evidence) -> str:
+    """The batch without a request, which is like another one of it, is right."""
+    asked = _asked(e)
+    if asked is None or not asked.right_with_fewer:
+        return ""
+    bs = e.schedule.case.bs
+    return (
+        f"right with {bs - 1} requests, and wrong with {bs}, the last of them like others: what is chosen by the "
+        "number of requests, such as a kernel, and a plan that changes at another number"
+    )

@@ -1,0 +1,22 @@
+"""What makes a wrong number of data that are there to show it."""
+
+from __future__ import annotations
+
+__all__ = ["DATA_SUSPECTS", "RESCALING"]
+
+RESCALING = "rescaling of what was summed when a later tile of keys has a larger maximum"
+DATA_SUSPECTS = {
+    "negative": [
+        "a finite value that stands for minus infinity (all logits of this case are near -6e4)",
+        "overflow of q k before it is scaled",
+    ],
+    "peaked": ["overflow or saturation of large logits"],
+    "swamped": ["sums kept in 16 bits, which lose small terms beside a large one (values of this case)"],
+    "saturated": ["a store in FP8 that does not stop at its largest number (values of this case are beyond it)"],
+    "loud": ["the range of q: queries that are limited, or rounded to FP8 (those of this case are large)"],
+    "cliff": [
+        f"{RESCALING} (logits of this case climb and fall by hundreds along the keys)",
+        "overflow or saturation of large logits",
+    ],
+}
+"""Pattern of the data -> what to look at where they are in the case."""

@@ -1,0 +1,73 @@
+"""Something raised: does it in a case that lacks one thing, or on an instance that only this mode uses?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..cases.case import Case
+from ..cases.schedule import Schedule, make_schedule
+from .rerun import Rerunner
+
+__all__ = ["explain_raised"]
+
+_WITHOUT: tuple[tuple[Callable[[Case], Case], Callable[[Case], str]], ...] = (
+    (
+        lambda case: replace(case, layers=replace(case.layers, first=0)),
+        lambda case: (
+            f"the ids of this case's layers begin at {case.layers.first}; where they begin at 0, nothing is "
+            "raised: an id is no index, and the first layer need not have id 0"
+        ),
+    ),
+    (
+        lambda case: replace(case, sinks=False),
+        lambda case: "nothing is raised without sinks (layer.sinks)",
+    ),
+    (
+        lambda case: replace(case, logit_cap=0.0),
+        lambda case: "nothing is raised without a soft cap (layer.logit_cap)",
+    ),
+    (
+        lambda case: replace(case, window=-1, layer_windows="any"),
+        lambda case: "nothing is raised without a sliding window (layer.sliding_window_size)",
+    ),
+    (
+        lambda case: replace(case, kv_dtype="same"),
+        lambda case: "nothing is raised with a KV pool of the model's dtype",
+    ),
+)
+"""A case without something, and what is said where the first step of that raises nothing."""
+
+
+def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) -> str:
+    """A hint, where one thing changed and nothing was raised; else nothing.
+
+    ``in_graph``: it was raised in a graph drive. What is raised in eager runs too is asked about there.
+    """
+    case = schedule.case
+    if case.rounds or case.host is not None:
+        return ""
+    if rerunner.runs_eagerly(schedule) and _eager_raises(rerunner, schedule):
+        return _without(rerunner, schedule)
+    if in_graph and case.mixed and rerunner.graph(schedule) is not None:
+        return (
+            "on an instance that no other mode uses nothing is raised: what is kept for the graphs of one mode, such "
+            "as metadata by batch size alone, is taken for those of another"
+        )
+    return ""
+
+
+def _eager_raises(rerunner: Rerunner, schedule: Schedule) -> bool:
+    return rerunner.eager(schedule, schedule.steps[0]) is None
+
+
+def _without(rerunner: Rerunner, schedule: Schedule) -> str:
+    case = schedule.case
+    for change, told in _WITHOUT:
+        other = change(case)
+        if other == case or not rerunner.claims(other):
+            continue
+        changed = make_schedule(other, "model", False, schedule.lse_dtype)
+        if not _eager_raises(rerunner, changed):
+            return told(case)
+    return ""
