@@ -13,6 +13,7 @@ from functools import cached_property
 from ..cases.case import Case
 from ..cases.layers import PERIOD, Layers
 from ..cases.schedule import Schedule, make_schedule
+from ..cases.ways import way_of
 from ..checks import Judgement
 from ..contract import ForwardMode
 from ..oracle.expect import expect
@@ -38,6 +39,7 @@ _FEATURES: dict[str, Callable[[Case], Case]] = {
     "counts": lambda case: replace(case, new=(most_rows(case),) * case.bs) if case.mode.is_ragged() else case,
     "layers": lambda case: replace(case, layers=Layers()) if case.layers.count > PERIOD else case,
     "far": lambda case: replace(case, way="") if case.way == "far" else case,
+    "big pool": lambda case: replace(case, way="") if way_of(case).pool_elements else case,
 }
 """Name -> the case without that; an equal one where it has none of it."""
 

@@ -153,7 +153,7 @@ def test_every_pattern_that_is_written_is_asked_once() -> None:
 def test_a_pattern_silences_only_those_behind_it() -> None:
     order = {pattern: place for place, pattern in enumerate(_PATTERNS)}
     for pattern, silent in _SAYS_MORE.items():
-        assert pattern is _PATTERNS[0] or all(order[pattern] < order[other] for other in silent)
+        assert silent is _PATTERNS or all(order[pattern] < order[other] for other in silent)
 
 
 def test_every_pattern_that_fits_is_a_hint_and_the_most_telling_comes_first() -> None:

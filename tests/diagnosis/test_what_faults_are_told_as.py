@@ -39,7 +39,9 @@ def findings(slug: str, case: str, execution: str) -> tuple[Finding, ...]:
     return run_item(item, plan).findings
 
 
+BIG_POOL = "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool"
 TOLD = [
+    ("slot-times-stride-in-32-bits", BIG_POOL, "eager", "right where the KV pool is small"),
     # What the numbers are right for.
     ("sink-swallowed-by-kwargs", LEAN, "eager", "right without sinks"),
     ("sink-scaled-like-a-logit", LEAN, "eager", "right with sinks that are scaled as logits are"),

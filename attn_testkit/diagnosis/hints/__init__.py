@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .changed import later_tiles, right_with_fewer_requests, right_without
+from .changed import beyond_32_bits, later_tiles, right_with_fewer_requests, right_without
 from .drafts import only_empty_prefixes
 from .evidence import Evidence
 from .heads import heads_not_computed, results_of_other_heads
@@ -36,6 +36,7 @@ Pattern = Callable[[Evidence], str]
 """Empty where the evidence does not fit."""
 
 _PATTERNS: tuple[Pattern, ...] = (
+    beyond_32_bits,
     stored_elsewhere,
     entered_at_query_offsets,
     rows_of_others,
@@ -79,6 +80,7 @@ _PATTERNS: tuple[Pattern, ...] = (
 _GUESSES: tuple[Pattern, ...] = (right_without, right_with_fewer_requests, later_tiles, key_range, right_keys)
 """Those that ask for other cases, and those that tell what a wrong number or length may come from."""
 _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
+    beyond_32_bits: _PATTERNS,
     stored_elsewhere: _PATTERNS,
     rows_of_other_layers: (later_requests, elsewhere, *_GUESSES),
     kept_from_before: (nothing_computed, key_range, right_keys),

@@ -11,10 +11,20 @@ from ..changed_case import ChangedCases, most_rows
 from .evidence import Evidence
 from .suspects import DATA_SUSPECTS, RESCALING
 
-__all__ = ["later_tiles", "right_with_fewer_requests", "right_without"]
+__all__ = ["beyond_32_bits", "later_tiles", "right_with_fewer_requests", "right_without"]
 
 _NOT_SMALL = 5.0
 """Errors up to so many limits are those of rounding, and may be gone for other numbers."""
+
+
+def beyond_32_bits(e: Evidence) -> str:
+    """In a small pool the same case is right."""
+    if e.changed is None or not e.changed.right_without("big pool"):
+        return ""
+    return (
+        "right where the KV pool is small, and wrong where it has elements beyond 2^31: a slot or a page times a "
+        "stride takes 64 bits (.to(tl.int64), int64_t)"
+    )
 
 
 def right_without(e: Evidence) -> str:
