@@ -29,15 +29,16 @@ def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> 
     first = next(place for place, case in enumerate(cases) if case.data in EXTREME_DATA)
     assert [case.data for case in cases if case.data in EXTREME_DATA] == list(EXTREME_DATA)
     assert all(came_later(case) for case in cases[first:])
-    assert [case.kv_dtype for case in EXTREMES[mode]] == ["fp8_e4m3", "same", "fp8_e4m3"]
+    assert [case.kv_dtype for case in EXTREMES[mode]] == ["fp8_e4m3", "same", "fp8_e4m3", "same"]
 
 
 def test_only_what_is_claimed_and_not_in_smoke() -> None:
     assert extremes(CLAIMS, "smoke") == []
-    assert extremes(CLAIMS.with_changes(kv_dtypes={"same"})) == ["swamped"]
-    assert extremes(CLAIMS.with_changes(dtypes={"bf16"})) == ["saturated", "loud"]
+    assert extremes(CLAIMS.with_changes(kv_dtypes={"same"})) == ["swamped", "towering"]
+    assert extremes(CLAIMS.with_changes(dtypes={"bf16"})) == ["saturated", "loud", "towering"]
+    assert extremes(CLAIMS.with_changes(dtypes={"fp32"})) == ["saturated", "loud"], "nothing of 16 bits"
     assert extremes(CLAIMS.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated", "loud"]
-    assert extremes(CLAIMS.with_changes(max_context_len=4096)) == ["saturated", "loud"], "with its token it is longer"
+    assert extremes(CLAIMS.with_changes(max_context_len=4096)) == ["saturated", "loud", "towering"], "with its token it is longer"
     assert not set(DATA) & set(EXTREME_DATA), "no covering array has them"
 
 
@@ -88,3 +89,19 @@ def test_loud_queries_are_within_fp8_and_beyond_240_and_their_logits_are_usual(c
         assert 0.1 < float(part[seen].std()) < 3, "as much as all other channels, in units of a logit"
         limited = (last.clamp(-224, 224) - last)[:, None].unflatten(-1, (heads, -1)) * of_row[..., None]
         assert float(limited.flatten(-2)[seen].abs().max() * layer.scaling) > 0.05
+
+
+@pytest.mark.parametrize("dtypes", [{"fp16", "bf16", "fp32"}, {"bf16"}])
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_three_towering_values_are_beyond_16_bits_and_no_output_is(mode: ForwardMode, dtypes: set[str]) -> None:
+    cases = generate(CLAIMS.with_changes(dtypes=dtypes), mode, "core")
+    (case,) = (case for case in cases if case.data == "towering")
+    assert case.dtype == max(dtypes - {"fp32"})
+    schedule = make_schedule(case)
+    wanted = expect(schedule, schedule.steps[0])
+    largest = float(torch.finfo(torch.float16).max)
+    values = wanted.data.values
+    held = torch.cat([values[:, i, :length] for i, length in enumerate(schedule.steps[0].lens)], 1)
+    assert float(held.abs().min()) * 3 > largest and float(held.abs().max()) * 2 < largest
+    assert bool((held[:, :1].sign() == held.sign()).all()), "a channel has one sign"
+    assert 20_000 < float(wanted.attention.abs().max()) < largest
