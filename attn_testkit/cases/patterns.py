@@ -20,8 +20,8 @@ Patterns
     ``loud``       one channel of the queries is between 256 and 448, the largest number of FP8, and that of the keys
                    so small that logits are as those of ``gauss``: who limits queries to 224 or 240, as is right for
                    another FP8, has other logits.
-    ``towering``   equal weights, and values of about 30,000, each channel of one sign: a product of 16 bits that is not yet
-                   divided by the sum of the weights is infinite from the third key on.
+    ``towering``   equal weights, and values of about 30,000, each channel of one sign: a product of 16 bits that is not
+                   yet divided by the sum of the weights is infinite from the third key on.
     ``codes``      Q = 0, so all keys of a row weigh the same, and every key has a code of +1 and -1 for a value: a
                    walk along the keys that stays within ``CODE_BOUND`` in each channel. Values of any run of keys
                    nearly cancel, so outputs and their rounding are of the size of one key of n, not of 1; and the
