@@ -1,4 +1,4 @@
-"""Cases for arithmetic that is right until numbers are large: stores and queries in FP8, sums and products of 16 bits."""
+"""Cases for arithmetic that is right until numbers are large: stores, queries, sums and products of few bits."""
 
 from __future__ import annotations
 
