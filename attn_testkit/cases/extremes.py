@@ -28,7 +28,6 @@ def extreme_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         yield replace(one, dtype="fp16", kv_dtype="same", data="swamped")
     if "fp8_e4m3" in claims.kv_dtypes:
         yield replace(fp8, data="loud")
-    # The models' dtype that has the range of 16-bit products, if it is claimed.
-    if claims.dtypes != {"fp32"} and "same" in claims.kv_dtypes:
-        narrow = max(claims.dtypes - {"fp32"})
-        yield replace(fp8, dtype=narrow, kv_dtype="same", prefixes=_FEW_KEYS, data="towering")
+    for dtype, data in (("fp16", "towering"), ("bf16", "colossal")):
+        if dtype in claims.dtypes and "same" in claims.kv_dtypes:
+            yield replace(fp8, dtype=dtype, kv_dtype="same", prefixes=_FEW_KEYS, data=data)

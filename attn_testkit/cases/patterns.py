@@ -22,6 +22,7 @@ Patterns
                    another FP8, has other logits.
     ``towering``   equal weights, and values of about 30,000, each channel of one sign: a product of 16 bits that is not
                    yet divided by the sum of the weights is infinite from the third key on.
+    ``colossal``   the same, and keys as well, ten times as large: each is beyond what fp16 holds, and a bf16 number.
     ``codes``      Q = 0, so all keys of a row weigh the same, and every key has a code of +1 and -1 for a value: a
                    walk along the keys that stays within ``CODE_BOUND`` in each channel. Values of any run of keys
                    nearly cancel, so outputs and their rounding are of the size of one key of n, not of 1; and the
@@ -161,6 +162,12 @@ def _towering(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Dra
     return torch.zeros(q), torch.zeros(k), values
 
 
+def _colossal(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    # The products of such keys with queries of 0 are 0; those of an infinite key are NaN.
+    queries, _, values = _towering(q, k, v, rng)
+    return queries, torch.full(k, 10 * _TOWERING), 10 * values
+
+
 def _codes(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     return torch.zeros(q), normals(k, rng), balanced_codes(v, rng)
 
@@ -193,6 +200,7 @@ _MAKERS: dict[str, _Maker] = {
     "swamped": _swamped,
     "loud": _loud,
     "towering": _towering,
+    "colossal": _colossal,
     "codes": _codes,
 }
 

@@ -146,3 +146,24 @@ class ProductsOf16BitsOverflow(TiledBackend):
     @override
     def added(self, out: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         return out + part.half().float()
+
+
+@fault(
+    slug="bf16-rows-converted-to-fp16",
+    source="general; vLLM #53334",
+    modes=_ALL,
+    checks=("finite",),
+    hint="overflow",
+)
+class Bf16RowsConvertedToFp16(TiledBackend):
+    """Keys and values of a bf16 model are converted to fp16 for the kernel, where large ones are infinite."""
+
+    capabilities = TiledBackend.capabilities.with_changes(dtypes={"bf16"}, kv_dtypes={"same"})
+
+    @override
+    def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().logits(rows, keys.half().float(), layer)
+
+    @override
+    def product(self, p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return super().product(p, values.half().float())
