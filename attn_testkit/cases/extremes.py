@@ -1,4 +1,4 @@
-"""Cases for arithmetic that is right until numbers are large: a store in FP8, queries in FP8, and sums of 16 bits."""
+"""Cases for arithmetic that is right until numbers are large: stores, queries, sums and products of few bits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ __all__ = ["extreme_cases"]
 _MANY_KEYS = 4096
 """As many small terms as a 16-bit sum loses for certain: in each of 16 splits too, a large one among them."""
 
+_FEW_KEYS = (70, 20)
+"""More than the smallest tiles, beside a request of little more than one."""
+
 
 def extreme_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """What is claimed of them, made of ``small``, a case with as little work for each key as is claimed."""
@@ -25,3 +28,6 @@ def extreme_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         yield replace(one, dtype="fp16", kv_dtype="same", data="swamped")
     if "fp8_e4m3" in claims.kv_dtypes:
         yield replace(fp8, data="loud")
+    for dtype, data in (("fp16", "towering"), ("bf16", "colossal")):
+        if dtype in claims.dtypes and "same" in claims.kv_dtypes:
+            yield replace(fp8, dtype=dtype, kv_dtype="same", prefixes=_FEW_KEYS, data=data)

@@ -20,6 +20,9 @@ Patterns
     ``loud``       one channel of the queries is between 256 and 448, the largest number of FP8, and that of the keys
                    so small that logits are as those of ``gauss``: who limits queries to 224 or 240, as is right for
                    another FP8, has other logits.
+    ``towering``   equal weights, and values of about 30,000, each channel of one sign: a product of 16 bits that is not
+                   yet divided by the sum of the weights is infinite from the third key on.
+    ``colossal``   the same, and keys as well, ten times as large: each is beyond what fp16 holds, and a bf16 number.
     ``codes``      Q = 0, so all keys of a row weigh the same, and every key has a code of +1 and -1 for a value: a
                    walk along the keys that stays within ``CODE_BOUND`` in each channel. Values of any run of keys
                    nearly cancel, so outputs and their rounding are of the size of one key of n, not of 1; and the
@@ -53,6 +56,8 @@ CODE_BOUND = 8
 """Codes of neighbouring keys sum to no more than twice this, in any channel. A power of two."""
 LARGEST_FP8 = 448.0
 """Of e4m3fn."""
+_TOWERING = 32000.0
+"""Near half of the largest number of fp16: the sum of three is beyond it, and their mean is not."""
 _STRIDE = 7
 
 
@@ -151,6 +156,18 @@ def _loud(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     return queries, keys, values
 
 
+def _towering(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    sign = 1.0 - 2 * (torch.arange(v[-1]) % 2)
+    values = sign * (_TOWERING - 1000 * normals(v, rng).abs().clamp(max=4.0))
+    return torch.zeros(q), torch.zeros(k), values
+
+
+def _colossal(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    # The products of such keys with queries of 0 are 0; those of an infinite key are NaN.
+    queries, _, values = _towering(q, k, v, rng)
+    return queries, torch.full(k, 10 * _TOWERING), 10 * values
+
+
 def _codes(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     return torch.zeros(q), normals(k, rng), balanced_codes(v, rng)
 
@@ -182,6 +199,8 @@ _MAKERS: dict[str, _Maker] = {
     "saturated": _saturated,
     "swamped": _swamped,
     "loud": _loud,
+    "towering": _towering,
+    "colossal": _colossal,
     "codes": _codes,
 }
 

@@ -128,3 +128,42 @@ class SumsOf16Bits(TiledBackend):
     @override
     def added(self, out: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         return (out + part).half().float()
+
+
+@fault(
+    slug="products-of-16-bits-overflow",
+    source="llama.cpp #17746, llama.cpp #18614",
+    modes=_ALL,
+    checks=("finite", "matches-oracle"),
+    hint="overflow",
+)
+class ProductsOf16BitsOverflow(TiledBackend):
+    """P V of a tile of keys is rounded to fp16 before it is added in float32: large values make it infinite."""
+
+    capabilities = TiledBackend.capabilities.with_changes(dtypes={"fp16"}, kv_dtypes={"same"})
+    keys_in_tile = 16
+
+    @override
+    def added(self, out: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        return out + part.half().float()
+
+
+@fault(
+    slug="bf16-rows-converted-to-fp16",
+    source="general; vLLM #53334",
+    modes=_ALL,
+    checks=("finite",),
+    hint="overflow",
+)
+class Bf16RowsConvertedToFp16(TiledBackend):
+    """Keys and values of a bf16 model are converted to fp16 for the kernel, where large ones are infinite."""
+
+    capabilities = TiledBackend.capabilities.with_changes(dtypes={"bf16"}, kv_dtypes={"same"})
+
+    @override
+    def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return super().logits(rows, keys.half().float(), layer)
+
+    @override
+    def product(self, p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return super().product(p, values.half().float())

@@ -12,7 +12,7 @@ from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
-from attn_testkit.oracle.expect import expect
+from attn_testkit.oracle.expect import Expected, expect
 
 CLAIMS = TorchNativeBackend.capabilities
 EXTREMES = {mode: [c for c in generate(CLAIMS, mode, "core") if c.data in EXTREME_DATA] for mode in ForwardMode}
@@ -29,15 +29,17 @@ def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> 
     first = next(place for place, case in enumerate(cases) if case.data in EXTREME_DATA)
     assert [case.data for case in cases if case.data in EXTREME_DATA] == list(EXTREME_DATA)
     assert all(came_later(case) for case in cases[first:])
-    assert [case.kv_dtype for case in EXTREMES[mode]] == ["fp8_e4m3", "same", "fp8_e4m3"]
+    assert [case.kv_dtype for case in EXTREMES[mode]] == ["fp8_e4m3", "same", "fp8_e4m3", "same", "same"]
 
 
 def test_only_what_is_claimed_and_not_in_smoke() -> None:
     assert extremes(CLAIMS, "smoke") == []
-    assert extremes(CLAIMS.with_changes(kv_dtypes={"same"})) == ["swamped"]
-    assert extremes(CLAIMS.with_changes(dtypes={"bf16"})) == ["saturated", "loud"]
+    assert extremes(CLAIMS.with_changes(kv_dtypes={"same"})) == ["swamped", "towering", "colossal"]
+    assert extremes(CLAIMS.with_changes(dtypes={"bf16"})) == ["saturated", "loud", "colossal"]
+    assert extremes(CLAIMS.with_changes(dtypes={"fp32"})) == ["saturated", "loud"], "nothing of 16 bits"
     assert extremes(CLAIMS.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated", "loud"]
-    assert extremes(CLAIMS.with_changes(max_context_len=4096)) == ["saturated", "loud"], "with its token it is longer"
+    a_key_less = CLAIMS.with_changes(max_context_len=4096)
+    assert extremes(a_key_less) == ["saturated", "loud", "towering", "colossal"], "with its token it is longer"
     assert not set(DATA) & set(EXTREME_DATA), "no covering array has them"
 
 
@@ -88,3 +90,33 @@ def test_loud_queries_are_within_fp8_and_beyond_240_and_their_logits_are_usual(c
         assert 0.1 < float(part[seen].std()) < 3, "as much as all other channels, in units of a logit"
         limited = (last.clamp(-224, 224) - last)[:, None].unflatten(-1, (heads, -1)) * of_row[..., None]
         assert float(limited.flatten(-2)[seen].abs().max() * layer.scaling) > 0.05
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if case.data == "towering"], ids=lambda case: case.id)
+def test_three_towering_values_are_beyond_16_bits_and_no_output_is(case: Case) -> None:
+    wanted, held = held_values(case)
+    largest = float(torch.finfo(torch.float16).max)
+    assert case.dtype == "fp16"
+    assert float(held.abs().min()) * 3 > largest
+    assert float(held.abs().max()) * 2 < largest
+    assert bool((held[:, :1].sign() == held.sign()).all()), "a channel has one sign"
+    assert 20_000 < float(wanted.attention.abs().max()) < largest
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if case.data == "colossal"], ids=lambda case: case.id)
+def test_every_colossal_key_and_value_is_beyond_fp16(case: Case) -> None:
+    wanted, held = held_values(case)
+    largest = float(torch.finfo(torch.float16).max)
+    assert case.dtype == "bf16"
+    assert float(held.abs().min()) > largest
+    assert bool((wanted.data.k.abs() > largest).all())
+    assert not wanted.data.q.any()
+    assert largest < float(wanted.attention.abs().max()) < 10 * largest
+
+
+def held_values(case: Case) -> tuple[Expected, torch.Tensor]:
+    """What is due at the first step, and [L, keys, Hk, Dv]: the values of all its requests."""
+    schedule = make_schedule(case)
+    wanted = expect(schedule, schedule.steps[0])
+    lens = schedule.steps[0].lens
+    return wanted, torch.cat([wanted.data.values[:, i, :length] for i, length in enumerate(lens)], 1)
