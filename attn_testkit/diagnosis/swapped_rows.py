@@ -22,7 +22,7 @@ __all__ = ["SwappedRow", "find_swapped"]
 
 _MOST_ROWS = 12
 """Wrong rows that are compared."""
-_SAME_QUERIES, _OTHER_PATTERN = ("mean", "negative", CODES), "gauss"
+_SAME_QUERIES, _OTHER_PATTERN = ("mean", "negative", "towering", "colossal", CODES), "gauss"
 """Data in which a row's result does not depend on its query, so that a row before it looks like a shorter length; and
 data to ask with instead."""
 
@@ -111,7 +111,7 @@ def _copy_of(judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, row:
     data, all_rows = judgement.expected.data, judgement.out[layers].double()
     same = (all_rows == out[:, None]).permute(1, 0, 2, 3).flatten(1).all(-1)
     same &= data.row_request != data.row_request[row]
-    if not same.any() or not (out.abs().sum((-1, -2)) > 0).all():
+    if not same.any() or not out.isfinite().all() or not (out.abs().sum((-1, -2)) > 0).all():
         return []
     return [SwappedRow(*_place(data, row), *_place(data, int(same.nonzero()[0])), copied=True)]
 

@@ -266,6 +266,12 @@ def test_nothing_is_no_copy_of_nothing() -> None:
     assert copied(layer) == copied(torch.zeros(2, 4, 32)) == []
 
 
+def test_infinity_is_no_copy_of_infinity() -> None:
+    one = nobodys()
+    one[0, 0, 0] = torch.inf
+    assert copied(one) == copied(torch.full((2, 4, 32), torch.inf)) == []
+
+
 def test_one_value_that_is_the_same_is_no_copy() -> None:
     def change(out: torch.Tensor, expected: Any) -> None:
         out[:, 0] = nobodys()

@@ -131,6 +131,18 @@ TOLD = [
         "eager",
         "a NaN where logits are large: look at exponentials that are taken without the maximum",
     ),
+    (
+        "products-of-16-bits-overflow",
+        "extend-mqa4-d64-fp16-p1-k70.20-n2a2x2-shared-towering-b2prod",
+        "eager",
+        "not finite where values are large: look at products of weights and values in 16 bits",
+    ),
+    (
+        "bf16-rows-converted-to-fp16",
+        "decode-mqa4-d64-bf16-p1-k70.20-contiguous-colossal-b2prod",
+        "eager",
+        "not finite where values are large: look at rows of bf16 that are converted to fp16",
+    ),
     ("lse-heads-before-rows", PARTS, "eager", "heads lie before rows in its memory"),
     # Which KV tokens.
     (

@@ -9,7 +9,7 @@ from ...contract import AttentionLayer
 from ...oracle.expect import attend_with_limit
 from ..attended_keys import AttendedKeys
 from .evidence import Evidence
-from .suspects import DATA_SUSPECTS, RESCALING
+from .suspects import DATA_SUSPECTS, LARGE_VALUES, RESCALING
 
 __all__ = ["narrow_products", "new_rows", "other_scaling", "right_keys"]
 
@@ -86,7 +86,8 @@ def right_keys(e: Evidence) -> str:
     if not e.judgement.all_finite:
         large = not e.observed.replay and ", ".join(_NAN_SUSPECTS.get(case.data, DATA_SUSPECTS.get(case.data, [])))
         if large or _cannot_tell(e, attended):
-            return f"a NaN where logits are large: look at {large}" if large else ""
+            what = "not finite where values" if case.data in LARGE_VALUES else "a NaN where logits"
+            return f"{what} are large: look at {large}" if large else ""
     if not attended.normalised:
         fp8 = "FP8 scales, " if case.kv_dtype != "same" else ""
         cap = " (a soft cap comes before the mask)" if case.logit_cap else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DATA_SUSPECTS", "RESCALING"]
+__all__ = ["DATA_SUSPECTS", "LARGE_VALUES", "RESCALING"]
 
 RESCALING = "rescaling of what was summed when a later tile of keys has a larger maximum"
 DATA_SUSPECTS = {
@@ -14,9 +14,13 @@ DATA_SUSPECTS = {
     "swamped": ["sums kept in 16 bits, which lose small terms beside a large one (values of this case)"],
     "saturated": ["a store in FP8 that does not stop at its largest number (values of this case are beyond it)"],
     "loud": ["the range of q: queries that are limited, or rounded to FP8 (those of this case are large)"],
+    "towering": ["products of weights and values in 16 bits that are not yet divided by the sum of the weights"],
+    "colossal": ["rows of bf16 that are converted to fp16, whose largest number is 65,504"],
     "cliff": [
         f"{RESCALING} (logits of this case climb and fall by hundreds along the keys)",
         "overflow or saturation of large logits",
     ],
 }
 """Pattern of the data -> what to look at where they are in the case."""
+LARGE_VALUES = ("towering", "colossal")
+"""Patterns whose logits are 0, and whose values are large."""
