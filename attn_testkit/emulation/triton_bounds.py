@@ -24,7 +24,6 @@ from attn_testkit.emulation.sites import author_site
 __all__ = ["atomics_looked_at", "look_at_load", "look_at_store", "looking_at_accesses", "pointers_of_its_own"]
 
 Array = npt.NDArray[Any]
-Replacement = tuple[Any, str, Any]
 
 
 @dataclass
@@ -115,9 +114,8 @@ def pointers_of_its_own(stock: Callable[..., Any]) -> Callable[..., Any]:
     return create_int_to_ptr
 
 
-def atomics_looked_at(builder: Any) -> list[Replacement]:
-    """(object, attribute, replacement) for read-modify-write, which stores where its mask is set."""
-    stock = builder.create_atomic_rmw
+def atomics_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder's ``create_atomic_rmw``, which stores where its mask is set."""
 
     @functools.wraps(stock)
     def create_atomic_rmw(self: Any, operation: Any, ptr: Any, value: Any, mask: Any, *rest: Any) -> Any:
@@ -126,4 +124,4 @@ def atomics_looked_at(builder: Any) -> list[Replacement]:
         look_at_store((addresses[chosen],), np.asarray(value.data).itemsize)
         return stock(self, operation, ptr, value, mask, *rest)
 
-    return [(builder, "create_atomic_rmw", create_atomic_rmw)]
+    return create_atomic_rmw

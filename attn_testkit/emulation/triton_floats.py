@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.emulation.private import disable_functions, disable_modes
+from attn_testkit.emulation.triton_bounds import atomics_looked_at
 
 Array = npt.NDArray[Any]
 Replacement = tuple[Any, str, Any]
@@ -289,7 +290,7 @@ def _atomics(module: Any) -> list[Replacement]:
             before[at] = old[0]
         return handle(before.reshape(shape), val.dtype.scalar)
 
-    return [(builder, "create_atomic_rmw", create_atomic_rmw)]
+    return [(builder, "create_atomic_rmw", atomics_looked_at(create_atomic_rmw))]
 
 
 def _prints(module: Any) -> list[Replacement]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attn_testkit.emulation.triton_bounds import atomics_looked_at, look_at_load, look_at_store, pointers_of_its_own
+from attn_testkit.emulation.triton_bounds import look_at_load, look_at_store, pointers_of_its_own
 
 Array = npt.NDArray[Any]
 Replacement = tuple[Any, str, Any]
@@ -42,7 +42,6 @@ def replacements(module: Any) -> list[Replacement]:
             (builder, "create_expand_dims", _expand_dims_of(module, pointers, builder.create_expand_dims)),
             (builder, "create_broadcast", _broadcast_of(module, pointers, builder.create_broadcast)),
             (builder, "create_int_to_ptr", pointers_of_its_own(builder.create_int_to_ptr)),
-            *atomics_looked_at(builder),
         ]
         stock = {name: getattr(builder, name) for _, name, _ in found}
         works = np.array_equal(_sample(module, stock), _sample(module, {name: new for _, name, new in found}))

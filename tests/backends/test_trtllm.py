@@ -95,7 +95,7 @@ FAULTS = [
     ("TableOfThePrefix", "eager", MLA_VERIFY, "has nan in its output"),
     ("MetadataOfTheCapture", "graph", MLA_DECODE, "is right in eager"),
     ("CountersAllocatedInCapture", "graph", MLA_DECODE, "it lives on memory that was allocated in a capture"),
-    ("LatentScaleForgotten", "eager", MLA_FP8, "look at scale, FP8 scales"),
+    ("LatentScaleForgotten", "eager", MLA_FP8, "look at k_scale and v_scale"),
 ]
 TOKENSPEED_FAULTS = [
     ("WorkspaceMadeInForward", "graph", TS_MIXED, "the graph uses memory that is gone"),

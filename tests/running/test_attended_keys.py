@@ -26,7 +26,7 @@ TEXTS = [
     ("d_kv_extent:PageIdUsedAsSlot", DECODE, "reads-own-kv", "none of its own KV tokens is read"),
     ("d_kv_extent:DecodeMissesItsOwnKey", DECODE, "matches-oracle", "the last KV token is missing"),
     ("d_kv_extent:NonMonotonicSlots", REVERSED, "matches-oracle", "mixed up with each other"),
-    ("g_scales_and_sinks:SoftCapAfterMask", SOFT_CAP, "matches-oracle", "a soft cap comes before the mask"),
+    ("g_scales_and_sinks:SoftCapAfterMask", SOFT_CAP, "matches-oracle", "It comes before the mask"),
     ("h_empty_and_splits:EmptySplitsNotWritten", SHORT_FIRST, "finite", "memory that nobody wrote"),
     ("h_empty_and_splits:CombineWithoutMaximum", NEGATIVE, "finite", "near -6e4"),
     ("h_empty_and_splits:ZeroTimesNan", SHORT_FIRST, "reads-own-kv", "0 * NaN is NaN"),
