@@ -21,6 +21,7 @@ __all__ = [
     "MODES",
     "NOT_STARTED",
     "NO_CASE",
+    "NO_ROOM",
     "PYTHON_VARIABLE",
     "CaseResult",
     "ErrorMap",
@@ -48,6 +49,8 @@ EXECUTIONS = ("eager", "graph")
 
 KIT_ERROR = "the kit itself failed: "
 """How the reason of a result begins when the fault is ours, not the backend's."""
+NO_ROOM = "no room "
+"""How the reason begins where the machine has not the memory that a case takes."""
 NOT_STARTED = "not started: "
 """How the reason of a result begins that the budget of the run left no time for."""
 PYTHON_VARIABLE = "ATTN_TESTKIT_PYTHON"
@@ -256,6 +259,11 @@ class CaseResult:
         return self.status is Status.NOT_RUN_HERE and self.reason.startswith(NOT_STARTED)
 
     @property
+    def had_no_room(self) -> bool:
+        """The machine has not the memory that it takes: nothing is known of it, and nobody is to blame."""
+        return self.status is Status.NOT_RUN_HERE and self.reason.startswith(NO_ROOM)
+
+    @property
     def of_the_kit(self) -> bool:
         """Our own code failed here: this says nothing about the backend."""
         return self.reason.startswith(KIT_ERROR)
@@ -323,6 +331,7 @@ def exit_code(
         return 1 if problems else 5
     counts = Counter(result.status for result in runs)
     accounted = sum(counts[status] for status in RAN | {Status.QUARANTINED})
+    accounted += sum(result.had_no_room for result in runs)
     # Known failures alone are no green: then nothing is known to work.
     good = counts[Status.PASSED] and accounted + left >= planned and not any(counts[status] for status in BAD)
     if not good or problems:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attn_testkit.checks.failures import is_ctrl_c
 
-__all__ = ["ContractError", "DriveError", "NoRoomError", "ShapeError", "blame", "no_mode_left"]
+__all__ = ["ContractError", "DriveError", "NoRoomError", "ShapeError", "blame", "no_mode_left", "out_of_memory"]
 
 
 class DriveError(Exception):
@@ -43,6 +43,12 @@ class NoRoomError(Exception):
 
 class ShapeError(Exception):
     """An output has the wrong shape, dtype or device; the model cannot go on."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator said no, of a device or of a host, for which torch has no type of its own."""
+    words = "out of memory", "can't allocate memory", "Cannot allocate memory"
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words))
 
 
 @contextmanager

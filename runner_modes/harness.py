@@ -31,8 +31,9 @@ from attn_testkit.contract import (
 )
 from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
 from attn_testkit.model import Model, Trace, pack, row_width
+from attn_testkit.results import NO_ROOM
 
-from .errors import NoRoomError, blame, no_mode_left
+from .errors import NoRoomError, blame, no_mode_left, out_of_memory
 from .kv_groups import GroupWatch
 from .packing import Bytes, Sent, bytes_of
 from .past_modes import past_modes
@@ -138,10 +139,9 @@ def _pool(
             pages * case.page_size, case.page_size, layers, dtype, device, case.kv_layout, own_layout, cleared=cleared
         )
     except RuntimeError as error:
-        # torch has no type of its own for a host that is full.
-        if cleared or not any(words in str(error) for words in ("out of memory", "allocate memory")):
+        if cleared or not out_of_memory(error):
             raise
-        raise NoRoomError(f"no room for a KV pool with more than 2^31 elements: {first_line(error)}") from None
+        raise NoRoomError(f"{NO_ROOM}for a KV pool of more than 2^31 elements: {first_line(error)}") from None
 
 
 class ServerHarness:

@@ -24,6 +24,7 @@ __all__ = [
 
 MOST_USUAL_RATIO = 8
 """Query heads a KV head that a covering array goes up to."""
+_MOST_PAGE = 64
 
 
 def head_layouts(claims: Capabilities) -> list[Heads]:
@@ -105,12 +106,12 @@ def claimed_companions(claims: Capabilities, case: Case, modes: Set[ForwardMode]
 
 
 def neighbour_of(claims: Capabilities, case: Case) -> Case:
-    """The case of another instance in the process, as a draft model has one beside its target's: fewer or more heads.
+    """The case of another instance in the process, as a draft model has one beside its target's.
 
-    The same heads where no others are claimed.
+    It has other heads and other pages, where others are claimed.
     """
     own = case.heads
-    for heads in head_layouts(claims):
-        if (heads.family == "mla") == (own.family == "mla") and heads.q_heads != own.q_heads:
-            return as_claimed(claims, replace(case, heads=heads))
-    return case
+    layouts = [heads for heads in head_layouts(claims) if (heads.family == "mla") == (own.family == "mla")]
+    heads = next((each for each in layouts if each.q_heads != own.q_heads), own)
+    pages = sorted(claims.page_sizes, key=lambda size: (size == case.page_size, size > _MOST_PAGE, size))
+    return as_claimed(claims, replace(case, heads=heads, page_size=pages[0]))

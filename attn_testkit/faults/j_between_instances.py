@@ -137,3 +137,29 @@ class TicketsOfTheProcess(CountingBackend):
             self.tickets.add_(1)
             self.counters.add_(1)
         return out
+
+
+_PAGE_SIZES: dict[torch.device, int] = {}
+
+
+@fault(
+    slug="page-size-of-the-instance-built-last",
+    source="sglang #28559 (what the last instance was built with decides for all)",
+    modes=_FEW_ROWS,
+    checks=("steps-independent", "buckets-independent"),
+    hint="no other instance is at work",
+)
+class PageSizeOfTheInstanceBuiltLast(PlannedBackend):
+    """A constant of the kernel module is the page size of the instance that was built last."""
+
+    capabilities = LEAN
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        _PAGE_SIZES[context.device] = context.page_size
+
+    @override
+    def key_slots(self, meta: Metadata) -> torch.Tensor:
+        page = self.context.page_size
+        offset = self.index[:page] % _PAGE_SIZES[self.context.device]
+        return (meta.page_table.long()[:, :, None] * page + offset).flatten(1)

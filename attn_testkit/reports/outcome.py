@@ -34,7 +34,8 @@ def verdict(
     runs = [row for row in rows if row.case]
     counts = Counter(run.status for run in runs)
     ran = sum(counts[status] for status in RAN)
-    accounted = ran + counts[Status.QUARANTINED]
+    no_room = sum(run.had_no_room for run in runs)
+    accounted = ran + counts[Status.QUARANTINED] + no_room
     of = f"of {header.planned} claimed case-runs"
     ours = sum(run.of_the_kit for run in runs)
     counts[Status.CRASHED] -= ours
@@ -57,6 +58,7 @@ def verdict(
     if accounted + left < header.planned:
         return f"INCOMPLETE: {ran} {of} ran"
     other = [(counts[Status.KNOWN_FAILURE], "known failures"), (counts[Status.QUARANTINED], "quarantined")]
+    other.append((no_room, "not run here, for want of memory"))
     text = ", ".join([f"{counts[Status.PASSED]} {of} passed", *(f"{n} {what}" for n, what in other if n)])
     if not counts[Status.PASSED]:
         return f"NOT CONFORMANT: {text}; nothing is known to work{cut}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,6 +12,8 @@ import torch
 
 from ..cases.case import Case, parse_case
 from ..cases.companions import claimed_companions, neighbour_of
+from ..cases.data import DTYPES
+from ..cases.kv_groups import pages_in_pool
 from ..cases.loop import loop_modes, make_loop
 from ..cases.schedule import Schedule, Step, make_schedule, only
 from ..cases.ways import way_of
@@ -20,16 +24,17 @@ from ..checks.lossless import Spoken
 from ..checks.observation import Observation
 from ..contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
 from ..environment import Environment, missing_here
-from ..results import Finding
+from ..results import NO_ROOM, Finding
 from ..runner_modes.clock import Clock
 from ..runner_modes.eager import run_eager
-from ..runner_modes.errors import DriveError, NoRoomError
+from ..runner_modes.errors import DriveError, NoRoomError, out_of_memory
 from ..runner_modes.graphs import GraphRun, drive_graphs
 from ..runner_modes.harness import ServerHarness
 from ..runner_modes.hook_answers import kernels_of
 from ..runner_modes.lossless import run_loop
 from ..runner_modes.messages import DriveCase, Driven, Rerun, StepRecord
 from ..runner_modes.neighbour import EagerNeighbour
+from .memory_limit import no_more_than
 
 __all__ = ["drive_case", "gradients_off", "loop_of", "request_to_isolate", "rerun", "schedule_for", "schedules_of"]
 
@@ -125,7 +130,7 @@ def drive_case(
     lost = ""
     driven = Driven()
     try:
-        with environment.active(), gradients_off(case):
+        with environment.active(), gradients_off(case), _room_for(schedules[0], environment):
             before = _gradient_modes()
             driven = run(backend_class, drive, environment)
             driven = replace(driven, spoken=_loop(backend_class, drive, request.execution, environment))
@@ -137,6 +142,8 @@ def drive_case(
     except DriveError as error:
         cause = error.__cause__
         assert cause is not None
+        if way_of(case).pool_elements and out_of_memory(cause):
+            return Driven(not_here=f"{NO_ROOM}beside a KV pool of more than 2^31 elements: {first_line(cause)}")
         if context_lost(cause):
             lost = first_line(cause)
         # Of a way something else may be None.
@@ -154,6 +161,22 @@ def drive_case(
         kernels=drive.kernels,
         records=driven.records if drive.stage is Stage.COMPLETED else drive.records(drive.observed),
     )
+
+
+_BESIDE_A_BIG_POOL = 3 << 30
+"""Bytes. Where CUDA is emulated, a KV pool that is mostly unused takes addresses and little memory; a copy of it, which
+is right and slow, takes all of it."""
+
+
+def _room_for(schedule: Schedule, environment: Environment) -> contextlib.AbstractContextManager[None]:
+    if not environment.emulated or not way_of(schedule.case).pool_elements:
+        return contextlib.nullcontext()
+    # The pool of an earlier case is no room for a copy of this one.
+    gc.collect()
+    case, (_, heads, width) = schedule.case, schedule.case.head_shape
+    parts, size = 1 if case.heads.family == "mla" else 2, DTYPES[case.dtype].itemsize
+    pool = case.layers.count * parts * (pages_in_pool(schedule) + 1) * case.page_size * heads * width * size
+    return no_more_than(pool + _BESIDE_A_BIG_POOL)
 
 
 def _gradient_modes() -> str:

@@ -20,7 +20,7 @@ from attn_testkit.reports.page import MOST_NAMED, MOST_OF_A_CAUSE
 from attn_testkit.reports.record import Record, Report, plain, read_report, schema
 from attn_testkit.reports.render import html_page, markdown_summary
 from attn_testkit.reports.tally import rows, text_table
-from attn_testkit.results import NOT_STARTED, CaseResult, Status, exit_code, format_failure
+from attn_testkit.results import NO_ROOM, NOT_STARTED, CaseResult, Status, exit_code, format_failure
 
 
 def run_of(words: str, **header) -> Report:
@@ -449,6 +449,19 @@ def test_green_requires_that_something_ran_and_nothing_is_missing():
     assert exit_code(1, [quarantined]) == 1
     assert exit_code(0, []) == 5
     assert exit_code(1, [passed], interrupted=True) == 2
+
+
+def test_what_a_machine_has_no_room_for_is_told_and_costs_no_verdict():
+    passed = CaseResult("b", "decode", "eager", "c", Status.PASSED)
+    no_room = replace(passed, status=Status.NOT_RUN_HERE, reason=f"{NO_ROOM}for a KV pool")
+    assert exit_code(2, [passed, no_room]) == 0
+    assert exit_code(3, [passed, no_room]) == 1
+    assert exit_code(1, [no_room]) == 1, "nothing is known to work"
+    assert exit_code(2, [passed, replace(no_room, reason="another")]) == 1
+    header = replace(run_of("ok").header, planned=2)
+    text = verdict(header, [passed, no_room])
+    assert text.startswith("CONFORMANT: 1 of 2 claimed case-runs passed, 1 not run here, for want of memory")
+    assert verdict(replace(header, planned=3), [passed, no_room]) == "INCOMPLETE: 1 of 3 claimed case-runs ran"
 
 
 def test_the_table_has_the_modes_in_a_servers_order():

@@ -117,3 +117,33 @@ def test_without_room_for_it_the_case_is_not_run_here(monkeypatch: pytest.Monkey
     driven = drive_case(MinimalBackend, DriveCase(usual, Execution.EAGER), environment, MinimalBackend.capabilities)
     assert not driven.not_here
     assert [finding.check for finding in driven.findings] == ["completes"]
+
+
+class CopiesThePool(MinimalBackend):
+    """Right, and slow: it reads a copy of all keys."""
+
+    def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        self.copy = self.context.kv_pool.get_key_buffer(0).clone()
+        return super().forward(*arguments, **named)
+
+
+@pytest.mark.parametrize("execution", Execution)
+def test_a_backend_that_copies_the_pool_is_not_run_and_takes_no_memory_of_the_machine(execution: Execution) -> None:
+    before = _resident()
+    driven = drive_case(CopiesThePool, DriveCase(CASE, execution), resolve("cpu"), CopiesThePool.capabilities)
+    assert driven.not_here.startswith("no room beside a KV pool of more than 2^31 elements: ")
+    assert not driven.findings
+    assert _resident() - before < 1 << 29
+    torch.empty(6 << 30, dtype=torch.uint8)  # there is no limit any more
+
+
+def test_memory_that_a_backend_lacks_elsewhere_is_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+
+    monkeypatch.setattr(MinimalBackend, "forward", refused)
+    usual = CASE.replace("-bigpool", "")
+    claims = MinimalBackend.capabilities
+    driven = drive_case(MinimalBackend, DriveCase(usual, Execution.EAGER), resolve("cpu"), claims)
+    assert not driven.not_here
+    assert [finding.check for finding in driven.findings] == ["completes"]

@@ -88,6 +88,7 @@ def test_beside_a_mixed_case_another_instance_with_other_heads_runs_and_beside_n
     assert (own.schedules, driven, of_neighbour) == (mixed, mixed, neighbour)
     assert neighbour.schedules == [runs]
     assert (runs.case.mode, runs.case.heads.q_heads) == (mixed[0].case.mode, 2), "a draft model has other heads"
+    assert (mixed[0].case.page_size, runs.case.page_size) == (4, 1), "and other pages"
     assert {each.device for each in notes.made} == {"a device"}
     case_run._drive_graph(TorchNativeBackend, drive_of(mixed[1:]), HERE)
     assert len(notes.made) == 3
