@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from attn_testkit.contract import AttentionBackend
 
+MADE_LATER = "none: made after the set, for what it had left open"
+
 
 @dataclass(frozen=True)
 class Bug:
