@@ -18,6 +18,8 @@ class Bug:
     case: str
     check: str
     execution: str
+    of_a_tier: str
+    """The case of smoke or core that catches it: ``case``, or a longer one."""
 
     @property
     def healthy(self) -> type[AttentionBackend]:
@@ -31,12 +33,15 @@ BUGS: list[Bug] = []
 
 
 def bug(
-    threads: str, case: str, check: str = "matches-oracle", execution: str = "eager"
+    threads: str, case: str, check: str = "matches-oracle", execution: str = "eager", of_a_tier: str = ""
 ) -> Callable[[type[AttentionBackend]], type[AttentionBackend]]:
-    """Enters a class into the table: ``case`` fails on it by ``check``."""
+    """Enters a class into the table: ``case`` fails on it by ``check``.
+
+    ``of_a_tier``: the case of core that does so too, where ``case`` is a shorter one of no tier.
+    """
 
     def enter(backend: type[AttentionBackend]) -> type[AttentionBackend]:
-        BUGS.append(Bug(backend, threads, case, check, execution))
+        BUGS.append(Bug(backend, threads, case, check, execution, of_a_tier or case))
         return backend
 
     return enter

@@ -153,7 +153,11 @@ class GroupPaddedToPowerOfTwo(Tiled):
         return torch.arange(layer.tp_q_head_num, device=device) // (1 << (layer.q_per_kv - 1).bit_length())
 
 
-@bug("ik_llama.cpp #2031", "decode-mla16-d512r64-bf16-p16-k600-shuffled-gauss-b1prod")
+@bug(
+    "ik_llama.cpp #2031",
+    "decode-mla16-d512r64-bf16-p16-k600-shuffled-gauss-b1prod",
+    of_a_tier="decode-mla16-d512r64-bf16-p16-k1025.33-shuffled-codes-b3prod",
+)
 class ValuesWalkByTheirOwnWidth(Tiled):
     """MLA: keys go on by the width of keys, values by that of values, and drift behind the first block."""
 
@@ -253,7 +257,7 @@ class AppendedByNumberOfQueryHeads(Tiled):
         super().write_kv(misread(k), misread(v), plan)
 
 
-@bug("vLLM #438", "decode-gqa2x2-d256-fp32-p16-k33-shuffled-gauss-b1prod")
+@bug("vLLM #438", "decode-gqa2x2-d256-fp32-p16-k1500.70-contiguous-gauss-b3prod")
 class SecondHalfOfPagesIgnored(Tiled):
     """A row of values has more vectors than a warp has lanes: values of the second half of a page are ignored."""
 

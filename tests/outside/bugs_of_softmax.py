@@ -142,7 +142,11 @@ class PagesPaddedToTiles(Tiled):
         return super().merge(parts.and_also(peak, padded.float()[:, None, None].expand(shape)), rows)
 
 
-@bug("lmdeploy #4920", "decode-gqa2x2-d64-bf16-p16-k20400-shuffled-gauss-b1prod")
+@bug(
+    "lmdeploy #4920",
+    "decode-gqa2x2-d64-bf16-p16-k20400-shuffled-gauss-b1prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p1-k66000-n2a2-interleaved-footprint-b1prod",
+)
 class ReductionOfAllSplits(Tiled):
     """The reduction is wrong when it has as many splits as there may be, 128: contexts of more than 20,000 tokens."""
 
@@ -170,7 +174,7 @@ class LseViewReadAsContiguous(TwoParts):
         return right.t().contiguous().view(right.shape)
 
 
-@bug("local-inference vllm #17", "extend-gqa2x2-d64-bf16-p16-k9.70.0-n10a20.1.7-interleaved-gauss-b3prod")
+@bug("local-inference vllm #17", "extend-gqa2x2-d64-bf16-p1-k0.1.8-n38a17.64.33-chunks3-contiguous-mean-b3prod")
 class NewRowsReadByStrideOfThePrefix(TwoParts):
     """The merge reads both parts by the stride of the prefix's, another one once there are two chunks of it."""
 

@@ -30,6 +30,15 @@ def test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes(bug: Bug) -
     assert right.status is Status.PASSED, text
 
 
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.backend.__name__)
+def test_a_run_tries_the_case_that_catches_a_bug(bug: Bug) -> None:
+    plans = (
+        plan_run(backends=[bug.backend], device="cpu", tier=tier, executions=[bug.execution])
+        for tier in ("smoke", "core")
+    )
+    assert any(bug.of_a_tier == item.case for plan in plans for item in plan.items)
+
+
 def test_every_bug_of_the_set_is_here_once_with_its_thread_and_mechanism() -> None:
     assert len({bug.backend for bug in BUGS}) == len(BUGS)
     assert len([bug for bug in BUGS if bug.threads != MADE_LATER]) == 55
