@@ -1,0 +1,47 @@
+"""Bugs of other people's backends, as their threads tell them: the kit was measured by them before it knew them."""
+
+from __future__ import annotations
+
+import re
+
+import bugs_of_addresses  # noqa: F401
+import bugs_of_masks  # noqa: F401
+import bugs_of_softmax  # noqa: F401
+import bugs_of_state  # noqa: F401
+import pytest
+from bug_table import BUGS, MADE_LATER, Bug
+from in_process import plan_run, run
+
+from attn_testkit.results import CaseResult, Status, format_failure
+
+
+def result_of(backend: type, bug: Bug) -> tuple[CaseResult, str]:
+    plan = plan_run(backends=[backend], device="cpu", tier="core", cases=[bug.case], executions=[bug.execution])
+    (result,) = (result for result in run(plan) if result.status is not Status.UNSUPPORTED)
+    return result, format_failure(result, plan.header) if result.findings else result.status.name
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.backend.__name__)
+def test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes(bug: Bug) -> None:
+    wrong, text = result_of(bug.backend, bug)
+    assert wrong.status is Status.FAILED, text
+    assert wrong.findings[0].check == bug.check, text
+    right, text = result_of(bug.healthy, bug)
+    assert right.status is Status.PASSED, text
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.backend.__name__)
+def test_a_run_tries_the_case_that_catches_a_bug(bug: Bug) -> None:
+    plans = (
+        plan_run(backends=[bug.backend], device="cpu", tier=tier, executions=[bug.execution])
+        for tier in ("smoke", "core")
+    )
+    assert any(bug.of_a_tier == item.case for plan in plans for item in plan.items)
+
+
+def test_every_bug_of_the_set_is_here_once_with_its_thread_and_mechanism() -> None:
+    assert len({bug.backend for bug in BUGS}) == len(BUGS)
+    assert len([bug for bug in BUGS if bug.threads != MADE_LATER]) == 55
+    for bug in BUGS:
+        assert bug.threads == MADE_LATER or re.fullmatch(r"[\w. -]+ #\d+(, [\w. -]+ #\d+)*", bug.threads)
+        assert bug.backend.__doc__
