@@ -19,7 +19,7 @@ from ..results import BAD, FUZZ, CaseResult, RunHeader, Status, exit_code, faile
 from ..running.request import EXECUTIONS, MODES, Request
 from .one_by_one import OneByOne
 from .options import Seconds, Spelled, command_line, device_option, execution_option
-from .run import terminated_like_interrupted
+from .run import Interrupts, terminated_like_interrupted
 from .show import LOG_SECONDS, echo_header
 
 if TYPE_CHECKING:
@@ -79,12 +79,15 @@ def fuzz(backend: str, minutes: float, database: Path, json_file: str | None, ti
 
     wanted = _Wanted(backend, minutes, timeout, **values)
     request = Request((wanted.backend,), wanted.modes, wanted.executions, device=wanted.device)
-    with terminated_like_interrupted(), contextlib.closing(OneByOne(request, wanted.timeout)) as judge:
+    with (
+        terminated_like_interrupted() as interrupts,
+        contextlib.closing(OneByOne(request, wanted.timeout)) as judge,
+    ):
         header = replace(judge.plan.header, tier=FUZZ, seed=wanted.seed, planned=0, untried={}, command=command_line())
         kept = Database(database)
         record = Record(json_file, header) if json_file else None
         echo_header(header)
-        return _search(wanted, judge, _Diary(header, kept, record))
+        return _search(wanted, judge, _Diary(header, kept, record, interrupts))
 
 
 @dataclass(frozen=True)
@@ -106,13 +109,18 @@ class _Diary:
     header: RunHeader
     database: Database
     record: Record | None
+    interrupts: Interrupts
     results: list[CaseResult] = field(default_factory=list)
     _begun: float = field(default_factory=time.monotonic)
     _last: float = 0.0
     _kept: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def see(self, result: CaseResult, making_small: Found | None) -> None:
-        """One more case-run. Of those that make a failure small, the smallest alone is recorded, in the end."""
+        """One more case-run. Of those that make a failure small, the smallest alone is recorded, in the end.
+
+        Raises ``KeyboardInterrupt`` where somebody asked for an end and nothing came of it.
+        """
+        self.interrupts.heed()
         if making_small is None or result.status not in BAD:
             self.add(result)
         now = time.monotonic() - self._begun

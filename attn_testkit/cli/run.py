@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +25,7 @@ from .files import write_text
 from .options import Seconds, request_from, selection_options
 from .show import Watch, echo_header, print_summary
 
-__all__ = ["NO_GATE", "run", "terminated_like_interrupted"]
+__all__ = ["NO_GATE", "Interrupts", "run", "terminated_like_interrupted"]
 
 
 @click.command(
@@ -228,16 +228,33 @@ def _closing(source: Iterator[CaseResult]) -> Iterator[None]:
             source.close()
 
 
+@dataclass
+class Interrupts:
+    """Whether somebody asked for an end. Python drops a KeyboardInterrupt that meets a callback of its collector."""
+
+    asked: bool = False
+
+    def heed(self) -> None:
+        """Raise ``KeyboardInterrupt`` where one was asked for, and got lost."""
+        if self.asked:
+            raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def terminated_like_interrupted() -> Iterator[None]:
-    """Inside, SIGTERM is a KeyboardInterrupt."""
+def terminated_like_interrupted() -> Iterator[Interrupts]:
+    """Inside, SIGTERM is a KeyboardInterrupt, and of both it is known that they came."""
+    interrupts = Interrupts()
 
     # A CI job that is cancelled sends SIGTERM: its report must be closed like one that somebody interrupts.
     def stop(signum: int, frame: FrameType | None) -> None:
+        interrupts.asked = True
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    # Under nohup SIGINT is ignored, and stays so.
+    ours = [signal.SIGTERM, *([signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else [])]
+    before = {each: signal.signal(each, stop) for each in ours}
     try:
-        yield
+        yield interrupts
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
