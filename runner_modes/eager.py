@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
 from attn_testkit.cases.schedule import Schedule, Step
-from attn_testkit.checks.observation import Observation
+from attn_testkit.checks.observation import Among, Observation
+from attn_testkit.contract import ForwardBatch
 from attn_testkit.graphs.host_syncs import host_syncs_forbidden
 
 from .batches import batch_on_device, eager_batch
@@ -16,12 +16,13 @@ from .clock import Clock
 from .drivers import DRIVERS
 from .errors import blame
 from .forward import forward
-from .harness import ServerHarness
+from .harness import LoadedStep, ServerHarness
 from .hook_answers import verify_mask_of
 from .observe import observe, readable
+from .packing import Sent
 from .past_modes import past_modes
 
-__all__ = ["run_eager"]
+__all__ = ["batch_of", "run_eager"]
 
 
 def run_eager(
@@ -32,7 +33,7 @@ def run_eager(
     *,
     pattern: str | None = None,
     label: str = "",
-    among: Literal["", "steps", "graphs", "instances"] = "",
+    among: Among = "",
     between: Callable[[], None] | None = None,
 ) -> Observation:
     """One eager step: plan, forward, read back. Memory that the output may be given is poisoned first.
@@ -47,10 +48,7 @@ def run_eager(
         # Servers look at it in every mode.
         verify_mask_of(harness)
         loaded = harness.load(schedule, step, pattern)
-        spec, extends = driver.eager_spec(harness, loaded), driver.eager_extends(harness, loaded)
-        with past_modes():
-            on_host = eager_batch(harness, loaded, case.mode, spec, extends)
-        batch, sent = batch_on_device(on_host, harness.device)
+        batch, sent = batch_of(harness, loaded)
         _poison_heap(harness, len(batch.input_ids))
     with clock.phase("eager"):
         claims = harness.capabilities
@@ -67,6 +65,16 @@ def run_eager(
     with clock.phase("read back"), blame("read back", label):
         given = (*sent, loaded.table)
         return observe(harness, driver, loaded, readable(harness.model, trace), given, label=label, among=among)
+
+
+def batch_of(harness: ServerHarness, loaded: LoadedStep) -> tuple[ForwardBatch, tuple[Sent, ...]]:
+    """What the backend gets of a step, and what of it the backend may not write. Raises ``DriveError``."""
+    mode = loaded.schedule.case.mode
+    driver = DRIVERS[mode]
+    spec, extends = driver.eager_spec(harness, loaded), driver.eager_extends(harness, loaded)
+    with past_modes():
+        on_host = eager_batch(harness, loaded, mode, spec, extends)
+    return batch_on_device(on_host, harness.device)
 
 
 def _poison_heap(harness: ServerHarness, rows: int) -> None:

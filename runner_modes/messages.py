@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.lossless import Spoken
-from attn_testkit.checks.observation import Copies
+from attn_testkit.checks.observation import Among, Copies
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.results import Finding
 
@@ -65,7 +64,7 @@ class StepRecord:
     """Name of the step in its schedule."""
     copies: Copies
     label: str
-    among: Literal["", "steps", "graphs", "instances"] = ""
+    among: Among = ""
     damaged: tuple[str, ...] = ()
     replay: bool = False
     padded: int = 0

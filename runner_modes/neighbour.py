@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from itertools import cycle
 
 from attn_testkit.cases.schedule import Schedule, Step
-from attn_testkit.contract import ForwardBatch
 
-from .batches import batch_on_device, eager_batch
 from .capture import ScheduleGraphs
 from .drivers import DRIVERS
+from .eager import batch_of
 from .errors import blame
 from .forward import forward
 from .harness import ServerHarness
-from .past_modes import past_modes
 from .replay import fill_static, label_of, view_of
 
 __all__ = ["EagerNeighbour", "NeighbourGraphs"]
@@ -25,7 +23,7 @@ class NeighbourGraphs:
 
     def __init__(self, graphs: ScheduleGraphs) -> None:
         self._graphs = graphs
-        # From the last on: it is never at the step at which the instance is that it stands beside.
+        # From the last on: beside the first step of the other instance it begins with another one.
         steps = graphs.schedule.steps
         self._steps: Iterator[Step] = cycle((*steps[-1:], *steps[:-1]))
 
@@ -48,12 +46,7 @@ class EagerNeighbour:
     def __init__(self, harness: ServerHarness, schedule: Schedule) -> None:
         """Put the numbers of a step in place. Raises ``DriveError``."""
         self._harness, self._case, self._step = harness, schedule.case, schedule.second
-        driver = DRIVERS[self._case.mode]
-        loaded = harness.load(schedule, self._step)
-        spec, extends = driver.eager_spec(harness, loaded), driver.eager_extends(harness, loaded)
-        with past_modes():
-            on_host = eager_batch(harness, loaded, self._case.mode, spec, extends)
-        self._batch: ForwardBatch = batch_on_device(on_host, harness.device)[0]
+        self._batch, _ = batch_of(harness, harness.load(schedule, self._step))
 
     def another_run(self) -> None:
         """Plan the step and run it. Raises ``DriveError``."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
 
-from attn_testkit.checks.observation import Bytes, Group, Observation, Piece, copies_from
+from attn_testkit.checks.observation import Among, Bytes, Group, Observation, Piece, copies_from
 from attn_testkit.graphs.poison import Canaries
 from attn_testkit.model import Model, Trace
 
@@ -92,7 +91,7 @@ def observe(
     replay: bool = False,
     padded: int = 0,
     canaries: Canaries | None = None,
-    among: Literal["", "steps", "graphs", "instances"] = "",
+    among: Among = "",
 ) -> Observation:
     """Copy to the host what the step returned, which slots of the KV pool and which inputs changed, and hand it on.
 

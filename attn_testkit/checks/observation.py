@@ -19,11 +19,24 @@ import torch
 from ..cases.data import StepData
 from ..cases.schedule import Schedule, Step
 
-__all__ = ["Bytes", "Copies", "Group", "Observation", "Outputs", "Piece", "StepInputs", "copies_from", "copies_of"]
+__all__ = [
+    "Among",
+    "Bytes",
+    "Copies",
+    "Group",
+    "Observation",
+    "Outputs",
+    "Piece",
+    "StepInputs",
+    "copies_from",
+    "copies_of",
+]
 
 Bytes = npt.NDArray[np.uint8]
 
 Group = Literal["attention", "activations", "before", "now", "outputs", "pool", "lse", "finite parts", "beside"]
+Among = Literal["", "steps", "graphs", "instances"]
+"""What else ran on an instance, or beside it, before an eager run: nothing, other steps, graphs, another instance."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +157,7 @@ class Observation:
     label: str
     """Empty for a lone eager step, else ``replay 4 of 7 (long beside short), bucket 4, 3 live``."""
     copies: Copies
-    among: Literal["", "steps", "graphs", "instances"] = ""
+    among: Among = ""
     """What else ran on the instance before an eager run: nothing, other eager steps, or graphs."""
     damaged: tuple[str, ...] = ()
     """Blocks that were freed after capture and that the replay wrote into."""

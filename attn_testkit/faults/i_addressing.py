@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, ForwardBatch, ForwardMode, TreeMaskMode, VerifyInput
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, TreeMaskMode, VerifyInput
 from .catalogue import fault
 from .dense import DenseBackend
 from .parent import PlannedBackend
@@ -21,6 +21,12 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     for size in reversed(tensor.shape[1:]):
         strides.insert(0, strides[0] * size)
     return tensor.as_strided(tensor.shape, strides)
+
+
+def _in_32_bits(slots: torch.Tensor, context: BackendContext) -> torch.Tensor:
+    """The slots that ``slots`` are where their products with the stride wrap."""
+    stride = context.kv_pool.get_key_buffer(context.layers[0].layer_id).stride(0)
+    return (slots.int() * stride).long() // stride % context.kv_pool.num_slots
 
 
 @fault(
@@ -52,9 +58,7 @@ class SlotTimesStrideIn32Bits(DenseBackend):
 
     @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
-        slots, pool = super().key_slots(batch), self.context.kv_pool
-        stride = pool.get_key_buffer(self.context.layers[0].layer_id).stride(0)
-        return (slots.int() * stride).long() // stride % pool.num_slots
+        return _in_32_bits(super().key_slots(batch), self.context)
 
 
 @fault(
@@ -71,9 +75,7 @@ class KVStoreOffsetIn32Bits(PlannedBackend):
 
     @override
     def plan_slots(self, batch: ForwardBatch) -> torch.Tensor:
-        slots, pool = super().plan_slots(batch), self.context.kv_pool
-        stride = pool.get_key_buffer(self.context.layers[0].layer_id).stride(0)
-        return (slots.int() * stride).long() // stride % pool.num_slots
+        return _in_32_bits(super().plan_slots(batch), self.context)
 
 
 @fault(

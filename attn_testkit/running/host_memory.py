@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import os
 
-__all__ = ["Trimmer"]
+__all__ = ["ADDRESSES", "Trimmer", "bytes_of_process"]
 
 _GROWN = 1 << 27
 """Bytes that a process may grow by between two rounds."""
@@ -41,8 +41,17 @@ class Trimmer:
 
 
 def _resident() -> int:
+    return bytes_of_process(_RESIDENT)
+
+
+ADDRESSES, _RESIDENT = 0, 1
+"""Fields of ``/proc/self/statm``."""
+
+
+def bytes_of_process(field: int) -> int:
+    """A size of this process; 0 where the system does not say."""
     try:
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            return int(file.read().split()[field]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 0

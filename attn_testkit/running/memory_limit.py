@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from .host_memory import ADDRESSES, bytes_of_process
 
 __all__ = ["no_more_than"]
 
@@ -17,7 +18,7 @@ def no_more_than(more: int) -> Iterator[None]:
     Where memory is written that the machine has not, the system ends some process. Does nothing where the system does
     not say how large a process is.
     """
-    size = _addresses()
+    size = bytes_of_process(ADDRESSES)
     if not size:
         yield
         return
@@ -28,12 +29,3 @@ def no_more_than(more: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _addresses() -> int:
-    """Bytes of addresses that this process has; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return 0
