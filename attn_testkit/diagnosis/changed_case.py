@@ -19,7 +19,7 @@ from ..contract import ForwardMode
 from ..oracle.expect import expect
 from .rerun import Rerunner
 
-__all__ = ["ChangedCases", "most_rows", "with_keys_up_to"]
+__all__ = ["FEATURES", "ChangedCases", "most_rows", "with_keys_up_to"]
 
 DRAWS = 3
 """Other draws of a case that are asked, each with numbers and choices of its own."""
@@ -30,7 +30,7 @@ _MOST_REQUESTS = 64
 _SHORT = 16
 """No kernel's tile of keys is smaller."""
 
-_FEATURES: dict[str, Callable[[Case], Case]] = {
+FEATURES: dict[str, Callable[[Case], Case]] = {
     "cap": lambda case: replace(case, logit_cap=0.0),
     "sinks": lambda case: replace(case, sinks=False),
     "fp8": lambda case: replace(case, kv_dtype="same"),
@@ -65,10 +65,10 @@ class ChangedCases:
         return self._all_are(case, right=False)
 
     def right_without(self, feature: str) -> bool:
-        """Whether the case is right without a feature (one of ``_FEATURES``) and wrong with it. False without it."""
+        """Whether the case is right without a feature (one of ``FEATURES``) and wrong with it. False without it."""
         case = self._schedule.case
         try:
-            without = _FEATURES[feature](case)
+            without = FEATURES[feature](case)
         except ValueError:
             return False  # there is no such case
         return without != case and self.lasting and self._all_are(without, right=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..cases.case import Case
 from ..cases.schedule import Schedule, make_schedule
+from .changed_case import FEATURES
 from .rerun import Rerunner
 
 __all__ = ["explain_raised"]
@@ -20,19 +21,19 @@ _WITHOUT: tuple[tuple[Callable[[Case], Case], Callable[[Case], str]], ...] = (
         ),
     ),
     (
-        lambda case: replace(case, sinks=False),
+        FEATURES["sinks"],
         lambda case: "nothing is raised without sinks (layer.sinks)",
     ),
     (
-        lambda case: replace(case, logit_cap=0.0),
+        FEATURES["cap"],
         lambda case: "nothing is raised without a soft cap (layer.logit_cap)",
     ),
     (
-        lambda case: replace(case, window=-1, layer_windows="any"),
+        FEATURES["window"],
         lambda case: "nothing is raised without a sliding window (layer.sliding_window_size)",
     ),
     (
-        lambda case: replace(case, kv_dtype="same"),
+        FEATURES["fp8"],
         lambda case: "nothing is raised with a KV pool of the model's dtype",
     ),
 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from ...checks.describe import index_ranges, row_name
 from .evidence import Evidence
+from .suspects import SAME_RESULTS
 
 __all__ = ["heads_not_computed", "results_of_other_heads"]
 
 _MOST_PLACES = 48
 """Wrong heads of rows that are compared."""
-_SAME_RESULTS = ("mean", "negative", "codes", "footprint")
-"""Data in which heads of a group, or rows, may give the same."""
 
 
 def heads_not_computed(e: Evidence) -> str:
@@ -33,7 +32,7 @@ def heads_not_computed(e: Evidence) -> str:
 
 def results_of_other_heads(e: Evidence) -> str:
     """Every wrong head of a row that was written holds what another head of another row should."""
-    if e.swapped or e.schedule.case.head_maps or e.schedule.case.data in _SAME_RESULTS or e.reads_foreign:
+    if e.swapped or e.schedule.case.head_maps or e.schedule.case.data in SAME_RESULTS or e.reads_foreign:
         return ""
     judgement, want, limit = e.judgement, e.expected.attention, e.expected.attention_limit
     places = (judgement.wrong.any(-1) & ~judgement.unwritten.any(-1)).nonzero().tolist()[:_MOST_PLACES]

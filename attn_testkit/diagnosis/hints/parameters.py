@@ -16,6 +16,7 @@ from ...cases.data import StepData, make_layers
 from ...contract import AttentionLayer
 from ...oracle.expect import attend_with_limit
 from .evidence import Evidence
+from .suspects import SAME_RESULTS
 
 __all__ = ["other_parameters"]
 
@@ -23,8 +24,6 @@ _LONGEST = 8192
 """KV tokens of a request up to which it is asked: each mistake costs an answer of the oracle."""
 _MOST_HEADS = 16
 """Query heads up to which it is asked which one stands in the place of which: each costs an answer of the oracle."""
-_SAME_QUERIES = ("mean", "negative", "codes", "footprint")
-"""Data in which the queries of heads are alike."""
 _MOST_SINKS = 8
 """A sink is looked for up to so many times."""
 
@@ -221,7 +220,7 @@ def _of_single_heads(e: Evidence, layers: tuple[AttentionLayer, ...]) -> str:
     """Each wrong head is right with the query of another head, the same one in every wrong row."""
     data, wrong = e.expected.data, e.judgement.wrong.any(-1)
     heads, kv_heads = data.q.shape[2], data.stored_keys.shape[3]
-    if kv_heads == heads or heads > _MOST_HEADS or e.schedule.case.data in _SAME_QUERIES:
+    if kv_heads == heads or heads > _MOST_HEADS or e.schedule.case.data in SAME_RESULTS:
         return ""
     astray = wrong.flatten(0, 1).any(0).nonzero().flatten().tolist()
     found: dict[int, int] = {}

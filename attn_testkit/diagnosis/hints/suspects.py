@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DATA_SUSPECTS", "LARGE_VALUES", "RESCALING"]
+__all__ = ["DATA_SUSPECTS", "LARGE_VALUES", "RESCALING", "SAME_RESULTS"]
 
 RESCALING = "rescaling of what was summed when a later tile of keys has a larger maximum"
 DATA_SUSPECTS = {
@@ -22,5 +22,7 @@ DATA_SUSPECTS = {
     ],
 }
 """Pattern of the data -> what to look at where they are in the case."""
+SAME_RESULTS = ("mean", "negative", "codes", "footprint")
+"""Patterns in which heads of a group, rows, or many KV tokens may give the same."""
 LARGE_VALUES = ("towering", "colossal")
 """Patterns whose logits are 0, and whose values are large."""

@@ -8,13 +8,12 @@ import torch
 
 from ...cases.data import make_layers
 from .evidence import Evidence
+from .suspects import SAME_RESULTS
 
 __all__ = ["entered_at_query_offsets", "last_rows_right", "rows_of_a_later_tile", "window_of_another_layer"]
 
 _LONGEST = 8192
 """KV tokens of a request up to which it is asked: each mistake costs an answer of the oracle."""
-_SAME_QUERIES = ("mean", "negative", "codes", "footprint")
-"""Data in which many KV tokens, or rows, give the same."""
 
 
 def entered_at_query_offsets(e: Evidence) -> str:
@@ -68,7 +67,7 @@ def rows_of_a_later_tile(e: Evidence) -> str:
 
 def _can_be_asked(e: Evidence) -> bool:
     case, judgement = e.schedule.case, e.judgement
-    asked = not case.head_maps and case.data not in _SAME_QUERIES and max(e.lens, default=0) <= _LONGEST
+    asked = not case.head_maps and case.data not in SAME_RESULTS and max(e.lens, default=0) <= _LONGEST
     return asked and judgement.all_finite and not judgement.right and judgement.worst is not None and not e.in_graph
 
 
