@@ -26,8 +26,13 @@ _MOST_RUNS = 4
 _MOST_TRIES = 12
 """Runs that are taken away: next to another one a run is first found with a key too many or too few."""
 _SHORT = 128
-"""Lengths up to which every run is tried; of a longer one both ends stand out by themselves."""
-_BEST_OF_A_LENGTH = 4
+"""Keys of a run up to which one is looked for behind every key; of a longer one both ends stand out by themselves. A
+power of two."""
+_STARTS = 512
+"""Of short runs, those that are tried."""
+_ENDS_OF_A_START = 4
+_SOME = 1024
+"""Keys by which it is told how much one adds."""
 _ENDS = 96
 """Places that are tried as either end of a long run."""
 _MOST_NUMBERS = 1 << 27
@@ -188,7 +193,7 @@ def _best_run(asked: _Asked, request: int, error: torch.Tensor, total: float) ->
     """
     walk = asked.walks[request]
     along = walk @ error
-    starts, ends = _candidates(along, asked.counted if request == asked.request else None)
+    starts, ends = _candidates(walk, along, asked.counted if request == asked.request else None)
     sizes = (walk[ends] - walk[starts]).square_().sum(1)
     products = along[ends] - along[starts]
     extra = products.sign()
@@ -202,23 +207,39 @@ def _best_run(asked: _Asked, request: int, error: torch.Tensor, total: float) ->
     return float(left[at]), Miscount(request, int(starts[at]), int(ends[at]) - 1, int(extra[at]))
 
 
-def _candidates(along: torch.Tensor, counted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _candidates(
+    walk: torch.Tensor, along: torch.Tensor, counted: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Starts and ends [P] int64 of runs that may explain most, from ``along`` [n + 1]: the walk times the error.
 
     ``counted``: of the row's own request, whose keys may be left out; None: of another, whose may not.
     """
-    n = len(along) - 1
-    pairs = [_both_ends(along)]
-    for length in range(1, min(n, _SHORT) + 1):
-        apart = along[length:] - along[:-length]
-        few = min(_BEST_OF_A_LENGTH, len(apart))
-        starts = apart.topk(few).indices
-        if counted is not None:
-            whole = counted[length:] - counted[:-length] == length
-            starts = torch.cat([starts, apart.masked_fill(~whole, torch.inf).topk(few, largest=False).indices])
-        pairs.append(torch.stack([starts, starts + length]))
+    # What a run explains is its product less half of its own size, and sizes grow with the number of keys.
+    price = walk[: _SOME + 1].diff(dim=0).square_().sum(1).mean() / 2 * torch.arange(len(along))
+    pairs = [_both_ends(along), _short_runs(along - price)]
+    if counted is not None:
+        # More than anything can explain, for each key that the row does not count and that can not be left out.
+        never = (along.max() - along.min() + price[-1] + 1).double() * (torch.arange(len(along)) - counted)
+        pairs.append(_short_runs(-along - price - never))
     first, last = torch.cat(pairs, 1)
     return first, last
+
+
+def _short_runs(worth: torch.Tensor) -> torch.Tensor:
+    """[2, P] int64: starts and ends of the short runs between whose ends ``worth`` [n + 1] grows most."""
+    n = len(worth) - 1
+    most = torch.nn.functional.pad(worth[1:], (0, _SHORT - 1), value=-math.inf)
+    ahead = 1
+    while ahead < _SHORT:
+        most = torch.maximum(most[:-ahead], most[ahead:])
+        ahead *= 2
+    starts = (most - worth[:-1]).topk(min(n, _STARTS)).indices
+    ends = starts[:, None] + torch.arange(1, _SHORT + 1)
+    inside = worth[ends.clamp(max=n)].masked_fill_(ends > n, -math.inf)
+    best = inside.topk(_ENDS_OF_A_START, dim=1).indices
+    ends = ends.gather(1, best).flatten()
+    starts = starts.repeat_interleave(_ENDS_OF_A_START)
+    return torch.stack([starts, ends])[:, ends <= n]
 
 
 def _both_ends(along: torch.Tensor) -> torch.Tensor:
