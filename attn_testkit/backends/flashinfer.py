@@ -93,10 +93,9 @@ class FlashInferBackend(AttentionBackend):
         super().__init__(context)
         self._decode, self._prefill = provide(BATCH_DECODE, context.device), provide(BATCH_PREFILL, context.device)
         self._merge = provide(MERGE_STATE, context.device)
-        fake = self._decode.is_fake or self._prefill.is_fake
-        self.kernels = "emulated" if fake else "real"
+        self.kernels = self._decode.kernels
         self._kv_layout = "HND" if context.kv_pool.layout == "hnd" else "NHD"
-        self._float_workspace = workspace(context.device, fake)
+        self._float_workspace = workspace(context.device, self._decode.is_fake)
         self._kinds = list(dict.fromkeys(map(self._kind_of, context.layers)))
         # By kind of layer and forward: 0, but for the later forwards of a draft-decode.
         self._eager: dict[tuple[bool, LayerKind, int], Any] = {}

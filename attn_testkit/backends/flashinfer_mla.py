@@ -69,7 +69,7 @@ class FlashInferMLABackend(AttentionBackend):
         super().__init__(context)
         self._provided = provide(self.entry_point, context.device)
         self._merge = provide(MERGE_STATE, context.device)
-        self.kernels = "emulated" if self._provided.is_fake or self._merge.is_fake else "real"
+        self.kernels = self._provided.kernels
         self._float_workspace = workspace(context.device, self._provided.is_fake)
         # A scale belongs to a plan, not to a run: layers that differ in it need wrappers of their own.
         self._scales = list(dict.fromkeys(layer.scaling for layer in context.layers))

@@ -31,22 +31,21 @@ class Tiles:
     """What ``tl.dot`` multiplies."""
 
 
-_DOT = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
 def choose_tiles(q_rows: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tiles:
     """Sizes for requests of up to ``q_rows`` query rows with ``group`` query heads for each KV head.
 
     They follow from constants alone: a request's bits must not depend on its neighbours, nor a graph on the batch it
     was captured with.
     """
+    # Under the interpreter an operation costs the same whatever its size: few programs and large tiles. Outside the
+    # emulation its dot would multiply the words of bfloat16 as integers; float32 holds the same products.
+    together = kv_heads & -kv_heads if INTERPRETED else 1  # the largest power of two that divides them
+    rows = _block(q_rows * group * together)
     if INTERPRETED:
-        # An operation costs the same whatever its size: take few programs and large tiles. Outside the emulation the
-        # interpreter's dot would multiply the words of bfloat16 as integers; float32 holds the same products.
-        together = kv_heads & -kv_heads  # the largest power of two that divides them
-        return Tiles(together, min(_block(q_rows * group * together), 1024), max(256, 16 * together), tl.float32)
+        return Tiles(together, min(rows, 1024), 256, tl.float32)
     block_n = max(16, min(64, 16384 // (head_dim * dtype.itemsize)))  # K and V tiles of at most 16 KB each
-    return Tiles(1, min(_block(q_rows * group), 64, 8192 // head_dim), block_n, _DOT[dtype])
+    dot = getattr(tl, str(dtype).removeprefix("torch."))
+    return Tiles(together, min(rows, 64, 8192 // head_dim), block_n, dot)
 
 
 def _block(rows: int) -> int:

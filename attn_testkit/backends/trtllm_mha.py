@@ -30,7 +30,7 @@ from attn_testkit.contract import (
 )
 
 from .branches import branch_slots, forward_number, kernel_requests
-from .vendor import device_is_real, provide
+from .vendor import device_is_real, provide, sm_of
 from .vendor.trtllm_fake import CONTEXT, DECODE_GEN, DECODE_XQA, SEMAPHORE_BYTES
 
 __all__ = ["TRTLLMMHABackend", "XQABackend"]
@@ -114,13 +114,13 @@ class TRTLLMMHABackend(AttentionBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         device = context.device
-        self._uses_xqa = self._sm(device) // 10 != 10
+        self._uses_xqa = (sm_of(device) if device_is_real(device) else self.emulated_sm) // 10 != 10
         decode = provide(DECODE_XQA if self._uses_xqa else DECODE_GEN, device)
         self._decode = decode.call
         self._context_kernel = None
         if context.modes & _CONTEXT_MODES:
             self._context_kernel = provide(CONTEXT, device).call
-        self.kernels = "emulated" if decode.is_fake else "real"
+        self.kernels = decode.kernels
         self._most_rows = context.max_bs * max(1, context.draft_branches)
         self._make_workspace()
         n = context.num_draft_tokens
@@ -130,12 +130,6 @@ class TRTLLMMHABackend(AttentionBackend):
         self._metadata: _Metadata | None = None
         self._static: _Metadata | None = None
         self._verify_mask: VerifyMask | None = None
-
-    def _sm(self, device: torch.device) -> int:
-        if not device_is_real(device):
-            return self.emulated_sm
-        major, minor = torch.cuda.get_device_capability(device)
-        return 10 * major + minor
 
     def _make_workspace(self) -> None:
         """Zeroed once: XQA keeps semaphores in front and trtllm-gen counters, and both leave them zero."""
@@ -196,11 +190,8 @@ class TRTLLMMHABackend(AttentionBackend):
         if mode is ForwardMode.EXTEND:
             assert batch.extend_seq_lens_cpu is not None
             return max(batch.extend_seq_lens_cpu)
-        if mode.is_draft_extend():
-            return context.speculative_num_steps + 1
-        # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367).
-        width = batch.spec_info.num_tokens_per_req if batch.spec_info is not None else 0
-        return width if width > 0 else context.num_draft_tokens
+        # Servers have captured with the batch's own width unset, and baked a stride of -1 into a graph (sglang #31367).
+        return context.speculative_num_steps + 1 if mode.is_draft_extend() else context.num_draft_tokens
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Fill the buffers from the batch's device tensors."""
@@ -268,7 +259,7 @@ class TRTLLMMHABackend(AttentionBackend):
             "block_tables": metadata.table_of(group),
             "seq_lens": metadata.cache_seqlens + earlier if earlier else metadata.cache_seqlens,
             "bmm1_scale": layer.scaling * layer.k_scale,
-            "bmm2_scale": layer.v_scale if fp8 else 1.0,
+            "bmm2_scale": layer.v_scale,
             "window_left": layer.sliding_window_size,
             "sinks": layer.sinks,
             "out_dtype": q.dtype,
@@ -293,8 +284,8 @@ class TRTLLMMHABackend(AttentionBackend):
             max_seq_len=self.context.max_context_len,
             q_len_per_req=width,
             mask=mask,
-            # Without one the package allocates fresh zeros at every call.
-            multi_ctas_kv_counter_buffer=None if self._uses_xqa else self._counters,
+            # Without one the package allocates fresh zeros at every call; for XQA it reads none.
+            multi_ctas_kv_counter_buffer=self._counters,
         )
         return out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
 
@@ -332,10 +323,9 @@ def _running_sum(counts: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def _packed_causal_mask(max_bs: int, n: int, device: torch.device) -> torch.Tensor:
-    """[max_bs + 1, N, 2 * ceil(N / 32)] uint16: bit c of row t is set if node t sees node c of a chain."""
+    """[max_bs, N, 2 * ceil(N / 32)] uint16: bit c of row t is set if node t sees node c of a chain."""
     words = 2 * -(-n // 32)
     row = torch.arange(n)[:, None, None]
     bit = (torch.arange(words)[:, None] * 16 + torch.arange(16)) <= row
-    packed = (bit.long() << torch.arange(16)).sum(-1)
-    signed = torch.where(packed >= 1 << 15, packed - (1 << 16), packed).to(torch.int16)
-    return signed.view(torch.uint16).expand(max_bs + 1, n, words).contiguous().to(device)
+    packed = (bit.long() << torch.arange(16)).sum(-1).to(torch.uint16)
+    return packed.expand(max_bs, n, words).contiguous().to(device)

@@ -97,7 +97,7 @@ class TRTLLMMLABackend(AttentionBackend):
         super().__init__(context)
         kernel = provide(self.entry, context.device)
         self._kernel: Callable[..., Any] = kernel.call
-        self.kernels = "emulated" if kernel.is_fake else "real"
+        self.kernels = kernel.kernels
         self._most_rows = context.max_bs * max(1, context.draft_branches)
         self._make_workspace()
         # The width of the table is a multiple of 128 slots.

@@ -10,6 +10,7 @@ from .provider import (
     forced,
     provide,
     real,
+    sm_of,
     swapped,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "forced",
     "provide",
     "real",
+    "sm_of",
     "swapped",
 ]

@@ -32,6 +32,7 @@ __all__ = [
     "forced",
     "provide",
     "real",
+    "sm_of",
     "swapped",
 ]
 
@@ -73,12 +74,23 @@ class Provided:
     why: str = ""
     """Why it is not the real one; empty when it is."""
 
+    @property
+    def kernels(self) -> str:
+        """As ``AttentionBackend.kernels`` has it."""
+        return "emulated" if self.is_fake else "real"
+
 
 def device_is_real(device: torch.device) -> bool:
     """A GPU is behind this device. An emulated one says so in its name, which is all that is asked here."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     return "emulated" not in torch.cuda.get_device_name(device).lower()
+
+
+def sm_of(device: torch.device) -> int:
+    """Compute capability of a real device: 90 for SM90."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 _forced: list[Literal["real", "fake"]] = []
@@ -110,10 +122,10 @@ def provide(entry: EntryPoint, device: torch.device) -> Provided:
 def _why_not_real(entry: EntryPoint, device: torch.device) -> str:
     if not device_is_real(device):
         return "no CUDA device is here"
-    major, minor = torch.cuda.get_device_capability(device)
-    if not entry.runs_on(10 * major + minor):
+    sm = sm_of(device)
+    if not entry.runs_on(sm):
         ranges = ", ".join(f"SM{low}" if low == high else f"SM{low}-{high}" for low, high in entry.sm)
-        return f"its kernels need {ranges} and this device is SM{major}{minor}"
+        return f"its kernels need {ranges} and this device is SM{sm}"
     return ""
 
 
