@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from packaging.requirements import Requirement
@@ -132,14 +133,19 @@ def _device_missing(needs: Requires, environment: Environment) -> str:
 
 
 def _package_missing(needs: Requires) -> str:
-    for text in needs.packages:
-        requirement = Requirement(text)
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            return f"{text} is not installed"
-        if not requirement.specifier.contains(version, prereleases=True):
-            return f"{text} is needed, {version} is installed"
+    return next((missing for text in needs.packages if (missing := _missing(text))), "")
+
+
+@lru_cache
+def _missing(package: str) -> str:
+    """Kept for the process: it is asked twice in a case-run, and searching ``sys.path`` takes milliseconds."""
+    requirement = Requirement(package)
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package} is not installed"
+    if not requirement.specifier.contains(version, prereleases=True):
+        return f"{package} is needed, {version} is installed"
     return ""
 
 

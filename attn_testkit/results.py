@@ -321,7 +321,7 @@ def exit_code(
     5 nothing to run; and 7 where nothing failed and the budget of the run left something out. ``problems``: what fails
     the run besides its case-runs.
     """
-    runs = [result for result in results if result.case]
+    runs = [result for result in results if result.case and result.status is not Status.UNSUPPORTED]
     if interrupted:
         return 2
     if any(result.of_the_kit for result in runs):

@@ -61,6 +61,7 @@ def minimize(
     request = Request((backend,), executions=executions, device=device, cases=(case,), command=command_line())
     with terminated_like_interrupted(), contextlib.closing(OneByOne(request, timeout)) as judge:
         echo_header(judge.plan.header)
+        _refuse_unclaimed(judge, case)
         if not judge.plan.items:
             for row in judge.plan.preset:
                 click.echo(format_failure(row, judge.plan.header))
@@ -75,14 +76,20 @@ class _Limits:
     any_failure: bool
 
 
-def _minimize(judge: OneByOne, limits: _Limits) -> int:
+def _refuse_unclaimed(judge: OneByOne, case_id: str) -> None:
     from ..cases.case import parse_case
     from ..cases.claimed import not_claimed
 
-    case = parse_case(judge.plan.items[0].case)
+    case = parse_case(case_id)
     lacking = not_claimed(judge.claims, case)
     if lacking:
         raise UsageError(f"{case.id} asks for what the backend does not claim: {lacking}")
+
+
+def _minimize(judge: OneByOne, limits: _Limits) -> int:
+    from ..cases.case import parse_case
+
+    case = parse_case(judge.plan.items[0].case)
     passed = []
     for item in judge.plan.items:
         search = _search_for(item, judge, limits)

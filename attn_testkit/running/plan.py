@@ -10,6 +10,7 @@ from enum import Enum
 
 from ..cases.case import Case, parse_case
 from ..cases.catalogue import TIERS, generate
+from ..cases.claimed import not_claimed
 from ..cases.untried import says_untried
 from ..checks import CHECKS
 from ..contract import Capabilities, Execution, ForwardMode
@@ -99,6 +100,11 @@ def _of_mode(
         return [], [_row(spec, mode, execution, Status.NOT_RUN_HERE, absent)]
     found = _cases_for(claims, mode, request, exact)
     rows = [] if found or request.cases else [_unsatisfiable(spec, claims, mode, execution)]
+    rows += [
+        _row(spec, mode, execution, Status.UNSUPPORTED, f"not claimed: {lacking}", case.id)
+        for case in exact
+        if case.mode is mode and (lacking := not_claimed(claims, case))
+    ]
     # Not on a real device: what is not claimed may crash it, and with it the other case-runs.
     probe = environment.emulated and execution is Execution.EAGER and mode not in claims.graph
     return [
@@ -133,7 +139,7 @@ def _exact_cases(patterns: Sequence[str]) -> list[Case]:
 
 
 def _cases_for(claims: Capabilities, mode: ForwardMode, request: Request, exact: Sequence[Case]) -> list[Case]:
-    chosen = {case.id: case for case in exact if case.mode is mode}
+    chosen = {case.id: case for case in exact if case.mode is mode and not not_claimed(claims, case)}
     globs = [pattern for pattern in request.cases if _is_glob(pattern)]
     if globs or not request.cases:
         for case in generate(claims, mode, request.tier, request.seed):
@@ -142,8 +148,8 @@ def _cases_for(claims: Capabilities, mode: ForwardMode, request: Request, exact:
     return list(chosen.values())
 
 
-def _row(spec: str, mode: ForwardMode, execution: Execution, status: Status, reason: str) -> CaseResult:
-    return CaseResult(spec, mode.value, execution.value, "", status, reason=reason)
+def _row(spec: str, mode: ForwardMode, execution: Execution, status: Status, reason: str, case: str = "") -> CaseResult:
+    return CaseResult(spec, mode.value, execution.value, case, status, reason=reason)
 
 
 def _unsatisfiable(spec: str, claims: Capabilities, mode: ForwardMode, execution: Execution) -> CaseResult:

@@ -439,6 +439,17 @@ def test_the_verdict_always_has_its_denominator():
     assert verdict(report.header, report.results, problems=["x expired"]).startswith("NOT ACCEPTED")
 
 
+def test_a_named_case_that_is_not_claimed_is_no_verdict_on_the_backend():
+    passed = CaseResult("b", "decode", "eager", "c", Status.PASSED)
+    unclaimed = replace(passed, case="d", status=Status.UNSUPPORTED, reason="not claimed: heads mha2")
+    header = replace(run_of("ok").header, planned=1)
+    assert exit_code(1, [passed, unclaimed]) == 0
+    assert verdict(header, [passed, unclaimed]).startswith("CONFORMANT: 1 of 1 claimed case-runs passed")
+    assert exit_code(0, [unclaimed]) == 5
+    text = "NOTHING RAN: no backend claims what the named cases ask for; not claimed: heads mha2"
+    assert verdict(replace(header, planned=0), [unclaimed, unclaimed]) == text
+
+
 def test_green_requires_that_something_ran_and_nothing_is_missing():
     passed, quarantined = (CaseResult("b", "decode", "eager", "c", s) for s in (Status.PASSED, Status.QUARANTINED))
     skipped = replace(passed, status=Status.NOT_RUN_HERE)

@@ -56,6 +56,19 @@ def test_what_is_not_claimed_is_a_row_and_no_item() -> None:
     assert found.header.planned == len(found.items)
 
 
+def test_a_named_case_that_is_not_claimed_is_a_row_and_no_item_beside_those_that_are() -> None:
+    wide = DECODE.replace("d32", "d256")
+    found = planned(cases=(DECODE, wide), claims=CLAIMS.with_changes(head_dims={32}))
+    assert [(item.case, item.execution) for item in found.items] == [(DECODE, "eager"), (DECODE, "graph")]
+    rows = [row for row in found.preset if row.case]
+    assert [(row.case, row.mode, row.execution) for row in rows] == [
+        (wide, "decode", "eager"),
+        (wide, "decode", "graph"),
+    ]
+    assert {(row.status, row.reason) for row in rows} == {(Status.UNSUPPORTED, "not claimed: head dim 256")}
+    assert found.header.planned == 2
+
+
 def test_modes_of_graphs_alone_are_said_not_to_be_held_against_eager_runs() -> None:
     def said(**fields: object) -> list[str]:
         claims = CLAIMS.with_changes(eager={"extend"}, graph={"decode", "target-verify", "extend"})
