@@ -33,11 +33,10 @@ from .wire import read
 
 __all__ = ["LocalWorker", "given_up", "serve"]
 
-_SETTLE_AFTER = (1,)
-_SETTLE_EVERY = 4
-"""Cases between two rounds of setting survivors aside from the garbage collector. A round takes as long as one of the
-collections that captures begin with, and those soon take several times as long without: interpreted kernels of Triton
-leave many objects."""
+_SETTLE_AFTER = (1, 4)
+_SETTLE_EVERY = 16
+"""Cases between two rounds of setting survivors aside from the garbage collector: a round takes as long as the one
+collection that each capture begins with, and after 200 drives without one that is five times as long."""
 _FIRST_SEEN_AT_IMPORT = ("environment variables", "signal handlers", "the current directory", "the filters of warnings")
 """What packages set when they are imported, and servers expect them to."""
 

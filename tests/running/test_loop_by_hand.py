@@ -645,17 +645,17 @@ def test_what_is_raised_in_a_changed_process_is_the_backends_and_else_the_kits(
         assert found.drive("any") == Driven(changed=("b", told))  # type: ignore[arg-type]
 
 
-def test_survivors_are_set_aside_at_the_first_and_every_fourth_case(
+def test_survivors_are_set_aside_at_the_first_the_fourth_and_every_sixteenth_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found, settled = LocalWorker(Candidate(SPEC), "cpu"), list[int]()
     state_of(monkeypatch)
     monkeypatch.setattr(worker, "drive_case", lambda *_: Driven())
     monkeypatch.setattr(worker, "settle", lambda: settled.append(found._cases))
-    for number in range(13):
+    for number in range(33):
         for execution in Execution:
             found.drive(DriveCase(f"case {number}", execution))
-    assert settled == [1, 4, 8, 12]
+    assert settled == [1, 4, 16, 32]
 
 
 # GPUs.
