@@ -254,6 +254,11 @@ class CaseResult:
         return bool(emulated_parts(self))
 
     @property
+    def is_case_run(self) -> bool:
+        """It stands for a case that is claimed, and not for a whole mode."""
+        return bool(self.case) and self.status is not Status.UNSUPPORTED
+
+    @property
     def left_out(self) -> bool:
         """The budget of the run left no time for it."""
         return self.status is Status.NOT_RUN_HERE and self.reason.startswith(NOT_STARTED)
@@ -321,7 +326,7 @@ def exit_code(
     5 nothing to run; and 7 where nothing failed and the budget of the run left something out. ``problems``: what fails
     the run besides its case-runs.
     """
-    runs = [result for result in results if result.case and result.status is not Status.UNSUPPORTED]
+    runs = [result for result in results if result.is_case_run]
     if interrupted:
         return 2
     if any(result.of_the_kit for result in runs):

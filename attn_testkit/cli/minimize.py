@@ -20,6 +20,7 @@ from .show import LOG_SECONDS, echo_header
 
 if TYPE_CHECKING:
     from ..cases.case import Case
+    from ..contract import Capabilities
     from ..minimize.search import Search
 
 __all__ = ["minimize"]
@@ -58,16 +59,17 @@ def minimize(
     Each dimension of the case that is not as in the plain case of its mode is made plain or nearer to it, as long as
     the case fails. What is left has to do with the failure. Without --execution: eager if CASE fails there, else graph.
     """
+    parsed = _parsed(case)
     request = Request((backend,), executions=executions, device=device, cases=(case,), command=command_line())
     with terminated_like_interrupted(), contextlib.closing(OneByOne(request, timeout)) as judge:
         echo_header(judge.plan.header)
-        _refuse_unclaimed(judge, case)
+        _refuse_unclaimed(judge.claims, parsed)
         if not judge.plan.items:
             for row in judge.plan.preset:
                 click.echo(format_failure(row, judge.plan.header))
             click.echo("attn-testkit: nothing ran", err=True)
             return 5
-        return _minimize(judge, _Limits(seconds, any_failure))
+        return _minimize(parsed, judge, _Limits(seconds, any_failure))
 
 
 @dataclass(frozen=True)
@@ -76,20 +78,24 @@ class _Limits:
     any_failure: bool
 
 
-def _refuse_unclaimed(judge: OneByOne, case_id: str) -> None:
+def _parsed(case_id: str) -> Case:
     from ..cases.case import parse_case
+
+    try:
+        return parse_case(case_id)
+    except ValueError as error:
+        raise UsageError(f"{error}; minimize takes one case id, no wildcards") from None
+
+
+def _refuse_unclaimed(claims: Capabilities, case: Case) -> None:
     from ..cases.claimed import not_claimed
 
-    case = parse_case(case_id)
-    lacking = not_claimed(judge.claims, case)
+    lacking = not_claimed(claims, case)
     if lacking:
         raise UsageError(f"{case.id} asks for what the backend does not claim: {lacking}")
 
 
-def _minimize(judge: OneByOne, limits: _Limits) -> int:
-    from ..cases.case import parse_case
-
-    case = parse_case(judge.plan.items[0].case)
+def _minimize(case: Case, judge: OneByOne, limits: _Limits) -> int:
     passed = []
     for item in judge.plan.items:
         search = _search_for(item, judge, limits)

@@ -31,7 +31,7 @@ def verdict(
 ) -> str:
     """One line: does it conform, how many of how many, and what that is worth."""
     rows = list(results)
-    runs = [row for row in rows if row.case and row.status is not Status.UNSUPPORTED]
+    runs = [row for row in rows if row.is_case_run]
     counts = Counter(run.status for run in runs)
     ran = sum(counts[status] for status in RAN)
     no_room = sum(run.had_no_room for run in runs)
@@ -71,11 +71,12 @@ def verdict(
 
 def _why_nothing(header: RunHeader, rows: Sequence[CaseResult]) -> str:
     lacking = dict.fromkeys(row.reason for row in rows if row.case and row.status is Status.UNSUPPORTED)
-    if lacking:
-        return f"no backend claims what the named cases ask for; {', '.join(lacking)}"
-    pairs = len(header.backends) * len(MODES) * len(EXECUTIONS)
     absent = [row for row in rows if row.status is Status.NOT_RUN_HERE]
     reasons = ", ".join(dict.fromkeys(row.reason for row in absent if row.reason))
+    if lacking:
+        beside = f"; not runnable here: {reasons}" if reasons else ""
+        return f"no backend claims what the named cases ask for; {', '.join(lacking)}{beside}"
+    pairs = len(header.backends) * len(MODES) * len(EXECUTIONS)
     unclaimed = sum(row.status is Status.UNSUPPORTED for row in rows)
     counts = [
         (unclaimed, "not claimed"),

@@ -98,12 +98,11 @@ def _of_mode(
     absent = missing_here(claims, environment, mode) or _broken_here(claims, mode, broken)
     if absent:
         return [], [_row(spec, mode, execution, Status.NOT_RUN_HERE, absent)]
-    found = _cases_for(claims, mode, request, exact)
+    found, refused = _cases_for(claims, mode, request, exact)
     rows = [] if found or request.cases else [_unsatisfiable(spec, claims, mode, execution)]
     rows += [
-        _row(spec, mode, execution, Status.UNSUPPORTED, f"not claimed: {lacking}", case.id)
-        for case in exact
-        if case.mode is mode and (lacking := not_claimed(claims, case))
+        _row(spec, mode, execution, Status.UNSUPPORTED, f"not claimed: {lacking}", case_id)
+        for case_id, lacking in refused.items()
     ]
     # Not on a real device: what is not claimed may crash it, and with it the other case-runs.
     probe = environment.emulated and execution is Execution.EAGER and mode not in claims.graph
@@ -138,14 +137,19 @@ def _exact_cases(patterns: Sequence[str]) -> list[Case]:
         raise UsageError(str(error)) from None
 
 
-def _cases_for(claims: Capabilities, mode: ForwardMode, request: Request, exact: Sequence[Case]) -> list[Case]:
-    chosen = {case.id: case for case in exact if case.mode is mode and not not_claimed(claims, case)}
+def _cases_for(
+    claims: Capabilities, mode: ForwardMode, request: Request, exact: Sequence[Case]
+) -> tuple[list[Case], dict[str, str]]:
+    """Cases to run, and named ones that are not claimed: id -> what is not."""
+    named = {case.id: case for case in exact if case.mode is mode}
+    refused = {case_id: lacking for case_id, case in named.items() if (lacking := not_claimed(claims, case))}
+    chosen = {case_id: case for case_id, case in named.items() if case_id not in refused}
     globs = [pattern for pattern in request.cases if _is_glob(pattern)]
     if globs or not request.cases:
         for case in generate(claims, mode, request.tier, request.seed):
             if not globs or any(fnmatch.fnmatchcase(case.id, glob) for glob in globs):
                 chosen.setdefault(case.id, case)
-    return list(chosen.values())
+    return list(chosen.values()), refused
 
 
 def _row(spec: str, mode: ForwardMode, execution: Execution, status: Status, reason: str, case: str = "") -> CaseResult:

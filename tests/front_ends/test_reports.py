@@ -448,6 +448,8 @@ def test_a_named_case_that_is_not_claimed_is_no_verdict_on_the_backend():
     assert exit_code(0, [unclaimed]) == 5
     text = "NOTHING RAN: no backend claims what the named cases ask for; not claimed: heads mha2"
     assert verdict(replace(header, planned=0), [unclaimed, unclaimed]) == text
+    absent = replace(passed, case="", status=Status.NOT_RUN_HERE, reason="needs SM100")
+    assert verdict(replace(header, planned=0), [unclaimed, absent]) == f"{text}; not runnable here: needs SM100"
 
 
 def test_green_requires_that_something_ran_and_nothing_is_missing():
