@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from .cases.case import Case
+from .cases.choices import CONTIGUOUS
 from .cases.data import HIDDEN, VOCAB
 from .cases.head_shapes import HeadMap
 from .cases.patterns import normals
-from .contract import AttentionLayer, ForwardBatch
+from .contract import AttentionLayer, ForwardBatch, ForwardMode
 
 __all__ = ["VOCAB", "Attends", "Model", "Trace", "Weights", "joined", "make_weights", "pack", "row_width"]
 
@@ -56,7 +57,7 @@ class Trace:
     packed: torch.Tensor
     """What the table gave: the memory that q, k and v are views of (or copies from)."""
     dense: list[torch.Tensor]
-    """q, k, v of each layer where they were made contiguous; empty when they were views."""
+    """q, k, v of each layer where not all of them are views of ``packed``; else empty."""
     raw: list[torch.Tensor]
     """What the backend returned for each layer. Some return one buffer for all layers."""
     attention: list[torch.Tensor]
@@ -164,8 +165,10 @@ class Model:
             for parts in self._parts
         )
         """Of each layer: where q, k and v lie in a token's row."""
-        self.contiguous = case.pick("qkv-memory") == 1
+        self.contiguous = case.pick("qkv-memory") == CONTIGUOUS
         """In half the cases q, k, v are contiguous, in the others they are strided views of one packed tensor."""
+        may_join = case.mode is ForwardMode.EXTEND and not case.is_mla
+        self._side_by_side = may_join and case.pick("kv-memory") == 1
         weights = make_weights(len(layers), case.heads.q_heads * case.head_dim).to(table.device)
         self._out, self._head = weights.out.unbind(0), weights.head
         if case.head_maps:
@@ -207,6 +210,9 @@ class Model:
             q, k, v = self._split(packed, index, rows)
             if self.contiguous:
                 q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+            if self._side_by_side:
+                k, v = torch.cat((k, v), -1).split((k.shape[-1], v.shape[-1]), -1)
+            if self.contiguous or self._side_by_side:
                 trace.dense += [q, k, v]
             if none_kv and index == 0:
                 # The contract's types say tensors: nobody else gets it.

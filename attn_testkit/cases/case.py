@@ -275,6 +275,11 @@ class Case:
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little")
 
     @property
+    def is_mla(self) -> bool:
+        """Whether v is a part of k."""
+        return self.heads.family == "mla"
+
+    @property
     def inference_mode(self) -> bool:
         """Whether it runs under ``torch.inference_mode`` or, as the other half does, under ``torch.no_grad``."""
         return self.pick("grad-mode") == 1

@@ -24,8 +24,10 @@ from .companions import MOST_USUAL_RATIO, accepted, branching, claimed_companion
 from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
+from .large_cases import large_cases
 from .layer_cases import layer_cases
 from .one_head import one_head_cases
+from .page_counts import page_count_cases
 from .parts import part_cases
 from .plans import context_len
 from .pool_layouts import pool_layout_cases, usual_layout
@@ -381,6 +383,8 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from one_head_cases(claims, base)
         yield from row_edge_cases(claims, tier, base)
         yield from three_kv_heads_cases(claims, base)
+        yield from large_cases(claims, tier, base)
+        yield from page_count_cases(claims, base)
     yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ..contract import Execution, ForwardMode
 
-__all__ = ["CHOICES", "Choice", "Value", "chosen", "pick", "shallow_depth"]
+__all__ = ["CHOICES", "CONTIGUOUS", "Choice", "Value", "chosen", "pick", "shallow_depth"]
 
 
 class Chooses(Protocol):
@@ -78,6 +78,10 @@ class Chooses(Protocol):
     def mixed(self) -> bool:
         """Whether all modes share the instance."""
 
+    @property
+    def is_mla(self) -> bool:
+        """Whether v is a part of k."""
+
 
 @dataclass(frozen=True)
 class Value:
@@ -119,12 +123,22 @@ def _others_may_have_one(case: Chooses) -> bool:
     return case.window >= 0 and case.layer_windows == "any"
 
 
+CONTIGUOUS = 1
+"""The value of ``qkv-memory`` that makes q, k and v tensors of their own."""
+
 CHOICES: tuple[Choice, ...] = (
     Choice("grad-mode", "how gradients are off", (Value("torch.no_grad"), Value("torch.inference_mode"))),
     Choice(
         "qkv-memory",
         "how q, k and v lie in memory",
         (Value("strided views of one packed tensor"), Value("contiguous tensors")),
+    ),
+    # Where MLA is attended as MHA, a prompt's k or v is a part of what one projection gives for each head (kv_b_proj).
+    Choice(
+        "kv-memory",
+        "how k and v of new tokens lie in memory",
+        (Value("as q does"), Value("side by side in each head: views whose heads are strided")),
+        lambda case: case.mode is ForwardMode.EXTEND and not case.is_mla,
     ),
     Choice(
         "windowed-layer",

@@ -46,6 +46,19 @@ def head_layouts(claims: Capabilities) -> list[Heads]:
     return heads
 
 
+def many_heads(claims: Capabilities, like: Heads, most: int) -> Heads:
+    """``most`` query heads, or what is claimed that comes next to it; MLA for MLA, and another layout for any other."""
+    groups = [group for group in claims.gqa_ratios if 1 < group <= most]
+    if like.family == "mla":
+        return Heads("mla", max(groups, default=like.q_heads), 1)
+    if "gqa" in claims.families and groups:
+        group = max([group for group in groups if group <= MOST_USUAL_RATIO] or [min(groups)])
+        return Heads("gqa", most // group * group, most // group)
+    if "mha" in claims.families:
+        return Heads("mha", most, most)
+    return Heads("mqa", max(groups, default=like.q_heads), 1)
+
+
 def branching(width: int) -> Tree:
     """``width`` nodes, two children each: nothing that takes it for a chain gets it right."""
     return Tree(tuple((node - 1) // 2 for node in range(1, width)))

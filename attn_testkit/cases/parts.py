@@ -8,11 +8,14 @@ from typing import Any
 
 from ..contract import Capabilities, ForwardMode, KVPart
 from .case import Case, Heads
+from .companions import many_heads
+from .extend import room_for
 
 __all__ = ["claims_of_parts", "part_cases", "parts_of", "parts_text", "tried_of_parts"]
 
 _RANKS = {"pages": 2, "tokens": 3}
 """Ranks of a kind's cases."""
+_MANY_HEADS, _MANY_MLA_HEADS, _MOST_WIDTH, _PROMPT = 64, 128, 256, 100
 _OWN = "merged by the backend"
 
 
@@ -62,8 +65,23 @@ def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
             # A window of one key leaves all ranks but one without any.
             few = replace(few, data="peaked", own_merge=own, window=0 if _windowed(claims, few) else -1)
             yield from (replace(few, **heads) for heads in [*_other_heads(claims, small)] or [{}])
+            yield _of_many_heads(claims, small, parts, page, own)
         if kind in ("pages", "whole") and page == 1:
             yield from _of_larger_pages(claims, few)
+
+
+def _of_many_heads(claims: Capabilities, small: Case, parts: str, page: int, own: bool) -> Case:
+    """Many heads of the widest head dim and, in extend, prompts beside a row that decodes: log-sum-exps are a small
+    array of their own, whose strides and launches are those of no output.
+    """
+    heads = many_heads(claims, small.heads, _MANY_MLA_HEADS if small.is_mla else _MANY_HEADS)
+    dims = [dim for dim in claims.head_dims if small.heads.family == "mla" or dim <= _MOST_WIDTH]
+    many = replace(_like(small, page, (130, 5, 40), parts), heads=heads, head_dim=max(dims, default=small.head_dim))
+    if small.mode is ForwardMode.EXTEND:
+        rows = min(_PROMPT, claims.max_extend_tokens)
+        new = (rows, 1, max(1, rows // 2))
+        many = replace(many, new=new, width=room_for(new), bucket=len(new))
+    return replace(many, data="gauss", own_merge=own)
 
 
 def _of_larger_pages(claims: Capabilities, few: Case) -> Iterator[Case]:

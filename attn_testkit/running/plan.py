@@ -11,6 +11,7 @@ from enum import Enum
 from ..cases.case import Case, parse_case
 from ..cases.catalogue import TIERS, generate
 from ..cases.claimed import not_claimed
+from ..cases.large_cases import too_large_for_a_cpu
 from ..cases.untried import says_untried
 from ..checks import CHECKS
 from ..contract import Capabilities, Execution, ForwardMode
@@ -104,11 +105,19 @@ def _of_mode(
         _row(spec, mode, execution, Status.UNSUPPORTED, f"not claimed: {lacking}", case_id)
         for case_id, lacking in refused.items()
     ]
+    if environment.emulated:
+        named = {case.id for case in exact}
+        large = [case.id for case in found if case.id not in named and too_large_for_a_cpu(case)]
+        found = [case for case in found if case.id not in large]
+        rows += [_row(spec, mode, execution, Status.NOT_RUN_HERE, _TOO_LARGE, case_id) for case_id in large]
     # Not on a real device: what is not claimed may crash it, and with it the other case-runs.
     probe = environment.emulated and execution is Execution.EAGER and mode not in claims.graph
     return [
         (Item(spec, mode.value, execution.value, case.id, probe and case is found[0]), case) for case in found
     ], rows
+
+
+_TOO_LARGE = "needs a GPU, or tens of gigabytes: named by its id it runs here, too"
 
 
 def _broken_here(claims: Capabilities, mode: ForwardMode, broken: Mapping[str, str]) -> str:

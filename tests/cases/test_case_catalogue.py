@@ -42,8 +42,9 @@ def core(mode: ForwardMode, **changes: object) -> tuple[Case, ...]:
 
 
 def picked(mode: ForwardMode, tier: str = "core", **changes: object) -> tuple[Case, ...]:
-    """Without the small cases and those of codes: what the covering array and the list of named cases have."""
-    left_out = {"small_cases": mock.Mock(return_value=()), "code_cases": mock.Mock(return_value=())}
+    """Without cases that choose their own heads and pages: what the covering array and the named cases have."""
+    others = ("small_cases", "code_cases", "large_cases", "page_count_cases")
+    left_out = {name: mock.Mock(return_value=()) for name in others}
     with mock.patch.multiple(catalogue, **left_out):
         cases: tuple[Case, ...] = generate.__wrapped__(claims(**changes), mode, tier)
     return cases
@@ -129,7 +130,7 @@ def test_a_group_of_16_beside_mla_has_no_rope() -> None:
 
 
 def test_families_have_the_heads_that_define_them() -> None:
-    assert {case.heads for case in core(DECODE, families={"mha"})} == {Heads("mha", n, n) for n in (1, 2, 3)}
+    assert {case.heads for case in core(DECODE, families={"mha"})} == {Heads("mha", n, n) for n in (1, 2, 3, 128)}
     assert {c.heads for c in picked(DECODE, families={"mqa"}, gqa_ratios={1, 3, 6})} == {Heads("mqa", 3, 1)}
     mla = picked(DECODE, families={"mla"}, gqa_ratios={2, 8, 16, 128}, head_dims={512}, mla_rope_dims={64})
     assert {case.heads.q_heads for case in mla} == {2, 16, 128}

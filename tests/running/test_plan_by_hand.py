@@ -300,3 +300,19 @@ def test_the_exit_code_never_hides_a_problem_and_three_is_our_own_fault() -> Non
 
 def test_options_are_one_process_and_five_minutes() -> None:
     assert Options() == Options(jobs=1, timeout_s=300.0, gpus=(), in_process=False)
+
+
+def test_what_is_too_large_for_a_cpu_is_not_run_there_unless_it_is_named() -> None:
+    plan = planned(modes=("extend",), tier="full", executions=("eager",))
+    (row,) = plan.preset
+    assert row.status is Status.NOT_RUN_HERE
+    assert "needs a GPU" in row.reason
+    assert row.case not in {item.case for item in plan.items}
+    assert plan.header.planned == len(plan.items)
+    named = planned(modes=("extend",), executions=("eager",), cases=(row.case,))
+    assert [item.case for item in named.items] == [row.case]
+    assert not named.preset
+    by_glob = planned(
+        modes=("extend",), tier="full", executions=("eager",), cases=(f"{row.case[:20]}*{row.case[-9:]}",)
+    )
+    assert [each.case for each in by_glob.preset] == [row.case]

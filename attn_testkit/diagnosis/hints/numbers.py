@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...cases.choices import CONTIGUOUS
 from ...cases.data import make_layers
 from ...contract import AttentionLayer
 from ...oracle.expect import attend_with_limit
@@ -121,13 +122,11 @@ def right_keys(e: Evidence) -> str:
 def _strides(e: Evidence) -> list[str]:
     """q is a view, and all rows but the first are wrong: of a view that is read as contiguous, the first is right."""
     later = list(range(1, e.step.tokens))
-    if not later or e.rows != later or e.schedule.case.pick("qkv-memory") == _CONTIGUOUS:
+    if not later or e.rows != later or e.schedule.case.pick("qkv-memory") == CONTIGUOUS:
         return []
     return ["the strides of q (here a view of a packed tensor, not contiguous; row 0 is right under any stride)"]
 
 
-_CONTIGUOUS = 1
-"""The value of ``qkv-memory`` that makes q, k and v contiguous."""
 _SMALL_ERROR = 5.0
 """Errors up to so many limits are what one rounding too many gives."""
 _TILE = 16

@@ -103,7 +103,9 @@ def _of_sinks(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Ask
 
         return _Asked(text, _with(layers, one), data)
 
-    yield changed("right without sinks: layer.sinks does not reach the kernel", lambda layer, sinks: None)
+    yield changed(
+        "right without sinks: layer.sinks does not reach the kernel, or its weight is lost", lambda layer, sinks: None
+    )
     yield changed(
         "right with sinks that are scaled as logits are: a sink is a logit, and is not multiplied by the scale",
         lambda layer, sinks: sinks * layer.scaling,

@@ -1,0 +1,49 @@
+"""Decode of 1 to 17 pages, each number with a tail and some full, for each group of heads and dtype of the KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..contract import Capabilities, ForwardMode
+from .case import Case, Heads
+from .companions import head_layouts
+from .layers import Layers
+
+__all__ = ["page_count_cases"]
+
+_PAGE, _MOST_PAGES = 16, 17
+_FULL = (1, 2, 4, 8, 16)
+_MOST_WIDTH = 128
+_WIDE = 16
+"""A group of heads that fills a tile of rows."""
+
+
+def page_count_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """Kernels are written for a group and a dtype, and choose by pages: one was NaN at 16 pages with a tail, for groups
+    of 16 and FP8 alone (ATOM #2211). Made of ``small``; head dims and dtypes of the model take turns.
+    """
+    if small.mode is not ForwardMode.DECODE:
+        return
+    page = min(claims.page_sizes, key=lambda size: abs(size - _PAGE))
+    tails = [count * page - page // 3 for count in range(1, _MOST_PAGES + 1)]
+    # The last key is the new one.
+    prefixes = tuple(keys - 1 for keys in (*tails, *(count * page for count in _FULL)))
+    dims = sorted(dim for dim in claims.head_dims if dim <= _MOST_WIDTH) or [small.head_dim]
+    layouts = [heads for heads in head_layouts(claims) if (heads.family == "mla") == small.is_mla]
+    if not small.is_mla and "gqa" in claims.families and _WIDE in claims.gqa_ratios:
+        layouts.append(Heads("gqa", 2 * _WIDE, 2))
+    pairs = [(heads, kv_dtype) for heads in layouts for kv_dtype in sorted(claims.kv_dtypes)]
+    for turn, (heads, kv_dtype) in enumerate(pairs):
+        yield replace(
+            small,
+            heads=heads,
+            head_dim=small.head_dim if small.is_mla else dims[turn % len(dims)],
+            dtype=sorted(claims.dtypes)[turn % len(claims.dtypes)],
+            kv_dtype=kv_dtype,
+            page_size=page,
+            prefixes=prefixes,
+            layers=Layers(1),
+            data="gauss",
+            bucket=len(prefixes),
+        )
