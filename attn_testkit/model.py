@@ -211,7 +211,8 @@ class Model:
             if self.contiguous:
                 q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             if self._side_by_side:
-                k, v = torch.cat((k, v), -1).split((k.shape[-1], v.shape[-1]), -1)
+                both, width = torch.cat((k, v), -1), k.shape[-1]
+                k, v = both[..., :width], both[..., width:]
             if self.contiguous or self._side_by_side:
                 trace.dense += [q, k, v]
             if none_kv and index == 0:
