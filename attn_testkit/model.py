@@ -228,6 +228,8 @@ class Model:
             hidden = hidden + out.flatten(1).float() @ self._out[index]
         if not at_once:
             trace.attention += [_copy(out) for out in trace.raw]
+        # As they are now, in memory that can be read in one piece.
+        trace.dense = [each.contiguous() for each in trace.dense]
         trace.hidden = hidden
         return trace
 
