@@ -8,6 +8,10 @@ import bugs_of_addresses  # noqa: F401
 import bugs_of_masks  # noqa: F401
 import bugs_of_softmax  # noqa: F401
 import bugs_of_state  # noqa: F401
+import bugs_second_addresses  # noqa: F401
+import bugs_second_masks  # noqa: F401
+import bugs_second_softmax  # noqa: F401
+import bugs_second_state  # noqa: F401
 import pytest
 from bug_table import BUGS, MADE_LATER, Bug
 from in_process import plan_run, run
@@ -39,9 +43,11 @@ def test_a_run_tries_the_case_that_catches_a_bug(bug: Bug) -> None:
     assert any(bug.of_a_tier == item.case for plan in plans for item in plan.items)
 
 
-def test_every_bug_of_the_set_is_here_once_with_its_thread_and_mechanism() -> None:
+def test_every_bug_of_both_sets_is_here_once_with_its_thread_and_mechanism() -> None:
     assert len({bug.backend for bug in BUGS}) == len(BUGS)
-    assert len([bug for bug in BUGS if bug.threads != MADE_LATER]) == 55
+    second = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_second")]
+    assert len([bug for bug in BUGS if bug not in second and bug.threads != MADE_LATER]) == 55
+    assert len(second) == 43
     for bug in BUGS:
         assert bug.threads == MADE_LATER or re.fullmatch(r"[\w. -]+ #\d+(, [\w. -]+ #\d+)*", bug.threads)
         assert bug.backend.__doc__
