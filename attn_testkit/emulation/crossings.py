@@ -139,6 +139,7 @@ def _tolist(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 def _print(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_device(args[0]) and session.strict:
+        session.touch(args[0])
         session.refuse(rules.HOST_READ, "print(tensor)")
     return NotImplemented
 

@@ -128,8 +128,8 @@ def _account_of(executor: Any, given: dict[str, Tensor]) -> Callable[[int, int, 
 
     def touched(start: int, first: int, end: int, writes: bool) -> None:
         if (first, end, writes) not in told:
-            told.add((first, end, writes))
             order.touch_address(start, Access(first, end, Span.SOME, writes), stream, what)
+            told.add((first, end, writes))
 
     return touched
 
