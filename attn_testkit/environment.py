@@ -15,12 +15,12 @@ import torch
 from packaging.requirements import Requirement
 
 from .contract import Capabilities, ForwardMode, Requires
-from .emulation import LIMITS, Policy, emulated_cuda
+from .emulation import LIMITS, Policy, emulated_cuda, is_active, orderly_stream
 from .graphs.allocator import give_back_idle_memory
 from .graphs.poison import FreshMemory, dirty_fresh_memory
 from .registry import UsageError, did_you_mean
 
-__all__ = ["Environment", "missing_here", "resolve"]
+__all__ = ["Environment", "missing_here", "resolve", "side_stream"]
 
 _VERSIONED = ("torch", "triton", "flashinfer-python", "tokenspeed-mla", "numpy")
 
@@ -89,6 +89,13 @@ class Environment:
                 dirty_fresh_memory(fill)
                 with FreshMemory(fill) if controlled else nullcontext():
                     yield
+
+
+def side_stream() -> torch.cuda.Stream:
+    """A side stream of the kit's own, which waits as it must: the emulation need not look for races because of it."""
+    if is_active():
+        return orderly_stream()  # type: ignore[return-value]
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
 
 def resolve(name: str) -> Environment:

@@ -11,6 +11,7 @@ import torch
 
 from attn_testkit.cases.schedule import Schedule
 from attn_testkit.contract import ForwardBatch
+from attn_testkit.environment import side_stream
 from attn_testkit.graphs.capture import Captured, record, warm_up
 from attn_testkit.graphs.held_tensors import block_of, tensors_held_by
 from attn_testkit.graphs.poison import poisoned
@@ -161,7 +162,7 @@ def _capture_bucket(
         harness.pool.clear_page_0()
         return run_once()
 
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side = side_stream()
     with blame("warm-up", label):
         warm = warm_up(run_from_zeros if warm_ups > 1 else run_once, side, warm_ups)
         uneven = uneven_warm_ups(case, label, [each.attention for each in warm], fill) if deterministic else ()

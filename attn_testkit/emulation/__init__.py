@@ -20,6 +20,7 @@ from attn_testkit.emulation.context import emulated_cuda
 from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError, EmulationError, HostSyncError
 from attn_testkit.emulation.policy import LIMITS, Policy
 from attn_testkit.emulation.session import is_active
+from attn_testkit.emulation.streams import orderly_stream
 
 __all__ = [
     "LIMITS",
@@ -30,4 +31,5 @@ __all__ = [
     "Policy",
     "emulated_cuda",
     "is_active",
+    "orderly_stream",
 ]

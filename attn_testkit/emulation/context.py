@@ -29,7 +29,7 @@ def emulated_cuda(policy: Policy | None = None) -> Iterator[None]:
             yield
         return
     INSTALLED.enter()
-    current = Session(policy or Policy(), default_stream(), Stream())
+    current = Session(policy or Policy(), default_stream(), Stream(counts=False), INSTALLED.entries)
     current.function_mode = DeviceFunctions(current)
     session.install(current)
     try:

@@ -29,6 +29,8 @@ def _wants_cuda(device: Any) -> bool | None:
 def _run_on_device(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     outer, session.creating = session.creating, True
     try:
+        if session.keeps_order is not None:
+            return tag_device(session.function_mode.watch(func, args, kwargs))
         return tag_device(func(*args, **kwargs))
     finally:
         session.creating = outer
@@ -127,13 +129,17 @@ def _numpy(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _tolist(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if is_device(args[0]) and args[0].dim() > 0:
-        session.refuse(rules.TO_HOST, "Tensor.tolist()")
+    if is_device(args[0]):
+        session.touch(args[0])
+        session.host_waits()
+        if args[0].dim() > 0:
+            session.refuse(rules.TO_HOST, "Tensor.tolist()")
     return NotImplemented
 
 
 def _print(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_device(args[0]) and session.strict:
+        session.touch(args[0])
         session.refuse(rules.HOST_READ, "print(tensor)")
     return NotImplemented
 

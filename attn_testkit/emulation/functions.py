@@ -134,7 +134,11 @@ class DeviceFunctions(TorchFunctionMode):
         if way is _ASK:
             return func(*args, **kwargs) if kwargs else func(*args)
         session = self.session
-        strict = session.capture is not None or (session.sync_mode and not reads_nothing(func, args, kwargs))
+        strict = (
+            session.capture is not None
+            or session.order is not None
+            or (session.sync_mode and not reads_nothing(func, args, kwargs))
+        )
         if strict:
             return self._strictly(func, args, kwargs or _NO_KEYWORDS)
         if way is _RUN or (way is None and kind in _NATIVE) or _changes_type(func, args):
@@ -274,7 +278,7 @@ class DeviceFunctions(TorchFunctionMode):
         mixed = found > _DEVICE
         if mixed or func in _LOOKED_INTO or (type(func) in _NAMES_DEVICES and func not in _PLAIN):
             return self._watcher.watch(func, args, kwargs)
-        if session.sync_mode and not reads_nothing(func, args, kwargs):
+        if session.order is not None or (session.sync_mode and not reads_nothing(func, args, kwargs)):
             return self._watcher.watch(func, args, kwargs)
         return func(*args, **kwargs)
 

@@ -12,6 +12,7 @@ import torch
 from attn_testkit.emulation import rules, session
 from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError
+from attn_testkit.emulation.graph_accesses import Touched, tell, touched_by
 from attn_testkit.emulation.memory import Block
 from attn_testkit.emulation.pools import Pool, PoolHandle, new_handle, pool_for
 from attn_testkit.emulation.private import disable_functions, disable_modes
@@ -44,6 +45,7 @@ class EmulatedGraph:
         self._clobbers: list[Block] = []
         self._recorder: Recorder | None = None
         self._has_calls = False
+        self._touched: list[Touched] | None = None
 
     def capture_begin(
         self, pool: PoolHandle | None = None, capture_error_mode: str = "global", check_input_liveness: bool = False
@@ -149,6 +151,11 @@ class EmulatedGraph:
             gc.collect()
         if _replace_what_is_gone(self._checked, capture):
             self._program, self._sources = compile_program(capture.nodes, capture.policy.fill)
+            self._touched = None
+        if current is not None and current.order is not None:
+            if self._touched is None:
+                self._touched = touched_by(capture.nodes)
+            tell(current.order, self._checked, self._touched, current.stream.cuda_stream)
         for block in self._clobbers:
             block.fill(capture.policy.fill)
         steps = iter(self._program)
@@ -262,6 +269,9 @@ class graph:
         self.stream_ctx = StreamContext(self.capture_stream)
 
     def __enter__(self) -> None:
+        order = session.require().keeps_order
+        if order is not None:
+            order.all_done()  # torch synchronises the device here
         self.stream_ctx.__enter__()
         try:
             self.cuda_graph.capture_begin(self.pool, self.capture_error_mode)

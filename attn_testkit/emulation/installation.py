@@ -30,6 +30,7 @@ class Installation:
         self.checked = False
         self._lock = threading.Lock()
         self._users = 0
+        self._entries = 0
         self._saved: list[tuple[Any, str, Any]] = []
         self._froze = False
         self._stance: contextlib.ExitStack | None = None
@@ -42,6 +43,7 @@ class Installation:
         self._check_torch()
         with self._lock:
             self._users += 1
+            self._entries += 1
             if self._users > 1:
                 return
             self._freeze_once()
@@ -51,6 +53,10 @@ class Installation:
             self._stance = contextlib.ExitStack()
             if "torch._dynamo" in sys.modules:
                 self.run_compiled_code_eagerly()
+
+    def entries(self) -> int:
+        """How often a thread came in so far; -1 while several are inside."""
+        return self._entries if self._users == 1 else -1
 
     def leave(self) -> None:
         """One thread less is inside; the last restores everything."""

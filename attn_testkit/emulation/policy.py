@@ -35,7 +35,7 @@ class Policy:
 LIMITS: tuple[str, ...] = (
     "Kernels that exist only for CUDA (cuBLAS, CUTLASS, vendor libraries, custom C++ ops) did not run.",
     "GPU numerics and speed were not tested: every operation ran its CPU kernel.",
-    "Streams are serial: races and missing waits are not shown, only side streams that a capture never joins.",
+    "Streams are serial: of missing waits those are shown where two streams surely touch the same memory.",
     "Lazy initialisation inside a capture (first cuBLAS handle, JIT compilation, autotuning) is not shown.",
     "Freed addresses are not given to somebody else: use of freed memory is reported, the damage it does is not.",
     "Host code that reads memory through raw pointers (ctypes, DLPack, pybind) is not seen.",

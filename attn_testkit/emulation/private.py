@@ -29,6 +29,7 @@ __all__ = [
     "disable_modes",
     "dtype_of",
     "has_composite_kernel",
+    "in_backward",
     "inference",
     "is_gone",
     "keep_identity",
@@ -71,6 +72,11 @@ _CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass of autograd runs in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def raw_storage(address: int, nbytes: int) -> torch.UntypedStorage:
@@ -271,6 +277,16 @@ def _vmap_wraps_what_it_is_given() -> bool:
     return seen == [True, True] and unwrapped(source) is None and vmap_level() is None
 
 
+def _a_backward_pass_is_seen() -> bool:
+    seen: list[bool] = []
+    with torch.enable_grad(), torch.inference_mode(False):
+        leaf = torch.zeros(1, requires_grad=True)
+        result = leaf * 1
+        result.register_hook(lambda _: seen.append(in_backward()))  # type: ignore[no-untyped-call]
+        torch.autograd.grad(result, leaf)
+    return seen == [True] and not in_backward()
+
+
 SELF_TESTS: dict[str, tuple[Callable[[], bool], str]] = {
     "weak storage references": (
         _weak_references_see_death,
@@ -310,6 +326,11 @@ SELF_TESTS: dict[str, tuple[Callable[[], bool], str]] = {
     "vmap": (
         _vmap_wraps_what_it_is_given,
         "torch._C._functorch no longer says what vmap wraps: device memory inside of it would pass for host memory",
+    ),
+    "backward passes": (
+        _a_backward_pass_is_seen,
+        "torch._C._current_graph_task_id no longer says whether autograd runs: its own waits between streams would be"
+        " taken for missing ones",
     ),
     "generator subclass": (
         _generators_can_be_subclassed,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from attn_testkit.emulation import private, rules
+from attn_testkit.emulation.accesses import accesses_of
 from attn_testkit.emulation.arguments import tensors_in
 from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import EmulationError
@@ -92,6 +93,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             device = True
         if not device or facts.name in HOST_ENTRY:
             return self._host(func, args, kwargs)
+        if self.session.order is not None and not self._opens(operation):
+            self._note_use(operation)
         self._check(operation)
         return self._run(operation)
 
@@ -102,6 +105,20 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         finally:
             pop_mode()
+
+    def _note_use(self, operation: Operation) -> None:
+        """Tell the account of streams what an eager operation reads and writes of its arguments."""
+        order, stream = self.session.keeps_order, self.session.stream.cuda_stream
+        if order is None or private.vmap_level() is not None:
+            return
+        for tensor, access in accesses_of(operation.func, operation.args, operation.kwargs):
+            if is_device(tensor):
+                what = self.session.operation or str(operation.func)
+                order.touch(tensor.untyped_storage(), access, stream, what)
+
+    def _note_result(self, output: Tensor) -> None:
+        if private.vmap_level() is None:
+            self.session.touch(output, writes=True)
 
     def _host(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pinned = kwargs.get("pin_memory")
@@ -182,6 +199,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 session.refuse(rules.OUTSIDE_ALLOCATION, str(operation.func))
             if operation.facts.name in ALLOCATES:
                 fill_storage(output.untyped_storage(), session.policy.fill)
+            elif session.order is not None:
+                self._note_result(output)
+        if session.order is not None and not operation.on_device and _is_waited_for(operation):
+            session.host_waits()
         return result
 
     def take(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,6 +213,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = Operation(func, args, kwargs)
         if not operation.on_device:
             return NotImplemented
+        if self.session.order is not None:
+            self._note_use(operation)
         if operation.facts.name in rules.ON_DEVICE:
             self._check(operation)
         return self._run_whole(operation)
@@ -204,6 +227,13 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         copied = self.take(_CLONE, (tensor,), _CONTIGUOUS)
         return copied if copied is NotImplemented else copied.view(result.size())
+
+
+def _is_waited_for(operation: Operation) -> bool:
+    """Whether the host may wait for an operation on host and device memory: for all but copies of pinned memory that
+    are asked not to block."""
+    call = call_of(operation.facts, operation.args, operation.kwargs)
+    return not (call["non_blocking"] and any(map(is_pinned, operation.tensors)))
 
 
 class Recorder(Watcher):  # type: ignore[no-untyped-call]

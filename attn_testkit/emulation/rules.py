@@ -48,12 +48,14 @@ HOST_WAIT = Rule(
     "synchronise before the capture or after the replay",
     ("cuda.synchronize", "event.sync"),
     syncs=False,
+    says_whom=True,
 )
 STREAM_WAIT = Rule(
     "the host waits for a stream",
     NOT_PERMITTED,
     "synchronise before the capture or after the replay",
     ("stream.sync",),
+    says_whom=True,
 )
 UNREGISTERED_GENERATOR = Rule(
     "a generator that the graph does not know",

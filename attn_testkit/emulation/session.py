@@ -7,12 +7,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from attn_testkit.emulation.accesses import access_of
 from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import CaptureError, EmulationError, HostSyncError, spell
 from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.rule import Rule
 from attn_testkit.emulation.sites import author_site
+from attn_testkit.emulation.stream_order import StreamOrder
 from attn_testkit.emulation.stream_state import CaptureStreams, StreamState
+from attn_testkit.emulation.tags import is_device
 
 SYNC_DEFAULT, SYNC_WARN, SYNC_ERROR = 0, 1, 2
 
@@ -39,18 +44,22 @@ class Session:
     `capture` is the capture in progress, if any; `stream` the current one; `capture_stream` where torch.cuda.graph
     captures when it is given none. `called` is the function of torch that the author called, where somebody might ask.
     `creating`: operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now
-    checks values on the host where the CUDA one does not, so reading them is no finding.
+    checks values on the host where the CUDA one does not, so reading them is no finding. `order`: the account of its
+    streams, since the program has one of its own; `handles` are those of streams that were made in here.
     """
 
     __slots__ = (
         "_abandon",
+        "_threads",
         "called",
         "capture",
         "capture_stream",
         "creating",
         "default_stream",
         "function_mode",
+        "handles",
         "lenient",
+        "order",
         "policy",
         "stream",
         "sync_mode",
@@ -58,8 +67,17 @@ class Session:
 
     function_mode: FunctionMode
 
-    def __init__(self, policy: Policy, default_stream: StreamState, capture_stream: StreamState) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        default_stream: StreamState,
+        capture_stream: StreamState,
+        threads: Callable[[], int] = lambda: 1,
+    ) -> None:
         self.policy = policy
+        self._threads = threads
+        self.order: StreamOrder | None = None
+        self.handles = {default_stream.cuda_stream, capture_stream.cuda_stream}
         self.stream = self.default_stream = default_stream
         self.capture_stream = capture_stream
         self.capture: Capture | None = None
@@ -68,6 +86,41 @@ class Session:
         self.called: Any = None
         self.sync_mode = SYNC_DEFAULT
         self._abandon: Callable[[], None] | None = None
+
+    def meet(self, stream: StreamState) -> None:
+        """The program has `stream`: from the first that counts on the account of them is kept."""
+        if stream.counts and self.order is None:
+            self.order = StreamOrder(self._threads)
+        if not stream.foreign:
+            self.handles.add(stream.cuda_stream)
+        elif self.order is not None and stream.cuda_stream not in self.handles:
+            self.order.is_strange(stream.cuda_stream)
+
+    def use(self, stream: StreamState) -> None:
+        """Make `stream` the current one."""
+        self.stream = stream
+        self.meet(stream)
+
+    @property
+    def keeps_order(self) -> StreamOrder | None:
+        """The account of streams for what runs now: none in a capture, where nothing does."""
+        return self.order if self.capture is None else None
+
+    def touch(self, tensor: Tensor, *, writes: bool = False, what: str = "") -> None:
+        """The current stream reads or writes a tensor, if that is device memory. Raises EmulationError for a race.
+
+        Call it with function modes off.
+        """
+        order = self.keeps_order
+        access = access_of(tensor, writes) if order is not None and is_device(tensor) else None
+        if order is not None and access is not None:
+            order.touch(tensor.untyped_storage(), access, self.stream.cuda_stream, what or self.operation)
+
+    def host_waits(self) -> None:
+        """The host waits for the current stream, outside of a capture."""
+        order = self.keeps_order
+        if order is not None:
+            order.host_waits_for(self.stream.cuda_stream)
 
     def begin_capture(self, capture: Capture, abandon: Callable[[], None]) -> None:
         """Record into `capture` from here on. `abandon` ends it if the program leaves the emulation before it does."""
@@ -93,8 +146,8 @@ class Session:
 
     @property
     def strict(self) -> bool:
-        """Whether host syncs matter now, inside a capture or under sync debug mode."""
-        return self.capture is not None or self.sync_mode != SYNC_DEFAULT
+        """Whether host syncs matter now: inside a capture, under sync debug mode, or as an order between streams."""
+        return self.capture is not None or self.sync_mode != SYNC_DEFAULT or self.order is not None
 
     @property
     def operation(self) -> str:
@@ -108,8 +161,11 @@ class Session:
         HostSyncError for one that waits under `set_sync_debug_mode("error")` (a warning under "warn"). Returns where
         CUDA would let it happen.
         """
-        if self.capture is None and not rule.eager and not (rule.syncs and self.sync_mode):
-            return
+        if self.capture is None and not rule.eager:
+            if not rule.says_whom:
+                self.host_waits()
+            if not (rule.syncs and self.sync_mode):
+                return
         what = self._describe(operation)
         if self.capture is not None:
             if rule.invalidates:

@@ -15,10 +15,16 @@ DEFAULT_STREAM_HANDLE = 0
 
 
 class StreamState:
-    """One stream: its handle, the capture it belongs to, if any, and the part of that capture's work it comes after."""
+    """One stream: its handle, the capture it belongs to, if any, and the part of that capture's work it comes after.
 
-    def __init__(self, handle: int) -> None:
+    `counts`: a program that has it has streams of its own, between which it must keep order. `foreign`: it may be one
+    that others made.
+    """
+
+    def __init__(self, handle: int, counts: bool = True) -> None:
         self.cuda_stream = handle
+        self.counts = counts
+        self.foreign = False
         self.capture: CaptureStreams | None = None
         self.seen: Clock = {}
 

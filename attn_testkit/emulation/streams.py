@@ -21,8 +21,11 @@ _CUDA = torch.device("cuda", 0)
 class Stream(StreamState):
     """The emulated `torch.cuda.Stream`. `priority` is accepted and has no effect."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        super().__init__(next(_handles))
+    def __init__(self, device: Any = None, priority: int = 0, *, counts: bool = True, **_: Any) -> None:
+        super().__init__(next(_handles), counts)
+        current = session.current()
+        if current is not None:
+            current.meet(self)
         self.stream_id = self.cuda_stream
         self.device = _CUDA
         self.device_index = 0
@@ -38,7 +41,7 @@ class Stream(StreamState):
     def __enter__(self) -> Stream:
         current = session.require()
         self._outer.append(current.stream)
-        current.stream = self
+        current.use(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,12 +72,18 @@ class Stream(StreamState):
 
     def synchronize(self) -> None:
         """A host sync: raises CaptureError in a capture, HostSyncError under sync debug mode "error"."""
-        session.require().refuse(rules.STREAM_WAIT, "Stream.synchronize()")
+        current = session.require()
+        current.refuse(rules.STREAM_WAIT, "Stream.synchronize()")
+        if current.order is not None:
+            current.order.host_waits_for(self.cuda_stream)
 
     def query(self) -> bool:
         """True: all work is done. Raises CaptureError for a stream that belongs to a capture."""
         if self.capture is not None:
             session.require().refuse(rules.HOST_WAIT, "Stream.query()")
+        current = session.current()
+        if current is not None and current.order is not None:
+            current.order.host_waits_for(self.cuda_stream)
         return True
 
 
@@ -82,8 +91,9 @@ class ExternalStream(Stream):
     """The emulated `torch.cuda.ExternalStream`: another object for the stream with the handle `stream_ptr`."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **_: Any) -> None:
-        super().__init__()
+        super().__init__(counts=False)
         self.cuda_stream = stream_ptr
+        self.counts, self.foreign = stream_ptr != DEFAULT_STREAM_HANDLE, True
 
 
 class Event:
@@ -97,6 +107,7 @@ class Event:
         self.stream: StreamState | None = None
         self.capture: CaptureStreams | None = None
         self.seen: Clock = {}
+        self.work: Clock = {}
         self.cuda_event = 0
         self._time = 0.0
 
@@ -106,6 +117,8 @@ class Event:
         self.stream = stream or current.stream
         self.capture = self.stream.capture if current.captures(self.stream.capture) else None
         self.seen = dict(self.stream.seen)
+        if current.order is not None:
+            self.work = current.order.mark(self.stream.cuda_stream)
         self.cuda_event = self.cuda_event or next(_handles)
         self._time = time.perf_counter()
 
@@ -119,6 +132,8 @@ class Event:
         waiting = stream or current.stream
         if self.stream is None or self.stream is waiting:
             return
+        if current.order is not None:
+            current.order.wait(waiting.cuda_stream, self.work)
         if self.capture is not None and current.captures(self.capture):
             if waiting.cuda_stream == DEFAULT_STREAM_HANDLE:
                 current.refuse(rules.LEGACY_STREAM, "wait of the default stream")
@@ -131,17 +146,26 @@ class Event:
         """True: the marked work is done. Raises CaptureError in a capture for an event recorded in it."""
         if self.capture is not None:
             session.require().refuse(rules.HOST_WAIT, "Event.query()")
+        self._host_knows()
         return True
 
     def synchronize(self) -> None:
         """A host sync, unless never recorded: raises CaptureError in a capture."""
         if self.stream is not None:
             session.require().refuse(rules.HOST_WAIT, "Event.synchronize()")
+            self._host_knows()
+
+    def _host_knows(self) -> None:
+        current = session.current()
+        if current is not None and current.order is not None:
+            current.order.host_waits(self.work)
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds of host time between the two records. Raises ValueError unless both have timing enabled."""
         if not (self.enable_timing and end.enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        self._host_knows()  # torch raises for an event that is not done
+        end._host_knows()
         return (end._time - self._time) * 1e3
 
     def __repr__(self) -> str:
@@ -159,7 +183,7 @@ class StreamContext:
         if self.stream is not None:
             current = session.require()
             self._outer.append(current.stream)
-            current.stream = self.stream
+            current.use(self.stream)
 
     def __exit__(self, *_: object) -> None:
         if self.stream is not None:
@@ -180,8 +204,16 @@ def fork_error(streams: CaptureStreams) -> CaptureError | None:
     )
 
 
+def orderly_stream() -> Stream:
+    """A stream of somebody who keeps order between it and the default one: no account is kept because of it alone.
+
+    The account costs some microseconds an operation. It is kept of this stream too, where the program has another.
+    """
+    return Stream(counts=False)
+
+
 def default_stream() -> Stream:
     """A stream that stands for the device's default one, with handle 0."""
-    stream = Stream()
+    stream = Stream(counts=False)
     stream.cuda_stream = stream.stream_id = DEFAULT_STREAM_HANDLE
     return stream

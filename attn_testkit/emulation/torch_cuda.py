@@ -50,6 +50,14 @@ class DeviceProperties:
 def synchronize(device: Any = None) -> None:
     """A host sync. Raises CaptureError in a capture; sync debug mode does not see it, as on a GPU."""
     session.require().refuse(rules.HOST_WAIT, "torch.cuda.synchronize()")
+    _all_is_done()
+
+
+def _all_is_done(*_: Any) -> None:
+    """The host waited for all streams; a free of device memory does, too."""
+    order = session.require().keeps_order
+    if order is not None:
+        order.all_done()
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
@@ -82,7 +90,7 @@ def current_stream(device: Any = None) -> StreamState:
 def set_stream(stream: StreamState | None) -> None:
     """Make `stream` this thread's current one for good; None changes nothing."""
     if stream is not None:
-        session.require().stream = stream
+        session.require().use(stream)
 
 
 class DeviceGuard:
@@ -228,7 +236,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "get_rng_state_all": lambda: [_rng_state()],
     "set_rng_state": _set_rng_state,
     "set_rng_state_all": lambda states: _set_rng_state(states[0]),
-    "empty_cache": _nothing,
+    "empty_cache": _all_is_done,
     "ipc_collect": _nothing,
     "mem_get_info": lambda device=None: (_TOTAL_MEMORY - DEVICE.live_bytes(), _TOTAL_MEMORY),
     "memory_allocated": memory_allocated,

@@ -10,7 +10,7 @@ from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.memory import fill_storage
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.tags import tag_device, tag_pinned
+from attn_testkit.emulation.tags import is_pinned, tag_device, tag_pinned
 
 
 def mixed_devices(session: Session, operation: str) -> EmulationError:
@@ -35,6 +35,7 @@ def copy_across(
     """
     if session.capture is None and not non_blocking and source.numel():
         session.refuse(rules.TO_DEVICE if to_device else rules.TO_HOST)
+    session.touch(source)
     outer, session.creating = session.creating, False
     try:
         result: Tensor = private.without_modes(torch.empty_like, source, dtype=dtype, requires_grad=False)
@@ -44,6 +45,9 @@ def copy_across(
             fill_storage(result.untyped_storage(), session.policy.fill)
             tag_pinned(result)
         result.copy_(source, non_blocking=non_blocking)
+        session.touch(result, writes=True)
+        if not non_blocking or not (is_pinned(source) or is_pinned(result)):
+            session.host_waits()
         return result
     finally:
         session.creating = outer

@@ -33,6 +33,8 @@ class _Launch:
     """Tensors by the names of their arguments."""
     spans: list[tuple[int, int]]
     """First address of their memory, and the one behind its last."""
+    touched: Callable[[int, int, int, bool], None] | None = None
+    """Is told where the memory of a tensor starts, what addresses of it are used, and whether they are written."""
     makes_pointers: bool = False
     """An address came from a number: of a table of pointers, and that of anything."""
 
@@ -45,11 +47,17 @@ _local = _Local()
 
 
 @contextmanager
-def looking_at_accesses(kernel: str, given: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, ``look_at_load`` and ``look_at_store`` raise for memory that is not that of a tensor in ``given``."""
+def looking_at_accesses(
+    kernel: str, given: Mapping[str, Tensor], touched: Callable[[int, int, int, bool], None] | None = None
+) -> Iterator[None]:
+    """Inside, ``look_at_load`` and ``look_at_store`` raise for memory that is not that of a tensor in ``given``.
+
+    ``touched``: called with where a tensor's memory starts, the first address and the one behind the last of a load or
+    a store, at least one element between which is used, and whether it is a store.
+    """
     storages = [tensor.untyped_storage() for tensor in given.values()]
     spans = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
-    outer, _local.launch = _local.launch, _Launch(kernel, given, spans)
+    outer, _local.launch = _local.launch, _Launch(kernel, given, spans, touched)
     try:
         yield
     finally:
@@ -79,6 +87,11 @@ def _look(parts: Sequence[Array], size: int, near: int, what: str, does: str) ->
         return
     first = sum(int(part.min()) for part in parts)
     end = sum(int(part.max()) for part in parts) + size
+    if launch.touched is not None:
+        for start, stop in launch.spans:
+            if start <= first and end <= stop:
+                launch.touched(start, first, end, what == "store")
+                break
     if launch.makes_pointers or any(start - near <= first and end <= stop + near for start, stop in launch.spans):
         return
     raise StrayAccessError(

@@ -25,6 +25,7 @@ from attn_testkit.emulation import (
     triton_programs,
     triton_speed,
 )
+from attn_testkit.emulation.accesses import Access, Span
 from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import EmulationError, HostPointerError
 from attn_testkit.emulation.private import disable_functions, disable_modes
@@ -84,9 +85,9 @@ def _launch_of(
             # A device says nothing of a NaN: rows of padding may be made of them.
             stack.enter_context(np.errstate(all="ignore"))
             if session.is_active():
-                stack.enter_context(
-                    triton_bounds.looking_at_accesses(executor.fn.__name__, _given(executor, args, kwargs))
-                )
+                given = _given(executor, args, kwargs)
+                touched = _account_of(executor, given)
+                stack.enter_context(triton_bounds.looking_at_accesses(executor.fn.__name__, given, touched))
             if programs is not None and session.is_active() and not executor.pre_run_hooks:
                 programs.launch(executor, args, kwargs)
                 return
@@ -112,6 +113,25 @@ def _launch_of(
         current.stream.note_work()
 
     return launch
+
+
+def _account_of(executor: Any, given: dict[str, Tensor]) -> Callable[[int, int, int, bool], None] | None:
+    """Tells the account of streams, once each, what addresses a launch uses; None if there is none to be told."""
+    order, stream = session.require().keeps_order, session.require().stream.cuda_stream
+    if order is None:
+        return None
+    for tensor in given.values():
+        if is_device(tensor):
+            order.knows(tensor.untyped_storage())
+    told: set[tuple[int, int, bool]] = set()
+    what = f"launch of triton kernel {executor.fn.__name__}"
+
+    def touched(start: int, first: int, end: int, writes: bool) -> None:
+        if (first, end, writes) not in told:
+            order.touch_address(start, Access(first, end, Span.SOME, writes), stream, what)
+            told.add((first, end, writes))
+
+    return touched
 
 
 def _record(

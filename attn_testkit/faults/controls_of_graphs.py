@@ -10,6 +10,7 @@ from .a_graphs_alone import GraphsAlone
 from .a_warm_ups import EagerPlanWaits
 from .builds import CountedRunsBackend
 from .catalogue import control
+from .j_streams import PlansOnASideStream
 from .parent import PlannedBackend
 
 
@@ -61,4 +62,13 @@ class WaitsAndSaysSo(EagerPlanWaits):
 
     capabilities = PlannedBackend.capabilities.with_changes(
         families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode"}, eager_waits=True
+    )
+
+
+@control("plans-on-a-side-stream")
+class PlansOnTheSide(PlansOnASideStream):
+    """A plan on a stream of its own, which waits for the caller's, which waits for it: overlapped schedulers do so."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode", "target-verify"}
     )

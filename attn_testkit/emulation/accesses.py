@@ -1,0 +1,151 @@
+"""Which memory an operation is sure to read or write: what its schema says, and where its tensors lie."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from attn_testkit.emulation.arguments import tensors_in
+from attn_testkit.emulation.private import dtype_of
+
+
+class Span(Enum):
+    """How much of a range of addresses is touched."""
+
+    ALL = "every byte"
+    ENDS = "the first and the last element, and some between"
+    SOME = "at least one element, nobody knows which"
+
+
+class Access(NamedTuple):
+    """A range of addresses that is read or written, from `first` to before `end`."""
+
+    first: int
+    end: int
+    span: Span
+    writes: bool
+
+
+def surely_meet(a: Access, b: Access) -> bool:
+    """Whether there is a byte that both touch, whatever the numbers in memory are."""
+    if a.end <= b.first or b.end <= a.first:
+        return False
+    if a.span is Span.ALL and b.span is Span.ALL:
+        return True
+    if a.span is Span.ALL:
+        return _is_sure_of_one_in(b, a)
+    if b.span is Span.ALL:
+        return _is_sure_of_one_in(a, b)
+    return a.span is b.span is Span.ENDS and (a.first == b.first or a.end == b.end)
+
+
+def _is_sure_of_one_in(some: Access, whole: Access) -> bool:
+    if whole.first <= some.first and some.end <= whole.end:
+        return True
+    ends = whole.first <= some.first < whole.end or whole.first < some.end <= whole.end
+    return some.span is Span.ENDS and ends
+
+
+def access_of(tensor: Tensor, writes: bool, partly: bool = False) -> Access | None:
+    """The memory of a tensor's elements; `partly`: at least one of them. None if it has none."""
+    if not tensor.numel():
+        return None
+    size, first = dtype_of(tensor).itemsize, tensor.data_ptr()
+    dense = tensor.is_contiguous()
+    elements = tensor.numel()
+    if not dense:
+        axes = sorted((step, n) for step, n in zip(tensor.stride(), tensor.size(), strict=True) if n > 1 and step)
+        elements = 1 + sum(step * (n - 1) for step, n in axes)
+        dense = _has_no_gaps(axes)
+    span = Span.SOME if partly else Span.ALL if dense else Span.ENDS
+    return Access(first, first + elements * size, span, writes)
+
+
+def _has_no_gaps(axes: Sequence[tuple[int, int]]) -> bool:
+    expected = 1
+    for step, n in axes:
+        if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+_ASKS_FOR_SHAPE = frozenset(
+    {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty",
+     "new_empty_strided", "new_zeros", "new_ones", "new_full", "expand_as", "view_as", "reshape_as", "resize_",
+     "resize_as_", "set_", "_resize_output_", "is_same_size", "is_set_to", "_has_compatible_shallow_copy_type",
+     "result_type", "record_stream", "lift", "lift_fresh", "lift_fresh_copy", "sym_size", "sym_stride", "sym_numel",
+     "sym_storage_offset", "size", "stride", "numel", "dim", "is_pinned", "_unsafe_view", "requires_grad_",
+     "retain_grad", "_shape_as_tensor", "is_contiguous"}
+)  # fmt: skip
+"""They read none of their arguments, or not always."""
+
+_OF_CHOSEN_PLACES = frozenset(
+    {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index_select",
+     "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_", "index_reduce",
+     "index_reduce_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",
+     "scatter_reduce_", "take", "take_along_dim", "put", "put_", "embedding", "_embedding_bag", "embedding_bag",
+     "masked_select", "masked_scatter", "masked_scatter_", "searchsorted", "bucketize", "grid_sampler",
+     "grid_sampler_2d", "grid_sampler_3d"}
+)  # fmt: skip
+_CHOSEN_FROM = frozenset({"self", "weight", "input", "sorted_sequence", "boundaries", "out"})
+"""Arguments of these of which numbers or masks say what is touched."""
+
+
+class _Use(NamedTuple):
+    position: int
+    name: str
+    writes: bool
+    partly: bool
+
+
+@functools.cache
+def _uses_of(op: OpOverload) -> tuple[_Use, ...]:
+    """The arguments that an operation is sure to touch; none for one that may only look at memory in another way."""
+    schema = op._schema
+    name = schema.name.split("::")[1]
+    aliases = [argument.alias_info for argument in schema.arguments if argument.alias_info is not None]
+    only_looks = any(not alias.is_write for alias in aliases)
+    if op.namespace not in ("aten", "prims") or name in _ASKS_FOR_SHAPE or only_looks:
+        return ()
+    chosen = name in _OF_CHOSEN_PLACES
+    return tuple(
+        _Use(
+            i,
+            argument.name,
+            argument.alias_info is not None and argument.alias_info.is_write,
+            chosen and argument.name in _CHOSEN_FROM,
+        )
+        for i, argument in enumerate(schema.arguments)
+        if "Tensor" in str(argument.type)
+    )
+
+
+def accesses_of(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, Access]]:
+    """What a call is sure to touch of its arguments."""
+    uses = _uses_of(op)
+    for use in uses:
+        if use.partly and not _touches_something(uses, args, kwargs):
+            continue
+        for tensor in _given(use, args, kwargs):
+            access = access_of(tensor, use.writes, use.partly)
+            if access is not None:
+                yield tensor, access
+
+
+def _given(use: _Use, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    tensors_in((args[use.position] if use.position < len(args) else kwargs.get(use.name),), found)
+    return found
+
+
+def _touches_something(uses: Sequence[_Use], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Not where a mask may be empty, or an index is."""
+    others = [tensor for use in uses if not use.partly for tensor in _given(use, args, kwargs)]
+    return all(tensor.numel() and dtype_of(tensor) not in (torch.bool, torch.uint8) for tensor in others)

@@ -1,0 +1,176 @@
+"""Memory that two streams use with no order between them.
+
+A vector clock for each stream says whose work it comes after; every storage remembers who touched it last. Operations
+that are not seen leave something unsaid, and never accuse anybody: what must not be missed are waits. So whatever might
+make the host or a stream wait counts as if it did, and two accesses collide only if they surely touch the same byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from attn_testkit.emulation.accesses import Access, Span, surely_meet
+from attn_testkit.emulation.errors import EmulationError
+from attn_testkit.emulation.private import StorageWeakRef, in_backward, is_gone, weak_reference
+from attn_testkit.emulation.sites import Site, Spot, author_site, author_spot, site_of
+from attn_testkit.emulation.stream_state import Clock
+
+_MOST_ACCESSES = 64
+_MOST_STORAGES = 4096
+_SEVERAL_THREADS = -1
+
+
+class _Past(NamedTuple):
+    """An access: on which stream, in which of its epochs, by what, where in the program."""
+
+    access: Access
+    stream: int
+    epoch: int
+    what: str
+    place: Spot | Site
+
+
+class _History:
+    """Who touched one storage."""
+
+    __slots__ = ("past", "weak")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.weak: StorageWeakRef = weak_reference(storage)
+        self.past: dict[tuple[Access, int], _Past] = {}
+
+
+class StreamOrder:
+    """The account of one thread's streams outside of captures, since its program has a stream of its own.
+
+    `threads` says how often a thread entered the emulation so far, or -1 while several are inside: these may order
+    their work in ways that are not seen, and nothing is said of it.
+    """
+
+    def __init__(self, threads: Callable[[], int]) -> None:
+        self._threads = threads
+        self._since = threads()
+        self._epochs: dict[int, int] = {}
+        self._after: dict[int, Clock] = {}
+        self._host: Clock = {}
+        self._histories: dict[int, _History] = {}
+        self._strange: set[int] = set()
+
+    def is_strange(self, stream: int) -> None:
+        """Somebody else made `stream`: nobody knows what it waits for, so that its work divides all other work."""
+        self._strange.add(stream)
+
+    def mark(self, stream: int) -> Clock:
+        """All work that `stream` comes after, its own so far included."""
+        epoch = self._epochs.get(stream, 1)
+        self._epochs[stream] = epoch + 1
+        return {**self._clock(stream), stream: epoch}
+
+    def wait(self, stream: int, work: Clock) -> None:
+        """What `stream` does next comes after `work`."""
+        _join(self._clock(stream), work)
+
+    def host_waits(self, work: Clock) -> None:
+        """Whatever is launched from here on comes after `work`."""
+        _join(self._host, work)
+        for clock in self._after.values():
+            _join(clock, work)
+
+    def host_waits_for(self, stream: int) -> None:
+        """Whatever is launched from here on comes after the work of `stream` so far."""
+        self.host_waits(self.mark(stream))
+
+    def all_done(self) -> None:
+        """The host waited for the device."""
+        self._histories.clear()
+
+    def knows(self, storage: torch.UntypedStorage) -> None:
+        """Accesses to its addresses are those of this memory, whatever tensors they are made through."""
+        self._history(storage)
+
+    def touch(self, storage: torch.UntypedStorage, access: Access, stream: int, what: str) -> None:
+        """Work of `stream` touches memory. Raises EmulationError if another stream's does, and neither waits."""
+        if stream in self._strange:
+            self.all_done()
+        else:
+            self._touch(self._history(storage), access, stream, what)
+
+    def touch_address(self, start: int, access: Access, stream: int, what: str) -> None:
+        """The same for a storage that is known by where it starts; nothing for another."""
+        history = self._histories.get(start)
+        if history is not None and not is_gone(history.weak) and stream not in self._strange:
+            self._touch(history, access, stream, what)
+
+    def _clock(self, stream: int) -> Clock:
+        clock = self._after.get(stream)
+        if clock is None:
+            clock = self._after[stream] = dict(self._host)
+        return clock
+
+    def _history(self, storage: torch.UntypedStorage) -> _History:
+        start = storage.data_ptr()
+        history = self._histories.get(start)
+        if history is None or history.weak.cdata != storage._cdata or is_gone(history.weak):
+            if len(self._histories) >= _MOST_STORAGES:
+                self._forget_what_is_gone()
+            history = self._histories[start] = _History(storage)
+        return history
+
+    def _forget_what_is_gone(self) -> None:
+        self._histories = {start: each for start, each in self._histories.items() if not is_gone(each.weak)}
+        if len(self._histories) >= _MOST_STORAGES:
+            self._histories.clear()
+
+    def _touch(self, history: _History, access: Access, stream: int, what: str) -> None:
+        clock, past = self._clock(stream), history.past
+        for old in past.values():
+            if old.stream != stream and clock.get(old.stream, 0) < old.epoch and _collide(old.access, access):
+                if self._may_be_ordered_unseen():
+                    break
+                raise _race(old, access, what)
+        if access.writes:
+            for key in [key for key, old in past.items() if self._stands_for(access, stream, old)]:
+                del past[key]
+        if len(past) >= _MOST_ACCESSES:
+            del past[next(iter(past))]
+        # Behind all others: the first of them is the oldest.
+        past.pop((access, stream), None)
+        past[access, stream] = _Past(access, stream, self._epochs.get(stream, 1), what, author_spot())
+
+    def _stands_for(self, access: Access, stream: int, old: _Past) -> bool:
+        """Whether who collides with `old` collides with a later write as well."""
+        ordered = old.stream == stream or self._clock(stream).get(old.stream, 0) >= old.epoch
+        return ordered and access.first <= old.access.first and old.access.end <= access.end and access.span is Span.ALL
+
+    def _may_be_ordered_unseen(self) -> bool:
+        """By another thread, or by torch, which has a backward pass wait for the streams of its forward."""
+        now, before = self._threads(), self._since
+        self._since = now
+        unseen = now == _SEVERAL_THREADS or now != before or in_backward()
+        if unseen:
+            self.all_done()
+        return unseen
+
+
+def _join(clock: Clock, work: Clock) -> None:
+    for stream, epoch in work.items():
+        if clock.get(stream, 0) < epoch:
+            clock[stream] = epoch
+
+
+def _collide(old: Access, new: Access) -> bool:
+    return (old.writes or new.writes) and surely_meet(old, new)
+
+
+def _race(old: _Past, access: Access, what: str) -> EmulationError:
+    does, did = ("writes" if access.writes else "reads"), ("wrote" if old.access.writes else "read")
+    return EmulationError(
+        what,
+        author_site(),
+        f"it {does} memory that {old.what} at {site_of(old.place)} {did} on another stream, and nothing orders the two:"
+        " the two run in any order, and the result is that of either",
+        "let the later stream wait for the earlier one: current_stream().wait_stream(side), or an event",
+    )
