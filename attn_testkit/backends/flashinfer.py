@@ -28,8 +28,8 @@ from attn_testkit.contract import (
 from .branches import forward_number, kernel_requests
 from .flashinfer_buffers import GraphBuffers
 from .flashinfer_draft import plans_of_forwards
-from .flashinfer_parts import MERGE_STATE, part_plan
-from .flashinfer_plan import PagePlan, workspace
+from .flashinfer_parts import MERGE_STATE, merged, part_plan
+from .flashinfer_plan import PagePlan, bytes_of_partials, workspace
 from .vendor import provide
 from .vendor.flashinfer_fake import BATCH_DECODE, BATCH_PREFILL
 
@@ -95,7 +95,7 @@ class FlashInferBackend(AttentionBackend):
         self._merge = provide(MERGE_STATE, context.device)
         self.kernels = self._decode.kernels
         self._kv_layout = "HND" if context.kv_pool.layout == "hnd" else "NHD"
-        self._float_workspace = workspace(context.device, self._decode.is_fake)
+        self._float_workspace = workspace(context.device, self._decode.is_fake, bytes_of_partials(context))
         self._kinds = list(dict.fromkeys(map(self._kind_of, context.layers)))
         # By kind of layer and forward: 0, but for the later forwards of a draft-decode.
         self._eager: dict[tuple[bool, LayerKind, int], Any] = {}
@@ -281,8 +281,7 @@ class FlashInferBackend(AttentionBackend):
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``flashinfer.merge_state``."""
-        out, lse = self._merge.call(out_a, lse_a, out_b, lse_b)
-        return out, lse
+        return merged(self._merge.call, out_a, lse_a, out_b, lse_b)
 
     def _stored(
         self,

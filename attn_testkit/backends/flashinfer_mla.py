@@ -24,7 +24,7 @@ from attn_testkit.contract import (
 from .branches import forward_number
 from .flashinfer_buffers import GraphBuffers
 from .flashinfer_draft import plans_of_forwards
-from .flashinfer_parts import MERGE_STATE, part_plan
+from .flashinfer_parts import MERGE_STATE, merged, part_plan
 from .flashinfer_plan import PagePlan, filled_up, workspace
 from .vendor import EntryPoint, provide
 from .vendor.flashinfer_fake import BATCH_MLA_FA2, BATCH_MLA_FA3
@@ -218,8 +218,7 @@ class FlashInferMLABackend(AttentionBackend):
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``flashinfer.merge_state``."""
-        out, lse = self._merge.call(out_a, lse_a, out_b, lse_b)
-        return out, lse
+        return merged(self._merge.call, out_a, lse_a, out_b, lse_b)
 
     def _stored(
         self, k: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool, page_size: int

@@ -6,6 +6,8 @@ any keys in any number; who sees whom is then a custom mask, or in decode and ML
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from attn_testkit.contract import BackendContext, ForwardBatch, KVPart
@@ -13,7 +15,10 @@ from attn_testkit.contract import BackendContext, ForwardBatch, KVPart
 from .flashinfer_plan import PagePlan, exclusive_sum
 from .vendor.provider import EntryPoint
 
-__all__ = ["MERGE_STATE", "part_plan"]
+__all__ = ["MERGE_STATE", "merged", "part_plan"]
+
+_MOST_THREADS = 1024
+"""Of a block."""
 
 MERGE_STATE = EntryPoint(
     "flashinfer.cascade:merge_state",
@@ -21,6 +26,31 @@ MERGE_STATE = EntryPoint(
     "attn_testkit.backends.vendor.flashinfer_fake:merge_state",
     "flashinfer",
 )
+
+
+def merged(
+    merge: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashinfer.merge_state``, as many heads at a time as it launches.
+
+    It puts all heads of a row into one block, ``head_dim / max(16 bytes, head_dim / 32)`` threads each (``MergeState``,
+    cascade.cuh): 128 heads of 512 fail with "invalid argument".
+    """
+    heads, dim = out_a.shape[1:]
+    threads = max(1, dim // max(16 // out_a.element_size(), dim // 32))
+    at_once = max(1, _MOST_THREADS // threads)
+    if heads <= at_once:
+        out, lse = merge(out_a, lse_a, out_b, lse_b)
+        return out, lse
+    parts = [
+        merge(*(each[:, first : first + at_once].contiguous() for each in (out_a, lse_a, out_b, lse_b)))
+        for first in range(0, heads, at_once)
+    ]
+    return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 
 def part_plan(

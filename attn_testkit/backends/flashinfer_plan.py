@@ -10,6 +10,7 @@ from attn_testkit.contract import BackendContext, DraftExtendInput, ForwardBatch
 
 __all__ = [
     "PagePlan",
+    "bytes_of_partials",
     "exclusive_sum",
     "filled_up",
     "make_page_plan",
@@ -18,20 +19,36 @@ __all__ = [
     "workspace",
 ]
 
-_WORKSPACE_BYTES = 128 << 20
+_WORKSPACE_BYTES, _BESIDE_PARTIALS = 128 << 20, 1 << 20
+_MOST_TILE = 128
+"""Packed rows, a query row times a head of its group, of the largest tile."""
 _workspaces: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
 
-def workspace(device: torch.device, fake: bool) -> torch.Tensor:
+def workspace(device: torch.device, fake: bool, needed: int = 0) -> torch.Tensor:
     """The float workspace, one for all wrappers of a device and process, as servers have it: [bytes] uint8.
 
-    Scratch: a run leaves no state in it.
+    Scratch: a run leaves no state in it. ``needed``: bytes of partial outputs. Whoever needs more gets a larger one;
+    wrappers that were made before keep theirs.
     """
-    key = (device, fake)
-    if key not in _workspaces:
-        size = _WORKSPACE_BYTES >> 7 if fake else _WORKSPACE_BYTES
+    key, size = (device, fake), max(_WORKSPACE_BYTES, needed + _BESIDE_PARTIALS)
+    size = size >> 7 if fake else size
+    if key not in _workspaces or _workspaces[key].numel() < size:
         _workspaces[key] = torch.empty(size, dtype=torch.uint8, device=device)
     return _workspaces[key]
+
+
+def bytes_of_partials(context: BackendContext) -> int:
+    """Float32 outputs and statistics of split keys that a graph's plan reserves: FlashInfer's ``PrefillPlan``
+    (scheduler.cuh) counts as many tiles of 128 packed rows as there can be, whatever the lengths.
+    """
+    most = 0
+    for layer in context.layers:
+        group = layer.tp_q_head_num // layer.tp_k_head_num
+        tiles = -(-context.max_num_tokens * group // _MOST_TILE) + context.max_bs - 1
+        rows = -(-tiles * _MOST_TILE // group)
+        most = max(most, layer.tp_q_head_num * rows * (layer.v_head_dim + 1) * 4)
+    return most
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ def _launch_of(
             raise
 
     def run_all(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if session.is_active() and not isinstance(executor.grid, _Grid):
+            executor.grid = _Grid(executor.grid, executor.fn.__name__)
         with torch.inference_mode(), disable_modes(), disable_functions(), contextlib.ExitStack() as stack:
             # A device says nothing of a NaN: rows of padding may be made of them.
             stack.enter_context(np.errstate(all="ignore"))
@@ -145,7 +147,7 @@ def _record(
 ) -> None:
     for pointer in pointers:  # a kernel may write through any of them
         capture.about_to_write(pointer)
-    grid = _Grid(executor.grid)
+    grid = _Grid(executor.grid, executor.fn.__name__)
     executor.grid = grid
     run(executor, args, kwargs)
     node = CallNode(f"triton kernel {executor.fn.__name__}", author_site())
@@ -161,16 +163,27 @@ def _record(
     capture.nodes.append(node)
 
 
+_LARGEST_GRID = (2**31 - 1, 65_535, 65_535)
+"""CUDA's x, y and z of a grid (sglang #34941)."""
+
+
 class _Grid:
     """The launch grid, kept as the numbers it had when the launch was captured."""
 
-    def __init__(self, grid: Any) -> None:
-        self._grid = grid
+    def __init__(self, grid: Any, kernel: str) -> None:
+        self._grid, self._kernel = grid, kernel
         self.value: tuple[int, ...] = () if callable(grid) else tuple(grid)
 
     def __call__(self, arguments: dict[str, Any]) -> tuple[int, ...]:
         if callable(self._grid):
             self.value = tuple(int(size) for size in self._grid(arguments))
+        if any(size > most for size, most in zip(self.value, _LARGEST_GRID, strict=False)):
+            raise EmulationError(
+                f"launch of triton kernel {self._kernel} with a grid of {self.value}",
+                author_site(),
+                "CUDA would refuse with 'Triton Error [CUDA]: invalid argument': y and z hold 65,535 programs at most",
+                "put what grows with rows or requests into the first dimension",
+            )
         return self.value
 
 

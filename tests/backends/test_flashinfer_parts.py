@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from attn_testkit.runner_modes.harness import context_for
 
 from attn_testkit.backends.flashinfer import FlashInferBackend
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
-from attn_testkit.backends.flashinfer_parts import MERGE_STATE, part_plan
-from attn_testkit.backends.flashinfer_plan import PagePlan
+from attn_testkit.backends.flashinfer_parts import MERGE_STATE, merged, part_plan
+from attn_testkit.backends.flashinfer_plan import PagePlan, bytes_of_partials, workspace
 from attn_testkit.backends.vendor.provider import fake_of
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers
@@ -47,6 +48,42 @@ def test_a_call_that_the_package_would_refuse_is_refused() -> None:
         fake_of(MERGE_STATE)(out, lse, out)
     with pytest.raises(TypeError):
         fake_of(MERGE_STATE)(out, lse, out, lse, base=2)
+
+
+def random_states(heads: int, dim: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(3, heads, *each) for each in ((dim,), (), (dim,), ()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "most"), [(torch.bfloat16, 512, 32), (torch.bfloat16, 64, 128), (torch.float32, 128, 32)]
+)
+def test_more_heads_than_a_block_has_threads_for_are_refused_and_are_merged_in_parts(
+    dtype: torch.dtype, dim: int, most: int
+) -> None:
+    merge = fake_of(MERGE_STATE)
+    for heads in (most, most + 1, 3 * most + 1):
+        out_a, lse_a, out_b, lse_b = random_states(heads, dim)
+        given = out_a.to(dtype), lse_a, out_b.to(dtype), lse_b
+        if heads > most:
+            with pytest.raises(RuntimeError, match="MergeState kernel launch failed"):
+                merge(*given)
+        out, lse = merged(merge, *given)
+        one_by_one = [merge(*(each[:, head : head + 1] for each in given)) for head in range(heads)]
+        torch.testing.assert_close(out, torch.cat([each for each, _ in one_by_one], 1))
+        torch.testing.assert_close(lse, torch.cat([each for _, each in one_by_one], 1))
+
+
+def test_partial_outputs_are_counted_as_the_planner_counts_them() -> None:
+    """FlashInfer 0.7.2.post1 on an H200: "Buffer overflow when allocating memory for batch_prefill_tmp_v with size
+    301465600", of 512 requests with 2 rows each."""
+    (layer, *_) = make_layers(parse_case("decode-gqa8x16-d64-bf16-p16-k9-shuffled-gauss-b1prod"))
+    context = mock.Mock(layers=(layer,), max_num_tokens=1024, max_bs=512)
+    assert bytes_of_partials(context) == 301_465_600 // 64 * 65
+    cpu = torch.device("cpu")
+    small, large = workspace(cpu, True), workspace(cpu, True, 301_465_600)
+    assert large.numel() == (301_465_600 + (1 << 20)) >> 7
+    assert small.numel() <= large.numel()
+    assert workspace(cpu, True) is large
 
 
 class ClaimsNatural(FlashInferBackend):

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from attn_testkit.emulation import DanglingMemoryError, EmulationError
+from attn_testkit.emulation import DanglingMemoryError, EmulationError, triton_launch
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -99,6 +99,18 @@ def test_a_kernel_does_not_take_host_memory():
         kernels.add[(1,)](torch.zeros(8), 1.0, N=8)
     with pytest.raises(ValueError, match="cannot be accessed from Triton"):
         kernels.add[(1,)](torch.zeros(8), 1.0, N=8)
+
+
+def test_a_grid_that_a_gpu_would_refuse_is_refused(capture):
+    x = zeros()
+    for grid in ((1, 65_536), (1, 1, 65_536), lambda meta: (meta["N"] // 8, 65_536)):
+        with pytest.raises(EmulationError, match=r"kernel add with a grid of .*invalid argument"):
+            kernels.add[grid](x, 1.0, N=8)
+    with pytest.raises(EmulationError, match="y and z hold 65,535"):
+        capture(lambda: kernels.add[(1, 65_536)](x, 1.0, N=8))
+    assert x.tolist() == [0] * 8
+    for grid in ((65_536,), (1, 65_535, 65_535)):
+        assert triton_launch._Grid(grid, "add")({}) == grid
 
 
 def test_freed_memory_of_a_launch_is_an_error(capture):

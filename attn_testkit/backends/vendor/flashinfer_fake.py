@@ -49,6 +49,7 @@ BATCH_MLA_FA2 = EntryPoint(_MLA, _SM80_AND_UP, f"{_HERE}:make_mla_wrapper", "fla
 BATCH_MLA_FA3 = EntryPoint(_MLA, ((90, 90),), f"{_HERE}:make_mla_wrapper", "flashinfer")
 
 _CAUSAL, _CUSTOM = 1, 2  # flashinfer.utils.MaskMode; checked in _compiled()
+_MOST_THREADS = 1024
 _GROUP_SIZES = (1, 2, 3, 4, 6, 8, 16)  # DISPATCH_GQA_GROUP_SIZE of the kernels without tensor cores
 
 
@@ -328,7 +329,14 @@ def _planning_in_torch(original: Any, **more: Any) -> type:
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flashinfer.merge_state``, whose log-sum-exps are in base 2: empty states have weight 0, both together too."""
+    """``flashinfer.merge_state``, whose log-sum-exps are in base 2: empty states have weight 0, both together too.
+
+    Raises what the package raises where the heads of a row are more threads than a block has (``MergeState``,
+    cascade.cuh).
+    """
+    dim = v_a.shape[-1]
+    if v_a.shape[1] * (dim // max(16 // v_a.element_size(), dim // 32)) > _MOST_THREADS:
+        raise RuntimeError("MergeState kernel launch failed: invalid argument")
     s_a, s_b = s_a.float(), s_b.float()
     top = torch.maximum(s_a, s_b)
     weight_a, weight_b = (torch.exp2(torch.where(s == -torch.inf, s, s - top)) for s in (s_a, s_b))
