@@ -20,6 +20,7 @@ from attn_testkit.emulation.stream_state import Clock
 
 _MOST_ACCESSES = 64
 _MOST_STORAGES = 4096
+_MOST_STREAMS = 64
 _SEVERAL_THREADS = -1
 
 
@@ -65,9 +66,10 @@ class StreamOrder:
 
     def mark(self, stream: int) -> Clock:
         """All work that `stream` comes after, its own so far included."""
-        epoch = self._epochs.get(stream, 1)
+        epoch, clock = self._epochs.get(stream, 1), self._clock(stream)
         self._epochs[stream] = epoch + 1
-        return {**self._clock(stream), stream: epoch}
+        _join(clock, self._host)
+        return {**clock, stream: epoch}
 
     def wait(self, stream: int, work: Clock) -> None:
         """What `stream` does next comes after `work`."""
@@ -76,16 +78,17 @@ class StreamOrder:
     def host_waits(self, work: Clock) -> None:
         """Whatever is launched from here on comes after `work`."""
         _join(self._host, work)
-        for clock in self._after.values():
-            _join(clock, work)
 
     def host_waits_for(self, stream: int) -> None:
         """Whatever is launched from here on comes after the work of `stream` so far."""
         self.host_waits(self.mark(stream))
 
     def all_done(self) -> None:
-        """The host waited for the device."""
-        self._histories.clear()
+        """The host waited for the device: no order of what was before matters any more."""
+        for history in self._histories.values():
+            history.past.clear()
+        for forgotten in (self._histories, self._after, self._host):
+            forgotten.clear()
 
     def knows(self, storage: torch.UntypedStorage) -> None:
         """Accesses to its addresses are those of this memory, whatever tensors they are made through."""
@@ -107,8 +110,15 @@ class StreamOrder:
     def _clock(self, stream: int) -> Clock:
         clock = self._after.get(stream)
         if clock is None:
-            clock = self._after[stream] = dict(self._host)
+            if len(self._after) >= _MOST_STREAMS:
+                # A clock is as long as there are streams, and nobody says when one is gone.
+                self.all_done()
+            clock = self._after[stream] = {}
         return clock
+
+    def _comes_after(self, stream: int, old: _Past) -> bool:
+        known = max(self._clock(stream).get(old.stream, 0), self._host.get(old.stream, 0))
+        return old.stream == stream or known >= old.epoch
 
     def _history(self, storage: torch.UntypedStorage) -> _History:
         start = storage.data_ptr()
@@ -125,9 +135,10 @@ class StreamOrder:
             self._histories.clear()
 
     def _touch(self, history: _History, access: Access, stream: int, what: str) -> None:
-        clock, past = self._clock(stream), history.past
+        self._clock(stream)
+        past = history.past
         for old in past.values():
-            if old.stream != stream and clock.get(old.stream, 0) < old.epoch and _collide(old.access, access):
+            if not self._comes_after(stream, old) and _collide(old.access, access):
                 if self._may_be_ordered_unseen():
                     break
                 raise _race(old, access, what)
@@ -142,8 +153,12 @@ class StreamOrder:
 
     def _stands_for(self, access: Access, stream: int, old: _Past) -> bool:
         """Whether who collides with `old` collides with a later write as well."""
-        ordered = old.stream == stream or self._clock(stream).get(old.stream, 0) >= old.epoch
-        return ordered and access.first <= old.access.first and old.access.end <= access.end and access.span is Span.ALL
+        return (
+            self._comes_after(stream, old)
+            and access.first <= old.access.first
+            and old.access.end <= access.end
+            and access.span is Span.ALL
+        )
 
     def _may_be_ordered_unseen(self) -> bool:
         """By another thread, or by torch, which has a backward pass wait for the streams of its forward."""

@@ -359,3 +359,15 @@ def test_an_orderly_stream_begins_no_look_and_is_looked_at_beside_another():
 def test_what_was_written_before_the_first_stream_counts_as_done():
     x = ones()
     assert doubled_on(torch.cuda.Stream(), x).shape == (8,)
+
+
+def test_very_many_streams_end_the_look_into_what_they_did_and_begin_another():
+    x = torch.zeros(8, device="cuda")
+    streams = [torch.cuda.Stream() for _ in range(70)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.ones(8, device="cuda").add_(1)
+    with torch.cuda.stream(streams[0]):
+        x.add_(1)
+    with pytest.raises(EmulationError, match="nothing orders the two"):
+        x.add_(1)
