@@ -19,7 +19,8 @@ __all__ = [
     "workspace",
 ]
 
-_WORKSPACE_BYTES, _BESIDE_PARTIALS = 128 << 20, 1 << 20
+_WORKSPACE_BYTES = 128 << 20
+_BESIDE_PARTIALS = 1 << 20
 _MOST_TILE = 128
 """Packed rows, a query row times a head of its group, of the largest tile."""
 _workspaces: dict[tuple[torch.device, bool], torch.Tensor] = {}

@@ -181,7 +181,7 @@ def test_old_failures_end_with_the_time_too() -> None:
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_what_not_every_server_does_is_drawn_where_it_is_claimed(mode: ForwardMode) -> None:
     tried = {case.way for case in generate(CLAIMS, mode, "core") if case.way} - {"far", "shapes", "bigpool"}
-    few = settings(database=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=2000,
+    few = settings(database=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=20_000,
                    phases=[Phase.generate])  # fmt: skip
     for way in sorted(tried):
         found = find(random_cases(CLAIMS, mode), lambda case, way=way: case.way == way, settings=few)
