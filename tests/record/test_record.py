@@ -91,7 +91,17 @@ def test_recording_breaks_no_rule_and_every_mode_and_graph_comes_out_again(tmp_p
     file = tmp_path / "calls.jsonl"
     cases = [word for case in GRAPHS for word in ("--case", case)]
     done = python(
-        "-m", "attn_testkit", "run", "--backend", "live:Live", "--device", "cpu", *cases, ATTN_TESTKIT_RECORD=str(file)
+        "-m",
+        "attn_testkit",
+        "run",
+        "-b",
+        "live:Live",
+        "--device",
+        "cpu",
+        "-j",
+        "1",
+        *cases,
+        ATTN_TESTKIT_RECORD=str(file),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = read_lines(file)
