@@ -21,6 +21,7 @@ from .as_claimed import as_claimed
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from .code_cases import code_cases
 from .companions import MOST_USUAL_RATIO, accepted, branching, claimed_companions, head_layouts
+from .company import company_cases
 from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
@@ -385,6 +386,7 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from three_kv_heads_cases(claims, base)
         yield from large_cases(claims, tier, base)
         yield from page_count_cases(claims, base)
+        yield from company_cases(claims, base)
     yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -293,11 +294,11 @@ def numbers_of(schedule: Schedule, step: Step, pattern: str | None = None) -> tu
 def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
     """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis).
 
-    One request of a step (``Step.part_of``), and one chunk of it, has the numbers that it has in the whole step.
+    Some requests of a step (``Step.part_of``), and one chunk of it, have the numbers that they have in the whole step.
     """
     if step.part_of is not None:
-        whole, index = step.part_of
-        return _one_request(make_step_data(schedule, whole, pattern), whole, index)
+        whole, indices = step.part_of
+        return _some_requests(make_step_data(schedule, whole, pattern), step, indices)
     if not step.requests:
         return _nobody(make_step_data(schedule, schedule.steps[0], pattern))
     if step.chunk_of is not None:
@@ -347,22 +348,23 @@ def _nobody(data: StepData) -> StepData:
     return replace(data, **cut)
 
 
-def _one_request(data: StepData, whole: Step, index: int) -> StepData:
-    request = whole.requests[index]
-    mine = data.row_request == index
-    one, length = slice(index, index + 1), request.prefix + request.new
+def _some_requests(data: StepData, step: Step, indices: Sequence[int]) -> StepData:
+    """``step``: those requests of the whole, which is ``data``."""
+    chosen, news = list(indices), [request.new for request in step.requests]
+    mine = torch.cat([(data.row_request == index).nonzero()[:, 0] for index in chosen])
+    longest, widest = max(step.lens), max(news)
     return StepData(
         q=data.q[:, mine],
         k=data.k[:, mine],
         v=data.v[:, mine],
         hidden=data.hidden[mine],
-        stored_keys=data.stored_keys[:, one, :length],
-        stored_values=None if data.stored_values is None else data.stored_values[:, one, :length],
+        stored_keys=data.stored_keys[:, chosen, :longest],
+        stored_values=None if data.stored_values is None else data.stored_values[:, chosen, :longest],
         kv_scales=data.kv_scales,
-        visible=data.visible[one, : request.new, :length],
-        key_positions=data.key_positions[one, :length],
-        query_positions=data.query_positions[one, : request.new],
-        row_request=torch.zeros(request.new, dtype=torch.int64),
+        visible=data.visible[chosen, :widest, :longest],
+        key_positions=data.key_positions[chosen, :longest],
+        query_positions=data.query_positions[chosen, :widest],
+        row_request=torch.arange(len(chosen)).repeat_interleave(torch.tensor(news)),
         row_offset=data.row_offset[mine],
         row_key=data.row_key[mine],
         positions=data.positions[mine],

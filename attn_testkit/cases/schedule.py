@@ -84,8 +84,8 @@ class Step:
     """[rows, max_context_len]: live rows, then foreign slots in every tail and every unused row; row 0 is zeros."""
     seed: int
     """Of its random numbers."""
-    part_of: tuple[Step, int] | None = None
-    """Another step, and the request of it that this step holds alone, with the same numbers in the same slots."""
+    part_of: tuple[Step, tuple[int, ...]] | None = None
+    """Another step, and the requests of it that this step holds, with the same numbers in the same slots."""
     chunk_of: Step | None = None
     """Extend: a step that is never run, whose requests have all their chunks at once; this step has rows of it, with
     the same numbers in the same slots."""
@@ -114,23 +114,28 @@ class Step:
         return sum(r.new for r in self.requests)
 
     @cached_property
-    def alone(self) -> tuple[Step, ...]:
-        """Each request by itself, with the numbers and the slots that it has here."""
-        return tuple(
-            replace(
-                self,
-                name=f"{self.name}, request {index} alone",
-                label=f"request {index} alone",
-                requests=(request,),
-                part_of=(self, index),
-            )
-            for index, request in enumerate(self.requests)
-        )
+    def parts(self) -> dict[tuple[int, ...], Step]:
+        """What ``part`` has made of it."""
+        return {}
+
+
+def part(step: Step, indices: Sequence[int]) -> Step:
+    """Some requests of a step, in the order of ``indices``, with the numbers and the slots that they have there.
+
+    The same object every time. Raises ``IndexError`` where there is no such request.
+    """
+    chosen = tuple(indices)
+    if chosen not in step.parts:
+        which = f"request {chosen[0]} alone" if len(chosen) == 1 else f"requests {' '.join(map(str, chosen))}"
+        requests = tuple(step.requests[index] for index in chosen)
+        made = replace(step, name=f"{step.name}, {which}", label=which, requests=requests, part_of=(step, chosen))
+        step.parts[chosen] = made
+    return step.parts[chosen]
 
 
 def only(step: Step, index: int) -> Step:
     """One request of a step by itself; the same object every time. Raises ``IndexError`` where there is none."""
-    return step.alone[index]
+    return part(step, (index,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,20 +208,20 @@ class Schedule:
         return claimed and step.eager_too and (claims.takes_empty_batches or bool(step.requests))
 
     def step_named(self, name: str) -> Step:
-        """The step of this name: of ``steps``, ``second``, ``oversized``, or what ``only`` makes of one of them.
+        """The step of this name: of ``steps``, ``second``, ``oversized``, or what ``part`` makes of one of them.
 
         The same object every time. Raises ``KeyError`` that lists the names there are.
         """
         named = {step.name: step for step in (*self.steps, self.second, self.oversized)}
         if name in named:
             return named[name]
-        part = re.fullmatch(r"(.+), request (\d+) alone", name)
-        if part is None:
+        found = re.fullmatch(r"(.+), requests? (\d+(?: \d+)*)(?: alone)?", name)
+        if found is None:
             raise KeyError(f"{self.case.id} has no step {name!r}; it has {', '.join(map(repr, named))}")
-        whole, index = self.step_named(part[1]), int(part[2])
-        if index >= whole.bs:
-            raise KeyError(f"{self.case.id}: {whole.name!r} has {whole.bs} requests, and none of number {index}")
-        return only(whole, index)
+        whole, indices = self.step_named(found[1]), [int(index) for index in found[2].split()]
+        if max(indices) >= whole.bs:
+            raise KeyError(f"{self.case.id}: {whole.name!r} has {whole.bs} requests, and none of number {max(indices)}")
+        return part(whole, indices)
 
 
 def _accepted(case: Case, index: int, count: int, most: int, rng: np.random.Generator) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ..contract import Execution
@@ -35,21 +36,29 @@ def repeatable(first: Observation, second: Observation) -> list[Finding]:
     return []
 
 
-def batch_invariant(together: Observation, alone: Observation, index: int) -> list[Finding]:
-    """Request ``index`` of ``together``, alone, gives the bits that it gave in the batch."""
-    start = sum(request.new for request in together.step.requests[:index])
-    rows = slice(start, start + together.step.requests[index].new)
-    for layer, (a, b) in enumerate(zip(together.attention, alone.attention, strict=True)):
-        count = _differs(a[rows], b)
-        if count:
-            return [
-                Finding(
-                    "batch-invariant",
-                    f"request {index} gives other bits alone than in a batch of {together.step.bs}",
-                    where=f"{alone.schedule.case.layers.name(layer)}: {count} of {b.numel()} values differ",
-                    hint="a tile size or split count that depends on the rest of the batch",
-                )
-            ]
+def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
+    """The requests of ``few``, a part of ``together`` (``Step.part_of``), give the bits that they gave there.
+
+    One finding at most, of the first request that does not.
+    """
+    assert few.step.part_of is not None
+    starts = np.cumsum([0, *(request.new for request in together.step.requests)])
+    row = 0
+    for index, request in zip(few.step.part_of[1], few.step.requests, strict=True):
+        rows, own = slice(starts[index], starts[index] + request.new), slice(row, row + request.new)
+        row += request.new
+        for layer, (a, b) in enumerate(zip(together.attention, few.attention, strict=True)):
+            count = _differs(a[rows], b[own])
+            if count:
+                company = "alone" if few.step.bs == 1 else f"in a batch of {few.step.bs}"
+                return [
+                    Finding(
+                        "batch-invariant",
+                        f"request {index} gives other bits {company} than in a batch of {together.step.bs}",
+                        where=f"{few.schedule.case.layers.name(layer)}: {count} of {a[rows].numel()} values differ",
+                        hint="a kernel, tile size or split count that depends on the rest of the batch",
+                    )
+                ]
     return []
 
 
@@ -67,8 +76,9 @@ CHECKS = (
         "batch-invariant",
         "Where claimed: a request gives the same bits whatever else is in the batch.",
         "A split count or tile size chosen from the batch.",
-        "flash-attention #2450; aiter #4378",
-        "A request alone and in company: look for sizes and splits that are taken from the batch.",
+        "flash-attention #2450; aiter #4378; pegainfer #623",
+        "Every request again, one alone and the others in twos, fours and eights: look for kernels, sizes and splits"
+        " that are taken from the batch.",
         judged_from=Stage.COMPLETED,
         applies=lambda claims, execution: claims.batch_invariant and execution is Execution.EAGER,
         shown_by=lambda case: case.bs > 1,

@@ -66,6 +66,22 @@ class SplitsFromBatchSize(BatchInvariantBackend):
 
 
 @fault(
+    slug="another-kernel-above-32-requests",
+    source="pegainfer #623",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("batch-invariant",),
+    hint="depends on the rest of the batch",
+)
+class AnotherKernelAbove32Requests(BatchInvariantBackend):
+    """More than 32 requests get another split than fewer; each request of a small batch is right on its own."""
+
+    @override
+    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        return super().plan_splits(lens) if len(lens) <= 32 else lens.clamp(min=1)
+
+
+@fault(
     slug="order-of-sums-varies",
     source="general",
     modes=_ALL,

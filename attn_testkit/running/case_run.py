@@ -15,7 +15,7 @@ from ..cases.companions import claimed_companions, neighbour_of
 from ..cases.data import DTYPES
 from ..cases.kv_groups import pages_in_pool
 from ..cases.loop import loop_modes, make_loop
-from ..cases.schedule import Schedule, Step, make_schedule, only
+from ..cases.schedule import Schedule, Step, make_schedule, only, part
 from ..cases.ways import way_of
 from ..checks import Stage
 from ..checks.claims import refuses_undeclared
@@ -36,7 +36,16 @@ from ..runner_modes.messages import DriveCase, Driven, Rerun, StepRecord
 from ..runner_modes.neighbour import EagerNeighbour
 from .memory_limit import no_more_than
 
-__all__ = ["drive_case", "gradients_off", "loop_of", "request_to_isolate", "rerun", "schedule_for", "schedules_of"]
+__all__ = [
+    "drive_case",
+    "gradients_off",
+    "in_other_company",
+    "loop_of",
+    "request_to_isolate",
+    "rerun",
+    "schedule_for",
+    "schedules_of",
+]
 
 
 @contextmanager
@@ -73,6 +82,20 @@ def request_to_isolate(case: Case, step: Step) -> int:
     """Mostly the second longest: long enough to be split, and not the one whose length sets the batch's maximum."""
     by_length = sorted(range(step.bs), key=lambda i: -len(step.requests[i].slots))
     return (by_length[1], by_length[-1], 0, step.bs - 1)[case.pick("isolated-request")]
+
+
+def in_other_company(case: Case, step: Step) -> list[Step]:
+    """Every request of a step once more: one alone, the others in twos, fours, eights and so on.
+
+    So most cross any number of requests from which on a backend does otherwise (pegainfer #623: more than 32).
+    """
+    alone = request_to_isolate(case, step)
+    others, parts = [index for index in range(step.bs) if index != alone], [only(step, alone)]
+    while others:
+        most = 1 << len(parts)
+        parts.append(part(step, others[:most]))
+        others = others[most:]
+    return parts
 
 
 @dataclass
@@ -234,8 +257,9 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
     label = f"another eager step on the instance ({second.label}{stored})"
     seen.append(run_eager(harness, schedule, second, drive.clock, label=label, among="steps"))
     if claims.batch_invariant and step.bs > 1:
-        alone = only(step, request_to_isolate(case, step))
-        seen.append(run_eager(harness, schedule, alone, drive.clock, label=alone.label))
+        seen += [
+            run_eager(harness, schedule, few, drive.clock, label=few.label) for few in in_other_company(case, step)
+        ]
     with drive.clock.phase("setup"):
         drive.findings += refuses_undeclared(backend_class, schedule, harness.context, claims)
     return Driven(records=drive.records(seen))

@@ -13,7 +13,7 @@ from ..cases.case import Case, parse_case
 from ..cases.claimed import not_claimed
 from ..cases.data import StepData, make_step_data, new_kv, pool_image
 from ..cases.loop import make_loop, said
-from ..cases.schedule import Schedule, Step, only
+from ..cases.schedule import Schedule, Step
 from ..cases.ways import way_of
 from ..checks import NUMERIC, Judgement, Stage, judged
 from ..checks.graphs import at_capture
@@ -31,7 +31,7 @@ from ..model import pack
 from ..oracle.expect import expect, expect_of
 from ..results import CaseResult, Finding, Status
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
-from .case_run import loop_of, request_to_isolate, schedule_for, schedules_of
+from .case_run import in_other_company, loop_of, schedule_for, schedules_of
 from .pool import WorkerLost
 from .request import Item, Plan, bare_result
 
@@ -223,7 +223,7 @@ def _due(
             yield from ((own.case.id, idle.name, False) for idle in own.idle)
         yield own.case.id, own.second.name, False
         if claims.batch_invariant and first.bs > 1:
-            yield own.case.id, only(first, request_to_isolate(case, first)).name, False
+            yield from ((own.case.id, few.name, False) for few in in_other_company(case, first))
         return
     for schedule in schedules:
         for step in schedule.steps:
@@ -236,9 +236,8 @@ def _compared(case: Case, claims: Capabilities, observed: Sequence[Observation])
     """Eager runs of the same numbers, held against each other."""
     first, again, *others = observed
     found = repeatable(first, again) if claims.deterministic else []
-    for each in (each for each in others if each.step.part_of is not None):
-        found += batch_invariant(first, each, request_to_isolate(case, first.step))
-    return found
+    parts = [each for each in others if each.step.part_of is not None]
+    return found + next(filter(None, (batch_invariant(first, each) for each in parts)), [])
 
 
 def _not_finite(schedules: Sequence[Schedule], fill: int) -> list[Finding]:

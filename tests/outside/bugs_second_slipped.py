@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from bug_table import bug
 from plain_backends import Planned, Tiled, WithLse, claims
-from plain_parts import OfParts
+from plain_parts import OfParts, RowByRow
 
 from attn_testkit.contract import LogSumExp
 
@@ -87,3 +87,16 @@ class PlanOnASideStream(Planned):
     def lists(self, batch):
         with torch.cuda.stream(self.side):
             return super().lists(batch)
+
+
+@bug(
+    "pegainfer #623",
+    "decode-gqa2x2-d64-bf16-p1-k3x11.40x11.77x11.114x11.151x11.188x11-shuffled-gauss-layers1from0-b66prod",
+    "batch-invariant",
+)
+class KernelByBucket(RowByRow):
+    """Batches of more than 32 requests have tiles of 256 keys instead of 16."""
+
+    def init_forward_metadata_in_graph(self, batch):
+        super().init_forward_metadata_in_graph(batch)
+        self.TILE = 16 if batch.batch_size <= 32 else 256

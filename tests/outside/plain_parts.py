@@ -102,3 +102,25 @@ class InChunks(Tiled):
 
     def fold(self, running, chunk):
         return self.join(running, chunk)
+
+
+class RowByRow(Tiled):
+    """Products of each row are computed alone, so that its bits are a request's own."""
+
+    TILE = 16
+    capabilities = claims("decode", batch_invariant=True, deterministic=True)
+
+    def run(self, q, kv, plan):
+        scores, seen, v, rows = self.prepare(q, kv, plan)
+        each = (slice(row, row + 1) for row in range(len(q)))
+        return torch.cat([self.alone(self.parts(scores[one], seen[one], v[one], rows)) for one in each]).to(q.dtype)
+
+    def scores(self, q, k, layer):
+        rows = [torch.einsum("thd,tshd->ths", q[r : r + 1].float(), k[r : r + 1].float()) for r in range(len(q))]
+        return torch.cat(rows) * layer.scaling * layer.k_scale
+
+    def alone(self, parts):
+        top = parts.peak.amax(-1).clamp(min=-1e30)
+        share = torch.exp(parts.peak - top[..., None])
+        total = (share * parts.weight).sum(-1)
+        return torch.einsum("thn,thnd->thd", share, parts.acc) / total.clamp(min=1e-38)[..., None]

@@ -11,11 +11,11 @@ from attn_testkit.runner_modes.graphs import GraphRun
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.schedule import make_schedule, only
+from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.checks import Stage
 from attn_testkit.contract import Unsupported
 from attn_testkit.running import case_run
-from attn_testkit.running.case_run import _Drive, request_to_isolate
+from attn_testkit.running.case_run import _Drive, in_other_company
 
 PLAIN = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
 MIXED = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod-mixed"
@@ -96,7 +96,7 @@ def test_beside_a_mixed_case_another_instance_with_other_heads_runs_and_beside_n
 
 
 @pytest.mark.parametrize("invariant", [True, False])
-def test_an_eager_step_comes_again_at_once_then_another_one_and_then_a_request_alone(
+def test_an_eager_step_comes_again_at_once_then_another_one_and_then_requests_in_other_company(
     notes: Notes, invariant: bool
 ) -> None:
     class Backend(TorchNativeBackend):
@@ -107,13 +107,14 @@ def test_an_eager_step_comes_again_at_once_then_another_one_and_then_a_request_a
     drive = drive_of([schedule], Backend)
     driven = case_run._drive_eager(Backend, drive, HERE)
     first, second = schedule.steps[0], schedule.second
-    alone = only(first, request_to_isolate(case, first))
+    alone, others = in_other_company(case, first)
     stored = ", save_kv_cache=False" if second.stored else ""
     due = [
         (first, "", ""),
         (first, "the same eager step again", "steps"),
         (second, f"another eager step on the instance ({second.label}{stored})", "steps"),
         (alone, alone.label, ""),
+        (others, others.label, ""),
     ]
     assert notes.eager == (due if invariant else due[:3])
     assert [(record.step, record.label, record.among) for record in driven.records] == [

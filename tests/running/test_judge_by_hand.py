@@ -168,8 +168,8 @@ def test_of_many_missing_steps_three_are_named() -> None:
     assert len(names) == 3
 
 
-def test_a_request_alone_is_due_only_where_batch_invariance_is_claimed_and_there_is_company() -> None:
-    for invariant, case, count in ((True, CASE, 4), (False, CASE, 3), (True, ONE, 3)):
+def test_requests_in_other_company_are_due_only_where_batch_invariance_is_claimed_and_there_is_company() -> None:
+    for invariant, case, count in ((True, CASE, 5), (False, CASE, 3), (True, ONE, 3)):
         found = recorded(case, EAGER, invariant)
         assert len(found[1].records) == count
         assert judged(found, case=case).status is Status.PASSED
