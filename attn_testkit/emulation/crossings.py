@@ -14,7 +14,7 @@ from attn_testkit.emulation import private, rules
 from attn_testkit.emulation.memory import fill_storage
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.tags import is_device, is_pinned, tag_device, tag_pinned, wants_cuda
+from attn_testkit.emulation.tags import is_device, is_pinned, tag_device, wants_cuda
 from attn_testkit.emulation.transfers import adopt, copy_across
 
 Handler = Callable[[Session, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -106,7 +106,7 @@ def _pin(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     tensor = args[0]
     if is_device(tensor):
         raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
-    return tensor if is_pinned(tensor) else tag_pinned(tensor.detach().clone())
+    return tensor if is_pinned(tensor) else session.pin(tensor.detach().clone())
 
 
 def _is_pinned(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,7 +199,7 @@ def _make(
         session.creating = outer
     if target:
         return adopt(session, result)
-    return tag_pinned(result) if pinned else result
+    return session.pin(result) if pinned else result
 
 
 def _index(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

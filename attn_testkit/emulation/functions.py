@@ -23,7 +23,7 @@ from attn_testkit.emulation.rules import CHECKED_ON_CPU_ONLY
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.shortcuts import has_numbers_alone, only_looks, operation_of
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.tags import DEVICE, storage_key, tag_device, tag_pinned, wants_cuda
+from attn_testkit.emulation.tags import DEVICE, storage_key, tag_device, wants_cuda
 from attn_testkit.emulation.transfers import adopt, mixed_devices
 
 _CPU = torch.device("cpu")
@@ -240,7 +240,7 @@ class DeviceFunctions(TorchFunctionMode):
                 if pinned or (named_device and not on_device and found):
                     with private.disable_modes():  # like a device tensor, but on the host: no device work
                         result = func(*args, **kwargs)
-                    return tag_pinned(result) if pinned else result
+                    return session.pin(result) if pinned else result
                 if named_device and on_device and 0 < found < _DEVICE:
                     args = map_tensors(args, self._twin_on_device)
                 found &= _DEVICE

@@ -271,7 +271,7 @@ class graph:
     def __enter__(self) -> None:
         order = session.require().keeps_order
         if order is not None:
-            order.all_done()  # torch synchronises the device here
+            order.device_waited_for()  # torch synchronises the device here
         self.stream_ctx.__enter__()
         try:
             self.cuda_graph.capture_begin(self.pool, self.capture_error_mode)

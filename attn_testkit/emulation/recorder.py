@@ -39,7 +39,6 @@ from attn_testkit.emulation.tags import (
     is_pinned,
     storage_key,
     tag_device,
-    tag_pinned,
 )
 from attn_testkit.emulation.transfers import copy_across, mixed_devices
 
@@ -123,7 +122,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _host(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pinned = kwargs.get("pin_memory")
         result = func(*args, **({**kwargs, "pin_memory": False} if pinned else kwargs))
-        return tag_pinned(result) if pinned else result
+        return self.session.pin(result) if pinned else result
 
     def _check(self, operation: Operation) -> None:
         """Refuse what CUDA refuses."""
@@ -135,6 +134,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.session.lenient and name in ("_local_scalar_dense", "item", "is_nonzero"):
             return
         if self.session.capture is None and name == "copy_" and call["non_blocking"]:
+            self.session.begins_copy(operation.args[0], operation.args[1], True)
             return
         rule = rules.refusal(call, asked)
         if rule is not None:

@@ -17,7 +17,7 @@ from attn_testkit.emulation.rule import Rule
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.stream_order import StreamOrder
 from attn_testkit.emulation.stream_state import CaptureStreams, StreamState
-from attn_testkit.emulation.tags import is_device
+from attn_testkit.emulation.tags import is_device, tag_pinned
 
 SYNC_DEFAULT, SYNC_WARN, SYNC_ERROR = 0, 1, 2
 
@@ -45,7 +45,7 @@ class Session:
     captures when it is given none. `called` is the function of torch that the author called, where somebody might ask.
     `creating`: operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now
     checks values on the host where the CUDA one does not, so reading them is no finding. `order`: the account of its
-    streams, since the program has one of its own; `handles` are those of streams that were made in here.
+    streams, since the program has one of its own or pinned memory; `handles` are those of streams made in here.
     """
 
     __slots__ = (
@@ -89,12 +89,28 @@ class Session:
 
     def meet(self, stream: StreamState) -> None:
         """The program has `stream`: from the first that counts on the account of them is kept."""
-        if stream.counts and self.order is None:
-            self.order = StreamOrder(self._threads)
+        if stream.counts:
+            self.keep_order()
         if not stream.foreign:
             self.handles.add(stream.cuda_stream)
         elif self.order is not None and stream.cuda_stream not in self.handles:
             self.order.is_strange(stream.cuda_stream)
+
+    def keep_order(self) -> None:
+        """Keep an account of what comes after what: of streams, and of copies from pinned memory."""
+        if self.order is None:
+            self.order = StreamOrder(self._threads)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Make the memory of a new host tensor pinned; returns the tensor."""
+        self.keep_order()
+        return tag_pinned(tensor)
+
+    def begins_copy(self, target: Tensor, source: Tensor, non_blocking: bool) -> None:
+        """The current stream copies between host and device. Raises EmulationError as ``PendingCopies.add``."""
+        order = self.keeps_order
+        if order is not None and non_blocking and is_device(target) and not is_device(source):
+            order.copies.add(target, source, self.operation or "Tensor.copy_")
 
     def use(self, stream: StreamState) -> None:
         """Make `stream` the current one."""

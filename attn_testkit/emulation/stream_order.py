@@ -14,6 +14,7 @@ import torch
 
 from attn_testkit.emulation.accesses import Access, Span, surely_meet
 from attn_testkit.emulation.errors import EmulationError
+from attn_testkit.emulation.pending_copies import PendingCopies
 from attn_testkit.emulation.private import StorageWeakRef, in_backward, is_gone, weak_reference
 from attn_testkit.emulation.sites import Site, Spot, author_site, author_spot, site_of
 from attn_testkit.emulation.stream_state import Clock
@@ -59,6 +60,7 @@ class StreamOrder:
         self._host: Clock = {}
         self._histories: dict[int, _History] = {}
         self._strange: set[int] = set()
+        self.copies = PendingCopies()
 
     def is_strange(self, stream: int) -> None:
         """Somebody else made `stream`: nobody knows what it waits for, so that its work divides all other work."""
@@ -76,15 +78,21 @@ class StreamOrder:
         _join(self._clock(stream), work)
 
     def host_waits(self, work: Clock) -> None:
-        """Whatever is launched from here on comes after `work`."""
+        """Whatever is launched from here on comes after `work`. Raises EmulationError as ``PendingCopies.settle``."""
         _join(self._host, work)
+        self._settle()
 
     def host_waits_for(self, stream: int) -> None:
         """Whatever is launched from here on comes after the work of `stream` so far."""
         self.host_waits(self.mark(stream))
 
+    def device_waited_for(self) -> None:
+        """The host waited for all streams. Raises EmulationError as ``PendingCopies.settle``."""
+        self.all_done()
+        self._settle()
+
     def all_done(self) -> None:
-        """The host waited for the device: no order of what was before matters any more."""
+        """No order of what was before matters any more."""
         for history in self._histories.values():
             history.past.clear()
         for forgotten in (self._histories, self._after, self._host):
@@ -159,6 +167,11 @@ class StreamOrder:
             and old.access.end <= access.end
             and access.span is Span.ALL
         )
+
+    def _settle(self) -> None:
+        if self._may_be_ordered_unseen():
+            self.copies.forget()
+        self.copies.settle()
 
     def _may_be_ordered_unseen(self) -> bool:
         """By another thread, or by torch, which has a backward pass wait for the streams of its forward."""

@@ -57,7 +57,7 @@ def _all_is_done(*_: Any) -> None:
     """The host waited for all streams; a free of device memory does, too."""
     order = session.require().keeps_order
     if order is not None:
-        order.all_done()
+        order.device_waited_for()
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:

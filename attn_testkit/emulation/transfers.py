@@ -44,6 +44,7 @@ def copy_across(
         elif non_blocking:  # CUDA allocates pinned memory for it
             fill_storage(result.untyped_storage(), session.policy.fill)
             tag_pinned(result)
+        session.begins_copy(result, source, non_blocking)
         result.copy_(source, non_blocking=non_blocking)
         session.touch(result, writes=True)
         if not non_blocking or not (is_pinned(source) or is_pinned(result)):
