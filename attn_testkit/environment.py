@@ -23,6 +23,7 @@ from .registry import UsageError, did_you_mean
 __all__ = ["Environment", "missing_here", "resolve", "side_stream"]
 
 _VERSIONED = ("torch", "triton", "flashinfer-python", "tokenspeed-mla", "numpy")
+_BUSY_CYCLES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,15 @@ class Environment:
                 dirty_fresh_memory(fill)
                 with FreshMemory(fill) if controlled else nullcontext():
                     yield
+
+
+def keep_device_busy() -> None:
+    """Have the current stream do nothing for some 50 ms: what is launched next begins behind that.
+
+    Emulated CUDA does all work at once; it holds what was to be late against what is there when the host waits.
+    """
+    if not is_active():
+        torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def side_stream() -> torch.cuda.Stream:

@@ -9,8 +9,10 @@ import torch
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Among, Observation
 from attn_testkit.contract import ForwardBatch
+from attn_testkit.environment import keep_device_busy
 from attn_testkit.graphs.host_syncs import host_syncs_forbidden
 
+from .ahead import next_of, plans_ahead
 from .batches import batch_on_device, eager_batch
 from .clock import Clock
 from .drivers import DRIVERS
@@ -49,7 +51,11 @@ def run_eager(
         verify_mask_of(harness)
         loaded = harness.load(schedule, step, pattern)
         batch, sent = batch_of(harness, loaded)
+        ahead = batch_of(harness, next_of(loaded, pattern))[0] if plans_ahead(loaded) else None
         _poison_heap(harness, len(batch.input_ids))
+        if ahead is not None:
+            torch.cuda.synchronize()
+            keep_device_busy()
     with clock.phase("eager"):
         claims = harness.capabilities
         no_waits = not claims.needs_cpu_seq_lens and not claims.eager_waits
@@ -58,9 +64,12 @@ def run_eager(
         if between is not None:
             between()
         none_kv = step.stored and harness.capabilities.takes_none_kv
-        with blame("forward without k and v" if none_kv else "forward", label):
-            with host_syncs_forbidden(no_waits):
-                trace = forward(harness, driver, batch, case, save_kv_cache=not step.stored, between=between)
+        with blame("forward without k and v" if none_kv else "forward", label), host_syncs_forbidden(no_waits):
+            trace = forward(harness, driver, batch, case, save_kv_cache=not step.stored, between=between)
+        if ahead is not None:
+            with blame("plan of the next step", label), host_syncs_forbidden(no_waits):
+                harness.backend.init_forward_metadata(ahead)
+        with blame("forward", label):
             torch.cuda.synchronize()
     with clock.phase("read back"), blame("read back", label):
         given = (*sent, loaded.table)

@@ -10,10 +10,12 @@ import torch
 from attn_testkit.cases.schedule import Step
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import ForwardBatch
+from attn_testkit.environment import keep_device_busy
 from attn_testkit.graphs.held_tensors import tensors_held_by
 from attn_testkit.graphs.host_syncs import host_syncs_forbidden
 from attn_testkit.graphs.poison import Canaries
 
+from .ahead import next_of, plans_ahead
 from .batches import query_starts_of, replay_view, seq_lens_of
 from .capture import ScheduleGraphs, blocks_held, mode_suffix
 from .clock import Clock
@@ -57,8 +59,12 @@ def replay(
         view = view_of(graphs, loaded)
         watched = _Watched(harness, options)
         torch.cuda.synchronize()
+        ahead = next_of(loaded, options.pattern) if plans_ahead(loaded) else None
+        if ahead is not None:
+            keep_device_busy()
+    no_waits = not harness.capabilities.needs_cpu_seq_lens
     with clock.phase("replay"):
-        with blame("plan for replay", label), host_syncs_forbidden(not harness.capabilities.needs_cpu_seq_lens):
+        with blame("plan for replay", label), host_syncs_forbidden(no_waits):
             harness.backend.init_forward_metadata_out_graph(view)
         replaced = watched.replaced()
         copied_into = watched.copy_into(replaced)
@@ -74,6 +80,10 @@ def replay(
             harness.replay_graph(bucket.captured.graph)
         if between is not None:
             between()
+        if ahead is not None:
+            fill_static(graphs, ahead)
+            with blame("plan of the next step", label), host_syncs_forbidden(no_waits):
+                harness.backend.init_forward_metadata_out_graph(view_of(graphs, ahead))
         with blame("replay", label):
             torch.cuda.synchronize()
     with clock.phase("read back"), blame("read back", label):

@@ -30,7 +30,7 @@ CODES = "codes"
 """That of a few cases too, which count keys: see ``cases/code_cases.py``."""
 PADDINGS = ("prod", "nan", "stale", "small")
 """What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
-WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "far", "noncausal", "shapes", "bigpool")
+WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "far", "noncausal", "shapes", "bigpool", "ahead")
 """What not every server does: see ``cases/ways/``, which has a file for each."""
 
 

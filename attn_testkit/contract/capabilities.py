@@ -108,7 +108,7 @@ _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_bra
 _YES_OR_NO = (
     "any_scaling", "window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
     "takes_none_kv", "takes_unset_width", "takes_empty_batches", "takes_bare_chains", "takes_out", "takes_more_rows",
-    "kv_groups", "heads_by_layer", "eager_waits", "drafts_without_prefix",
+    "kv_groups", "heads_by_layer", "eager_waits", "drafts_without_prefix", "waits_between_steps",
 )  # fmt: skip
 
 
@@ -228,6 +228,9 @@ class Capabilities:
     eager_waits: bool = False
     """May an eager plan or forward wait for the device, although ``needs_cpu_seq_lens`` is False? SGLang's Triton class
     does where a layer has a window (``update_sliding_window_buffer``). Without it a host sync there is a failure."""
+    waits_between_steps: bool = False
+    """Must the server wait for the device before it plans the next step? Schedulers that overlap the two do not: a plan
+    may come while the device has not begun with the step before it, copies from pinned memory included."""
     takes_more_rows: bool = False
     """May a forward have more rows than its plan? Servers pad a batch once it is planned, to sizes of the layers around
     attention. The batch of such a forward is another object than that of the plan: ``input_ids``, ``positions`` and

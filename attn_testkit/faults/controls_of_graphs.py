@@ -10,7 +10,7 @@ from .a_graphs_alone import GraphsAlone
 from .a_warm_ups import EagerPlanWaits
 from .builds import CountedRunsBackend
 from .catalogue import control
-from .j_streams import PlansOnASideStream
+from .j_streams import PlansOnASideStream, StagesLengths
 from .parent import PlannedBackend
 
 
@@ -71,4 +71,13 @@ class PlansOnTheSide(PlansOnASideStream):
 
     capabilities = PlannedBackend.capabilities.with_changes(
         families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode", "target-verify"}
+    )
+
+
+@control("stages-lengths-by-turns")
+class StagesLengthsByTurns(StagesLengths):
+    """Two pinned buffers by turns, and an event behind the copy from each: the next step may be planned at any time."""
+
+    capabilities = StagesLengths.capabilities.with_changes(
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode", "extend"}, graph={"decode", "target-verify"}
     )

@@ -1,4 +1,4 @@
-"""Class J: work on a stream of the backend's own that nothing orders against the caller's."""
+"""Class J: work that nothing orders: against another stream's, or against the host, which is ahead of the device."""
 
 from __future__ import annotations
 
@@ -74,3 +74,51 @@ class PlanStreamWaitsForNothing(PlansOnASideStream):
     @override
     def fork(self) -> None:
         pass
+
+
+class StagesLengths(PlannedBackend):
+    """Lengths come from the host, through pinned memory and an asynchronous copy: two buffers by turns, each of which
+    is filled again when its last copy is done.
+    """
+
+    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.staging = [torch.zeros(context.max_bs, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self.copied: list[torch.cuda.Event | None] = [None, None]
+        self.turn = 0
+
+    def next_buffer(self) -> torch.Tensor:
+        """Pinned memory that nothing reads any more."""
+        self.turn = 1 - self.turn
+        copied = self.copied[self.turn]
+        if copied is not None:
+            copied.synchronize()
+        return self.staging[self.turn]
+
+    @override
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        assert batch.seq_lens_cpu is not None
+        staged = self.next_buffer()[: batch.batch_size]
+        staged.copy_(batch.seq_lens_cpu[: batch.batch_size])
+        lens = staged.to(self.context.device, non_blocking=True)
+        copied = self.copied[self.turn] = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+        copied.record()
+        return lens + counts if batch.forward_mode.is_target_verify() else lens
+
+
+@fault(
+    slug="staging-buffer-filled-again",
+    source="TensorRT-LLM #15546; rtp-llm #1192",
+    modes=_ALL,
+    checks=("completes", "matches-oracle"),
+    hint="pinned source was written again|while the device is still busy",
+    modelled="emulated CUDA compares what was copied with what is there later; on a GPU the numbers are wrong",
+)
+class StagingBufferFilledAgain(StagesLengths):
+    """One pinned buffer, filled for the next step while the copy of this step's lengths may be pending."""
+
+    @override
+    def next_buffer(self) -> torch.Tensor:
+        return self.staging[0]

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ...contract import DIALECTS, Capabilities, Dialect
 from ..case import Case
+from .ahead import AHEAD
 from .big_pool import BIG_POOL, big_pool_cases
 from .far import FAR
 from .idle import IDLE
@@ -24,7 +25,8 @@ from .way import Way
 __all__ = ["WAYS", "Way", "big_pool_cases", "dialect_of", "way_cases", "way_of", "ways_that_fit"]
 
 WAYS: Mapping[str, Way] = {
-    way.word: way for way in (IDLE, NO_ROWS, WITH_NEW, BARE, LENT, MORE_ROWS, FAR, NON_CAUSAL, MANY_SHAPES, BIG_POOL)
+    way.word: way
+    for way in (IDLE, NO_ROWS, WITH_NEW, BARE, LENT, MORE_ROWS, FAR, NON_CAUSAL, MANY_SHAPES, BIG_POOL, AHEAD)
 }
 """By word, in the order in which their cases stand."""
 _USUAL = Way("", "as all servers do it")

@@ -1,0 +1,35 @@
+"""Planning the next step while the device is still busy with this one, as servers do that overlap the two.
+
+SGLang's and vLLM's schedulers plan step n + 1 once they have the results of step n - 1. So the device may not have
+begun with step n, and has not even made the copies of its plan: whoever fills a buffer again that they come from gives
+step n the next step's numbers (TensorRT-LLM #15546, rtp-llm #1192).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attn_testkit.cases.data import make_step_data
+from attn_testkit.cases.schedule import part
+
+from .harness import LoadedStep
+from .past_modes import past_modes
+
+__all__ = ["next_of", "plans_ahead"]
+
+
+def plans_ahead(loaded: LoadedStep) -> bool:
+    """Whether another step is planned behind this one, before anybody waits for the device."""
+    return loaded.schedule.case.way == "ahead" and bool(loaded.step.requests)
+
+
+def next_of(loaded: LoadedStep, pattern: str | None = None) -> LoadedStep:
+    """A step that may be planned with the memory of ``loaded`` in place: its requests but for the first, backwards.
+
+    Of one request it is that one again, as after a step in which nothing was accepted.
+    """
+    step = loaded.step
+    other = part(step, range(step.bs - 1, min(0, step.bs - 2), -1))
+    with past_modes():
+        data = make_step_data(loaded.schedule, other, pattern)
+    return replace(loaded, step=other, data=data, tokens=None)
