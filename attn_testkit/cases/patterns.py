@@ -40,6 +40,7 @@ import numpy.typing as npt
 import torch
 
 __all__ = [
+    "ALIKE",
     "BANK_SIZE",
     "CODE_BOUND",
     "LARGEST_FP8",
@@ -56,6 +57,8 @@ CODE_BOUND = 8
 """Codes of neighbouring keys sum to no more than twice this, in any channel. A power of two."""
 LARGEST_FP8 = 448.0
 """Of e4m3fn."""
+ALIKE = frozenset({"swamped"})
+"""Patterns whose values are all but the same in every channel."""
 _TOWERING = 32000.0
 """Near half of the largest number of fp16: the sum of three is beyond it, and their mean is not."""
 _STRIDE = 7

@@ -13,6 +13,7 @@ from cachetools import LRUCache, cached
 
 from ..cases.case import CODES, Case
 from ..cases.data import KEPT_BYTES, StepData, bytes_in, make_layers, make_step_data, numbers_of
+from ..cases.patterns import ALIKE
 from ..cases.schedule import Schedule, Step
 from ..contract import AttentionLayer
 from ..model import Weights, make_weights
@@ -108,7 +109,7 @@ def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given:
     return _Answer(
         attention=attention.out,
         attention_limit=limit,
-        row_limit=row_limit(own, case.dtype),
+        row_limit=row_limit(own, case.dtype, alike=case.data in ALIKE),
         hidden=hidden,
         hidden_limit=hidden_limit,
         logits=hidden @ weights.head,

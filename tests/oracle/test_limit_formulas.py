@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.oracle.attention import Attention
+from attn_testkit.oracle.expect import expect
 from attn_testkit.oracle.limits import attention_limit, linear_limit, row_limit
 
 EXACT = 1e-12
@@ -82,6 +85,14 @@ def test_a_row_keeps_half_of_what_its_elements_may_do_each() -> None:
     limits = torch.tensor([3.0, 4.0], dtype=torch.float64).view(1, 1, 1, 2)
     assert float(row_limit(limits, "bf16")) == pytest.approx(2.5, rel=EXACT, abs=0)
     assert float(row_limit(limits, "fp16")) == pytest.approx(2.5 + 2.0**-23, rel=EXACT, abs=0)
+    assert float(row_limit(limits, "bf16", alike=True)) == pytest.approx(5.0, rel=EXACT, abs=0)
+
+
+def test_a_row_whose_channels_all_round_alike_may_be_as_far_off_as_each_of_them() -> None:
+    schedule = make_schedule(parse_case("decode-mqa4-d64-fp16-p16-k447-shuffled-swamped-b1prod"))
+    expected = expect(schedule, schedule.steps[0])
+    assert float(expected.attention.std(-1).max()) < 1e-3 * float(expected.attention.min())
+    assert (expected.attention_limit.norm(dim=-1) <= expected.row_limit).all()
 
 
 def test_a_limit_goes_through_a_product_by_the_sizes_of_the_weights() -> None:
