@@ -19,6 +19,7 @@ from covertable.sorters import hash as by_hash
 from ..contract import Capabilities, ForwardMode
 from .as_claimed import as_claimed
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
+from .claimed_pairs import claimed_pair_cases
 from .code_cases import code_cases
 from .companions import MOST_USUAL_RATIO, accepted, branching, claimed_companions, head_layouts
 from .company import company_cases
@@ -387,6 +388,7 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from large_cases(claims, tier, base)
         yield from page_count_cases(claims, base)
         yield from company_cases(claims, base)
+        yield from claimed_pair_cases(claims, base)
     yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))

@@ -1,0 +1,70 @@
+"""Pairs of claims that the covering array lacks, because it has some values of each alone: few head dims and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..contract import Capabilities, ForwardMode
+from .case import Case, Heads
+from .companions import head_layouts, many_heads
+from .layers import Layers
+
+__all__ = ["claimed_pair_cases"]
+
+_LENS = (70, 33, 1)
+_SEVERAL_SPLITS = (1025, 33)
+_PAGE, _WINDOW = 16, 40
+_GROUPS = (2, 4, 5, 6, 7, 8, 12, 16, 32)
+_NOISY = (600, 513, 700, 431) * 3
+_MANY_HEADS, _USUAL_DIM = 32, 128
+
+
+def claimed_pair_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """Decode of each group of heads with all options, of each head dim and dtype of the pool with several splits, and
+    of outputs in which a sum of another order shows. Made of ``small``.
+    """
+    if small.mode is not ForwardMode.DECODE:
+        return
+    page = min(claims.page_sizes, key=lambda size: abs(size - _PAGE))
+    one = replace(small, page_size=page, layers=Layers(1), data="gauss", layout="shuffled")
+    yield from _groups_with_options(claims, one)
+    yield from _dims_with_splits(claims, one)  # sparkinfer #330
+    if claims.deterministic and "fp32" not in claims.dtypes:
+        heads = many_heads(claims, small.heads, _MANY_HEADS)
+        dim = small.head_dim if small.is_mla else min(claims.head_dims, key=lambda dim: abs(dim - _USUAL_DIM))
+        dtype = "fp16" if "fp16" in claims.dtypes else "bf16"
+        yield replace(one, heads=heads, head_dim=dim, dtype=dtype, prefixes=_NOISY, bucket=len(_NOISY))
+
+
+def _groups_with_options(claims: Capabilities, one: Case) -> Iterator[Case]:
+    """A kernel is chosen by the group, and its options with it: sinks of the first 16 heads alone."""
+    if not (claims.sinks or claims.logit_cap) or one.is_mla or "gqa" not in claims.families:
+        return
+    usual = [group for group in _GROUPS if group in claims.gqa_ratios]
+    for group in sorted({*usual, max(claims.gqa_ratios, default=1)} - {1}):
+        yield replace(
+            one,
+            heads=Heads("gqa", 2 * group, 2),
+            prefixes=_LENS,
+            bucket=len(_LENS),
+            sinks=claims.sinks,
+            logit_cap=1.5 if claims.logit_cap else 0.0,
+            window=_WINDOW if one.mode in claims.sliding_window else -1,
+        )
+
+
+def _dims_with_splits(claims: Capabilities, one: Case) -> Iterator[Case]:
+    """A kernel is compiled for a head dim and a dtype, and its partial results have strides of both."""
+    grouped = [heads for heads in head_layouts(claims) if heads.family == "gqa"]
+    heads = one.heads if one.is_mla or not grouped else grouped[0]
+    for dim in sorted(claims.head_dims):
+        for kv_dtype in sorted(claims.kv_dtypes):
+            yield replace(
+                one,
+                heads=heads,
+                head_dim=dim,
+                kv_dtype=kv_dtype,
+                prefixes=_SEVERAL_SPLITS,
+                bucket=len(_SEVERAL_SPLITS),
+            )
