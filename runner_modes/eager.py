@@ -51,7 +51,7 @@ def run_eager(
         verify_mask_of(harness)
         loaded = harness.load(schedule, step, pattern)
         batch, sent = batch_of(harness, loaded)
-        ahead = batch_of(harness, next_of(loaded, pattern))[0] if plans_ahead(loaded) else None
+        ahead = next_of(loaded, pattern) if plans_ahead(loaded) else None
         _poison_heap(harness, len(batch.input_ids))
         if ahead is not None:
             torch.cuda.synchronize()
@@ -67,8 +67,10 @@ def run_eager(
         with blame("forward without k and v" if none_kv else "forward", label), host_syncs_forbidden(no_waits):
             trace = forward(harness, driver, batch, case, save_kv_cache=not step.stored, between=between)
         if ahead is not None:
+            # Made only now: a mask buffer of the backend's own is filled with it.
+            following, _ = batch_of(harness, ahead)
             with blame("plan of the next step", label), host_syncs_forbidden(no_waits):
-                harness.backend.init_forward_metadata(ahead)
+                harness.backend.init_forward_metadata(following)
         with blame("forward", label):
             torch.cuda.synchronize()
     with clock.phase("read back"), blame("read back", label):

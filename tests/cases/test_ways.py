@@ -46,8 +46,9 @@ def test_what_is_claimed_decides_which_ways_are_tried(mode: ForwardMode) -> None
         more = more | {"noncausal"}
     far = {"far", "shapes"} if mode is ForwardMode.DECODE else set()
     big = {"bigpool"} if mode in (ForwardMode.DECODE, ForwardMode.EXTEND) else set()
-    assert set(ways(PLAIN, mode)) == {"idle"} | far | big
-    assert set(ways(ALL, mode)) == {"idle", "norows", "lent"} | far | big | more | verify
+    assert set(ways(PLAIN, mode)) == {"idle", "ahead"} | far | big
+    assert set(ways(ALL, mode)) == {"idle", "ahead", "norows", "lent"} | far | big | more | verify
+    assert "ahead" not in ways(PLAIN.with_changes(waits_between_steps=True), mode)
     assert "norows" not in ways(ALL.with_changes(graph=()), mode)
     assert "norows" not in ways(ALL.with_changes(padded_requests={"nothing"}), mode), "all cases have it so"
     assert "withnew" not in ways(ALL.with_changes(verify_lens={"all"}), mode), "all cases have it so"

@@ -40,6 +40,7 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
         "reads_foreign": False,
         "right_with_zeros": True,
         "wrong_shapes": [HeadShape(4, 2, 32)],
+        "judgement": Of(unwritten=torch.zeros(1, step.tokens, 4, 32, dtype=torch.bool)),
     }
     return Of(**{**values, **fields})
 
@@ -435,6 +436,29 @@ def test_all_but_request_0_are_at_a_stride(lens: list[int], wrong: list[int], sa
     assert bool(rows.later_requests(evidence(lens, wrong))) is said
 
 
+@pytest.mark.parametrize(("unwritten", "said"), [((1, 2), True), ((1,), False), ((), False)])
+def test_requests_behind_the_first_that_nobody_computed_are_no_stride(unwritten: tuple[int, ...], said: bool) -> None:
+    found = evidence([3, 4, 5], [1, 2], rows=[1, 2])
+    found.judgement.unwritten[0, list(unwritten), 3, 31] = True
+    text = rows.later_requests(found)
+    assert text.startswith("request 0 is computed and no other is: a work list") is said
+    assert ("look at the strides" in text) is not said
+
+
+def test_a_row_with_the_request_of_its_number_is_a_table_by_rows() -> None:
+    said = "is looked up by query row: row j has that of request j"
+    three = [request(3, 4), request(3, 7), request(3, 9)]
+
+    def text(*of: int) -> str:
+        swapped = tuple(mine(0, row, other, None, keys=5 + row) for row, other in enumerate(of, 1))
+        return rows.rows_of_others(evidence([7, 10, 12], requests=three, swapped=swapped))
+
+    assert said in text(1, 2)
+    assert said not in text(1)
+    assert said not in text(2, 1)
+    assert said not in text(1, 1)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [(range(8, 12), True), (range(7, 12), False), (range(8, 11), False), (range(9, 12), True), ((), False)],
@@ -553,6 +577,43 @@ def test_a_branch_that_attends_to_another_ones_draft_is_told_as_that_even_of_one
     missing = of_keys(attended({0, 1, 2}, range(4)), [branch])
     missing.step.layout = "contiguous"
     assert keys.own_rows_mixed(missing) == ""
+
+
+@pytest.mark.parametrize(
+    ("used", "said"),
+    [
+        ({0, 2, 5}, True),
+        ({0, 5}, False),
+        ({0}, False),
+        ({0, 2, 4, 5, 6}, False),
+        ({0, 1, 2, 3}, False),
+        ({4, 5, 6}, False),
+        ({0, 2, 3}, False),
+        ({0, 2, 5, 9}, False),
+    ],
+)
+@pytest.mark.parametrize("page", [1, 2])
+def test_keys_that_are_missing_by_their_slots_are_told_from_those_missing_by_their_place(
+    used: set[int], said: bool, page: int
+) -> None:
+    found = of_keys(attended(used, range(7)))
+    found.schedule = Of(case=case(page_size=page))
+    found.step.requests[0].slots = [20, 90, 24, 80, 85, 30, 95]
+    text = keys.beyond_a_slot(found)
+    assert bool(text) is said
+    if said:
+        assert text.startswith("KV tokens in slots up to 30 are read, and none from slot 80 on")
+        assert ("pages from" in text) is (page == 2)
+
+
+def test_as_many_keys_as_pages_are_a_length_in_pages() -> None:
+    said = "as many as the request has pages: a length that is counted in pages"
+    assert said in of_row({0, 1}, prefix=6)
+    assert said not in of_row({0, 1}, prefix=8), "three pages"
+    assert said not in of_row({0, 2}, prefix=6)
+    assert ", or a length that is counted in pages" in of_row({0}, prefix=2)
+    assert "in pages" not in of_row({0}, prefix=6)
+    assert "in pages" not in of_row({0}, prefix=2, in_graph=True)
 
 
 def of_row(used: Any, row: int = 0, prefix: int = 5, **fields: Any) -> str:

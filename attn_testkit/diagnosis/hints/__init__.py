@@ -8,7 +8,7 @@ from .changed import beyond_32_bits, later_tiles, right_with_fewer_requests, rig
 from .drafts import only_empty_prefixes
 from .evidence import Evidence
 from .heads import heads_not_computed, results_of_other_heads
-from .keys import elsewhere, key_range, masked_too_late, own_rows_mixed, pool_layout, read_twice
+from .keys import beyond_a_slot, elsewhere, key_range, masked_too_late, own_rows_mixed, pool_layout, read_twice
 from .memory import stored_elsewhere
 from .numbers import narrow_products, new_rows, other_scaling, right_keys
 from .parameters import other_parameters
@@ -61,6 +61,7 @@ _PATTERNS: tuple[Pattern, ...] = (
     pool_layout,
     elsewhere,
     read_twice,
+    beyond_a_slot,
     own_rows_mixed,
     window_of_another_layer,
     rows_of_a_later_tile,
@@ -85,6 +86,7 @@ _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
     rows_of_other_layers: (later_requests, elsewhere, *_GUESSES),
     kept_from_before: (nothing_computed, key_range, right_keys),
     nothing_computed: (key_range,),
+    beyond_a_slot: _GUESSES,
     own_rows_mixed: (key_range,),
     other_shape: (some_heads, *_GUESSES),
     heads_not_computed: (some_heads, *_GUESSES),

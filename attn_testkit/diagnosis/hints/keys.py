@@ -7,7 +7,7 @@ from ..attended_keys import AttendedKeys
 from .evidence import Evidence
 from .rows import length_threshold, row_tile, uneven_offsets
 
-__all__ = ["elsewhere", "key_range", "masked_too_late", "own_rows_mixed", "pool_layout", "read_twice"]
+__all__ = ["beyond_a_slot", "elsewhere", "key_range", "masked_too_late", "own_rows_mixed", "pool_layout", "read_twice"]
 
 
 def elsewhere(e: Evidence) -> str:
@@ -75,6 +75,29 @@ def read_twice(e: Evidence) -> str:
     if attended is None or not attended.doubled or len(attended.doubled) != len(attended.wanted - attended.used):
         return ""
     return "some KV tokens are read twice, others never: a page or tile is looked up in place of another"
+
+
+def beyond_a_slot(e: Evidence) -> str:
+    """KV tokens are missing by where they lie in the pool, and not by their order."""
+    attended = e.attended
+    if attended is None or e.swapped or attended.heads or attended.used - attended.wanted:
+        return ""
+    wanted, missing = sorted(attended.wanted), sorted(attended.wanted - attended.used)
+    at_one_end = missing in (wanted[: len(missing)], wanted[len(wanted) - len(missing) :])
+    if min(len(missing), len(attended.used)) < _FEW or at_one_end:
+        return ""
+    slots, page = e.step.requests[attended.request].slots, e.schedule.case.page_size
+    read, not_read = max(int(slots[key]) for key in attended.used), min(int(slots[key]) for key in missing)
+    if read > not_read:
+        return ""
+    pages = f", pages from {not_read // page} on" if page > 1 else ""
+    return (
+        f"KV tokens in slots up to {read} are read, and none from slot {not_read} on{pages}, in whatever order they "
+        "come: a page number, slot or byte offset that is cut off, or a bound on addresses"
+    )
+
+
+_FEW = 2
 
 
 def own_rows_mixed(e: Evidence) -> str:
@@ -182,10 +205,17 @@ def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
             "KV token 0 alone is attended to, as if the length were 1, which is what lengths are while a graph is "
             "captured: look at what a replay leaves as it was then, or at positions that begin at 0"
         )
+    pages = {-(-length // e.schedule.case.page_size) for length in (attended.length, last + 1)}
     if attended.used == set(range(attended.row + 1)) and attended.row + 1 < prefix and not attended.elsewhere:
         return (
             f"row {attended.row} attends to KV tokens 0..{attended.row}, as if there were no prefix: a causal mask "
             "that is aligned to the first KV token and not to the last, or positions that begin at 0"
+            + (", or a length that is counted in pages" if attended.row == 0 and 1 in pages and not e.in_graph else "")
+        )
+    if len(attended.used) in pages - {1, last + 1} and attended.used == set(range(len(attended.used))):
+        return (
+            f"KV tokens 0..{len(attended.used) - 1} alone are attended to, as many as the request has pages: a length "
+            "that is counted in pages"
         )
     if missing == sorted(key for key in attended.wanted if key < prefix):
         return (

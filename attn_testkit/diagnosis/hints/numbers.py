@@ -83,6 +83,8 @@ def right_keys(e: Evidence) -> str:
     attended = e.attended
     if attended is None or not attended.right or e.reads_foreign or e.swapped:
         return ""
+    if attended.heads or not _asked_a_wrong_head(e, attended):
+        return ""
     case = e.schedule.case
     if not e.judgement.all_finite:
         large = not e.observed.replay and ", ".join(_NAN_SUSPECTS.get(case.data, DATA_SUSPECTS.get(case.data, [])))
@@ -116,7 +118,20 @@ def right_keys(e: Evidence) -> str:
     suspects += ["the split of a row into latent and rope part"] if case.heads.family == "mla" else []
     suspects += ["row order"] if e.step.tokens > e.step.bs else []
     suspects += DATA_SUSPECTS.get(case.data, [])
+    unknown = len(attended.not_asked)
+    if unknown > attended.length // 2:
+        return (
+            f"{unknown} of {attended.length} KV tokens were not asked about, and may be missing (a length in 16 bits, "
+            f"a fixed capacity); if none is, look at {', '.join(dict.fromkeys(suspects))}"
+        )
     return f"the right KV tokens, wrong softmax weights or values: look at {', '.join(dict.fromkeys(suspects))}"
+
+
+def _asked_a_wrong_head(e: Evidence, attended: AttendedKeys) -> bool:
+    """What a right head attended to says nothing of the wrong ones."""
+    row = sum(request.new for request in e.step.requests[: attended.request]) + attended.row
+    wrong = e.judgement.wrong[:, row].any(-1).any(0)
+    return bool(wrong[attended.head]) or not wrong.any() or _counts_alone(e)
 
 
 def _strides(e: Evidence) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from ...checks.describe import index_ranges
 from ...contract import ForwardMode
 from .evidence import Evidence
@@ -44,6 +46,11 @@ def _swap_cause(e: Evidence) -> str:
         if not several:
             return "results go back in another order than the requests came in, or offsets of query rows"
         return "offsets of query rows (cu_seqlens_q), or an order of requests that is not undone"
+    starts = list(accumulate((request.new for request in e.step.requests), initial=0))
+    flat = [(starts[m.request] + m.row, m.of_request) for m in e.swapped]
+    by_row = [of_request == row for row, of_request in flat if row < e.step.bs]
+    if several and len(by_row) > 1 and all(by_row):
+        return "what a request has, such as its page table, is looked up by query row: row j has that of request j"
     # Some rows of a request, or rows one behind the other, are taken for another's: their offsets. All: its table row.
     partly = any(
         {m.row for m in e.swapped if m.request == i} != set(range(r.new))
@@ -241,6 +248,8 @@ def later_requests(e: Evidence) -> str:
     # leads to others' KV tokens.
     shorter, own = e.lens[0] < max(e.lens), e.attended is not None and e.attended.own
     if e.step.bs > 2 and shorter and not own and e.wrong == list(range(1, e.step.bs)):
+        if e.judgement.unwritten.flatten(2).any(-1).any(0)[e.rows].all():
+            return "request 0 is computed and no other is: a work list, a grid or a number of tiles that ends early"
         return "request 0 is right and all others are wrong: it lies at offset 0 under any stride; look at the strides"
     return ""
 
