@@ -45,6 +45,7 @@ def _groups_with_options(claims: Capabilities, one: Case) -> Iterator[Case]:
     for group in sorted({*usual, max(claims.gqa_ratios, default=1)} - {1}):
         yield replace(
             one,
+            layers=Layers(),
             heads=Heads("gqa", 2 * group, 2),
             prefixes=_LENS,
             bucket=len(_LENS),
