@@ -19,6 +19,9 @@ from in_process import plan_run, run
 
 from attn_testkit.results import CaseResult, Status, format_failure
 
+THREAD = r"[\w. -]+ (#\d+|[0-9a-f]{7,40})"
+"""A repository with a number, or with a commit where there is no thread."""
+
 
 def result_of(backend: type, bug: Bug) -> tuple[CaseResult, str]:
     plan = plan_run(backends=[backend], device="cpu", tier="core", cases=[bug.case], executions=[bug.execution])
@@ -50,5 +53,5 @@ def test_every_bug_of_both_sets_is_here_once_with_its_thread_and_mechanism() -> 
     assert len([bug for bug in BUGS if bug not in second and bug.threads != MADE_LATER]) == 55
     assert len(second) == 50
     for bug in BUGS:
-        assert bug.threads == MADE_LATER or re.fullmatch(r"[\w. -]+ #\d+(, [\w. -]+ #\d+)*", bug.threads)
+        assert bug.threads == MADE_LATER or re.fullmatch(f"{THREAD}(, {THREAD})*", bug.threads)
         assert bug.backend.__doc__
