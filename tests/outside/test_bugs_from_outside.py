@@ -13,11 +13,19 @@ import bugs_second_masks  # noqa: F401
 import bugs_second_slipped  # noqa: F401
 import bugs_second_softmax  # noqa: F401
 import bugs_second_state  # noqa: F401
+import bugs_third_addresses  # noqa: F401
+import bugs_third_masks  # noqa: F401
+import bugs_third_slipped  # noqa: F401
+import bugs_third_softmax  # noqa: F401
+import bugs_third_state  # noqa: F401
 import pytest
 from bug_table import BUGS, MADE_LATER, Bug
 from in_process import plan_run, run
 
 from attn_testkit.results import CaseResult, Status, format_failure
+
+THREAD = r"[\w. -]+ (#\d+|[0-9a-f]{7,40})"
+"""A repository with a number, or with a commit where there is no thread."""
 
 
 def result_of(backend: type, bug: Bug) -> tuple[CaseResult, str]:
@@ -44,11 +52,12 @@ def test_a_run_tries_the_case_that_catches_a_bug(bug: Bug) -> None:
     assert any(bug.of_a_tier == item.case for plan in plans for item in plan.items)
 
 
-def test_every_bug_of_both_sets_is_here_once_with_its_thread_and_mechanism() -> None:
-    assert len({bug.backend for bug in BUGS}) == len(BUGS)
+def test_every_bug_of_the_three_sets_is_here_once_with_its_thread_and_mechanism() -> None:
+    assert len({bug.backend for bug in BUGS}) == len({bug.backend.__name__ for bug in BUGS}) == len(BUGS)
     second = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_second")]
-    assert len([bug for bug in BUGS if bug not in second and bug.threads != MADE_LATER]) == 55
-    assert len(second) == 50
+    third = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_third")]
+    first = [bug for bug in BUGS if bug not in second + third and bug.threads != MADE_LATER]
+    assert (len(first), len(second), len(third)) == (55, 50, 47)
     for bug in BUGS:
-        assert bug.threads == MADE_LATER or re.fullmatch(r"[\w. -]+ #\d+(, [\w. -]+ #\d+)*", bug.threads)
+        assert bug.threads == MADE_LATER or re.fullmatch(f"{THREAD}(, {THREAD})*", bug.threads)
         assert bug.backend.__doc__
