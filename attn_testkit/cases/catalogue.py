@@ -21,7 +21,7 @@ from .as_claimed import as_claimed
 from .case import DATA, LAYOUTS, PADDINGS, Case, Heads
 from .claimed_pairs import claimed_pair_cases
 from .code_cases import code_cases
-from .companions import MOST_USUAL_RATIO, accepted, branching, claimed_companions, head_layouts
+from .companions import MOST_USUAL_RATIO, accepted, branching, claimed_companions, head_layouts, some_of
 from .company import company_cases
 from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
@@ -83,15 +83,6 @@ _ACCEPTED = ("uneven", "one", "all")
 _MOST_USUAL_ROWS = 6
 
 
-def _some(values: Sequence[int], count: int) -> list[int]:
-    """The smallest, the largest, and some between."""
-    values = sorted(values)
-    if len(values) <= count:
-        return values
-    step = (len(values) - 1) / (count - 1)
-    return [values[round(i * step)] for i in range(count)]
-
-
 def _windows(claims: Capabilities, mode: ForwardMode) -> list[int]:
     # 46: W + 1 keys end just below a multiple of 16, and W + the rows of a request lie beyond it.
     windows = dict.fromkeys(max(window, claims.min_window) for window in (0, 4, 11, 46, 4000))
@@ -120,10 +111,10 @@ def _dimensions(claims: Capabilities, mode: ForwardMode, tier: str) -> dict[str,
     count = 2 if tier == "smoke" else 3
     dimensions: dict[str, list[Any]] = {
         "heads": head_layouts(claims),
-        "head_dim": _some(head_dims if mla_only else [d for d in head_dims if d <= 256] or head_dims, count),
+        "head_dim": some_of(head_dims if mla_only else [d for d in head_dims if d <= 256] or head_dims, count),
         "dtype": sorted(claims.dtypes),
         "kv_dtype": sorted(claims.kv_dtypes, reverse=True),
-        "page_size": _some(sorted(claims.page_sizes), 3 if tier == "smoke" else 5),
+        "page_size": some_of(sorted(claims.page_sizes), 3 if tier == "smoke" else 5),
         "prefixes": list(_PREFIXES),
         "layout": list(LAYOUTS),
         "data": list(DATA),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
-from .companions import head_layouts, many_heads
+from .companions import head_layouts, many_heads, some_of
 from .layers import Layers
 
 __all__ = ["claimed_pair_cases"]
@@ -17,7 +17,7 @@ _SEVERAL_SPLITS = (1025, 33)
 _PAGE, _WINDOW = 16, 40
 _GROUPS = (2, 4, 5, 6, 7, 8, 12, 16, 32)
 _NOISY = (600, 513, 700, 431) * 3
-_MANY_HEADS, _USUAL_DIM = 32, 128
+_MANY_HEADS, _USUAL_DIM, _MOST_DIMS = 32, 128, 8
 
 
 def claimed_pair_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
@@ -59,7 +59,7 @@ def _dims_with_splits(claims: Capabilities, one: Case) -> Iterator[Case]:
     """A kernel is compiled for a head dim and a dtype, and its partial results have strides of both."""
     grouped = [heads for heads in head_layouts(claims) if heads.family == "gqa"]
     heads = one.heads if one.is_mla or not grouped else grouped[0]
-    for dim in sorted(claims.head_dims):
+    for dim in some_of(sorted(claims.head_dims), _MOST_DIMS):
         for kv_dtype in sorted(claims.kv_dtypes):
             yield replace(
                 one,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,9 @@ __all__ = [
     "claimed_companions",
     "companions",
     "head_layouts",
+    "many_heads",
     "neighbour_of",
+    "some_of",
 ]
 
 MOST_USUAL_RATIO = 8
@@ -57,6 +59,15 @@ def many_heads(claims: Capabilities, like: Heads, most: int) -> Heads:
     if "mha" in claims.families:
         return Heads("mha", most, most)
     return Heads("mqa", max(groups, default=like.q_heads), 1)
+
+
+def some_of(values: Sequence[int], count: int) -> list[int]:
+    """The smallest, the largest, and some between."""
+    values = sorted(values)
+    if len(values) <= count:
+        return values
+    step = (len(values) - 1) / (count - 1)
+    return [values[round(i * step)] for i in range(count)]
 
 
 def branching(width: int) -> Tree:

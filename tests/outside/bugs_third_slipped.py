@@ -28,7 +28,7 @@ class HardCoded128(Tiled):
         return out.masked_fill(long[:, None, None] & far, 0.0)
 
 
-@bug("llama.cpp #22286", "decode-gqa32x2-d64-bf16-p16-k70.33.1-shuffled-gauss-sink-layers1from0-b3prod")
+@bug("llama.cpp #22286", "decode-gqa32x2-d64-bf16-p16-k70.33.1-shuffled-gauss-sink-b3prod")
 class SinksOfSixteenHeads(Tiled):
     """Both groups of warps that share 32 heads read the sinks of the first 16."""
 
