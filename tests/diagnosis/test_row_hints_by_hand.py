@@ -611,6 +611,8 @@ def test_as_many_keys_as_pages_are_a_length_in_pages() -> None:
     assert said in of_row({0, 1}, prefix=6)
     assert said not in of_row({0, 1}, prefix=8), "three pages"
     assert said not in of_row({0, 2}, prefix=6)
+    assert said in of_row(range(3), prefix=9), "three pages"
+    assert said not in of_row({0, 1}, prefix=3), "as many less as it has new ones"
     assert ", or a length that is counted in pages" in of_row({0}, prefix=2)
     assert "in pages" not in of_row({0}, prefix=6)
     assert "in pages" not in of_row({0}, prefix=2, in_graph=True)

@@ -212,7 +212,9 @@ def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
             "that is aligned to the first KV token and not to the last, or positions that begin at 0"
             + (", or a length that is counted in pages" if attended.row == 0 and 1 in pages and not e.in_graph else "")
         )
-    if len(attended.used) in pages - {1, last + 1} and attended.used == set(range(len(attended.used))):
+    # As many less than there should be as the request has new ones: no pages.
+    others = {1, last + 1, last + 1 - e.step.requests[attended.request].new}
+    if len(attended.used) in pages - others and attended.used == set(range(len(attended.used))):
         return (
             f"KV tokens 0..{len(attended.used) - 1} alone are attended to, as many as the request has pages: a length "
             "that is counted in pages"
