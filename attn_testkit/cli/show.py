@@ -17,7 +17,7 @@ from rich.text import Text
 from ..reports.grouping import cause_lines, group_failures
 from ..reports.outcome import FailureTexts, verdict
 from ..reports.tally import rows, text_table
-from ..results import BAD, FUZZ, CaseResult, RunHeader, Status, left_lines, untried_lines
+from ..results import BAD, FUZZ, RAN, CaseResult, RunHeader, Status, left_lines, untried_lines
 
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
 
@@ -65,7 +65,7 @@ class Watch:
 
     def see(self, result: CaseResult) -> None:
         """One more result, or a row that was known without running."""
-        ran = bool(result.case) and result.status is not Status.QUARANTINED
+        ran = result.status in RAN
         self._done += ran
         if result.status in BAD:
             self._bad += 1
