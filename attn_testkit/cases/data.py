@@ -17,7 +17,7 @@ import torch
 from cachetools import LRUCache, cached
 from cachetools.keys import hashkey
 
-from ..contract import AttentionLayer, ForwardMode, HeadShape
+from ..contract import FP8_PRODUCTS, AttentionLayer, ForwardMode, HeadShape
 from .case import Case
 from .kv_groups import outgrown
 from .layers import PERIOD, SETTINGS
@@ -251,7 +251,7 @@ def _drawn(
         k, v = _shared_rows(k, step, asked), _shared_rows(v, step, asked)
     if case.kv_dtype != "same":
         most = LARGEST_FP8 if pattern == "loud" else _USUAL_RANGE
-        q, k = _of_fp8_range(q, k, schedule.matmul_dtype == "fp8_e4m3", most)
+        q, k = _of_fp8_range(q, k, schedule.matmul_dtype in FP8_PRODUCTS, most)
     dtype = DTYPES[case.dtype]
     return q.to(dtype), k.to(dtype), v.to(dtype)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..contract import Capabilities
+from ..contract import FP8_PRODUCTS, Capabilities
 from .case import Case
 
 __all__ = ["extreme_cases"]
 
 _MANY_KEYS = 4096
 """As many small terms as a 16-bit sum loses for certain: in each of 16 splits too, a large one among them."""
+
+_FAINT_KEYS = 1500
+"""Several runs of keys that weigh little, behind a key each that weighs much."""
 
 _FEW_KEYS = (70, 20)
 """More than the smallest tiles, beside a request of little more than one."""
@@ -31,3 +34,5 @@ def extreme_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     for dtype, data in (("fp16", "towering"), ("bf16", "colossal")):
         if dtype in claims.dtypes and "same" in claims.kv_dtypes:
             yield replace(fp8, dtype=dtype, kv_dtype="same", prefixes=_FEW_KEYS, data=data)
+    if "fp8_e4m3" in claims.kv_dtypes and claims.matmul_dtype in FP8_PRODUCTS:
+        yield replace(one, kv_dtype="fp8_e4m3", prefixes=(_FAINT_KEYS,), data="faint")

@@ -23,6 +23,9 @@ Patterns
     ``towering``   equal weights, and values of about 30,000, each channel of one sign: a product of 16 bits that is not
                    yet divided by the sum of the weights is infinite from the third key on.
     ``colossal``   the same, and keys as well, ten times as large: each is beyond what fp16 holds, and a bf16 number.
+    ``faint``      one key of 512 has a logit of about 7, the others of 0, and values of the other sign. Each of these
+                   weighs less than half of the smallest number of FP8, and all together a third of the whole: rounded
+                   to FP8 without a factor they vanish.
     ``codes``      Q = 0, so all keys of a row weigh the same, and every key has a code of +1 and -1 for a value: a
                    walk along the keys that stays within ``CODE_BOUND`` in each channel. Values of any run of keys
                    nearly cancel, so outputs and their rounding are of the size of one key of n, not of 1; and the
@@ -43,6 +46,7 @@ __all__ = [
     "ALIKE",
     "BANK_SIZE",
     "CODE_BOUND",
+    "FAINT_RUN",
     "LARGEST_FP8",
     "balanced_codes",
     "draw",
@@ -59,6 +63,8 @@ LARGEST_FP8 = 448.0
 """Of e4m3fn."""
 ALIKE = frozenset({"swamped"})
 """Patterns whose values are all but the same in every channel."""
+FAINT_RUN = 512
+"""A key that weighs much, and those behind it that weigh little."""
 _TOWERING = 32000.0
 """Near half of the largest number of fp16: the sum of three is beyond it, and their mean is not."""
 _STRIDE = 7
@@ -171,6 +177,14 @@ def _colossal(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Dra
     return queries, torch.full(k, 10 * _TOWERING), 10 * values
 
 
+def _faint(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    # The last channel alone: that of MLA is no value as well. It gives logits of 7.25 in the first layer.
+    queries, keys, values = torch.zeros(q), torch.zeros(k), normals(v, rng) + 3.0
+    queries[..., -1], keys[:, :, ::FAINT_RUN, :, -1] = 4.0, 7.25 / (4.0 * 0.5) * math.sqrt(q[-1])
+    values[:, :, ::FAINT_RUN] *= -1
+    return queries, keys, values
+
+
 def _codes(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     return torch.zeros(q), normals(k, rng), balanced_codes(v, rng)
 
@@ -204,6 +218,7 @@ _MAKERS: dict[str, _Maker] = {
     "loud": _loud,
     "towering": _towering,
     "colossal": _colossal,
+    "faint": _faint,
     "codes": _codes,
 }
 

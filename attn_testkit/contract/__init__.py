@@ -2,7 +2,7 @@
 
 from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_unclaimed
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
-from .capabilities import DTYPES, FAMILIES, KV_DTYPES, LAYER_WINDOWS, Capabilities, Requires, Unsupported
+from .capabilities import DTYPES, FAMILIES, FP8_PRODUCTS, KV_DTYPES, LAYER_WINDOWS, Capabilities, Requires, Unsupported
 from .dialect import DIALECTS, Dialect
 from .draft_decode import DraftDecodeInput
 from .kernel_backend import KernelBackend
@@ -18,6 +18,7 @@ __all__ = [
     "DIALECTS",
     "DTYPES",
     "FAMILIES",
+    "FP8_PRODUCTS",
     "KV_DTYPES",
     "KV_LAYOUTS",
     "LAYER_WINDOWS",

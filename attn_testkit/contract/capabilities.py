@@ -15,6 +15,7 @@ from .modes import Execution, ForwardMode
 __all__ = [
     "DTYPES",
     "FAMILIES",
+    "FP8_PRODUCTS",
     "KV_DTYPES",
     "LAYER_WINDOWS",
     "MATMUL_DTYPES",
@@ -26,7 +27,8 @@ __all__ = [
 FAMILIES = ("mha", "gqa", "mqa", "mla")
 DTYPES = ("fp16", "bf16", "fp32")
 KV_DTYPES = ("same", "fp8_e4m3")
-MATMUL_DTYPES = ("model", "fp8_e4m3")
+FP8_PRODUCTS = ("fp8_e4m3", "fp8_e4m3_unscaled")
+MATMUL_DTYPES = ("model", *FP8_PRODUCTS)
 FP32_PRODUCTS = ("ieee", "tf32")
 OUTPUT_LIFETIMES = ("model", "layer")
 LAYER_WINDOWS = ("any", "one", "same")
@@ -134,8 +136,10 @@ class Capabilities:
     matmul_dtype: str = "model"
     """With an FP8 pool: to what are queries and probabilities rounded before the two products? ``model``: the model's
     dtype; ``fp8_e4m3``: FP8 kernels round both to FP8, with scale 1 for queries. The limits follow from it, and so do
-    the queries: numbers that FP8 holds for the second, any for the first. Probabilities are rounded relative to the
-    row's largest, or larger (flash kernels times 256 or 448): those that sum to 1 vanish in long requests.
+    the queries: numbers that FP8 holds for the second, any for the first. Probabilities, of which the row's largest is
+    1, are multiplied by 4 at least before they are rounded (FlyDSL by 7, FlashAttention 3 by 256, XQA by 448): without
+    a factor all below 2^-10 vanish, which may be most of a long request's weight (flashinfer #5020). A kernel that has
+    none says ``fp8_e4m3_unscaled``. Those that sum to 1 vanish in long requests, and no claim allows that.
 
     Whatever it says: q.k is kept in float32 through scale, soft cap, mask and softmax, and both products accumulate in
     float32. Probabilities may be rounded to the model's dtype before the second product, the output is, and so may be

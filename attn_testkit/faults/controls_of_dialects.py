@@ -16,7 +16,7 @@ from .builds import RegisterRowsBackend
 from .c_new_rows import FP8
 from .catalogue import control
 from .dense import DenseBackend
-from .g_narrow_numbers import Fp8Probabilities
+from .g_narrow_numbers import Fp8Probabilities, Fp8ProbabilitiesWithoutAFactor
 from .g_tf32 import FLOAT32, Float32ProductsInTf32
 from .j_outputs import LentOutput
 from .multi_step import MultiStepBackend
@@ -42,6 +42,13 @@ class DraftRowsAsGiven(MultiStepBackend, RegisterRowsBackend):
 @control("fp8-probabilities-lifted")
 class Fp8ProbabilitiesLifted(Fp8Probabilities):
     """Probabilities in FP8 times 256, queries in FP8, and it says so (FlashAttention 3)."""
+
+
+@control("fp8-probabilities-unscaled")
+class Fp8ProbabilitiesUnscaled(Fp8ProbabilitiesWithoutAFactor):
+    """Probabilities of at most 1 in FP8, and it says so."""
+
+    capabilities = Fp8Probabilities.capabilities.with_changes(matmul_dtype="fp8_e4m3_unscaled")
 
 
 @control("metadata-built-twice")

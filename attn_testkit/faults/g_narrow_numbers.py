@@ -113,6 +113,21 @@ class Fp8ProbabilitiesWithoutALift(Fp8Probabilities):
 
 
 @fault(
+    slug="fp8-probabilities-without-a-factor",
+    source="flashinfer #5020",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="rounded to FP8 without a factor",
+)
+class Fp8ProbabilitiesWithoutAFactor(Fp8Probabilities):
+    """Probabilities of at most 1 are rounded to FP8, where small ones vanish; their sum is taken before."""
+
+    @override
+    def rounded(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return p.to(_E4M3).float() / total
+
+
+@fault(
     slug="sums-of-16-bits",
     source="general; fp16 accumulators of tensor cores",
     modes=_ALL,

@@ -15,7 +15,7 @@ from ..cases.case import CODES, Case
 from ..cases.data import KEPT_BYTES, StepData, bytes_in, make_layers, make_step_data, numbers_of
 from ..cases.patterns import ALIKE
 from ..cases.schedule import Schedule, Step
-from ..contract import AttentionLayer
+from ..contract import FP8_PRODUCTS, AttentionLayer
 from ..model import Weights, make_weights
 from .attention import Attention, attend
 from .limits import attention_limit, key_factor, linear_limit, row_limit
@@ -131,7 +131,7 @@ def attend_with_limit(
     """
     case, matmul_dtype = schedule.case, schedule.matmul_dtype
     # What is rounded in absolute terms: FP8 probabilities, and those of fp16 that a sink made small.
-    flat = matmul_dtype == "fp8_e4m3" or (case.dtype == "fp16" and case.sinks)
+    flat = matmul_dtype in FP8_PRODUCTS or (case.dtype == "fp16" and case.sinks)
     if given:
         data = as_given(data, one_by_one=case.draft is not None)
     factors = matmul_dtype == "tf32"

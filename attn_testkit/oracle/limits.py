@@ -12,9 +12,10 @@ to 4096, gaussian, peaked, shifted and tiny values, bf16 and fp16, errors take t
 A backend that says that it multiplies in FP8 (``Capabilities.matmul_dtype``) rounds its probabilities to FP8 before the
 second product, and nothing else of coarser roundoff: the queries that it is given are numbers that FP8 holds. Those of
 any other backend with an FP8 pool are free, and who rounds them is over the limit.
-FP8 has few small numbers: below 2^-6 its error no longer shrinks with the number. Kernels round p relative to the
-row's largest, or larger (flash kernels times 256 or 448), so that error is at most 2^-10 of the largest p, whatever
-p_j is.
+FP8 has few small numbers: below 2^-6 its error no longer shrinks with the number, and is 2^-10 at most. Kernels round
+p relative to the row's largest, and multiplied by a factor (7 in FlyDSL, which leaves room for a maximum that is out of
+date; 256 in FlashAttention 3; 448 in XQA). The limit asks for 4: then 2^-12 of the largest p may be lost, whatever p_j
+is. Who says ``fp8_e4m3_unscaled`` has no factor.
 
 Factors of tf32 are limited by what their errors do in sum (``narrow_factors.py``): the largest that each may do, added
 up over all of them, is some 30 times what they do. Measured with Triton's ``tl.dot`` under the emulation, which cuts
@@ -46,8 +47,8 @@ __all__ = [
 
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24, "fp8_e4m3": 2.0**-4, "tf32": 2.0**-10}
 """tf32 is cut off, not rounded, where nobody asks for more."""
-_FP8_ABSOLUTE = 2.0**-10
-"""Half the spacing of the subnormal e4m3 numbers."""
+_FP8_ABSOLUTE = {"fp8_e4m3": 2.0**-12, "fp8_e4m3_unscaled": 2.0**-10}
+"""Half the spacing of the subnormal e4m3 numbers, over the factor that probabilities are multiplied by."""
 _FP16_ABSOLUTE = 2.0**-25
 """The same for fp16. Where a sink is part of the running maximum every p of a row may be that small."""
 _SMALLEST = {"bf16": 2.0**-133, "fp16": 2.0**-24, "fp32": 2.0**-149}
@@ -80,9 +81,10 @@ def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model
     limit.mul_(2 * _unit(dtype, attention) + exponent).add_(4 * _SMALLEST[dtype] + _FLUSHED).add_(narrow)
     if attention.flat is not None and dtype == "fp16":
         limit.add_(attention.flat, alpha=2 * _FP16_ABSOLUTE)
-    if matmul_dtype == "fp8_e4m3":
+    if matmul_dtype in _FP8_ABSOLUTE:
         assert attention.flat is not None
-        limit.add_(attention.mass, alpha=2 * UNIT_ROUNDOFF["fp8_e4m3"]).add_(attention.flat, alpha=2 * _FP8_ABSOLUTE)
+        limit.add_(attention.mass, alpha=2 * UNIT_ROUNDOFF["fp8_e4m3"])
+        limit.add_(attention.flat, alpha=2 * _FP8_ABSOLUTE[matmul_dtype])
     return limit
 
 
@@ -92,8 +94,8 @@ def key_factor(attention: Attention, dtype: str, matmul_dtype: str = "model") ->
     A kernel whose running maximum knows the sink rounds a weight of exp(-sink). NaN where that takes more than one part
     in twice ``CODE_BOUND``: what is left of a key may then be less than half of it.
     """
-    narrow = matmul_dtype == "fp8_e4m3"
-    absolute = _FP8_ABSOLUTE if narrow else {"fp16": _FP16_ABSOLUTE}.get(dtype, 0.0)
+    narrow = matmul_dtype in _FP8_ABSOLUTE
+    absolute = _FP8_ABSOLUTE.get(matmul_dtype, _FP16_ABSOLUTE if dtype == "fp16" else 0.0)
     lost = absolute * attention.top.exp()
     return (lost + UNIT_ROUNDOFF["fp8_e4m3" if narrow else dtype]).masked_fill_(lost > 1 / (2 * CODE_BOUND), torch.nan)
 

@@ -15,7 +15,8 @@ from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.oracle.expect import Expected, expect
 
 CLAIMS = TorchNativeBackend.capabilities
-EXTREMES = {mode: [c for c in generate(CLAIMS, mode, "core") if c.data in EXTREME_DATA] for mode in ForwardMode}
+IN_FP8 = CLAIMS.with_changes(matmul_dtype="fp8_e4m3")
+EXTREMES = {mode: [c for c in generate(IN_FP8, mode, "core") if c.data in EXTREME_DATA] for mode in ForwardMode}
 ALL = [case for cases in EXTREMES.values() for case in cases]
 
 
@@ -25,11 +26,11 @@ def extremes(claims: Capabilities, tier: str = "core") -> list[str]:
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> None:
-    cases = generate(CLAIMS, mode, "core")
+    cases = generate(IN_FP8, mode, "core")
     first = next(place for place, case in enumerate(cases) if case.data in EXTREME_DATA)
     assert [case.data for case in cases if case.data in EXTREME_DATA] == list(EXTREME_DATA)
     assert all(came_later(case) for case in cases[first:])
-    assert [case.kv_dtype for case in EXTREMES[mode]] == ["fp8_e4m3", "same", "fp8_e4m3", "same", "same"]
+    assert [case.kv_dtype for case in EXTREMES[mode]] == ["fp8_e4m3", "same", "fp8_e4m3", "same", "same", "fp8_e4m3"]
 
 
 def test_only_what_is_claimed_and_not_in_smoke() -> None:
@@ -38,6 +39,10 @@ def test_only_what_is_claimed_and_not_in_smoke() -> None:
     assert extremes(CLAIMS.with_changes(dtypes={"bf16"})) == ["saturated", "loud", "colossal"]
     assert extremes(CLAIMS.with_changes(dtypes={"fp32"})) == ["saturated", "loud"], "nothing of 16 bits"
     assert extremes(CLAIMS.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated", "loud"]
+    assert extremes(CLAIMS) == list(EXTREME_DATA[:-1])
+    assert extremes(IN_FP8.with_changes(kv_dtypes={"same"})) == ["swamped", "towering", "colossal"]
+    unscaled = CLAIMS.with_changes(matmul_dtype="fp8_e4m3_unscaled")
+    assert extremes(unscaled) == list(EXTREME_DATA), "and those who say that they lose them have them too"
     a_key_less = CLAIMS.with_changes(max_context_len=4096)
     assert extremes(a_key_less) == ["saturated", "loud", "towering", "colossal"], "with its token it is longer"
     assert not set(DATA) & set(EXTREME_DATA), "no covering array has them"

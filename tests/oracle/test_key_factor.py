@@ -31,10 +31,13 @@ def test_without_a_sink_it_is_the_rounding_of_a_weight(dtype: str, unit: float) 
 def test_fp16_and_fp8_have_smallest_numbers_that_a_weight_of_one_is_far_from() -> None:
     attention = attention_of("")
     assert torch.all(key_factor(attention, "fp16") == 2.0**-11 + 2.0**-25)
-    assert torch.all(key_factor(attention, "fp16", "fp8_e4m3") == 2.0**-4 + 2.0**-10)
+    assert torch.all(key_factor(attention, "fp16", "fp8_e4m3") == 2.0**-4 + 2.0**-12)
+    assert torch.all(key_factor(attention, "fp16", "fp8_e4m3_unscaled") == 2.0**-4 + 2.0**-10)
 
 
-@pytest.mark.parametrize(("products", "absolute"), [("model", 2.0**-25), ("fp8_e4m3", 2.0**-10)])
+@pytest.mark.parametrize(
+    ("products", "absolute"), [("model", 2.0**-25), ("fp8_e4m3", 2.0**-12), ("fp8_e4m3_unscaled", 2.0**-10)]
+)
 def test_keys_beside_a_sink_are_counted_up_to_where_rounding_may_take_a_sixteenth_of_each(
     products: str, absolute: float
 ) -> None:

@@ -127,7 +127,9 @@ def attend(
 
 
 def _rounded(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Probabilities are at most 1 here; FP8 kernels do not scale them up before they round them."""
+    """Probabilities are at most 1 here; FP8 kernels multiply them before they round them (XQA's mha_sm90.cu by 448)."""
+    if dtype == FP8:
+        return (p * FP8_MAX).to(dtype).float() / FP8_MAX
     return p if dtype == torch.float32 else p.to(dtype).float()
 
 

@@ -10,7 +10,7 @@ from .evidence import Evidence
 from .heads import heads_not_computed, results_of_other_heads
 from .keys import beyond_a_slot, elsewhere, key_range, masked_too_late, own_rows_mixed, pool_layout, read_twice
 from .memory import stored_elsewhere
-from .numbers import narrow_products, new_rows, other_scaling, right_keys
+from .numbers import narrow_products, new_rows, other_scaling, right_keys, vanished_weights
 from .parameters import other_parameters
 from .rows import (
     kept_from_before,
@@ -67,6 +67,7 @@ _PATTERNS: tuple[Pattern, ...] = (
     rows_of_a_later_tile,
     new_rows,
     narrow_products,
+    vanished_weights,
     other_scaling,
     other_parameters,
     last_rows_right,
@@ -98,6 +99,7 @@ _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
     last_rows_right: _GUESSES,
     new_rows: _GUESSES,
     narrow_products: _GUESSES,
+    vanished_weights: (other_scaling, other_parameters, *_GUESSES),
     other_scaling: (other_parameters, *_GUESSES),
     other_parameters: _GUESSES,
     right_without: _GUESSES[1:],

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from ...cases.choices import CONTIGUOUS
 from ...cases.data import make_layers
-from ...contract import AttentionLayer
+from ...cases.patterns import FAINT_RUN
+from ...contract import FP8_PRODUCTS, AttentionLayer
+from ...oracle.attention import attend
 from ...oracle.expect import attend_with_limit
+from ...oracle.limits import attention_limit
 from ..attended_keys import AttendedKeys
 from .evidence import Evidence
 from .suspects import DATA_SUSPECTS, LARGE_VALUES, RESCALING
 
-__all__ = ["narrow_products", "new_rows", "other_scaling", "right_keys"]
+__all__ = ["narrow_products", "new_rows", "other_scaling", "right_keys", "vanished_weights"]
 
 
 def new_rows(e: Evidence) -> str:
@@ -42,6 +47,25 @@ def narrow_products(e: Evidence) -> str:
     return (
         "right for float32 products in tf32, and not for float32: ask for more (input_precision='ieee' of tl.dot, "
         "torch.backends.cuda.matmul.allow_tf32 False), or claim fp32_products='tf32'"
+    )
+
+
+def vanished_weights(e: Evidence) -> str:
+    """The step is right where the small weights of ``faint`` data are 0, and counted in the denominator or not."""
+    schedule, data = e.schedule, e.expected.data
+    if schedule.case.data != "faint" or not e.judgement.all_finite or _counts_alone(e):
+        return ""
+    visible = data.visible.clone()
+    visible[..., torch.arange(visible.shape[-1]) % FAINT_RUN != 0] = False
+    layers = make_layers(schedule.case)
+    whole, large = attend(data, layers, flat=True), attend(data, layers, visible, flat=True)
+    limit = attention_limit(large, schedule.case.dtype, schedule.matmul_dtype)
+    counted = torch.exp(large.lse - whole.lse)[..., None]
+    if not any(((e.judgement.out.double() - large.out * part).abs() <= limit).all() for part in (1.0, counted)):
+        return ""
+    return (
+        "right where weights below 2^-10 of the largest are 0: they are rounded to FP8 without a factor; multiply them "
+        "before (by 256, say), or claim matmul_dtype='fp8_e4m3_unscaled'"
     )
 
 
@@ -98,7 +122,7 @@ def right_keys(e: Evidence) -> str:
             f"weights of the right KV tokens sum to {attended.total:.3g} instead of 1: look at {fp8}a denominator that "
             f"counts masked KV tokens or misses some{cap}, saturation, or partial results that are combined wrongly"
         )
-    few, free = e.judgement.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype != "fp8_e4m3"
+    few, free = e.judgement.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype not in FP8_PRODUCTS
     if few < _SMALL_ERROR and case.data != "negative":
         fp8 = ", or q and weights rounded to FP8, which matmul_dtype has to say" if free else ""
         return (

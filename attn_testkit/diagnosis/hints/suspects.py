@@ -16,6 +16,9 @@ DATA_SUSPECTS = {
     "loud": ["the range of q: queries that are limited, or rounded to FP8 (those of this case are large)"],
     "towering": ["products of weights and values in 16 bits that are not yet divided by the sum of the weights"],
     "colossal": ["rows of bf16 that are converted to fp16, whose largest number is 65,504"],
+    "faint": [
+        "weights rounded to FP8 without a factor, where small ones vanish (matmul_dtype has to say fp8_e4m3_unscaled)"
+    ],
     "cliff": [
         f"{RESCALING} (logits of this case climb and fall by hundreds along the keys)",
         "overflow or saturation of large logits",
