@@ -43,7 +43,7 @@ def test_weights_that_are_lost_are_named_with_and_without_their_denominator(coun
 def test_no_other_mistake_and_no_other_data_are_told_so() -> None:
     right = expect(FAINT, FAINT.steps[0]).attention
     mistakes = [
-        of_large_keys(0.5),
+        of_large_keys(3.0),
         right * 2,
         attended(schedule=FAINT, kv_scales=scales(0, None)),
         attended(lambda layer: replace(layer, scaling=layer.scaling / 2), schedule=FAINT),
