@@ -22,6 +22,8 @@ __all__ = ["SwappedRow", "find_swapped"]
 
 _MOST_ROWS = 12
 """Wrong rows that are compared."""
+_MOST_QUERIES = 64
+"""Rows of a step whose queries are tried."""
 _SAME_QUERIES, _OTHER_PATTERN = ("mean", "negative", "towering", "colossal", CODES), "gauss"
 """Data in which a row's result does not depend on its query, so that a row before it looks like a shorter length; and
 data to ask with instead."""
@@ -41,6 +43,8 @@ class SwappedRow:
     """With its own query: it saw the KV tokens before this one."""
     copied: bool = False
     """It holds the same values as the other row, and neither need be right."""
+    queried: bool = False
+    """It saw its own KV tokens, with the query of the other row."""
 
     @property
     def text(self) -> str:
@@ -49,6 +53,8 @@ class SwappedRow:
         if self.of_row is None:
             return f"{name} was computed with KV tokens 0..{self.keys - 1} of request {self.of_request}"
         row = f" row {self.of_row}" if self.of_row or self.of_request == self.request else ""
+        if self.queried:
+            return f"{name} was computed with the query of request {self.of_request}{row}"
         what = "the same values as" if self.copied else "the result of"
         return f"{name} holds {what} request {self.of_request}{row}"
 
@@ -73,6 +79,7 @@ def find_swapped(
         found += (
             _result_of(judgement, out, layers, row)
             or _keys_of(schedule, judgement, out, layers, row)
+            or _query_of(schedule, judgement, out, layers, row)
             or _copy_of(judgement, out, layers, row)
         )
     return tuple(found)
@@ -154,6 +161,32 @@ def _keys_of(
         return []
     request, keys = next(((r, n) for r, n in fits if n == lens[r]), fits[0])
     return [SwappedRow(own, offset, request, None, keys)]
+
+
+def _query_of(
+    schedule: Schedule, judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, row: int
+) -> list[SwappedRow]:
+    """The row's own KV tokens were seen by the query of another row."""
+    data = judgement.expected.data
+    asked, (own, offset) = min(data.q.shape[1], _MOST_QUERIES), _place(data, row)
+    one = slice(own, own + 1)
+    supposed: StepData = replace(
+        data,
+        q=data.q[:, :asked],
+        stored_keys=data.stored_keys[:, one],
+        stored_values=None if data.stored_values is None else data.stored_values[:, one],
+        visible=data.visible[one, offset : offset + 1].expand(-1, asked, -1),
+        key_positions=data.key_positions[one],
+        query_positions=data.query_positions[one, offset : offset + 1].expand(-1, asked),
+        row_request=torch.zeros(asked, dtype=torch.int64),
+        row_offset=torch.arange(asked),
+    )
+    result, limit = attend_with_limit(schedule, supposed)
+    like = _like(out, result.out[layers], limit[layers], judgement.exists[layers])
+    # With one KV token to see, or with equal ones, every query is right.
+    if not like.any() or (row < asked and like[row]):
+        return []
+    return [SwappedRow(*_place(data, row), *_place(data, int(like.nonzero()[0])), queried=True)]
 
 
 def _place(data: StepData, row: int) -> tuple[int, int]:

@@ -291,3 +291,28 @@ def test_a_row_that_is_wrong_as_a_whole_alone_is_not_called_its_own() -> None:
     judgement = Judgement(judgement.observed, tight)
     assert judgement.wrong_rows[0] == 0
     assert swaps(judgement) == []
+
+
+def with_queries_of(schedule: Schedule, of: Callable[[int], int]) -> Judgement:
+    """Every row sees its own KV tokens, with the query of another."""
+    expected = expect(schedule, schedule.steps[0])
+    rows = torch.tensor([of(row) for row in range(expected.data.q.shape[1])])
+    out = attend(replace(expected.data, q=expected.data.q[:, rows]), make_layers(schedule.case)).out
+    return Judgement(observed(schedule, out.float()), expected)
+
+
+def test_a_row_with_the_query_of_another_is_named() -> None:
+    schedule = v1()
+    last = len(expect(schedule, schedule.steps[0]).data.row_request) - 1
+    first, *_ = swaps(with_queries_of(schedule, lambda row: 2 if row == last else row))
+    assert first.endswith("was computed with the query of request 1")
+
+
+def test_with_one_kv_token_to_see_every_query_is_right() -> None:
+    schedule = make_schedule(parse_case("draft-extend-mha2-d32-fp32-p4-k0.5-n2a2x2-shuffled-gauss-b2prod"))
+    judgement = with_queries_of(schedule, lambda row: 1 if row == 0 else row)
+    assert judgement.expected.data.visible[0, 0].sum() == 1
+    tight = replace(judgement.expected, row_limit=torch.full_like(judgement.expected.row_limit, -1.0))
+    judgement = Judgement(judgement.observed, tight)
+    assert judgement.wrong_rows[0] == 0
+    assert not any("with the query of" in text for text in swaps(judgement))

@@ -38,6 +38,8 @@ def rows_of_others(e: Evidence) -> str:
 
 def _swap_cause(e: Evidence) -> str:
     several = max(r.new for r in e.step.requests) > 1
+    if any(row.queried for row in e.swapped):
+        return "the stride or the offset of query rows (q may be a view: take its strides)"
     if any(row.copied for row in e.swapped):
         return "offsets of query rows (cu_seqlens_q), or the index of a request"
     if all(row.of_row is not None for row in e.swapped):
