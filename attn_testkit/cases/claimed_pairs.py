@@ -15,15 +15,21 @@ __all__ = ["claimed_pair_cases"]
 _LENS = (70, 33, 1)
 _SEVERAL_SPLITS = (1025, 33)
 _PAGE, _WINDOW = 16, 40
+_FAR_MODES, _NARROW = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND}), 11
+_FAR = (66_000, 32_769)
+"""Its last KV tokens lie on both sides of 2^15: where 16 bits are signed, and 40,000 of them would all be off alike."""
 _GROUPS = (2, 4, 5, 6, 7, 8, 12, 16, 32)
 _NOISY = (600, 513, 700, 431) * 3
 _MANY_HEADS, _USUAL_DIM, _MOST_DIMS = 32, 128, 8
 
 
 def claimed_pair_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
-    """Decode of each group of heads with all options, of each head dim and dtype of the pool with several splits, and
-    of outputs in which a sum of another order shows. Made of ``small``.
+    """Windows at positions beyond 15 and 16 bits. Decode of each group of heads with all options, of each head dim and
+    dtype of the pool with several splits, and of outputs in which a sum of another order shows. Made of ``small``.
     """
+    if small.mode in _FAR_MODES & claims.sliding_window and not small.is_mla:
+        new = small.new[:1] * len(_FAR)
+        yield replace(small, prefixes=_FAR, new=new, bucket=len(_FAR), data="footprint", window=_NARROW)
     if small.mode is not ForwardMode.DECODE:
         return
     page = min(claims.page_sizes, key=lambda size: abs(size - _PAGE))

@@ -89,10 +89,13 @@ def normals(shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
     if count > BANK_SIZE:
         # Every seventh number from ``start`` on, round and round: a piece of the strided bank.
         at = start * pow(_STRIDE, -1, bank.numel()) % bank.numel()
-        rounds = -(-(at + count) // bank.numel())
-        # Where it does not come round, a view.
-        strided = _strided_bank() if rounds == 1 else _strided_bank().repeat(rounds)
-        return strided[at : at + count].view(shape)
+        if at + count <= bank.numel():
+            return _strided_bank()[at : at + count].view(shape)
+        # A round of an odd length: of 2^21 numbers, keys that are 2^16 apart would be equal, and an index that lost its
+        # upper bits would read the right numbers.
+        strided = _strided_bank()[:-1]
+        at %= strided.numel()
+        return strided.repeat(-(-(at + count) // strided.numel()))[at : at + count].view(shape)
     return bank[start : start + count].view(shape)
 
 

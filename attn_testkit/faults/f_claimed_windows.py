@@ -138,3 +138,26 @@ class LayersThatDifferInWindowsAreAccepted(OneWindow):
     @override
     def with_window(self, layer: AttentionLayer) -> AttentionLayer:
         return replace(layer, sliding_window_size=self.window)
+
+
+@fault(
+    slug="windows-of-16-bit-positions",
+    source="tpu-inference #2755",
+    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
+    executions=("eager",),
+    checks=("matches-oracle",),
+    hint="KV tokens before the window are visible",
+)
+class WindowsOf16BitPositions(DenseBackend):
+    """Where a layer has a window, positions are compared in 16 bits: those from 32,768 on are negative."""
+
+    capabilities = WINDOWED.with_changes(
+        eager=(ForwardMode.DECODE, ForwardMode.EXTEND), graph=(), max_context_len=1 << 17
+    )
+
+    @override
+    def in_window(self, layer: AttentionLayer) -> torch.Tensor:
+        if layer.sliding_window_size < 0:
+            return self.visible
+        row, key = self.position.to(torch.int16).long(), self.key_position.to(torch.int16).long()
+        return self.visible & (key >= (row - layer.sliding_window_size)[..., None])
