@@ -136,6 +136,12 @@ _MISTAKES: Sequence[tuple[Callable[[LseEvidence], torch.Tensor | None], str]] = 
 """A log-sum-exp that a mistake gives, None where it makes no difference; and what to say of it."""
 
 
+_UNSHIFTED = (
+    "an exponential of a large number is 0 or Inf, and so the logarithm of their sum is -Inf or Inf: take {} out "
+    "before exp, and add it to the logarithm"
+)
+
+
 def lse_hint(evidence: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> str:
     """The first mistake that explains every row and head; empty where none does.
 
@@ -153,6 +159,8 @@ def lse_hint(evidence: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> 
         # A log-sum-exp in another base is off by as much as itself, in that base; one of another place has its limit.
         if supposed is not None and _alike(found, supposed, 2 * widest):
             return text
+    if bool((found.isinf() & ~empty).any()):
+        return _UNSHIFTED.format("the larger of the parts' log-sum-exps" if evidence.merged else "the maximum")
     rounded = evidence.stored.bfloat16().to(evidence.stored.dtype)
     if torch.equal(evidence.stored, rounded) and _alike(found, want, limit + UNIT_ROUNDOFF["bf16"] * want.abs()):
         return "it was rounded to bfloat16 on its way: keep it in float32, or claim dtype='model'"

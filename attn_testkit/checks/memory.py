@@ -130,7 +130,7 @@ def _held_instead(
     """
     if observed.step.stored:
         return "save_kv_cache was False: the pool held the new K and V, and k and v were not to be stored"
-    layer, part, slot = at
+    (layer, part, slot), case = at, observed.schedule.case
     row, page = got[layer, part, slot], observed.pool.shape[2] - got.shape[2]
     new = (owner == _OWNER["new"]).nonzero().flatten()
     padding = f"; or a row of padding was stored over it. {_PADDING_GOES}" if padded else ""
@@ -139,7 +139,11 @@ def _held_instead(
         places = {(a, b): int(new[c]) for a, b, c in same}
         if (layer, part) in places:
             whose = _owner_text(observed, places[layer, part] + page)
-            return f"it holds the row of the {whose}: row order, a stride, or a wrong slot{padding}"
+            cause = (
+                _shifted(observed, got[layer, part], want[layer, part], new, page)
+                or "row order, a stride, or a wrong slot"
+            )
+            return f"it holds the row of the {whose}: {cause}{padding}"
         other = "the other layer's row" if (layer, 1 - part) not in places else "K where V belongs, or V where K does"
         return f"it holds {other}"
     if owner[slot] == _OWNER["new"] and bool((row == got[layer, part][owner == _OWNER["unowned"]][:1]).all()):
@@ -151,9 +155,60 @@ def _held_instead(
     if owner[slot] == _OWNER["new"] and not row.any() and not padded:
         return "it holds 0 throughout: its row was not stored, or was cleared again"
     if owner[slot] == _OWNER["new"]:
+        layout = case.kv_layout
+        laid = "" if layout == "nhd" else f"; the KV pool of this case has layout {layout}: take all of its strides"
         fp8 = ", and an FP8 pool holds K / k_scale" if observed.pool.dtype.itemsize == 1 else ""
-        return f"it holds no live row of this step: k and v may be strided views of one tensor{fp8}{padding}"
+        return f"it holds no live row of this step: k and v may be strided views of one tensor{fp8}{laid}{padding}"
+    if case.kv_layout != "nhd":
+        return f"the KV pool of this case has layout {case.kv_layout}: take all of its strides"
     return ""
+
+
+def _shifted(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: torch.Tensor, page: int) -> str:
+    """By how many positions or slots misplaced new rows are off, where that is the same for all that are found.
+
+    ``got``, ``want`` [slots after page 0, Hk, D]; ``new``: slots of this step's tokens among them.
+    """
+    astray = new[(got[new] != want[new]).flatten(1).any(-1)].tolist()[:_MOST_MOVED]
+    moved = []
+    for slot in astray:
+        lies = (got == want[slot]).flatten(1).all(-1).nonzero().flatten().tolist()
+        moved += [(slot + page, at + page) for at in lies[:1] if len(lies) == 1]
+    if len(moved) < max(_FEW_MOVED, len(astray) / 2):
+        return ""
+    places = {slot: (i, at) for i, r in enumerate(observed.step.requests) for at, slot in enumerate(r.slots.tolist())}
+    shift = _positions_off(places, moved)
+    if shift:
+        count, way = abs(shift), "on" if shift > 0 else "back"
+        return (
+            f"new rows lie {count} position{'s' if count > 1 else ''} too far {way}: a length or a prefix that they "
+            "are counted from"
+        )
+    by_slot = {to - of for of, to in moved}
+    if len(by_slot) == 1:
+        return f"new rows lie {by_slot.pop():+d} slots off: look at how out_cache_loc is made an address"
+    return ""
+
+
+def _positions_off(places: dict[int, tuple[int, int]], moved: list[tuple[int, int]]) -> int:
+    """By how many positions all rows are off that still lie in their request; behind its end a table names any slot.
+
+    ``places``: slot -> request and position. 0: there is no such number.
+    """
+    slots = {place: slot for slot, place in places.items()}
+    shifts = [places[to][1] - places[of][1] for of, to in moved if to in places and places[to][0] == places[of][0]]
+    for shift in dict.fromkeys(shifts):
+        due = [(slots.get((places[of][0], places[of][1] + shift)), to) for of, to in moved]
+        within = [slot == to for slot, to in due if slot is not None]
+        if len(within) >= _FEW_MOVED and all(within):
+            return shift
+    return 0
+
+
+_MOST_MOVED = 16
+"""New rows that are looked for."""
+_FEW_MOVED = 2
+"""Fewer say nothing of what they have in common."""
 
 
 def _where_alone(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: torch.Tensor) -> str:

@@ -119,6 +119,8 @@ def find_miscounts(judgement: Judgement, row: int) -> Miscounts | None:
         raise ValueError("keys can be counted in codes alone; expected a judgement of the pattern 'codes'")
     data, layers = expected.data, make_layers(judgement.observed.schedule.case)
     wrong = judgement.wrong[:, row].any(-1) & judgement.finite[:, row].all(-1) & expected.key_factor[:, row].isfinite()
+    # A head that nothing computed is 0 throughout: no weights of any keys give that, so runs of keys would be invented.
+    wrong &= (judgement.out[:, row] != 0).any(-1)
     if not wrong.any():
         return None
     request, offset = int(data.row_request[row]), int(data.row_offset[row])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -64,11 +64,15 @@ class AttendedKeys:
     """Of that layer's heads."""
     of_others: tuple[Miscount, ...] = ()
     """Runs of KV tokens of other requests that it attended to, where they are known."""
+    faint: Mapping[int, float] = field(default_factory=dict)
+    """KV token that should have no weight -> its weight as a part of the others', where that is too little for
+    ``used`` and more than rounding.
+    """
 
     @property
     def right(self) -> bool:
         """Every KV token that should have weight had it, once, and nothing else had."""
-        return self.used == self.wanted and not self.doubled and not self.elsewhere
+        return self.used == self.wanted and not self.doubled and not self.elsewhere and not self.faint
 
     @property
     def own(self) -> bool:
@@ -102,8 +106,13 @@ class AttendedKeys:
             text += f"; KV tokens {ranges(sorted(self.doubled))} counted more than once"
         for run in self.of_others:
             text += f"; it attended to KV tokens {ranges(range(run.first, run.last + 1))} of request {run.request}"
+        if self.faint:
+            text += (
+                f"; KV tokens {ranges(sorted(self.faint))} should have no weight, and have "
+                f"{max(self.faint.values()):.2g} of what the others have"
+            )
         for place, weight in self.elsewhere.items() if not self.of_others else ():
-            text += f"; {100 * weight:.0f}% of its weight went to {PLACES[place]}"
+            text += f"; {100 * weight:.{0 if weight >= _SMALL else 1}f}% of its weight went to {PLACES[place]}"
         if not self.normalised:
             text += f"; its weights sum to {self.total:.3g}"
         return text
@@ -206,12 +215,13 @@ def _attended_at(
     length = step.lens[request]
     visible = windowed(expected.data.visible, expected.data, layer.sliding_window_size)[request, row]
     wanted = frozenset(int(k) for k in visible.nonzero().flatten())
-    starts = _starts(length, layer.v_head_dim, wanted)
+    dims = _right_dims(judgement, index, layer.v_head_dim)
+    starts = _starts(length, dims, wanted)
 
     def weights_of(pattern: str) -> torch.Tensor | None:
         """[Hq, Dv] of the layer."""
         answer = _ask(rerunner, schedule, step, pattern, expected, in_graph=in_graph)
-        values = None if answer is None else answer.out[index, flat, : layer.tp_q_head_num, : layer.v_head_dim].double()
+        values = None if answer is None else answer.out[index, flat, : layer.tp_q_head_num, :dims].double()
         return None if values is None or not values[head].isfinite().all() else values
 
     weights: dict[int, float] = {}
@@ -224,13 +234,15 @@ def _attended_at(
         by_head.append(values[:, : length - start])
     known = len(weights) == length and not schedule.case.sinks
     elsewhere: dict[str, float] = {}
-    if not known or abs(sum(weights.values()) - 1) >= _SMALL:
+    # A slot more than there should be weighs as much as a KV token: beside many, that is less than ``_SMALL``.
+    small = min(_SMALL, 0.5 / max(len(wanted), 1))
+    if not known or small < _SMALL or abs(sum(weights.values()) - 1) >= _SMALL:
         # A slot that no request owns holds its value as it is, and an FP8 pool's reader multiplies it.
         scale = layer.v_scale
         for name in PLACES:
             values = weights_of(place_pattern(request, name))
             weight = 0.0 if values is None else float(values[head, 0]) / (1.0 if name == "others" else scale)
-            if weight >= _SMALL:
+            if weight >= small:
                 elsewhere[name] = weight
     total = sum(weights.values()) + sum(elsewhere.values()) if known else None
     found = _read(request, row, weights, wanted, elsewhere, total)
@@ -238,6 +250,15 @@ def _attended_at(
     return replace(
         found, length=length, head=head, heads=heads, window=layer.sliding_window_size, shape=layer.head_shape
     )
+
+
+def _right_dims(judgement: Judgement, layer: int, dims: int) -> int:
+    """The first dims of a head, where these are right in every row and at least half of them; else all.
+
+    A dim that is not computed names no KV token.
+    """
+    first = int(judgement.wrong[layer, ..., :dims].flatten(0, 1).any(0).int().argmax())
+    return first if 2 * first >= dims else dims
 
 
 def _starts(length: int, dim: int, wanted: frozenset[int]) -> list[int]:
@@ -302,7 +323,10 @@ def _read(
     # All weigh the same, each as often as it counts: even where most count twice, some counts once.
     once = min((weights[k] for k in used), default=0.0)
     doubled = frozenset(k for k in used if weights[k] > _ONCE * once)
-    return AttendedKeys(request, row, used, wanted & looked_at, doubled, looked_at, len(looked_at), elsewhere, total)
+    faint = {k: w / top for k, w in weights.items() if k not in wanted | used and w > max(_SMALL * top, 1e-6)}
+    return AttendedKeys(
+        request, row, used, wanted & looked_at, doubled, looked_at, len(looked_at), elsewhere, total, faint=faint
+    )
 
 
 def _ask(

@@ -177,6 +177,14 @@ def test_rows_with_nan_are_left_to_other_checks() -> None:
     assert find_miscounts(judgement, 0) is None
 
 
+def test_a_head_that_nothing_computed_names_no_keys() -> None:
+    schedule, expected = started(BF16)
+    out = wrong_out(expected, [Run(0, 99, 99, -1)], 0)
+    assert find_miscounts(step_of(schedule, expected, out), 0) is not None
+    out[:, 0] = 0.0
+    assert find_miscounts(step_of(schedule, expected, out), 0) is None
+
+
 def test_what_rounding_may_do_to_all_weights_alike_is_no_count_and_more_of_it_is_an_error() -> None:
     schedule, expected = started(BF16)
     assert expected.key_factor is not None

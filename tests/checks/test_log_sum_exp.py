@@ -103,6 +103,15 @@ def test_what_is_not_finite_is_wrong_where_there_is_a_key(value: float) -> None:
     assert ("-inf minus -inf" in finding.hint) is math.isnan(value)
 
 
+@pytest.mark.parametrize(("part", "what"), [(2, "the larger of the parts' log-sum-exps"), (0, "the maximum")])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_an_infinite_one_is_an_exponential_whose_maximum_was_left_in(value: float, part: int, what: str) -> None:
+    lse = sums(OWN)
+    lse[0, 0, part, 0] = value
+    assert hint(OWN, lse).startswith("an exponential of a large number is 0 or Inf")
+    assert f"take {what} out before exp" in hint(OWN, lse)
+
+
 def test_base_2_is_compared_as_base_2() -> None:
     assert judged(PREFIX, sums(PREFIX) / math.log(2), BINARY) == []
     (finding,) = judged(PREFIX, sums(PREFIX), BINARY)

@@ -239,6 +239,42 @@ def distinct() -> tuple[tuple[int, int, int, float], ...]:
     return tuple((a, b, slot, 1.0 + 10 * a + 5 * b + i) for a in (0, 1) for b in (0, 1) for i, slot in enumerate(NEW))
 
 
+SEVERAL = schedule_of("target-verify-gqa2x2-d32-fp32-p4-k9.2-chain4-shuffled-gauss-b2prod")
+
+
+def moved_hint(moves: dict[int, int]) -> str:
+    """New rows that lie in other slots: slot -> slot; what should lie there is overwritten."""
+    expected, step = expected_zeros(SEVERAL), SEVERAL.steps[0]
+    after, held = empty_pool(SEVERAL), empty_pool(SEVERAL)
+    new = [int(slot) for request in step.requests for slot in request.slots[request.prefix :]]
+    for at, slot in enumerate(new):
+        after[:, :, slot] = 1.0 + at
+        if slot not in moves:
+            held[:, :, slot] = 1.0 + at
+    for of, to in moves.items():
+        held[:, :, to] = 1.0 + new.index(of)
+    (finding,) = writes_own_kv(with_pool(observation(SEVERAL, expected), expected, after, held), SEVERAL.case)
+    return finding.hint
+
+
+def test_new_rows_that_are_all_as_far_off_say_by_how_much() -> None:
+    first, second = ([int(slot) for slot in request.slots] for request in SEVERAL.steps[0].requests)
+    far = [
+        slot for slot in range(SEVERAL.case.page_size, empty_pool(SEVERAL).shape[2]) if slot not in {*first, *second}
+    ]
+    back = {first[9 + i]: first[7 + i] for i in range(4)} | {second[2 + i]: second[i] for i in range(4)}
+    assert "new rows lie 2 positions too far back: a length or a prefix" in moved_hint(back)
+    on = {first[9]: first[12], first[10]: far[0], first[11]: far[3], first[12]: far[1]}
+    on |= {second[2]: second[5], second[3]: far[2], second[4]: far[5], second[5]: far[4]}
+    assert "new rows lie 3 positions too far on" in moved_hint(on), "behind the end a table names any slot"
+    assert "row order, a stride, or a wrong slot" in moved_hint({**on, second[2]: second[4]})
+    assert "row order, a stride, or a wrong slot" in moved_hint({first[9]: first[8]}), "one row is nobody's pattern"
+    free = set(far)
+    step = next(n for n in range(-40, 40) if {first[9] + n, second[2] + n} <= free)
+    apart = {first[9]: first[9] + step, second[2]: second[2] + step}
+    assert f"new rows lie {step:+d} slots off: look at how out_cache_loc is made an address" in moved_hint(apart)
+
+
 def padding_hint(*slots: int, bucket: int, replay: bool = True) -> str:
     step, expected = replace(SCHEDULE.steps[0], bucket=bucket), expected_zeros(SCHEDULE)
     after, held = empty_pool(SCHEDULE), empty_pool(SCHEDULE)

@@ -14,6 +14,7 @@ from wrong_steps import observed, v1, wrong_at
 
 from attn_testkit.cases.case import CODES, parse_case
 from attn_testkit.cases.data import make_layers
+from attn_testkit.cases.places import PLACES
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation
@@ -91,20 +92,32 @@ def test_a_right_row_is_asked_in_as_many_runs_as_its_tokens_need(in_graph: bool)
     assert told.total == pytest.approx(1)
     assert told.text == "request 2 attended to the right KV tokens, 0..40"
     how = "graph" if in_graph else "eager"
-    assert backend.asked == [(how, "probe.2.0", 0.0), (how, "probe.2.32", 0.0)], "no weight is missing"
+    assert backend.asked[:2] == [(how, "probe.2.0", 0.0), (how, "probe.2.32", 0.0)]
+    assert {pattern for _, pattern, _ in backend.asked[2:]} == {f"place.2.{name}" for name in PLACES}, (
+        "beside 41 tokens, one more would not show in the sum"
+    )
+
+
+@pytest.mark.parametrize(("tokens", "places"), [(25, 0), (26, len(PLACES))])
+def test_a_slot_too_many_is_asked_for_where_it_weighs_less_than_rounding(tokens: int, places: int) -> None:
+    schedule = make_schedule(parse_case(f"decode-gqa2x2-d32-fp32-p4-k{tokens - 1}.9-shuffled-gauss-b2prod"))
+    backend = Backend(schedule, even(schedule.steps[0].lens))
+    assert found(wrong_at(schedule, (0, 0, 1)), backend).right
+    assert sum(pattern.startswith("place") for _, pattern, _ in backend.asked) == places
 
 
 def test_weight_that_went_elsewhere_is_asked_for_where_some_is_missing() -> None:
     schedule = schedule_of()
     lens = schedule.steps[0].lens
     backend = Backend(
-        schedule, even(lens, lambda key, head: key < 20), tail=0.3, others=0.2, page0=0.021, unowned=0.019
-    )
+        schedule, even(lens, lambda key, head: key < 20), tail=0.3, others=0.2, page0=0.0122, unowned=0.0121
+    )  # half a token of 41 is 0.01219
     told = found(wrong_at(schedule, (0, 2, 1)), backend)
-    assert told.elsewhere == pytest.approx({"tail": 0.3, "others": 0.2, "page0": 0.021})
+    assert told.elsewhere == pytest.approx({"tail": 0.3, "others": 0.2, "page0": 0.0122})
     assert (sorted(told.used), sorted(told.wanted)) == (list(range(20)), list(range(41)))
-    assert told.total == pytest.approx(20 / 41 + 0.521)
+    assert told.total == pytest.approx(20 / 41 + 0.5122)
     assert "30% of its weight went to slots behind its last" in told.text
+    assert "1.2% of its weight went to page 0" in told.text
     assert told.text.startswith("request 2 attended to KV tokens 0..19, expected 0..40")
 
 

@@ -78,6 +78,16 @@ MISTAKES = [
     ("sink nine times", attended(sinks(lambda s: s + math.log(9))), ""),
     ("scale twice", attended(lambda layer: replace(layer, scaling=layer.scaling**2)), "right with a scale that is app"),
     ("no scale", attended(lambda layer: replace(layer, scaling=1.0)), "right without a scale"),
+    (
+        "scale of heads",
+        attended(lambda layer: replace(layer, scaling=6**-0.5)),
+        "right with a scale of 1/sqrt(6), which is",
+    ),
+    (
+        "sinks of padded groups",
+        attended(sinks(lambda s: s[[0, 1, 2, 4, 5, 5]])),
+        "right with sinks that are taken at ot",
+    ),
     ("no k_scale", attended(kv_scales=scales(None, 1)), "right without k_scale:"),
     ("no v_scale", attended(kv_scales=scales(0, None)), "right without v_scale:"),
     ("neither", attended(kv_scales=scales(None, None)), "right without k_scale and v_scale"),
@@ -113,6 +123,22 @@ def test_a_mistake_is_named_by_what_the_numbers_are_right_for(out: torch.Tensor,
     told = other_parameters(evidence(out))
     assert told.startswith(text)
     assert bool(told) is bool(text)
+
+
+@pytest.mark.parametrize(
+    ("case", "count", "what"),
+    [
+        ("decode-gqa3x2-d80-fp32-p4-k40.9-shuffled-gauss-b2prod", 128, "the head dim, padded to a power of two"),
+        ("decode-gqa3x2-d80-fp32-p4-k40.9-shuffled-gauss-b2prod", 2, "the number of KV heads"),
+        ("decode-mla16-d512r64-fp32-p4-k40.9-shuffled-gauss-b2prod", 512, "v_head_dim"),
+        ("decode-mla16-d512r64-fp32-p4-k40.9-shuffled-gauss-b2prod", 576, ""),
+    ],
+)
+def test_a_scale_of_another_number_than_the_head_dim_says_which(case: str, count: int, what: str) -> None:
+    schedule = make_schedule(parse_case(case))
+    out = attended(lambda layer: replace(layer, scaling=count**-0.5), schedule=schedule)
+    said = other_parameters(evidence(out, schedule))
+    assert said == (f"right with a scale of 1/sqrt({count}), which is {what}: take layer.scaling" if what else "")
 
 
 def test_rows_that_are_right_need_not_have_the_mistake_and_each_row_counts_its_sink_for_itself() -> None:

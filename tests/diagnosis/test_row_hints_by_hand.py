@@ -222,7 +222,7 @@ def test_where_all_rows_are_wrong_or_one_used_its_own_keys_no_stride_is_blamed()
     assert said(some, None)
 
     def asked(right: bool = False, used: frozenset[int] = frozenset(), **elsewhere: float) -> Any:
-        return Of(right=right, used=used, wanted=frozenset({1}), elsewhere=elsewhere)
+        return Of(right=right, used=used, wanted=frozenset({1}), elsewhere=elsewhere, own=False)
 
     assert said(some, asked(used=frozenset({0})))
     assert not said(some, asked(right=True))
@@ -300,7 +300,7 @@ def test_a_part_of_a_head_that_is_nan_is_a_layout() -> None:
 )
 def test_heads_that_differ_say_how_heads_are_packed(q_heads: int, kv_heads: int, heads: Any, text: str) -> None:
     schedule = Of(case=case(q_heads=q_heads, kv_heads=kv_heads))
-    found = rows.some_heads(evidence([5], [0], schedule=schedule, attended=Of(heads=heads, shape=None)))
+    found = rows.some_heads(evidence([5], [0], schedule=schedule, attended=Of(heads=heads, shape=None, elsewhere={})))
     assert text in found
     assert bool(found) is bool(text)
     assert rows.some_heads(evidence([5], [0])) == ""

@@ -8,7 +8,16 @@ from .changed import beyond_32_bits, later_tiles, right_with_fewer_requests, rig
 from .drafts import only_empty_prefixes
 from .evidence import Evidence
 from .heads import heads_not_computed, results_of_other_heads
-from .keys import beyond_a_slot, elsewhere, key_range, masked_too_late, own_rows_mixed, pool_layout, read_twice
+from .keys import (
+    beyond_a_slot,
+    elsewhere,
+    key_range,
+    masked_too_late,
+    own_rows_mixed,
+    pool_layout,
+    read_twice,
+    weighs_a_little,
+)
 from .memory import stored_elsewhere
 from .numbers import narrow_products, new_rows, other_scaling, right_keys, vanished_weights
 from .parameters import other_parameters
@@ -28,7 +37,13 @@ from .rows import (
     uneven_offsets,
 )
 from .values import computed_nan, nothing_computed, one_row_each, rows_of_other_layers
-from .visibility import entered_at_query_offsets, last_rows_right, rows_of_a_later_tile, window_of_another_layer
+from .visibility import (
+    entered_at_query_offsets,
+    last_rows_right,
+    positions_of_another_request,
+    rows_of_a_later_tile,
+    window_of_another_layer,
+)
 
 __all__ = ["Evidence", "hints"]
 
@@ -40,6 +55,7 @@ _PATTERNS: tuple[Pattern, ...] = (
     stored_elsewhere,
     entered_at_query_offsets,
     rows_of_others,
+    positions_of_another_request,
     rows_of_other_layers,
     results_of_other_heads,
     uneven_offsets,
@@ -56,6 +72,7 @@ _PATTERNS: tuple[Pattern, ...] = (
     some_dims,
     last_page,
     masked_too_late,
+    weighs_a_little,
     later_requests,
     later_by_number,
     pool_layout,
@@ -84,13 +101,16 @@ _GUESSES: tuple[Pattern, ...] = (right_without, right_with_fewer_requests, later
 _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
     beyond_32_bits: _PATTERNS,
     stored_elsewhere: _PATTERNS,
+    positions_of_another_request: (uneven_offsets, nothing_computed, later_requests, last_page, row_tile, *_GUESSES),
     rows_of_other_layers: (later_requests, elsewhere, *_GUESSES),
     kept_from_before: (nothing_computed, key_range, right_keys),
     nothing_computed: (key_range,),
     beyond_a_slot: _GUESSES,
     own_rows_mixed: (key_range,),
+    some_dims: (key_range, right_keys),
     other_shape: (some_heads, *_GUESSES),
     heads_not_computed: (some_heads, *_GUESSES),
+    some_heads: (elsewhere,),
     entered_at_query_offsets: (rows_of_others, uneven_offsets, later_requests, elsewhere, *_GUESSES),
     results_of_other_heads: (some_heads, one_row_each, later_requests, *_GUESSES),
     later_by_number: _GUESSES,

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from ...cases.ways import way_of
-from ..attended_keys import AttendedKeys
+from ..attended_keys import AttendedKeys, ranges
 from .evidence import Evidence
 from .rows import length_threshold, row_tile, uneven_offsets
 
-__all__ = ["beyond_a_slot", "elsewhere", "key_range", "masked_too_late", "own_rows_mixed", "pool_layout", "read_twice"]
+__all__ = [
+    "beyond_a_slot",
+    "elsewhere",
+    "key_range",
+    "masked_too_late",
+    "own_rows_mixed",
+    "pool_layout",
+    "read_twice",
+    "weighs_a_little",
+]
 
 
 def elsewhere(e: Evidence) -> str:
@@ -67,6 +76,19 @@ def masked_too_late(e: Evidence) -> str:
         "foreign slots have no weight, and still spoil the sum: 0 * NaN is NaN. Keep them out by a select or a masked "
         "load, not by a zero weight or an added mask"
     )
+
+
+def weighs_a_little(e: Evidence) -> str:
+    """KV tokens that are masked keep a part of the weight that others have."""
+    if e.attended is None or not e.attended.faint:
+        return ""
+    part = f"masked KV tokens have weight, {max(e.attended.faint.values()):.2g} of what the others have"
+    if e.schedule.case.logit_cap:
+        return (
+            f"{part}: look at where the soft cap comes. It comes before the mask: capped after it, minus infinity is "
+            "-logit_cap"
+        )
+    return f"{part}: a mask that adds a number, or stands for minus infinity, and is not low enough"
 
 
 def read_twice(e: Evidence) -> str:
@@ -156,20 +178,41 @@ def key_range(e: Evidence) -> str:
         return _missing(e, attended, missing, last)
     if extra and not missing:
         if e.expected.data.visible[attended.request, attended.row, extra].all():
-            return "KV tokens before the window are visible"
+            return _before_the_window(attended, extra)
         if e.step.requests[attended.request].tree is not None and extra[0] >= e.step.requests[attended.request].prefix:
             return (
                 "draft nodes that are no ancestors are visible: the tree mask is ignored, stale, or at another offset"
             )
         if extra[0] > last:
             return "later tokens are visible: causality, or seq_lens of this mode counted twice"
-        return "KV tokens before the window are visible"
+        return _before_the_window(attended, extra)
     if missing and extra:
         shift = min(attended.used) - min(attended.wanted)
         if attended.used == {key + shift for key in attended.wanted}:
             return f"all KV tokens are shifted by {shift}: the length or position that they count from is off by that"
         return "other KV tokens than the right ones: a mask, window or row offset of another request or layer"
     return ""
+
+
+def _before_the_window(attended: AttendedKeys, extra: list[int]) -> str:
+    first = min(attended.wanted)
+    if extra == [first - 1]:
+        return (
+            "one KV token before the window is visible: a window that is one too wide (sliding_window_size counts "
+            "those before a row's own), or a row that is counted one too low"
+        )
+    gap = list(range(extra[-1] + 1, first))
+    if gap and (extra[-1] + 1) % _TILE == 0 and not set(gap) - attended.looked_at:
+        return (
+            f"KV tokens up to {extra[-1]} have weight, and {ranges(gap)} have none, which lie between them and the "
+            f"window from {first} on: the window is right, and what splits or tiles before it gave in an earlier layer "
+            "or step is still in the workspace, and merged"
+        )
+    return "KV tokens before the window are visible"
+
+
+_TILE = 16
+"""No kernel's tile of keys is smaller."""
 
 
 def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int) -> str:

@@ -6,6 +6,7 @@ import torch
 
 from ...cases.data import new_kv
 from ...checks.describe import index_ranges
+from ..attended_keys import AttendedKeys
 from .evidence import Evidence
 
 __all__ = ["stored_elsewhere"]
@@ -14,8 +15,8 @@ __all__ = ["stored_elsewhere"]
 def stored_elsewhere(e: Evidence) -> str:
     """Every wrong request has KV tokens whose slots do not hold what they should."""
     spoilt, attended = _spoilt(e), e.attended
-    if attended is not None and attended.wanted - attended.used and attended.total is not None and attended.normalised:
-        return ""  # what is missing has no weight at all, so it was not read, whatever lies there
+    if attended is not None and _not_read(attended):
+        return ""  # what is missing was not read, whatever lies there
     if not e.wrong or any(not spoilt.get(request) for request in e.wrong):
         return ""
     request = e.wrong[0]
@@ -25,6 +26,14 @@ def stored_elsewhere(e: Evidence) -> str:
         f"KV token{'s' if len(tokens) > 1 else ''} {index_ranges(tokens)} of request {request} {verb} not lie in the "
         "pool as stored: read what writes-own-kv says first, for wrong numbers follow from that"
     )
+
+
+def _not_read(attended: AttendedKeys) -> bool:
+    """Whether KV tokens are missing without whom the weights sum to 1: of some that hold nothing the rest would not."""
+    missing = attended.wanted - attended.used
+    if not missing or attended.total is None or not attended.normalised:
+        return False
+    return 1 - attended.total < len(missing) / len(attended.wanted) / 2
 
 
 def _spoilt(e: Evidence) -> dict[int, list[int]]:

@@ -51,6 +51,9 @@ def other_parameters(e: Evidence) -> str:
 
 def _can_be_asked(e: Evidence) -> bool:
     attended, judgement = e.attended, e.judgement
+    wrong_rows = judgement.wrong.flatten(2).any(-1)
+    if (judgement.out == 0).flatten(2).all(-1)[wrong_rows].any():
+        return False  # nothing computed them, and beside wide limits 0 is right for much
     if e.schedule.case.head_maps or max(e.lens, default=0) > _LONGEST:
         return False
     # Of a KV token that is missing, little may be left within limits that a mistake makes wider.
@@ -118,7 +121,19 @@ def _of_sinks(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Ask
         "right with the sink of a group's first head for all of its heads: a sink is a query head's",
         lambda layer, sinks: sinks.view(-1, layer.q_per_kv)[:, :1].expand(-1, layer.q_per_kv).reshape(-1),
     )
+    yield changed(
+        "right with sinks that are taken at other places: heads of a group are padded to a power of two, and sinks are "
+        "not",
+        _as_padded_groups,
+    )
     yield from _as_one_layer(layers, data, "sinks", "sinks")
+
+
+def _as_padded_groups(layer: AttentionLayer, sinks: torch.Tensor) -> torch.Tensor:
+    """[Hq]: the sink that a head finds where groups are padded to a power of two, and the last one behind the end."""
+    head, group = torch.arange(len(sinks)), layer.q_per_kv
+    padded = 1 << (group - 1).bit_length()
+    return sinks[(head // group * padded + head % group).clamp(max=len(sinks) - 1)]
 
 
 def _of_scales(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Asked]:
@@ -128,6 +143,12 @@ def _of_scales(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_As
         data,
     )
     yield _Asked("right without a scale", _with(layers, lambda layer: replace(layer, scaling=1.0)), data)
+    for count, what in _taken_for_head_dim(layers[0]).items():
+        yield _Asked(
+            f"right with a scale of 1/sqrt({count}), which is {what}: take layer.scaling",
+            _with(layers, lambda layer, count=count: replace(layer, scaling=count**-0.5)),  # type: ignore[misc]
+            data,
+        )
     keys, values = data.kv_scales
     if bool((data.kv_scales == 1).all()):
         return
@@ -140,6 +161,18 @@ def _of_scales(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_As
         ("right with v_scale in place of k_scale", (values, values)),
     ):
         yield _Asked(text, tuple(layers), replace(data, kv_scales=torch.stack(scales)))
+
+
+def _taken_for_head_dim(layer: AttentionLayer) -> dict[int, str]:
+    """Number that a scale may be computed from by mistake -> what it is."""
+    dim = layer.head_dim
+    found = {
+        layer.tp_k_head_num: "the number of KV heads",
+        layer.tp_q_head_num: "the number of query heads",
+        layer.v_head_dim: "v_head_dim",
+        1 << (dim - 1).bit_length(): "the head dim, padded to a power of two",
+    }
+    return {count: what for count, what in found.items() if count != dim}
 
 
 def _of_heads(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Asked]:

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from ...checks.describe import index_ranges
 from ...contract import ForwardMode
+from ..attended_keys import AttendedKeys
 from .evidence import Evidence
 
 __all__ = [
@@ -100,10 +101,22 @@ def _uneven_in_eager(e: Evidence) -> str:
     told = len(e.rows) < sum(counts) or astray
     if stride is None or len(counts) == 1 or not told:
         return ""
+    if attended is not None and attended.own and not _as_under(stride, e, attended):
+        return ""
     return (
         f"{_accepted_counts(e)}, and the wrong rows are those that a uniform stride of {stride} gets wrong: rows are "
         "packed, so query offsets are the running sum of the counts"
     )
+
+
+def _as_under(stride: int, e: Evidence, attended: AttendedKeys) -> bool:
+    """Whether a row that read its own request's KV tokens alone read as many as a uniform stride leads it to."""
+    requests = e.step.requests
+    request, place = divmod(sum(r.new for r in requests[: attended.request]) + attended.row, stride)
+    if request != attended.request:
+        return False
+    ends = {requests[request].prefix + place + 1, attended.length - stride + place + 1}
+    return max(attended.used) + 1 in {min(end, attended.length) for end in ends}
 
 
 def _wrong_under(stride: int, counts: list[int]) -> list[list[int]]:
@@ -158,7 +171,9 @@ def some_heads(e: Evidence) -> str:
     count, kv_heads, _ = (e.attended and e.attended.shape) or e.schedule.case.head_shape
     group = count // kv_heads
     which = f"only head{'s' if len(heads) > 1 else ''} {index_ranges(heads)} of {count}"
-    if group > 1 and {head // group for head in heads} != set(range(kv_heads)) and len(heads) % group == 0:
+    if e.attended and e.attended.elsewhere.get("others", 0.0) >= _ALL_OF_IT:
+        cause = f"rows lie {count} heads apart, and with another stride, such as a padded one, they are another row's"
+    elif group > 1 and {head // group for head in heads} != set(range(kv_heads)) and len(heads) % group == 0:
         cause = "an offset or stride of KV heads, or the head mapping"
     elif group > 1:
         cause = "packing of grouped heads (rows x heads of a KV head as one tile), their head mapping, or their masks"
@@ -168,6 +183,10 @@ def some_heads(e: Evidence) -> str:
         f"{which} attended to other KV tokens than they should: {cause} (all heads of a row have one length and one "
         "page table)"
     )
+
+
+_ALL_OF_IT = 0.9
+"""A part of the weight from which on nothing else was read."""
 
 
 def row_tile(e: Evidence) -> str:

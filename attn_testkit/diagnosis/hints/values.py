@@ -53,15 +53,26 @@ def nothing_computed(e: Evidence) -> str:
     zero = (e.judgement.out == 0).flatten(2).all(-1)
     if not wrong.any() or not zero[wrong].all() or row_tile(e) or length_threshold(e):
         return ""
+    if widths := _with_a_window_alone(e):
+        return (
+            f"the layers with a sliding window ({widths}) are 0 throughout where they are wrong, and no others: "
+            "it lies where the request has no KV token, as by positions, a length or a prefix of another request"
+        )
     if len(wrong) > 1 and wrong[1:].any(1).all() and not wrong[0].any():
         return (
             "0 throughout in every layer but the first: a counter, a semaphore or a list of work that a plan sets and "
             "the first layer uses up"
         )
-    if zero.all() and e.before is not None:
+    if e.before is not None:
+        which = "the output is 0 throughout, in every layer" if zero.all() else "the wrong rows are 0 throughout"
         return (
-            "the output is 0 throughout, in every layer, and right without the steps before it: nothing was computed. "
-            "A counter, a flag, a list of work or what padded rows hold is left from before"
+            f"{which}, and right without the steps before it: nothing was computed, or 0 was written over it. A "
+            "counter, a flag or a list of work is left from before, or padded rows have an older batch's offsets"
+        )
+    if e.schedule.case.parts:
+        return (
+            "what merge_state made of the parts is 0 throughout where it is wrong: their weights are lost, as where "
+            "exp is taken of a log-sum-exp without the larger one, or nothing merges them"
         )
     if zero.all():
         return (
@@ -77,6 +88,15 @@ def nothing_computed(e: Evidence) -> str:
         "the wrong rows are 0 throughout: nothing computed them. A grid or a number of tiles that is too small, an "
         "early exit, a loop over KV tokens that ends before it begins, or a counter that is not 0 when a kernel begins"
     )
+
+
+def _with_a_window_alone(e: Evidence) -> str:
+    """The windows of the wrong layers, where these are all that have one and some have none; else empty."""
+    windows = [layer.sliding_window_size for layer in make_layers(e.schedule.case)]
+    layers = e.judgement.wrong.flatten(1).any(-1).tolist()
+    if all(layers) or layers != [window >= 0 for window in windows]:
+        return ""
+    return ", ".join(str(window) for window in sorted(set(windows)) if window >= 0)
 
 
 def computed_nan(e: Evidence) -> str:

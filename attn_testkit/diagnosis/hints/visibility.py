@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from ...cases.data import make_layers
+from ...cases.data import StepData, make_layers
+from ...cases.ways import way_of
 from .evidence import Evidence
 from .suspects import SAME_RESULTS
 
-__all__ = ["entered_at_query_offsets", "last_rows_right", "rows_of_a_later_tile", "window_of_another_layer"]
+__all__ = [
+    "entered_at_query_offsets",
+    "last_rows_right",
+    "positions_of_another_request",
+    "rows_of_a_later_tile",
+    "window_of_another_layer",
+]
 
 _LONGEST = 8192
 """KV tokens of a request up to which it is asked: each mistake costs an answer of the oracle."""
@@ -65,9 +73,65 @@ def rows_of_a_later_tile(e: Evidence) -> str:
     return ""
 
 
+def positions_of_another_request(e: Evidence) -> str:
+    """Rows see what they should if their positions were counted from the prefix or the length of another request."""
+    case, requests, attended = e.schedule.case, e.step.requests, e.attended
+    if attended is None or attended.right or e.swapped or not way_of(case).causal or not _answers(e):
+        return ""
+    if any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in requests):
+        return ""
+    windows = any(layer.sliding_window_size >= 0 for layer in make_layers(case))
+    if windows and e.right_for(replace(e.expected.data, query_positions=e.expected.data.key_positions[:, :1].clone())):
+        return ""  # no window at all is not a matter of where it begins
+    for start, names in _starts(e).items():
+        # Rows that see no prefix are named by ``key_range``, which knows what a capture leaves.
+        for whose, seen in _seen_from(e, torch.tensor(start), windows, whole=names != [_NO_PREFIX]):
+            if e.right_for(seen, right_too=True):
+                return (
+                    f"right where {whose} are counted from {' or '.join(names)} in every request: a row's position is "
+                    "its request's own prefix and its place among the new rows"
+                )
+    return ""
+
+
+_NO_PREFIX = "0, as if there were no prefix"
+
+
+def _starts(e: Evidence) -> dict[tuple[int, ...], list[str]]:
+    """Positions of the requests' first new rows by mistake, and what each mistake counts from."""
+    prefixes, longest = [r.prefix for r in e.step.requests], max(e.lens)
+    found: dict[tuple[int, ...], list[str]] = {}
+    for start, name in (
+        ([prefixes[0]] * len(prefixes), "the prefix of request 0"),
+        ([prefixes[-1]] * len(prefixes), f"the prefix of request {len(prefixes) - 1}"),
+        ([max(prefixes)] * len(prefixes), "the longest prefix"),
+        ([longest - r.new for r in e.step.requests], "the end of the longest request"),
+        ([0] * len(prefixes), _NO_PREFIX),
+    ):
+        if start != prefixes:
+            found.setdefault(tuple(start), []).append(name)
+    return found
+
+
+def _seen_from(e: Evidence, start: torch.Tensor, windows: bool, *, whole: bool) -> Iterator[tuple[str, StepData]]:
+    """``start`` [B]: the position of a request's first row. ``whole``: causality may go by it too."""
+    data = e.expected.data
+    positions = start[:, None] + torch.arange(data.query_positions.shape[1])
+    own = torch.arange(data.visible.shape[-1]) < torch.tensor(e.lens)[:, None, None]
+    visible = (data.key_positions[:, None] <= positions[:, :, None]) & own
+    if whole:
+        yield "positions", replace(data, query_positions=positions, visible=visible)
+    if windows:
+        yield "the positions by which windows begin", replace(data, query_positions=positions)
+
+
 def _can_be_asked(e: Evidence) -> bool:
+    return e.schedule.case.data not in SAME_RESULTS and _answers(e)
+
+
+def _answers(e: Evidence) -> bool:
     case, judgement = e.schedule.case, e.judgement
-    asked = not case.head_maps and case.data not in SAME_RESULTS and max(e.lens, default=0) <= _LONGEST
+    asked = not case.head_maps and max(e.lens, default=0) <= _LONGEST
     return asked and judgement.all_finite and not judgement.right and judgement.worst is not None and not e.in_graph
 
 
@@ -76,7 +140,7 @@ def last_rows_right(e: Evidence) -> str:
     attended, data = e.attended, e.expected.data
     if attended is None or attended.used != attended.wanted or attended.elsewhere or attended.heads or e.swapped:
         return ""
-    if e.reads_foreign or not e.judgement.all_finite:
+    if attended.faint or e.reads_foreign or not e.judgement.all_finite:
         return ""
     wrong, shown = set(e.rows), 0
     for request in range(e.step.bs):

@@ -1,0 +1,253 @@
+"""Positions that are another request's, weights that are too little to be seen, and zeros: told, and not too often."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_other_places_by_hand import attended, evidence, right, schedule_of, with_data
+
+from attn_testkit.cases.schedule import Schedule
+from attn_testkit.diagnosis.attended_keys import AttendedKeys, _read, _right_dims
+from attn_testkit.diagnosis.hints import hints, memory, rows
+from attn_testkit.diagnosis.hints.keys import key_range, weighs_a_little
+from attn_testkit.diagnosis.hints.memory import stored_elsewhere
+from attn_testkit.diagnosis.hints.parameters import other_parameters
+from attn_testkit.diagnosis.hints.rows import some_heads, uneven_offsets
+from attn_testkit.diagnosis.hints.values import nothing_computed
+from attn_testkit.diagnosis.hints.visibility import last_rows_right, positions_of_another_request
+from attn_testkit.oracle.expect import expect
+
+EXTEND = schedule_of("extend-gqa2x2-d32-fp32-p4-k3.9.5-n6a6.1.3-shuffled-gauss-b3prod")
+WINDOW = schedule_of("extend-gqa2x2-d32-fp32-p4-k20.9.5-n4a4.2.3-shuffled-gauss-w4-b3prod")
+CAP = schedule_of("decode-gqa2x2-d32-fp32-p4-k40.9-shuffled-gauss-cap1.5-b2prod")
+PLAIN = schedule_of("decode-gqa2x2-d32-fp32-p4-k40.9-shuffled-gauss-b2prod")
+FEW = schedule_of("decode-gqa2x2-d32-fp32-p16-k40.9-shuffled-gauss-w11-b2prod")
+
+
+# Positions.
+
+
+def with_starts(schedule: Schedule, start: list[int], causal: bool = True) -> torch.Tensor:
+    """What a backend gives whose rows have positions from ``start`` [B] on."""
+    data = expect(schedule, schedule.steps[0]).data
+    positions = torch.tensor(start)[:, None] + torch.arange(data.query_positions.shape[1])
+    own = torch.arange(data.visible.shape[-1]) < torch.tensor(schedule.steps[0].lens)[:, None, None]
+    seen = (data.key_positions[:, None] <= positions[:, :, None]) & own
+    return with_data(schedule, query_positions=positions, **({"visible": seen} if causal else {})).nan_to_num(0.0)
+
+
+def told(schedule: Schedule, out: torch.Tensor, **more: Any) -> str:
+    return positions_of_another_request(
+        evidence(schedule, out, **{"attended": attended(schedule, 1, used=(0,)), **more})
+    )
+
+
+@pytest.mark.parametrize(
+    ("start", "text"),
+    [
+        ([3, 3, 3], "right where positions are counted from the prefix of request 0 in every request"),
+        ([5, 5, 5], "right where positions are counted from the prefix of request 2 in every request"),
+        ([9, 9, 9], "right where positions are counted from the longest prefix in every request"),
+        ([4, 9, 7], "right where positions are counted from the end of the longest request in every request"),
+        ([4, 9, 5], ""),
+        ([3, 9, 5], ""),
+        ([0, 0, 0], ""),
+    ],
+)
+def test_positions_that_are_counted_from_elsewhere_are_named(start: list[int], text: str) -> None:
+    said = told(EXTEND, with_starts(EXTEND, start))
+    assert said.startswith(text)
+    assert bool(said) is bool(text)
+
+
+def test_positions_that_windows_alone_go_by_are_named_and_no_window_at_all_is_none() -> None:
+    said = told(WINDOW, with_starts(WINDOW, [20, 20, 20], causal=False))
+    assert said.startswith("right where the positions by which windows begin are counted from the prefix of request 0")
+    early = told(WINDOW, with_starts(WINDOW, [9, 9, 9], causal=False))
+    assert "counted from the prefix of request 1" not in early, "of three requests the second is none of those asked"
+    no_prefix = schedule_of("extend-gqa2x2-d32-fp32-p4-k20.9.5-n12a12.2.3-shuffled-gauss-w4-b3prod")
+    said = told(no_prefix, with_starts(no_prefix, [0, 0, 0], causal=False))
+    assert "begin are counted from 0, as if there were no prefix in every request" in said
+    assert told(no_prefix, with_starts(no_prefix, [-99, -99, -99], causal=False)) == ""
+
+
+def test_what_explains_the_wrong_rows_and_not_the_right_ones_is_not_told() -> None:
+    out = with_starts(EXTEND, [3, 3, 3])
+    assert told(EXTEND, out)
+    out[:, 6] = right(EXTEND)[:, 6]
+    assert told(EXTEND, out) == "", "request 1 is right"
+
+
+def test_positions_are_asked_about_where_a_row_read_other_keys_than_its_own() -> None:
+    out = with_starts(EXTEND, [3, 3, 3])
+    assert told(EXTEND, out, attended=None) == ""
+    assert told(EXTEND, out, attended=attended(EXTEND, 1)) == ""
+
+
+def test_positions_that_are_named_leave_strides_and_lengths_unsaid() -> None:
+    found = evidence(EXTEND, with_starts(EXTEND, [3, 3, 3]), attended=attended(EXTEND, 1, used=range(4)))
+    assert hints(found) == [positions_of_another_request(found)]
+
+
+@pytest.mark.parametrize(
+    ("stride", "row", "used", "leads_there"),
+    [(3, 0, 5, True), (3, 0, 4, True), (3, 0, 3, False), (3, 1, 5, True), (3, 1, 4, False), (2, 0, 5, False)],
+)
+def test_a_row_that_read_its_own_keys_alone_is_a_strides_where_that_leads_to_as_many(
+    stride: int, row: int, used: int, leads_there: bool
+) -> None:
+    # Counts are 4, 2, 3: under a stride of 3 the flat rows 4 and 5 are the second and third of request 1, whose prefix
+    # is 3; under one of 2, row 4 is request 2's.
+    schedule = schedule_of("extend-gqa2x2-d32-fp32-p4-k3x2.5-n4a4.2.3-shuffled-gauss-b3prod")
+    found = evidence(schedule, right(schedule), attended=attended(schedule, 1, row, used=range(used)))
+    assert rows._as_under(stride, found, found.attended) is leads_there
+
+
+def test_a_stride_that_leads_elsewhere_than_the_row_read_is_not_blamed() -> None:
+    schedule = schedule_of("extend-gqa2x2-d32-fp32-p4-k3x2.5-n4a4.2.3-shuffled-gauss-b3prod")
+    out = right(schedule)
+    out[:, 4:] += 9.0
+    astray = attended(schedule, 2, used=())
+    assert "a uniform stride of 4 gets wrong" in uneven_offsets(evidence(schedule, out, attended=astray))
+    own = replace(attended(schedule, 2, used=range(2)), total=1.0)
+    assert uneven_offsets(evidence(schedule, out, attended=own)) == ""
+
+
+# Weights.
+
+
+def read(masked: float, beyond: float = 0.0) -> AttendedKeys:
+    weights = {0: 0.4, 1: 0.4, 2: masked, 3: beyond}
+    return _read(0, 0, weights, frozenset({0, 1}), {}, None)
+
+
+@pytest.mark.parametrize(
+    ("weight", "used", "faint"),
+    [(0.0, False, False), (0.008, False, False), (0.0081, False, True), (0.1, False, True), (0.101, True, False)],
+)
+def test_a_masked_token_is_faint_between_rounding_and_a_quarter(weight: float, used: bool, faint: bool) -> None:
+    found = read(weight)
+    assert (2 in found.used) is used
+    assert (2 in found.faint) is faint
+    assert found.right is not (used or faint)
+    assert found.used >= {0, 1}
+
+
+def test_what_is_faint_is_said_with_its_tokens_and_its_largest_part() -> None:
+    found = read(0.04, 0.08)
+    assert found.text.endswith("KV tokens 2..3 should have no weight, and have 0.2 of what the others have")
+    assert weighs_a_little(evidence(CAP, right(CAP), attended=found)) == (
+        "masked KV tokens have weight, 0.2 of what the others have: look at where the soft cap comes. It comes before "
+        "the mask: capped after it, minus infinity is -logit_cap"
+    )
+    assert "a mask that adds a number" in weighs_a_little(evidence(PLAIN, right(PLAIN), attended=found))
+    assert weighs_a_little(evidence(CAP, right(CAP), attended=read(0.0))) == ""
+    assert weighs_a_little(evidence(CAP, right(CAP))) == ""
+
+
+def test_rows_whose_masked_tokens_weigh_a_little_do_not_share_anything() -> None:
+    schedule = schedule_of("extend-gqa2x2-d32-fp32-p4-k3.9.5-n4a4.2.3-shuffled-gauss-b3prod")
+    out = right(schedule)
+    out[:, [0, 1, 2]] += 9.0
+    mine = attended(schedule, 0)
+    assert last_rows_right(evidence(schedule, out, attended=mine))
+    assert last_rows_right(evidence(schedule, out, attended=replace(mine, faint={6: 0.2}))) == ""
+
+
+@pytest.mark.parametrize(("first", "asked"), [(15, 32), (16, 16), (31, 31), (0, 32)])
+def test_dims_that_are_not_computed_name_no_token_where_at_least_half_are_right(first: int, asked: int) -> None:
+    out = right(PLAIN)
+    out[1, :, :, first:] = 9.0
+    found = evidence(PLAIN, out).judgement
+    assert _right_dims(found, 1, 32) == asked
+    assert _right_dims(found, 0, 32) == 32, "nothing is wrong in this layer"
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ([28], "one KV token before the window is visible"),
+        ([27, 28], "KV tokens before the window are visible"),
+        (range(16), "KV tokens up to 15 have weight, and 16..28 have none, which lie between them and the window from"),
+        (range(8, 16), "KV tokens up to 15 have weight"),
+        (range(15), "KV tokens before the window are visible"),
+        (range(17), "KV tokens before the window are visible"),
+    ],
+)
+def test_what_lies_before_a_window_is_told_by_what_lies_between(extra: Any, text: str) -> None:
+    due = range(29, 41)
+    mine = attended(FEW, 0, used={*extra, *due}, wanted=due)
+    assert key_range(evidence(FEW, right(FEW), attended=mine)).startswith(text)
+
+
+def test_tokens_between_that_were_not_asked_about_are_not_called_weightless() -> None:
+    due = range(29, 41)
+    mine = replace(attended(FEW, 0, used={*range(16), *due}, wanted=due), looked_at=frozenset({*range(20), *due}))
+    assert key_range(evidence(FEW, right(FEW), attended=mine)) == "KV tokens before the window are visible"
+
+
+# Zeros.
+
+
+def test_zeros_in_windowed_layers_alone_are_windows_that_lie_nowhere() -> None:
+    out = right(FEW)
+    out[1, 0] = 0.0
+    assert nothing_computed(evidence(FEW, out)).startswith("the layers with a sliding window (11) are 0 throughout")
+    out[0, 1] = 0.0
+    assert nothing_computed(evidence(FEW, out)).startswith("the wrong rows are 0 throughout")
+    plain = right(PLAIN)
+    plain[1, 0] = 0.0
+    assert nothing_computed(evidence(PLAIN, plain)).startswith("0 throughout in every layer but the first")
+
+
+def test_zeros_behind_other_steps_may_have_been_written_over() -> None:
+    out = right(PLAIN)
+    out[:, 1] = 0.0
+    said = nothing_computed(evidence(PLAIN, out, right_when_fresh=True))
+    assert said.startswith("the wrong rows are 0 throughout, and right without the steps before it")
+    said = nothing_computed(evidence(PLAIN, torch.zeros_like(out), right_when_fresh=True))
+    assert said.startswith("the output is 0 throughout, in every layer, and right without the steps before it")
+
+
+def test_zeros_that_were_merged_are_weights_that_are_lost() -> None:
+    parts = schedule_of("decode-gqa2x2-d64-bf16-p4-k11.1-shuffled-gauss-lsetokens3-b2prod")
+    out = right(parts)
+    out[:, 0] = 0.0
+    assert nothing_computed(evidence(parts, out)).startswith("what merge_state made of the parts is 0 throughout")
+
+
+def test_rows_of_zeros_are_not_right_for_any_mistake() -> None:
+    out = with_data(PLAIN, q=expect(PLAIN, PLAIN.steps[0]).data.q[:, :, [0, 1, 2, 2]])
+    assert other_parameters(evidence(PLAIN, out)).startswith("right with the query of head 2 in head 3")
+    out[0, 0] = 0.0
+    assert other_parameters(evidence(PLAIN, out)) == ""
+
+
+# Heads, and what is stored.
+
+
+@pytest.mark.parametrize(("others", "strided"), [(0.89, False), (0.9, True)])
+def test_heads_that_read_another_requests_tokens_are_at_a_stride_of_rows(others: float, strided: bool) -> None:
+    mine = attended(PLAIN, 0, used=(), heads=(0, 1), shape=PLAIN.case.head_shape)
+    found = evidence(PLAIN, right(PLAIN), attended=replace(mine, elsewhere={"others": others}))
+    assert ("rows lie 4 heads apart" in some_heads(found)) is strided
+    if strided:
+        assert sum("none of its own KV tokens" in text for text in hints(found)) == 0
+
+
+@pytest.mark.parametrize(("total", "was_read"), [(1.0, False), (0.986, False), (0.985, True)])
+def test_a_token_whose_weight_is_lost_was_read_and_one_that_the_others_make_up_for_was_not(
+    total: float, was_read: bool
+) -> None:
+    # Without 1 of 35 KV tokens the weights sum to 34 / 35 = 0.971 where it was read, and half of that is 0.986.
+    schedule = schedule_of("decode-gqa2x2-d32-fp32-p4-k34.9-shuffled-gauss-b2prod")
+    out = right(schedule)
+    out[:, 0] += 9.0
+    mine = replace(attended(schedule, 0, used=range(34)), total=total)
+    found = evidence(schedule, out, attended=mine)
+    assert mine.normalised
+    assert memory._not_read(mine) is not was_read
+    assert stored_elsewhere(found) == "", "the pool was not looked at"
