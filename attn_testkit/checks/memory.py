@@ -150,6 +150,11 @@ def _held_instead(
         return f"it was not written, or written with the NaN of a padded row{_where_alone(observed, got, want, new)}"
     if owner[slot] == _OWNER["new"] and _beyond_fp8(observed, row, want[layer, part, slot]):
         return "it holds NaN where a value is beyond the largest FP8 number, and else the right row: a store saturates"
+    if owner[slot] == _OWNER["new"] and _neighbours(observed, row, want[layer, part, slot]):
+        return (
+            "it holds the FP8 numbers next to the right ones: rounding, as of a quotient that is first rounded to 16 "
+            "bits, or that is cut off"
+        )
     if owner[slot] == _OWNER["new"] and (some := _some_heads(row, want[layer, part, slot])):
         return f"{some}{padding}"
     if owner[slot] == _OWNER["new"] and not row.any() and not padded:
@@ -246,6 +251,18 @@ def _beyond_fp8(observed: Observation, row: torch.Tensor, want: torch.Tensor) ->
     off = row != want
     size = row.view(torch.uint8)[off] & 0x7F, want.view(torch.uint8)[off] & 0x7F
     return bool(off.any() and (size[0] == _NAN_OF_E4M3).all() and (size[1] == _LARGEST_OF_E4M3).all())
+
+
+def _neighbours(observed: Observation, row: torch.Tensor, want: torch.Tensor) -> bool:
+    """Whether every number of ``row`` that differs from ``want`` is the next one. Bits of an FP8 pool."""
+    if observed.pool.dtype.itemsize > 1:
+        return False
+    off = row != want
+    held, due = row.view(torch.uint8)[off].int(), want.view(torch.uint8)[off].int()
+    return bool(off.any() and ((held - due).abs() == 1).all() and ((held ^ due) < _SIGN).all())
+
+
+_SIGN = 0x80
 
 
 def _owners(observed: Observation, slots: int) -> torch.Tensor:

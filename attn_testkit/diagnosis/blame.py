@@ -9,6 +9,7 @@ Nothing here runs while things are right. Each question is one controlled run on
 * is it right when it is the only replay of the only bucket?      ``buckets-independent``
 * is an eager step right on a fresh instance?                     ``steps-independent``
 * is a step whose K and V are stored right when they are not yet? then k and v were read
+* is an eager first step wrong in the same rows when it is run again?  if not: a race
 * is the first step right in a case that lacks one thing?          then the fault hangs on that: ``changed_case.py``
 * did planning the replay replace tensors that the graph reads?   ``addresses-stable``, else ``replay-follows-batch``
 """
@@ -54,6 +55,7 @@ def explain_numeric(
         check, why = _blame_graph(rerunner, schedule, step)
     else:
         check, why = _blame_eager(rerunner, finding, why, schedule, observed, right=_right(eager))
+        why = why or _not_every_time(rerunner, schedule, observed, eager)
     by_itself = check in ("buckets-independent", "steps-independent")
     attended = None if by_itself else find_attended(rerunner, schedule, judgement, in_graph=in_graph)
     evidence = Evidence(
@@ -151,6 +153,32 @@ def _blame_eager(
     if finding.check == "finite" and not why:
         return _blame_nan(rerunner, schedule, observed.step)
     return finding.check, why
+
+
+def _not_every_time(rerunner: Rerunner, schedule: Schedule, observed: Observation, eager: Judgement | None) -> str:
+    """Of a step that nothing ran before: whether it is right, or wrong in other rows, when it is run again."""
+    if observed.replay or observed.among or eager is None:
+        return ""
+    if eager.right:
+        return _RIGHT_AGAIN
+    again = _judged(schedule, rerunner.eager(schedule, observed.step))
+    same = again is not None and torch.equal(_where_wrong(again), _where_wrong(eager))
+    return "" if again is None or same else _OTHER_ROWS
+
+
+def _where_wrong(judgement: Judgement) -> torch.Tensor:
+    """[2, L, T, Hq] bool: heads of rows that are wrong, and that are not finite."""
+    return torch.stack([judgement.wrong.any(-1), (~judgement.finite).any(-1)])
+
+
+_RIGHT_AGAIN = (
+    "run again on a fresh instance it is right, with nothing else changed: a race, an order that nothing keeps, or "
+    "memory that nobody wrote"
+)
+_OTHER_ROWS = (
+    "run again it is wrong in other rows or heads, with nothing changed: a race, an order that nothing keeps, or "
+    "memory that nobody wrote"
+)
 
 
 def _with_other_fill(

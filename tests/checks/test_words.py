@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace as Of
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from by_hand import (
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import CHECKS, Stage, judged
 from attn_testkit.checks.describe import index_ranges, number, requests_wrong, row_name, spread_text, times
-from attn_testkit.checks.memory import _some_heads, writes_own_kv
+from attn_testkit.checks.memory import _neighbours, _some_heads, writes_own_kv
 from attn_testkit.contract import Execution
 
 
@@ -328,3 +329,27 @@ def test_whose_row_a_wrong_slot_holds_is_said() -> None:
     assert pool_hint(*both, want=want) == "it was not written, or written with the NaN of a padded row"
     assert "row of the new token" in pool_hint((0, 0, OLD, 1.0), want=want)
     assert pool_hint((0, 0, NEW[0], 2.0), want=want, stored=True).startswith("save_kv_cache was False")
+
+
+@pytest.mark.parametrize(
+    ("held", "rounding"),
+    [
+        ((0x31, 0x2F, 0x30), True),
+        ((0x30, 0x30, 0x31), True),
+        ((0x32, 0x30, 0x30), False),
+        ((0xB1, 0x30, 0x30), False),
+        ((0x30, 0x30, 0x30), False),
+    ],
+)
+def test_numbers_of_fp8_beside_the_right_ones_are_rounded(held: tuple[int, ...], rounding: bool) -> None:
+    want, pool = torch.full((3,), 0x30, dtype=torch.uint8), torch.empty(1, dtype=torch.float8_e4m3fn)
+    row = torch.tensor(held, dtype=torch.uint8)
+    assert _neighbours(Of(pool=pool), row, want) is rounding
+    assert not _neighbours(Of(pool=torch.empty(1)), row, want)
+
+
+def test_zero_and_the_smallest_number_below_it_are_no_neighbours() -> None:
+    pool = torch.empty(1, dtype=torch.float8_e4m3fn)
+    assert not _neighbours(
+        Of(pool=pool), torch.tensor([0x80], dtype=torch.uint8), torch.tensor([0x7F], dtype=torch.uint8)
+    )

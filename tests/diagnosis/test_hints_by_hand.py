@@ -106,6 +106,7 @@ def test_the_layout_of_the_pool_is_named_where_it_is_not_the_usual_one_and_keys_
         (range(1, LENGTH), "the first KV token is missing"),
         (range(2, LENGTH), "the first 2 KV tokens are missing"),
         (set(range(LENGTH)) - {7}, "KV tokens in the middle are missing"),
+        ({LENGTH - 1}, "the whole prefix is missing, new tokens alone are attended to: a path for requests without a"),
         (set(), "all KV tokens are missing, none is read"),
     ],
 )
@@ -162,3 +163,19 @@ def test_every_pattern_that_fits_is_a_hint_and_the_most_telling_comes_first() ->
     assert all(hints(twice))
     nothing = evidence(None)
     assert hints(nothing) == []
+
+
+@pytest.mark.parametrize(
+    ("used", "tiled"), [(15, False), (16, True), (17, False), (32, True), (48, False), (64, False), (128, False)]
+)
+def test_tiles_that_all_read_the_first_one_of_their_page_look_like_a_length(used: int, tiled: bool) -> None:
+    pages_of_64 = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p64-k299.40-shuffled-gauss-b2prod"))
+    told = key_range(evidence(attended(range(used)), schedule=pages_of_64))
+    assert ("whose offset in their page is left out" in told) is tiled
+
+
+def test_a_shift_of_a_later_row_may_be_the_masks() -> None:
+    due = set(range(20, 30))
+    for row, text in ((0, "that they count from is off"), (3, "that they count from, or the row of a mask is off")):
+        found = attended({key + 1 for key in due}, row=row, wanted=frozenset(due))
+        assert key_range(evidence(found)) == f"all KV tokens are shifted by 1: the length or position {text}"

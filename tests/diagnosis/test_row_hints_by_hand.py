@@ -470,12 +470,14 @@ def test_requests_from_a_number_on(wrong: Any, said: bool) -> None:
 
 
 def test_only_padded_replays() -> None:
-    def told(padded: int, *passed: tuple[bool, int]) -> bool:
+    def told(padded: int, *passed: tuple[bool, int], in_graph: bool = True) -> bool:
         seen = [Of(replay=replay, padded=n) for replay, n in passed]
-        return bool(rows.only_padded(evidence([5], [0], observed=Of(padded=padded), passed=seen)))
+        found = evidence([5], [0], observed=Of(padded=padded), passed=seen, in_graph=in_graph)
+        return bool(rows.only_padded(found))
 
     assert told(1, (True, 0))
     assert told(2, (True, 0), (False, 3))
+    assert not told(1, (True, 0), in_graph=False), "in eager it is wrong too, where nothing is padded"
     assert not told(0, (True, 0))
     assert not told(1)
     assert not told(1, (False, 0))
@@ -513,7 +515,8 @@ def of_keys(found: Any, requests: list[Any] | None = None, window: bool = False,
 @pytest.mark.parametrize(
     ("elsewhere", "used", "text"),
     [
-        ({"tail": 0.5, "page0": 0.1}, (), "slots behind the last KV token are read"),
+        ({"tail": 0.5, "page0": 0.1}, (0,), "slots behind the last KV token are read"),
+        ({"tail": 0.5, "page0": 0.5}, (), "none of its own KV tokens is read"),
         ({"tail": 0.1, "page0": 0.5}, (0,), "page 0 is read"),
         ({"others": 0.5}, (0,), "KV tokens of other requests are read"),
         ({"unowned": 0.5}, (0,), "unowned slots are read"),

@@ -25,7 +25,7 @@ def elsewhere(e: Evidence) -> str:
     if attended is None or not attended.elsewhere or e.swapped:
         return ""
     place = max(attended.elsewhere, key=lambda name: attended.elsewhere[name])
-    if place == "tail":
+    if place == "tail" and attended.used & attended.wanted:
         return "slots behind the last KV token are read: the last page counts as full, or a length is too large"
     if not attended.used & attended.wanted and attended.elsewhere.get("page0", 0.0) < _ALL_OF_IT:
         return (
@@ -189,7 +189,8 @@ def key_range(e: Evidence) -> str:
     if missing and extra:
         shift = min(attended.used) - min(attended.wanted)
         if attended.used == {key + shift for key in attended.wanted}:
-            return f"all KV tokens are shifted by {shift}: the length or position that they count from is off by that"
+            of_mask = ", or the row of a mask" if attended.row else ""
+            return f"all KV tokens are shifted by {shift}: the length or position that they count from{of_mask} is off"
         return "other KV tokens than the right ones: a mask, window or row offset of another request or layer"
     return ""
 
@@ -263,9 +264,10 @@ def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
             "that is counted in pages"
         )
     if missing == sorted(key for key in attended.wanted if key < prefix):
+        lone = ", or of each tile of KV tokens the last one stands for all" if attended.used == {last} else ""
         return (
             "the whole prefix is missing, new tokens alone are attended to: a path for requests without a prefix, or "
-            "a prefix that is taken for none"
+            f"a prefix that is taken for none{lone}"
         )
     if missing == sorted(key for key in attended.wanted if key >= missing[0]):
         return _cut_off(e, attended, missing, last)
@@ -290,6 +292,11 @@ def _cut_off(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
         )
     if (first >= _ROUND and first & (first - 1) == 0) or (first >= 1024 and first % 1024 == 0):
         return f"KV tokens from {first} on are missing: a fixed capacity of {first}, or of so many tiles or splits"
+    if _TILE <= first < page and first & (first - 1) == 0:
+        return (
+            f"KV tokens from {first} on are missing, and a page has {page}: tiles of {first} whose offset in their "
+            f"page is left out, so that all read its first one, or a capacity of {first}"
+        )
     if page > 1 and first == last // page * page:
         if count == 1:
             return (
