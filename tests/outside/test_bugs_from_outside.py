@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import re
 
+import bugs_fourth_addresses  # noqa: F401
+import bugs_fourth_masks  # noqa: F401
+import bugs_fourth_slipped  # noqa: F401
+import bugs_fourth_softmax  # noqa: F401
+import bugs_fourth_state  # noqa: F401
 import bugs_of_addresses  # noqa: F401
 import bugs_of_masks  # noqa: F401
 import bugs_of_softmax  # noqa: F401
@@ -52,12 +57,13 @@ def test_a_run_tries_the_case_that_catches_a_bug(bug: Bug) -> None:
     assert any(bug.of_a_tier == item.case for plan in plans for item in plan.items)
 
 
-def test_every_bug_of_the_three_sets_is_here_once_with_its_thread_and_mechanism() -> None:
+def test_every_bug_of_the_four_sets_is_here_once_with_its_thread_and_mechanism() -> None:
     assert len({bug.backend for bug in BUGS}) == len({bug.backend.__name__ for bug in BUGS}) == len(BUGS)
     second = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_second")]
     third = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_third")]
-    first = [bug for bug in BUGS if bug not in second + third and bug.threads != MADE_LATER]
-    assert (len(first), len(second), len(third)) == (55, 50, 47)
+    fourth = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_fourth")]
+    first = [bug for bug in BUGS if bug not in second + third + fourth and bug.threads != MADE_LATER]
+    assert (len(first), len(second), len(third), len(fourth)) == (55, 50, 47, 50)
     for bug in BUGS:
         assert bug.threads == MADE_LATER or re.fullmatch(f"{THREAD}(, {THREAD})*", bug.threads)
         assert bug.backend.__doc__
