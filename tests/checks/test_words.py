@@ -21,9 +21,11 @@ from by_hand import (
 )
 
 from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.data import make_layers
 from attn_testkit.checks import CHECKS, Stage, judged
 from attn_testkit.checks.describe import index_ranges, number, requests_wrong, row_name, spread_text, times
-from attn_testkit.checks.memory import _neighbours, _some_heads, writes_own_kv
+from attn_testkit.checks.memory import writes_own_kv
+from attn_testkit.checks.misplaced import _group_alone, _neighbours, _scaled, _some_heads
 from attn_testkit.contract import Execution
 
 
@@ -353,3 +355,48 @@ def test_zero_and_the_smallest_number_below_it_are_no_neighbours() -> None:
     assert not _neighbours(
         Of(pool=pool), torch.tensor([0x80], dtype=torch.uint8), torch.tensor([0x7F], dtype=torch.uint8)
     )
+
+
+FP8 = schedule_of("decode-gqa2x2-d32-fp16-p4-k9.6-shuffled-gauss-kvfp8e4m3-b2prod")
+
+
+def scaled_hint(
+    factor: float, layer: int = 0, part: int = 0, off: float = 1.0, dtype: torch.dtype | None = None
+) -> str:
+    values = torch.linspace(0.25, 4.0, 16)
+    held = values * factor
+    held[3] *= off
+    fp8 = torch.float8_e4m3fn
+    seen = Of(pool=torch.empty(1, dtype=dtype or fp8), schedule=FP8)
+    return _scaled(seen, held.to(fp8).view(torch.uint8), values.to(fp8).view(torch.uint8), layer, part)
+
+
+@pytest.mark.parametrize(("layer", "part"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_numbers_of_fp8_that_lack_their_scale_or_have_it_twice_are_named(layer: int, part: int) -> None:
+    own = make_layers(FP8.case)[layer]
+    scale, name, what = (own.v_scale, "v_scale", "V") if part else (own.k_scale, "k_scale", "K")
+    assert max(scale, 1 / scale) >= 1.5, "else nothing could be told"
+    assert scaled_hint(scale, layer, part) == f"it holds {what} as given: an FP8 pool holds {what} / {name}"
+    assert scaled_hint(scale**2, layer, part) == f"it holds {what} * {name}: an FP8 pool holds {what} / {name}"
+    assert scaled_hint(1 / scale, layer, part) == f"it holds {what} divided by {name} twice"
+    assert scaled_hint(1.0, layer, part) == ""
+    assert scaled_hint(scale, layer, part, off=1.5) == "", "one number is another"
+    assert scaled_hint(scale, layer, part, dtype=torch.float16) == ""
+
+
+GROUPS = schedule_of("decode-gqa2x2-d64-bf16-p16-k39.70.6-shared-gauss-w7-layers3from5groups-b4prod")
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [((1,), True), ((0,), False), ((0, 2), False), ((0, 1, 2), False), ((1, 2), False), ((), False)],
+)
+def test_new_rows_that_are_wrong_in_one_further_kv_group_alone_name_its_slots(
+    layers: tuple[int, ...], said: bool
+) -> None:
+    got, want, new = torch.zeros(3, 2, 4, 1, 1), torch.zeros(3, 2, 4, 1, 1), torch.tensor([1, 2])
+    got[list(layers), 0, 1] = 1.0
+    told = _group_alone(Of(schedule=GROUPS), got, want, new)
+    assert bool(told) is said
+    if said:
+        assert told.startswith(", in the layers of KV group 1 alone")

@@ -74,6 +74,15 @@ def test_positions_that_windows_alone_go_by_are_named_and_no_window_at_all_is_no
     assert told(no_prefix, with_starts(no_prefix, [-99, -99, -99], causal=False)) == ""
 
 
+def test_windows_of_all_rows_that_are_the_last_rows_are_named() -> None:
+    data = expect(WINDOW, WINDOW.steps[0]).data
+    last = torch.tensor([[23], [10], [7]]).expand_as(data.query_positions)
+    out = with_data(WINDOW, query_positions=last).nan_to_num(0.0)
+    assert told(WINDOW, out).startswith("right where the windows of all rows of a request begin where its last row's")
+    out[:, 4] = right(WINDOW)[:, 4]
+    assert told(WINDOW, out) == "", "a row that is right is not"
+
+
 def test_what_explains_the_wrong_rows_and_not_the_right_ones_is_not_told() -> None:
     out = with_starts(EXTEND, [3, 3, 3])
     assert told(EXTEND, out)

@@ -91,6 +91,15 @@ def positions_of_another_request(e: Evidence) -> str:
                     f"right where {whose} are counted from {' or '.join(names)} in every request: a row's position is "
                     "its request's own prefix and its place among the new rows"
                 )
+    if windows and max(r.new for r in requests) > 1:
+        last = torch.tensor([r.prefix + r.new - 1 for r in requests])[:, None].expand_as(
+            e.expected.data.query_positions
+        )
+        if e.right_for(replace(e.expected.data, query_positions=last), right_too=True):
+            return (
+                "right where the windows of all rows of a request begin where its last row's does: a window begins "
+                "behind each row's own position"
+            )
     return ""
 
 
