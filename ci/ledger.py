@@ -8,11 +8,13 @@ with one value of that request changed in the KV pool while the kernel runs, and
 that is left out, twice its code what one gives that is counted twice, and another request's code what one gives that
 is looked up in the wrong place. So real kernels are tried, at places drawn at random and on both sides of where splits
 may begin. A table gives, for each backend and dtype, how far the healthy counts were from 1 at most, how many of the
-wrong ones were found by ``keys-counted-once``, and how many were named rightly; the limit is half a key.
+wrong ones were found by ``keys-counted-once``, and how many were named rightly; the limit is half a key. What was tried
+until an interrupt (Ctrl-C, SIGTERM) is a row too.
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -48,6 +50,8 @@ _DTYPES = ("bf16", "fp16")
 _POOLS = ("same", "fp8_e4m3")
 _BESIDE = (300, 33)
 """Keys of the other requests."""
+_TELL_EVERY = 20.0
+"""Seconds between lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,11 @@ def _try(harness: ServerHarness, schedule: Schedule, changes: list[Change], tall
         click.echo(f"  {schedule.case.id}: not right as it is, {healthy.margin:.3g} times the limit")
     tally.healthy = max(tally.healthy, _off(healthy))
     slots, others = step.requests[0].slots, step.requests[1].slots
+    told = time.perf_counter()
     for change in changes:
+        if time.perf_counter() - told > _TELL_EVERY:
+            told = time.perf_counter()
+            click.echo(f"  {tally.tried} of {len(changes)} wrong keys tried, {tally.named} named", err=True)
         harness.backend = Changed(backend, int(slots[change.key]), change, int(others[change.other]))  # type: ignore[assignment]
         wrong = judged()
         tally.tried += 1
@@ -173,6 +181,15 @@ def _try(harness: ServerHarness, schedule: Schedule, changes: list[Change], tall
         if said != change.said:
             click.echo(f"  {change.said}: said was {said!r}")
     harness.backend = backend
+
+
+def _say(name: str, case: Case, length: int, tally: Tally, seconds: float) -> None:
+    """The row of the table."""
+    pool = "same" if case.kv_dtype == "same" else "e4m3"
+    click.echo(
+        f"{name:<20} {case.dtype:<5} {pool:<5} {length:>7} {tally.healthy:>9.3f} {tally.least:>9.3f} "
+        f"{tally.found:>6}/{tally.tried:<5} {tally.named:>6}/{tally.tried:<5} {seconds:>7.1f}"
+    )
 
 
 def _backend(
@@ -204,12 +221,10 @@ def _backend(
                 click.echo(f"{name:<20} {case.dtype} {length}: {type(cause).__name__}: {cause}")
                 bad += 1
                 continue
-            pool = "same" if case.kv_dtype == "same" else "e4m3"
-            click.echo(
-                f"{name:<20} {case.dtype:<5} {pool:<5} {length:>7} {tally.healthy:>9.3f} {tally.least:>9.3f} "
-                f"{tally.found:>6}/{tally.tried:<5} {tally.named:>6}/{tally.tried:<5} "
-                f"{time.perf_counter() - started:>7.1f}"
-            )
+            except KeyboardInterrupt:
+                _say(name, case, length, tally, time.perf_counter() - started)
+                raise
+            _say(name, case, length, tally, time.perf_counter() - started)
             tried += tally.tried
             bad += tally.tried - tally.named + (tally.healthy >= HALF_A_KEY)
     return tried, bad
@@ -250,4 +265,5 @@ def main(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

@@ -34,6 +34,27 @@ def test_every_changed_key_of_every_dtype_and_pool_is_found_and_named(ledger: Mo
         assert found == "15/15"
 
 
+def test_what_was_tried_until_an_interrupt_is_a_row_and_progress_is_told(
+    ledger: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, calls = ledger.find_miscounts, []
+
+    def second_time_interrupted(*asked: object) -> object:
+        calls.append(asked)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(*asked)
+
+    monkeypatch.setattr(ledger, "find_miscounts", second_time_interrupted)
+    monkeypatch.setattr(ledger, "_TELL_EVERY", 0.0)
+    few = ["--device", "cpu", "-b", "torch_native", "--length", "1030", "--places", "1", "--dtype", "bf16"]
+    result = CliRunner().invoke(ledger.main, [*few, "--pool", "same"])
+    assert result.exit_code != 0
+    assert "1 of 33 wrong keys tried, 1 named" in result.stderr
+    (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("torch_native"))
+    assert (row[-3], row[-2]) == ("2/2", "1/2"), "the second was found, and not yet named"
+
+
 def test_edges_are_as_few_as_asked_for(ledger: ModuleType) -> None:
     assert len(list(ledger._changes(66_000, 0, 4, 0))) == 3 * (2 + 2 * 3), "at multiples of 16,640"
 
