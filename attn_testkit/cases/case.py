@@ -159,7 +159,7 @@ class Case:
             raise ValueError(
                 f"layer_windows {self.layer_windows!r}: one of {LAYER_WINDOWS}, and 'any' without a window"
             )
-        if self.usual_scaling and self.heads.family == "mla":
+        if self.usual_scaling and self.is_mla:
             raise ValueError("MLA has a scaling of its own, and never the usual one of its rows")
         if self.layers.groups and self.draft:
             raise ValueError(f"{self.layers}: in draft-decode all layers share one KV group")
@@ -170,7 +170,7 @@ class Case:
             self._check_shapes()
 
     def _check_shapes(self) -> None:
-        beside = "mla" if self.heads.family == "mla" else self.parts or self.way
+        beside = "mla" if self.is_mla else self.parts or self.way
         if beside:
             raise ValueError(f"{self.layers}: heads that differ go neither with MLA, parts nor a way, here {beside!r}")
         wrong = wrong_with_shapes(self.head_shape, self.layers.shapes)

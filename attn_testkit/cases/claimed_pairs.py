@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
-from .companions import head_layouts, many_heads, some_of
+from .companions import head_layouts, many_heads, nearest, some_of
 from .layers import Layers
 
 __all__ = ["claimed_pair_cases"]
@@ -32,13 +32,13 @@ def claimed_pair_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         yield replace(small, prefixes=_FAR, new=new, bucket=len(_FAR), data="footprint", window=_NARROW)
     if small.mode is not ForwardMode.DECODE:
         return
-    page = min(claims.page_sizes, key=lambda size: abs(size - _PAGE))
+    page = nearest(claims.page_sizes, _PAGE)
     one = replace(small, page_size=page, layers=Layers(1), data="gauss", layout="shuffled")
     yield from _groups_with_options(claims, one)
     yield from _dims_with_splits(claims, one)  # sparkinfer #330
     if claims.deterministic and "fp32" not in claims.dtypes:
         heads = many_heads(claims, small.heads, _MANY_HEADS)
-        dim = small.head_dim if small.is_mla else min(claims.head_dims, key=lambda dim: abs(dim - _USUAL_DIM))
+        dim = small.head_dim if small.is_mla else nearest(claims.head_dims, _USUAL_DIM)
         dtype = "fp16" if "fp16" in claims.dtypes else "bf16"
         yield replace(one, heads=heads, head_dim=dim, dtype=dtype, prefixes=_NOISY, bucket=len(_NOISY))
 
@@ -65,7 +65,7 @@ def _dims_with_splits(claims: Capabilities, one: Case) -> Iterator[Case]:
     """A kernel is compiled for a head dim and a dtype, and its partial results have strides of both."""
     grouped = [heads for heads in head_layouts(claims) if heads.family == "gqa"]
     heads = one.heads if one.is_mla or not grouped else grouped[0]
-    for dim in some_of(sorted(claims.head_dims), _MOST_DIMS):
+    for dim in some_of(claims.head_dims, _MOST_DIMS):
         for kv_dtype in sorted(claims.kv_dtypes):
             yield replace(
                 one,

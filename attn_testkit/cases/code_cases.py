@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import CODES, Case
+from .companions import nearest
 
 __all__ = ["code_cases"]
 
@@ -26,7 +27,7 @@ _PAGE, _DIM = 16, 128
 def code_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with few heads and rows."""
     dtype = min(claims.dtypes)  # bf16 first, whose rounding is coarsest
-    page = min(claims.page_sizes, key=lambda size: abs(size - _PAGE))
+    page = nearest(claims.page_sizes, _PAGE)
     dim = max((dim for dim in claims.head_dims if dim <= _DIM), default=small.head_dim)
     plain = replace(small, data=CODES, dtype=dtype, page_size=page)
     if small.heads.family != "mla":
@@ -35,7 +36,7 @@ def code_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
         if small.mode is ForwardMode.DECODE:
             yield _of(plain, _FEW_LENS)
         return
-    mla = small.heads.family == "mla"
+    mla = small.is_mla
     yield _of(plain, _MLA_LENS if mla else _LENS)
     windowed = small.mode in claims.sliding_window and (small.topk < 2 or claims.window_in_trees)
     yield replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Set
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ __all__ = [
     "companions",
     "head_layouts",
     "many_heads",
+    "nearest",
     "neighbour_of",
     "some_of",
 ]
@@ -41,7 +42,7 @@ def head_layouts(claims: Capabilities) -> list[Heads]:
         large = [r for r in ratios if r <= MOST_USUAL_RATIO]
         heads += [Heads("gqa", 2 * r, 2) for r in dict.fromkeys([*ratios[:1], *odd[:1], *large[-1:]])]
     if "mqa" in claims.families and ratios:
-        heads.append(Heads("mqa", min(ratios, key=lambda r: abs(r - 4)), 1))
+        heads.append(Heads("mqa", nearest(ratios, 4), 1))
     if "mla" in claims.families:
         wanted = [r for r in sorted(claims.gqa_ratios) if r in (2, 16)] or sorted(claims.gqa_ratios)[:1]
         heads += [Heads("mla", r, 1) for r in wanted]
@@ -61,7 +62,12 @@ def many_heads(claims: Capabilities, like: Heads, most: int) -> Heads:
     return Heads("mqa", max(groups, default=like.q_heads), 1)
 
 
-def some_of(values: Sequence[int], count: int) -> list[int]:
+def nearest(values: Collection[int], to: int) -> int:
+    """Of what is claimed, the one that is nearest to a usual one; the smaller of two."""
+    return min(values, key=lambda value: (abs(value - to), value))
+
+
+def some_of(values: Collection[int], count: int) -> list[int]:
     """The smallest, the largest, and some between."""
     values = sorted(values)
     if len(values) <= count:

@@ -63,7 +63,7 @@ def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
     """
     case = case.host or case
     rng = np.random.default_rng(case.digest ^ 0x51)
-    is_mla = case.heads.family == "mla"
+    is_mla = case.is_mla
     shapes = case.layers.shapes or (case.head_shape,) * PERIOD
     fp8 = case.kv_dtype != "same"
     layers = []
@@ -239,7 +239,7 @@ def _drawn(
         q, k, v = _drawn_by_layer(case, step, pattern, rng)
     else:
         q, k, v = _of_pattern(case.layers.count, case.head_shape, dv, step, pattern, rng)
-    if case.heads.family == "mla":
+    if case.is_mla:
         # The latent row is key and value at once; its rope part is the key's alone.
         k = torch.cat([v, k[..., dv:]], -1)
         if pattern == "footprint":
@@ -306,7 +306,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     case = schedule.case
     rng = np.random.default_rng(step.seed ^ 0xDA7A)
     kv_dtype = DTYPES[case.dtype if case.kv_dtype == "same" else case.kv_dtype]
-    is_mla, dv = case.heads.family == "mla", case.head_dim
+    is_mla, dv = case.is_mla, case.head_dim
     longest, widest = max(step.lens), max(r.new for r in step.requests)
     q, k, v = _drawn(schedule, step, pattern or case.data, rng)
     layers = make_layers(case)

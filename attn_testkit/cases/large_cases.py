@@ -26,7 +26,7 @@ _PREFIXES = (1, 3, 9)
 def large_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with little work for each row and key. From core on one of decode, all else in full."""
     one = replace(small, layers=Layers(1), layout="shuffled", data="gauss")
-    mla = small.heads.family == "mla"
+    mla = small.is_mla
     if tier == "full":
         long = replace(one, heads=many_heads(claims, small.heads, _MANY_HEADS), data="footprint")
         yield replace(long, prefixes=(_KEYS, 70), new=small.new[:1] * 2, bucket=2)

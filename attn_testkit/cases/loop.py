@@ -156,7 +156,7 @@ def make_vocabulary(case: Case) -> Vocabulary:
     dtype = DTYPES[case.dtype]
     layers = case.layers.count
     q, k = (normals((layers, VOCAB, heads, dqk), rng).to(dtype) for heads in (hq, hk))
-    v = k[..., :dv] if case.heads.family == "mla" else normals((layers, VOCAB, hk, dv), rng).to(dtype)
+    v = k[..., :dv] if case.is_mla else normals((layers, VOCAB, hk, dv), rng).to(dtype)
     return Vocabulary(q, k, v, normals((VOCAB, HIDDEN), rng))
 
 
@@ -169,7 +169,7 @@ def said(case: Case, tokens: Sequence[Sequence[int]]) -> StepData:
     live = place < torch.tensor(lens)[:, None]
     request, offset = live.nonzero().unbind(1)
     flat = ids[live]
-    mla = case.heads.family == "mla"
+    mla = case.is_mla
     return StepData(
         q=words.q[:, flat],
         k=words.k[:, flat],

@@ -15,7 +15,7 @@ def one_head_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """Where ``mha`` is claimed; made of ``small``, a case with little work for each row."""
     if "mha" in claims.families:
         two = (9, 70)
-        head_dim = min(claims.head_dims) if small.heads.family == "mla" else small.head_dim
+        head_dim = min(claims.head_dims) if small.is_mla else small.head_dim
         yield replace(
             small, heads=Heads("mha", 1, 1), head_dim=head_dim, rope_dim=0, prefixes=two,
             new=small.new[:1] * len(two), data="gauss", bucket=len(two) + 1,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
-from .companions import head_layouts
+from .companions import head_layouts, nearest
 from .layers import Layers
 
 __all__ = ["page_count_cases"]
@@ -25,7 +25,7 @@ def page_count_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """
     if small.mode is not ForwardMode.DECODE:
         return
-    page = min(claims.page_sizes, key=lambda size: abs(size - _PAGE))
+    page = nearest(claims.page_sizes, _PAGE)
     tails = [count * page - page // 3 for count in range(1, _MOST_PAGES + 1)]
     # The last key is the new one.
     prefixes = tuple(keys - 1 for keys in (*tails, *(count * page for count in _FULL)))

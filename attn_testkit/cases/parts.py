@@ -8,7 +8,7 @@ from typing import Any
 
 from ..contract import Capabilities, ForwardMode, KVPart
 from .case import Case, Heads
-from .companions import many_heads
+from .companions import many_heads, nearest
 from .extend import room_for
 
 __all__ = ["claims_of_parts", "part_cases", "parts_of", "parts_text", "tried_of_parts"]
@@ -55,7 +55,7 @@ def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         parts, page = f"{kind}{_RANKS.get(kind, '')}", small.page_size
         if kind == "pages":
             # With pages of one key these would be the tokens: see ``_of_larger_pages``.
-            page = min(claims.page_sizes, key=lambda size: abs(size - 4))
+            page = nearest(claims.page_sizes, 4)
         few = _like(small, page, (2 * page + 3, 0, page, 1, 70), parts)
         own = claims.lse is not None and claims.lse.merges and kind != "whole"
         yield replace(few, data="gauss")
@@ -75,7 +75,7 @@ def _of_many_heads(claims: Capabilities, small: Case, parts: str, page: int, own
     array of their own, whose strides and launches are those of no output.
     """
     heads = many_heads(claims, small.heads, _MANY_MLA_HEADS if small.is_mla else _MANY_HEADS)
-    dims = [dim for dim in claims.head_dims if small.heads.family == "mla" or dim <= _MOST_WIDTH]
+    dims = [dim for dim in claims.head_dims if small.is_mla or dim <= _MOST_WIDTH]
     many = replace(_like(small, page, (130, 5, 40), parts), heads=heads, head_dim=max(dims, default=small.head_dim))
     if small.mode is ForwardMode.EXTEND:
         rows = min(_PROMPT, claims.max_extend_tokens)

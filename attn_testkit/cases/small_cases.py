@@ -159,11 +159,11 @@ def _with(claims: Capabilities, case: Case, heads: Heads, **changes: Any) -> Cas
 
 
 def _of_mla(claims: Capabilities, case: Case, **changes: Any) -> Case:
-    return _with(claims, case, case.heads if case.heads.family == "mla" else _mla_heads(claims), **changes)
+    return _with(claims, case, case.heads if case.is_mla else _mla_heads(claims), **changes)
 
 
 def _of_others(claims: Capabilities, case: Case, **changes: Any) -> Case:
-    return _with(claims, case, _other_heads(claims) if case.heads.family == "mla" else case.heads, **changes)
+    return _with(claims, case, _other_heads(claims) if case.is_mla else case.heads, **changes)
 
 
 def _with_topk(case: Case, topk: int) -> Case:

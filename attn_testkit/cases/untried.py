@@ -64,7 +64,7 @@ def _lens(case: Case) -> Iterator[int]:
 
 
 def _is_mla(case: Case) -> bool:
-    return case.heads.family == "mla"
+    return case.is_mla
 
 
 def _of_mla(claims: Capabilities, values: Iterable[int]) -> Iterable[int]:

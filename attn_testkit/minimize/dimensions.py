@@ -187,9 +187,9 @@ def _with_heads(case: Case, heads: Heads, like: Case) -> Changes:
 
 def _fewer_heads(claims: Capabilities, case: Case, plain: Case) -> Iterator[Changes]:
     for heads in head_layouts(claims):
-        if heads.family != "mla" or case.heads.family == "mla":
+        if heads.family != "mla" or case.is_mla:
             yield _with_heads(case, heads, plain)
-    if case.heads.family == "mla":
+    if case.is_mla:
         yield from ({"rope_dim": width} for width in sorted(claims.mla_rope_dims))
 
 

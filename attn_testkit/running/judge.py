@@ -173,7 +173,7 @@ def step_inputs(schedule: Schedule, step: Step, claims: Capabilities) -> StepInp
         slots, rows = slots[:0], rows[:, :, :0]
         data = replace(data, k=torch.full_like(data.k, torch.nan), v=torch.full_like(data.v, torch.nan))
     case = schedule.case
-    packed = pack(data.q, data.k, data.v, mla=case.heads.family == "mla", maps=case.head_maps)
+    packed = pack(data.q, data.k, data.v, mla=case.is_mla, maps=case.head_maps)
     return StepInputs(data, packed, image, slots, rows)
 
 
