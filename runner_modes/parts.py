@@ -80,10 +80,13 @@ class InParts:
     def _merged_by_backend(
         self, outs: Sequence[torch.Tensor], lses: list[torch.Tensor], layer: AttentionLayer
     ) -> torch.Tensor:
-        """Part after part; ``lses`` gets the last log-sum-exp."""
-        whole = outs[0], lses[0]
-        for out, lse in zip(outs[1:], lses[1:], strict=True):
-            given = self._harness.backend.merge_state(*whole, out, lse)
+        """The last two parts, and so on to the first; ``lses`` gets the last log-sum-exp.
+
+        So that of short requests two empty parts are merged, as chunks of a prefix are with each other (vLLM #39148).
+        """
+        whole = outs[-1], lses[-1]
+        for out, lse in zip(outs[-2::-1], lses[-2::-1], strict=True):
+            given = self._harness.backend.merge_state(out, lse, *whole)
             whole = self._checked(given, layer, out.shape[0], f"merge_state in layer {layer.layer_id}")
         lses.append(whole[1])
         return whole[0]

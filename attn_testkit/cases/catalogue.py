@@ -34,6 +34,7 @@ from .parts import part_cases
 from .plans import context_len
 from .pool_layouts import pool_layout_cases, usual_layout
 from .row_edges import row_edge_cases
+from .shared_prefixes import shared_prefix_cases
 from .small_cases import MOST_NEW_TOKENS, plain_case, small_cases
 from .switches import switch_cases
 from .three_kv_heads import three_kv_heads_cases
@@ -380,6 +381,7 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from page_count_cases(claims, base)
         yield from company_cases(claims, base)
         yield from claimed_pair_cases(claims, base)
+        yield from shared_prefix_cases(claims, base)
     yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))

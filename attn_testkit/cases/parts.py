@@ -68,6 +68,9 @@ def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
             yield _of_many_heads(claims, small, parts, page, own)
         if kind in ("pages", "whole") and page == 1:
             yield from _of_larger_pages(claims, few)
+        if kind == "pages" and own:
+            # Of two ranks one has a key. Of more, those that are merged first may both have none.
+            yield replace(_like(small, page, (2 * page + 3, 0, page, 1, 70), "pages3"), data="gauss", own_merge=True)
 
 
 def _of_many_heads(claims: Capabilities, small: Case, parts: str, page: int, own: bool) -> Case:

@@ -307,7 +307,7 @@ class AttentionBackend(ABC):
         """Merge the results of two parts, as ``forward_return_lse`` gave them; where ``lse.merges`` is claimed.
 
         ``out_a``, ``out_b`` [T, Hq, Dv] in the model's dtype, ``lse_a``, ``lse_b`` in the claimed base, layout and
-        dtype. Returns both for the two parts together, likewise. Either part may be empty, and in rows of padding both.
+        dtype. Returns both for the two parts together, likewise. Either part may be empty, or both.
         May run under capture: device work only.
         """
         raise NotImplementedError(f"{type(self).__name__} claims lse with merges=True and has no merge_state")

@@ -5,6 +5,8 @@ Tables of kernels are written value by value, and an entry that is missing shows
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from typing_extensions import override
 
@@ -133,6 +135,27 @@ class NoKernelForFewMLAHeads(DenseBackend):
     @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (layer.tp_q_head_num != 4)
+
+
+@fault(
+    slug="mla-heads-folded-with-an-fp8-pool",
+    source="vLLM #46952",
+    modes=(DECODE, VERIFY),
+    executions=_EAGER,
+    checks=("matches-oracle",),
+    hint="holds the result of request [0-9]+",
+)
+class MLAHeadsFoldedWithAnFP8Pool(DenseBackend):
+    """With an FP8 pool 32 heads are folded to two rows of 16, and their results are not laid out row by row again."""
+
+    capabilities = _claims(families={"mla"}, gqa_ratios={16, 32, 64}, kv_dtypes={"same", "fp8_e4m3"})
+
+    @override
+    def forward(self, *args: Any, **named: Any) -> torch.Tensor:
+        out = super().forward(*args, **named)
+        if out.shape[1] != 32 or self.context.kv_pool.dtype.itemsize > 1:
+            return out
+        return out.view(2, -1, 16, out.shape[-1]).transpose(0, 1).reshape(out.shape)
 
 
 @fault(

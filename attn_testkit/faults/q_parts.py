@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, ForwardBatch
+from ..contract import AttentionLayer, ForwardBatch, LogSumExp
 from .catalogue import fault
 from .in_parts import MODES, NATURAL, InPartsBackend
 
@@ -313,6 +313,18 @@ class MergeOfEmptyPartsIsNan(InPartsBackend):
         total = weight_a + weight_b
         out = (weight_a[..., None] * out_a.float() + weight_b[..., None] * out_b.float()) / total[..., None]
         return out.to(out_a.dtype), self.merged_lse(top, total)
+
+
+@fault(
+    slug="merge-of-two-empty-ranks-is-nan",
+    source="vLLM #39148",
+    modes=MODES,
+    checks=("log-sum-exp", "finite", "matches-oracle"),
+)
+class MergeOfEmptyRanksIsNan(MergeOfEmptyPartsIsNan):
+    """The same of ranks that have whole pages: a request of one page leaves all ranks but the first without keys."""
+
+    capabilities = InPartsBackend.capabilities.with_changes(lse=LogSumExp(base="e", pages=MODES, merges=True))
 
 
 @fault(

@@ -14,7 +14,7 @@ from attn_testkit.diagnosis.swapped_rows import SwappedRow
 
 
 def request(new: int = 1, prefix: int = 9, topk: int = 0) -> Any:
-    return Of(new=new, prefix=prefix, tree=Of(topk=topk) if topk else None, draft=None)
+    return Of(new=new, prefix=prefix, tree=Of(topk=topk) if topk else None, draft=None, shared=0)
 
 
 def case(**fields: Any) -> Any:
@@ -805,3 +805,17 @@ def test_requests_without_a_prefix_are_named_in_a_draft_where_exactly_they_are_w
         schedule=Of(case=of_draft),
     )  # fmt: skip
     assert drafts.only_empty_prefixes(given).startswith("only requests without a prefix differ: ") is said
+
+
+@pytest.mark.parametrize(
+    ("shared", "missing", "said"),
+    [(4, range(4), True), (4, range(5), False), (4, range(3), False), (0, range(4), False), (8, range(8), True)],
+)
+def test_what_requests_have_in_common_is_named_where_exactly_that_is_missing(
+    shared: int, missing: range, said: bool
+) -> None:
+    mine = request(prefix=8)
+    mine.shared = shared
+    found = attended(set(range(9)) - set(missing), range(9))
+    told = keys.key_range(of_keys(found, [mine]))
+    assert ("that it has in common with other requests are missing" in told) is said

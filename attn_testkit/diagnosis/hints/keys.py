@@ -263,6 +263,12 @@ def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
             f"KV tokens 0..{len(attended.used) - 1} alone are attended to, as many as the request has pages: a length "
             "that is counted in pages"
         )
+    shared = e.step.requests[attended.request].shared
+    if shared and missing == sorted(key for key in attended.wanted if key < shared):
+        return (
+            f"the {shared} KV tokens that it has in common with other requests are missing, and its own are read: what "
+            "is planned for a common prefix (a cascade), or a merge of the two"
+        )
     if missing == sorted(key for key in attended.wanted if key < prefix):
         lone = ", or of each tile of KV tokens the last one stands for all" if attended.used == {last} else ""
         return (

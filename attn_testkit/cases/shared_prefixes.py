@@ -1,0 +1,31 @@
+"""Many requests with a long prefix in common: servers attend it once for all of them, and each one's own rest apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..contract import Capabilities
+from .case import Case
+from .companions import nearest
+from .layers import Layers
+
+__all__ = ["shared_prefix_cases"]
+
+_PREFIXES = (560, 601, 577, 1040, 561, 700, 563, 641, 624)
+"""vLLM cascades from 8 requests and 256 tokens on; as many are common where prefixes part half-way, too."""
+_PAGE = 16
+
+
+def shared_prefix_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """A plan for the common prefix has one request, and is easily made for all (vLLM #17283). Made of ``small``."""
+    yield replace(
+        small,
+        prefixes=_PREFIXES,
+        new=small.new[:1] * len(_PREFIXES),
+        page_size=nearest(claims.page_sizes, _PAGE),
+        layout="shared",
+        layers=Layers(1),
+        data="gauss",
+        bucket=len(_PREFIXES),
+    )
