@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import CODES, Case
-from .companions import nearest
+from .companions import nearest, some_of
 
 __all__ = ["code_cases"]
 
@@ -19,7 +19,7 @@ _MLA_LENS = (1025, 300, 33)
 _MANY_LENS = (66_001, 1500, 33)
 """Beyond 16 bits. A case of ``full``: with ordinary values nobody sees one key of so many."""
 _OPTIONS_LENS = (1500, 70, 9)
-_WINDOW = 700
+_WINDOW, _MOST_PAGES = 700, 5
 _PAGE, _DIM = 16, 128
 """As servers have them, where they are claimed: splits begin at pages, and a code has as many channels as a value."""
 
@@ -38,6 +38,8 @@ def code_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
         return
     mla = small.is_mla
     yield _of(plain, _MLA_LENS if mla else _LENS)
+    if small.mode is ForwardMode.DECODE:
+        yield from _of_other_pages(claims, plain)
     windowed = small.mode in claims.sliding_window and (small.topk < 2 or claims.window_in_trees)
     yield replace(
         _of(plain, _OPTIONS_LENS),
@@ -50,6 +52,15 @@ def code_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
     if tier == "full":
         yield from [_of(plain, _LENS)] * mla
         yield _of(plain, _MANY_LENS)
+
+
+def _of_other_pages(claims: Capabilities, plain: Case) -> Iterator[Case]:
+    """Each claimed page size with more pages than a tile or a table of them has: of pages of 256 the keys from 4,096 on
+    were lost but for those of the last page (flashinfer #4347).
+    """
+    far = _MLA_LENS[0] if plain.is_mla else _LENS[0]
+    for page in some_of(claims.page_sizes - {plain.page_size}, _MOST_PAGES):
+        yield _of(replace(plain, page_size=page), (far + 2 * page + page // 2, *_LENS[1:]))
 
 
 def _of(case: Case, lens: tuple[int, ...]) -> Case:

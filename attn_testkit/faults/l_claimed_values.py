@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, Capabilities, Execution, ForwardMode
+from ..contract import AttentionLayer, Capabilities, Execution, ForwardBatch, ForwardMode
 from .catalogue import fault
-from .dense import DenseBackend
+from .dense import DenseBackend, Visibility
 
 DECODE, VERIFY, V1, V2, *_ = ForwardMode
 _EAGER = (Execution.EAGER,)
@@ -135,6 +135,28 @@ class NoKernelForFewMLAHeads(DenseBackend):
     @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (layer.tp_q_head_num != 4)
+
+
+@fault(
+    slug="large-pages-lost-behind-4096-tokens",
+    source="flashinfer #4347",
+    modes=(DECODE,),
+    executions=_EAGER,
+    checks=("keys-counted-once", "matches-oracle"),
+    hint="KV tokens in the middle are missing",
+)
+class LargePagesLostBehind4096Tokens(DenseBackend):
+    """Of pages of 256 a table of 16 is read, and the last page by another way: what lies between them is lost."""
+
+    capabilities = _claims(page_sizes={16, 256}, max_context_len=1 << 13)
+
+    @override
+    def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
+        position, key_position, visible = super().visibility(batch, counts, offset)
+        page = self.context.page_size
+        last = (self.kv_lens - 1) // page * page
+        held = (self.key < 4096) | (self.key >= last[:, None]) | (page < 256)
+        return position, key_position, visible & held[:, None]
 
 
 @fault(
