@@ -23,8 +23,29 @@ CLAIMS = TorchNativeBackend.capabilities
 OF_ROW_EDGES = ((255, 256, 511, 512, 1023, 1024), (254, 510, 1022))
 
 
-def codes(claims: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
+def every_code_case(claims: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
     return [case for case in generate(claims, mode, tier) if case.data == CODES and case.prefixes not in OF_ROW_EDGES]
+
+
+def of_other_pages(case: Case) -> bool:
+    return case.prefixes[1:] == (300, 33) and case.prefixes[0] not in (4097, 1025)
+
+
+def codes(claims: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
+    return [case for case in every_code_case(claims, mode, tier) if not of_other_pages(case)]
+
+
+@pytest.mark.parametrize(("family", "far"), [("mla", 1025), ("gqa", 4097)])
+def test_long_decodes_are_counted_in_up_to_five_other_page_sizes(family: str, far: int) -> None:
+    claims = CLAIMS.with_changes(families={family}, page_sizes={1, 2, 4, 8, 16, 32, 64, 256})
+    found = [case for case in every_code_case(claims, ForwardMode.DECODE, "core") if of_other_pages(case)]
+    assert [case.page_size for case in found] == [1, 4, 8, 32, 256]
+    assert [case.prefixes[0] for case in found] == [far + 2 * page + page // 2 for page in (1, 4, 8, 32, 256)]
+    assert all(came_later(case) for case in found)
+    verify = every_code_case(claims, ForwardMode.TARGET_VERIFY, "core")
+    assert not any(of_other_pages(case) for case in verify)
+    alone = every_code_case(claims.with_changes(page_sizes={16}), ForwardMode.DECODE, "core")
+    assert not any(of_other_pages(case) for case in alone)
 
 
 def test_a_walk_is_a_mirrored_one_step_by_step() -> None:

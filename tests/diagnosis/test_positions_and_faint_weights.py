@@ -20,7 +20,7 @@ from attn_testkit.diagnosis.hints.values import nothing_computed
 from attn_testkit.diagnosis.hints.visibility import last_rows_right, positions_of_another_request
 from attn_testkit.oracle.expect import expect
 
-EXTEND = schedule_of("extend-gqa2x2-d32-fp32-p4-k3.9.5-n6a6.1.3-shuffled-gauss-b3prod")
+EXTEND = schedule_of("extend-gqa2x2-d32-fp32-p4-k3.9.5-n12a12.1.3-shuffled-gauss-b3prod")
 WINDOW = schedule_of("extend-gqa2x2-d32-fp32-p4-k20.9.5-n4a4.2.3-shuffled-gauss-w4-b3prod")
 CAP = schedule_of("decode-gqa2x2-d32-fp32-p4-k40.9-shuffled-gauss-cap1.5-b2prod")
 PLAIN = schedule_of("decode-gqa2x2-d32-fp32-p4-k40.9-shuffled-gauss-b2prod")
@@ -51,8 +51,9 @@ def told(schedule: Schedule, out: torch.Tensor, **more: Any) -> str:
         ([3, 3, 3], "right where positions are counted from the prefix of request 0 in every request"),
         ([5, 5, 5], "right where positions are counted from the prefix of request 2 in every request"),
         ([9, 9, 9], "right where positions are counted from the longest prefix in every request"),
-        ([4, 9, 7], "right where positions are counted from the end of the longest request in every request"),
+        ([3, 14, 12], "right where positions are counted from the end of the longest request in every request"),
         ([4, 9, 5], ""),
+        ([20, 20, 20], ""),
         ([3, 9, 5], ""),
         ([0, 0, 0], ""),
     ],
@@ -86,7 +87,7 @@ def test_windows_of_all_rows_that_are_the_last_rows_are_named() -> None:
 def test_what_explains_the_wrong_rows_and_not_the_right_ones_is_not_told() -> None:
     out = with_starts(EXTEND, [3, 3, 3])
     assert told(EXTEND, out)
-    out[:, 6] = right(EXTEND)[:, 6]
+    out[:, 12] = right(EXTEND)[:, 12]
     assert told(EXTEND, out) == "", "request 1 is right"
 
 

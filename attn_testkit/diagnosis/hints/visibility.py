@@ -83,6 +83,9 @@ def positions_of_another_request(e: Evidence) -> str:
     windows = any(layer.sliding_window_size >= 0 for layer in make_layers(case))
     if windows and e.right_for(replace(e.expected.data, query_positions=e.expected.data.key_positions[:, :1].clone())):
         return ""  # no window at all is not a matter of where it begins
+    own = torch.arange(e.expected.data.visible.shape[-1]) < torch.tensor(e.lens)[:, None, None]
+    if e.right_for(replace(e.expected.data, visible=own.expand_as(e.expected.data.visible)), right_too=True):
+        return ""  # nor is no causality one of positions
     for start, names in _starts(e).items():
         # Rows that see no prefix are named by ``key_range``, which knows what a capture leaves.
         for whose, seen in _seen_from(e, torch.tensor(start), windows, whole=names != [_NO_PREFIX]):
