@@ -30,6 +30,7 @@ from .large_cases import large_cases
 from .layer_cases import layer_cases
 from .one_head import one_head_cases
 from .page_counts import page_count_cases
+from .pair_array import pair_array_cases
 from .parts import part_cases
 from .plans import context_len
 from .pool_layouts import pool_layout_cases, usual_layout
@@ -382,6 +383,7 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from company_cases(claims, base)
         yield from claimed_pair_cases(claims, base)
         yield from shared_prefix_cases(claims, base)
+        yield from pair_array_cases(claims, base)
     yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))

@@ -64,6 +64,11 @@ def held_instead(
         )
     if owner[slot] == NEW and (some := _some_heads(row, want[layer, part, slot])):
         return f"{some}{padding}"
+    if owner[slot] == NEW and row.view(observed.pool.dtype).float().isnan().all() and not padded:
+        return (
+            "it holds NaN throughout, as unowned slots do, and not that of such a slot: what was in the slot is added "
+            "to, or scaled"
+        )
     if owner[slot] == NEW and not row.any() and not padded:
         return "it holds 0 throughout: its row was not stored, or was cleared again"
     if owner[slot] == NEW:

@@ -400,3 +400,10 @@ def test_new_rows_that_are_wrong_in_one_further_kv_group_alone_name_its_slots(
     assert bool(told) is said
     if said:
         assert told.startswith(", in the layers of KV group 1 alone")
+
+
+def test_a_row_of_nan_that_is_not_an_unowned_slots_was_made_with_what_was_there() -> None:
+    slot = NEW[0]
+    other_nan = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32).item()
+    assert "what was in the slot is added to, or scaled" in pool_hint((0, 0, slot, other_nan), want=distinct())
+    assert "no live row of this step" in pool_hint((0, 0, slot, 77.0), want=distinct())

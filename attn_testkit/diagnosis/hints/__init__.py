@@ -105,6 +105,7 @@ _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
     rows_of_other_layers: (later_requests, elsewhere, *_GUESSES),
     kept_from_before: (nothing_computed, key_range, right_keys),
     nothing_computed: (key_range,),
+    read_twice: (beyond_a_slot,),
     beyond_a_slot: _GUESSES,
     own_rows_mixed: (key_range,),
     some_dims: (key_range, right_keys),

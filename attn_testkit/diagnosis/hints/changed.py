@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from ...cases.kv_groups import pages_in_pool
 from ...cases.ways import way_of
 from ..changed_case import ChangedCases, most_rows
 from .evidence import Evidence
@@ -21,9 +22,10 @@ def beyond_32_bits(e: Evidence) -> str:
     """In a small pool the same case is right."""
     if e.changed is None or not e.changed.right_without("big pool"):
         return ""
+    narrow = ", or a page number is kept in 16 bits" if pages_in_pool(e.schedule) >> 16 else ""
     return (
         "right where the KV pool is small, and wrong where it has elements beyond 2^31: a slot or a page times a "
-        "stride takes 64 bits (.to(tl.int64), int64_t)"
+        f"stride takes 64 bits (.to(tl.int64), int64_t){narrow}"
     )
 
 

@@ -1,0 +1,70 @@
+"""Every pair of what is claimed, in decode: kernels are compiled by heads, head dim, dtypes, pages, layout at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from covertable import make
+from covertable.sorters import hash as by_hash
+
+from ..contract import Capabilities, ForwardMode
+from .case import Case, Heads
+from .companions import some_of
+from .layers import Layers
+
+__all__ = ["pair_array_cases"]
+
+_LENS = (530, 33, 1)
+"""More than two pages of 256, and of one."""
+_GROUPS, _MLA_HEADS = (2, 4, 5, 8, 16), (8, 16, 32, 64, 128)
+_MOST_DIM, _MOST_DIMS, _MOST_PAGES, _WINDOW = 256, 4, 5, 40
+
+
+def pair_array_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """A covering array of claimed values two by two: MLA of 32 heads with an FP8 pool (vLLM #46952), large pages with a
+    layout of the pool. Made of ``small``; long lists of values are cut to some.
+    """
+    if small.mode is not ForwardMode.DECODE:
+        return
+    one = replace(small, prefixes=_LENS, bucket=len(_LENS), layers=Layers(1), data="gauss", layout="shuffled")
+    dtypes, kv_dtypes = sorted(claims.dtypes), sorted(claims.kv_dtypes)
+    pages, layouts = some_of(claims.page_sizes, _MOST_PAGES), sorted(claims.kv_layouts)
+    for heads, dims, rope in _families(claims, small):
+        sizes = (len(heads), len(dims), len(dtypes), len(kv_dtypes), len(pages), len(layouts), 2)
+        for of, dim, dtype, kv_dtype, page, layout, options in _pairs(sizes):
+            yield replace(
+                one,
+                heads=heads[of],
+                head_dim=dims[dim],
+                rope_dim=rope,
+                dtype=dtypes[dtype],
+                kv_dtype=kv_dtypes[kv_dtype],
+                page_size=pages[page],
+                kv_layout=layouts[layout],
+                window=_WINDOW if options and ForwardMode.DECODE in claims.sliding_window else -1,
+                logit_cap=1.5 if options and claims.logit_cap else 0.0,
+                sinks=bool(options) and claims.sinks,
+            )
+
+
+def _families(claims: Capabilities, small: Case) -> Iterator[tuple[list[Heads], list[int], int]]:
+    """Layouts of heads, head dims and the rope's width: of MLA, and of all others."""
+    found = [Heads("mha", 2, 2)] if "mha" in claims.families else []
+    if "gqa" in claims.families:
+        found += [Heads("gqa", 2 * group, 2) for group in _GROUPS if group in claims.gqa_ratios]
+    dims = some_of([dim for dim in claims.head_dims if dim <= _MOST_DIM], _MOST_DIMS)
+    if found and dims:
+        yield found, dims, 0
+    if "mla" in claims.families:
+        counts = [Heads("mla", count, 1) for count in _MLA_HEADS if count in claims.gqa_ratios]
+        if counts:
+            yield counts, some_of(claims.head_dims, _MOST_DIMS), small.rope_dim or min(claims.mla_rope_dims)
+
+
+@lru_cache(maxsize=64)
+def _pairs(sizes: tuple[int, ...]) -> list[list[int]]:
+    """Rows of indices into dimensions of so many values, in which each two values of two dimensions meet."""
+    rows: list[list[int]] = make([list(range(size)) for size in sizes], strength=2, sorter=by_hash, salt="pairs")
+    return rows
