@@ -28,7 +28,7 @@ def pair_array_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """
     if small.mode is not ForwardMode.DECODE:
         return
-    one = replace(small, prefixes=_LENS, bucket=len(_LENS), layers=Layers(1), data="gauss", layout="shuffled")
+    one = replace(small, prefixes=_LENS, bucket=len(_LENS), data="gauss", layout="shuffled")
     dtypes, kv_dtypes = sorted(claims.dtypes), sorted(claims.kv_dtypes)
     pages, layouts = some_of(claims.page_sizes, _MOST_PAGES), sorted(claims.kv_layouts)
     for heads, dims, rope in _families(claims, small):
@@ -43,6 +43,7 @@ def pair_array_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
                 kv_dtype=kv_dtypes[kv_dtype],
                 page_size=pages[page],
                 kv_layout=layouts[layout],
+                layers=Layers() if options else Layers(1),
                 window=_WINDOW if options and ForwardMode.DECODE in claims.sliding_window else -1,
                 logit_cap=1.5 if options and claims.logit_cap else 0.0,
                 sinks=bool(options) and claims.sinks,

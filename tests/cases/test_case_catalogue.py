@@ -43,8 +43,8 @@ def core(mode: ForwardMode, **changes: object) -> tuple[Case, ...]:
 
 def picked(mode: ForwardMode, tier: str = "core", **changes: object) -> tuple[Case, ...]:
     """Without cases that choose their own heads and pages: what the covering array and the named cases have."""
-    others = ("small_cases", "code_cases", "large_cases", "page_count_cases", "company_cases", "claimed_pair_cases")
-    left_out = {name: mock.Mock(return_value=()) for name in others}
+    others = ("small", "code", "large", "page_count", "company", "claimed_pair", "shared_prefix", "pair_array")
+    left_out = {f"{name}_cases": mock.Mock(return_value=()) for name in others}
     with mock.patch.multiple(catalogue, **left_out):
         cases: tuple[Case, ...] = generate.__wrapped__(claims(**changes), mode, tier)
     return cases
