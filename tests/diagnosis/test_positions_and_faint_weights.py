@@ -91,6 +91,11 @@ def test_what_explains_the_wrong_rows_and_not_the_right_ones_is_not_told() -> No
     assert told(EXTEND, out) == "", "request 1 is right"
 
 
+def test_of_one_row_a_request_another_position_is_another_length() -> None:
+    decode = schedule_of("decode-gqa2x2-d32-fp32-p4-k3.9.5-shuffled-gauss-b3prod")
+    assert told(decode, with_starts(decode, [3, 3, 3])) == ""
+
+
 def test_positions_are_asked_about_where_a_row_read_other_keys_than_its_own() -> None:
     out = with_starts(EXTEND, [3, 3, 3])
     assert told(EXTEND, out, attended=None) == ""

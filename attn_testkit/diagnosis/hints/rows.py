@@ -72,8 +72,6 @@ def uneven_offsets(e: Evidence) -> str:
     # Offsets that suit other counts lead a row to the KV tokens of another.
     if not e.schedule.case.mode.is_ragged() or (e.attended is not None and e.attended.right):
         return ""
-    if e.attended is not None and e.attended.elsewhere and "others" not in e.attended.elsewhere:
-        return ""
     if not e.in_graph or e.schedule.case.mode is ForwardMode.EXTEND:
         return _uneven_in_eager(e)
     uneven = len({r.new for r in e.step.requests}) > 1 or e.step.requests[0].new != e.schedule.case.width

@@ -87,8 +87,10 @@ def positions_of_another_request(e: Evidence) -> str:
     if e.right_for(replace(e.expected.data, visible=own.expand_as(e.expected.data.visible)), right_too=True):
         return ""  # nor is no causality one of positions
     for start, names in _starts(e).items():
-        # Rows that see no prefix are named by ``key_range``, which knows what a capture leaves.
-        for whose, seen in _seen_from(e, torch.tensor(start), windows, whole=names != [_NO_PREFIX]):
+        # Rows that see no prefix are named by ``key_range``, which knows what a capture leaves, and where a request has
+        # one row, another position is another length.
+        whole = names != [_NO_PREFIX] and max(r.new for r in requests) > 1
+        for whose, seen in _seen_from(e, torch.tensor(start), windows, whole=whole):
             if e.right_for(seen, right_too=True):
                 return (
                     f"right where {whose} are counted from {' or '.join(names)} in every request: a row's position is "
