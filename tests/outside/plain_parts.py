@@ -65,6 +65,17 @@ class RowsAsGiven(Tiled):
         return index >= rows.prefix[:, None]
 
 
+def share_of(scores, seen, v):
+    """Output and log-sum-exp of those keys that are ``seen``; of none, zero and -inf."""
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    peak = scores.amax(-1).clamp(min=LOWEST)
+    p = torch.exp(scores - peak[..., None])
+    total = p.sum(-1)
+    acc = torch.einsum("ths,tshd->thd", p, v.float().masked_fill(~seen[:, :, None, None], 0.0))
+    lse = torch.where(total > 0, peak + total.clamp(min=1e-38).log(), -torch.inf)
+    return acc / total.clamp(min=1e-38)[..., None], lse
+
+
 class InChunks(Tiled):
     """The prefix in chunks of 64 keys, folded one after the other into a running result; then the new rows."""
 
@@ -78,20 +89,11 @@ class InChunks(Tiled):
         running = None
         for first in range(0, seen.shape[1], self.CHUNK):
             here = (index >= first) & (index < first + self.CHUNK)
-            chunk = self.part(scores, seen & ~behind & here, v)
+            chunk = share_of(scores, seen & ~behind & here, v)
             running = chunk if running is None else self.fold(running, chunk)
-        new = self.part(scores, seen & behind, v)
+        new = share_of(scores, seen & behind, v)
         out, _ = self.join(running, new)
         return self.finish((out * plan.layer.v_scale).to(q.dtype), rows)
-
-    def part(self, scores, seen, v):
-        scores = scores.masked_fill(~seen[:, None], -torch.inf)
-        peak = scores.amax(-1).clamp(min=LOWEST)
-        p = torch.exp(scores - peak[..., None])
-        total = p.sum(-1)
-        acc = torch.einsum("ths,tshd->thd", p, v.float().masked_fill(~seen[:, :, None, None], 0.0))
-        lse = torch.where(total > 0, peak + total.clamp(min=1e-38).log(), -torch.inf)
-        return acc / total.clamp(min=1e-38)[..., None], lse
 
     def join(self, old, new):
         top = torch.maximum(old[1], new[1]).clamp(min=LOWEST)
