@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+from importlib.util import find_spec
 
+import bugs_fifth_addresses  # noqa: F401
+import bugs_fifth_masks  # noqa: F401
+import bugs_fifth_slipped  # noqa: F401
+import bugs_fifth_softmax  # noqa: F401
+import bugs_fifth_state  # noqa: F401
 import bugs_fourth_addresses  # noqa: F401
 import bugs_fourth_masks  # noqa: F401
 import bugs_fourth_slipped  # noqa: F401
@@ -24,10 +31,17 @@ import bugs_third_slipped  # noqa: F401
 import bugs_third_softmax  # noqa: F401
 import bugs_third_state  # noqa: F401
 import pytest
+import torch
 from bug_table import BUGS, MADE_LATER, Bug
 from in_process import plan_run, run
 
 from attn_testkit.results import CaseResult, Status, format_failure
+
+if not torch.cuda.is_available():  # before triton is imported: its kernels are built for one or the other
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+KERNELS_RUN = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+if KERNELS_RUN:
+    import bugs_fifth_kernels  # noqa: F401
 
 THREAD = r"[\w. -]+ (#\d+|[0-9a-f]{7,40})"
 """A repository with a number, or with a commit where there is no thread."""
@@ -57,13 +71,15 @@ def test_a_run_tries_the_case_that_catches_a_bug(bug: Bug) -> None:
     assert any(bug.of_a_tier == item.case for plan in plans for item in plan.items)
 
 
-def test_every_bug_of_the_four_sets_is_here_once_with_its_thread_and_mechanism() -> None:
+def test_every_bug_of_the_five_sets_is_here_once_with_its_thread_and_mechanism() -> None:
     assert len({bug.backend for bug in BUGS}) == len({bug.backend.__name__ for bug in BUGS}) == len(BUGS)
     second = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_second")]
     third = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_third")]
     fourth = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_fourth")]
-    first = [bug for bug in BUGS if bug not in second + third + fourth and bug.threads != MADE_LATER]
+    fifth = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_fifth")]
+    first = [bug for bug in BUGS if bug not in second + third + fourth + fifth and bug.threads != MADE_LATER]
     assert (len(first), len(second), len(third), len(fourth)) == (55, 50, 47, 50)
+    assert len(fifth) == (45 if KERNELS_RUN else 40)
     for bug in BUGS:
         assert bug.threads == MADE_LATER or re.fullmatch(f"{THREAD}(, {THREAD})*", bug.threads)
         assert bug.backend.__doc__
