@@ -65,6 +65,7 @@ def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
             # A window of one key leaves all ranks but one without any.
             few = replace(few, data="peaked", own_merge=own, window=0 if _windowed(claims, few) else -1)
             yield from (replace(few, **heads) for heads in [*_other_heads(claims, small)] or [{}])
+            yield from _of_long_groups(claims, small, parts, page, own)
             yield _of_many_heads(claims, small, parts, page, own)
         if kind in ("pages", "whole") and page == 1:
             yield from _of_larger_pages(claims, few)
@@ -85,6 +86,18 @@ def _of_many_heads(claims: Capabilities, small: Case, parts: str, page: int, own
         new = (rows, 1, max(1, rows // 2))
         many = replace(many, new=new, width=room_for(new), bucket=len(new))
     return replace(many, data="gauss", own_merge=own)
+
+
+def _of_long_groups(claims: Capabilities, small: Case, parts: str, page: int, own: bool) -> Iterator[Case]:
+    """Groups of heads of several KV heads where keys are split: kernels that fold a group into rows store log-sum-exps
+    in another order of heads then, and shorter requests take another path (vllm-project/flash-attention #87).
+    """
+    groups = sorted(claims.gqa_ratios - {1})
+    if not small.is_mla and "gqa" in claims.families and groups:
+        group = max([each for each in groups if each <= 4], default=groups[0])
+        yield replace(
+            _like(small, page, (1500, 70), parts), heads=Heads("gqa", 2 * group, 2), data="gauss", own_merge=own
+        )
 
 
 def _of_larger_pages(claims: Capabilities, few: Case) -> Iterator[Case]:

@@ -176,6 +176,8 @@ class DeviceFunctions(TorchFunctionMode):
                         result = func(*args, **kwargs)
                 finally:
                     session.creating = outer
+                if on_host:
+                    return result  # a copy's target lies where it lay, on the host too
                 return tag_device(result) if type(result) is Tensor else _tag_result(result)
             if on_host and not on_device:
                 outer, session.creating = session.creating, False
@@ -251,7 +253,8 @@ class DeviceFunctions(TorchFunctionMode):
             result = self._call(func, args, kwargs, found)
         finally:
             session.creating = outer
-        return _tag_result(result) if on_device else result
+        # What is written in place lies where it lay: a copy may have the host as its target.
+        return _tag_result(result) if on_device and not (args and result is args[0]) else result
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func` with every operation below it looked at; a capture looks at them anyway."""

@@ -22,6 +22,33 @@ def ones(n: int = 4) -> torch.Tensor:
     return torch.ones(n, device="cuda")
 
 
+@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_target_of_a_copy_lies_where_it_lay(pin: bool, wait: bool, whole: bool) -> None:
+    host = torch.zeros(4, pin_memory=pin)
+    target = host if whole else host[:2]
+    assert target.copy_(ones(len(target)), non_blocking=not wait) is target
+    torch.cuda.synchronize()
+    assert host.device == target.device == torch.device("cpu")
+    assert host.is_pinned() == pin
+    assert host.numpy().tolist() == ([1.0] * 4 if whole else [1.0, 1.0, 0.0, 0.0])
+    device = torch.zeros(4, device="cuda")
+    assert device.copy_(host, non_blocking=not wait).device == device.device == CUDA
+
+
+def test_the_target_of_a_copy_lies_where_it_lay_while_host_syncs_are_looked_for() -> None:
+    host = torch.zeros(4, pin_memory=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        host.copy_(ones(), non_blocking=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert host.device == torch.device("cpu")
+    assert host.tolist() == [1.0] * 4
+
+
 @pytest.mark.parametrize(
     "make",
     [
