@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,7 +24,7 @@ from .observe import observe, readable
 from .packing import Sent
 from .past_modes import past_modes
 
-__all__ = ["batch_of", "run_eager"]
+__all__ = ["batch_of", "eager_by_turns", "run_eager"]
 
 
 def run_eager(
@@ -76,6 +76,22 @@ def run_eager(
     with clock.phase("read back"), blame("read back", label):
         given = (*sent, loaded.table)
         return observe(harness, driver, loaded, readable(harness.model, trace), given, label=label, among=among)
+
+
+def eager_by_turns(
+    harness: ServerHarness, steps: Sequence[tuple[Schedule, Step]], clock: Clock, turns: Sequence[str]
+) -> list[Observation]:
+    """A step of each of several modes on one instance, and all of them once more in each of ``turns``.
+
+    So each is planned again for the lengths of its own last plan, with other modes' plans between (TensorRT-LLM
+    #13696).
+    ``turns``: what messages call them. Raises ``DriveError`` for whatever the backend raises.
+    """
+    return [
+        run_eager(harness, schedule, step, clock, label=f"eager {schedule.case.mode}, {turn}", among="modes")
+        for turn in turns
+        for schedule, step in steps
+    ]
 
 
 def batch_of(harness: ServerHarness, loaded: LoadedStep) -> tuple[ForwardBatch, tuple[Sent, ...]]:

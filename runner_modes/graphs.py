@@ -10,17 +10,18 @@ import torch
 
 from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
+from attn_testkit.contract import Capabilities
 from attn_testkit.graphs.poison import churn, fill_with_poison
 
 from .capture import ScheduleGraphs, capture_schedules
 from .clock import Clock
-from .eager import run_eager
+from .eager import eager_by_turns, run_eager
 from .harness import ServerHarness
 from .neighbour import NeighbourGraphs
 from .options import DriveOptions
 from .replay import replay
 
-__all__ = ["AllocatedInCapture", "GraphRun", "drive_graphs"]
+__all__ = ["AllocatedInCapture", "GraphRun", "drive_graphs", "in_graphs", "last_live"]
 
 _OVERSIZED_AFTER = 1
 """The replay after which an eager batch larger than any graph is run."""
@@ -61,6 +62,11 @@ class GraphRun:
         return next((seen for _, seen in self.observed if seen.replay and seen.step is step), None)
 
 
+def in_graphs(schedules: Sequence[Schedule], claims: Capabilities) -> list[Schedule]:
+    """Those of a drive that are captured: the first, and those of modes that are claimed in graphs."""
+    return [schedules[0], *(each for each in schedules[1:] if each.case.mode in claims.graph)]
+
+
 def drive_graphs(
     harness: ServerHarness,
     schedules: Sequence[Schedule],
@@ -70,6 +76,8 @@ def drive_graphs(
     neighbour: tuple[ServerHarness, Schedule] | None = None,
 ) -> GraphRun:
     """Capture all buckets of all schedules on one instance, then replay them interleaved, eager steps between.
+
+    Of those ``in_graphs``, that is; steps of the others run eagerly behind the replays, and replays behind them again.
 
     ``neighbour``: another instance with a pool of its own, as of a draft model beside its target, and what it runs. It
     captures graphs too, and plans and replays one whenever this one is between planning and replaying its first
@@ -84,11 +92,14 @@ def drive_graphs(
     options = options or DriveOptions()
     early = _before_graphs(harness, schedules[0], clock) if options.eager_steps else []
     pool = torch.cuda.graph_pool_handle()
-    graphs = capture_schedules(harness, schedules, pool, clock)
+    captured = in_graphs(schedules, harness.capabilities)
+    graphs = capture_schedules(harness, captured, pool, clock)
     harness.captured()
     written = harness.written_at_capture()
     other = NeighbourGraphs(capture_schedules(neighbour[0], [neighbour[1]], pool, clock)[0]) if neighbour else None
     seen, replaced = _replay_all(graphs, other, clock, options)
+    if len(schedules) > 1:
+        seen += _modes_by_turns(graphs, schedules, clock, options)
     return GraphRun(
         # What replays show is reported first.
         observed=(*seen, *early),
@@ -147,6 +158,34 @@ def _replay_all(
                 observed = replace(observed, eager_run=None if oversized else eager)
             seen.append((schedule, observed))
     return seen, tuple(replaced)
+
+
+def _modes_by_turns(
+    graphs: Sequence[ScheduleGraphs], schedules: Sequence[Schedule], clock: Clock, options: DriveOptions
+) -> _Observed:
+    """The last step of each mode once more: eager steps of all modes, then replays of all, then the eager ones again.
+
+    So every plan is made for the lengths of the same mode's last one, with plans of other modes between, and the first
+    eager one for those of the last eager one, with replays between (TensorRT-LLM #13696).
+    """
+    harness = graphs[0].harness
+    claimed = [each for each in schedules if each.case.mode in harness.capabilities.eager]
+    eager = [(each, last_live(each)) for each in claimed]
+    with clock.phase("setup"):
+        canaries = churn()
+    before = eager_by_turns(harness, eager, clock, ("behind all replays",))
+    replays = []
+    for each in reversed(graphs):
+        again = replay(each, last_live(each.schedule), canaries, clock, options).observed
+        replays.append(replace(again, label=f"{again.label}, again, modes by turns"))
+    # The last of the eager plans first: only replays were planned since, the last of another mode.
+    after = eager_by_turns(harness, eager[::-1], clock, ("behind replays of all modes",))
+    return [(seen.schedule, seen) for seen in (*before, *replays, *after)]
+
+
+def last_live(schedule: Schedule) -> Step:
+    """The last step that has requests."""
+    return next(step for step in reversed(schedule.steps) if step.requests)
 
 
 def _eager_after(

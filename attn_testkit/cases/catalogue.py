@@ -136,7 +136,7 @@ def within_claims(claims: Capabilities, case: Case) -> bool:
     """Whether the case, and all cases that share its instance, keep within what is claimed of lengths and windows."""
     if case.window >= 0 and case.topk > 1 and not claims.window_in_trees:
         return False
-    others = claimed_companions(claims, case, claims.graph) if case.mixed else []
+    others = claimed_companions(claims, case, claims.graph | claims.eager) if case.mixed else []
     return all(context_len(each) <= claims.max_context_len for each in (case, *others))
 
 
@@ -204,9 +204,10 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
     """Cases that no covering array is sure to meet."""
     plain = _plain(claims, base)
     # In smoke once, not once a mode: it costs as much as all other graph cases of a mode together.
-    hosts = claims.graph - {ForwardMode.DRAFT_DECODE}
+    claimed = claims.graph if len(claims.graph) > 1 else claims.graph | claims.eager
+    hosts = claimed - {ForwardMode.DRAFT_DECODE}
     alone = tier == "smoke" and mode is not min(hosts, default=mode)
-    if mode in hosts and len(claims.graph) > 1 and not alone:
+    if mode in hosts and len(claimed) > 1 and not alone:
         # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
         tree = branching(4) if plain.tree and claims.max_topk > 1 and claims.max_q_rows >= 4 else plain.tree
         width = len(tree) if tree else plain.width

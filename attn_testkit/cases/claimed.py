@@ -107,7 +107,7 @@ _ASKED: tuple[_Line, ...] = (
     (lambda n: "KV groups", lambda c, n: c.kv_groups or not n.layers.groups),
     (lambda n: "heads by layer", lambda c, n: c.heads_by_layer or not n.layers.shapes),
     (lambda n: f"log-sum-exp: {tried_of_parts(n)}", _parts_claimed),
-    (lambda n: "graphs of several modes on one instance", lambda c, n: not n.mixed or {n.mode} < c.graph),
+    (lambda n: "several modes on one instance", lambda c, n: not n.mixed or {n.mode} < c.graph | c.eager),
     (
         lambda n: "a draft without a prefix",
         lambda c, n: c.drafts_without_prefix or n.prefixed or not n.draft,

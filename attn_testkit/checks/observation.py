@@ -35,8 +35,9 @@ __all__ = [
 Bytes = npt.NDArray[np.uint8]
 
 Group = Literal["attention", "activations", "before", "now", "outputs", "pool", "lse", "finite parts", "beside"]
-Among = Literal["", "steps", "graphs", "instances"]
-"""What else ran on an instance, or beside it, before an eager run: nothing, other steps, graphs, another instance."""
+Among = Literal["", "steps", "graphs", "instances", "modes"]
+"""What else ran on an instance, or beside it, before an eager run: nothing, other steps, graphs, another instance,
+steps of other modes."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def explain_numeric(
     )
     lines = [text for text in (why, *hints(evidence)) if text]
     # Where an experiment has shown the cause, what was attended to follows from it.
-    most = 1 if check in _SHOWN else _MOST_HINTS
+    most = 1 if check in _SHOWN or why == _NO_OTHER_MODE else _MOST_HINTS
     return replace(
         finding,
         check=check,
@@ -133,6 +133,10 @@ _NO_OTHER_INSTANCE = (
     "it is right when no other instance is at work: something that all instances of the process share is replaced "
     "before it is used"
 )
+_NO_OTHER_MODE = (
+    "on an instance that runs its mode alone it is right: a step of another mode changes what the modes share, and a "
+    "plan keeps it"
+)
 _AMONG = {
     "graphs": ("buckets-independent", "on a fresh instance, without graphs, the same eager step is right"),
     "steps": (
@@ -140,6 +144,7 @@ _AMONG = {
         "as the first step of a fresh instance it is right: something of an earlier step is kept",
     ),
     "instances": ("steps-independent", _NO_OTHER_INSTANCE),
+    "modes": ("steps-independent", _NO_OTHER_MODE),
 }
 """What else ran on the instance before an eager step that is right on a fresh one, or beside it -> (check, why)."""
 
@@ -246,6 +251,8 @@ _HEADLINE_ENDS = {
 def _headline(finding: Finding, check: str, why: str) -> str:
     if why == _NO_OTHER_INSTANCE:
         return f"{finding.headline}, while another instance is at work; alone it is right"
+    if why == _NO_OTHER_MODE:
+        return f"{finding.headline}, after a step of another mode; on a fresh instance it is right"
     return finding.headline if check == finding.check else finding.headline + _HEADLINE_ENDS.get(check, "")
 
 

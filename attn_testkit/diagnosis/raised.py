@@ -50,10 +50,10 @@ def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) ->
         return ""
     if rerunner.runs_eagerly(schedule) and _eager_raises(rerunner, schedule):
         return _without(rerunner, schedule)
-    if in_graph and case.mixed and rerunner.graph(schedule) is not None:
+    if case.mixed and (not in_graph or rerunner.graph(schedule) is not None):
         return (
-            "on an instance that no other mode uses nothing is raised: what is kept for the graphs of one mode, such "
-            "as metadata by batch size alone, is taken for those of another"
+            "on an instance that no other mode uses nothing is raised: another mode raises by itself, or what is kept "
+            "of one mode, such as metadata by batch size alone, is taken for another's"
         )
     return ""
 

@@ -37,6 +37,8 @@ def emulated_cuda(policy: Policy | None = None) -> Iterator[None]:
             yield
     finally:
         current.abandon_capture()
+        if current.order is not None:
+            current.order.all_done()
         session.install(None)
         INSTALLED.leave()
 

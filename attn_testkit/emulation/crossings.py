@@ -134,6 +134,8 @@ def _tolist(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str
         session.host_waits()
         if args[0].dim() > 0:
             session.refuse(rules.TO_HOST, "Tensor.tolist()")
+    else:
+        session.host_touches(args[0])
     return NotImplemented
 
 
@@ -141,6 +143,8 @@ def _print(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     if is_device(args[0]) and session.strict:
         session.touch(args[0])
         session.refuse(rules.HOST_READ, "print(tensor)")
+    elif not is_device(args[0]):
+        session.host_touches(args[0])
     return NotImplemented
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch._ops import OpOverload
 
-from attn_testkit.emulation.accesses import Access, access_of, accesses_of
+from attn_testkit.emulation.accesses import Access, Span, access_of, accesses_of
 from attn_testkit.emulation.memory import Block
 from attn_testkit.emulation.private import disable_functions, storage_from_weak
 from attn_testkit.emulation.program import Node, OpNode
@@ -51,5 +51,7 @@ def tell(order: StreamOrder, blocks: Iterable[Block], touched: Iterable[Touched]
         storage = block.owner if block.weak is None else storage_from_weak(block.weak)
         if storage is not None and block.nbytes and block.key in DEVICE.entries:
             order.knows(storage)
+        elif storage is not None and block.nbytes and order.holds_something:
+            order.device_uses(Access(block.address, block.address + block.nbytes, Span.SOME, False))
     for each in touched:
         order.touch_address(each.start, each.access, stream, each.what)

@@ -120,6 +120,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.session.touch(output, writes=True)
 
     def _host(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        order = self.session.keeps_order
+        if order is not None and order.holds_something:
+            for _, access in accesses_of(func, args, kwargs):
+                order.host_touches(access, self.session.operation or str(func))
         pinned = kwargs.get("pin_memory")
         result = func(*args, **({**kwargs, "pin_memory": False} if pinned else kwargs))
         return self.session.pin(result) if pinned else result
@@ -192,7 +196,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_whole(self, operation: Operation) -> Any:
         """Run an operation without a look inside."""
         session = self.session
-        result = operation.run()
+        if session.order is not None and not operation.on_device:
+            result = self._run_mixed(operation)
+        else:
+            result = operation.run()
         for _, output in operation.fresh(result):
             tag_device(output)
             if session.capture is not None and session.stream.cuda_stream:
@@ -204,6 +211,18 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if session.order is not None and not operation.on_device and _is_waited_for(operation):
             session.host_waits()
         return result
+
+    def _run_mixed(self, operation: Operation) -> Any:
+        """Run an operation on device and host memory, whose host memory a copy may be on its way to."""
+        session, written = self.session, operation.written()
+        for tensor in operation.tensors:
+            if not (is_device(tensor) or among(tensor, written)):
+                session.device_uses(tensor)
+        copies = operation.facts.name == "copy_" and not is_device(operation.args[0])
+        if not copies or _is_waited_for(operation):
+            return operation.run()
+        session.copies_to_host(operation.args[0], operation.run)
+        return operation.args[0]
 
     def take(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that writes none of its arguments, as if the dispatcher had shown it; no mode is active.

@@ -110,7 +110,33 @@ class Session:
         """The current stream copies between host and device. Raises EmulationError as ``PendingCopies.add``."""
         order = self.keeps_order
         if order is not None and non_blocking and is_device(target) and not is_device(source):
+            self.device_uses(source)
             order.copies.add(target, source, self.operation or "Tensor.copy_")
+
+    def device_uses(self, tensor: Tensor) -> None:
+        """Work of the device reads or writes host memory, which must be pinned."""
+        order = self.keeps_order
+        access = access_of(tensor, False) if order is not None and order.holds_something else None
+        if order is not None and access is not None:
+            order.device_uses(access)
+
+    def host_touches(self, tensor: Tensor, *, writes: bool = False) -> None:
+        """The host reads or writes memory of its own. Raises EmulationError if a copy to it may not have been made."""
+        order = self.keeps_order
+        access = access_of(tensor, writes) if order is not None and order.holds_something else None
+        if order is not None and access is not None:
+            order.host_touches(access, self.operation)
+
+    def copies_to_host(self, target: Tensor, copy: Callable[[], object]) -> None:
+        """Make a copy to the host that is asked not to block; what it brings is held back until the host waits.
+
+        Call it with function modes off.
+        """
+        order = self.keeps_order
+        before = None if order is None else order.before_copy(target)
+        copy()
+        if order is not None and before is not None:
+            order.holds_back(target, before, self.stream.cuda_stream, self.operation or "Tensor.copy_")
 
     def use(self, stream: StreamState) -> None:
         """Make `stream` the current one."""

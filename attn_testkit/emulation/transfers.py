@@ -10,7 +10,7 @@ from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.memory import fill_storage
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.tags import is_pinned, tag_device, tag_pinned
+from attn_testkit.emulation.tags import is_pinned, tag_device
 
 
 def mixed_devices(session: Session, operation: str) -> EmulationError:
@@ -43,9 +43,12 @@ def copy_across(
             adopt(session, result)
         elif non_blocking:  # CUDA allocates pinned memory for it
             fill_storage(result.untyped_storage(), session.policy.fill)
-            tag_pinned(result)
+            session.pin(result)
         session.begins_copy(result, source, non_blocking)
-        result.copy_(source, non_blocking=non_blocking)
+        if non_blocking and not to_device:
+            session.copies_to_host(result, lambda: result.copy_(source, non_blocking=True))
+        else:
+            result.copy_(source, non_blocking=non_blocking)
         session.touch(result, writes=True)
         if not non_blocking or not (is_pinned(source) or is_pinned(result)):
             session.host_waits()

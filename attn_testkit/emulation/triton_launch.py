@@ -222,7 +222,9 @@ def _refuse_wrong_floats(module: Any, executor: Any) -> None:
 
 def _refuse_host_pointers(executor: Any, pointers: list[Tensor]) -> None:
     for pointer in pointers:
-        if not (is_device(pointer) or is_pinned(pointer)):  # pinned memory is mapped into the device
+        if is_pinned(pointer):  # mapped into the device
+            session.require().device_uses(pointer)
+        elif not is_device(pointer):
             raise HostPointerError(
                 f"launch of triton kernel {executor.fn.__name__}",
                 author_site(),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, ForwardMode
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 from .a_graphs_alone import GraphsAlone
+from .a_modes_by_turns import SharedPlans
 from .a_warm_ups import EagerPlanWaits
 from .builds import CountedRunsBackend
 from .catalogue import control
-from .j_streams import PlansOnASideStream, StagesLengths
+from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths
 from .parent import PlannedBackend
 
 
@@ -81,3 +82,45 @@ class StagesLengthsByTurns(StagesLengths):
     capabilities = StagesLengths.capabilities.with_changes(
         families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode", "extend"}, graph={"decode", "target-verify"}
     )
+
+
+@control("reads-lengths-back")
+class LengthsReadBehindTheirCopy(ReadsLengthsBack):
+    """Lengths come back through pinned memory: an asynchronous copy, which the host waits for."""
+
+    capabilities = ReadsLengthsBack.capabilities.with_changes(
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode", "extend"}, graph={"decode", "target-verify"}
+    )
+
+
+@control("lengths-of-an-earlier-step")
+class LengthsOfAnEarlierStep(PlannedBackend):
+    """The longest request of an earlier step, as statistics: read once an event says that its copy is done."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode", "extend"}, graph={"decode", "target-verify"}
+    )
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.on_host = torch.zeros(context.max_bs, dtype=torch.int64, pin_memory=True)
+        self.copied: torch.cuda.Event | None = None
+        self.longest = 0
+
+    @override
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        if self.copied is not None and self.copied.query():  # type: ignore[no-untyped-call, unused-ignore]
+            self.longest = max(self.longest, *self.on_host.tolist())
+            self.copied = None
+        if self.copied is None and batch.batch_size:
+            self.on_host[: batch.batch_size].copy_(batch.seq_lens[: batch.batch_size], non_blocking=True)
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+            self.copied.record()
+        return super().plan_lengths(batch, counts)
+
+
+@control("plans-shared-by-modes")
+class PlansSharedByModes(SharedPlans):
+    """An eager plan is skipped where what all modes share is that of the same mode and lengths already."""
+
+    capabilities = SharedPlans.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})

@@ -122,3 +122,41 @@ class StagingBufferFilledAgain(StagesLengths):
     @override
     def next_buffer(self) -> torch.Tensor:
         return self.staging[0]
+
+
+class ReadsLengthsBack(PlannedBackend):
+    """Lengths are copied to pinned memory, and the host waits for the copy before it reads them."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.on_host = torch.zeros(context.max_bs, dtype=torch.int64, pin_memory=True)
+
+    def wait(self) -> None:
+        """Until the copy is done."""
+        torch.cuda.current_stream().synchronize()
+
+    @override
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        on_host = self.on_host[: batch.batch_size]
+        on_host.copy_(batch.seq_lens[: batch.batch_size], non_blocking=True)
+        self.wait()
+        lens = torch.tensor(on_host.tolist(), dtype=torch.int32, device=self.context.device)
+        return lens + counts if batch.forward_mode.is_target_verify() else lens
+
+
+@fault(
+    slug="lengths-read-before-their-copy",
+    source="flashinfer #564",
+    modes=_ALL,
+    checks=("completes", "matches-oracle", "reads-own-kv", "finite"),
+    hint="the host has not waited for that copy|while the device is still busy",
+    modelled="emulated CUDA refuses the read; on a GPU the numbers are those of an earlier step",
+)
+class LengthsReadBeforeTheirCopy(ReadsLengthsBack):
+    """Lengths are copied to pinned memory, and read there while the copy may be pending."""
+
+    @override
+    def wait(self) -> None:
+        pass

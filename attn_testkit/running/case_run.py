@@ -26,7 +26,7 @@ from ..contract import AttentionBackend, Capabilities, Execution, ForwardMode, U
 from ..environment import Environment, missing_here
 from ..results import NO_ROOM, Finding
 from ..runner_modes.clock import Clock
-from ..runner_modes.eager import run_eager
+from ..runner_modes.eager import eager_by_turns, run_eager
 from ..runner_modes.errors import DriveError, NoRoomError, out_of_memory
 from ..runner_modes.graphs import GraphRun, drive_graphs
 from ..runner_modes.harness import ServerHarness
@@ -72,8 +72,9 @@ def schedule_for(case: Case, claims: Capabilities) -> Schedule:
 def schedules_of(case: Case, execution: Execution, claims: Capabilities, environment: Environment) -> list[Schedule]:
     """What a drive of the case runs on one instance: its own schedule and, in mixed cases, those of other modes."""
     cases = [case]
-    if case.mixed and execution is Execution.GRAPH:
-        runnable = {mode for mode in claims.graph if not missing_here(claims, environment, mode)}
+    if case.mixed:
+        claimed = claims.graph | claims.eager if execution is Execution.GRAPH else claims.eager
+        runnable = {mode for mode in claimed if not missing_here(claims, environment, mode)}
         cases += claimed_companions(claims, case, runnable)
     return [schedule_for(each, claims) for each in cases]
 
@@ -260,6 +261,9 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
         seen += [
             run_eager(harness, schedule, few, drive.clock, label=few.label) for few in in_other_company(case, step)
         ]
+    if len(drive.schedules) > 1:
+        own = [(each, each.steps[0]) for each in drive.schedules]
+        seen += eager_by_turns(harness, own, drive.clock, ("modes by turns", "modes by turns, again"))
     with drive.clock.phase("setup"):
         drive.findings += refuses_undeclared(backend_class, schedule, harness.context, claims)
     return Driven(records=drive.records(seen))

@@ -30,6 +30,7 @@ from ..environment import Environment, resolve
 from ..model import pack
 from ..oracle.expect import expect, expect_of
 from ..results import CaseResult, Finding, Status
+from ..runner_modes.graphs import in_graphs, last_live
 from ..runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
 from .case_run import in_other_company, loop_of, schedule_for, schedules_of
 from .pool import WorkerLost
@@ -224,12 +225,17 @@ def _due(
         yield own.case.id, own.second.name, False
         if claims.batch_invariant and first.bs > 1:
             yield from ((own.case.id, few.name, False) for few in in_other_company(case, first))
+        yield from ((other.case.id, other.steps[0].name, False) for other in schedules[1:])
         return
-    for schedule in schedules:
+    captured = in_graphs(schedules, claims)
+    for schedule in captured:
         for step in schedule.steps:
             yield schedule.case.id, step.name, True
             if schedule.runs_eagerly(step, claims):
                 yield schedule.case.id, step.name, False
+    for schedule in schedules[1:]:
+        if schedule.case.mode in claims.eager:
+            yield schedule.case.id, last_live(schedule).name, False
 
 
 def _compared(case: Case, claims: Capabilities, observed: Sequence[Observation]) -> list[Finding]:

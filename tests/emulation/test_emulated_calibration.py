@@ -18,6 +18,8 @@ from attn_testkit.emulation.rule import Rule
 from attn_testkit.running.child import ChildLost
 
 MOST_FALSE_ALARMS = 2
+RACES = {"side stream: not forked, used", "side stream: event, unjoined", ".to(cpu,nb)"}
+"""The GPU got away with them."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def test_host_syncs_in_eager_code_agree(answers, gpu):
     result = store.compare(gpu, answers, ("sync",))
     assert result.compared > 450
     assert not result.missed, "\n".join(map(str, result.missed))
-    assert len(result.false_alarms) <= MOST_FALSE_ALARMS, "\n".join(map(str, result.false_alarms))
+    assert {each.job.name for each in result.false_alarms} <= RACES, "\n".join(map(str, result.false_alarms))
 
 
 def test_serving_loops_agree_step_by_step(answers, gpu):

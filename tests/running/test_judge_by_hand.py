@@ -397,9 +397,11 @@ def test_what_a_drive_runs_beside_its_own_case_is_claimed_and_can_run_here() -> 
         return sorted(schedule.case.mode for schedule in found[1:])
 
     assert modes(mixed) == ["draft-decode", "draft-extend", "draft-extend-v2", "extend", "target-verify"]
-    assert modes(mixed, EAGER) == []
+    assert modes(mixed, EAGER) == modes(mixed)
+    assert modes(mixed, EAGER, eager={"decode", "extend"}) == ["extend"]
     assert modes(parse_case(CASE)) == []
-    assert modes(mixed, graph={"decode", "target-verify"}) == ["target-verify"]
+    assert modes(mixed, graph={"decode", "target-verify"}, eager=set()) == ["target-verify"]
+    assert modes(mixed, graph={"decode"}, eager={"decode", "extend"}) == ["extend"], "eager steps between its replays"
     assert modes(mixed, requires=Requires(packages=("no-such-package",))) == []
     windowed = parse_case("decode-gqa2x2-d32-fp32-p4-k9.6-shuffled-gauss-w4-b2prod-mixed")
 
