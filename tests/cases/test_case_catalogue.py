@@ -218,7 +218,11 @@ def test_mla_tries_66000_keys_in_full_alone_and_as_many_heads_as_there_are() -> 
 
 def test_smoke_shares_an_instance_once_and_core_once_a_mode() -> None:
     assert [sum(case.mixed for case in every(mode, "smoke")) for mode in ForwardMode] == [1, 0, 0, 0, 0, 0]
-    assert not any(case.mixed for case in core(DECODE, graph={DECODE}))
+    assert not any(case.mixed for case in core(DECODE, graph={DECODE}, eager={DECODE}))
+    for graph in ({DECODE}, set[ForwardMode]()):
+        beside = [sum(case.mixed for case in core(mode, graph=graph, eager={DECODE, V2})) for mode in (DECODE, V2)]
+        assert beside == [1, 1], "modes that run eagerly share an instance too"
+    assert not any(case.mixed for case in core(V2, graph={DECODE, ForwardMode.EXTEND}, eager={DECODE, V2}))
     assert all(case.prefixes != (4096,) for mode in ForwardMode for case in every(mode, "smoke"))
 
 

@@ -65,7 +65,7 @@ AT_THE_EDGE: list[tuple[str, dict[str, object], dict[str, object], str]] = [
     (DECODE.replace("-b1", "-sink-b1"), {}, {"sinks": False}, "sinks"),
     (DECODE.replace("-b1", "-layers3from5groups-b1"), {"kv_groups": True}, {"kv_groups": False}, "KV groups"),
     (DECODE.replace("-b1", "-lsewhole-b1"), {}, {"lse": None}, "log-sum-exp: whole"),
-    (DECODE.replace("-b1prod", "-b1prod-mixed"), {}, {"graph": DECODES}, "graphs of several modes on one instance"),
+    (DECODE.replace("-b1prod", "-b1prod-mixed"), {}, {"graph": DECODES, "eager": DECODES}, "several modes on one instance"),
     (DRAFT.replace("steps3", "steps3-prefixed"), {"drafts_without_prefix": False}, {"dtypes": {"fp16"}}, "dtype bf16"),
     (DRAFT, {}, {"drafts_without_prefix": False}, "a draft without a prefix"),
     (DRAFT.replace("steps3", "steps3-loop2"), {"max_q_rows": 7}, {"max_q_rows": 6}, "a lossless loop of this draft"),
