@@ -28,7 +28,7 @@ class LseTransposed(OfParts):
 
 
 class SharedMeta(Varlen):
-    """Healthy: an eager plan keeps the metadata, but for the table, while those of all modes are of the same lengths."""
+    """Healthy: an eager plan keeps all metadata but the table, if the last plan of any mode had the same lengths."""
 
     capabilities = Varlen.capabilities.with_changes(needs_cpu_seq_lens=True)
 
