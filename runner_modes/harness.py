@@ -13,7 +13,7 @@ import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.data import DTYPES, StepData, make_layers, make_step_data, pool_image, stored_kv
-from attn_testkit.cases.kv_groups import pages_in_pool, slot_map
+from attn_testkit.cases.kv_groups import pages_in_pool, slot_map, table_of_group
 from attn_testkit.cases.layers import PERIOD
 from attn_testkit.cases.parts import parts_of
 from attn_testkit.cases.schedule import Schedule, Step
@@ -224,6 +224,15 @@ class ServerHarness:
         maps = (slot_map(schedule, group).astype(slots.dtype) for group in range(count))
         return np.stack([found[slots] for found in maps])
 
+    def _tables_of(self, schedule: Schedule, step: Step) -> npt.NDArray[Any]:
+        """[G, rows, max_context_len]: the request table of each KV group."""
+        if len(self.context.groups) == 1:
+            return self.in_groups(schedule, step.req_to_token)
+        windows = [layer.sliding_window_size for layer in self.context.layers]
+        tables = (table_of_group(schedule, step, windows[group.index]) for group in self.context.groups)
+        maps = (slot_map(schedule, group.index).astype(step.req_to_token.dtype) for group in self.context.groups)
+        return np.stack([found[table] for found, table in zip(maps, tables, strict=True)])
+
     def padding_slot(self, turn: int) -> int:
         """KV slot of rows of padding: those that the backend takes, by turns; at capture it is turn 0."""
         slots = sorted(self.capabilities.padding_slots, reverse=True)
@@ -263,7 +272,7 @@ class ServerHarness:
                 return np.arange(image.shape[2]), bytes_of(image)
 
         self.pool.fill((schedule, step, pattern), held, self.unowned)
-        tables = self.in_groups(schedule, step.req_to_token)
+        tables = self._tables_of(schedule, step)
         table, due_on_device = self._tables.fill(tables, due, hidden, rows.reshape(-1))
         slots = (schedule.num_pages + 1) * schedule.case.page_size
         return LoadedStep(schedule, step, given, slots, due, due_on_device, table, rows)

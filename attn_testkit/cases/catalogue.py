@@ -29,6 +29,7 @@ from .extremes import extreme_cases
 from .large_cases import large_cases
 from .layer_cases import layer_cases
 from .one_head import one_head_cases
+from .options_together import options_together_cases
 from .page_counts import page_count_cases
 from .pair_array import pair_array_cases
 from .parts import part_cases
@@ -385,6 +386,7 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from claimed_pair_cases(claims, base)
         yield from shared_prefix_cases(claims, base)
         yield from pair_array_cases(claims, base)
+        yield from options_together_cases(claims, base, plain_case(claims, mode))
     yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))

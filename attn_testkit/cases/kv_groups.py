@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from .layers import PERIOD
 from .schedule import Ints, Schedule, Step
 from .ways import way_of
 
-__all__ = ["group_of_place", "outgrown", "pages_in_pool", "slot_in_pool", "slot_map"]
+__all__ = ["group_of_place", "outgrown", "pages_in_pool", "slot_in_pool", "slot_map", "table_of_group"]
 
 
 def group_of_place(schedule: Schedule, place: int) -> int:
@@ -43,6 +44,24 @@ def pages_in_pool(schedule: Schedule) -> int:
 def slot_in_pool(schedule: Schedule, place: int, slot: int) -> int:
     """A slot of the schedule, as the pool of a layer has it."""
     return int(slot_map(schedule, group_of_place(schedule, place))[slot])
+
+
+def table_of_group(schedule: Schedule, step: Step, window: int) -> npt.NDArray[np.int32]:
+    """[rows, max_context_len] of a group with this window: slots as the schedule numbers them.
+
+    A page that every second request has let go of is one that it has still, as a pool gives pages again to whom it had
+    them from (vLLM #30915).
+    """
+    table, page = step.req_to_token, schedule.case.page_size
+    if window < 0:
+        return table
+    table = table.copy()
+    for request in step.requests[1::2]:
+        first = max(0, request.prefix - window) // page * page
+        whole = (request.prefix + request.new) // page * page
+        if first and whole > first:
+            table[request.pool_row, :page] = table[request.pool_row, whole - page : whole]
+    return table
 
 
 def outgrown(schedule: Schedule, step: Step, windows: tuple[int, ...]) -> Iterator[tuple[slice, Ints]]:

@@ -18,6 +18,7 @@ class KVGroup:
 
     Request rows, lengths and offsets are those of the batch, for all groups. A group of windowed layers has let go of
     pages that no row of the step sees: the request table still names them, and they hold finite numbers of anybody.
+    One of them may have come back as a later page of the same request: it stands twice in the row then (vLLM #30915).
     """
 
     index: int

@@ -28,11 +28,9 @@ ENOUGH = 5.0
 """A pair of values is looked for where so many cases should have it."""
 
 FEW_CASES = {
-    ("kv-memory", "capped-layer"): "a soft cap in a few cases of one mode",
     ("kv-memory", "shared-prefixes"): "one layout of five in one mode",
     ("kv-memory", "draft-topk"): "draft-extend has no such k and v",
     ("kv-memory", "num-tokens-per-req"): "speculative modes have no such k and v, but in mixed cases",
-    ("capped-layer", "draft-topk"): "a soft cap in one of six cases of one mode",
     ("capped-layer", "chunked-requests"): "a soft cap in a few of the cases in chunks, of one mode",
     ("capped-layer", "last-chunk"): "a soft cap in a few of the cases in chunks, of one mode",
     ("shared-prefixes", "draft-topk"): "one layout of five in one mode",

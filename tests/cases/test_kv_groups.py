@@ -10,7 +10,7 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.data import held_kv, make_layers, make_step_data, pool_image, stored_kv
-from attn_testkit.cases.kv_groups import group_of_place, outgrown, slot_in_pool, slot_map
+from attn_testkit.cases.kv_groups import group_of_place, outgrown, slot_in_pool, slot_map, table_of_group
 from attn_testkit.cases.layers import Layers
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.cases.untried import untried
@@ -118,3 +118,24 @@ def test_without_groups_nothing_is_let_go_of() -> None:
     schedule = make_schedule(parse_case("decode-gqa2x2-d32-bf16-p4-k40-shuffled-gauss-w7-layers3from5-b4prod"))
     assert list(outgrown(schedule, schedule.steps[0], (-1, 7, -1))) == []
     assert group_of_place(schedule, 1) == 0
+
+
+def test_a_page_that_every_second_request_of_a_windowed_group_has_let_go_of_is_one_that_it_has_still() -> None:
+    schedule = schedule_of("40.33.9.21", words="-w7")
+    step = max(schedule.steps, key=lambda step: step.bs)
+    page, window = schedule.case.page_size, 7
+    table = table_of_group(schedule, step, window)
+    changed = set[int]()
+    for index, request in enumerate(step.requests):
+        mine, before = table[request.pool_row], step.req_to_token[request.pool_row]
+        gone = max(0, request.prefix - window) // page * page
+        whole = (request.prefix + request.new) // page * page
+        if index % 2 and 0 < gone < whole:
+            assert mine[:page].tolist() == before[whole - page : whole].tolist()
+            assert mine[page:].tolist() == before[page:].tolist()
+            assert whole - page >= gone, "it is one that rows may see"
+            changed.add(request.pool_row)
+        else:
+            assert mine.tolist() == before.tolist()
+    assert changed
+    assert table_of_group(schedule, step, -1) is step.req_to_token

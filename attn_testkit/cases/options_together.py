@@ -1,0 +1,89 @@
+"""What a layer has, windows and caps and sinks, together with what is mostly tried alone: layouts of the KV pool,
+outputs that the caller gives, pools of many elements; and a context that is full.
+
+A path that is chosen by the layer has its own addresses and its own stores (vLLM #33759, vllm-ascend #6558).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
+from .case import CODES, Case
+from .layers import Layers
+from .plans import context_len
+from .pool_layouts import usual_layout
+from .ways import WAYS
+
+__all__ = ["options_together_cases"]
+
+_WAYS = ("withnew", "bare", "lent", "morerows", "noncausal", "ahead")
+"""Those that a kernel of a layer sees."""
+_WINDOW = 7
+"""Shorter than most of the requests."""
+_LONG, _LONG_OF_MLA = 66_000, 8_192
+"""Keys that a case of each mode has where as many are claimed; those of MLA have 576 numbers."""
+_SHORT = 300
+"""Tokens of context that all cases have anyway."""
+_DRAWS = 40
+_PAGES_BELOW = 6
+"""A draft has a region of pages for each branch beside its prefix."""
+
+
+def options_together_cases(claims: Capabilities, small: Case, plain: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with little work for each row and key, and of ``plain``, which has several KV heads."""
+    page = max((size for size in claims.page_sizes if size <= 16), default=min(claims.page_sizes))
+    small = replace(small, page_size=page, data="gauss")
+    yield from _layouts(claims, plain)
+    for word in _WAYS:
+        for alone in WAYS[word].cases(claims, small):
+            optional = _with_options(claims, alone)
+            if optional != alone:
+                yield optional
+    narrow = sorted(claims.kv_dtypes - {small.kv_dtype})
+    for word in ("lent", "bigpool") if narrow else ():
+        yield from (replace(alone, kv_dtype=narrow[0]) for alone in WAYS[word].cases(claims, small))
+    yield from _full_context(claims, small)
+
+
+def _layouts(claims: Capabilities, plain: Case) -> Iterator[Case]:
+    if plain.mode in (ForwardMode.DECODE, ForwardMode.DRAFT_DECODE):
+        return  # another array has them, or there is no window
+    page = next((size for size in sorted(claims.page_sizes) if size > 2), plain.page_size)
+    lens = (2 * page + 33, page + max(1, page // 2), 3)
+    new = plain.new and (*plain.new[:2], plain.new[0])
+    one = replace(plain, page_size=page, layout="shuffled", prefixes=lens, new=new, bucket=4, data="gauss")
+    optional = _with_options(claims, one)
+    if optional != one:
+        others = [name for name in KV_LAYOUTS if name in claims.kv_layouts and name != usual_layout(claims)]
+        yield from (replace(optional, kv_layout=name) for name in others)
+
+
+def _with_options(claims: Capabilities, plain: Case) -> Case:
+    """With all options of a layer that are claimed, in some of two layers; without a window where nothing is causal."""
+    windowed = plain.mode in claims.sliding_window and (plain.topk < 2 or claims.window_in_trees)
+    return replace(
+        plain,
+        layers=Layers(),
+        window=_WINDOW if windowed and plain.way != "noncausal" else -1,
+        logit_cap=1.5 if claims.logit_cap else 0.0,
+        sinks=claims.sinks,
+    )
+
+
+def _full_context(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """A request of as many tokens as is claimed, where no other case comes near, and one of five eighths, whose keys
+    are no multiple of a power of two: masks and tables of a fixed size end or come round there (vllm-ascend #6803).
+    """
+    most = claims.max_context_len
+    if most <= _SHORT or (most > _LONG_OF_MLA if small.is_mla else most > _LONG):
+        return
+    two = replace(small, prefixes=(1, 1), new=small.new[:1] * 2, bucket=2, layers=Layers(1))
+    # Whether the request table is wider than its longest request is drawn for each case: the longest that fits.
+    for below, shift in product(range(1, _PAGES_BELOW * small.page_size), range(_DRAWS)):
+        near = replace(two, prefixes=(most - below, most * 5 // 8 + shift), layout="shuffled", data=CODES)
+        if context_len(near) <= most:
+            yield near
+            return
