@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ..contract import Capabilities, ForwardMode
 from .case import Case
 from .parts import claims_of_parts, tried_of_parts
+from .plans import context_len
 
 __all__ = ["CLAIMS", "Claim", "Value", "most_rows", "rows_of", "says_untried", "untried"]
 
@@ -203,11 +204,23 @@ CLAIMS: dict[str, Claim] = {
     "context": Claim(
         "tokens of context",
         lambda claims, mode: (claims.max_context_len,),
-        lambda claims, case: max(case.prefixes) + 1,
+        lambda claims, case: _tokens_of_context(claims, case),
         bound=True,
     ),
 }
 """Name -> claim, in the order in which they are read, and are given small cases (``cases/small_cases.py``)."""
+
+
+def _tokens_of_context(claims: Capabilities, case: Case) -> int:
+    """All that are claimed, where the longest request and its new rows fill them."""
+    most = max(case.prefixes) + 1
+    if most < claims.max_context_len - _REGIONS * case.page_size:
+        return most
+    return max(most, context_len(case))
+
+
+_REGIONS = 6
+"""Pages that a draft may take behind its prefix."""
 
 
 def untried(claims: Capabilities, mode: ForwardMode, cases: Sequence[Case]) -> list[tuple[str, Value]]:
