@@ -11,7 +11,7 @@ from ..cases.case import Case
 from ..contract import Execution
 from .request import Item
 
-__all__ = ["Entry", "most_valuable_first", "pairs_of", "richest_first", "values_of"]
+__all__ = ["Entry", "most_valuable_first", "pairs_of", "richest_first", "values_of", "work_of"]
 
 Entry = tuple[Item, Case]
 _FIRST_ROUND = 16
@@ -23,26 +23,43 @@ def most_valuable_first(entries: Sequence[Entry], failed: Collection[tuple[str, 
 
     ``failed``: (backend, case id) of what failed the last time. Those come first; then, as smoke does, cases until
     every value of every dimension is met; then each time the case with the most pairs of values that none before it
-    has. In rounds: in each, one backend after the other, under no_grad before inference_mode, as in any plan, eager and
-    graph of a case next to each other.
+    has. In rounds: in each, one backend after the other, under no_grad before inference_mode, as in any plan, and
+    cases with little work before those with a hundred times as much; eager and graph of a case next to each other.
     """
     backends = list(dict.fromkeys(item.backend for item, _ in entries))
-    place: dict[tuple[str, str], tuple[int, int]] = {}
+    place: dict[tuple[str, str], tuple[int, int, int]] = {}
     for backend in backends:
         own = {case.id: case for item, case in entries if item.backend == backend}
-        first = _first(own, {case for name, case in failed if name == backend})
+        before = {case for name, case in failed if name == backend}
+        first = _first(own, before)
         taken = {case.id for case in first}
         rest = richest_first((case for case in own.values() if case.id not in taken), pairs_of, met=first)
         for number, case in enumerate([*first, *rest]):
-            place[backend, case.id] = (_round(number, len(first)), number)
+            work = 0 if case.id in before else work_of(case)
+            place[backend, case.id] = (_round(number, len(first)), work, number)
 
-    def key(entry: Entry) -> tuple[int, int, bool, int, bool]:
+    def key(entry: Entry) -> tuple[int, int, bool, int, int, bool]:
         item, case = entry
-        round_, number = place[item.backend, item.case]
+        round_, work, number = place[item.backend, item.case]
         graph = item.execution == Execution.GRAPH.value
-        return round_, backends.index(item.backend), case.inference_mode, number, graph
+        return round_, backends.index(item.backend), case.inference_mode, work, number, graph
 
     return tuple(item for item, _ in sorted(entries, key=key))
+
+
+_LITTLE = 10**7
+"""Products of numbers, of K and q alone."""
+
+
+def work_of(case: Case) -> int:
+    """0 where all rows of query heads meet all keys in little time; 1 for up to a hundred times as much, and so on."""
+    counts = case.new or (case.width,) * len(case.prefixes)
+    pairs = sum(new * (prefix + new) for prefix, new in zip(case.prefixes, counts, strict=True))
+    products = pairs * case.heads.q_heads * (case.head_dim + case.rope_dim) * case.layers.count
+    work = 0
+    while products >= _LITTLE:
+        products, work = products // 100, work + 1
+    return work
 
 
 def _first(own: dict[str, Case], failed: Collection[str]) -> list[Case]:

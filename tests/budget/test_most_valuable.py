@@ -10,7 +10,7 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.contract import ForwardMode
-from attn_testkit.running.most_valuable import most_valuable_first, pairs_of, richest_first, values_of
+from attn_testkit.running.most_valuable import most_valuable_first, pairs_of, richest_first, values_of, work_of
 from attn_testkit.running.plan import plan_run
 from attn_testkit.running.request import Item, Plan, Request
 
@@ -76,6 +76,19 @@ def test_a_process_goes_back_to_no_grad_once_a_round_at_most(valuable: Plan) -> 
     modes = [parse_case(item.case).inference_mode for item in valuable.items]
     back = sum(before and not after for before, after in itertools.pairwise(modes))
     assert 1 < back <= 6
+
+
+def test_in_a_round_cases_with_little_work_come_before_those_with_a_hundred_times_as_much(valuable: Plan) -> None:
+    """A case of 80 s that comes first leaves no time for those of one (`--budget`)."""
+    cases = [parse_case(item.case) for item in valuable.items]
+    first_round = next(i for i, case in enumerate(cases) if case.inference_mode)
+    work = [work_of(case) for case in cases[:first_round]]
+    assert work == sorted(work)
+    assert set(work) > {0}
+    few, more = "decode-gqa8x2-d128-bf16-p16-k{}-shuffled-gauss-layers1from0-b2prod", 128 * 16
+    exact = 10**7 // (16 * 128)
+    assert [work_of(parse_case(few.format(keys - 1))) for keys in (exact, exact + 1, 100 * exact)] == [0, 1, 1]
+    assert more * exact < 10**7 <= more * (exact + 1)
 
 
 def cases_of(*words: str) -> list[Case]:
