@@ -47,6 +47,10 @@ class SplitKV(Tiled):
     def split_of(self, index, rows):
         return index // self.length(rows)[:, None]
 
+    def is_of(self, number, index, rows):
+        """Which keys a split attends."""
+        return self.split_of(index, rows) == number
+
     def length(self, rows):
         """Keys in a split of each row."""
         tiles = (rows.kv_lens + self.SPLITS * self.TILE - 1) // (self.SPLITS * self.TILE)
@@ -54,9 +58,9 @@ class SplitKV(Tiled):
 
     def parts(self, scores, seen, v, rows):
         outs, lses = self.reserved(len(scores), rows.layer)
-        split = self.split_of(torch.arange(seen.shape[1], device=seen.device), rows)
+        index = torch.arange(seen.shape[1], device=seen.device)
         for number in range(self.SPLITS):
-            own = seen & (split == number)
+            own = seen & self.is_of(number, index, rows)
             self.store(outs[:, number], lses[:, number], *share_of(scores, own, v), own.any(-1))
         peak = lses.transpose(1, 2)
         return Parts(peak, torch.ones_like(peak), outs.transpose(1, 2))
