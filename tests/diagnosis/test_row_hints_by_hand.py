@@ -229,13 +229,17 @@ def test_where_all_rows_are_wrong_or_one_used_its_own_keys_no_stride_is_blamed()
     assert some != every
     assert said(some, None)
 
-    def asked(right: bool = False, used: frozenset[int] = frozenset(), **elsewhere: float) -> Any:
-        return Of(right=right, used=used, wanted=frozenset({1}), elsewhere=elsewhere, own=False)
+    def asked(right: bool = False, used: frozenset[int] = frozenset(), row: int = 4, **elsewhere: float) -> Any:
+        return Of(
+            right=right, used=used, wanted=frozenset({1}), elsewhere=elsewhere, own=False, request=row // 5, row=row % 5
+        )
 
     assert said(some, asked(used=frozenset({0})))
     assert not said(some, asked(right=True))
     assert not said(every, None)
     assert said(every, asked(others=1.0))
+    assert not said(every, asked(row=1, others=1.0)), "under a stride of two it is a row of its own request"
+    assert said(every, asked(row=5, others=1.0))
     assert not said(every, asked()), "it may have attended to nothing"
     assert not said(every, asked(unowned=1.0)), "an offset of rows leads to rows"
     assert not said(every, asked(used=frozenset({1}), others=0.5)), "an offset of rows leads to one request's"

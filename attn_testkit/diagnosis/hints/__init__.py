@@ -18,6 +18,7 @@ from .keys import (
     read_twice,
     weighs_a_little,
 )
+from .lengths import lengths_of_others
 from .memory import stored_elsewhere
 from .numbers import narrow_products, new_rows, other_scaling, right_keys, vanished_weights
 from .parameters import other_parameters
@@ -56,6 +57,7 @@ _PATTERNS: tuple[Pattern, ...] = (
     entered_at_query_offsets,
     rows_of_others,
     positions_of_another_request,
+    lengths_of_others,
     rows_of_other_layers,
     results_of_other_heads,
     uneven_offsets,
@@ -102,6 +104,7 @@ _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
     beyond_32_bits: _PATTERNS,
     stored_elsewhere: _PATTERNS,
     positions_of_another_request: (uneven_offsets, nothing_computed, later_requests, last_page, row_tile, *_GUESSES),
+    lengths_of_others: (uneven_offsets, length_threshold, later_requests, last_page, row_tile, *_GUESSES),
     rows_of_other_layers: (later_requests, elsewhere, *_GUESSES),
     kept_from_before: (nothing_computed, key_range, right_keys),
     nothing_computed: (key_range,),

@@ -351,7 +351,11 @@ def _cut_off(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
             f"the last {_keys(count)} missing in the graph alone: a length, a maximum length or a grid that was fixed "
             "when it was captured"
         )
-    return f"the last {_keys(count)} missing: seq_lens of this mode, or an end that is off by {count}"
+    text = f"the last {_keys(count)} missing: seq_lens of this mode, or an end that is off by {count}"
+    alike = [i for i, length in enumerate(e.lens) if i != attended.request and -(-length // page) * page == first]
+    if page > 1 and alike and count > page:
+        return f"{text}; {first} is what the pages of request {alike[0]} hold: its length or its part of a schedule"
+    return text
 
 
 _ROUND = 256
