@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .changed import beyond_32_bits, later_tiles, right_with_fewer_requests, right_without
+from .changed import (
+    beyond_32_bits,
+    later_tiles,
+    right_with_fewer_requests,
+    right_with_other_layers,
+    right_without,
+)
 from .drafts import only_empty_prefixes
 from .evidence import Evidence
 from .heads import heads_not_computed, results_of_other_heads
@@ -66,6 +72,7 @@ _PATTERNS: tuple[Pattern, ...] = (
     length_threshold,
     part_of_a_head,
     other_shape,
+    right_with_other_layers,
     heads_not_computed,
     some_heads,
     row_tile,
@@ -112,7 +119,8 @@ _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
     beyond_a_slot: _GUESSES,
     own_rows_mixed: (key_range,),
     some_dims: (key_range, right_keys),
-    other_shape: (some_heads, *_GUESSES),
+    other_shape: (right_with_other_layers, some_heads, *_GUESSES),
+    right_with_other_layers: (some_heads, elsewhere, read_twice, later_requests, last_page, *_GUESSES),
     heads_not_computed: (some_heads, *_GUESSES),
     some_heads: (elsewhere,),
     entered_at_query_offsets: (rows_of_others, uneven_offsets, later_requests, elsewhere, *_GUESSES),

@@ -53,7 +53,7 @@ def nothing_computed(e: Evidence) -> str:
     zero = (e.judgement.out == 0).flatten(2).all(-1)
     if not wrong.any() or not zero[wrong].all() or row_tile(e) or length_threshold(e):
         return ""
-    if widths := _with_a_window_alone(e):
+    if widths := with_a_window_alone(e):
         return (
             f"the layers with a sliding window ({widths}) are 0 throughout where they are wrong, and no others: "
             "it lies where the request has no KV token, as by positions, a length or a prefix of another request"
@@ -90,7 +90,7 @@ def nothing_computed(e: Evidence) -> str:
     )
 
 
-def _with_a_window_alone(e: Evidence) -> str:
+def with_a_window_alone(e: Evidence) -> str:
     """The windows of the wrong layers, where these are all that have one and some have none; else empty."""
     windows = [layer.sliding_window_size for layer in make_layers(e.schedule.case)]
     layers = e.judgement.wrong.flatten(1).any(-1).tolist()
