@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -116,6 +117,12 @@ def right_keys(e: Evidence) -> str:
             what = "not finite where values" if case.data in LARGE_VALUES else "a NaN where logits"
             return f"{what} are large: look at {large}" if large else ""
     if not attended.normalised:
+        if more := _counted_besides(attended):
+            return (
+                f"weights of the right KV tokens sum to {attended.total:.3g}, as if {more} more of logit 0 and value 0 "
+                "were there: splits or tiles without KV tokens that count as a log-sum-exp of 0, or masked KV tokens "
+                "in the denominator"
+            )
         fp8 = "FP8 scales, " if case.kv_dtype != "same" else ""
         cap = " (a soft cap comes before the mask)" if case.logit_cap else ""
         return (
@@ -149,6 +156,22 @@ def right_keys(e: Evidence) -> str:
             f"a fixed capacity); if none is, look at {', '.join(dict.fromkeys(suspects))}"
         )
     return f"the right KV tokens, wrong softmax weights or values: look at {', '.join(dict.fromkeys(suspects))}"
+
+
+def _counted_besides(attended: AttendedKeys) -> int:
+    """How many KV tokens of value 0 beside its own would give this sum of weights, where few have it; else 0."""
+    count, total = len(attended.wanted), attended.total
+    if not total or not 0 < count <= _FEW_ENOUGH:
+        return 0
+    of_scale = abs(math.log2(total) - round(math.log2(total))) < _OF_SCALE
+    more = count / total - count
+    return round(more) if abs(more - round(more)) < _WHOLE and round(more) > 0 and not of_scale else 0
+
+
+_FEW_ENOUGH, _WHOLE = 40, 0.15
+"""KV tokens up to which one more shows in a sum of rounded weights, and how far from a whole number it may be then."""
+_OF_SCALE = 0.04
+"""A sum as near to a power of two, in powers, may be that of a scale of an FP8 pool."""
 
 
 def _asked_a_wrong_head(e: Evidence, attended: AttendedKeys) -> bool:
