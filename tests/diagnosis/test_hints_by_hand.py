@@ -26,7 +26,9 @@ from attn_testkit.diagnosis.hints import (
     memory,
     numbers,
     parameters,
+    parts,
     rows,
+    unwritten,
     values,
     visibility,
 )
@@ -199,7 +201,21 @@ def test_a_part_of_a_head_is_some_of_its_values_and_not_all() -> None:
 
 
 def test_every_pattern_that_is_written_is_asked_once() -> None:
-    modules = (changed, drafts, heads, keys, lengths, memory, numbers, parameters, rows, values, visibility)
+    modules = (
+        changed,
+        drafts,
+        heads,
+        keys,
+        lengths,
+        memory,
+        numbers,
+        parameters,
+        parts,
+        rows,
+        unwritten,
+        values,
+        visibility,
+    )
     written = [name for module in modules for name in module.__all__]
     assert sorted(pattern.__name__ for pattern in _PATTERNS) == sorted(written)
 

@@ -28,6 +28,7 @@ from .lengths import lengths_of_others
 from .memory import stored_elsewhere
 from .numbers import narrow_products, new_rows, other_scaling, right_keys, vanished_weights
 from .parameters import other_parameters
+from .parts import only_empty_parts
 from .rows import (
     kept_from_before,
     last_page,
@@ -43,6 +44,7 @@ from .rows import (
     some_heads,
     uneven_offsets,
 )
+from .unwritten import columns_not_written, last_request_not_written
 from .values import computed_nan, nothing_computed, one_row_each, rows_of_other_layers
 from .visibility import (
     entered_at_query_offsets,
@@ -68,6 +70,9 @@ _PATTERNS: tuple[Pattern, ...] = (
     results_of_other_heads,
     uneven_offsets,
     only_empty_prefixes,
+    only_empty_parts,
+    last_request_not_written,
+    columns_not_written,
     kept_from_before,
     length_threshold,
     part_of_a_head,
@@ -118,6 +123,9 @@ _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
     read_twice: (beyond_a_slot,),
     beyond_a_slot: _GUESSES,
     own_rows_mixed: (key_range,),
+    only_empty_parts: (later_requests, last_page, elsewhere, *_GUESSES),
+    last_request_not_written: _GUESSES,
+    columns_not_written: (part_of_a_head, some_dims, *_GUESSES),
     some_dims: (key_range, right_keys),
     other_shape: (right_with_other_layers, some_heads, *_GUESSES),
     right_with_other_layers: (some_heads, elsewhere, read_twice, later_requests, last_page, *_GUESSES),

@@ -31,6 +31,12 @@ def elsewhere(e: Evidence) -> str:
     if attended is None or not attended.elsewhere or e.swapped:
         return ""
     place = max(attended.elsewhere, key=lambda name: attended.elsewhere[name])
+    whole = "" if e.schedule.case.page_size == 1 else ", or a last page that counts as full"
+    if place == "tail" and attended.used & attended.wanted and e.step.requests[attended.request].draft is not None:
+        return (
+            "slots of its draft's pages are read that hold no KV token of this branch: a page that is another branch's "
+            f"or was never filled{whole}"
+        )
     if place == "tail" and attended.used & attended.wanted:
         return "slots behind the last KV token are read: the last page counts as full, or a length is too large"
     if not attended.used & attended.wanted and attended.elsewhere.get("page0", 0.0) < _ALL_OF_IT:
@@ -39,10 +45,7 @@ def elsewhere(e: Evidence) -> str:
             "or the offset of its query rows"
         )
     if attended.wanted <= attended.used and place != "page0":
-        return (
-            "all of its own KV tokens are read, and slots behind them: a length that is too large, or a last page that "
-            "counts as full"
-        )
+        return f"all of its own KV tokens are read, and slots behind them: a length that is too large{whole}"
     return {
         "others": "KV tokens of other requests are read: a length too large, a wrong page or slot, a stale table entry",
         "page0": "page 0 is read, where padding lives: entries of the page table that were never filled, or an id of 0",
@@ -311,6 +314,12 @@ def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
         new = e.step.requests[attended.request].new
         twice = ", as many as it has new rows, which a length leaves out or takes off twice" if count == new else ""
         return f"the last {_keys(count)} missing of the prefix, and new ones are read{twice}"
+    draft, page = e.step.requests[attended.request].draft, e.schedule.case.page_size
+    if draft is not None and missing[0] >= prefix // page * page and missing[-1] - missing[0] >= count:
+        return (
+            f"KV tokens {ranges(missing)} are missing, which a branch has in pages of its own: entries of its row that "
+            "are another branch's, or were never filled"
+        )
     if missing == sorted(key for key in attended.wanted if key >= missing[0]):
         return _cut_off(e, attended, missing, last)
     if missing == sorted(key for key in attended.wanted if key <= missing[-1]):

@@ -129,6 +129,11 @@ def right_keys(e: Evidence) -> str:
             f"weights of the right KV tokens sum to {attended.total:.3g} instead of 1: look at {fp8}a denominator that "
             f"counts masked KV tokens or misses some{cap}, saturation, or partial results that are combined wrongly"
         )
+    if _rounded_to_fp8(e):
+        return (
+            "every value is within 1/16 of the right one: the output is rounded to FP8 on its way, as in a scratch of "
+            "the pool's dtype"
+        )
     few, free = e.judgement.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype not in FP8_PRODUCTS
     if few < _SMALL_ERROR and case.data != "negative":
         fp8 = ", or q and weights rounded to FP8, which matmul_dtype has to say" if free else ""
@@ -172,6 +177,24 @@ _FEW_ENOUGH, _WHOLE = 40, 0.15
 """KV tokens up to which one more shows in a sum of rounded weights, and how far from a whole number it may be then."""
 _OF_SCALE = 0.04
 """A sum as near to a power of two, in powers, may be that of a scale of an FP8 pool."""
+
+
+def _rounded_to_fp8(e: Evidence) -> bool:
+    """Every value of the wrong rows of heads is as near as a number of FP8 (e4m3), and some are no nearer.
+
+    Where weights or sums are wrong, small values are off by more than a part of their own size.
+    """
+    heads = e.judgement.wrong.any(-1)
+    out, want, limit = (
+        each[heads].double() for each in (e.judgement.out, e.expected.attention, e.expected.attention_limit)
+    )
+    off = (out - want).abs() - limit
+    near, far = off <= (want.abs() / 16).clamp(min=_LEAST), off > (want.abs() / 64).clamp(min=_LEAST / 4)
+    return bool(near.all()) and int(far.sum()) >= _MANY
+
+
+_MANY, _LEAST = 32, 2.0**-9
+"""Fewer values may be near by chance. What rounding to FP8 does to a number that is too small for its exponents."""
 
 
 def _asked_a_wrong_head(e: Evidence, attended: AttendedKeys) -> bool:

@@ -74,6 +74,13 @@ def nothing_computed(e: Evidence) -> str:
             "what merge_state made of the parts is 0 throughout where it is wrong: their weights are lost, as where "
             "exp is taken of a log-sum-exp without the larger one, or nothing merges them"
         )
+    if zero.all() and e.passed:
+        lone = ": here one new row, and no KV token before it" if e.lens == [1] else ""
+        return (
+            "the output is 0 throughout, in every layer, and other steps of the case are right: nothing was computed. "
+            "What is chosen by the number of requests, rows or KV tokens may have nothing for these, or the kernel "
+            f"returns early{lone}"
+        )
     if zero.all():
         return (
             "the output is 0 throughout, in every layer: nothing was computed. What chooses a kernel by head dim, "
