@@ -13,7 +13,8 @@ from ..results import Finding
 from .check import Check, Stage
 from .describe import number, row_name, spread_text, times
 from .judgement import Judgement, place_of_max
-from .lse_patterns import LseEvidence, lse_hint
+from .lse_hint import lse_hint
+from .lse_patterns import LseEvidence
 
 __all__ = ["CHECKS", "log_sum_exp"]
 
@@ -35,7 +36,7 @@ def log_sum_exp(judgement: Judgement, case: Case, claims: LogSumExp) -> list[Fin
     at = layer, row, part, head = place_of_max(found.isnan().double() if found.isnan().any() else ratio)
     request, name = int(expected.data.row_request[row]), _part_name(case, part)
     in_base = f" ({number(float(stored[at]))} in base 2)" if claims.base == "2" else ""
-    evidence = LseEvidence(case, expected.data, layer, part, found[layer, :, part], stored[layer, :, part])
+    evidence = LseEvidence(case, expected.data, layer, part, found[layer, :, part], stored[layer, :, part], claims.base)
     return [
         Finding(
             "log-sum-exp",

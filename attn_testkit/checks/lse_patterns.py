@@ -15,10 +15,9 @@ from ..cases.data import StepData, make_layers
 from ..cases.parts import parts_of
 from ..contract import AttentionLayer, KVPart
 from ..oracle.attention import Attention
-from ..oracle.limits import UNIT_ROUNDOFF
 from ..oracle.parts import attend_part
 
-__all__ = ["LseEvidence", "lse_hint"]
+__all__ = ["MISTAKES", "LseEvidence"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +33,8 @@ class LseEvidence:
     """[T, Hq] float64, as natural logarithms."""
     stored: torch.Tensor
     """[T, Hq], as they came."""
+    base: str = "e"
+    """What is claimed: "e" or "2"."""
 
     @property
     def merged(self) -> bool:
@@ -67,12 +68,20 @@ class LseEvidence:
         return None if sinks is None else sinks.double()
 
 
-def _base_2(e: LseEvidence) -> torch.Tensor:
-    return e.lse(sinks=e.has_sinks) / math.log(2)
+def _base_2_for_e(e: LseEvidence) -> torch.Tensor | None:
+    return e.lse(sinks=e.has_sinks) / math.log(2) if e.base == "e" else None
 
 
-def _base_e(e: LseEvidence) -> torch.Tensor:
-    return e.lse(sinks=e.has_sinks) * math.log(2)
+def _base_2_twice(e: LseEvidence) -> torch.Tensor | None:
+    return e.lse(sinks=e.has_sinks) / math.log(2) if e.base == "2" else None
+
+
+def _base_e_for_2(e: LseEvidence) -> torch.Tensor | None:
+    return e.lse(sinks=e.has_sinks) * math.log(2) if e.base == "2" else None
+
+
+def _base_e_twice(e: LseEvidence) -> torch.Tensor | None:
+    return e.lse(sinks=e.has_sinks) * math.log(2) if e.base == "e" else None
 
 
 def _transposed(e: LseEvidence) -> torch.Tensor:
@@ -120,9 +129,23 @@ def _sum_alone(e: LseEvidence) -> torch.Tensor:
     return attended.lse[e.layer] - attended.top[e.layer]
 
 
-_MISTAKES: Sequence[tuple[Callable[[LseEvidence], torch.Tensor | None], str]] = (
-    (_base_2, "it is in base 2, and a natural one is claimed: multiply it by ln 2, or claim base='2'"),
-    (_base_e, "it is a natural one, and base 2 is claimed: divide it by ln 2, or claim base='e'"),
+MISTAKES: Sequence[tuple[Callable[[LseEvidence], torch.Tensor | None], str]] = (
+    (
+        _base_2_for_e,
+        "it is in base 2, and a natural one is claimed: multiply it by ln 2, or claim base='2'",
+    ),
+    (
+        _base_2_twice,
+        "it is log2(e) times what it should be in base 2, which is claimed: it is turned to base 2 twice",
+    ),
+    (
+        _base_e_for_2,
+        "it is a natural one, and base 2 is claimed: divide it by ln 2, or claim base='e'",
+    ),
+    (
+        _base_e_twice,
+        "it is ln 2 times the natural one, which is claimed: it is multiplied by ln 2 twice, or was natural before",
+    ),
     (_transposed, "heads lie before rows in its memory: claim layout='[H, T]', or transpose it"),
     (_untransposed, "rows lie before heads in its memory: claim layout='[T, H]', or transpose it"),
     (_sinks_added, "the sink is counted once more than it should be: part.sinks is True in one of the parts alone"),
@@ -134,38 +157,3 @@ _MISTAKES: Sequence[tuple[Callable[[LseEvidence], torch.Tensor | None], str]] = 
     (_without_k_scale, "its logits lack the k_scale of the FP8 pool"),
 )
 """A log-sum-exp that a mistake gives, None where it makes no difference; and what to say of it."""
-
-
-_UNSHIFTED = (
-    "an exponential of a large number is 0 or Inf, and so the logarithm of their sum is -Inf or Inf: take {} out "
-    "before exp, and add it to the logarithm"
-)
-
-
-def lse_hint(evidence: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> str:
-    """The first mistake that explains every row and head; empty where none does.
-
-    ``want``, ``limit`` [T, Hq] float64: what is right, and how far it may be from that.
-    """
-    found = evidence.found
-    if found.isnan().any():
-        return "never written, or -inf minus -inf: a softmax over no key, or a merge of two parts without any"
-    empty = want == -torch.inf
-    if empty.any() and bool((((found - want).abs() <= limit) | empty).all()):
-        return "a part without keys must have -inf: anything else gives it weight in a merge"
-    widest = limit.where(limit.isfinite(), 0.0).max()
-    for mistake, text in _MISTAKES:
-        supposed = mistake(evidence)
-        # A log-sum-exp in another base is off by as much as itself, in that base; one of another place has its limit.
-        if supposed is not None and _alike(found, supposed, 2 * widest):
-            return text
-    if bool((found.isinf() & ~empty).any()):
-        return _UNSHIFTED.format("the larger of the parts' log-sum-exps" if evidence.merged else "the maximum")
-    rounded = evidence.stored.bfloat16().to(evidence.stored.dtype)
-    if torch.equal(evidence.stored, rounded) and _alike(found, want, limit + UNIT_ROUNDOFF["bf16"] * want.abs()):
-        return "it was rounded to bfloat16 on its way: keep it in float32, or claim dtype='model'"
-    return ""
-
-
-def _alike(found: torch.Tensor, supposed: torch.Tensor, limit: torch.Tensor) -> bool:
-    return bool(((found == supposed) | ((found - supposed).abs() <= limit)).all())

@@ -75,7 +75,10 @@ def held_instead(
         layout = case.kv_layout
         laid = "" if layout == "nhd" else f"; the KV pool of this case has layout {layout}: take all of its strides"
         fp8 = ", and an FP8 pool holds K / k_scale" if observed.pool.dtype.itemsize == 1 else ""
-        return f"it holds no live row of this step: k and v may be strided views of one tensor{fp8}{laid}{padding}"
+        views = f"k and v may be strided views of one tensor{fp8}{laid}"
+        if padded:
+            return f"it holds no live row of this step: a row of padding was stored over it. {PADDING_GOES}. Or {views}"
+        return f"it holds no live row of this step: {views}"
     if case.kv_layout != "nhd":
         return f"the KV pool of this case has layout {case.kv_layout}: take all of its strides"
     return ""

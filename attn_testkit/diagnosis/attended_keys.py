@@ -7,8 +7,9 @@ wrong (``checks/miscounts.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -27,8 +28,12 @@ __all__ = ["AttendedKeys", "find_attended", "ranges"]
 
 _MAX_PASSES = 6
 """Runs for one row; each names as many KV tokens as a head has values."""
+_TELLING = 3
+"""KV tokens of a prefix from which on its first and last ones are apart."""
 _ONCE = 1.25
 """How much more than the smallest a weight may be by rounding. Of tokens that count two and three times it is 1.5."""
+_HARDLY = 0.0005
+"""Below this, one decimal of a percentage would be 0."""
 _SMALL = 0.02
 """Weights below this are rounding."""
 
@@ -90,6 +95,12 @@ class AttendedKeys:
         return self.total is None or abs(self.total - 1) < _SMALL
 
     @property
+    def weighed_otherwise(self) -> bool:
+        """The right KV tokens alone, some with more weight than others, and less than 1 in all: none counts twice."""
+        alone = self.used == self.wanted and not self.elsewhere and not self.faint
+        return alone and bool(self.doubled) and self.total is not None and self.total <= 1 - _SMALL
+
+    @property
     def text(self) -> str:
         """One line for a report."""
         name = f"request {self.request}" + (f" row {self.row}" if self.row else "")
@@ -103,7 +114,8 @@ class AttendedKeys:
         if self.not_asked:
             text += f" ({ranges(self.not_asked)} not asked about)"
         if self.doubled:
-            text += f"; KV tokens {ranges(sorted(self.doubled))} counted more than once"
+            more = "have more weight than others" if self.weighed_otherwise else "counted more than once"
+            text += f"; KV tokens {ranges(sorted(self.doubled))} {more}"
         for run in self.of_others:
             text += f"; it attended to KV tokens {ranges(range(run.first, run.last + 1))} of request {run.request}"
         if self.faint:
@@ -112,10 +124,14 @@ class AttendedKeys:
                 f"{max(self.faint.values()):.2g} of what the others have"
             )
         for place, weight in self.elsewhere.items() if not self.of_others else ():
-            text += f"; {100 * weight:.{0 if weight >= _SMALL else 1}f}% of its weight went to {PLACES[place]}"
+            text += f"; {_percent(weight)} of its weight went to {PLACES[place]}"
         if not self.normalised:
             text += f"; its weights sum to {self.total:.3g}"
         return text
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.{0 if part >= _SMALL else 1}f}%" if part >= _HARDLY else f"{100 * part:.1g}%"
 
 
 def ranges(keys: Sequence[int]) -> str:
@@ -149,12 +165,18 @@ def find_attended(
 
 
 def _requests_to_ask(judgement: Judgement) -> list[int]:
-    """The one that the headline is about, and the first wrong one of several KV tokens."""
+    """The one that the headline is about, and the first wrong one of several KV tokens.
+
+    A request with a short prefix does not tell a prefix that is lost from its last KV tokens, where another does.
+    """
     data, row = judgement.expected.data, judgement.worst_row
     if row is None:
         return []
     headline = int(data.row_request[row])
+    prefixes = {i: request.prefix for i, request in enumerate(judgement.observed.step.requests)}
     several = [i for i in judgement.wrong_requests if int(data.visible[i].any(0).sum()) > 2]
+    if prefixes[headline] < _TELLING and any(prefixes[i] >= _TELLING for i in several):
+        several = [i for i in several if prefixes[i] >= _TELLING]
     return list(dict.fromkeys([headline, *several[:1]] if headline in several or not several else several[:1]))
 
 
@@ -176,7 +198,16 @@ def _counted_at(
             return None
         counted = asked
     found = find_miscounts(counted, flat)
-    return None if found is None or not found.runs else _of_miscounts(counted, schedule, found, flat)
+    if found is None or not found.runs:
+        return None
+    told = _of_miscounts(counted, schedule, found, flat)
+    if told.used >= told.wanted or told.elsewhere:
+        return told
+    # Runs of other requests would be known; what stands in the place of the missing ones may be nobody's.
+    layer = make_layers(schedule.case)[found.layer]
+    small = 0.5 / len(told.wanted)
+    ask = partial(_weights_of, rerunner, schedule, step, judgement, (found.layer, flat), in_graph=in_graph)
+    return replace(told, elsewhere=_weight_elsewhere(ask, told.request, told.head, layer.v_scale, small))
 
 
 def _of_miscounts(judgement: Judgement, schedule: Schedule, found: Miscounts, flat: int) -> AttendedKeys:
@@ -219,10 +250,9 @@ def _attended_at(
     starts = _starts(length, dims, wanted)
 
     def weights_of(pattern: str) -> torch.Tensor | None:
-        """[Hq, Dv] of the layer."""
-        answer = _ask(rerunner, schedule, step, pattern, expected, in_graph=in_graph)
-        values = None if answer is None else answer.out[index, flat, : layer.tp_q_head_num, :dims].double()
-        return None if values is None or not values[head].isfinite().all() else values
+        """[Hq, dims] of the layer."""
+        values = _weights_of(rerunner, schedule, step, judgement, (index, flat), pattern, in_graph=in_graph)
+        return None if values is None or not values[head, :dims].isfinite().all() else values[:, :dims]
 
     weights: dict[int, float] = {}
     by_head: list[torch.Tensor] = []
@@ -237,19 +267,43 @@ def _attended_at(
     # A slot more than there should be weighs as much as a KV token: beside many, that is less than ``_SMALL``.
     small = min(_SMALL, 0.5 / max(len(wanted), 1))
     if not known or small < _SMALL or abs(sum(weights.values()) - 1) >= _SMALL:
-        # A slot that no request owns holds its value as it is, and an FP8 pool's reader multiplies it.
-        scale = layer.v_scale
-        for name in PLACES:
-            values = weights_of(place_pattern(request, name))
-            weight = 0.0 if values is None else float(values[head, 0]) / (1.0 if name == "others" else scale)
-            if weight >= small:
-                elsewhere[name] = weight
+        elsewhere = _weight_elsewhere(weights_of, request, head, layer.v_scale, small)
     total = sum(weights.values()) + sum(elsewhere.values()) if known else None
     found = _read(request, row, weights, wanted, elsewhere, total)
     heads = _heads_astray(torch.cat(by_head, 1), sorted(weights), found.wanted)
     return replace(
         found, length=length, head=head, heads=heads, window=layer.sliding_window_size, shape=layer.head_shape
     )
+
+
+def _weights_of(
+    rerunner: Rerunner,
+    schedule: Schedule,
+    step: Step,
+    judgement: Judgement,
+    place: tuple[int, int],
+    pattern: str,
+    *,
+    in_graph: bool,
+) -> torch.Tensor | None:
+    """[Hq, Dv] float64: what a row of a layer gives for values of a pattern. ``place``: layer, flat row."""
+    (index, flat), layers = place, make_layers(schedule.case)
+    answer = _ask(rerunner, schedule, step, pattern, judgement.expected, in_graph=in_graph)
+    return None if answer is None else answer.out[index, flat, : layers[index].tp_q_head_num].double()
+
+
+def _weight_elsewhere(
+    ask: Callable[[str], torch.Tensor | None], request: int, head: int, scale: float, small: float
+) -> dict[str, float]:
+    """Name in ``PLACES`` -> the weight that a head gave it, from ``small`` on."""
+    found = {}
+    for name in PLACES:
+        values = ask(place_pattern(request, name))
+        # A slot that no request owns holds its value as it is, and an FP8 pool's reader multiplies it.
+        weight = torch.nan if values is None else float(values[head, 0]) / (1.0 if name == "others" else scale)
+        if math.isfinite(weight) and weight >= small:
+            found[name] = weight
+    return found
 
 
 def _right_dims(judgement: Judgement, layer: int, dims: int) -> int:
@@ -277,7 +331,7 @@ def _starts(length: int, dim: int, wanted: frozenset[int]) -> list[int]:
 def _heads_astray(weights: torch.Tensor, keys: list[int], wanted: frozenset[int]) -> tuple[int, ...]:
     """Heads that attended to others than ``wanted``, if not all did. ``weights`` [Hq, tokens asked about], ``keys``."""
     right = torch.tensor([key in wanted for key in keys])
-    used = weights > (weights.amax(1, keepdim=True) / 4).clamp(min=1e-6)
+    used = weights > (weights.amax(1, keepdim=True) * torch.where(right, _SMALL, 1 / 4)).clamp(min=1e-6)
     astray = (used != right).any(1)
     return () if astray.all() else tuple(astray.nonzero().flatten().tolist())
 
@@ -319,7 +373,8 @@ def _read(
 ) -> AttendedKeys:
     looked_at = frozenset(weights)
     top = max(weights.values(), default=0.0)
-    used = frozenset(k for k, w in weights.items() if w > max(top / 4, 1e-6))
+    # A KV token that should have weight has some where others count many times.
+    used = frozenset(k for k, w in weights.items() if w > max(top * (_SMALL if k in wanted else 1 / 4), 1e-6))
     # All weigh the same, each as often as it counts: even where most count twice, some counts once.
     once = min((weights[k] for k in used), default=0.0)
     doubled = frozenset(k for k in used if weights[k] > _ONCE * once)

@@ -10,6 +10,7 @@ Nothing here runs while things are right. Each question is one controlled run on
 * is an eager step right on a fresh instance?                     ``steps-independent``
 * is a step whose K and V are stored right when they are not yet? then k and v were read
 * is an eager first step wrong in the same rows when it is run again?  if not: a race
+* is it right with zeros in fresh memory?                         then something is taken for cleared
 * is the first step right in a case that lacks one thing?          then the fault hangs on that: ``changed_case.py``
 * did planning the replay replace tensors that the graph reads?   ``addresses-stable``, else ``replay-follows-batch``
 """
@@ -31,7 +32,7 @@ from .attended_keys import find_attended
 from .changed_case import ChangedCases
 from .figures import error_map, key_map
 from .hints import Evidence, hints
-from .rerun import OTHER_FILL, Rerunner
+from .rerun import CLEAR, OTHER_FILL, Rerunner
 from .swapped_rows import find_swapped
 
 __all__ = ["explain_numeric"]
@@ -56,6 +57,7 @@ def explain_numeric(
     else:
         check, why = _blame_eager(rerunner, finding, why, schedule, observed, right=_right(eager))
         why = why or _not_every_time(rerunner, schedule, observed, eager)
+        why = why or _with_clear_memory(rerunner, schedule, observed, eager)
     by_itself = check in ("buckets-independent", "steps-independent")
     attended = None if by_itself else find_attended(rerunner, schedule, judgement, in_graph=in_graph)
     evidence = Evidence(
@@ -171,6 +173,13 @@ def _not_every_time(rerunner: Rerunner, schedule: Schedule, observed: Observatio
     return "" if again is None or same else _OTHER_ROWS
 
 
+def _with_clear_memory(rerunner: Rerunner, schedule: Schedule, observed: Observation, eager: Judgement | None) -> str:
+    """Of a step that nothing ran before: whether it is right where fresh memory holds zeros."""
+    if observed.replay or observed.among or eager is None or eager.right:
+        return ""
+    return _RIGHT_IF_CLEAR if _right(_judged(schedule, rerunner.eager(schedule, observed.step, fill=CLEAR))) else ""
+
+
 def _where_wrong(judgement: Judgement) -> torch.Tensor:
     """[2, L, T, Hq] bool: heads of rows that are wrong, and that are not finite."""
     return torch.stack([judgement.wrong.any(-1), (~judgement.finite).any(-1)])
@@ -179,6 +188,10 @@ def _where_wrong(judgement: Judgement) -> torch.Tensor:
 _RIGHT_AGAIN = (
     "run again on a fresh instance it is right, with nothing else changed: a race, an order that nothing keeps, or "
     "memory that nobody wrote"
+)
+_RIGHT_IF_CLEAR = (
+    "with zeros in fresh memory it is right: a counter, a flag, a work list or a scratch is taken for cleared, and "
+    "nobody clears it"
 )
 _OTHER_ROWS = (
     "run again it is wrong in other rows or heads, with nothing changed: a race, an order that nothing keeps, or "

@@ -38,6 +38,8 @@ FEATURES: dict[str, Callable[[Case], Case]] = {
     "data": lambda case: replace(case, data="gauss"),
     "counts": lambda case: replace(case, new=(most_rows(case),) * case.bs) if case.mode.is_ragged() else case,
     "layers": lambda case: replace(case, layers=Layers()) if case.layers.count > PERIOD else case,
+    "shapes": lambda case: replace(case, layers=replace(case.layers, shapes=())),
+    "groups": lambda case: replace(case, layers=replace(case.layers, groups=False)),
     "far": lambda case: replace(case, way="") if case.way == "far" else case,
     "big pool": lambda case: replace(case, way="") if way_of(case).pool_elements else case,
 }

@@ -21,6 +21,17 @@ _WITHOUT: tuple[tuple[Callable[[Case], Case], Callable[[Case], str]], ...] = (
         ),
     ),
     (
+        FEATURES["shapes"],
+        lambda case: (
+            "nothing is raised where all layers have the same heads: look at what is sized or planned by those of "
+            "another layer, as by the first one's"
+        ),
+    ),
+    (
+        FEATURES["groups"],
+        lambda case: "nothing is raised where all layers share one KV group",
+    ),
+    (
         FEATURES["sinks"],
         lambda case: "nothing is raised without sinks (layer.sinks)",
     ),
@@ -43,14 +54,16 @@ _WITHOUT: tuple[tuple[Callable[[Case], Case], Callable[[Case], str]], ...] = (
 def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) -> str:
     """A hint, where one thing changed and nothing was raised; else nothing.
 
-    ``in_graph``: it was raised in a graph drive. What is raised in eager runs too is asked about there.
+    ``in_graph``: it was raised in a graph drive. What the first eager step raises too is asked about there.
     """
     case = schedule.case
     if case.rounds or case.host is not None:
         return ""
     if rerunner.runs_eagerly(schedule) and _eager_raises(rerunner, schedule):
-        return _without(rerunner, schedule)
-    if case.mixed and (not in_graph or rerunner.graph(schedule) is not None):
+        return _without(_eager_raises, rerunner, schedule)
+    if in_graph and _graph_raises(rerunner, schedule):
+        return "" if case.mixed else _without(_graph_raises, rerunner, schedule)
+    if case.mixed:
         return (
             "on an instance that no other mode uses nothing is raised: another mode raises by itself, or what is kept "
             "of one mode, such as metadata by batch size alone, is taken for another's"
@@ -62,13 +75,17 @@ def _eager_raises(rerunner: Rerunner, schedule: Schedule) -> bool:
     return rerunner.eager(schedule, schedule.steps[0]) is None
 
 
-def _without(rerunner: Rerunner, schedule: Schedule) -> str:
+def _graph_raises(rerunner: Rerunner, schedule: Schedule) -> bool:
+    return rerunner.graph(schedule) is None
+
+
+def _without(raises: Callable[[Rerunner, Schedule], bool], rerunner: Rerunner, schedule: Schedule) -> str:
     case = schedule.case
     for change, told in _WITHOUT:
         other = change(case)
         if other == case or not rerunner.claims(other):
             continue
         changed = make_schedule(other, "model", False, schedule.lse_dtype)
-        if not _eager_raises(rerunner, changed):
+        if not raises(rerunner, changed):
             return told(case)
     return ""

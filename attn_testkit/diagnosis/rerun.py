@@ -13,10 +13,10 @@ from ..runner_modes.graphs import AllocatedInCapture, GraphRun
 from ..runner_modes.messages import Driven, Rerun
 from ..runner_modes.options import DriveOptions
 
-__all__ = ["OTHER_FILL", "POISON", "Rerunner"]
+__all__ = ["CLEAR", "OTHER_FILL", "POISON", "Rerunner"]
 
-POISON, OTHER_FILL = 0xFF, 0xBC
-"""Bytes of uninitialised memory: NaN, and a small number whose bits change when it is rounded to another dtype."""
+POISON, OTHER_FILL, CLEAR = 0xFF, 0xBC, 0x00
+"""Bytes of uninitialised memory: NaN; a small number whose bits change when it is rounded to another dtype; zeros."""
 
 
 class Rerunner:

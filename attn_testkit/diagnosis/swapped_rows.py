@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..cases.case import CODES
-from ..cases.data import StepData
+from ..cases.data import StepData, make_layers
 from ..cases.schedule import Schedule, Step
 from ..checks import Judgement
 from ..checks.observation import Observation
+from ..oracle.attention import windowed
 from ..oracle.expect import attend_with_limit, expect
 from .rerun import Rerunner
 
@@ -107,10 +108,19 @@ def _result_of(judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, ro
     expected, data = judgement.expected, judgement.expected.data
     like = _like(out, expected.attention[layers], expected.attention_limit[layers], judgement.exists[layers])
     like[row] = False
+    like &= ~_sees_one_key(judgement, layers, int(data.row_request[row]))
     if not like.any():
         return []
     other = int(like.nonzero()[0])
     return [SwappedRow(*_place(data, row), *_place(data, other))]
+
+
+def _sees_one_key(judgement: Judgement, layers: torch.Tensor, request: int) -> torch.Tensor:
+    """[T] bool: rows of a request that see one KV token. Of that every query makes the same: it may be a mask's row."""
+    data, own = judgement.expected.data, make_layers(judgement.observed.schedule.case)
+    windows = [layer.sliding_window_size for layer, wrong in zip(own, layers.tolist(), strict=True) if wrong]
+    seen = torch.stack([windowed(data.visible, data, w)[data.row_request, data.row_offset].sum(-1) for w in windows])
+    return (seen == 1).all(0) & (data.row_request == request)
 
 
 def _copy_of(judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, row: int) -> list[SwappedRow]:

@@ -15,13 +15,14 @@ from attn_testkit.checks.log_sum_exp import log_sum_exp
 from attn_testkit.checks.lse_patterns import LseEvidence
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import LogSumExp
-from attn_testkit.oracle.expect import Expected, expect
+from attn_testkit.oracle.expect import Expected, attend_with_limit, expect
 from attn_testkit.results import Finding
 
 PREFIX = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.0.6-shuffled-gauss-lseprefix-b3prod")
 SINKS = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.0.6-shuffled-gauss-sink-lsepages2-b3prod")
 SQUARE = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.2.6.5-shuffled-gauss-lsewhole-b4prod")
 OWN = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.0.6-shuffled-gauss-lseprefixown-b3prod")
+LARGE = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.0.6-shuffled-negative-lseprefixown-b3prod")
 FP8 = schedule_of("decode-gqa2x2-d32-fp16-p4-k9.4.6-shuffled-gauss-kvfp8e4m3-cap1.5-lsewhole-b3prod")
 NATURAL = LogSumExp("e", whole={"decode"})
 BINARY = LogSumExp("2", whole={"decode"})
@@ -105,11 +106,17 @@ def test_what_is_not_finite_is_wrong_where_there_is_a_key(value: float) -> None:
 
 @pytest.mark.parametrize(("part", "what"), [(2, "the larger of the parts' log-sum-exps"), (0, "the maximum")])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
-def test_an_infinite_one_is_an_exponential_whose_maximum_was_left_in(value: float, part: int, what: str) -> None:
-    lse = sums(OWN)
+def test_an_infinite_one_is_an_exponential_whose_maximum_was_left_in_where_logits_are_large(
+    value: float, part: int, what: str
+) -> None:
+    lse = sums(LARGE)
+    assert lse[0, 0, part, 0].abs() > 80
     lse[0, 0, part, 0] = value
-    assert hint(OWN, lse).startswith("an exponential of a large number is 0 or Inf")
-    assert f"take {what} out before exp" in hint(OWN, lse)
+    assert hint(LARGE, lse).startswith("an exponential of a large number is 0 or Inf")
+    assert f"take {what} out before exp" in hint(LARGE, lse)
+    small = sums(OWN)
+    small[0, 0, part, 0] = value
+    assert hint(OWN, small) == "", "logits of normal numbers overflow in no exponential"
 
 
 def test_base_2_is_compared_as_base_2() -> None:
@@ -122,10 +129,44 @@ def test_usual_mistakes_are_named() -> None:
     lse = sums(SQUARE)
     assert "it is in base 2, and a natural one is claimed" in hint(SQUARE, lse / math.log(2))
     assert "it is a natural one, and base 2 is claimed" in hint(SQUARE, lse, BINARY)
+    assert "it is turned to base 2 twice" in hint(SQUARE, lse / math.log(2) ** 2, BINARY)
+    assert "it is multiplied by ln 2 twice" in hint(SQUARE, lse * math.log(2))
     transposed = lse.clone()
     transposed[:, :, 0] = lse[:, :, 0].mT.reshape(lse[:, :, 0].shape)
     assert "heads lie before rows in its memory" in hint(SQUARE, transposed)
     assert hint(SQUARE, lse + torch.rand(lse.shape)) == ""
+
+
+def test_another_order_of_heads_is_named_where_each_wrong_head_has_that_of_another_wrong_one() -> None:
+    lse = sums(SQUARE)
+    turned = lse.clone()
+    turned[0, 1:, 0] = lse[0, 1:, 0][:, [0, 2, 3, 1]]
+    told = "right in another order of heads: head 1 has that of head 2, head 2 has that of head 3 and so on"
+    assert hint(SQUARE, turned).startswith(told), "a row that is right may have any order"
+    turned[0, 3, 0, 3] = lse[0, 3, 0, 0]
+    assert hint(SQUARE, turned) == "", "one of them has that of no other wrong head"
+
+
+@pytest.mark.parametrize(("counts", "said"), [((9, 1, 4, 3), "the first 4 of its 7"), ((0, 3, 7, 6), "none of its 10")])
+def test_fewer_kv_tokens_of_a_part_are_named_by_their_number(counts: tuple[int, ...], said: str) -> None:
+    data = right(SQUARE).data
+    seen = data.visible & (torch.arange(data.visible.shape[-1]) < torch.tensor(counts)[:, None, None])
+    lse = sums(SQUARE)
+    rows = slice(2, 3) if "of its 7" in said else slice(0, 1)
+    lse[:, rows, 0] = attend_with_limit(SQUARE, replace(data, visible=seen))[0].lse[:, rows]
+    assert f"counts {said} KV tokens in this part" in hint(SQUARE, lse)
+    lse[:, rows, 0, :2] = 0.5
+    assert hint(SQUARE, lse) == "", "no number of KV tokens gives this in all heads"
+
+
+@pytest.mark.parametrize(("missing", "said"), [((2,), True), ((0,), False), ((0, 2), False)])
+def test_a_request_without_kv_tokens_before_those_that_count_none_is_named(
+    missing: tuple[int, ...], said: bool
+) -> None:
+    lse = sums(PREFIX)
+    lse[:, missing, PART_OF_PREFIX] = -torch.inf
+    assert hint(PREFIX, lse).startswith("right for no KV token")
+    assert ("request 1 before it has none there" in hint(PREFIX, lse)) is said
 
 
 def test_a_rounded_one_is_named_and_any_number_that_rounding_does_not_explain_is_not() -> None:

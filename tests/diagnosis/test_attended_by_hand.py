@@ -156,7 +156,7 @@ def test_another_request_is_asked_where_the_headlines_has_hardly_a_token_or_is_r
     assert _requests_to_ask(wrong_at(schedule)) == []
     three = wrong_at(schedule, (0, 1, 0), (0, 2, 0))
     three.out[0, 0, 0] += 99
-    assert _requests_to_ask(Judgement(observed(schedule, three.out), three.expected)) == [1]
+    assert _requests_to_ask(Judgement(observed(schedule, three.out), three.expected)) == [2], "1 has a prefix of two"
     lens = schedule.steps[0].lens
     judgement = wrong_at(schedule, (0, 2, 0))
     judgement.out[0, 3, 0] += 99
@@ -170,11 +170,13 @@ def test_another_request_is_asked_where_the_headlines_has_hardly_a_token_or_is_r
 
 
 def test_tokens_that_any_row_of_a_request_sees_are_counted() -> None:
-    schedule = make_schedule(parse_case("target-verify-gqa2x2-d32-fp32-p4-k1.9-t0.0.1-shuffled-gauss-b2prod"))
-    judgement = wrong_at(schedule, (0, 5, 0))
-    judgement.out[0, 0, 0] += 99
-    assert judgement.expected.data.visible[0].sum(1).tolist() == [2, 3, 3, 4], "its first row has hardly a token"
-    assert _requests_to_ask(Judgement(observed(schedule, judgement.out), judgement.expected)) == [0]
+    for prefix, asked in ((2, 0), (3, 1)):
+        case = f"target-verify-gqa2x2-d32-fp32-p4-k1.{prefix}-t0.0.1-shuffled-gauss-b2prod"
+        schedule = make_schedule(parse_case(case))
+        judgement = wrong_at(schedule, (0, 5, 0))
+        judgement.out[0, 0, 0] += 99
+        assert judgement.expected.data.visible[0].sum(1).tolist() == [2, 3, 3, 4], "its first row has hardly a token"
+        assert _requests_to_ask(Judgement(observed(schedule, judgement.out), judgement.expected)) == [asked]
 
 
 def test_long_requests_are_asked_at_both_ends() -> None:
@@ -203,9 +205,26 @@ def test_of_a_long_request_codes_name_the_few_tokens_that_are_wrong_in_one_run()
     lens = schedule.steps[0].lens
     backend = Backend(schedule, lambda request, key, head: 0.0 if key in (150, 151) else 1 / (lens[request] - 2))
     told = found(wrong_at(schedule, (0, 1, 0)), backend)
-    assert [pattern for _, pattern, _ in backend.asked] == [CODES]
+    assert [pattern for _, pattern, _ in backend.asked] == [CODES, *(f"place.1.{name}" for name in PLACES)]
     assert told.text == "request 1 attended to KV tokens 0..149, 152..300, expected 0..300"
     assert (told.not_asked, told.head, told.heads, told.right) == ([], 0, (), False)
+
+
+@pytest.mark.parametrize(("weight", "said"), [(0.49 / 301, False), (0.51 / 301, True)])
+def test_what_stands_in_the_place_of_a_token_that_codes_miss_is_asked_for(weight: float, said: bool) -> None:
+    schedule = make_schedule(parse_case(LONG))
+    backend = Backend(schedule, lambda request, key, head: 0.0 if key == 300 else 1 / 300, page0=weight)
+    told = found(wrong_at(schedule, (0, 1, 0)), backend)
+    assert ("page0" in told.elsewhere) is said
+    assert sorted(told.wanted - told.used) == [300]
+
+
+def test_where_codes_find_a_token_twice_no_place_is_asked_for() -> None:
+    schedule = make_schedule(parse_case(LONG))
+    backend = Backend(schedule, lambda request, key, head: (2 if key == 7 else 1) / 302, page0=1.0)
+    told = found(wrong_at(schedule, (0, 1, 0)), backend)
+    assert [pattern for _, pattern, _ in backend.asked] == [CODES]
+    assert (sorted(told.doubled), told.elsewhere) == ([7], {})
 
 
 def test_what_codes_cannot_name_is_asked_token_by_token() -> None:
@@ -307,9 +326,11 @@ def test_the_first_wrong_row_of_the_layer_that_sees_most_is_asked_about() -> Non
     ("weights", "used", "doubled"),
     [
         ({0: 0.5, 1: 0.5}, {0, 1}, set()),
-        ({0: 0.4, 1: 0.1, 2: 0.5}, {0, 2}, set()),
-        ({0: 0.4, 1: 0.1}, {0}, set()),
-        ({0: 0.4, 1: 0.101}, {0, 1}, {0}),
+        ({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}, {0, 1, 2, 3}, {1, 2, 3}),
+        ({0: 0.5, 1: 0.01}, {0}, set()),
+        ({0: 0.5, 1: 0.0101}, {0, 1}, {0}),
+        ({0: 0.4, 9: 0.1}, {0}, set()),
+        ({0: 0.4, 9: 0.101}, {0, 9}, {0}),
         ({0: 0.25, 1: 0.25, 2: 0.5}, {0, 1, 2}, {2}),
         ({0: 0.25, 1: 0.25, 2: 0.3125}, {0, 1, 2}, set()),
         ({0: 0.25, 1: 0.25, 2: 0.3126}, {0, 1, 2}, {2}),
@@ -323,7 +344,7 @@ def test_what_counts_as_used_and_as_counted_twice(weights: dict[int, float], use
     told = _read(1, 2, weights, frozenset(range(9)), {"tail": 0.1}, 0.9)
     assert (told.used, told.doubled) == (used, doubled)
     assert (told.request, told.row, told.looked_at, told.length, told.total) == (1, 2, set(weights), len(weights), 0.9)
-    assert told.wanted == set(weights)
+    assert told.wanted == set(weights) - {9}
     assert (told.head, told.heads, told.window) == (0, (), -1), "until somebody says which head was asked"
     assert not told.right
     assert ("counted more than once" in told.text) is bool(doubled)

@@ -18,7 +18,7 @@ from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import ForwardMode
 from attn_testkit.diagnosis import blame
 from attn_testkit.diagnosis.blame import explain_numeric
-from attn_testkit.diagnosis.rerun import OTHER_FILL, POISON, Rerunner
+from attn_testkit.diagnosis.rerun import CLEAR, OTHER_FILL, POISON, Rerunner
 from attn_testkit.oracle.expect import expect
 from attn_testkit.results import Finding
 
@@ -47,7 +47,7 @@ def seen(
 
 
 class Asked:
-    """Answers by name: eager, stored, zeros, fill, graph, calm, alone, exact, copied."""
+    """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, copied."""
 
     def __init__(self, step: Step, **answers: object) -> None:
         self.step, self.answers, self.questions = step, answers, list[str]()
@@ -62,6 +62,7 @@ class Asked:
         if not self.runs_eagerly(schedule):
             return None
         name = "fill" if fill == OTHER_FILL else "zeros" if unowned == 0.0 else "eager"
+        name = "clear" if fill == CLEAR else name
         if name == "eager" and self.step.stored and not step.stored:
             name = "stored"
         return self._answer(name, lambda value: seen(self.step, value))
@@ -155,6 +156,17 @@ def test_a_first_step_that_is_not_wrong_every_time_is_said_to_be_a_race() -> Non
     assert "run again" not in explained(among="steps", eager="right")[0].hint
     assert explained(among="steps", **{"eager again": "other row"})[0].hint == ""
     assert "run again" not in explained(replay=True, eager="right")[0].hint
+
+
+def test_a_first_step_that_is_right_with_zeros_in_fresh_memory_takes_something_for_cleared() -> None:
+    said = "with zeros in fresh memory it is right: a counter, a flag"
+    assert explained(clear="right")[0].hint.startswith(said)
+    assert explained("output-written", value="poison", clear="right", fill="other fill")[0].hint.startswith(said)
+    assert explained(clear="other row")[0].hint == ""
+    assert explained(clear=None)[0].hint == "", "it raised"
+    assert explained(among="steps", clear="right")[0].hint == "", "steps before it may have cleared it"
+    assert "zeros in fresh" not in explained(clear="right", eager="right")[0].hint, "it is no matter of memory"
+    assert "clear" not in explained(replay=True, clear="right")[1]
 
 
 REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [

@@ -13,7 +13,7 @@ from wrong_steps import observed, wrong_at
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule
 from attn_testkit.checks import Judgement
-from attn_testkit.checks.observation import Observation, copies_of
+from attn_testkit.checks.observation import Observation
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.changed_case import DRAWS, ChangedCases, with_keys_up_to
 from attn_testkit.diagnosis.hints import Evidence, hints
@@ -42,7 +42,7 @@ class Backend:
         if wrong is None:
             return None
         out = expect(schedule, step).attention + 9.0 * wrong
-        return Observation(schedule, step, "", copies_of([("attention", str(i), o) for i, o in enumerate(out)]))
+        return observed(schedule, out)
 
 
 def asked_of(wrong: Wrong, case: str = CASE, **more: Any) -> ChangedCases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -21,10 +22,13 @@ from attn_testkit.diagnosis.hints import (
     heads,
     hints,
     keys,
+    lengths,
     memory,
     numbers,
     parameters,
+    parts,
     rows,
+    unwritten,
     values,
     visibility,
 )
@@ -121,6 +125,57 @@ def test_as_many_read_twice_as_missing_are_one_mistake() -> None:
     assert read_twice(evidence(attended(range(LENGTH)))) == ""
 
 
+@pytest.mark.parametrize(("total", "heavier"), [(0.5, True), (0.98, True), (0.99, False), (1.0, False), (2.0, False)])
+def test_kv_tokens_whose_weights_do_not_sum_to_one_are_heavier_and_not_counted_twice(
+    total: float, heavier: bool
+) -> None:
+    found = attended(range(LENGTH), doubled=frozenset({299}), total=total)
+    assert found.weighed_otherwise is heavier
+    assert ("KV tokens 299 have more weight than others" in found.text) is heavier
+    assert ("KV tokens 299 counted more than once" in found.text) is not heavier
+    told = key_range(evidence(found))
+    assert told.startswith("KV tokens 299 have more weight than others, and all of them sum to") is heavier
+    assert told.startswith("KV tokens are counted more than once") is not heavier
+    assert not replace(found, elsewhere={"tail": 0.1}).weighed_otherwise
+    assert not replace(found, doubled=frozenset()).weighed_otherwise
+    assert not replace(found, used=frozenset({1})).weighed_otherwise
+    assert not replace(found, faint={7: 0.1}).weighed_otherwise
+
+
+@pytest.mark.parametrize(
+    ("doubled", "part"),
+    [
+        (range(0, LENGTH, 2), "rank 0 of 2"),
+        (range(1, LENGTH, 2), "rank 1 of 2"),
+        (range(1, LENGTH - 2, 2), ""),
+        ([*range(0, LENGTH, 2), 7], ""),
+    ],
+)
+def test_a_part_that_weighs_more_than_the_others_is_a_matter_of_its_log_sum_exp(
+    doubled: Sequence[int], part: str
+) -> None:
+    found = attended(range(LENGTH), doubled=frozenset(doubled))
+    in_parts = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p1-k299.40-shuffled-gauss-lsepages2own-b2prod"))
+    told = key_range(evidence(found, schedule=in_parts))
+    assert told.startswith(f"all KV tokens of {part} have more weight than those of other parts") is bool(part)
+    assert "counted more than once" in key_range(evidence(found)), "this case has no parts"
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ({298}, "the last KV token is missing of the prefix, and new ones are read, as many as it has new rows"),
+        ({297, 298}, "the last 2 KV tokens are missing of the prefix, and new ones are read"),
+        ({296, 297}, "KV tokens in the middle are missing"),
+        (set(range(299)), "the whole prefix is missing"),
+    ],
+)
+def test_the_end_of_a_prefix_is_no_split_that_is_skipped(missing: set[int], said: str) -> None:
+    told = key_range(evidence(attended(set(range(LENGTH)) - missing)))
+    assert told.startswith(said)
+    assert ("as many as it has new rows" in told) is (missing == {298})
+
+
 def test_the_text_says_what_was_attended_to_and_what_was_expected() -> None:
     assert attended(set()).text == "request 0 attended to no KV token, expected 0..299"
     assert attended(range(9)).text == "request 0 attended to KV tokens 0..8, expected 0..299"
@@ -146,7 +201,21 @@ def test_a_part_of_a_head_is_some_of_its_values_and_not_all() -> None:
 
 
 def test_every_pattern_that_is_written_is_asked_once() -> None:
-    modules = (changed, drafts, heads, keys, memory, numbers, parameters, rows, values, visibility)
+    modules = (
+        changed,
+        drafts,
+        heads,
+        keys,
+        lengths,
+        memory,
+        numbers,
+        parameters,
+        parts,
+        rows,
+        unwritten,
+        values,
+        visibility,
+    )
     written = [name for module in modules for name in module.__all__]
     assert sorted(pattern.__name__ for pattern in _PATTERNS) == sorted(written)
 

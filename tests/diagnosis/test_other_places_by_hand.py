@@ -57,7 +57,8 @@ def attended(
     seen = expect(schedule, schedule.steps[0]).data.visible[request, row].nonzero().flatten().tolist()
     due = frozenset(seen if wanted is None else wanted)
     has = due if used is None else frozenset(used)
-    return AttendedKeys(request, row, has, due, frozenset(), frozenset(range(length)), length, {}, None, **more)
+    elsewhere = more.pop("elsewhere_of", {})
+    return AttendedKeys(request, row, has, due, frozenset(), frozenset(range(length)), length, elsewhere, None, **more)
 
 
 def with_data(schedule: Schedule, **changes: Any) -> torch.Tensor:

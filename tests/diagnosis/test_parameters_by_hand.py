@@ -183,11 +183,64 @@ def test_new_rows_as_given_are_mapped_to_heads_as_the_others_are() -> None:
     assert other_parameters(evidence(out, given)).startswith("right for query head h with KV head h % 2")
 
 
-def test_heads_that_are_no_group_and_a_pool_without_scales_are_asked_about_neither() -> None:
-    for case, changed in (
-        (CASE.replace("gqa3x2", "mha2"), heads(lambda h: (h % 2)[:2].flip(0))),
-        (CASE.replace("-kvfp8e4m3", ""), {"kv_scales": scales(0, 0)}),
-    ):
-        schedule = make_schedule(parse_case(case))
-        out = attended(schedule=schedule, **changed)
-        assert other_parameters(evidence(out, schedule)) == ""
+def test_a_pool_without_scales_is_not_asked_about_them() -> None:
+    schedule = make_schedule(parse_case(CASE.replace("-kvfp8e4m3", "")))
+    out = attended(schedule=schedule, kv_scales=scales(0, 0))
+    assert other_parameters(evidence(out, schedule)) == ""
+
+
+NO_GROUPS = make_schedule(parse_case(CASE.replace("gqa3x2", "mha4")))
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        ([0, 0, 0, 0], "right for every query head with KV head 0, or query head h with KV head h // 4, which is"),
+        ([0, 1, 3, 2], "right with KV head 3 for head 2, KV head 2 for head 3: a query head h has KV head h // 1"),
+        ([1, 0, 3, 2], "right with KV head 1 for head 0, KV head 0 for head 1, KV head 3 for head 2 and so on"),
+        ([0, 1, 2, 3], ""),
+    ],
+)
+def test_another_kv_head_is_named_where_heads_are_no_groups(places: list[int], text: str) -> None:
+    changed = {
+        name: lambda data, name=name: getattr(data, name)[:, :, :, places] for name in ("stored_keys", "stored_values")
+    }
+    told = other_parameters(evidence(attended(schedule=NO_GROUPS, **changed), NO_GROUPS))
+    assert told.startswith(text)
+    assert bool(told) is bool(text)
+
+
+def test_no_kv_head_is_named_where_a_head_has_that_of_none() -> None:
+    out = expect(NO_GROUPS, NO_GROUPS.steps[0]).attention.clone()
+    out[:, :, 2] += 1
+    assert other_parameters(evidence(out, NO_GROUPS)) == ""
+
+
+TWO_CALLS = make_schedule(parse_case(CASE.replace("decode", "extend").replace("k40.9.21", "k40.9.21-n3a3.2.1")))
+PREFIXES = torch.tensor([40, 9, 21])
+
+
+@pytest.mark.parametrize("whose", ["the prefix", "this step"])
+@pytest.mark.parametrize(("names", "said"), [("kv", "k_scale and v_scale"), ("k", "k_scale"), ("v", "v_scale")])
+def test_scales_that_reach_one_of_two_calls_are_named(names: str, said: str, whose: str) -> None:
+    def without(name: str, of: int) -> Any:
+        def change(data: Any) -> Any:
+            before = torch.arange(data.visible.shape[-1]) < PREFIXES[:, None]
+            lacking = before if whose == "the prefix" else ~before
+            return getattr(data, name) / torch.where(lacking[None, :, :, None, None], data.kv_scales[of], 1.0)
+
+        return change
+
+    changed: dict[str, Any] = {}
+    if "k" in names:
+        changed["stored_keys"] = without("keys", 0)
+    if "v" in names:
+        changed["stored_values"] = without("values", 1)
+    out = attended(schedule=TWO_CALLS, **changed)
+    heavy = AttendedKeys(0, 0, frozenset({0, 1}), frozenset({0, 1}), frozenset({1}), frozenset({0, 1}), 2, {}, 0.8)
+    for asked in (None, heavy):
+        told = other_parameters(evidence(out, TWO_CALLS, attended=asked))
+        assert told.startswith(f"right without {said} for KV tokens of {whose}, and with them for"), told
+    assert other_parameters(evidence(out, TWO_CALLS, attended=replace(heavy, total=1.0))) == "", "1 counts twice"
+    out[:, 0] += 1
+    assert other_parameters(evidence(out, TWO_CALLS)) == "", "and something else is wrong"

@@ -203,6 +203,31 @@ def test_weights_that_do_not_sum_to_one_are_named_with_what_the_case_has() -> No
     assert told(total=None).startswith(SUSPECTS)
 
 
+@pytest.mark.parametrize(
+    ("count", "total", "more"),
+    [
+        (10, 10 / 13, 3),
+        (10, 10 / 11, 1),
+        (40, 40 / 42, 2),
+        (41, 41 / 43, 0),
+        (10, 10 / 12.5, 0),
+        (10, 10 / 13.1, 3),
+        (10, 10 / 13.2, 0),
+        (10, 0.5, 0),
+        (10, 0.26, 0),
+        (10, 10 / 9, 0),
+        (10, 0.0, 0),
+    ],
+)
+def test_a_sum_of_weights_that_some_kv_tokens_of_value_0_give_says_how_many(
+    count: int, total: float, more: int
+) -> None:
+    said = f"as if {more} more of logit 0 and value 0 were there"
+    found = told(seen=count, total=total)
+    assert (said in found) is bool(more)
+    assert ("instead of 1" in found) is not more
+
+
 USUAL = "right for a scaling of 1/sqrt(head_dim)"
 KEPT = "right with the scaling of layer {} in all layers"
 

@@ -19,7 +19,15 @@ def request(new: int = 1, prefix: int = 9, topk: int = 0) -> Any:
 
 def case(**fields: Any) -> Any:
     shape = HeadShape(fields.pop("q_heads", 4), fields.pop("kv_heads", 2), 32)
-    values = {"mode": ForwardMode.DECODE, "width": 4, "page_size": 4, "data": "gauss", "layout": "shuffled", **fields}
+    values = {
+        "mode": ForwardMode.DECODE,
+        "width": 4,
+        "page_size": 4,
+        "data": "gauss",
+        "layout": "shuffled",
+        "parts": "",
+        **fields,
+    }
     return Of(head_shape=shape, rope_dim=0, head_maps=(), **values)
 
 
@@ -221,13 +229,17 @@ def test_where_all_rows_are_wrong_or_one_used_its_own_keys_no_stride_is_blamed()
     assert some != every
     assert said(some, None)
 
-    def asked(right: bool = False, used: frozenset[int] = frozenset(), **elsewhere: float) -> Any:
-        return Of(right=right, used=used, wanted=frozenset({1}), elsewhere=elsewhere, own=False)
+    def asked(right: bool = False, used: frozenset[int] = frozenset(), row: int = 4, **elsewhere: float) -> Any:
+        return Of(
+            right=right, used=used, wanted=frozenset({1}), elsewhere=elsewhere, own=False, request=row // 5, row=row % 5
+        )
 
     assert said(some, asked(used=frozenset({0})))
     assert not said(some, asked(right=True))
     assert not said(every, None)
     assert said(every, asked(others=1.0))
+    assert not said(every, asked(row=1, others=1.0)), "under a stride of two it is a row of its own request"
+    assert said(every, asked(row=5, others=1.0))
     assert not said(every, asked()), "it may have attended to nothing"
     assert not said(every, asked(unowned=1.0)), "an offset of rows leads to rows"
     assert not said(every, asked(used=frozenset({1}), others=0.5)), "an offset of rows leads to one request's"
@@ -500,6 +512,7 @@ def attended(used: Any, wanted: Any, **fields: Any) -> Any:
         "length": len(wanted),
         "not_asked": [],
         "right": used == wanted,
+        "weighed_otherwise": False,
     }
     return Of(**{**values, **fields})
 
@@ -703,7 +716,7 @@ KEYS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("3000", attended(range(3000), range(3500)), {}, "the last 500 KV tokens"),
     ("first", attended(range(1, 5), range(5)), {}, "the first KV token is missing: the start of a window"),
     ("first two", attended(range(2, 5), range(5)), {}, "the first 2 KV tokens are missing"),
-    ("middle", attended({0, 3}, range(4)), {}, "KV tokens in the middle are missing: a page or a split is skipped"),
+    ("middle", attended({0, 2, 3}, range(4)), {}, "KV tokens in the middle are missing: a page or a split is skipped"),
     ("none", attended((), range(4)), {}, "all KV tokens are missing, none is read"),
     ("none of one", attended((), range(1)), {}, "the last KV token is missing"),
     ("later", attended(range(6), range(5)), {}, "later tokens are visible: causality"),
@@ -745,7 +758,7 @@ KEYS: list[tuple[str, Any, dict[str, Any], str]] = [
         "draft nodes that should be visible are not",
     ),
     ("a chain", attended({0, 1, 2, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 1}, "in the middle are missing"),
-    ("of the prefix", attended({0, 1, 3, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 2}, "in the middle are missing"),
+    ("of the prefix", attended({0, 2, 3, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 2}, "in the middle are missing"),
     ("a heads own", attended(range(4), range(5), heads=(1,)), {}, ""),
     ("nowhere", attended((), range(5), elsewhere={"tail": 1.0}), {}, ""),
     ("others in its place", attended(range(4), range(5), elsewhere={"others": 0.2}), {}, ""),

@@ -57,6 +57,22 @@ def test_one_layer_that_is_swapped_is_enough_and_zeros_are_nobodys() -> None:
     assert swaps(with_rows(v1(), zeros)) == swaps(with_rows(v1(), noise)) == []
 
 
+def test_a_row_that_sees_one_kv_token_is_no_place_of_another_rows_result() -> None:
+    """Of one KV token every query makes the same: what row 1 lacks may be a row of the mask."""
+    tree = "target-verify-gqa2x2-d32-fp32-p4-k{}.9-t0.0.0-shuffled-gauss-b2prod"
+
+    def of_row_0(out: torch.Tensor, expected: Any) -> None:
+        out[:, 1] = out[:, 0]
+
+    def of_request_0(out: torch.Tensor, expected: Any) -> None:
+        out[:, 4] = out[:, 0]
+
+    one, two = (make_schedule(parse_case(tree.format(prefix))) for prefix in (0, 1))
+    assert swaps(with_rows(one, of_row_0)) == []
+    assert swaps(with_rows(two, of_row_0)) == ["request 0 row 1 holds the result of request 0 row 0"]
+    assert swaps(with_rows(one, of_request_0)) == ["request 1 holds the result of request 0"]
+
+
 def test_a_copy_of_a_wrong_row_of_another_request_is_seen_and_of_its_own_is_not() -> None:
     def copied(out: torch.Tensor, expected: Any) -> None:
         out[:, 0] += 3.0

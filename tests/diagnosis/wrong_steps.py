@@ -17,8 +17,14 @@ def v1(data: str = "gauss") -> Schedule:
     return make_schedule(parse_case(V1.format(data)))
 
 
+def own_heads(schedule: Schedule, out: torch.Tensor) -> list[torch.Tensor]:
+    """Of each layer what it has, where layers differ in their heads."""
+    maps = schedule.case.head_maps
+    return [maps[i].q_part(each) if maps else each for i, each in enumerate(out.unbind(0))]
+
+
 def observed(schedule: Schedule, out: torch.Tensor, replay: bool = False) -> Observation:
-    copies = copies_of([("attention", str(i), each) for i, each in enumerate(out.float().unbind(0))])
+    copies = copies_of([("attention", str(i), each) for i, each in enumerate(own_heads(schedule, out.float()))])
     return Observation(schedule, schedule.steps[0], "", copies, replay=replay)
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .changed import beyond_32_bits, later_tiles, right_with_fewer_requests, right_without
+from .changed import (
+    beyond_32_bits,
+    later_tiles,
+    right_with_fewer_requests,
+    right_with_other_layers,
+    right_without,
+)
 from .drafts import only_empty_prefixes
 from .evidence import Evidence
 from .heads import heads_not_computed, results_of_other_heads
@@ -18,9 +24,11 @@ from .keys import (
     read_twice,
     weighs_a_little,
 )
+from .lengths import lengths_of_others
 from .memory import stored_elsewhere
 from .numbers import narrow_products, new_rows, other_scaling, right_keys, vanished_weights
 from .parameters import other_parameters
+from .parts import only_empty_parts
 from .rows import (
     kept_from_before,
     last_page,
@@ -36,6 +44,7 @@ from .rows import (
     some_heads,
     uneven_offsets,
 )
+from .unwritten import columns_not_written, last_request_not_written
 from .values import computed_nan, nothing_computed, one_row_each, rows_of_other_layers
 from .visibility import (
     entered_at_query_offsets,
@@ -56,14 +65,19 @@ _PATTERNS: tuple[Pattern, ...] = (
     entered_at_query_offsets,
     rows_of_others,
     positions_of_another_request,
+    lengths_of_others,
     rows_of_other_layers,
     results_of_other_heads,
     uneven_offsets,
     only_empty_prefixes,
+    only_empty_parts,
+    last_request_not_written,
+    columns_not_written,
     kept_from_before,
     length_threshold,
     part_of_a_head,
     other_shape,
+    right_with_other_layers,
     heads_not_computed,
     some_heads,
     row_tile,
@@ -102,14 +116,19 @@ _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
     beyond_32_bits: _PATTERNS,
     stored_elsewhere: _PATTERNS,
     positions_of_another_request: (uneven_offsets, nothing_computed, later_requests, last_page, row_tile, *_GUESSES),
+    lengths_of_others: (uneven_offsets, length_threshold, later_requests, last_page, row_tile, *_GUESSES),
     rows_of_other_layers: (later_requests, elsewhere, *_GUESSES),
     kept_from_before: (nothing_computed, key_range, right_keys),
     nothing_computed: (key_range,),
     read_twice: (beyond_a_slot,),
     beyond_a_slot: _GUESSES,
     own_rows_mixed: (key_range,),
+    only_empty_parts: (later_requests, last_page, elsewhere, *_GUESSES),
+    last_request_not_written: _GUESSES,
+    columns_not_written: (part_of_a_head, some_dims, *_GUESSES),
     some_dims: (key_range, right_keys),
-    other_shape: (some_heads, *_GUESSES),
+    other_shape: (right_with_other_layers, some_heads, *_GUESSES),
+    right_with_other_layers: (some_heads, elsewhere, read_twice, later_requests, last_page, *_GUESSES),
     heads_not_computed: (some_heads, *_GUESSES),
     some_heads: (elsewhere,),
     entered_at_query_offsets: (rows_of_others, uneven_offsets, later_requests, elsewhere, *_GUESSES),

@@ -6,13 +6,20 @@ from dataclasses import replace
 
 import torch
 
-from ...cases.kv_groups import pages_in_pool
+from ...cases.kv_groups import group_of_place, pages_in_pool
 from ...cases.ways import way_of
 from ..changed_case import ChangedCases, most_rows
 from .evidence import Evidence
 from .suspects import DATA_SUSPECTS, RESCALING
+from .values import with_a_window_alone
 
-__all__ = ["beyond_32_bits", "later_tiles", "right_with_fewer_requests", "right_without"]
+__all__ = [
+    "beyond_32_bits",
+    "later_tiles",
+    "right_with_fewer_requests",
+    "right_with_other_layers",
+    "right_without",
+]
 
 _NOT_SMALL = 5.0
 """Errors up to so many limits are those of rounding, and may be gone for other numbers."""
@@ -27,6 +34,37 @@ def beyond_32_bits(e: Evidence) -> str:
         "right where the KV pool is small, and wrong where it has elements beyond 2^31: a slot or a page times a "
         f"stride takes 64 bits (.to(tl.int64), int64_t){narrow}"
     )
+
+
+def right_with_other_layers(e: Evidence) -> str:
+    """What layers have of their own, as heads, a KV group or a window: right without, whatever was attended to."""
+    if e.changed is None or e.in_graph or e.judgement.right:
+        return ""
+    layers = e.schedule.case.layers
+    if layers.shapes and e.changed.right_without("shapes"):
+        return (
+            "right where all layers have the same heads, and wrong where they differ: a workspace, buffer, stride, "
+            "plan, group or scale is that of another layer"
+        )
+    if layers.groups and e.changed.right_without("groups"):
+        return (
+            f"right where all layers share one KV group, and wrong with two{_groups_alone(e)}: page tables, slots and "
+            "the pool are those of a layer's own group"
+        )
+    widths = with_a_window_alone(e)
+    if widths and (e.reads_foreign or (e.attended and e.attended.elsewhere)) and e.changed.right_without("window"):
+        return (
+            f"right without a sliding window; with one, the layers that have it ({widths}) are wrong and no others: "
+            "look at the table, slots or range that they are given"
+        )
+    return ""
+
+
+def _groups_alone(e: Evidence) -> str:
+    """Which KV group's layers alone are wrong."""
+    wrong = e.judgement.wrong.flatten(1).any(-1).tolist()
+    groups = {group_of_place(e.schedule, place) for place, bad in enumerate(wrong) if bad}
+    return f", in layers of KV group {groups.pop()} alone" if len(groups) == 1 else ""
 
 
 def right_without(e: Evidence) -> str:

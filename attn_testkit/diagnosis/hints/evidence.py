@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ...cases.data import StepData
 from ...cases.schedule import Schedule, Step
 from ...checks import Judgement
@@ -89,11 +91,16 @@ class Evidence:
         """KV tokens of each request, those of this step included."""
         return self.step.lens
 
-    def right_for(self, data: StepData, *, right_too: bool = False) -> bool:
-        """Whether every wrong row of a layer is what attention on other data gives; ``right_too``: every row."""
+    def right_for(self, data: StepData, *, right_too: bool = False, of_rows: torch.Tensor | None = None) -> bool:
+        """Whether every wrong row of a layer is what attention on other data gives; ``right_too``: every row.
+
+        ``of_rows`` [T] bool: of these alone.
+        """
         given = self.schedule.new_rows_as_given and not self.step.stored
         want, limit = attend_with_limit(self.schedule, data, given)
         out = self.judgement.out.double()
         # Of a row that sees no KV token the oracle has NaN, and a backend 0.
         near = (((out - want.out).abs() <= limit) | (want.out.isnan() & (out == 0))).flatten(2).all(-1)
+        if of_rows is not None:
+            near = near | ~of_rows
         return bool((near if right_too else near[self.judgement.wrong.flatten(2).any(-1)]).all())

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+import torch
+
+from ...cases.case import Case
+from ...cases.parts import parts_of
 from ...cases.ways import way_of
 from ..attended_keys import AttendedKeys, ranges
 from .evidence import Evidence
@@ -25,6 +31,12 @@ def elsewhere(e: Evidence) -> str:
     if attended is None or not attended.elsewhere or e.swapped:
         return ""
     place = max(attended.elsewhere, key=lambda name: attended.elsewhere[name])
+    whole = "" if e.schedule.case.page_size == 1 else ", or a last page that counts as full"
+    if place == "tail" and attended.used & attended.wanted and e.step.requests[attended.request].draft is not None:
+        return (
+            "slots of its draft's pages are read that hold no KV token of this branch: a page that is another branch's "
+            f"or was never filled{whole}"
+        )
     if place == "tail" and attended.used & attended.wanted:
         return "slots behind the last KV token are read: the last page counts as full, or a length is too large"
     if not attended.used & attended.wanted and attended.elsewhere.get("page0", 0.0) < _ALL_OF_IT:
@@ -33,10 +45,7 @@ def elsewhere(e: Evidence) -> str:
             "or the offset of its query rows"
         )
     if attended.wanted <= attended.used and place != "page0":
-        return (
-            "all of its own KV tokens are read, and slots behind them: a length that is too large, or a last page that "
-            "counts as full"
-        )
+        return f"all of its own KV tokens are read, and slots behind them: a length that is too large{whole}"
     return {
         "others": "KV tokens of other requests are read: a length too large, a wrong page or slot, a stale table entry",
         "page0": "page 0 is read, where padding lives: entries of the page table that were never filled, or an id of 0",
@@ -165,15 +174,7 @@ def key_range(e: Evidence) -> str:
     if attended.elsewhere and not missing:
         return ""  # what lies behind the end is read, and what follows from that is no mask
     if attended.doubled and not missing:
-        prefix = e.step.requests[attended.request].prefix
-        if e.step.requests[attended.request].draft is None and min(attended.doubled) < prefix:
-            return (
-                "KV tokens of the prefix are counted more than once: splits or tiles that overlap, or whose lanes past "
-                "the end are not masked"
-            )
-        return (
-            "KV tokens are counted more than once: new ones from the pool and from k, v as well, or splits that overlap"
-        )
+        return _twice(e, attended)
     if missing and not extra:
         return _missing(e, attended, missing, last)
     if extra and not missing:
@@ -193,6 +194,40 @@ def key_range(e: Evidence) -> str:
             return f"all KV tokens are shifted by {shift}: the length or position that they count from{of_mask} is off"
         return "other KV tokens than the right ones: a mask, window or row offset of another request or layer"
     return ""
+
+
+def _twice(e: Evidence, attended: AttendedKeys) -> str:
+    """Nothing is missing, and some KV tokens have more weight than others."""
+    request, case = e.step.requests[attended.request], e.schedule.case
+    if attended.weighed_otherwise:
+        fp8 = "FP8 scales, " if case.kv_dtype != "same" else ""
+        return (
+            f"KV tokens {ranges(sorted(attended.doubled))} have more weight than others, and all of them sum to "
+            f"{attended.total:.3g}: look at {fp8}what differs between new rows and the prefix, tiles or splits"
+        )
+    if more := _parts_of(case, attended.wanted, attended.doubled, request.prefix):
+        return (
+            f"all KV tokens of {more} have more weight than those of other parts: look at the log-sum-exps of parts "
+            "(their base), and at how they are merged"
+        )
+    if request.draft is None and min(attended.doubled) < request.prefix:
+        return (
+            "KV tokens of the prefix are counted more than once: splits or tiles that overlap, or whose lanes past the "
+            "end are not masked"
+        )
+    return "KV tokens are counted more than once: new ones from the pool and from k, v as well, or splits that overlap"
+
+
+def _parts_of(case: Case, wanted: Collection[int], doubled: Collection[int], prefix: int) -> str:
+    """The names of the parts whose KV tokens ``doubled`` are, all of theirs and no others; else empty."""
+    if not case.parts:
+        return ""
+    of_parts = {
+        str(part): {key for key in wanted if part.holds(torch.tensor(key), torch.tensor(prefix))}
+        for part in parts_of(case)
+    }
+    found = {name: keys for name, keys in of_parts.items() if keys and keys <= set(doubled)}
+    return " and ".join(found) if set().union(*found.values()) == set(doubled) else ""
 
 
 def _before_the_window(attended: AttendedKeys, extra: list[int]) -> str:
@@ -275,6 +310,16 @@ def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
             "the whole prefix is missing, new tokens alone are attended to: a path for requests without a prefix, or "
             f"a prefix that is taken for none{lone}"
         )
+    if attended.used and min(attended.used) < missing[0] and missing == list(range(missing[0], prefix)):
+        new = e.step.requests[attended.request].new
+        twice = ", as many as it has new rows, which a length leaves out or takes off twice" if count == new else ""
+        return f"the last {_keys(count)} missing of the prefix, and new ones are read{twice}"
+    draft, page = e.step.requests[attended.request].draft, e.schedule.case.page_size
+    if draft is not None and missing[0] >= prefix // page * page and missing[-1] - missing[0] >= count:
+        return (
+            f"KV tokens {ranges(missing)} are missing, which a branch has in pages of its own: entries of its row that "
+            "are another branch's, or were never filled"
+        )
     if missing == sorted(key for key in attended.wanted if key >= missing[0]):
         return _cut_off(e, attended, missing, last)
     if missing == sorted(key for key in attended.wanted if key <= missing[-1]):
@@ -315,7 +360,11 @@ def _cut_off(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
             f"the last {_keys(count)} missing in the graph alone: a length, a maximum length or a grid that was fixed "
             "when it was captured"
         )
-    return f"the last {_keys(count)} missing: seq_lens of this mode, or an end that is off by {count}"
+    text = f"the last {_keys(count)} missing: seq_lens of this mode, or an end that is off by {count}"
+    alike = [i for i, length in enumerate(e.lens) if i != attended.request and -(-length // page) * page == first]
+    if page > 1 and alike and count > page:
+        return f"{text}; {first} is what the pages of request {alike[0]} hold: its length or its part of a schedule"
+    return text
 
 
 _ROUND = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -116,11 +117,22 @@ def right_keys(e: Evidence) -> str:
             what = "not finite where values" if case.data in LARGE_VALUES else "a NaN where logits"
             return f"{what} are large: look at {large}" if large else ""
     if not attended.normalised:
+        if more := _counted_besides(attended):
+            return (
+                f"weights of the right KV tokens sum to {attended.total:.3g}, as if {more} more of logit 0 and value 0 "
+                "were there: splits or tiles without KV tokens that count as a log-sum-exp of 0, or masked KV tokens "
+                "in the denominator"
+            )
         fp8 = "FP8 scales, " if case.kv_dtype != "same" else ""
         cap = " (a soft cap comes before the mask)" if case.logit_cap else ""
         return (
             f"weights of the right KV tokens sum to {attended.total:.3g} instead of 1: look at {fp8}a denominator that "
             f"counts masked KV tokens or misses some{cap}, saturation, or partial results that are combined wrongly"
+        )
+    if _rounded_to_fp8(e):
+        return (
+            "every value is within 1/16 of the right one: the output is rounded to FP8 on its way, as in a scratch of "
+            "the pool's dtype"
         )
     few, free = e.judgement.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype not in FP8_PRODUCTS
     if few < _SMALL_ERROR and case.data != "negative":
@@ -149,6 +161,40 @@ def right_keys(e: Evidence) -> str:
             f"a fixed capacity); if none is, look at {', '.join(dict.fromkeys(suspects))}"
         )
     return f"the right KV tokens, wrong softmax weights or values: look at {', '.join(dict.fromkeys(suspects))}"
+
+
+def _counted_besides(attended: AttendedKeys) -> int:
+    """How many KV tokens of value 0 beside its own would give this sum of weights, where few have it; else 0."""
+    count, total = len(attended.wanted), attended.total
+    if not total or not 0 < count <= _FEW_ENOUGH:
+        return 0
+    of_scale = abs(math.log2(total) - round(math.log2(total))) < _OF_SCALE
+    more = count / total - count
+    return round(more) if abs(more - round(more)) < _WHOLE and round(more) > 0 and not of_scale else 0
+
+
+_FEW_ENOUGH, _WHOLE = 40, 0.15
+"""KV tokens up to which one more shows in a sum of rounded weights, and how far from a whole number it may be then."""
+_OF_SCALE = 0.04
+"""A sum as near to a power of two, in powers, may be that of a scale of an FP8 pool."""
+
+
+def _rounded_to_fp8(e: Evidence) -> bool:
+    """Every value of the wrong rows of heads is as near as a number of FP8 (e4m3), and some are no nearer.
+
+    Where weights or sums are wrong, small values are off by more than a part of their own size.
+    """
+    heads = e.judgement.wrong.any(-1)
+    out, want, limit = (
+        each[heads].double() for each in (e.judgement.out, e.expected.attention, e.expected.attention_limit)
+    )
+    off = (out - want).abs() - limit
+    near, far = off <= (want.abs() / 16).clamp(min=_LEAST), off > (want.abs() / 64).clamp(min=_LEAST / 4)
+    return bool(near.all()) and int(far.sum()) >= _MANY
+
+
+_MANY, _LEAST = 32, 2.0**-9
+"""Fewer values may be near by chance. What rounding to FP8 does to a number that is too small for its exponents."""
 
 
 def _asked_a_wrong_head(e: Evidence, attended: AttendedKeys) -> bool:

@@ -46,7 +46,7 @@ def other_parameters(e: Evidence) -> str:
         for asked in mistakes(layers, e.expected.data):
             if _rows_right(e, asked).all():
                 return asked.text
-    return _of_sink_counts(e, layers) or _of_single_heads(e, layers)
+    return _of_sink_counts(e, layers) or _of_single_heads(e, layers) or _of_single_kv_heads(e, layers)
 
 
 def _can_be_asked(e: Evidence) -> bool:
@@ -62,7 +62,7 @@ def _can_be_asked(e: Evidence) -> bool:
         or not judgement.all_finite
         or judgement.worst is None
         or e.swapped
-        or (attended is not None and not attended.right)
+        or (attended is not None and not attended.right and not attended.weighed_otherwise)
     )
 
 
@@ -161,6 +161,24 @@ def _of_scales(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_As
         ("right with v_scale in place of k_scale", (values, values)),
     ):
         yield _Asked(text, tuple(layers), replace(data, kv_scales=torch.stack(scales)))
+    yield from _of_some_scales(layers, data)
+
+
+def _of_some_scales(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Asked]:
+    """An FP8 pool whose scales reach one of two calls: that for the prefix, or that for new rows."""
+    if data.stored_values is None:
+        return
+    first, (bs, _, longest) = data.row_offset == 0, data.visible.shape
+    prefix = torch.zeros(bs, dtype=torch.int64)
+    prefix[data.row_request[first]] = data.row_key[first]
+    before = torch.arange(longest) < prefix[:, None]
+    whose = ("of the prefix, and with them for those of this step", "of this step, and with them for the prefix")
+    for which, without in zip(whose, (before, ~before), strict=True):
+        one = torch.where(without[None, :, :, None, None], data.kv_scales, 1.0)
+        keys, values = {"stored_keys": data.keys / one[0]}, {"stored_values": data.values / one[1]}
+        for name, changes in (("k_scale and v_scale", {**keys, **values}), ("k_scale", keys), ("v_scale", values)):
+            text = f"right without {name} for KV tokens {which}: one of two calls lacks {name}"
+            yield _Asked(text, tuple(layers), replace(data, **changes))
 
 
 def _taken_for_head_dim(layer: AttentionLayer) -> dict[int, str]:
@@ -178,26 +196,35 @@ def _taken_for_head_dim(layer: AttentionLayer) -> dict[int, str]:
 def _of_heads(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Asked]:
     """Each query head with the KV head that a usual mistake gives it."""
     heads, kv_heads = data.q.shape[2], data.stored_keys.shape[3]
-    if kv_heads == 1 or heads == kv_heads:
+    if kv_heads == 1:
         return
     head, group = torch.arange(heads), heads // kv_heads
-    wide = 1 << (group - 1).bit_length()
+    wide, groups = 1 << (group - 1).bit_length(), f"groups are {group} head{'s' if group > 1 else ''}"
+    told: dict[tuple[int, ...], str] = {}
     for text, kv_head in (
         (f"query head h with KV head h % {kv_heads}: heads of a group are neighbours, h // {group}", head % kv_heads),
-        (f"query head h with KV head h // {wide}: groups are {group} heads", head // wide),
+        (f"query head h with KV head h // {wide}: {groups}", head // wide),
         ("every query head with KV head 0", head * 0),
-        (f"query head h with KV head h, or the last one: groups are {group} heads", head.clamp(max=kv_heads - 1)),
+        (f"query head h with KV head h // {kv_heads}, which is the number of KV heads: {groups}", head // kv_heads),
+        (f"query head h with KV head h, or the last one: {groups}", head),
     ):
-        values = None if data.stored_values is None else data.stored_values[:, :, :, kv_head]
-        # One KV head for each query head, so that there is no group left to map.
-        mapped = replace(
-            data,
-            k=data.k[:, :, kv_head],
-            v=data.v[:, :, kv_head],
-            stored_keys=data.stored_keys[:, :, :, kv_head],
-            stored_values=values,
-        )
-        yield _Asked(f"right for {text}", tuple(layers), mapped)
+        places = tuple(kv_head.clamp(max=kv_heads - 1).tolist())
+        told[places] = f"{told[places]}, or {text}" if places in told else text
+    told.pop(tuple((head // group).tolist()), None)
+    for kv_heads_of, text in told.items():
+        yield _Asked(f"right for {text}", tuple(layers), _with_kv_heads(data, torch.tensor(kv_heads_of)))
+
+
+def _with_kv_heads(data: StepData, kv_head: torch.Tensor) -> StepData:
+    """One KV head for each query head, ``kv_head`` [Hq], so that there is no group left to map."""
+    values = None if data.stored_values is None else data.stored_values[:, :, :, kv_head]
+    return replace(
+        data,
+        k=data.k[:, :, kv_head],
+        v=data.v[:, :, kv_head],
+        stored_keys=data.stored_keys[:, :, :, kv_head],
+        stored_values=values,
+    )
 
 
 def _of_layers(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Asked]:
@@ -271,6 +298,24 @@ def _of_single_heads(e: Evidence, layers: tuple[AttentionLayer, ...]) -> str:
         f"right with the query {named}{more}: heads of q are taken from other places, as where groups of "
         f"{heads // kv_heads} heads are taken for larger ones (head mapping)"
     )
+
+
+def _of_single_kv_heads(e: Evidence, layers: tuple[AttentionLayer, ...]) -> str:
+    """Each wrong head is right with another KV head than its own, the same one in every wrong row."""
+    data, wrong = e.expected.data, e.judgement.wrong.any(-1)
+    heads, kv_heads = data.q.shape[2], data.stored_keys.shape[3]
+    if kv_heads == 1 or kv_heads > _MOST_HEADS:
+        return ""
+    astray = wrong.flatten(0, 1).any(0).nonzero().flatten().tolist()
+    found: dict[int, int] = {}
+    for kv_head in range(kv_heads):
+        right = _heads_right(e, _Asked("", layers, _with_kv_heads(data, torch.full((heads,), kv_head))))
+        found.update({head: kv_head for head in astray if head not in found and right[head]})
+    if not astray or set(found) != set(astray):
+        return ""
+    named = ", ".join(f"KV head {kv_head} for head {head}" for head, kv_head in sorted(found.items())[:3])
+    more = " and so on" if len(found) > 3 else ""
+    return f"right with {named}{more}: a query head h has KV head h // {heads // kv_heads} (head mapping)"
 
 
 def _heads_right(e: Evidence, asked: _Asked) -> list[bool]:

@@ -103,6 +103,9 @@ def _uneven_in_eager(e: Evidence) -> str:
         return ""
     if attended is not None and attended.own and not _as_under(stride, e, attended):
         return ""
+    # What lies under the stride is a row of the request itself, and it read another's.
+    if attended is not None and astray and _place_under(stride, e, attended)[0] == attended.request:
+        return ""
     return (
         f"{_accepted_counts(e)}, and the wrong rows are those that a uniform stride of {stride} gets wrong: rows are "
         "packed, so query offsets are the running sum of the counts"
@@ -112,11 +115,16 @@ def _uneven_in_eager(e: Evidence) -> str:
 def _as_under(stride: int, e: Evidence, attended: AttendedKeys) -> bool:
     """Whether a row that read its own request's KV tokens alone read as many as a uniform stride leads it to."""
     requests = e.step.requests
-    request, place = divmod(sum(r.new for r in requests[: attended.request]) + attended.row, stride)
+    request, place = _place_under(stride, e, attended)
     if request != attended.request:
         return False
     ends = {requests[request].prefix + place + 1, attended.length - stride + place + 1}
     return max(attended.used) + 1 in {min(end, attended.length) for end in ends}
+
+
+def _place_under(stride: int, e: Evidence, attended: AttendedKeys) -> tuple[int, int]:
+    """The request, and the row inside it, that a uniform stride takes a row for."""
+    return divmod(sum(r.new for r in e.step.requests[: attended.request]) + attended.row, stride)
 
 
 def _wrong_under(stride: int, counts: list[int]) -> list[list[int]]:

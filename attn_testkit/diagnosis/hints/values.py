@@ -53,7 +53,7 @@ def nothing_computed(e: Evidence) -> str:
     zero = (e.judgement.out == 0).flatten(2).all(-1)
     if not wrong.any() or not zero[wrong].all() or row_tile(e) or length_threshold(e):
         return ""
-    if widths := _with_a_window_alone(e):
+    if widths := with_a_window_alone(e):
         return (
             f"the layers with a sliding window ({widths}) are 0 throughout where they are wrong, and no others: "
             "it lies where the request has no KV token, as by positions, a length or a prefix of another request"
@@ -74,6 +74,13 @@ def nothing_computed(e: Evidence) -> str:
             "what merge_state made of the parts is 0 throughout where it is wrong: their weights are lost, as where "
             "exp is taken of a log-sum-exp without the larger one, or nothing merges them"
         )
+    if zero.all() and e.passed:
+        lone = ": here one new row, and no KV token before it" if e.lens == [1] else ""
+        return (
+            "the output is 0 throughout, in every layer, and other steps of the case are right: nothing was computed. "
+            "What is chosen by the number of requests, rows or KV tokens may have nothing for these, or the kernel "
+            f"returns early{lone}"
+        )
     if zero.all():
         return (
             "the output is 0 throughout, in every layer: nothing was computed. What chooses a kernel by head dim, "
@@ -90,7 +97,7 @@ def nothing_computed(e: Evidence) -> str:
     )
 
 
-def _with_a_window_alone(e: Evidence) -> str:
+def with_a_window_alone(e: Evidence) -> str:
     """The windows of the wrong layers, where these are all that have one and some have none; else empty."""
     windows = [layer.sliding_window_size for layer in make_layers(e.schedule.case)]
     layers = e.judgement.wrong.flatten(1).any(-1).tolist()
