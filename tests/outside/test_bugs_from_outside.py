@@ -25,9 +25,9 @@ import bugs_second_masks  # noqa: F401
 import bugs_second_slipped  # noqa: F401
 import bugs_second_softmax  # noqa: F401
 import bugs_second_state  # noqa: F401
+import bugs_seventh_slipped  # noqa: F401
 import bugs_sixth_addresses  # noqa: F401
 import bugs_sixth_masks  # noqa: F401
-import bugs_seventh_slipped  # noqa: F401
 import bugs_sixth_slipped  # noqa: F401
 import bugs_sixth_softmax  # noqa: F401
 import bugs_sixth_state  # noqa: F401
