@@ -17,7 +17,7 @@ from attn_testkit.runner_modes.options import DriveOptions
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_step_data, pool_image
-from attn_testkit.cases.kv_groups import slot_map
+from attn_testkit.cases.kv_groups import slot_map, table_of_group
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.checks.judgement import Judgement
 from attn_testkit.contract import KV_LAYOUTS, ForwardBatch, KVGroup, Unsupported, refuse_unclaimed
@@ -70,9 +70,12 @@ def test_each_group_has_a_pool_of_its_layers_and_a_table_of_its_slots() -> None:
     for group in context.groups:
         table = group.req_to_token.cpu().numpy()
         assert not table[0].any()
+        named = table_of_group(SCHEDULE, STEP, context.layers[group.index].sliding_window_size)
         for request in STEP.requests:
-            want = slot_map(SCHEDULE, group.index)[request.slots]
+            want = slot_map(SCHEDULE, group.index)[named[request.pool_row, : len(request.slots)]]
             assert np.array_equal(table[request.pool_row, : len(want)], want)
+            last = slot_map(SCHEDULE, group.index)[request.slots[-1]]
+            assert table[request.pool_row, len(request.slots) - 1] == last
     with pytest.raises(KeyError, match="no KV group has a layer of id 9"):
         context.group_of(replace(context.layers[0], layer_id=9))
 
