@@ -164,8 +164,8 @@ def test_a_part_that_weighs_more_than_the_others_is_a_matter_of_its_log_sum_exp(
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        ({298}, "the last KV token is missing of the prefix, and new ones are read, as many as it has new rows"),
-        ({297, 298}, "the last 2 KV tokens are missing of the prefix, and new ones are read"),
+        ({298}, "of the prefix the last KV token is missing, and new ones are read, as many as it has new rows"),
+        ({297, 298}, "of the prefix the last 2 KV tokens are missing, and new ones are read"),
         ({296, 297}, "KV tokens in the middle are missing"),
         (set(range(299)), "the whole prefix is missing"),
     ],

@@ -454,6 +454,8 @@ def test_requests_behind_the_first_that_nobody_computed_are_no_stride(unwritten:
     found.judgement.unwritten[0, list(unwritten), 3, 31] = True
     text = rows.later_requests(found)
     assert text.startswith("request 0 is computed and no other is: a work list") is said
+    found.reads_foreign = True
+    assert "is computed" not in rows.later_requests(found), "a NaN that is read may have the bits of poison"
     assert ("look at the strides" in text) is not said
 
 

@@ -43,6 +43,9 @@ def test_the_last_request_that_is_not_written_is_an_entry_too_few() -> None:
         [(0, slice(6, 9))],
     ):
         assert last_request_not_written(evidence(VERIFY, unwritten(VERIFY, *places))) == ""
+    for why in ("reads_foreign", "computes_nan"):
+        nan = evidence(VERIFY, unwritten(VERIFY, (slice(None), slice(6, 9))), **{why: True})
+        assert last_request_not_written(nan) == "", "a NaN of another slot may have the bits of poison"
     alone = schedule_of("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-b1prod")
     assert last_request_not_written(evidence(alone, unwritten(alone, (slice(None),)))) == "", "it is the first, too"
 
@@ -53,6 +56,8 @@ def test_values_of_a_head_that_are_not_written_are_named_with_what_the_others_ho
     told = columns_not_written(plain)
     assert told.startswith("values 32-63 of 64 of a head are never written: a grid over a head's values")
     assert hints(plain) == [told]
+    nan = evidence(VERIFY, unwritten(VERIFY, (*every, slice(32, 64))), reads_foreign=True)
+    assert columns_not_written(nan) == ""
     out = unwritten(VERIFY, (*every, slice(32, 64)))
     out[..., :32] = right(VERIFY)[..., 32:]
     told = columns_not_written(evidence(VERIFY, out))

@@ -313,7 +313,7 @@ def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int)
     if attended.used and min(attended.used) < missing[0] and missing == list(range(missing[0], prefix)):
         new = e.step.requests[attended.request].new
         twice = ", as many as it has new rows, which a length leaves out or takes off twice" if count == new else ""
-        return f"the last {_keys(count)} missing of the prefix, and new ones are read{twice}"
+        return f"of the prefix the last {_keys(count)} missing, and new ones are read{twice}"
     draft, page = e.step.requests[attended.request].draft, e.schedule.case.page_size
     if draft is not None and missing[0] >= prefix // page * page and missing[-1] - missing[0] >= count:
         return (

@@ -277,7 +277,7 @@ def later_requests(e: Evidence) -> str:
     # leads to others' KV tokens.
     shorter, own = e.lens[0] < max(e.lens), e.attended is not None and e.attended.own
     if e.step.bs > 2 and shorter and not own and e.wrong == list(range(1, e.step.bs)):
-        if e.judgement.unwritten.flatten(2).any(-1).any(0)[e.rows].all():
+        if e.judgement.unwritten.flatten(2).any(-1).any(0)[e.rows].all() and not e.reads_foreign:
             return "request 0 is computed and no other is: a work list, a grid or a number of tiles that ends early"
         return "request 0 is right and all others are wrong: it lies at offset 0 under any stride; look at the strides"
     return ""

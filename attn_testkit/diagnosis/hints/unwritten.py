@@ -13,7 +13,7 @@ __all__ = ["columns_not_written", "last_request_not_written"]
 def last_request_not_written(e: Evidence) -> str:
     """All of the last request is unwritten, and all others are right."""
     rows, last = e.expected.data.row_request, e.step.bs - 1
-    if e.wrong != [last] or last == 0 or e.schedule.case.head_maps:
+    if e.wrong != [last] or last == 0 or e.schedule.case.head_maps or _made_nan(e):
         return ""
     if not e.judgement.unwritten[:, rows == last].all():
         return ""
@@ -26,7 +26,7 @@ def last_request_not_written(e: Evidence) -> str:
 def columns_not_written(e: Evidence) -> str:
     """The same values of every head are unwritten in every wrong row, and others are not."""
     unwritten, heads = e.judgement.unwritten, e.judgement.unwritten.any(-1)
-    if not heads.any() or e.schedule.case.head_maps:
+    if not heads.any() or e.schedule.case.head_maps or _made_nan(e):
         return ""
     columns = unwritten[heads]
     if not (columns == columns[0]).all() or columns[0].all():
@@ -36,6 +36,11 @@ def columns_not_written(e: Evidence) -> str:
     if shift := _shift(e, heads, lost, written):
         return f"{text}, and the others hold what those {abs(shift)} {'behind' if shift > 0 else 'before'} them should"
     return f"{text}: a grid over a head's values that is too small, or an offset of a tile of them"
+
+
+def _made_nan(e: Evidence) -> bool:
+    """Whether the bits of poison are known to be those of a NaN that was read or computed."""
+    return e.reads_foreign or e.computes_nan
 
 
 def _shift(e: Evidence, heads: torch.Tensor, lost: torch.Tensor, written: torch.Tensor) -> int:
