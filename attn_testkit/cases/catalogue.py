@@ -28,6 +28,7 @@ from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
 from .large_cases import large_cases
 from .layer_cases import layer_cases
+from .layer_options import with_options
 from .one_head import one_head_cases
 from .options_together import options_together_cases
 from .page_counts import page_count_cases
@@ -224,7 +225,7 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
     for dtype in sorted(claims.dtypes):
         new = (plain.width,) if plain.new else ()
         yield replace(plain, dtype=dtype, prefixes=(4096,), new=new, data="footprint", bucket=1, padding="prod")
-    yield _long_with_options(claims, mode, plain)
+    yield _long_with_options(claims, plain)
     # Several key tiles, whose maxima rise for some rows and fall for others; no window, which would leave one tile.
     yield replace(plain, prefixes=(300, 70), new=(plain.width, 1) if plain.new else (), data="cliff", bucket=2)
     yield _many_requests(claims, plain)
@@ -249,15 +250,12 @@ def _named(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> It
         yield replace(plain, heads=heads, prefixes=(9, 40), new=(rows, 3), width=rows, bucket=2)
 
 
-def _long_with_options(claims: Capabilities, mode: ForwardMode, plain: Case) -> Case:
+def _long_with_options(claims: Capabilities, plain: Case) -> Case:
     """Everything that is claimed, at a length where kernels take another path (split keys), beside a short request."""
     return replace(
-        plain,
+        with_options(claims, plain, 700),
         prefixes=(1500, 70),
         new=(plain.width, 1) if plain.new else (),
-        window=700 if mode in claims.sliding_window and (plain.topk < 2 or claims.window_in_trees) else -1,
-        logit_cap=1.5 if claims.logit_cap else 0.0,
-        sinks=claims.sinks,
         kv_dtype=sorted(claims.kv_dtypes)[0],
         data="gauss",
         bucket=3,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
 from .companions import head_layouts, many_heads, nearest, some_of
+from .layer_options import with_options
 from .layers import Layers
 
 __all__ = ["claimed_pair_cases"]
@@ -68,14 +69,11 @@ def _groups_with_options(claims: Capabilities, one: Case) -> Iterator[Case]:
     usual = [group for group in _GROUPS if group in claims.gqa_ratios]
     for group in sorted({*usual, max(claims.gqa_ratios, default=1)} - {1}):
         yield replace(
-            one,
+            with_options(claims, one, _WINDOW),
             layers=Layers(),
             heads=Heads("gqa", 2 * group, 2),
             prefixes=_LENS,
             bucket=len(_LENS),
-            sinks=claims.sinks,
-            logit_cap=1.5 if claims.logit_cap else 0.0,
-            window=_WINDOW if one.mode in claims.sliding_window else -1,
         )
 
 

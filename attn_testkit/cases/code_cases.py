@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..contract import Capabilities, ForwardMode
 from .case import CODES, Case
 from .companions import nearest, some_of
+from .layer_options import with_options
 
 __all__ = ["code_cases"]
 
@@ -40,13 +41,9 @@ def code_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
     yield _of(plain, _MLA_LENS if mla else _LENS)
     if small.mode is ForwardMode.DECODE:
         yield from _of_other_pages(claims, plain)
-    windowed = small.mode in claims.sliding_window and (small.topk < 2 or claims.window_in_trees)
     yield replace(
-        _of(plain, _OPTIONS_LENS),
+        with_options(claims, _of(plain, _OPTIONS_LENS), _WINDOW),
         dtype=max(claims.dtypes - {"fp32"}, default=dtype),
-        window=_WINDOW if windowed else -1,
-        logit_cap=1.5 if claims.logit_cap else 0.0,
-        sinks=claims.sinks,
         kv_dtype=min(claims.kv_dtypes),
     )
     if tier == "full":

@@ -57,11 +57,16 @@ def table_of_group(schedule: Schedule, step: Step, window: int) -> npt.NDArray[n
         return table
     table = table.copy()
     for request in step.requests[1::2]:
-        first = max(0, request.prefix - window) // page * page
+        first = _first_kept(request.prefix, window, page)
         whole = (request.prefix + request.new) // page * page
         if first and whole > first:
             table[request.pool_row, :page] = table[request.pool_row, whole - page : whole]
     return table
+
+
+def _first_kept(prefix: int, window: int, page: int) -> int:
+    """The place in the request's order at which the page of the first key begins that a row of the step may see."""
+    return max(0, prefix - window) // page * page
 
 
 def outgrown(schedule: Schedule, step: Step, windows: tuple[int, ...]) -> Iterator[tuple[slice, Ints]]:
@@ -78,7 +83,7 @@ def outgrown(schedule: Schedule, step: Step, windows: tuple[int, ...]) -> Iterat
             continue
         gone, kept = set[int](), set[int]()
         for request in step.requests:
-            first = max(0, request.prefix - window) // page * page
+            first = _first_kept(request.prefix, window, page)
             gone.update(request.slots[:first].tolist())
             kept.update(request.slots[first:].tolist())
         yield slice(group, None, PERIOD), np.array(sorted(gone - kept), dtype=np.int64)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from ..contract import Capabilities, HeadShape
 from .case import Case, Heads
 from .head_shapes import claimed_shapes
+from .layer_options import with_options
 from .layers import Layers
 
 __all__ = ["layer_cases", "with_shapes"]
@@ -26,15 +27,8 @@ def layer_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """Without options, and with all that are claimed; made of ``small``, which has little work for each row."""
     new = small.new[:1] * len(_LENS)
     plain = replace(small, prefixes=_LENS, new=new, data="gauss", bucket=len(_LENS) + 1, layers=_RANK)
-    windowed = small.mode in claims.sliding_window and (small.topk < 2 or claims.window_in_trees)
     window = max(_WINDOW, claims.min_window)
-    options = replace(
-        plain,
-        window=window if windowed else -1,
-        logit_cap=1.5 if claims.logit_cap else 0.0,
-        sinks=claims.sinks,
-        kv_dtype=min(claims.kv_dtypes),
-    )
+    options = replace(with_options(claims, plain, window), kv_dtype=min(claims.kv_dtypes))
     yield from dict.fromkeys((plain, options))
     page = min((page for page in claims.page_sizes if page > 1), default=1)
     # A windowed group has let go of whole pages of the first two requests.

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
+from ..contract import Capabilities, ForwardMode
 from .case import CODES, Case
+from .layer_options import with_options
 from .layers import Layers
 from .plans import context_len
-from .pool_layouts import usual_layout
-from .ways import WAYS
+from .pool_layouts import other_layouts
+from .ways import WAYS, usual_page
 
 __all__ = ["options_together_cases"]
 
@@ -34,8 +35,7 @@ _PAGES_BELOW = 6
 
 def options_together_cases(claims: Capabilities, small: Case, plain: Case) -> Iterator[Case]:
     """Made of ``small``, a case with little work for each row and key, and of ``plain``, which has several KV heads."""
-    page = max((size for size in claims.page_sizes if size <= 16), default=min(claims.page_sizes))
-    small = replace(small, page_size=page, data="gauss")
+    small = replace(small, page_size=usual_page(claims), data="gauss")
     yield from _layouts(claims, plain)
     for word in _WAYS:
         for alone in WAYS[word].cases(claims, small):
@@ -57,20 +57,13 @@ def _layouts(claims: Capabilities, plain: Case) -> Iterator[Case]:
     one = replace(plain, page_size=page, layout="shuffled", prefixes=lens, new=new, bucket=4, data="gauss")
     optional = _with_options(claims, one)
     if optional != one:
-        others = [name for name in KV_LAYOUTS if name in claims.kv_layouts and name != usual_layout(claims)]
-        yield from (replace(optional, kv_layout=name) for name in others)
+        yield from (replace(optional, kv_layout=name) for name in other_layouts(claims))
 
 
 def _with_options(claims: Capabilities, plain: Case) -> Case:
     """With all options of a layer that are claimed, in some of two layers; without a window where nothing is causal."""
-    windowed = plain.mode in claims.sliding_window and (plain.topk < 2 or claims.window_in_trees)
-    return replace(
-        plain,
-        layers=Layers(),
-        window=_WINDOW if windowed and plain.way != "noncausal" else -1,
-        logit_cap=1.5 if claims.logit_cap else 0.0,
-        sinks=claims.sinks,
-    )
+    optional = with_options(claims, replace(plain, layers=Layers()), _WINDOW)
+    return replace(optional, window=-1) if plain.way == "noncausal" else optional
 
 
 def _full_context(claims: Capabilities, small: Case) -> Iterator[Case]:

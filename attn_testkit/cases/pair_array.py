@@ -12,6 +12,7 @@ from covertable.sorters import hash as by_hash
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
 from .companions import some_of
+from .layer_options import with_options
 from .layers import Layers
 
 __all__ = ["pair_array_cases"]
@@ -35,7 +36,7 @@ def pair_array_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         sizes = (len(heads), len(dims), len(dtypes), len(kv_dtypes), len(pages), len(layouts), 2)
         for of, dim, dtype, kv_dtype, page, layout, options in _pairs(sizes):
             yield replace(
-                one,
+                with_options(claims, one, _WINDOW) if options else one,
                 heads=heads[of],
                 head_dim=dims[dim],
                 rope_dim=rope,
@@ -44,9 +45,6 @@ def pair_array_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
                 page_size=pages[page],
                 kv_layout=layouts[layout],
                 layers=Layers() if options else Layers(1),
-                window=_WINDOW if options and ForwardMode.DECODE in claims.sliding_window else -1,
-                logit_cap=1.5 if options and claims.logit_cap else 0.0,
-                sinks=bool(options) and claims.sinks,
             )
 
 

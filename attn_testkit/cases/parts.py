@@ -10,6 +10,7 @@ from ..contract import Capabilities, ForwardMode, KVPart
 from .case import Case, Heads
 from .companions import many_heads, nearest
 from .extend import room_for
+from .layer_options import takes_window, with_options
 
 __all__ = ["claims_of_parts", "part_cases", "parts_of", "parts_text", "tried_of_parts"]
 
@@ -63,7 +64,7 @@ def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         if kind == kinds[-1]:
             yield replace(_like(small, page, (300, 7), parts), data="negative", own_merge=own)
             # A window of one key leaves all ranks but one without any.
-            few = replace(few, data="peaked", own_merge=own, window=0 if _windowed(claims, few) else -1)
+            few = replace(few, data="peaked", own_merge=own, window=0 if takes_window(claims, few) else -1)
             yield from (replace(few, **heads) for heads in [*_other_heads(claims, small)] or [{}])
             yield from _of_long_groups(claims, small, parts, page, own)
             yield _of_many_heads(claims, small, parts, page, own)
@@ -117,19 +118,12 @@ def _with_options(claims: Capabilities, case: Case, own: bool) -> Case:
     """Everything that is claimed beside it, at a length at which keys are split."""
     as_given = case.mode in claims.new_rows_as_given
     return replace(
-        _like(case, case.page_size, (1500, 70), case.parts),
-        window=60 if _windowed(claims, case) else -1,
-        logit_cap=1.5 if claims.logit_cap else 0.0,
-        sinks=claims.sinks,
+        with_options(claims, _like(case, case.page_size, (1500, 70), case.parts), 60),
         # New rows as given are those of one call, and here several attend them.
         kv_dtype=min(claims.kv_dtypes) if not as_given else case.kv_dtype,
         own_merge=own,
         data="gauss",
     )
-
-
-def _windowed(claims: Capabilities, case: Case) -> bool:
-    return case.mode in claims.sliding_window and (case.topk < 2 or claims.window_in_trees)
 
 
 def _other_heads(claims: Capabilities, small: Case) -> Iterator[dict[str, Any]]:

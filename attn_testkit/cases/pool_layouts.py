@@ -8,12 +8,17 @@ from dataclasses import replace
 from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
 from .case import Case
 
-__all__ = ["pool_layout_cases", "usual_layout"]
+__all__ = ["other_layouts", "pool_layout_cases", "usual_layout"]
 
 
 def usual_layout(claims: Capabilities) -> str:
     """The layout of all cases but those below: the first that is claimed."""
     return next(name for name in KV_LAYOUTS if name in claims.kv_layouts)
+
+
+def other_layouts(claims: Capabilities) -> list[str]:
+    """The claimed layouts that only few cases have."""
+    return [name for name in KV_LAYOUTS if name in claims.kv_layouts and name != usual_layout(claims)]
 
 
 def pool_layout_cases(claims: Capabilities, mode: ForwardMode, tier: str, small: Case) -> Iterator[Case]:
@@ -22,7 +27,7 @@ def pool_layout_cases(claims: Capabilities, mode: ForwardMode, tier: str, small:
 
     ``small``: two requests, of as many KV heads as a case has.
     """
-    others = [name for name in KV_LAYOUTS if name in claims.kv_layouts and name != usual_layout(claims)]
+    others = other_layouts(claims)
     pages = sorted(claims.page_sizes)
     # In pages of one slot most layouts are alike.
     page = next((page for page in pages if page > 2), pages[-1])

@@ -22,7 +22,7 @@ from .non_causal import NON_CAUSAL
 from .verify import BARE, WITH_NEW
 from .way import Way
 
-__all__ = ["WAYS", "Way", "big_pool_cases", "dialect_of", "way_cases", "way_of", "ways_that_fit"]
+__all__ = ["WAYS", "Way", "big_pool_cases", "dialect_of", "usual_page", "way_cases", "way_of", "ways_that_fit"]
 
 WAYS: Mapping[str, Way] = {
     way.word: way
@@ -54,12 +54,16 @@ def ways_that_fit(claims: Capabilities, case: Case) -> list[str]:
     return [way.word for way in WAYS.values() if way.fits(claims, case)]
 
 
+def usual_page(claims: Capabilities) -> int:
+    """Of several slots, where pages have them, and no larger than most servers': page 0 has as many."""
+    return max((size for size in claims.page_sizes if size <= _PAGE), default=min(claims.page_sizes))
+
+
 def way_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """A case for each way that a backend with these claims takes in the mode of ``small``.
 
     ``small``: a case with as little work for each row and key as is claimed.
     """
-    # Page 0 has several slots, where pages have.
-    page = max((size for size in claims.page_sizes if size <= _PAGE), default=min(claims.page_sizes))
+    small = replace(small, page_size=usual_page(claims))
     for way in WAYS.values():
-        yield from way.cases(claims, replace(small, page_size=page))
+        yield from way.cases(claims, small)
