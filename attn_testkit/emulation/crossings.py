@@ -135,7 +135,7 @@ def _tolist(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str
         if args[0].dim() > 0:
             session.refuse(rules.TO_HOST, "Tensor.tolist()")
     else:
-        session.host_touches(args[0])
+        session.host_reads(args[0])
     return NotImplemented
 
 
@@ -144,7 +144,7 @@ def _print(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
         session.touch(args[0])
         session.refuse(rules.HOST_READ, "print(tensor)")
     elif not is_device(args[0]):
-        session.host_touches(args[0])
+        session.host_reads(args[0])
     return NotImplemented
 
 

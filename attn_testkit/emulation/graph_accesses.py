@@ -51,7 +51,7 @@ def tell(order: StreamOrder, blocks: Iterable[Block], touched: Iterable[Touched]
         storage = block.owner if block.weak is None else storage_from_weak(block.weak)
         if storage is not None and block.nbytes and block.key in DEVICE.entries:
             order.knows(storage)
-        elif storage is not None and block.nbytes and order.holds_something:
-            order.device_uses(Access(block.address, block.address + block.nbytes, Span.SOME, False))
+        elif storage is not None and block.nbytes and order.arrivals.pending:
+            order.arrivals.arrive_in(Access(block.address, block.address + block.nbytes, Span.SOME, False))
     for each in touched:
         order.touch_address(each.start, each.access, stream, each.what)

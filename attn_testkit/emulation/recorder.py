@@ -121,7 +121,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _host(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         order = self.session.keeps_order
-        if order is not None and order.holds_something:
+        if order is not None and order.arrivals.pending:
             for _, access in accesses_of(func, args, kwargs):
                 order.host_touches(access, self.session.operation or str(func))
         pinned = kwargs.get("pin_memory")

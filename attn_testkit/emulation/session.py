@@ -116,14 +116,14 @@ class Session:
     def device_uses(self, tensor: Tensor) -> None:
         """Work of the device reads or writes host memory, which must be pinned."""
         order = self.keeps_order
-        access = access_of(tensor, False) if order is not None and order.holds_something else None
+        access = access_of(tensor, False) if order is not None and order.arrivals.pending else None
         if order is not None and access is not None:
-            order.device_uses(access)
+            order.arrivals.arrive_in(access)
 
-    def host_touches(self, tensor: Tensor, *, writes: bool = False) -> None:
-        """The host reads or writes memory of its own. Raises EmulationError if a copy to it may not have been made."""
+    def host_reads(self, tensor: Tensor) -> None:
+        """The host reads memory of its own. Raises EmulationError if a copy to it may not have been made."""
         order = self.keeps_order
-        access = access_of(tensor, writes) if order is not None and order.holds_something else None
+        access = access_of(tensor, False) if order is not None and order.arrivals.pending else None
         if order is not None and access is not None:
             order.host_touches(access, self.operation)
 
@@ -133,7 +133,7 @@ class Session:
         Call it with function modes off.
         """
         order = self.keeps_order
-        before = None if order is None else order.before_copy(target)
+        before = None if order is None else order.arrivals.before(target)
         copy()
         if order is not None and before is not None:
             order.holds_back(target, before, self.stream.cuda_stream, self.operation or "Tensor.copy_")

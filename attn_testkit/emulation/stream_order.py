@@ -63,7 +63,7 @@ class StreamOrder:
         self._histories: dict[int, _History] = {}
         self._strange: set[int] = set()
         self.copies = PendingCopies()
-        self._arrivals = ArrivingCopies()
+        self.arrivals = ArrivingCopies()
 
     def is_strange(self, stream: int) -> None:
         """Somebody else made `stream`: nobody knows what it waits for, so that its work divides all other work."""
@@ -83,7 +83,7 @@ class StreamOrder:
     def host_waits(self, work: Clock) -> None:
         """Whatever is launched from here on comes after `work`. Raises EmulationError as ``PendingCopies.settle``."""
         _join(self._host, work)
-        self._arrivals.arrive(self._host)
+        self.arrivals.arrive(self._host)
         self._settle()
 
     def host_waits_for(self, stream: int) -> None:
@@ -97,33 +97,23 @@ class StreamOrder:
 
     def all_done(self) -> None:
         """No order of what was before matters any more."""
-        self._arrivals.arrive()
+        self.arrivals.arrive()
         for history in self._histories.values():
             history.past.clear()
         for forgotten in (self._histories, self._after, self._host):
             forgotten.clear()
 
-    def before_copy(self, target: Tensor) -> bytes | None:
-        """Called before a copy to the host that is asked not to block; ``ArrivingCopies.before``."""
-        return self._arrivals.before(target)
-
     def holds_back(self, target: Tensor, before: bytes, stream: int, what: str) -> None:
-        """Called behind that copy, with what was before it. Call it with function modes off."""
-        self._arrivals.hold(target, before, stream, self._epochs.get(stream, 1), what)
+        """Called behind a copy to the host that is asked not to block, with what ``ArrivingCopies.before`` gave.
 
-    def device_uses(self, access: Access) -> None:
-        """The device reads or writes pinned memory."""
-        self._arrivals.arrive_in(access)
-
-    @property
-    def holds_something(self) -> bool:
-        """Whether a copy to the host may not have been made."""
-        return bool(self._arrivals.pending)
+        Call it with function modes off.
+        """
+        self.arrivals.hold(target, before, stream, self._epochs.get(stream, 1), what)
 
     def host_touches(self, access: Access, what: str) -> None:
         """The host reads or writes memory. Raises EmulationError as ``ArrivingCopies.refuse``."""
-        if self._arrivals.pending and not self._may_be_ordered_unseen():
-            self._arrivals.refuse(access, what)
+        if self.arrivals.pending and not self._may_be_ordered_unseen():
+            self.arrivals.refuse(access, what)
 
     def knows(self, storage: torch.UntypedStorage) -> None:
         """Accesses to its addresses are those of this memory, whatever tensors they are made through."""
