@@ -257,16 +257,15 @@ _HEADLINE_ENDS = {
     "steps-independent": ", after another step; on a fresh instance it is right",
     "captures-cleanly": ": it lives on memory that was allocated in a capture",
     "addresses-stable": " at a replay, because planning replaced tensors that the graph reads",
+    _NO_OTHER_INSTANCE: ", while another instance is at work; alone it is right",
+    _NO_OTHER_MODE: ", after a step of another mode; on a fresh instance it is right",
 }
-"""Check that diagnosis reports instead -> what the headline of the wrong number is followed by."""
+"""Why, or the check that diagnosis reports instead -> what the headline of the wrong number is followed by."""
 
 
 def _headline(finding: Finding, check: str, why: str) -> str:
-    if why == _NO_OTHER_INSTANCE:
-        return f"{finding.headline}, while another instance is at work; alone it is right"
-    if why == _NO_OTHER_MODE:
-        return f"{finding.headline}, after a step of another mode; on a fresh instance it is right"
-    return finding.headline if check == finding.check else finding.headline + _HEADLINE_ENDS.get(check, "")
+    of_check = "" if check == finding.check else _HEADLINE_ENDS.get(check, "")
+    return finding.headline + _HEADLINE_ENDS.get(why, of_check)
 
 
 def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str, str]:

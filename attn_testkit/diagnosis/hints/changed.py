@@ -62,8 +62,7 @@ def right_with_other_layers(e: Evidence) -> str:
 
 def _groups_alone(e: Evidence) -> str:
     """Which KV group's layers alone are wrong."""
-    wrong = e.judgement.wrong.flatten(1).any(-1).tolist()
-    groups = {group_of_place(e.schedule, place) for place, bad in enumerate(wrong) if bad}
+    groups = {group_of_place(e.schedule, place) for place, bad in enumerate(e.wrong_layers) if bad}
     return f", in layers of KV group {groups.pop()} alone" if len(groups) == 1 else ""
 
 

@@ -16,7 +16,10 @@ from ..attended_keys import AttendedKeys
 from ..changed_case import ChangedCases
 from ..swapped_rows import SwappedRow
 
-__all__ = ["Evidence"]
+__all__ = ["SMALLEST_TILE", "Evidence"]
+
+SMALLEST_TILE = 16
+"""No kernel's tile of keys is smaller."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,14 @@ class Evidence:
     @property
     def wrong_shapes(self) -> list[HeadShape]:
         """Of the heads of layers that are wrong."""
-        layers = self.judgement.wrong.flatten(1).any(-1).nonzero().flatten().tolist()
-        case = self.schedule.case
+        case, layers = self.schedule.case, [place for place, bad in enumerate(self.wrong_layers) if bad]
         return list(dict.fromkeys(case.head_maps[i].layer if case.head_maps else case.head_shape for i in layers))
+
+    @property
+    def wrong_layers(self) -> list[bool]:
+        """Of each layer, in the order in which they run, whether a number of it is wrong."""
+        wrong: list[bool] = self.judgement.wrong.flatten(1).any(-1).tolist()
+        return wrong
 
     @property
     def before(self) -> Step | None:

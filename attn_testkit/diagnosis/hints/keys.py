@@ -8,10 +8,10 @@ import torch
 
 from ...cases.case import Case
 from ...cases.parts import parts_of
-from ...cases.ways import way_of
 from ..attended_keys import AttendedKeys, ranges
-from .evidence import Evidence
-from .rows import length_threshold, row_tile, uneven_offsets
+from .evidence import SMALLEST_TILE, Evidence
+from .missing import missing_keys
+from .rows import row_tile
 
 __all__ = [
     "beyond_a_slot",
@@ -176,7 +176,7 @@ def key_range(e: Evidence) -> str:
     if attended.doubled and not missing:
         return _twice(e, attended)
     if missing and not extra:
-        return _missing(e, attended, missing, last)
+        return missing_keys(e, attended, missing)
     if extra and not missing:
         if e.expected.data.visible[attended.request, attended.row, extra].all():
             return _before_the_window(attended, extra)
@@ -238,138 +238,10 @@ def _before_the_window(attended: AttendedKeys, extra: list[int]) -> str:
             "those before a row's own), or a row that is counted one too low"
         )
     gap = list(range(extra[-1] + 1, first))
-    if gap and (extra[-1] + 1) % _TILE == 0 and not set(gap) - attended.looked_at:
+    if gap and (extra[-1] + 1) % SMALLEST_TILE == 0 and not set(gap) - attended.looked_at:
         return (
             f"KV tokens up to {extra[-1]} have weight, and {ranges(gap)} have none, which lie between them and the "
             f"window from {first} on: the window is right, and what splits or tiles before it gave in an earlier layer "
             "or step is still in the workspace, and merged"
         )
     return "KV tokens before the window are visible"
-
-
-_TILE = 16
-"""No kernel's tile of keys is smaller."""
-
-
-def _missing(e: Evidence, attended: AttendedKeys, missing: list[int], last: int) -> str:
-    count, prefix = len(missing), e.step.requests[attended.request].prefix
-    tree = e.step.requests[attended.request].tree
-    if tree is not None and tree.topk > 1 and attended.row == 0 and missing == [prefix]:
-        return (
-            "a draft node does not see its own KV token: a mask of ancestors without the diagonal, or lengths that "
-            "leave the draft out, so that it lies over the end of the prefix"
-        )
-    if tree is not None and tree.topk > 1 and missing[0] >= prefix and e.step.requests[attended.request].new > 1:
-        return "draft nodes that should be visible are not: the tree mask is stale, at another offset, or cut off"
-    later = [key for key in sorted(attended.wanted) if key > prefix + attended.row]
-    if missing == later and not way_of(e.schedule.case).causal:
-        return (
-            "KV tokens after its own position are missing: a causal mask, and the layers of this case are not causal "
-            "(layer.causal is False)"
-        )
-    if not attended.used and uneven_offsets(e):
-        return ""
-    if not attended.used and attended.length > 1:
-        return (
-            "all KV tokens are missing, none is read: a length of zero or below, an early exit, a row that nothing "
-            "computes, a window that is nowhere in the request, or KV that is not read"
-        )
-    if e.reads_foreign and missing[0] >= prefix and not attended.elsewhere:
-        return (
-            "its new KV tokens are read, and nothing is stored in their slots yet: attention comes before the store, "
-            "or does not wait for it"
-        )
-    if attended.used == {0} and e.step.requests[attended.request].new == 1 and e.observed.replay:
-        return (
-            "KV token 0 alone is attended to, as if the length were 1, which is what lengths are while a graph is "
-            "captured: look at what a replay leaves as it was then, or at positions that begin at 0"
-        )
-    pages = {-(-length // e.schedule.case.page_size) for length in (attended.length, last + 1)}
-    if attended.used == set(range(attended.row + 1)) and attended.row + 1 < prefix and not attended.elsewhere:
-        return (
-            f"row {attended.row} attends to KV tokens 0..{attended.row}, as if there were no prefix: a causal mask "
-            "that is aligned to the first KV token and not to the last, or positions that begin at 0"
-            + (", or a length that is counted in pages" if attended.row == 0 and 1 in pages and not e.in_graph else "")
-        )
-    # As many less than there should be as the request has new ones: no pages.
-    others = {1, last + 1, last + 1 - e.step.requests[attended.request].new}
-    if len(attended.used) in pages - others and attended.used == set(range(len(attended.used))):
-        return (
-            f"KV tokens 0..{len(attended.used) - 1} alone are attended to, as many as the request has pages: a length "
-            "that is counted in pages"
-        )
-    shared = e.step.requests[attended.request].shared
-    if shared and missing == sorted(key for key in attended.wanted if key < shared):
-        return (
-            f"the {shared} KV tokens that it has in common with other requests are missing, and its own are read: what "
-            "is planned for a common prefix (a cascade), or a merge of the two"
-        )
-    if missing == sorted(key for key in attended.wanted if key < prefix):
-        lone = ", or of each tile of KV tokens the last one stands for all" if attended.used == {last} else ""
-        return (
-            "the whole prefix is missing, new tokens alone are attended to: a path for requests without a prefix, or "
-            f"a prefix that is taken for none{lone}"
-        )
-    if attended.used and min(attended.used) < missing[0] and missing == list(range(missing[0], prefix)):
-        new = e.step.requests[attended.request].new
-        twice = ", as many as it has new rows, which a length leaves out or takes off twice" if count == new else ""
-        return f"of the prefix the last {_keys(count)} missing, and new ones are read{twice}"
-    draft, page = e.step.requests[attended.request].draft, e.schedule.case.page_size
-    if draft is not None and missing[0] >= prefix // page * page and missing[-1] - missing[0] >= count:
-        return (
-            f"KV tokens {ranges(missing)} are missing, which a branch has in pages of its own: entries of its row that "
-            "are another branch's, or were never filled"
-        )
-    if missing == sorted(key for key in attended.wanted if key >= missing[0]):
-        return _cut_off(e, attended, missing, last)
-    if missing == sorted(key for key in attended.wanted if key <= missing[-1]):
-        return f"the first {_keys(count)} missing: the start of a window, or an offset into the table"
-    return "KV tokens in the middle are missing: a page or a split is skipped"
-
-
-def _cut_off(e: Evidence, attended: AttendedKeys, missing: list[int], last: int) -> str:
-    """All KV tokens from one on are missing."""
-    first, count, page = missing[0], last + 1 - missing[0], e.schedule.case.page_size
-    before = max(attended.used, default=-1)
-    if length_threshold(e):
-        return ""
-    if count % (1 << 16) == 0:
-        return f"the last {_keys(count)} missing: a length or position that is kept in 16 bits"
-    if first - 1 > before and attended.not_asked:
-        narrow = ", or a length or position that is kept in 16 bits" if last >> 16 else ""
-        return (
-            f"KV tokens are missing from somewhere between {before + 1} and {first} on: a fixed capacity, a page table "
-            f"or grid that is too small for this length{narrow}"
-        )
-    if (first >= _ROUND and first & (first - 1) == 0) or (first >= 1024 and first % 1024 == 0):
-        return f"KV tokens from {first} on are missing: a fixed capacity of {first}, or of so many tiles or splits"
-    if _TILE <= first < page and first & (first - 1) == 0:
-        return (
-            f"KV tokens from {first} on are missing, and a page has {page}: tiles of {first} whose offset in their "
-            f"page is left out, so that all read its first one, or a capacity of {first}"
-        )
-    if page > 1 and first == last // page * page:
-        if count == 1:
-            return (
-                "the last KV token is missing, which is alone in the last page: seq_lens of this mode, an end that is "
-                "off by 1, or a partly filled page that is dropped"
-            )
-        return "the KV tokens of the last page are missing"
-    if e.in_graph:
-        return (
-            f"the last {_keys(count)} missing in the graph alone: a length, a maximum length or a grid that was fixed "
-            "when it was captured"
-        )
-    text = f"the last {_keys(count)} missing: seq_lens of this mode, or an end that is off by {count}"
-    alike = [i for i, length in enumerate(e.lens) if i != attended.request and -(-length // page) * page == first]
-    if page > 1 and alike and count > page:
-        return f"{text}; {first} is what the pages of request {alike[0]} hold: its length or its part of a schedule"
-    return text
-
-
-_ROUND = 256
-"""A power of two from here on is a number that somebody chose."""
-
-
-def _keys(count: int) -> str:
-    return "KV token is" if count == 1 else f"{count} KV tokens are"

@@ -8,7 +8,7 @@ import torch
 
 from ...cases.data import StepData
 from ...cases.ways import way_of
-from .evidence import Evidence
+from .evidence import SMALLEST_TILE, Evidence
 
 __all__ = ["lengths_of_others"]
 
@@ -16,8 +16,6 @@ _LONGEST = 8192
 """KV tokens of a request up to which it is asked: each length costs an answer of the oracle."""
 _MOST_LENGTHS = 24
 """Lengths that are asked about."""
-_TILE = 16
-"""No kernel's tile of keys is smaller."""
 _FEW = 2
 """Fewer wrong requests may have the length of another one by chance."""
 
@@ -47,7 +45,7 @@ def lengths_of_others(e: Evidence) -> str:
 def _of_one(e: Evidence, length: int) -> str:
     """One length makes all wrong requests right. Where just those are wrong that are longer, it may be a capacity."""
     longer = [request for request, own in enumerate(e.lens) if own > length]
-    if e.wrong == longer and length % _TILE == 0:
+    if e.wrong == longer and length % SMALLEST_TILE == 0:
         return ""
     return (
         f"every wrong request is right with the length of request {e.lens.index(length)}, {length} (or its new rows, "

@@ -15,7 +15,7 @@ from ...oracle.attention import attend
 from ...oracle.expect import attend_with_limit
 from ...oracle.limits import attention_limit
 from ..attended_keys import AttendedKeys
-from .evidence import Evidence
+from .evidence import SMALLEST_TILE, Evidence
 from .suspects import DATA_SUSPECTS, LARGE_VALUES, RESCALING
 
 __all__ = ["narrow_products", "new_rows", "other_scaling", "right_keys", "vanished_weights"]
@@ -214,8 +214,6 @@ def _strides(e: Evidence) -> list[str]:
 
 _SMALL_ERROR = 5.0
 """Errors up to so many limits are what one rounding too many gives."""
-_TILE = 16
-"""No kernel's tile of keys is smaller."""
 
 
 def _cannot_tell(e: Evidence, attended: AttendedKeys) -> bool:
@@ -231,7 +229,7 @@ def _rescaling(e: Evidence) -> str:
     keys = [int(n) for n in data.visible[data.row_request, data.row_offset].sum(-1)]
     right = [n for row, n in enumerate(keys) if row not in wrong]
     lowest = min((keys[row] for row in wrong), default=0)
-    if not right or lowest <= max(right) or lowest <= _TILE:
+    if not right or lowest <= max(right) or lowest <= SMALLEST_TILE:
         return ""
     known = f"rows of up to {max(right)} KV tokens are right, of {lowest} and more wrong"
     return f"{RESCALING} or splits are merged ({known})"

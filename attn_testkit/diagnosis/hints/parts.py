@@ -37,6 +37,6 @@ def _empty(e: Evidence, part: KVPart, request: int) -> bool:
     """Whether no row of the request sees a KV token of the part, in any wrong layer."""
     data, held = e.expected.data, e.step.requests[request]
     of_part = part.holds(torch.arange(data.visible.shape[-1]), torch.tensor(held.prefix))
-    wrong = e.judgement.wrong.flatten(1).any(-1).tolist()
-    windows = [layer.sliding_window_size for layer, bad in zip(make_layers(e.schedule.case), wrong, strict=True) if bad]
+    layers = zip(make_layers(e.schedule.case), e.wrong_layers, strict=True)
+    windows = [layer.sliding_window_size for layer, bad in layers if bad]
     return not any(bool((windowed(data.visible, data, w)[request, : held.new] & of_part).any()) for w in windows)

@@ -100,8 +100,7 @@ def nothing_computed(e: Evidence) -> str:
 def with_a_window_alone(e: Evidence) -> str:
     """The windows of the wrong layers, where these are all that have one and some have none; else empty."""
     windows = [layer.sliding_window_size for layer in make_layers(e.schedule.case)]
-    layers = e.judgement.wrong.flatten(1).any(-1).tolist()
-    if all(layers) or layers != [window >= 0 for window in windows]:
+    if all(e.wrong_layers) or e.wrong_layers != [window >= 0 for window in windows]:
         return ""
     return ", ".join(str(window) for window in sorted(set(windows)) if window >= 0)
 

@@ -1,0 +1,244 @@
+"""Why KV tokens are missing that a row should attend to, where it attends to no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...cases.schedule import Request
+from ...cases.ways import way_of
+from ..attended_keys import AttendedKeys, ranges
+from .evidence import SMALLEST_TILE, Evidence
+from .rows import length_threshold, uneven_offsets
+
+__all__ = ["missing_keys"]
+
+
+@dataclass(frozen=True)
+class _Missing:
+    e: Evidence
+    attended: AttendedKeys
+    keys: list[int]
+    """Those that are missing, ascending."""
+
+    @property
+    def request(self) -> Request:
+        return self.e.step.requests[self.attended.request]
+
+    @property
+    def page(self) -> int:
+        return self.e.schedule.case.page_size
+
+    @property
+    def last(self) -> int:
+        """The last KV token that the row should see."""
+        return max(self.attended.wanted, default=-1)
+
+    @property
+    def read_from_the_first_on(self) -> bool:
+        """What is read is KV tokens 0, 1, 2 and so on."""
+        return self.attended.used == set(range(len(self.attended.used)))
+
+
+def missing_keys(e: Evidence, attended: AttendedKeys, missing: list[int]) -> str:
+    """The first of the known causes that fits."""
+    known = (cause(_Missing(e, attended, missing)) for cause in _CAUSES)
+    found = next((text for text in known if text is not None), None)
+    return "KV tokens in the middle are missing: a page or a split is skipped" if found is None else found
+
+
+def _in_a_tree(m: _Missing) -> str | None:
+    tree, prefix = m.request.tree, m.request.prefix
+    if tree is None or tree.topk < 2:
+        return None
+    if m.attended.row == 0 and m.keys == [prefix]:
+        return (
+            "a draft node does not see its own KV token: a mask of ancestors without the diagonal, or lengths that "
+            "leave the draft out, so that it lies over the end of the prefix"
+        )
+    if m.keys[0] >= prefix and m.request.new > 1:
+        return "draft nodes that should be visible are not: the tree mask is stale, at another offset, or cut off"
+    return None
+
+
+def _later_ones(m: _Missing) -> str | None:
+    later = [key for key in sorted(m.attended.wanted) if key > m.request.prefix + m.attended.row]
+    if m.keys != later or way_of(m.e.schedule.case).causal:
+        return None
+    return (
+        "KV tokens after its own position are missing: a causal mask, and the layers of this case are not causal "
+        "(layer.causal is False)"
+    )
+
+
+def _none_is_read(m: _Missing) -> str | None:
+    if m.attended.used:
+        return None
+    if uneven_offsets(m.e):
+        return ""
+    if m.attended.length < 2:
+        return None
+    return (
+        "all KV tokens are missing, none is read: a length of zero or below, an early exit, a row that nothing "
+        "computes, a window that is nowhere in the request, or KV that is not read"
+    )
+
+
+def _not_stored_yet(m: _Missing) -> str | None:
+    if not m.e.reads_foreign or m.keys[0] < m.request.prefix or m.attended.elsewhere:
+        return None
+    return (
+        "its new KV tokens are read, and nothing is stored in their slots yet: attention comes before the store, "
+        "or does not wait for it"
+    )
+
+
+def _as_captured(m: _Missing) -> str | None:
+    if m.attended.used != {0} or m.request.new != 1 or not m.e.observed.replay:
+        return None
+    return (
+        "KV token 0 alone is attended to, as if the length were 1, which is what lengths are while a graph is "
+        "captured: look at what a replay leaves as it was then, or at positions that begin at 0"
+    )
+
+
+def _without_prefix(m: _Missing) -> str | None:
+    row = m.attended.row
+    if m.attended.used != set(range(row + 1)) or row + 1 >= m.request.prefix or m.attended.elsewhere:
+        return None
+    in_pages = row == 0 and 1 in _pages(m) and not m.e.in_graph
+    return (
+        f"row {row} attends to KV tokens 0..{row}, as if there were no prefix: a causal mask that is aligned to the "
+        "first KV token and not to the last, or positions that begin at 0"
+        + (", or a length that is counted in pages" if in_pages else "")
+    )
+
+
+def _counted_in_pages(m: _Missing) -> str | None:
+    # As many less than there should be as the request has new ones: no pages.
+    others = {1, m.last + 1, m.last + 1 - m.request.new}
+    if len(m.attended.used) not in _pages(m) - others or not m.read_from_the_first_on:
+        return None
+    return (
+        f"KV tokens 0..{len(m.attended.used) - 1} alone are attended to, as many as the request has pages: a length "
+        "that is counted in pages"
+    )
+
+
+def _pages(m: _Missing) -> set[int]:
+    return {-(-length // m.page) for length in (m.attended.length, m.last + 1)}
+
+
+def _shared_prefix(m: _Missing) -> str | None:
+    shared = m.request.shared
+    if not shared or m.keys != sorted(key for key in m.attended.wanted if key < shared):
+        return None
+    return (
+        f"the {shared} KV tokens that it has in common with other requests are missing, and its own are read: what "
+        "is planned for a common prefix (a cascade), or a merge of the two"
+    )
+
+
+def _whole_prefix(m: _Missing) -> str | None:
+    if m.keys != sorted(key for key in m.attended.wanted if key < m.request.prefix):
+        return None
+    lone = ", or of each tile of KV tokens the last one stands for all" if m.attended.used == {m.last} else ""
+    return (
+        "the whole prefix is missing, new tokens alone are attended to: a path for requests without a prefix, or "
+        f"a prefix that is taken for none{lone}"
+    )
+
+
+def _end_of_the_prefix(m: _Missing) -> str | None:
+    first, count = m.keys[0], len(m.keys)
+    if not m.attended.used or min(m.attended.used) >= first or m.keys != list(range(first, m.request.prefix)):
+        return None
+    twice = ", as many as it has new rows, which a length leaves out or takes off twice"
+    return (
+        f"of the prefix the last {_are(count)} missing, and new ones are read{twice if count == m.request.new else ''}"
+    )
+
+
+def _pages_of_a_branch(m: _Missing) -> str | None:
+    first_own = m.request.prefix // m.page * m.page
+    if m.request.draft is None or m.keys[0] < first_own or m.keys[-1] - m.keys[0] < len(m.keys):
+        return None
+    return (
+        f"KV tokens {ranges(m.keys)} are missing, which a branch has in pages of its own: entries of its row that "
+        "are another branch's, or were never filled"
+    )
+
+
+def _cut_off(m: _Missing) -> str | None:
+    """All KV tokens from one on are missing."""
+    if m.keys != sorted(key for key in m.attended.wanted if key >= m.keys[0]):
+        return None
+    e, attended, last, first, page = m.e, m.attended, m.last, m.keys[0], m.page
+    count = last + 1 - first
+    before = max(attended.used, default=-1)
+    if length_threshold(e):
+        return ""
+    if count % (1 << 16) == 0:
+        return f"the last {_are(count)} missing: a length or position that is kept in 16 bits"
+    if first - 1 > before and attended.not_asked:
+        narrow = ", or a length or position that is kept in 16 bits" if last >> 16 else ""
+        return (
+            f"KV tokens are missing from somewhere between {before + 1} and {first} on: a fixed capacity, a page table "
+            f"or grid that is too small for this length{narrow}"
+        )
+    if (first >= _ROUND and first & (first - 1) == 0) or (first >= 1024 and first % 1024 == 0):
+        return f"KV tokens from {first} on are missing: a fixed capacity of {first}, or of so many tiles or splits"
+    if SMALLEST_TILE <= first < page and first & (first - 1) == 0:
+        return (
+            f"KV tokens from {first} on are missing, and a page has {page}: tiles of {first} whose offset in their "
+            f"page is left out, so that all read its first one, or a capacity of {first}"
+        )
+    if page > 1 and first == last // page * page:
+        if count == 1:
+            return (
+                "the last KV token is missing, which is alone in the last page: seq_lens of this mode, an end that is "
+                "off by 1, or a partly filled page that is dropped"
+            )
+        return "the KV tokens of the last page are missing"
+    if e.in_graph:
+        return (
+            f"the last {_are(count)} missing in the graph alone: a length, a maximum length or a grid that was fixed "
+            "when it was captured"
+        )
+    text = f"the last {_are(count)} missing: seq_lens of this mode, or an end that is off by {count}"
+    alike = [i for i, length in enumerate(e.lens) if i != attended.request and -(-length // page) * page == first]
+    if page > 1 and alike and count > page:
+        return f"{text}; {first} is what the pages of request {alike[0]} hold: its length or its part of a schedule"
+    return text
+
+
+_ROUND = 256
+"""A power of two from here on is a number that somebody chose."""
+
+
+def _are(count: int) -> str:
+    return "KV token is" if count == 1 else f"{count} KV tokens are"
+
+
+def _first_ones(m: _Missing) -> str | None:
+    if m.keys != sorted(key for key in m.attended.wanted if key <= m.keys[-1]):
+        return None
+    return f"the first {_are(len(m.keys))} missing: the start of a window, or an offset into the table"
+
+
+_CAUSES: tuple[Callable[[_Missing], str | None], ...] = (
+    _in_a_tree,
+    _later_ones,
+    _none_is_read,
+    _not_stored_yet,
+    _as_captured,
+    _without_prefix,
+    _counted_in_pages,
+    _shared_prefix,
+    _whole_prefix,
+    _end_of_the_prefix,
+    _pages_of_a_branch,
+    _cut_off,
+    _first_ones,
+)
+"""None where it does not fit; empty where another hint says it."""
