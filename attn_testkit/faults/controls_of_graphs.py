@@ -14,6 +14,9 @@ from .catalogue import control
 from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths
 from .parent import PlannedBackend
 
+_FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
+"""What matters to none of these."""
+
 
 @control("graphs-alone")
 class NothingRunsEagerly(GraphsAlone):
@@ -33,18 +36,14 @@ class VerifyInGraphsAlone(GraphsAlone):
 class ForwardsCounted(CountedRunsBackend):
     """Healthy: the number is there, and nothing is read from it."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode"}
-    )
+    capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode"})
 
 
 @control("warm-ups-use-other-memory")
 class WarmUpsUseOtherMemory(CountedRunsBackend):
     """Each forward takes the next of two sets of memory and clears it itself; warm-ups write page 0, as they may."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode", "draft-extend"}
-    )
+    capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode", "draft-extend"})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -61,18 +60,14 @@ class WarmUpsUseOtherMemory(CountedRunsBackend):
 class WaitsAndSaysSo(EagerPlanWaits):
     """Lengths are fetched from the device at every eager step, and ``eager_waits`` says so; replays never wait."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode"}, eager_waits=True
-    )
+    capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode"}, eager_waits=True)
 
 
 @control("plans-on-a-side-stream")
 class PlansOnTheSide(PlansOnASideStream):
     """A plan on a stream of its own, which waits for the caller's, which waits for it: overlapped schedulers do so."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode"}, graph={"decode", "target-verify"}
-    )
+    capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode", "target-verify"})
 
 
 @control("stages-lengths-by-turns")
@@ -97,9 +92,7 @@ class LengthsReadBehindTheirCopy(ReadsLengthsBack):
 class LengthsOfAnEarlierStep(PlannedBackend):
     """The longest request of an earlier step, as statistics: read once an event says that its copy is done."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode", "extend"}, graph={"decode", "target-verify"}
-    )
+    capabilities = _FEW.with_changes(eager={"decode", "extend"}, graph={"decode", "target-verify"})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
