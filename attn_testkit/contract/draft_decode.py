@@ -32,7 +32,7 @@ class DraftDecodeInput:
     """S, at least 2."""
     out_cache_loc: torch.Tensor
     """[bs * K * S] int64: KV slots of the whole draft, by request, branch and step; those of the last step stay unused.
-    Slot 0 for padding; at a replay live requests only."""
+    Slot 0 for padding. The view of a replay has live requests only, the graph's own static tensor all of its bucket."""
     step: int = 0
     """i: the forward, 0 .. S - 2; 0 where the draft is planned."""
 
