@@ -32,7 +32,7 @@ from .layer_options import with_options
 from .one_head import one_head_cases
 from .options_together import options_together_cases
 from .page_counts import page_count_cases
-from .pair_array import pair_array_cases
+from .pair_array import layout_array_cases, pair_array_cases
 from .parts import part_cases
 from .plans import context_len
 from .pool_layouts import pool_layout_cases, usual_layout
@@ -384,7 +384,8 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from claimed_pair_cases(claims, base)
         yield from shared_prefix_cases(claims, base)
         yield from pair_array_cases(claims, base)
-        yield from options_together_cases(claims, base, plain_case(claims, mode))
+        yield from layout_array_cases(claims, plain_case(claims, mode))
+        yield from options_together_cases(claims, base)
     yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))

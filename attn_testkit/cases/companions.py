@@ -23,11 +23,13 @@ __all__ = [
     "nearest",
     "neighbour_of",
     "some_of",
+    "unlike",
 ]
 
 MOST_USUAL_RATIO = 8
 """Query heads a KV head that a covering array goes up to."""
 _MOST_PAGE = 64
+_MOST_DIM = 128
 
 
 def head_layouts(claims: Capabilities) -> list[Heads]:
@@ -60,6 +62,22 @@ def many_heads(claims: Capabilities, like: Heads, most: int) -> Heads:
     if "mha" in claims.families:
         return Heads("mha", most, most)
     return Heads("mqa", max(groups, default=like.q_heads), 1)
+
+
+def unlike(claims: Capabilities, case: Case) -> Case:
+    """``case`` with other heads, numbers and head dim, where they are claimed: several KV heads, where small cases have
+    one, so that a stride of heads counts. MLA stays MLA.
+    """
+    layouts = [heads for heads in head_layouts(claims) if (heads.family == "mla") == case.is_mla]
+    of_several = [heads for heads in layouts if heads.family == "gqa"] or layouts
+    others = sorted((heads for heads in of_several if heads != case.heads), key=lambda heads: heads.q_heads)
+    dims = [] if case.is_mla else [dim for dim in claims.head_dims if case.head_dim < dim <= _MOST_DIM]
+    return replace(
+        case,
+        heads=others[len(others) // 2] if others else case.heads,
+        head_dim=min(dims, default=case.head_dim),
+        dtype=max(claims.dtypes - {"fp32"}, default=case.dtype),
+    )
 
 
 def nearest(values: Collection[int], to: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from ..contract import Capabilities, HeadShape
 from .case import Case, Heads
+from .companions import unlike
 from .head_shapes import claimed_shapes
 from .layer_options import with_options
 from .layers import Layers
@@ -28,7 +29,7 @@ def layer_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     new = small.new[:1] * len(_LENS)
     plain = replace(small, prefixes=_LENS, new=new, data="gauss", bucket=len(_LENS) + 1, layers=_RANK)
     window = max(_WINDOW, claims.min_window)
-    options = replace(with_options(claims, plain, window), kv_dtype=min(claims.kv_dtypes))
+    options = replace(with_options(claims, unlike(claims, plain), window), kv_dtype=min(claims.kv_dtypes))
     yield from dict.fromkeys((plain, options))
     page = min((page for page in claims.page_sizes if page > 1), default=1)
     # A windowed group has let go of whole pages of the first two requests.

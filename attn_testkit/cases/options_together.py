@@ -1,5 +1,5 @@
-"""What a layer has, windows and caps and sinks, together with what is mostly tried alone: layouts of the KV pool,
-outputs that the caller gives, pools of many elements; and a context that is full.
+"""What a layer has, windows and caps and sinks, together with what is mostly tried alone: outputs that the caller
+gives, pools of many elements; each with other heads, head dims and numbers too. And a context that is full.
 
 A path that is chosen by the layer has its own addresses and its own stores (vLLM #33759, vllm-ascend #6558).
 """
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from ..contract import Capabilities, ForwardMode
+from ..contract import Capabilities
 from .case import CODES, Case
+from .companions import unlike
 from .layer_options import with_options
 from .layers import Layers
 from .plans import context_len
-from .pool_layouts import other_layouts
 from .ways import WAYS, usual_page
 
 __all__ = ["options_together_cases"]
@@ -33,31 +33,15 @@ _PAGES_BELOW = 6
 """A draft has a region of pages for each branch beside its prefix."""
 
 
-def options_together_cases(claims: Capabilities, small: Case, plain: Case) -> Iterator[Case]:
-    """Made of ``small``, a case with little work for each row and key, and of ``plain``, which has several KV heads."""
+def options_together_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with little work for each row and key, which has one KV head where that is claimed."""
     small = replace(small, page_size=usual_page(claims), data="gauss")
-    yield from _layouts(claims, plain)
     for word in _WAYS:
-        for alone in WAYS[word].cases(claims, small):
-            optional = _with_options(claims, alone)
-            if optional != alone:
-                yield optional
+        yield from (_with_options(claims, unlike(claims, alone)) for alone in WAYS[word].cases(claims, small))
     narrow = sorted(claims.kv_dtypes - {small.kv_dtype})
     for word in ("lent", "bigpool") if narrow else ():
-        yield from (replace(alone, kv_dtype=narrow[0]) for alone in WAYS[word].cases(claims, small))
+        yield from (replace(unlike(claims, alone), kv_dtype=narrow[0]) for alone in WAYS[word].cases(claims, small))
     yield from _full_context(claims, small)
-
-
-def _layouts(claims: Capabilities, plain: Case) -> Iterator[Case]:
-    if plain.mode in (ForwardMode.DECODE, ForwardMode.DRAFT_DECODE):
-        return  # another array has them, or there is no window
-    page = next((size for size in sorted(claims.page_sizes) if size > 2), plain.page_size)
-    lens = (2 * page + 33, page + max(1, page // 2), 3)
-    new = plain.new and (*plain.new[:2], plain.new[0])
-    one = replace(plain, page_size=page, layout="shuffled", prefixes=lens, new=new, bucket=4, data="gauss")
-    optional = _with_options(claims, one)
-    if optional != one:
-        yield from (replace(optional, kv_layout=name) for name in other_layouts(claims))
 
 
 def _with_options(claims: Capabilities, plain: Case) -> Case:

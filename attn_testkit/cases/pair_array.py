@@ -1,4 +1,6 @@
-"""Every pair of what is claimed, in decode: kernels are compiled by heads, head dim, dtypes, pages, layout at once."""
+"""Every pair of what is claimed: kernels are compiled by heads, head dim, dtypes, pages and layout at once. In decode
+with all layouts of the KV pool, in the other modes with those that the main array has not.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ from .case import Case, Heads
 from .companions import some_of
 from .layer_options import with_options
 from .layers import Layers
+from .pool_layouts import other_layouts
 
-__all__ = ["pair_array_cases"]
+__all__ = ["layout_array_cases", "pair_array_cases"]
 
 _LENS = (530, 33, 1)
 """More than two pages of 256, and of one."""
 _GROUPS, _MLA_HEADS = (2, 4, 5, 8, 16), (8, 16, 32, 64, 128)
 _MOST_DIM, _MOST_DIMS, _MOST_PAGES, _WINDOW = 256, 4, 5, 40
+_FEW, _NARROW = 3, 7
 
 
 def pair_array_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
@@ -48,6 +52,38 @@ def pair_array_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
             )
 
 
+def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
+    """The same for the layouts that only few cases have, in another mode than decode. Made of ``plain``, three requests
+    with its rows; pages that lie in no order.
+    """
+    layouts = other_layouts(claims)
+    if plain.mode is ForwardMode.DECODE or not layouts:
+        return
+    dtypes, kv_dtypes = sorted(claims.dtypes), sorted(claims.kv_dtypes, reverse=True)
+    # In pages of one slot most layouts are alike.
+    pages = some_of({page for page in claims.page_sizes if page > 2} or claims.page_sizes, _FEW)
+    new = plain.new and (*plain.new[:2], plain.new[0])
+    one = replace(plain, layout="shuffled", prefixes=(0,) * 3, new=new, bucket=4, data="gauss")
+    alone = ([plain.heads], [plain.head_dim], plain.rope_dim)
+    heads, dims, rope = next((of for of in _families(claims, plain) if (of[2] > 0) == plain.is_mla), alone)
+    heads, dims = heads[:_FEW], some_of(dims, _FEW)
+    sizes = (len(layouts), len(heads), len(dims), len(dtypes), len(kv_dtypes), len(pages), 2, 2)
+    for layout, of, dim, dtype, kv_dtype, page, options, short in _pairs(sizes, f"layouts in {plain.mode.value}"):
+        size = pages[page]
+        yield replace(
+            with_options(claims, one, _NARROW) if options else one,
+            kv_layout=layouts[layout],
+            heads=heads[of],
+            head_dim=dims[dim],
+            rope_dim=rope,
+            dtype=dtypes[dtype],
+            kv_dtype=kv_dtypes[kv_dtype],
+            page_size=size,
+            # More than a page, and more than another.
+            prefixes=(2 * size + 1, size + max(1, size // 2), 3) if short else (_LENS[0], 2 * size + 33, 0),
+        )
+
+
 def _families(claims: Capabilities, small: Case) -> Iterator[tuple[list[Heads], list[int], int]]:
     """Layouts of heads, head dims and the rope's width: of MLA, and of all others."""
     found = [Heads("mha", 2, 2)] if "mha" in claims.families else []
@@ -63,7 +99,10 @@ def _families(claims: Capabilities, small: Case) -> Iterator[tuple[list[Heads], 
 
 
 @lru_cache(maxsize=64)
-def _pairs(sizes: tuple[int, ...]) -> list[list[int]]:
-    """Rows of indices into dimensions of so many values, in which each two values of two dimensions meet."""
-    rows: list[list[int]] = make([list(range(size)) for size in sizes], strength=2, sorter=by_hash, salt="pairs")
+def _pairs(sizes: tuple[int, ...], salt: str = "pairs") -> list[list[int]]:
+    """Rows of indices into dimensions of so many values, in which each two values of two dimensions meet.
+
+    ``salt``: other rows for the same sizes.
+    """
+    rows: list[list[int]] = make([list(range(size)) for size in sizes], strength=2, sorter=by_hash, salt=salt)
     return rows

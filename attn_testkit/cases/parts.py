@@ -8,7 +8,7 @@ from typing import Any
 
 from ..contract import Capabilities, ForwardMode, KVPart
 from .case import Case, Heads
-from .companions import many_heads, nearest
+from .companions import many_heads, nearest, unlike
 from .extend import room_for
 from .layer_options import takes_window, with_options
 
@@ -118,7 +118,7 @@ def _with_options(claims: Capabilities, case: Case, own: bool) -> Case:
     """Everything that is claimed beside it, at a length at which keys are split."""
     as_given = case.mode in claims.new_rows_as_given
     return replace(
-        with_options(claims, _like(case, case.page_size, (1500, 70), case.parts), 60),
+        with_options(claims, unlike(claims, _like(case, case.page_size, (1500, 70), case.parts)), 60),
         # New rows as given are those of one call, and here several attend them.
         kv_dtype=min(claims.kv_dtypes) if not as_given else case.kv_dtype,
         own_merge=own,

@@ -23,11 +23,13 @@ def other_layouts(claims: Capabilities) -> list[str]:
 
 def pool_layout_cases(claims: Capabilities, mode: ForwardMode, tier: str, small: Case) -> Iterator[Case]:
     """One for each other layout and, from core on, KV dtype; in full each page size. In smoke one in all, in each mode
-    another.
+    another. In core of other modes than decode an array has them, with all else that is claimed (``pair_array.py``).
 
     ``small``: two requests, of as many KV heads as a case has.
     """
     others = other_layouts(claims)
+    if tier == "core" and mode is not ForwardMode.DECODE:
+        return
     pages = sorted(claims.page_sizes)
     # In pages of one slot most layouts are alike.
     page = next((page for page in pages if page > 2), pages[-1])

@@ -34,7 +34,9 @@ def test_each_mode_has_three_layers_of_a_later_rank_without_options_and_with_all
     assert plain.bucket == plain.bs + 1, "a padded request"
     assert sorted(n > options.window for n in options.prefixes) == [False, True, True]
     none = {"sliding_window": set(), "logit_cap": False, "sinks": False, "kv_dtypes": {"same"}}
-    assert [case.window for case in of_rank(mode, **none)] == [-1], "without options there is one"
+    one, other = of_rank(mode, **none)
+    assert one.window == other.window == -1
+    assert one.heads != other.heads, "what has no options has other heads"
     assert all(case.layers == Layers() for case in generate(CLAIMS, mode, "smoke"))
 
 

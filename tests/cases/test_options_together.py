@@ -15,7 +15,7 @@ from attn_testkit.contract import Capabilities, ForwardMode
 DECODE, VERIFY, V1, V2, EXTEND, DRAFT = ForwardMode
 CLAIMS = TorchNativeBackend.capabilities
 KINDS: dict[str, tuple[Callable[[Case], bool], set[ForwardMode]]] = {
-    "window in another layout": (lambda case: case.kv_layout != "nhd" and case.window >= 0, set(ForwardMode) - {DRAFT}),
+    "window in another layout": (lambda case: case.kv_layout != "nhd" and case.window >= 0, set(ForwardMode)),
     "window and sinks into lent memory": (lambda case: case.way == "lent" and case.window >= 0, set(ForwardMode)),
     "FP8 into lent memory": (lambda case: case.way == "lent" and case.kv_dtype != "same", set(ForwardMode)),
     "FP8 in a large pool": (lambda case: case.way == "bigpool" and case.kv_dtype != "same", {DECODE, EXTEND}),

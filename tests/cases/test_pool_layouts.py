@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.companions import companions
@@ -21,7 +23,7 @@ OTHERS = [name for name in KV_LAYOUTS if name != "nhd"]
 
 
 def without_pairs(claims: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
-    """All cases but those in which layouts meet all else that is claimed (``cases/pair_array.py``)."""
+    """All cases but those of decode in which layouts meet all else that is claimed (``cases/pair_array.py``)."""
     return [case for case in generate(claims, mode, tier) if case.prefixes != (530, 33, 1)]
 
 
@@ -35,8 +37,10 @@ def test_cases_of_other_layouts_stand_behind_those_that_there_were(mode: Forward
     plain = without_pairs(CLAIMS, mode, tier)
     assert not others(mode, tier, CLAIMS)
     more = without_pairs(CLAIMS.with_changes(kv_layouts={"nhd", "hnd", "own"}), mode, tier)
-    assert more[: len(plain)] == plain
-    assert len(more) - len(plain) == (1 if tier == "smoke" else 2)
+    assert [case for case in more if case.kv_layout == "nhd"] == plain
+    behind = {case.kv_layout for case in more if case not in plain}
+    assert behind == ({"hnd", "own"} if tier == "core" else behind & {"hnd", "own"})
+    assert len(more) - len(plain) == 1 or tier == "core"
 
 
 def test_smoke_tries_another_layout_in_each_mode() -> None:
@@ -47,15 +51,38 @@ def test_smoke_tries_another_layout_in_each_mode() -> None:
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_core_tries_each_layout_with_each_kv_dtype_in_pages_and_heads_that_tell_them_apart(mode: ForwardMode) -> None:
     cases = others(mode, "core")
-    assert [(case.kv_layout, case.kv_dtype) for case in cases] == [
-        (name, dtype) for name in OTHERS for dtype in ("same", "fp8_e4m3")
-    ]
+    assert {(case.kv_layout, case.kv_dtype) for case in cases} == set(product(OTHERS, ("same", "fp8_e4m3")))
     for case in cases:
         assert case.page_size > 1
         assert max(case.prefixes) > 2 * case.page_size
         assert case.heads.kv_heads > 1
         assert parse_case(case.id) == case
     assert [value for name, value in untried(ALL, mode, cases) if name == "kv_layout"] == ["nhd"]
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_core_has_each_layout_with_all_else_that_is_claimed(mode: ForwardMode) -> None:
+    wide = TorchNativeBackend.capabilities.with_changes(families={"gqa", "mha"})
+    cases = [case for case in generate(wide, mode, "core") if case.kv_layout != "nhd" and not case.way]
+    of_layout = {name: [case for case in cases if case.kv_layout == name] for name in OTHERS if name in wide.kv_layouts}
+    for found in of_layout.values():
+        assert {case.dtype for case in found} == wide.dtypes
+        assert {case.window >= 0 for case in found} == {case.sinks for case in found} == {False, True}
+        assert len({case.heads for case in found}) >= 3
+        assert len({case.head_dim for case in found}) >= 3
+        assert len({case.page_size for case in found}) >= 3
+        assert {0 in case.prefixes for case in found} == ({False, True} if mode is not ForwardMode.DECODE else {False})
+
+
+def test_layouts_of_mla_keep_its_family_and_few_claims_its_only_values() -> None:
+    of_mla = CLAIMS.with_changes(
+        families={"mla"}, kv_layouts={"nhd", "hnd"}, head_dims={512}, gqa_ratios={16}, mla_rope_dims={64}
+    )
+    mqa = CLAIMS.with_changes(families={"mqa"}, kv_layouts={"nhd", "padded-pages"})
+    for claims in (of_mla, mqa):
+        found = others(ForwardMode.EXTEND, "core", claims)
+        assert found
+        assert {case.heads.family for case in found} == claims.families
 
 
 def test_full_tries_each_layout_in_each_page_size() -> None:

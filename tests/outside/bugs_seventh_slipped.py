@@ -43,7 +43,7 @@ class OfTwoModes(SplitKV):
 
 @bug(
     "vllm #33759",
-    "extend-gqa8x2-d64-bf16-p4-k41.6.3-n4a4.3.4-shuffled-gauss-kvhnd-w7-cap1.5-sink-b4prod",
+    "extend-gqa2x2-d128-bf16-p16-k530.65.0-n4a4.3.4-shuffled-gauss-kvhnd-w7-cap1.5-sink-b4prod",
     "reads-own-kv",
 )
 class GatherAssumesNhd(OfTwoModes):
@@ -57,7 +57,7 @@ class GatherAssumesNhd(OfTwoModes):
 
 @bug(
     "vllm-ascend #6558",
-    "decode-mqa4-d64-bf16-p16-k9.70.1-contiguous-gauss-w7-cap1.5-sink-b4prod-lent",
+    "decode-gqa8x2-d128-bf16-p16-k9.70.1-contiguous-gauss-w7-cap1.5-sink-b4prod-lent",
     "output-written",
 )
 class WindowOutNotStored(OfTwoModes):
@@ -73,7 +73,7 @@ class WindowOutNotStored(OfTwoModes):
 
 @bug(
     "aiter #4427",
-    "extend-mqa4-d128-bf16-p16-k9.37.1-n2a2x3-shuffled-gauss-kvfp8e4m3-layers1from0-b4prod-bigpool",
+    "extend-gqa8x2-d128-bf16-p16-k9.37.1-n2a2x3-shuffled-gauss-kvfp8e4m3-layers1from0-b4prod-bigpool",
     "reads-own-kv",
 )
 class BlockStrideInt32(OfTwoModes):
@@ -103,7 +103,7 @@ class KeysByPhysicalPages(OfTwoModes):
 
 @bug(
     "vllm #30915",
-    "decode-mqa4-d64-bf16-p4-k15.22.6-contiguous-gauss-kvfp8e4m3-w7-cap1.5-sink-layers3from5groups-b4prod",
+    "decode-gqa8x2-d128-bf16-p4-k15.22.6-contiguous-gauss-kvfp8e4m3-w7-cap1.5-sink-layers3from5groups-b4prod",
 )
 class FirstLogicalOfReused(KeysByPhysicalPages):
     """The first column counts, though its page was let go of and came back as a later one."""

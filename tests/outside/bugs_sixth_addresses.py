@@ -152,7 +152,9 @@ class RowsOver65535(Varlen):
 
 
 @bug(
-    "TensorRT-LLM #16801", "decode-mha2-d64-bf16-p16-k39.70.6-shared-gauss-w7-layers3from5groups-b4prod", "reads-own-kv"
+    "TensorRT-LLM #16801",
+    "decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-gauss-w7-layers3from5groups-b4prod",
+    "reads-own-kv",
 )
 class OneTableForPools(Tiled):
     """Slots are looked up once, in the first pool's table, and layers of another pool take them too."""

@@ -157,7 +157,7 @@ class GridOfCapture(Varlen):
 
 @bug(
     "sglang #25824",
-    "decode-mha2-d64-bf16-p16-k39.70.6-shared-gauss-w7-layers3from5groups-b4prod",
+    "decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-gauss-w7-layers3from5groups-b4prod",
     "writes-own-kv",
     execution="graph",
 )
