@@ -27,12 +27,14 @@ def blocks(claims: Capabilities, mode: ForwardMode) -> list[Case]:
 
 
 def test_who_claims_it_in_a_mode_is_tried_there() -> None:
-    assert [case.new for case in blocks(CLAIMS, EXTEND)] == [(20, 1, 7)]
-    assert [case.width for case in blocks(CLAIMS, VERIFY)] == [4, 17]
+    one, other = blocks(CLAIMS, EXTEND)
+    assert one.new == other.new == (20, 1, 7)
+    assert one.heads != other.heads
+    assert [case.width for case in blocks(CLAIMS, VERIFY)] == [4, 17] * 2
     assert not blocks(CLAIMS.with_changes(non_causal={VERIFY}), EXTEND)
     assert not blocks(CLAIMS.with_changes(non_causal={EXTEND}), VERIFY)
-    assert [case.width for case in blocks(CLAIMS.with_changes(max_q_rows=3), VERIFY)] == [3]
-    assert [case.new for case in blocks(CLAIMS.with_changes(max_extend_tokens=5), EXTEND)] == [(5, 1, 5)]
+    assert [case.width for case in blocks(CLAIMS.with_changes(max_q_rows=3), VERIFY)] == [3] * 2
+    assert [case.new for case in blocks(CLAIMS.with_changes(max_extend_tokens=5), EXTEND)] == [(5, 1, 5)] * 2
 
 
 @pytest.mark.parametrize("name", [BLOCK, PROMPT])
