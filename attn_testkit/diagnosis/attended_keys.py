@@ -77,7 +77,7 @@ class AttendedKeys:
     @property
     def right(self) -> bool:
         """Every KV token that should have weight had it, once, and nothing else had."""
-        return self.used == self.wanted and not self.doubled and not self.elsewhere and not self.faint
+        return self.alone and not self.doubled
 
     @property
     def own(self) -> bool:
@@ -95,10 +95,14 @@ class AttendedKeys:
         return self.total is None or abs(self.total - 1) < _SMALL
 
     @property
+    def alone(self) -> bool:
+        """The right KV tokens had weight, however much, and nothing else had."""
+        return self.used == self.wanted and not self.elsewhere and not self.faint
+
+    @property
     def weighed_otherwise(self) -> bool:
         """The right KV tokens alone, some with more weight than others, and less than 1 in all: none counts twice."""
-        alone = self.used == self.wanted and not self.elsewhere and not self.faint
-        return alone and bool(self.doubled) and self.total is not None and self.total <= 1 - _SMALL
+        return self.alone and bool(self.doubled) and self.total is not None and self.total <= 1 - _SMALL
 
     @property
     def text(self) -> str:

@@ -238,7 +238,7 @@ def test_scales_that_reach_one_of_two_calls_are_named(names: str, said: str, who
         changed["stored_values"] = without("values", 1)
     out = attended(schedule=TWO_CALLS, **changed)
     heavy = AttendedKeys(0, 0, frozenset({0, 1}), frozenset({0, 1}), frozenset({1}), frozenset({0, 1}), 2, {}, 0.8)
-    for asked in (None, heavy):
+    for asked in (None, heavy, replace(heavy, total=1.94)):
         told = other_parameters(evidence(out, TWO_CALLS, attended=asked))
         assert told.startswith(f"right without {said} for KV tokens of {whose}, and with them for"), told
     assert other_parameters(evidence(out, TWO_CALLS, attended=replace(heavy, total=1.0))) == "", "1 counts twice"

@@ -26,6 +26,7 @@ def case(**fields: Any) -> Any:
         "data": "gauss",
         "layout": "shuffled",
         "parts": "",
+        "kv_dtype": "same",
         **fields,
     }
     return Of(head_shape=shape, rope_dim=0, head_maps=(), **values)
@@ -312,7 +313,9 @@ def test_a_part_of_a_head_that_is_nan_is_a_layout() -> None:
 )
 def test_heads_that_differ_say_how_heads_are_packed(q_heads: int, kv_heads: int, heads: Any, text: str) -> None:
     schedule = Of(case=case(q_heads=q_heads, kv_heads=kv_heads))
-    found = rows.some_heads(evidence([5], [0], schedule=schedule, attended=Of(heads=heads, shape=None, elsewhere={})))
+    none: frozenset[int] = frozenset()
+    attended = Of(heads=heads, shape=None, elsewhere={}, used=none, wanted=none)
+    found = rows.some_heads(evidence([5], [0], schedule=schedule, attended=attended))
     assert text in found
     assert bool(found) is bool(text)
     assert rows.some_heads(evidence([5], [0])) == ""
@@ -400,7 +403,8 @@ def test_a_length_from_which_on_replays_are_wrong() -> None:
         return rows.length_threshold(evidence(lens, wrong, passed=passed, in_graph=in_graph))
 
     def read(**elsewhere: float) -> str:
-        return rows.length_threshold(evidence([3, 9], [1], in_graph=True, attended=Of(elsewhere=elsewhere)))
+        asked = Of(elsewhere=elsewhere, used=frozenset({0}), wanted=frozenset({0, 1}))
+        return rows.length_threshold(evidence([3, 9], [1], in_graph=True, attended=asked))
 
     assert read() == read(others=1.0) == told([3, 9], [1]), "a stride of the capture leads to others"
     assert read(page0=0.1) == read(unowned=0.1) == "", "what is too short reads too little, and not what is nobody's"
@@ -515,6 +519,7 @@ def attended(used: Any, wanted: Any, **fields: Any) -> Any:
         "not_asked": [],
         "right": used == wanted,
         "weighed_otherwise": False,
+        "window": -1,
     }
     return Of(**{**values, **fields})
 

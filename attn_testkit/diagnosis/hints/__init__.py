@@ -52,6 +52,7 @@ from .visibility import (
     positions_of_another_request,
     rows_of_a_later_tile,
     window_of_another_layer,
+    window_on_new_rows_alone,
 )
 
 __all__ = ["Evidence", "hints"]
@@ -94,6 +95,7 @@ _PATTERNS: tuple[Pattern, ...] = (
     read_twice,
     beyond_a_slot,
     own_rows_mixed,
+    window_on_new_rows_alone,
     window_of_another_layer,
     rows_of_a_later_tile,
     new_rows,
@@ -134,6 +136,7 @@ _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
     entered_at_query_offsets: (rows_of_others, uneven_offsets, later_requests, elsewhere, *_GUESSES),
     results_of_other_heads: (some_heads, one_row_each, later_requests, *_GUESSES),
     later_by_number: _GUESSES,
+    window_on_new_rows_alone: (window_of_another_layer, *_GUESSES),
     window_of_another_layer: _GUESSES,
     rows_of_a_later_tile: _GUESSES,
     last_rows_right: _GUESSES,

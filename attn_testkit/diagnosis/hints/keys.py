@@ -179,14 +179,14 @@ def key_range(e: Evidence) -> str:
         return missing_keys(e, attended, missing)
     if extra and not missing:
         if e.expected.data.visible[attended.request, attended.row, extra].all():
-            return _before_the_window(attended, extra)
+            return _before_the_window(e, attended, extra)
         if e.step.requests[attended.request].tree is not None and extra[0] >= e.step.requests[attended.request].prefix:
             return (
                 "draft nodes that are no ancestors are visible: the tree mask is ignored, stale, or at another offset"
             )
         if extra[0] > last:
             return "later tokens are visible: causality, or seq_lens of this mode counted twice"
-        return _before_the_window(attended, extra)
+        return _before_the_window(e, attended, extra)
     if missing and extra:
         shift = min(attended.used) - min(attended.wanted)
         if attended.used == {key + shift for key in attended.wanted}:
@@ -211,9 +211,10 @@ def _twice(e: Evidence, attended: AttendedKeys) -> str:
             "(their base), and at how they are merged"
         )
     if request.draft is None and min(attended.doubled) < request.prefix:
+        scales = ", or FP8 scales that their part lacks" if case.kv_dtype != "same" else ""
         return (
             "KV tokens of the prefix are counted more than once: splits or tiles that overlap, or whose lanes past the "
-            "end are not masked"
+            f"end are not masked{scales}"
         )
     return "KV tokens are counted more than once: new ones from the pool and from k, v as well, or splits that overlap"
 
@@ -230,7 +231,7 @@ def _parts_of(case: Case, wanted: Collection[int], doubled: Collection[int], pre
     return " and ".join(found) if set().union(*found.values()) == set(doubled) else ""
 
 
-def _before_the_window(attended: AttendedKeys, extra: list[int]) -> str:
+def _before_the_window(e: Evidence, attended: AttendedKeys, extra: list[int]) -> str:
     first = min(attended.wanted)
     if extra == [first - 1]:
         return (
@@ -244,4 +245,10 @@ def _before_the_window(attended: AttendedKeys, extra: list[int]) -> str:
             f"window from {first} on: the window is right, and what splits or tiles before it gave in an earlier layer "
             "or step is still in the workspace, and merged"
         )
-    return "KV tokens before the window are visible"
+    if extra != list(range(first)) or attended.window < 0:
+        return "KV tokens before the window are visible"
+    where = " where the graph is captured" if e.in_graph else ""
+    return (
+        f"KV tokens before the window are visible, all of them: sliding_window_size does not reach the kernel{where}, "
+        "or not for the KV tokens of the prefix"
+    )

@@ -42,7 +42,7 @@ def other_parameters(e: Evidence) -> str:
     if not _can_be_asked(e):
         return ""
     layers = make_layers(e.schedule.case)
-    for mistakes in (_of_cap, _of_sinks, _of_scales, _of_heads, _of_layers):
+    for mistakes in (_of_cap, _of_sinks, _of_scales, _of_heads, _of_layers, _of_dims):
         for asked in mistakes(layers, e.expected.data):
             if _rows_right(e, asked).all():
                 return asked.text
@@ -50,19 +50,24 @@ def other_parameters(e: Evidence) -> str:
 
 
 def _can_be_asked(e: Evidence) -> bool:
-    attended, judgement = e.attended, e.judgement
+    attended, judgement, case = e.attended, e.judgement, e.schedule.case
     wrong_rows = judgement.wrong.flatten(2).any(-1)
     if (judgement.out == 0).flatten(2).all(-1)[wrong_rows].any():
         return False  # nothing computed them, and beside wide limits 0 is right for much
-    if e.schedule.case.head_maps or max(e.lens, default=0) > _LONGEST:
+    if case.head_maps or max(e.lens, default=0) > _LONGEST:
         return False
-    # Of a KV token that is missing, little may be left within limits that a mistake makes wider.
+    # Of a KV token that is missing, little may be left within limits that a mistake makes wider. Where weights do not
+    # sum to 1, those that seem to count twice may have another FP8 scale.
+    fp8 = case.kv_dtype != "same"
+    weighed = attended is not None and (
+        attended.weighed_otherwise or (fp8 and attended.alone and not attended.normalised)
+    )
     return not (
         judgement.right
         or not judgement.all_finite
         or judgement.worst is None
         or e.swapped
-        or (attended is not None and not attended.right and not attended.weighed_otherwise)
+        or (attended is not None and not attended.right and not weighed)
     )
 
 
@@ -244,6 +249,22 @@ def _of_layers(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_As
                 tuple(layers),
                 replace(data, **changed),
             )
+
+
+def _of_dims(layers: Sequence[AttentionLayer], data: StepData) -> Iterator[_Asked]:
+    """Logits without some dims of q and k: a tile of them, or all from one on."""
+    dim = data.q.shape[-1]
+    tile = next(size for size in (16, 32, 64) if dim <= 8 * size or size == 64)
+    starts = range(0, dim, tile)
+    for first, end in dict.fromkeys([*((i, dim) for i in starts[1:]), *((i, min(i + tile, dim)) for i in starts)]):
+        queries = data.q.clone()
+        queries[..., first:end] = 0
+        yield _Asked(
+            f"right where dims {first}..{end - 1} of {dim} are left out of the product of q and k: a tile of the head "
+            "dim that is not loaded, or a width that is too small",
+            tuple(layers),
+            replace(data, q=queries),
+        )
 
 
 def _as_one_layer(layers: Sequence[AttentionLayer], data: StepData, what: str, field: str) -> Iterator[_Asked]:

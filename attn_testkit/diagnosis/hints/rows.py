@@ -44,6 +44,11 @@ def _swap_cause(e: Evidence) -> str:
     if any(row.copied for row in e.swapped):
         return "offsets of query rows (cu_seqlens_q), or the index of a request"
     if all(row.of_row is not None for row in e.swapped):
+        if times := _times_its_row(e):
+            return (
+                f"row {times}n holds what row n should, counted over all requests: output rows are written by the "
+                "strides of another tensor, such as q, which may be a view"
+            )
         if all(row.request == row.of_request for row in e.swapped):
             return "the order of rows in a request"
         if not several:
@@ -65,6 +70,15 @@ def _swap_cause(e: Evidence) -> str:
     if partly or not (as_own or as_theirs or several) or uneven_offsets(e):
         return "offsets of query rows (cu_seqlens_q)"
     return "the request row (req_pool_indices), the table's stride, or offsets of query rows"
+
+
+def _times_its_row(e: Evidence) -> int:
+    """The number that each swapped row is a multiple by of the row whose result it holds; else 0."""
+    starts = list(accumulate((request.new for request in e.step.requests), initial=0))
+    pairs = [(starts[m.request] + m.row, starts[m.of_request] + (m.of_row or 0)) for m in e.swapped]
+    times = {row / of_row if of_row else 0.0 for row, of_row in pairs}
+    several = len(pairs) > 1 and len(times) == 1
+    return int(min(times)) if several and min(times) > 1 and min(times).is_integer() else 0
 
 
 def uneven_offsets(e: Evidence) -> str:
@@ -145,8 +159,8 @@ def kept_from_before(e: Evidence) -> str:
         return "the same step was right the first time: look at what planning or forward leaves on self"
     if sorted(lens) == sorted(e.lens):
         return (
-            "the step before has the same lengths and other requests: a plan, a page table or a mask that is kept "
-            "while lengths look the same"
+            "the step before has the same lengths and other requests: a plan, a page table, a mask or partial results "
+            "that are kept while lengths look the same"
         )
     if min(e.lens[i] for i in e.wrong) > max(lens):
         return (
@@ -181,6 +195,11 @@ def some_heads(e: Evidence) -> str:
     which = f"only head{'s' if len(heads) > 1 else ''} {index_ranges(heads)} of {count}"
     if e.attended and e.attended.elsewhere.get("others", 0.0) >= _ALL_OF_IT:
         cause = f"rows lie {count} heads apart, and with another stride, such as a padded one, they are another row's"
+    elif _lacks_a_part(e):
+        cause = (
+            "their part of the prefix is lost in the merge with the new tokens: a log-sum-exp or partial result that "
+            "is another head's or row's, such as [T, H] read as [H, T]"
+        )
     elif group > 1 and {head // group for head in heads} != set(range(kv_heads)) and len(heads) % group == 0:
         cause = "an offset or stride of KV heads, or the head mapping"
     elif group > 1:
@@ -195,6 +214,17 @@ def some_heads(e: Evidence) -> str:
 
 _ALL_OF_IT = 0.9
 """A part of the weight from which on nothing else was read."""
+
+
+def _lacks_a_part(e: Evidence) -> bool:
+    """The whole prefix is missing and all new KV tokens are there, or the other way round."""
+    attended = e.attended
+    if attended is None or not attended.used or attended.used - attended.wanted:
+        return False
+    prefix = e.step.requests[attended.request].prefix
+    missing = attended.wanted - attended.used
+    sides = ({key for key in attended.wanted if key < prefix}, {key for key in attended.wanted if key >= prefix})
+    return missing in sides and min(len(side) for side in sides) > 0
 
 
 def row_tile(e: Evidence) -> str:
@@ -231,17 +261,35 @@ def other_shape(e: Evidence) -> str:
 
 
 def some_dims(e: Evidence) -> str:
-    """A run of dims to the last, and the others right. One-hot values make a key of a dim, so there it says nothing."""
+    """A run of dims, and the others right. One-hot values make a key of a dim, so there it says nothing."""
     dims = [int(dim) for dim in e.judgement.wrong.flatten(0, 2).any(0).nonzero().flatten()]
     widths = {shape.head_dim - e.schedule.case.rope_dim for shape in e.wrong_shapes}
-    if len(widths) != 1:
+    if len(widths) != 1 or e.schedule.case.data == "footprint" or len(dims) < 8 or part_of_a_head(e):
         return ""
     size = widths.pop()
-    if e.schedule.case.data == "footprint" or not dims or dims[0] % 16 or dims[0] == 0 or part_of_a_head(e):
+    if dims[0] and dims[0] % 16 == 0 and size - dims[0] <= len(dims) * 3 / 2:
+        return (
+            f"only dims from {dims[0]} on are wrong: a head dim of {size} that is padded, or computed a tile at a time"
+        )
+    first, end = dims[0] // 16 * 16, -(-(dims[-1] + 1) // 16) * 16
+    if end - first >= size or end - first > len(dims) * 3 / 2:
         return ""
-    if len(dims) < 8 or size - dims[0] > len(dims) * 3 / 2:
-        return ""
-    return f"only dims from {dims[0]} on are wrong: a head dim of {size} that is padded, or computed a tile at a time"
+    return f"only dims {first}..{end - 1} of {size} are wrong{_dims_they_hold(e, first, end)}"
+
+
+def _dims_they_hold(e: Evidence, first: int, end: int) -> str:
+    """Whose values stand in the wrong dims, if those of as many others do."""
+    want, limit, count = e.expected.attention, e.expected.attention_limit, end - first
+    wrong = e.judgement.wrong.any(-1)
+    held = e.judgement.out[..., first:end].double()[wrong]
+    for start in range(0, want.shape[-1] - count + 1, 16):
+        theirs = slice(start, start + count)
+        if bool(((held - want[..., theirs][wrong]).abs() <= limit[..., theirs][wrong]).all()):
+            return (
+                f", and hold what dims {start}..{start + count - 1} should: a tile of the head dim is loaded or stored "
+                "in place of another"
+            )
+    return ": a tile of the head dim, of V where it is loaded or of the output where it is stored"
 
 
 def length_threshold(e: Evidence) -> str:
@@ -254,6 +302,8 @@ def length_threshold(e: Evidence) -> str:
     # What is too short reads too little. Weight that went to slots of nobody went by a table.
     if e.attended is not None and not {"page0", "unowned"}.isdisjoint(e.attended.elsewhere):
         return ""
+    if e.attended is not None and e.attended.wanted < e.attended.used:
+        return ""  # it reads all that it should, and more
     return (
         f"requests of up to {max(right)} KV tokens are right, of {min(wrong)} and more are wrong: a maximum length, a "
         "grid or a number of splits of the capture-time batch is still in force"

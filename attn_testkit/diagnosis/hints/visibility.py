@@ -18,6 +18,7 @@ __all__ = [
     "positions_of_another_request",
     "rows_of_a_later_tile",
     "window_of_another_layer",
+    "window_on_new_rows_alone",
 ]
 
 _LONGEST = 8192
@@ -171,6 +172,26 @@ def last_rows_right(e: Evidence) -> str:
     )
 
 
+def window_on_new_rows_alone(e: Evidence) -> str:
+    """Rows are right where windows narrow the KV tokens of this step, and not those of the prefix."""
+    attended, data = e.attended, e.expected.data
+    if attended is None or attended.right or e.swapped or not _answers(e):
+        return ""
+    if all(layer.sliding_window_size < 0 for layer in make_layers(e.schedule.case)):
+        return ""
+    near = int(data.query_positions.max())
+    prefixes = torch.tensor([request.prefix for request in e.step.requests])[:, None]
+    before = torch.arange(data.key_positions.shape[1]) < prefixes
+    if not e.right_for(replace(data, key_positions=data.key_positions.masked_fill(before, near)), right_too=True):
+        return ""
+    if e.right_for(replace(data, key_positions=torch.full_like(data.key_positions, near)), right_too=True):
+        return ""  # nothing tells that from no window at all
+    return (
+        "right where the window narrows the KV tokens of this step, and all of the prefix is visible: one of two calls "
+        "or loops lacks the window"
+    )
+
+
 def window_of_another_layer(e: Evidence) -> str:
     """The row of a layer attended to what a window lets it see that another layer has."""
     attended = e.attended
@@ -178,13 +199,21 @@ def window_of_another_layer(e: Evidence) -> str:
         return ""
     windows = {layer.sliding_window_size for layer in make_layers(e.schedule.case)} - {attended.window, -1}
     data, request, row = e.expected.data, attended.request, attended.row
+    everything = frozenset(data.visible[request, row].nonzero().flatten().tolist())
     for window in sorted(windows):
         near = data.key_positions[request] >= data.query_positions[request, row] - window
         seen = frozenset((data.visible[request, row] & near).nonzero().flatten().tolist())
-        if attended.used == seen != attended.wanted:
-            own = "no window" if attended.window < 0 else f"one of {attended.window}"
+        if attended.used != seen or seen == attended.wanted:
+            continue
+        own = "no window" if attended.window < 0 else f"one of {attended.window}"
+        if seen == everything:
             return (
-                f"it attends to what a window of {window} lets it see, which another layer has, and its own has {own}: "
-                "take layer.sliding_window_size of each layer"
+                f"it attends to what it sees without a window, or with one of {window}, which another layer has, and "
+                f"its own has {own}: layer.sliding_window_size does not reach the kernel, or not for the KV tokens of "
+                "the prefix, or is another layer's"
             )
+        return (
+            f"it attends to what a window of {window} lets it see, which another layer has, and its own has {own}: "
+            "take layer.sliding_window_size of each layer"
+        )
     return ""

@@ -1,0 +1,195 @@
+"""Dims, windows and parts of a prefix that are left out or another's: each is named, and not where nothing tells it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_other_places_by_hand import attended, evidence, right, schedule_of, with_data
+
+from attn_testkit.cases.schedule import Schedule
+from attn_testkit.diagnosis.hints import hints
+from attn_testkit.diagnosis.hints.keys import key_range
+from attn_testkit.diagnosis.hints.parameters import other_parameters
+from attn_testkit.diagnosis.hints.rows import length_threshold, rows_of_others, some_dims, some_heads
+from attn_testkit.diagnosis.hints.visibility import window_of_another_layer, window_on_new_rows_alone
+from attn_testkit.diagnosis.swapped_rows import SwappedRow
+from attn_testkit.oracle.expect import expect
+
+WINDOW = schedule_of("extend-gqa2x2-d32-fp32-p4-k20.9.5-n12a12.2.3-shuffled-gauss-w4-b3prod")
+SHORT = schedule_of("extend-gqa2x2-d32-fp32-p4-k20.9.5-n3a3.2.3-shuffled-gauss-w4-b3prod")
+PLAIN = schedule_of("extend-gqa2x2-d32-fp32-p4-k20.9.5-n12a12.2.3-shuffled-gauss-b3prod")
+DECODE = schedule_of("decode-gqa2x2-d64-fp32-p4-k40.9.21-shuffled-gauss-b4prod")
+MLA = schedule_of("decode-mla16-d512r64-bf16-p64-k7x2-reversed-gauss-b2prod")
+
+
+# Windows.
+
+
+def sees(schedule: Schedule, whose: str) -> torch.Tensor:
+    """What a backend gives that lets windows see all ``of the prefix``, or everything."""
+    data = expect(schedule, schedule.steps[0]).data
+    prefixes = torch.tensor([request.prefix for request in schedule.steps[0].requests])[:, None]
+    free = torch.arange(data.key_positions.shape[1]) < (prefixes if whose == "the prefix" else 1 << 20)
+    return with_data(schedule, key_positions=data.key_positions.masked_fill(free, 1 << 20)).nan_to_num(0.0)
+
+
+def told_of_windows(schedule: Schedule, out: torch.Tensor, **more: Any) -> str:
+    return window_on_new_rows_alone(
+        evidence(schedule, out, **{"attended": attended(schedule, 0, used=range(21), wanted=range(16, 21)), **more})
+    )
+
+
+def test_a_window_that_narrows_new_tokens_alone_is_named() -> None:
+    out = sees(WINDOW, "the prefix")
+    assert told_of_windows(WINDOW, out).startswith("right where the window narrows the KV tokens of this step, and all")
+    assert told_of_windows(WINDOW, out, attended=None) == ""
+    assert told_of_windows(WINDOW, out, attended=attended(WINDOW, 0)) == "", "the row that was asked is right"
+    assert told_of_windows(WINDOW, out, in_graph=True) == ""
+    out[:, 3] = right(WINDOW)[:, 3]
+    assert told_of_windows(WINDOW, out) == "", "a row that is right is not right for that"
+
+
+def test_no_window_at_all_is_not_told_as_one_of_new_tokens() -> None:
+    assert told_of_windows(WINDOW, sees(WINDOW, "everything")) == ""
+    # Of three new tokens all lie within the window: nothing tells the two apart.
+    assert torch.equal(sees(SHORT, "the prefix"), sees(SHORT, "everything"))
+    assert told_of_windows(SHORT, sees(SHORT, "the prefix")) == ""
+    assert told_of_windows(PLAIN, right(PLAIN) + 9.0) == "", "there is no window"
+
+
+def test_what_another_layers_window_shares_with_none_at_all_is_told_as_both() -> None:
+    schedule = schedule_of("decode-gqa2x2-d32-fp32-p4-k40.3.21-shuffled-gauss-w4one-b4prod")
+    out = right(schedule)
+    out[:, 1] += 9.0
+
+    def told(window: int, used: range) -> str:
+        mine = attended(schedule, 1, used=used, wanted=range(1, 4), window=window)
+        return window_of_another_layer(evidence(schedule, out, attended=mine))
+
+    # The other layer's window of 4 sees all four KV tokens of request 1.
+    assert told(2, range(4)).startswith("it attends to what it sees without a window, or with one of 4, which another")
+    assert told(2, range(2, 4)) == ""
+
+
+@pytest.mark.parametrize(
+    ("extra", "in_graph", "ends"),
+    [
+        (range(29), False, "does not reach the kernel, or not for the KV tokens of the prefix"),
+        (
+            range(29),
+            True,
+            "does not reach the kernel where the graph is captured, or not for the KV tokens of the prefix",
+        ),
+        (range(1, 29), False, "KV tokens before the window are visible"),
+        (range(28), False, "KV tokens before the window are visible"),
+    ],
+)
+def test_all_tokens_before_a_window_are_no_window(extra: range, in_graph: bool, ends: str) -> None:
+    schedule = schedule_of("decode-gqa2x2-d32-fp32-p16-k40.9-shuffled-gauss-w11-b2prod")
+    mine = attended(schedule, 0, used={*extra, *range(29, 41)}, wanted=range(29, 41), window=11)
+    found = evidence(schedule, right(schedule), attended=mine, in_graph=in_graph)
+    assert key_range(found).startswith("KV tokens before the window are visible")
+    assert key_range(found).endswith(ends)
+
+
+def test_longer_requests_that_read_more_than_they_should_are_no_matter_of_length() -> None:
+    out = right(DECODE)
+    out[:, 0] += 9.0
+    more = attended(DECODE, 0, used=range(41), wanted=range(30, 41))
+    less = attended(DECODE, 0, used=range(30), wanted=range(41))
+    other = attended(DECODE, 0, used={*range(30), 40}, wanted=range(5, 35))
+    assert length_threshold(evidence(DECODE, out, attended=more, in_graph=True)) == ""
+    for mine in (less, other):
+        assert length_threshold(evidence(DECODE, out, attended=mine, in_graph=True)).startswith("requests of up to 22")
+
+
+# Rows and parts.
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([(4, 1), (8, 2)], "row 4n holds what row n should"),
+        ([(4, 1), (8, 2), (13, 3)], ""),
+        ([(4, 1)], ""),
+        ([(3, 2), (6, 4)], ""),
+        ([(1, 1), (2, 2)], ""),
+        ([(1, 4), (2, 8)], ""),
+        ([(4, 0), (8, 0)], ""),
+    ],
+)
+def test_rows_at_a_multiple_of_their_number_are_written_by_other_strides(
+    rows: list[tuple[int, int]], said: str
+) -> None:
+    # Flat rows 0..11 are request 0's, 12 and 13 request 1's.
+    def place(row: int) -> tuple[int, int]:
+        return (0, row) if row < 12 else (1, row - 12)
+
+    swapped = tuple(SwappedRow(*place(row), *place(of_row)) for row, of_row in rows)
+    text = rows_of_others(evidence(PLAIN, right(PLAIN) + 9.0, swapped=swapped))
+    assert bool(said) is ("written by the strides of another tensor" in text)
+    assert said in text
+
+
+def test_heads_that_lack_the_whole_prefix_lack_it_in_a_merge() -> None:
+    def told(used: Any, row: int = 0) -> str:
+        mine = replace(attended(PLAIN, 0, row, used=used), heads=(1,), head=1)
+        return some_heads(evidence(PLAIN, right(PLAIN) + 9.0, attended=mine))
+
+    merge = "their part of the prefix is lost in the merge with the new tokens"
+    assert merge in told(range(20, 24), row=3), "the new tokens alone"
+    assert merge in told(range(20), row=3), "the prefix alone"
+    assert merge not in told(range(21), row=3)
+    assert merge not in told(range(19), row=3)
+    assert merge not in told((), row=3)
+    assert merge not in told({*range(20, 24), 30}, row=3), "a later token too"
+
+
+# Dims.
+
+
+def without_dims(schedule: Schedule, first: int, end: int) -> torch.Tensor:
+    q = expect(schedule, schedule.steps[0]).data.q.clone()
+    q[..., first:end] = 0
+    return with_data(schedule, q=q)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "first", "end", "text"),
+    [
+        (DECODE, 48, 64, "right where dims 48..63 of 64 are left out of the product of q and k"),
+        (DECODE, 16, 64, "right where dims 16..63 of 64"),
+        (DECODE, 16, 32, "right where dims 16..31 of 64"),
+        (DECODE, 0, 16, "right where dims 0..15 of 64"),
+        (DECODE, 8, 24, ""),
+        (MLA, 448, 512, "right where dims 448..511 of 576"),
+        (MLA, 512, 576, "right where dims 512..575 of 576"),
+    ],
+)
+def test_dims_that_are_left_out_of_logits_are_named(schedule: Schedule, first: int, end: int, text: str) -> None:
+    told = other_parameters(evidence(schedule, without_dims(schedule, first, end), attended=attended(schedule, 0)))
+    assert told.startswith(text)
+    assert bool(told) is bool(text)
+
+
+def test_a_run_of_wrong_dims_is_a_tile_and_what_it_holds_is_named() -> None:
+    out = right(DECODE)
+    out[..., 16:32] = out[..., 32:48]
+    found = evidence(DECODE, out)
+    assert some_dims(found).startswith("only dims 16..31 of 64 are wrong, and hold what dims 32..47 should: a tile of")
+    assert hints(found) == [some_dims(found)]
+    out[..., 16:32] += 9.0
+    assert some_dims(evidence(DECODE, out)).startswith("only dims 16..31 of 64 are wrong: a tile of the head dim, of V")
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "said"),
+    [(0, 16, True), (0, 8, False), (0, 11, True), (0, 10, False), (8, 24, False), (0, 48, True), (0, 64, False)],
+)
+def test_wrong_dims_are_a_tile_where_they_fill_most_of_one(first: int, end: int, said: bool) -> None:
+    out = right(DECODE)
+    out[..., first:end] += 9.0
+    assert bool(some_dims(evidence(DECODE, out))) is said
