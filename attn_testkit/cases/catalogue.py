@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cachetools import LRUCache, cached
-from covertable import make
-from covertable.sorters import hash as by_hash
 
 from ..contract import Capabilities, ForwardMode
 from .as_claimed import as_claimed
@@ -23,6 +21,7 @@ from .claimed_pairs import claimed_pair_cases
 from .code_cases import code_cases
 from .companions import MOST_USUAL_RATIO, accepted, branching, claimed_companions, head_layouts, some_of
 from .company import company_cases
+from .covering import covering_array
 from .draft import Draft
 from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
@@ -396,14 +395,9 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
 @cached(LRUCache(256), condition=threading.Condition())
 def _rows(sizes: tuple[int, ...], strength: int, salt: str) -> list[list[int]]:
     """A covering array over dimensions of so many values, as indices. Many backends differ in nothing else."""
-    factors = [list(range(size)) for size in sizes]
-    found: list[list[int]] = (
-        make(factors, strength=strength, sorter=by_hash, salt=salt) if strength > 1 else _once(factors)
-    )
-    return found
+    return covering_array(sizes, strength, salt) if strength > 1 else _once(sizes)
 
 
-def _once(factors: Sequence[Sequence[int]]) -> list[list[int]]:
+def _once(sizes: Sequence[int]) -> list[list[int]]:
     """Every value once: as many rows as the longest dimension has values."""
-    longest = max(len(values) for values in factors)
-    return [[values[(row + shift) % len(values)] for shift, values in enumerate(factors)] for row in range(longest)]
+    return [[(row + shift) % size for shift, size in enumerate(sizes)] for row in range(max(sizes))]

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..contract import FP8_PRODUCTS, Capabilities
+from ..contract import FP8_PRODUCTS, Capabilities, ForwardMode
 from .case import Case
 
 __all__ = ["extreme_cases"]
 
 _MANY_KEYS = 4096
 """As many small terms as a 16-bit sum loses for certain: in each of 16 splits too, a large one among them."""
+
+_MANY_PARTS = 16_384
+"""Keys of sixteen parts of 1,024, whose sum is rounded sixteen times where it is kept in bf16 (FastDeploy #5541)."""
 
 _FAINT_KEYS = 1500
 """Several runs of keys that weigh little, behind a key each that weighs much."""
@@ -29,6 +32,8 @@ def extreme_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         yield replace(fp8, data="saturated")
     if "fp16" in claims.dtypes and "same" in claims.kv_dtypes:
         yield replace(one, dtype="fp16", kv_dtype="same", data="swamped")
+    if "bf16" in claims.dtypes and "same" in claims.kv_dtypes and small.mode is ForwardMode.DECODE:
+        yield replace(one, dtype="bf16", kv_dtype="same", prefixes=(_MANY_PARTS,), data="swamped")
     if "fp8_e4m3" in claims.kv_dtypes:
         yield replace(fp8, data="loud")
     for dtype, data in (("fp16", "towering"), ("bf16", "colossal")):

@@ -1,4 +1,6 @@
-"""Options of a layer, as far as they are claimed: a sliding window, a soft cap of its logits, sinks."""
+"""Options of a layer, as far as they are claimed: a sliding window, a soft cap of its logits, sinks. In verify also a
+tree that branches: the masks of trees go through the same paths (sglang #24617).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,16 @@ from dataclasses import replace
 
 from ..contract import Capabilities
 from .case import Case
+from .trees import Tree
 
 __all__ = ["takes_window", "with_options"]
 
 _CAP = 1.5
 """Of the size of the logits that the data give."""
+_TREE = Tree((0, 0, 1, 2))
+"""Two branches of two nodes."""
+_OF_CHAINS = ("bare", "noncausal")
+"""Ways that have no tree."""
 
 
 def takes_window(claims: Capabilities, case: Case) -> bool:
@@ -20,9 +27,20 @@ def takes_window(claims: Capabilities, case: Case) -> bool:
 
 def with_options(claims: Capabilities, case: Case, window: int) -> Case:
     """``case`` with all of them that are claimed. ``window``: keys before a query's own, where one is taken."""
+    case = _with_branches(claims, case)
     return replace(
         case,
         window=window if takes_window(claims, case) else -1,
         logit_cap=_CAP if claims.logit_cap else 0.0,
         sinks=claims.sinks,
     )
+
+
+def _with_branches(claims: Capabilities, case: Case) -> Case:
+    """With a tree that branches in place of a short chain, where that is claimed and takes no window away."""
+    nodes = len(_TREE)
+    claimed = claims.max_topk >= _TREE.topk and claims.max_q_rows >= nodes >= case.width
+    windowed = case.mode in claims.sliding_window and not claims.window_in_trees
+    if case.tree is None or case.topk > 1 or not claimed or windowed or case.way in _OF_CHAINS:
+        return case
+    return replace(case, tree=_TREE, width=nodes)

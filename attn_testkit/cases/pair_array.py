@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from covertable import make
-from covertable.sorters import hash as by_hash
-
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
 from .companions import some_of
+from .covering import covering_array
 from .layer_options import with_options
 from .layers import Layers
 from .pool_layouts import other_layouts
@@ -104,5 +102,4 @@ def _pairs(sizes: tuple[int, ...], salt: str = "pairs") -> list[list[int]]:
 
     ``salt``: other rows for the same sizes.
     """
-    rows: list[list[int]] = make([list(range(size)) for size in sizes], strength=2, sorter=by_hash, salt=salt)
-    return rows
+    return covering_array(sizes, 2, salt)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..oracle.limits import UNIT_ROUNDOFF
@@ -41,10 +43,34 @@ def lse_hint(evidence: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> 
         return _UNSHIFTED.format("the larger of the parts' log-sum-exps" if evidence.merged else "the maximum")
     if placed := of_other_heads(found, want, limit) or of_fewer_keys(evidence, want, limit):
         return placed
+    if shifted := _by_a_constant(found, want, 2 * widest):
+        return shifted
     rounded = evidence.stored.bfloat16().to(evidence.stored.dtype)
     if torch.equal(evidence.stored, rounded) and _alike(found, want, limit + UNIT_ROUNDOFF["bf16"] * want.abs()):
         return "it was rounded to bfloat16 on its way: keep it in float32, or claim dtype='model'"
     return ""
+
+
+def _by_a_constant(found: torch.Tensor, want: torch.Tensor, near: torch.Tensor) -> str:
+    """All are off by one number, though they differ: a factor of every sum (flashinfer #1566)."""
+    known = want.isfinite()
+    off, due = (found - want)[known], want[known]
+    if not off.isfinite().all() or len(due) < _SEVERAL or due.max() - due.min() < _APART:
+        return ""
+    shift = float((off.max() + off.min()) / 2)
+    if float(off.max() - off.min()) > float(near) or not math.log(_LEAST) < abs(shift) < math.log(_MOST):
+        return ""
+    return (
+        f"off by {shift:.4g} in every row and head, as if each sum were multiplied by {math.exp(shift):.4g}: a factor "
+        "that weights have before they are rounded (as to FP8), or that a sum is divided by, and that the logarithm "
+        "keeps"
+    )
+
+
+_SEVERAL, _APART = 4, 0.5
+"""Numbers that differ, of which one shift tells."""
+_LEAST, _MOST = 1.5, 1e6
+"""Factors of a sum that somebody writes."""
 
 
 def _alike(found: torch.Tensor, supposed: torch.Tensor, limit: torch.Tensor) -> bool:

@@ -68,8 +68,9 @@ class BackendContext:
     dialect: Dialect = field(default_factory=Dialect)
     """How the server says what servers say in different ways."""
     kv_groups: tuple[KVGroup, ...] = ()
-    """Two or more, where layers do not share KV memory; ``kv_pool`` and ``req_to_token`` are those of the first. Empty
-    where they do, and always without the claim ``kv_groups`` and beside ``kv_parts``."""
+    """Two or more, where layers do not share KV memory; ``kv_pool`` and ``req_to_token`` are those of the first, which
+    may be the windowed one: take a layer's by ``group_of``. Empty where they do, and always without the claim
+    ``kv_groups`` and beside ``kv_parts``."""
 
     @cached_property
     def head_shapes(self) -> tuple[HeadShape, ...]:
@@ -275,7 +276,8 @@ class AttentionBackend(ABC):
         Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype, which holds until the next ``forward``, or longer:
         ``output_lifetime``. With ``takes_out`` it has one more argument, ``out=None``, and writes to it and returns it
         where it is given.
-        Rows of padded requests may hold anything.
+        Rows of padded requests may hold anything, NaN too: those of the output, and of ``q``, ``k`` and ``v``, which a
+        tile of live rows must not load, for 0 times NaN is NaN (sglang #15757).
         """
 
     def forward_return_lse(

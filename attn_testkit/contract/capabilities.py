@@ -143,8 +143,8 @@ class Capabilities:
 
     Whatever it says: q.k is kept in float32 through scale, soft cap, mask and softmax, and both products accumulate in
     float32. Probabilities may be rounded to the model's dtype before the second product, the output is, and so may be
-    partial results that are combined. Logits that are rounded to bf16 or fp16 before the softmax are outside the
-    limits, and fail ``matches-oracle``."""
+    partial results that are combined, each once; the sum that they are added to is kept in float32. Logits that are
+    rounded to bf16 or fp16 before the softmax are outside the limits, and fail ``matches-oracle``."""
     fp32_products: str = "ieee"
     """With float32: what are the factors of both products rounded to? ``ieee``: nothing. ``tf32``: 10 bits behind the
     point, as tensor cores do by default (``tl.dot`` without ``input_precision``). The limits follow from it."""

@@ -18,6 +18,7 @@ CLAIMS = TorchNativeBackend.capabilities
 IN_FP8 = CLAIMS.with_changes(matmul_dtype="fp8_e4m3")
 EXTREMES = {mode: [c for c in generate(IN_FP8, mode, "core") if c.data in EXTREME_DATA] for mode in ForwardMode}
 ALL = [case for cases in EXTREMES.values() for case in cases]
+(IN_FP16, IN_BF16) = (case for case in EXTREMES[ForwardMode.DECODE] if case.data == "swamped")
 
 
 def extremes(claims: Capabilities, tier: str = "core") -> list[str]:
@@ -28,21 +29,25 @@ def extremes(claims: Capabilities, tier: str = "core") -> list[str]:
 def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> None:
     cases = generate(IN_FP8, mode, "core")
     first = next(place for place, case in enumerate(cases) if case.data in EXTREME_DATA)
-    assert [case.data for case in cases if case.data in EXTREME_DATA] == list(EXTREME_DATA)
+    assert list(dict.fromkeys(case.data for case in cases if case.data in EXTREME_DATA)) == list(EXTREME_DATA)
     assert all(came_later(case) for case in cases[first:])
-    assert [case.kv_dtype for case in EXTREMES[mode]] == ["fp8_e4m3", "same", "fp8_e4m3", "same", "same", "fp8_e4m3"]
+    once = [case for case in EXTREMES[mode] if case != IN_BF16]
+    assert [case.kv_dtype for case in once] == ["fp8_e4m3", "same", "fp8_e4m3", "same", "same", "fp8_e4m3"]
+    assert len(EXTREMES[mode]) - len(once) == (mode is ForwardMode.DECODE)
 
 
 def test_only_what_is_claimed_and_not_in_smoke() -> None:
     assert extremes(CLAIMS, "smoke") == []
-    assert extremes(CLAIMS.with_changes(kv_dtypes={"same"})) == ["swamped", "towering", "colossal"]
-    assert extremes(CLAIMS.with_changes(dtypes={"bf16"})) == ["saturated", "loud", "colossal"]
+    assert extremes(CLAIMS.with_changes(kv_dtypes={"same"})) == ["swamped", "swamped", "towering", "colossal"]
+    assert extremes(CLAIMS.with_changes(dtypes={"bf16"})) == ["saturated", "swamped", "loud", "colossal"]
     assert extremes(CLAIMS.with_changes(dtypes={"fp32"})) == ["saturated", "loud"], "nothing of 16 bits"
     assert extremes(CLAIMS.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated", "loud"]
-    assert extremes(CLAIMS) == list(EXTREME_DATA[:-1])
-    assert extremes(IN_FP8.with_changes(kv_dtypes={"same"})) == ["swamped", "towering", "colossal"]
+    assert extremes(CLAIMS) == ["saturated", "swamped", *EXTREME_DATA[1:-1]]
+    assert extremes(IN_FP8.with_changes(kv_dtypes={"same"})) == ["swamped", "swamped", "towering", "colossal"]
     unscaled = CLAIMS.with_changes(matmul_dtype="fp8_e4m3_unscaled")
-    assert extremes(unscaled) == list(EXTREME_DATA), "and those who say that they lose them have them too"
+    assert extremes(unscaled) == ["saturated", "swamped", *EXTREME_DATA[1:]], (
+        "and those who say that they lose them have them too"
+    )
     a_key_less = CLAIMS.with_changes(max_context_len=4096)
     assert extremes(a_key_less) == ["saturated", "loud", "towering", "colossal"], "with its token it is longer"
     assert not set(DATA) & set(EXTREME_DATA), "no covering array has them"
@@ -65,8 +70,7 @@ def test_every_new_key_and_value_is_beyond_fp8_and_no_logit_is(case: Case) -> No
 def test_a_sum_of_16_bits_is_over_the_limit_from_either_end_and_one_of_32_is_not(
     dtype: torch.dtype, backwards: bool
 ) -> None:
-    (case,) = (case for case in EXTREMES[ForwardMode.DECODE] if case.data == "swamped")
-    schedule = make_schedule(case)
+    schedule = make_schedule(IN_FP16)
     wanted = expect(schedule, schedule.steps[0])
     values = wanted.data.values[:, 0, :, 0]
     total = torch.zeros(2, values.shape[-1], dtype=dtype)
@@ -74,6 +78,19 @@ def test_a_sum_of_16_bits_is_over_the_limit_from_either_end_and_one_of_32_is_not
         total = (total.float() + tile.sum(1).float()).to(dtype)
     error = (total.double() / values.shape[1] - wanted.attention[:, 0, 0]).abs()
     assert bool((error > wanted.attention_limit[:, 0, 0]).all()) is (dtype is torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_of_parts_that_is_kept_in_bf16_is_over_the_limit_and_rounded_parts_are_not(dtype: torch.dtype) -> None:
+    wanted = expect(schedule := make_schedule(IN_BF16), schedule.steps[0])
+    values = wanted.data.values[:, 0, :, 0]
+    parts = [part.sum(1) / values.shape[1] for part in values.split(1024, 1)]
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total = (total + part.bfloat16()).to(dtype)
+    assert len(parts) == 17
+    error = (total.bfloat16().double() - wanted.attention[:, 0, 0]).abs()
+    assert bool((error > wanted.attention_limit[:, 0, 0]).any()) is (dtype is torch.bfloat16)
 
 
 @pytest.mark.parametrize("products", ["", "fp8_e4m3"])

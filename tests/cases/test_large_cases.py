@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
 from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases import catalogue
+from attn_testkit.cases.as_claimed import as_claimed
 from attn_testkit.cases.case import Case, Heads
-from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.catalogue import generate, within_claims
 from attn_testkit.cases.companions import many_heads
 from attn_testkit.cases.large_cases import large_cases, too_large_for_a_cpu
-from attn_testkit.contract import ForwardMode
+from attn_testkit.contract import Capabilities, ForwardMode
 
 GRID = 65_535
 """What CUDA's programming guide gives as the largest y and z of a grid."""
@@ -20,8 +23,20 @@ CLAIMS = TorchNativeBackend.capabilities
 MLA = FlashInferMLABackend.capabilities
 
 
+def small_of(claims: Capabilities, mode: ForwardMode) -> Case:
+    base = catalogue._base(mode, list(generate(claims, mode, "core")))
+    return catalogue._small(claims, catalogue._plain(claims, base))
+
+
+def of_full(claims: Capabilities, mode: ForwardMode, tier: str = "full") -> list[Case]:
+    """The large cases of a mode. Those of one mode are held against what ``full`` has, whose array takes seconds."""
+    found = [as_claimed(claims, case.with_seed(0)) for case in large_cases(claims, tier, small_of(claims, mode))]
+    assert all(within_claims(claims, case) for case in found)
+    return found
+
+
 def beyond_a_grid(mode: ForwardMode, tier: str) -> list[Case]:
-    return [case for case in generate(CLAIMS, mode, tier) if case.bs * case.heads.q_heads > GRID]
+    return [case for case in of_full(CLAIMS, mode, tier) if case.bs * case.heads.q_heads > GRID]
 
 
 @pytest.mark.parametrize("mode", [mode for mode in ForwardMode if mode is not ForwardMode.DRAFT_EXTEND])
@@ -35,39 +50,44 @@ def test_requests_times_heads_are_just_more_than_a_grid_holds(mode: ForwardMode)
 
 @pytest.mark.parametrize("claims", [CLAIMS, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize("mode", ForwardMode)
-def test_full_has_a_context_of_131072_tokens_for_many_heads(mode: ForwardMode, claims: object) -> None:
-    (case,) = [case for case in generate(claims, mode, "full") if max(case.prefixes) > 100_000]  # type: ignore[arg-type]
+def test_a_context_of_131072_tokens_has_many_heads(mode: ForwardMode, claims: Capabilities) -> None:
+    (case,) = [case for case in of_full(claims, mode) if max(case.prefixes) > 100_000]
     assert 130_000 < max(case.prefixes) < 131_072
     assert case.heads.q_heads == 32
     assert case.data == "footprint", "with ordinary values nobody sees one key of so many"
 
 
+def test_full_has_one_of_each_kind_and_core_has_none_of_an_extend() -> None:
+    def kinds(cases: Iterable[Case]) -> list[tuple[bool, bool, bool]]:
+        found = ((max(c.prefixes) > 100_000, c.bs * c.heads.q_heads > GRID, too_large_for_a_cpu(c)) for c in cases)
+        return sorted(kind for kind in found if any(kind))
+
+    assert kinds(generate(CLAIMS, ForwardMode.EXTEND, "full")) == kinds(of_full(CLAIMS, ForwardMode.EXTEND))
+    assert len(kinds(of_full(CLAIMS, ForwardMode.EXTEND))) == 3
+    assert not kinds(generate(CLAIMS, ForwardMode.EXTEND, "core"))
+    assert kinds(generate(CLAIMS, ForwardMode.DECODE, "core")) == [(False, True, False)]
+
+
 def test_an_extend_of_more_rows_than_a_grid_holds_is_too_large_for_a_cpu() -> None:
-    found = [case for case in generate(CLAIMS, ForwardMode.EXTEND, "full") if too_large_for_a_cpu(case)]
-    (case,) = found
+    (case,) = [case for case in of_full(CLAIMS, ForwardMode.EXTEND) if too_large_for_a_cpu(case)]
     rows = sum(case.new)
     assert GRID < rows <= GRID + case.new[0]
     fewer = replace(case, new=(*case.new[1:], 1), width=case.width)
     assert sum(fewer.new) == rows - case.new[0] + 1
     assert too_large_for_a_cpu(replace(case, new=(*case.new[:-1], case.new[0] - (rows - GRID - 1))))
     assert not too_large_for_a_cpu(replace(case, new=(*case.new[:-1], case.new[0] - (rows - GRID))))
-    assert not any(map(too_large_for_a_cpu, generate(CLAIMS, ForwardMode.EXTEND, "core")))
 
 
 def test_few_new_tokens_make_more_requests() -> None:
     few = CLAIMS.with_changes(max_extend_tokens=8)
-    (case,) = [case for case in generate(few, ForwardMode.EXTEND, "full") if too_large_for_a_cpu(case)]
+    found = large_cases(few, "full", small_of(CLAIMS, ForwardMode.EXTEND))
+    (case,) = [case for case in found if too_large_for_a_cpu(case)]
     assert set(case.new) == {8}
 
 
-def test_draft_extend_is_tried_with_mla_where_that_is_claimed() -> None:
-    assert not beyond_a_grid(ForwardMode.DRAFT_EXTEND, "full")
-
-
 def test_rows_of_mla_are_not_compared_by_the_ten_thousand() -> None:
-    (small, *_) = generate(MLA, ForwardMode.EXTEND, "core")
-    assert [max(case.prefixes) > 100_000 for case in large_cases(MLA, "full", small)] == [True]
-    assert not list(large_cases(MLA, "core", small))
+    assert [max(case.prefixes) > 100_000 for case in of_full(MLA, ForwardMode.EXTEND)] == [True]
+    assert not of_full(MLA, ForwardMode.EXTEND, "core")
 
 
 @pytest.mark.parametrize(

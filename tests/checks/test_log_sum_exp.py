@@ -172,7 +172,21 @@ def test_a_request_without_kv_tokens_before_those_that_count_none_is_named(
 def test_a_rounded_one_is_named_and_any_number_that_rounding_does_not_explain_is_not() -> None:
     rounded = sums(SQUARE).bfloat16()
     assert "rounded to bfloat16" in hint(SQUARE, rounded.float())
-    assert hint(SQUARE, (rounded + 1).float()) == ""
+    uneven = torch.linspace(0.5, 1.5, rounded.numel()).view_as(rounded)
+    assert hint(SQUARE, (rounded + uneven).float()) == ""
+
+
+@pytest.mark.parametrize(("factor", "said"), [(448.0, True), (1 / 256, True), (1.6, True), (1.4, False), (2e6, False)])
+def test_one_factor_of_every_sum_is_named(factor: float, said: bool) -> None:
+    told = hint(SQUARE, sums(SQUARE) + math.log(factor))
+    assert told.startswith(f"off by {math.log(factor):.4g} in every row and head, as if") is said
+    assert (f"multiplied by {factor:.4g}: a factor" in told) is said
+
+
+def test_a_factor_of_all_sums_but_one_is_not_named() -> None:
+    lse = sums(SQUARE) + math.log(448.0)
+    lse[0, 1, 0, 0] += 0.5
+    assert "in every row and head" not in hint(SQUARE, lse)
 
 
 def test_sinks_that_count_too_often_or_not_at_all_are_named() -> None:

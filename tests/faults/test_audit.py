@@ -100,7 +100,7 @@ def test_a_healthy_fault_survives_and_a_broken_control_alarms(planted: None) -> 
     assert [verdict.slug for verdict in survived.survivors] == ["healthy"]
     assert survived.faults[0].case_runs > 3
     assert survived.exit_code == 1
-    control = run_task(Task("control", "broken", "decode", "eager"), Settings(device="cpu"), in_process())
+    control = run_task(Task("control", "broken", "decode", "eager"), Settings(tier="smoke", device="cpu"), in_process())
     assert isinstance(control, ControlVerdict)
     assert control.alarms
     assert "differs from the oracle" in control.texts[0]
