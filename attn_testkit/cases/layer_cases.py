@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..contract import Capabilities, HeadShape
+from ..contract import Capabilities, ForwardMode, HeadShape
 from .case import Case, Heads
 from .companions import unlike
+from .extend import room_for
 from .head_shapes import claimed_shapes
 from .layer_options import with_options
 from .layers import Layers
+from .untried import most_rows
 
 __all__ = ["layer_cases", "with_shapes"]
 
@@ -20,6 +22,7 @@ _RANK = Layers(3, 5)
 _LENS = (21, 40, 4)
 _SPLIT_LENS = (600, 40, 4)
 """The first is beyond the 256 keys, and the 512, of which kernels are known to make a split."""
+_ROWS = 5
 _WINDOW = 7
 """Shorter than two of the requests."""
 
@@ -30,6 +33,7 @@ def layer_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     plain = replace(small, prefixes=_LENS, new=new, data="gauss", bucket=len(_LENS) + 1, layers=_RANK)
     window = max(_WINDOW, claims.min_window)
     options = replace(with_options(claims, unlike(claims, plain), window), kv_dtype=min(claims.kv_dtypes))
+    options = _behind_rows_that_decode(claims, options)
     yield from dict.fromkeys((plain, options))
     page = min((page for page in claims.page_sizes if page > 1), default=1)
     # A windowed group has let go of whole pages of the first two requests.
@@ -40,6 +44,17 @@ def layer_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
             yield replace(each, layers=replace(_RANK, groups=True))
     if claims.heads_by_layer and claims.families - {"mla"}:
         yield from _head_cases(claims, *pages)
+
+
+def _behind_rows_that_decode(claims: Capabilities, case: Case) -> Case:
+    """Requests of one row in front, as servers sort them: what is planned for the others counts from behind them, and
+    once for each KV group (vLLM #27650).
+    """
+    if not case.new:
+        return case
+    extends = case.mode is ForwardMode.EXTEND
+    new = (1,) * (case.bs - 1) + (min(_ROWS, most_rows(claims, case.mode)) if extends else case.width,)
+    return replace(case, new=new, width=max(case.width, room_for(new)) if extends else case.width)
 
 
 def _head_cases(claims: Capabilities, plain: Case, *options: Case) -> Iterator[Case]:

@@ -7,7 +7,11 @@ from bug_table import bug
 from fourth_parents import Known, windowed
 
 
-@bug("tpu-inference #2755", "decode-gqa2x2-d64-bf16-p1-k66000.32769-shared-footprint-w11-b2prod")
+@bug(
+    "tpu-inference #2755",
+    "decode-gqa2x2-d64-bf16-p1-k32769-shared-footprint-w11-b1prod",
+    of_a_tier="decode-gqa2x2-d64-bf16-p1-k66000.32769-shared-footprint-w11-b2prod",
+)
 class Int16WindowPositions(Known):
     """Positions in int16, in layers with a window."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from bug_table import bug
 from fifth_parents_split import SplitKV
-from plain_backends import LOWEST, SMALLEST, claims
+from plain_backends import LOWEST, SMALLEST, Rows, Tiled, claims
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 
@@ -62,3 +62,50 @@ class MergeInModelType(InChunks):
             out = out * old.to(kind)[..., None] + parts.acc[:, :, number].to(kind) * add.to(kind)[..., None]
             top, total = new, total * old + add
         return out.float() / total.clamp(min=SMALLEST)[..., None], top + total.log()
+
+
+class Rebased(Tiled):
+    """Healthy: on the host, for each KV group, rows of prompts are counted from behind those that decode in front."""
+
+    capabilities = claims(
+        "extend", graph=(), page_sizes={16}, kv_groups=True, sliding_window={"extend"}, needs_cpu_seq_lens=True,
+        max_context_len=2048,
+    )  # fmt: skip
+
+    def init_forward_metadata(self, batch):
+        bs = batch.batch_size
+        if not bs:
+            return
+        self.init_forward_metadata_in_graph(batch)
+        rows = [int(n) for n in batch.extend_seq_lens_cpu[:bs]]
+        self.decodes = next((i for i, n in enumerate(rows) if n != 1), bs)
+        shared = torch.tensor([0, *rows]).cumsum(0)
+        self.starts = [self.rebased(shared).to(self.context.device) for _ in self.context.groups]
+
+    def rebased(self, shared):
+        mine = shared.clone()
+        mine[self.decodes :] -= self.decodes
+        return mine
+
+    def rows_of(self, q, plan):
+        starts, first = self.starts[self.context.group_of(plan.layer).index], self.decodes
+        row, prompts = torch.arange(len(q), device=q.device), starts[first:]
+        of_prompt = torch.searchsorted(prompts, row - first, right=True) - 1
+        of_prompt = of_prompt.clamp(0, max(len(prompts) - 2, 0))
+        request = torch.where(row < first, row, of_prompt + first).clamp(max=len(plan.kv_lens) - 1)
+        place = torch.where(row < first, 0, row - first - prompts[of_prompt])
+        new = plan.cu_seqlens_q.diff()[request].long()
+        return Rows(plan, request, place, plan.kv_lens[request].long() - new + place)
+
+
+@bug(
+    "vllm #27650",
+    "extend-gqa2x2-d64-bf16-p16-k39.70.6-n3a1x2.5-shuffled-gauss-w7-layers3from5groups-b4prod",
+    "reads-own-kv",
+)
+class StartsShared(Rebased):
+    """All KV groups share the offsets on the host, which are rebased in place: for the second group twice."""
+
+    def rebased(self, shared):
+        shared[self.decodes :] -= self.decodes
+        return shared
