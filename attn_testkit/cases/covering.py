@@ -62,7 +62,8 @@ class _Greedy:
     def _best(self, near: np.ndarray, ctrl: Any) -> tuple[int, ...] | None:
         """The first combination that completes many others, or the one that completes most."""
         best, most = None, 0
-        for place in near.tolist():
+        places: list[int] = near.tolist()
+        for place in places:
             combination = self._combinations[place]
             new = [serial for serial in combination if ctrl.parents[serial] not in ctrl.row]
             found = _completed(new, list(ctrl.row.values()), ctrl)

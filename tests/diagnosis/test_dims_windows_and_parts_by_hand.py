@@ -14,7 +14,11 @@ from attn_testkit.diagnosis.hints import hints
 from attn_testkit.diagnosis.hints.keys import key_range
 from attn_testkit.diagnosis.hints.parameters import other_parameters
 from attn_testkit.diagnosis.hints.rows import length_threshold, rows_of_others, some_dims, some_heads
-from attn_testkit.diagnosis.hints.visibility import window_of_another_layer, window_on_new_rows_alone
+from attn_testkit.diagnosis.hints.visibility import (
+    rows_counted_by_heads,
+    window_of_another_layer,
+    window_on_new_rows_alone,
+)
 from attn_testkit.diagnosis.swapped_rows import SwappedRow
 from attn_testkit.oracle.expect import expect
 
@@ -146,6 +150,45 @@ def test_heads_that_lack_the_whole_prefix_lack_it_in_a_merge() -> None:
     assert merge not in told(range(19), row=3)
     assert merge not in told((), row=3)
     assert merge not in told({*range(20, 24), 30}, row=3), "a later token too"
+
+
+CHAIN = schedule_of("target-verify-gqa3x2-d32-fp32-p4-k9.0.5-chain7-shuffled-gauss-b3prod")
+MEAN = schedule_of("target-verify-gqa3x2-d32-fp32-p4-k9.0.5-chain7-shuffled-mean-b3prod")
+FOUR, THREE = (schedule_of(f"target-verify-gqa3x2-d32-fp32-p4-k9.0.5-chain{n}-shuffled-gauss-b3prod") for n in (4, 3))
+NO_GROUP = schedule_of("target-verify-mha2-d32-fp32-p4-k9.0.5-chain7-shuffled-gauss-b3prod")
+TREE = schedule_of("target-verify-gqa3x2-d32-fp32-p4-k9.0.5-t0.0.1.1.3.2-shuffled-gauss-b3prod")
+
+
+def of_row(schedule: Schedule, by: int) -> torch.Tensor:
+    """What a backend gives whose row i sees what row i // by should."""
+    data = expect(schedule, schedule.steps[0]).data
+    row = torch.arange(data.visible.shape[1]) // by
+    return with_data(schedule, visible=data.visible[:, row], query_positions=data.query_positions[:, row])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "by", "said"),
+    [
+        (CHAIN, 3, True),
+        (MEAN, 3, True),
+        (CHAIN, 2, False),
+        (CHAIN, 4, False),
+        (FOUR, 3, True),
+        (THREE, 3, False),
+        (NO_GROUP, 3, False),
+        (TREE, 3, False),
+    ],
+)
+def test_rows_whose_keys_end_by_packed_rows_are_named(schedule: Schedule, by: int, said: bool) -> None:
+    out = of_row(schedule, by).nan_to_num(0.0)
+    found = evidence(schedule, out, attended=attended(schedule, 0, 1, used=range(10), wanted=range(11)))
+    assert rows_counted_by_heads(found).startswith("right where row i sees what row i // 3 should") is said
+    assert rows_counted_by_heads(replace(found, attended=None)) == ""
+    assert rows_counted_by_heads(replace(found, in_graph=True)) == ""
+    if said:
+        assert hints(found)[0] == rows_counted_by_heads(found)
+        out[:, 2] += 9.0
+        assert rows_counted_by_heads(evidence(schedule, out, attended=found.attended)) == "", "something else is wrong"
 
 
 # Dims.

@@ -16,6 +16,7 @@ __all__ = [
     "entered_at_query_offsets",
     "last_rows_right",
     "positions_of_another_request",
+    "rows_counted_by_heads",
     "rows_of_a_later_tile",
     "window_of_another_layer",
     "window_on_new_rows_alone",
@@ -72,6 +73,28 @@ def rows_of_a_later_tile(e: Evidence) -> str:
                 "of a later tile are counted from its own first one"
             )
     return ""
+
+
+def rows_counted_by_heads(e: Evidence) -> str:
+    """Row i of a request sees what row i // G should, G the query heads of a KV head: a bound of packed rows."""
+    attended, shapes = e.attended, e.wrong_shapes
+    groups = {shape.num_qo_heads // shape.num_kv_heads for shape in shapes}
+    if attended is None or attended.right or e.swapped or len(groups) != 1 or not _answers(e):
+        return ""
+    group = groups.pop()
+    if not 1 < group < max(r.new for r in e.step.requests):
+        return ""  # all rows that see what the first one does are no matter of heads
+    if any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in e.step.requests):
+        return ""
+    data = e.expected.data
+    row = torch.arange(data.visible.shape[1]) // group
+    seen = replace(data, visible=data.visible[:, row], query_positions=data.query_positions[:, row])
+    if not e.right_for(seen, right_too=True):
+        return ""
+    return (
+        f"right where row i sees what row i // {group} should: the {group} query heads of a KV head are packed with "
+        f"rows, and a row that is no packed one is divided by {group} where its keys end"
+    )
 
 
 def positions_of_another_request(e: Evidence) -> str:
