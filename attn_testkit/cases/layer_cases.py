@@ -12,7 +12,7 @@ from .case import Case, Heads
 from .companions import unlike
 from .extend import room_for
 from .head_shapes import claimed_shapes
-from .layer_options import with_options
+from .layer_options import with_options, without_options
 from .layers import Layers
 from .untried import most_rows
 
@@ -34,6 +34,7 @@ def layer_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     window = max(_WINDOW, claims.min_window)
     options = replace(with_options(claims, unlike(claims, plain), window), kv_dtype=min(claims.kv_dtypes))
     options = _behind_rows_that_decode(claims, options)
+    plain = without_options(claims, plain)
     yield from dict.fromkeys((plain, options))
     page = min((page for page in claims.page_sizes if page > 1), default=1)
     # A windowed group has let go of whole pages of the first two requests.

@@ -10,7 +10,7 @@ from ..contract import Capabilities
 from .case import Case
 from .trees import Tree
 
-__all__ = ["takes_window", "with_options"]
+__all__ = ["takes_window", "with_options", "without_options"]
 
 _CAP = 1.5
 """Of the size of the logits that the data give."""
@@ -36,11 +36,24 @@ def with_options(claims: Capabilities, case: Case, window: int) -> Case:
     )
 
 
+def without_options(claims: Capabilities, case: Case) -> Case:
+    """``case`` as the plain twin of ``with_options``, which has the tree where a window keeps the other from it."""
+    return _branching(claims, case) if _windows_chains_alone(claims, case) else case
+
+
 def _with_branches(claims: Capabilities, case: Case) -> Case:
-    """With a tree that branches in place of a short chain, where that is claimed and takes no window away."""
+    """With a tree, where that takes no window away."""
+    return case if _windows_chains_alone(claims, case) else _branching(claims, case)
+
+
+def _windows_chains_alone(claims: Capabilities, case: Case) -> bool:
+    return case.mode in claims.sliding_window and not claims.window_in_trees
+
+
+def _branching(claims: Capabilities, case: Case) -> Case:
+    """With a tree that branches in place of a short chain, where that is claimed."""
     nodes = len(_TREE)
     claimed = claims.max_topk >= _TREE.topk and claims.max_q_rows >= nodes >= case.width
-    windowed = case.mode in claims.sliding_window and not claims.window_in_trees
-    if case.tree is None or case.topk > 1 or not claimed or windowed or case.way in _OF_CHAINS:
+    if case.tree is None or case.topk > 1 or not claimed or case.way in _OF_CHAINS:
         return case
     return replace(case, tree=_TREE, width=nodes)

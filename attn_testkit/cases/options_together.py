@@ -13,7 +13,7 @@ from itertools import product
 from ..contract import Capabilities
 from .case import CODES, Case
 from .companions import unlike
-from .layer_options import with_options
+from .layer_options import with_options, without_options
 from .layers import Layers
 from .plans import context_len
 from .ways import WAYS, usual_page
@@ -37,7 +37,12 @@ def options_together_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with little work for each row and key, which has one KV head where that is claimed."""
     small = replace(small, page_size=usual_page(claims), data="gauss")
     for word in _WAYS:
-        yield from (_with_options(claims, unlike(claims, alone)) for alone in WAYS[word].cases(claims, small))
+        for alone in WAYS[word].cases(claims, small):
+            twin = unlike(claims, alone)
+            yield _with_options(claims, twin)
+            branching = without_options(claims, twin)
+            if branching != twin:
+                yield branching
     narrow = sorted(claims.kv_dtypes - {small.kv_dtype})
     for word in ("lent", "bigpool") if narrow else ():
         yield from (replace(unlike(claims, alone), kv_dtype=narrow[0]) for alone in WAYS[word].cases(claims, small))

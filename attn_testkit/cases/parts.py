@@ -10,7 +10,7 @@ from ..contract import Capabilities, ForwardMode, KVPart
 from .case import Case, Heads
 from .companions import many_heads, nearest, unlike
 from .extend import room_for
-from .layer_options import takes_window, with_options
+from .layer_options import takes_window, with_options, without_options
 
 __all__ = ["claims_of_parts", "part_cases", "parts_of", "parts_text", "tried_of_parts"]
 
@@ -59,7 +59,7 @@ def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
             page = nearest(claims.page_sizes, 4)
         few = _like(small, page, (2 * page + 3, 0, page, 1, 70), parts)
         own = claims.lse is not None and claims.lse.merges and kind != "whole"
-        yield replace(few, data="gauss")
+        yield without_options(claims, replace(few, data="gauss"))
         yield _with_options(claims, few, own)
         if kind == kinds[-1]:
             yield replace(_like(small, page, (300, 7), parts), data="negative", own_merge=own)

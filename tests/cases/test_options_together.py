@@ -40,6 +40,26 @@ def test_what_is_tried_alone_is_tried_with_options_of_the_layer_too(kind: str) -
     assert {mode for mode in ForwardMode if any(map(has, core(mode)))} == modes
 
 
+def of_way(word: str) -> Callable[[Case], bool]:
+    return lambda case: case.way == word
+
+
+@pytest.mark.parametrize("in_trees", [True, False])
+def test_trees_meet_groups_parts_and_ways_beside_a_window_or_else_without(in_trees: bool) -> None:
+    """FlashInfer's verify takes windows of chains and trees without one; SGLang's Triton backend both at once."""
+    kinds: list[Callable[[Case], bool]] = [
+        lambda case: case.layers.groups,
+        lambda case: bool(case.layers.shapes),
+        lambda case: bool(case.parts),
+        *map(of_way, ("lent", "morerows", "ahead", "withnew")),
+    ]
+    cases = core(VERIFY, CLAIMS.with_changes(window_in_trees=in_trees))
+    for has in kinds:
+        met = {case.window >= 0 for case in cases if has(case) and case.topk > 1}
+        assert in_trees in met
+        assert in_trees or met == {False}
+
+
 def test_windows_hide_keys_there() -> None:
     together = [
         case for mode in ForwardMode for case in core(mode) if case.window == 7 and (case.way or case.mode != DECODE)
