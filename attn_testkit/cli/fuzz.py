@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +189,7 @@ def _search(wanted: _Wanted, judge: OneByOne, diary: _Diary) -> int:
         modes=[mode for mode in ForwardMode if mode.value in runnable],
         executions=[Execution(each) for each in wanted.executions or EXECUTIONS],
         run=judge.run,
+        explain=partial(judge.run, explains="cause"),
         seed=wanted.seed,
         seconds=60 * wanted.minutes,
         most=wanted.runs,

@@ -112,12 +112,14 @@ def _search_for(item: Item, judge: OneByOne, limits: _Limits) -> Search:
     from ..minimize.search import Search
 
     def run(case: Case) -> CaseResult:
-        result = judge.run(case, item.execution)
+        # Causes of the first and the smallest alone: to find one takes longer than many a case-run.
+        result = judge.run(case, item.execution, explains="check" if search.runs else "cause")
         if result.of_the_kit:
             raise JudgeError(result.reason)
         return result
 
-    return Search(judge.claims, run, limits.seconds, limits.any_failure, on_result=_Progress().see)
+    search = Search(judge.claims, run, limits.seconds, limits.any_failure, on_result=_Progress().see)
+    return search
 
 
 @dataclass
@@ -148,10 +150,13 @@ def _go_on(search: Search, judge: OneByOne, item: Item) -> int:
             ended = "TIME IS UP"
         # A backend that keeps something between case-runs may fail for what ran before.
         judge.close()
-        if judge.run(search.case, item.execution).status not in BAD:
+        fresh = judge.run(search.case, item.execution, explains="cause")
+        if fresh.status not in BAD:
             click.echo(f"  {search.case.id} passes in a fresh process: it fails after other case-runs alone", err=True)
             search.forget()
             ended = "NOT MINIMISED"
+        elif failed_check(fresh) == failed_check(search.smallest):
+            search.smallest = fresh
     except KeyboardInterrupt:
         ended = "INTERRUPTED"
     _print(search, judge.plan.header, ended)

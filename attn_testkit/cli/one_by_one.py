@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..results import CaseResult
 from ..running.candidate import Candidate
 from ..running.judge_process import JudgeError, JudgeProcess
-from ..running.request import Item, Options, Plan, Request, kit_error
+from ..running.request import Explains, Item, Options, Plan, Request, kit_error
 
 if TYPE_CHECKING:
     from ..cases.case import Case
@@ -36,11 +37,15 @@ class OneByOne:
             raise
         self._candidate: Candidate = candidate
 
-    def run(self, case: Case, execution: str) -> CaseResult:
-        """The result of one case-run, whatever the backend does."""
+    def run(self, case: Case, execution: str, *, explains: Explains = "check") -> CaseResult:
+        """The result of one case-run, whatever the backend does.
+
+        ``explains``: the cause of a failure takes as long to find as many case-runs.
+        """
         item = Item(self._candidate.spec, case.mode.value, execution, case.id)
+        plan = replace(self.plan.to_run(), explains=explains)
         try:
-            (result,) = self._process(case.inference_mode).run(self.plan.to_run(), [item])
+            (result,) = self._process(case.inference_mode).run(plan, [item])
         except JudgeError as error:
             self._processes.pop(case.inference_mode).close()
             return kit_error(item, str(error))

@@ -17,7 +17,7 @@ Nothing here runs while things are right. Each question is one controlled run on
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,7 +35,14 @@ from .hints import Evidence, hints
 from .rerun import CLEAR, OTHER_FILL, Rerunner
 from .swapped_rows import find_swapped
 
-__all__ = ["explain_numeric"]
+__all__ = ["explain_numeric", "name_check"]
+
+
+def name_check(
+    rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation, passed: list[Observation]
+) -> Finding:
+    """The same finding under the check that it really fails; the arguments are those of ``explain_numeric``."""
+    return _blamed(rerunner, finding, schedule, observed).named
 
 
 def explain_numeric(
@@ -45,17 +52,10 @@ def explain_numeric(
 
     ``finding``: of a check in ``NUMERIC``, about ``observed``. ``passed``: steps of the same case-run that are right.
     """
-    step, judgement = observed.step, Judgement(observed, expect(schedule, observed.step))
-    eager = _judged(schedule, rerunner.eager(schedule, step))
-    finding, why = _with_other_fill(rerunner, finding, schedule, judgement, eager)
-    graphs_alone = observed.replay and not rerunner.runs_eagerly(schedule)
-    in_graph = observed.replay and (graphs_alone or _right(eager))
-    if graphs_alone:
-        check, why = _blame_without_eager(rerunner, finding, why, schedule, step)
-    elif in_graph:
-        check, why = _blame_graph(rerunner, schedule, step)
-    else:
-        check, why = _blame_eager(rerunner, finding, why, schedule, observed, right=_right(eager))
+    judgement = Judgement(observed, expect(schedule, observed.step))
+    blamed = _blamed(rerunner, finding, schedule, observed)
+    check, why, eager, in_graph = blamed.check, blamed.why, blamed.eager, blamed.in_graph
+    if blamed.in_eager:
         why = why or _not_every_time(rerunner, schedule, observed, eager)
         why = why or _with_clear_memory(rerunner, schedule, observed, eager)
     by_itself = check in ("buckets-independent", "steps-independent")
@@ -66,7 +66,7 @@ def explain_numeric(
         attended,
         passed,
         swapped=find_swapped(None if by_itself else rerunner, schedule, judgement, in_graph=in_graph),
-        in_graph=in_graph and not by_itself and (not graphs_alone or check in _OF_A_GRAPH),
+        in_graph=in_graph and not by_itself and (not blamed.graphs_alone or check in _OF_A_GRAPH),
         right_when_fresh=check == "steps-independent",
         right_when_alone=why == _AS_THE_ONLY_REPLAY,
         right_with_zeros=why == _RIGHT_WITH_ZEROS,
@@ -78,14 +78,52 @@ def explain_numeric(
     # Where an experiment has shown the cause, what was attended to follows from it.
     most = 1 if check in _SHOWN or why == _NO_OTHER_MODE else _MOST_HINTS
     return replace(
-        finding,
-        check=check,
-        headline=_headline(finding, check, why),
+        blamed.named,
+        headline=_headline(blamed.found, check, why),
         attended=attended.text if attended else "",
         hint="\n".join(lines[:most]),
         errors=error_map(judgement),
         keys=key_map(attended) if attended else None,
     )
+
+
+@dataclass(frozen=True)
+class _Blamed:
+    """A finding under the check that it really fails, and what the experiments gave that showed it."""
+
+    found: Finding
+    """As it was seen, or as other numbers in fresh memory showed it."""
+    check: str
+    why: str
+    eager: Judgement | None
+    """The same step in eager mode; None where it does not run there."""
+    in_graph: bool
+    """Whether it is wrong in a graph alone, as far as is known."""
+    graphs_alone: bool
+    """Whether there is no eager mode to hold it against."""
+
+    @property
+    def named(self) -> Finding:
+        return replace(self.found, check=self.check, headline=_headline(self.found, self.check, self.why))
+
+    @property
+    def in_eager(self) -> bool:
+        return not self.graphs_alone and not self.in_graph
+
+
+def _blamed(rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation) -> _Blamed:
+    step, judgement = observed.step, Judgement(observed, expect(schedule, observed.step))
+    eager = _judged(schedule, rerunner.eager(schedule, step))
+    finding, why = _with_other_fill(rerunner, finding, schedule, judgement, eager)
+    graphs_alone = observed.replay and not rerunner.runs_eagerly(schedule)
+    in_graph = observed.replay and (graphs_alone or _right(eager))
+    if graphs_alone:
+        check, why = _blame_without_eager(rerunner, finding, why, schedule, step)
+    elif in_graph:
+        check, why = _blame_graph(rerunner, schedule, step)
+    else:
+        check, why = _blame_eager(rerunner, finding, why, schedule, observed, right=_right(eager))
+    return _Blamed(finding, check, why, eager, in_graph, graphs_alone)
 
 
 _OF_NUMBERS = ("matches-oracle", "keys-counted-once")

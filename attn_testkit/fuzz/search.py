@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ..cases.case import Case, parse_case
 from ..cases.plainest import plainest_case
 from ..contract import Capabilities, Execution, ForwardMode
-from ..results import BAD, CaseResult, failed_check
+from ..results import BAD, CaseResult, Status, failed_check
 from .strategies import differences, random_cases
 
 __all__ = ["Found", "Search", "TimeUp"]
@@ -52,6 +52,8 @@ class Search:
     modes: Sequence[ForwardMode]
     executions: Sequence[Execution]
     run: Callable[[Case, str], CaseResult]
+    explain: Callable[[Case, str], CaseResult]
+    """The same with a diagnosis: asked of the first case-run of each kind of failure, and of the smallest."""
     seed: int
     seconds: float
     """From ``begin`` on."""
@@ -64,6 +66,8 @@ class Search:
     found: dict[Kind, Found] = field(default_factory=dict)
     runs: int = 0
     _results: dict[tuple[str, str], CaseResult] = field(default_factory=dict)
+    _told: set[Kind] = field(default_factory=set)
+    """Kinds of which the smallest case-run has its diagnosis."""
     _until: float = 0.0
 
     def begin(self) -> None:
@@ -83,7 +87,9 @@ class Search:
         with contextlib.suppress(TimeUp):
             round_ = 0
             while self._search(round_):
+                self._explain_smallest()
                 round_ += 1
+        self._explain_smallest()
 
     def _search(self, round_: int) -> Found | None:
         """The next kind of failure, made small; None where there is nothing more to be drawn."""
@@ -93,7 +99,7 @@ class Search:
             result = self._result(*pair, target[0] if target else None)
             if result.status not in BAD:
                 return
-            kind = (result.mode, failed_check(result))
+            kind = _kind(result)
             if not target and kind not in self.found:
                 target.append(self._note(result))
             if target and kind == target[0].kind:
@@ -132,13 +138,16 @@ class Search:
         if key not in self._results:
             if self.clock() >= self._until or (self.most is not None and self.runs >= self.most):
                 raise TimeUp
-            self._results[key] = self.run(case, execution)
+            result = self.run(case, execution)
+            if not making_small and result.status in BAD and _kind(result) not in self.found:
+                result = self._explained(result)
+            self._results[key] = result
             self.runs += 1
             self.on_result(self._results[key], making_small)
         return self._results[key]
 
     def _note(self, result: CaseResult) -> Found:
-        kind = (result.mode, failed_check(result))
+        kind = _kind(result)
         found = Found(kind, result, result, self._odd(result))
         known = self.found.setdefault(kind, found)
         if known is found:
@@ -151,6 +160,23 @@ class Search:
             found.smallest, found.odd = result, odd
             self.on_smaller(found)
 
+    def _explain_smallest(self) -> None:
+        for found in self.found.values():
+            if found.smallest is not found.first and found.kind not in self._told:
+                found.smallest = self._explained(found.smallest)
+                self._told.add(found.kind)
+
+    def _explained(self, result: CaseResult) -> CaseResult:
+        """The failure with a diagnosis; as it is where it does not fail alike again."""
+        if result.status is not Status.FAILED:
+            return result
+        again = self.explain(parse_case(result.case), result.execution)
+        return again if again.status in BAD and _kind(again) == _kind(result) else result
+
     def _odd(self, result: CaseResult) -> tuple[str, ...]:
         case = parse_case(result.case)
         return tuple(differences(case, plainest_case(self.claims, case.mode)))
+
+
+def _kind(result: CaseResult) -> Kind:
+    return result.mode, failed_check(result)

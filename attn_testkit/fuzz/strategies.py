@@ -17,10 +17,10 @@ from ..cases.extend import room_for
 from ..cases.head_shapes import claimed_shapes
 from ..cases.layer_cases import with_shapes
 from ..cases.layers import PERIOD, SETTINGS, Layers
-from ..cases.plainest import head_layouts
+from ..cases.plainest import head_layouts, plainest_case
 from ..cases.plans import context_len
 from ..cases.trees import Tree, chain
-from ..cases.ways import WAYS, ways_that_fit
+from ..cases.ways import ways_that_fit
 from ..contract import KV_LAYOUTS, Capabilities, ForwardMode, HeadShape
 
 __all__ = ["differences", "random_cases"]
@@ -57,8 +57,11 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
     tree = rows.get("tree")
     windowed = mode in claims.sliding_window and (tree is None or tree.topk == 1 or claims.window_in_trees)
     # From one list whatever else is drawn, so that it can be made plain by itself.
-    way = draw(st.one_of(st.just(""), st.sampled_from(list(WAYS))))
+    way = draw(st.sampled_from(_ways(claims, mode)))
     layers = draw(_layers(grouped=claims.kv_groups and not mode.is_draft_decode()))
+    # Drawn whatever else is: what needs fewer draws would be taken for plainer.
+    parts, shapes = draw(_parts(claims, mode)), draw(_shapes(claims))
+    layers = replace(layers, groups=layers.groups and not way)
     case = Case(
         mode=mode,
         heads=heads,
@@ -78,13 +81,10 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         bucket=len(prefixes) + slack,
         padding=draw(st.sampled_from(PADDINGS)) if slack else "prod",
         seed=draw(st.integers(0, 99)),
-        # No case has parts beside KV groups.
-        **({} if layers.groups else draw(_parts(claims, mode))),
+        **({} if layers.groups or way else parts),
         **rows,
     )
-    # No case has a way beside them.
-    shapes = draw(_shapes(claims)) if layers.count >= PERIOD and not case.parts and not way else None
-    if shapes:
+    if shapes and layers.count >= PERIOD and not case.parts and not way:
         return as_claimed(claims, with_shapes(case, shapes))
     case = as_claimed(claims, case)
     # Layers that are not causal have no window and no tree, which few cases happen to be without.
@@ -93,6 +93,12 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
         replace(each, way=way) for each in (case, as_claimed(claims, plain)) if way in ways_that_fit(claims, each)
     )
     return next(fitting, case)
+
+
+def _ways(claims: Capabilities, mode: ForwardMode) -> list[str]:
+    """A third of the cases have a way, and the others may have KV groups or parts: no case has two of these."""
+    found = ways_that_fit(claims, plainest_case(claims, mode))
+    return [""] * (2 * len(found) or 1) + found
 
 
 def _windows(claims: Capabilities) -> st.SearchStrategy[int]:

@@ -60,7 +60,7 @@ def _plan(settings: Settings, claims: Capabilities, tier: str) -> Plan:
         device=settings.device,
         command="attn-testkit audit --mutants",
     )
-    return replace(plan_run(request, lambda _: claims), explains=False)
+    return replace(plan_run(request, lambda _: claims), explains="nothing")
 
 
 def _digest(names: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from ..checks.observation import Observation, StepInputs
 from ..checks.sameness import batch_invariant, repeatable
 from ..checks.step import judge_step
 from ..contract import Capabilities, Execution
-from ..diagnosis.blame import explain_numeric
+from ..diagnosis.blame import explain_numeric, name_check
 from ..diagnosis.raised import explain_raised
 from ..diagnosis.rerun import Rerunner
 from ..diagnosis.unset_width import WIDTH_OF, blame_unset_width
@@ -63,17 +63,14 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
         return bare_result(item, Status.NOT_RUN_HERE, outcome.driven.not_here)
     if outcome.driven.lost:
         return _result(item, plan, described.claims, outcome, Status.CRASHED, seconds, outcome.driven.lost)
-    if not plan.explains:
+    if plan.explains == "nothing":
         explained = list(_first_of_each_check(outcome.findings).values())
     else:
         claims = described.claims
         rerunner = Rerunner(_unless_lost(drive), environment, claims.eager, lambda case: not not_claimed(claims, case))
-        explained = _explained(outcome, rerunner)
-        if explained and execution is Execution.GRAPH:
-            explained[0] = _of_unset_width(explained[0], rerunner, parse_case(item.case), described.claims)
-        if explained and explained[0].check == "completes" and outcome.driven.stage < Stage.COMPLETED:
-            schedule, in_graph = schedule_for(parse_case(item.case), claims), execution is Execution.GRAPH
-            explained[0] = _with_hint(explained[0], explain_raised(rerunner, schedule, in_graph=in_graph))
+        explained = _explained(outcome, rerunner, cause=plan.explains == "cause")
+        if explained and plan.explains == "cause":
+            explained[0] = _with_cause(explained[0], outcome, rerunner, claims, item)
     outcome.findings = [_of_way(finding, parse_case(item.case)) for finding in explained]
     status = Status.FAILED if outcome.findings else Status.PASSED
     result = _result(item, plan, described.claims, outcome, status, seconds)
@@ -83,6 +80,16 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
             hint = f"{item.backend}: {item.mode} captures and replays correctly under a graph, and is not claimed"
             return replace(result, hints=(hint,))
     return result
+
+
+def _with_cause(finding: Finding, outcome: _Outcome, rerunner: Rerunner, claims: Capabilities, item: Item) -> Finding:
+    """With hints about what is no attention output."""
+    case, in_graph = parse_case(item.case), item.execution == Execution.GRAPH
+    if in_graph:
+        finding = _of_unset_width(finding, rerunner, case, claims)
+    if finding.check == "completes" and outcome.driven.stage < Stage.COMPLETED:
+        finding = _with_hint(finding, explain_raised(rerunner, schedule_for(case, claims), in_graph=in_graph))
+    return finding
 
 
 def fails(drive: Drive, described: Described, plan: Plan, item: Item) -> bool:
@@ -283,8 +290,9 @@ def _first_of_each_check(findings: Sequence[Finding]) -> dict[str, Finding]:
     return first
 
 
-def _explained(outcome: _Outcome, rerunner: Rerunner) -> list[Finding]:
-    """One finding a check, the wrong numbers diagnosed."""
+def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Finding]:
+    """One finding a check, wrong numbers under the check that they really fail; with their cause, if that is asked."""
+    explain = explain_numeric if cause else name_check
     explained: list[Finding] = []
     diagnosed = False
     for check, finding in _first_of_each_check(outcome.findings).items():
@@ -292,7 +300,7 @@ def _explained(outcome: _Outcome, rerunner: Rerunner) -> list[Finding]:
         if check in NUMERIC and steps and not diagnosed:
             diagnosed = True
             observed = steps[0]
-            finding = explain_numeric(rerunner, finding, observed.schedule, observed, outcome.passed)
+            finding = explain(rerunner, finding, observed.schedule, observed, outcome.passed)
         elif check in NUMERIC and diagnosed:
             continue
         explained.append(_with_other_steps(finding, [seen.label for seen in steps]))

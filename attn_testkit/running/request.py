@@ -6,7 +6,7 @@ import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ..registry import UsageError, did_you_mean
 from ..results import (
@@ -29,6 +29,7 @@ __all__ = [
     "MODES",
     "ORDERS",
     "TIERS",
+    "Explains",
     "Item",
     "Judge",
     "Options",
@@ -47,6 +48,10 @@ __all__ = [
 
 TIERS = ("smoke", "core", "full")
 ORDERS = ("listed", "plainest", "most valuable")
+
+Explains = Literal["nothing", "check", "cause"]
+"""``nothing``: a finding has the check that saw it. ``check``: it has the check that it really fails, such as
+``padding-inert`` for what ``matches-oracle`` saw. ``cause``: it says, too, what was attended to, and has hints."""
 
 MOST_SECONDS = 86_400.0
 """A case-run that is not over after a day is not waited for, and no run has a longer budget."""
@@ -153,8 +158,8 @@ class Plan:
     """Rows that are known without running: unsupported, not run here."""
     candidates: tuple[Candidate, ...] = ()
     device: str = "auto"
-    explains: bool = True
-    """Whether wrong numbers are diagnosed, which asks for more drives; else the checks that failed are all there is."""
+    explains: Explains = "cause"
+    """What is asked about wrong numbers, with more drives."""
 
     def to_run(self) -> Plan:
         """What running any of its items takes, without the items: it travels with every case-run of pytest."""
