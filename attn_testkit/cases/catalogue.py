@@ -41,6 +41,7 @@ from .small_cases import MOST_NEW_TOKENS, plain_case, small_cases
 from .switches import switch_cases
 from .three_kv_heads import three_kv_heads_cases
 from .trees import Tree, chain
+from .uniform_batches import uniform_batch_cases
 from .untried import most_rows
 from .ways import big_pool_cases, way_cases
 
@@ -385,6 +386,7 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from pair_array_cases(claims, base)
         yield from layout_array_cases(claims, plain_case(claims, mode))
         yield from options_together_cases(claims, base)
+        yield from uniform_batch_cases(claims, base)
     yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)
     yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))

@@ -66,6 +66,9 @@ def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
             # A window of one key leaves all ranks but one without any.
             few = replace(few, data="peaked", own_merge=own, window=0 if takes_window(claims, few) else -1)
             yield from (replace(few, **heads) for heads in [*_other_heads(claims, small)] or [{}])
+            if claims.sinks:
+                # They are far above all logits, and in a rank without keys (flash-attention #2752).
+                yield replace(few, data="negative", sinks=True)
             yield from _of_long_groups(claims, small, parts, page, own)
             yield _of_many_heads(claims, small, parts, page, own)
         if kind in ("pages", "whole") and page == 1:

@@ -34,7 +34,9 @@ def test_cases_have_groups_where_they_are_claimed_but_no_draft_has(mode: Forward
         cases = generate(CLAIMS.with_changes(**claims), mode, tier)
         return [case.window for case in cases if case.layers.groups and not case.layers.shapes]
 
-    assert found() == ([] if mode.is_draft_decode() else [-1, 7])
+    # Prompts without a prefix have one more.
+    in_extend = [7] * (mode is ForwardMode.EXTEND)
+    assert found() == ([] if mode.is_draft_decode() else [-1, 7, *in_extend])
     assert found(kv_groups=False) == found("smoke") == []
     lacking = {tier: untried(CLAIMS, mode, generate(CLAIMS, mode, tier)) for tier in ("smoke", "core")}
     assert (("KV groups", "KV groups") in lacking["smoke"]) is not mode.is_draft_decode()

@@ -32,6 +32,7 @@ import bugs_sixth_masks  # noqa: F401
 import bugs_sixth_slipped  # noqa: F401
 import bugs_sixth_softmax  # noqa: F401
 import bugs_sixth_state  # noqa: F401
+import bugs_tenth_slipped  # noqa: F401
 import bugs_third_addresses  # noqa: F401
 import bugs_third_masks  # noqa: F401
 import bugs_third_slipped  # noqa: F401
@@ -87,11 +88,12 @@ def test_every_bug_of_six_sets_and_what_slipped_through_of_later_ones_is_here_on
     sixth = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_sixth")]
     seventh = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_seventh")]
     ninth = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_ninth")]
-    later = second + third + fourth + fifth + sixth + seventh + ninth
+    tenth = [bug for bug in BUGS if bug.backend.__module__.startswith("bugs_tenth")]
+    later = second + third + fourth + fifth + sixth + seventh + ninth + tenth
     first = [bug for bug in BUGS if bug not in later and bug.threads != MADE_LATER]
     assert (len(first), len(second), len(third), len(fourth)) == (55, 50, 47, 50)
     assert len(fifth) == (45 if KERNELS_RUN else 40)
-    assert (len(sixth), len(seventh), len(ninth)) == (47, 5, 3)
+    assert (len(sixth), len(seventh), len(ninth), len(tenth)) == (47, 5, 3, 4)
     for bug in BUGS:
         assert bug.threads == MADE_LATER or re.fullmatch(f"{THREAD}(, {THREAD})*", bug.threads)
         assert bug.backend.__doc__

@@ -1,0 +1,80 @@
+"""Batches whose requests agree in what programs choose a path by: no request has a prefix; all are as long, so that
+nothing is masked; one request is live, and the others are padding. Other cases mix them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..contract import Capabilities, ForwardMode
+from .case import Case, Heads
+from .companions import many_heads, unlike
+from .extend import room_for
+from .layer_options import with_options
+from .layers import PERIOD, Layers
+from .untried import most_rows
+from .ways import WAYS, usual_page
+
+__all__ = ["uniform_batch_cases"]
+
+_PROMPTS = (20, 1, 70)
+_EQUAL_PROMPT = 96
+_WAYS = ("lent", "morerows", "noncausal", "ahead", "norows")
+_WINDOW = 7
+_GROUPS, _MLA_HEADS = (2, 4, 5, 6, 7, 8, 12, 16, 32), (16, 128)
+_LONG, _LONG_OF_MLA = (1100, 1151), (530, 511)
+"""Prefixes beyond what is known to begin another path. With its row the second is a multiple of all tiles and pages."""
+_BEHIND_A_TILE, _BUCKET = 130, 10
+"""Rows of a lone request that fill its graph. Less one for each other request of the bucket they are no more than a
+tile of 128."""
+
+
+def uniform_batch_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with little work for each row and key."""
+    small = replace(small, page_size=usual_page(claims), data="gauss", layout="shuffled")
+    if small.mode is ForwardMode.EXTEND:
+        yield from _without_prefix(claims, small)
+        rows = min(_BEHIND_A_TILE, most_rows(claims, small.mode))
+        # A bound on the rows of a request where each has a row (onnxruntime #28409).
+        yield replace(small, prefixes=(3,), new=(rows,), width=-(-rows // _BUCKET), bucket=_BUCKET)
+    yield from _of_one_length(claims, small)
+
+
+def _without_prefix(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """Prompts alone: new rows are attended as they are given, by another kernel (vllm-ascend #5397)."""
+    new = tuple(min(count, claims.max_extend_tokens) for count in _PROMPTS)
+    plain = replace(small, prefixes=(0,) * len(new), new=new, width=room_for(new), bucket=len(new) + 1)
+    yield plain
+    yield replace(with_options(claims, unlike(claims, plain), _WINDOW), kv_dtype=min(claims.kv_dtypes))
+    if not small.is_mla and "mla" in claims.families and claims.mla_rope_dims:
+        few = min(claims.gqa_ratios)
+        yield replace(plain, heads=Heads("mla", few, 1), rope_dim=min(claims.mla_rope_dims))
+    if claims.kv_groups:
+        yield replace(with_options(claims, plain, _WINDOW), layers=Layers(PERIOD, groups=True))
+    for word in _WAYS:
+        for case in WAYS[word].cases(claims, replace(plain, width=max(new))):
+            yield replace(case, prefixes=(0,) * case.bs, width=room_for(case.new))
+
+
+def _of_one_length(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """In decode with each group of heads: a kernel for many heads a KV head split keys from 1,024 on, and read those of
+    the first request where nothing was masked (mlx #4431). In the other modes with one.
+    """
+    one = replace(small, layers=Layers(1))
+    if small.mode is not ForwardMode.DECODE:
+        rows = min(_EQUAL_PROMPT, most_rows(claims, small.mode))
+        new = (rows if small.mode is ForwardMode.EXTEND else small.width,) * 2 if small.new else ()
+        width = room_for(new) if small.mode is ForwardMode.EXTEND else small.width
+        lens = (_LONG_OF_MLA if small.is_mla else _LONG)[:1] * 2
+        yield replace(unlike(claims, one), prefixes=lens, new=new, width=width, bucket=len(lens))
+        return
+    groups = [(Heads("gqa", 2 * group, 2), 0, _LONG) for group in _GROUPS if group in claims.gqa_ratios]
+    if "gqa" not in claims.families or not groups:
+        groups = [] if small.is_mla else [(many_heads(claims, small.heads, small.heads.q_heads), 0, _LONG)]
+    if "mla" in claims.families:
+        rope = small.rope_dim or min(claims.mla_rope_dims)
+        groups += [(Heads("mla", count, 1), rope, _LONG_OF_MLA) for count in _MLA_HEADS if count in claims.gqa_ratios]
+    for turn, (heads, rope, lens) in enumerate(groups):
+        length = lens[turn % 2]
+        yield replace(one, heads=heads, rope_dim=rope, prefixes=(length,) * 3, bucket=4)
