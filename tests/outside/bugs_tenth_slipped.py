@@ -42,7 +42,7 @@ class MlxBatchOffset(Tiled):
         return super().keys(kv, slots, plan)
 
 
-@bug("vllm-ascend #5397", "extend-mha2-d64-bf16-p16-k0x3-n31a20x3-shuffled-gauss-b4prod-morerows", "completes")
+@bug("vllm-ascend #5397", "extend-mha2-d64-bf16-p16-k0x3-n20a20x3-shuffled-gauss-b4prod-morerows", "completes")
 class AscendMhaPadding(Varlen):
     """Where no request has a prefix, K and V are the new rows, and there may be no more of them than lengths say."""
 
