@@ -23,6 +23,7 @@ from .companions import MOST_USUAL_RATIO, accepted, branching, claimed_companion
 from .company import company_cases
 from .covering import covering_array
 from .draft import Draft
+from .enriched import enriched
 from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
 from .large_cases import large_cases
@@ -383,8 +384,8 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from company_cases(claims, base)
         yield from claimed_pair_cases(claims, base)
         yield from shared_prefix_cases(claims, base)
-        yield from pair_array_cases(claims, base)
-        yield from layout_array_cases(claims, plain_case(claims, mode))
+        yield from enriched(claims, list(pair_array_cases(claims, base)))
+        yield from enriched(claims, list(layout_array_cases(claims, plain_case(claims, mode))))
         yield from options_together_cases(claims, base)
         yield from uniform_batch_cases(claims, base)
     yield from code_cases(claims, tier, base)

@@ -14,6 +14,7 @@ from .companions import some_of
 from .covering import covering_array
 from .layer_options import with_options
 from .layers import Layers
+from .trees import chain
 from .pool_layouts import other_layouts
 
 __all__ = ["layout_array_cases", "pair_array_cases"]
@@ -62,6 +63,7 @@ def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
     pages = some_of({page for page in claims.page_sizes if page > 2} or claims.page_sizes, _FEW)
     new = plain.new and (*plain.new[:2], plain.new[0])
     one = replace(plain, layout="shuffled", prefixes=(0,) * 3, new=new, bucket=4, data="gauss")
+    chained = replace(one, tree=chain(one.width)) if one.tree and not claims.window_in_trees else one
     alone = ([plain.heads], [plain.head_dim], plain.rope_dim)
     heads, dims, rope = next((of for of in _families(claims, plain) if (of[2] > 0) == plain.is_mla), alone)
     heads, dims = heads[:_FEW], some_of(dims, _FEW)
@@ -69,7 +71,7 @@ def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
     for layout, of, dim, dtype, kv_dtype, page, options, short in _pairs(sizes, f"layouts in {plain.mode.value}"):
         size = pages[page]
         yield replace(
-            with_options(claims, one, _NARROW) if options else one,
+            with_options(claims, chained, _NARROW) if options else one,
             kv_layout=layouts[layout],
             heads=heads[of],
             head_dim=dims[dim],

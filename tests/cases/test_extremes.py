@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from as_made import as_made
 from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import DATA, EXTREME_DATA, Case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
@@ -16,18 +16,18 @@ from attn_testkit.oracle.expect import Expected, expect
 
 CLAIMS = TorchNativeBackend.capabilities
 IN_FP8 = CLAIMS.with_changes(matmul_dtype="fp8_e4m3")
-EXTREMES = {mode: [c for c in generate(IN_FP8, mode, "core") if c.data in EXTREME_DATA] for mode in ForwardMode}
+EXTREMES = {mode: [c for c in as_made(IN_FP8, mode, "core") if c.data in EXTREME_DATA] for mode in ForwardMode}
 ALL = [case for cases in EXTREMES.values() for case in cases]
 (IN_FP16, IN_BF16) = (case for case in EXTREMES[ForwardMode.DECODE] if case.data == "swamped")
 
 
 def extremes(claims: Capabilities, tier: str = "core") -> list[str]:
-    return [case.data for case in generate(claims, ForwardMode.DECODE, tier) if case.data in EXTREME_DATA]
+    return [case.data for case in as_made(claims, ForwardMode.DECODE, tier) if case.data in EXTREME_DATA]
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> None:
-    cases = generate(IN_FP8, mode, "core")
+    cases = as_made(IN_FP8, mode, "core")
     first = next(place for place, case in enumerate(cases) if case.data in EXTREME_DATA)
     assert list(dict.fromkeys(case.data for case in cases if case.data in EXTREME_DATA)) == list(EXTREME_DATA)
     assert all(came_later(case) for case in cases[first:])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from as_made import as_made
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.data import held_kv, make_layers, make_step_data, pool_image, stored_kv
 from attn_testkit.cases.kv_groups import group_of_place, outgrown, slot_in_pool, slot_map, table_of_group
 from attn_testkit.cases.layers import Layers
@@ -31,14 +31,14 @@ def windows_of(schedule: Schedule) -> tuple[int, ...]:
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_cases_have_groups_where_they_are_claimed_but_no_draft_has(mode: ForwardMode) -> None:
     def found(tier: str = "core", **claims: object) -> list[int]:
-        cases = generate(CLAIMS.with_changes(**claims), mode, tier)
+        cases = as_made(CLAIMS.with_changes(**claims), mode, tier)
         return [case.window for case in cases if case.layers.groups and not case.layers.shapes]
 
     # Prompts without a prefix have one more.
     in_extend = [7] * (mode is ForwardMode.EXTEND)
     assert found() == ([] if mode.is_draft_decode() else [-1, 7, *in_extend])
     assert found(kv_groups=False) == found("smoke") == []
-    lacking = {tier: untried(CLAIMS, mode, generate(CLAIMS, mode, tier)) for tier in ("smoke", "core")}
+    lacking = {tier: untried(CLAIMS, mode, as_made(CLAIMS, mode, tier)) for tier in ("smoke", "core")}
     assert (("KV groups", "KV groups") in lacking["smoke"]) is not mode.is_draft_decode()
     assert ("KV groups", "KV groups") not in lacking["core"]
     assert found(page_sizes={1}) == found()

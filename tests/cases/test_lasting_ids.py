@@ -9,11 +9,11 @@ import hashlib
 
 import pytest
 import torch
+from as_made import as_made
 from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.choices import chosen
 from attn_testkit.cases.companions import companions
 from attn_testkit.cases.data import make_step_data
@@ -44,7 +44,7 @@ IDS = [
 
 def lasting(claims: str, mode: ForwardMode, tier: str) -> list[Case]:
     """The cases but those that came later, which stand behind all others."""
-    return [case for case in generate(CLAIMS[claims], mode, tier, 0) if not came_later(case)]
+    return [case for case in as_made(CLAIMS[claims], mode, tier, 0) if not came_later(case)]
 
 
 def digest(lines: list[str]) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from as_made import as_made
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import CODES, Case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.plans import context_len
 from attn_testkit.contract import Capabilities, ForwardMode
 
@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[Callable[[Case], bool], set[ForwardMode]]] = {
 
 
 def core(mode: ForwardMode, claims: Capabilities = CLAIMS) -> tuple[Case, ...]:
-    return generate(claims, mode, "core")
+    return as_made(claims, mode, "core")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import combinations
 
+from as_made import as_made
 from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 
 WIDE = TorchNativeBackend.capabilities.with_changes(
@@ -18,7 +18,7 @@ WIDE = TorchNativeBackend.capabilities.with_changes(
 
 
 def found(claims: Capabilities, mode: ForwardMode = ForwardMode.DECODE, tier: str = "core") -> list[Case]:
-    return [case for case in generate(claims, mode, tier) if case.prefixes == (530, 33, 1)]
+    return [case for case in as_made(claims, mode, tier) if case.prefixes == (530, 33, 1)]
 
 
 def values(case: Case) -> tuple[object, ...]:

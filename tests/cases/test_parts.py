@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from as_made import as_made
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.parts import claims_of_parts, parts_of, parts_text, tried_of_parts
 from attn_testkit.cases.untried import says_untried, untried
 from attn_testkit.contract import Capabilities, ForwardMode, KVPart, LogSumExp
@@ -40,7 +40,7 @@ def test_what_is_held_is_broadcast_whatever_the_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [c for m in ForwardMode for c in generate(ALL, m, "core") if c.parts], ids=lambda c: c.id
+    "case", [c for m in ForwardMode for c in as_made(ALL, m, "core") if c.parts], ids=lambda c: c.id
 )
 def test_parts_of_a_case_have_every_key_once_and_the_sinks_once(case: object) -> None:
     parts = parts_of(case)  # type: ignore[arg-type]
@@ -52,11 +52,11 @@ def test_parts_of_a_case_have_every_key_once_and_the_sinks_once(case: object) ->
 def test_each_claimed_kind_is_tried_in_each_mode_from_core_on_and_smoke_says_what_it_leaves() -> None:
     for mode in ForwardMode:
         wanted = set(claims_of_parts(ALL, mode))
-        assert {tried_of_parts(case) for case in generate(ALL, mode, "core")} - {None} == wanted
-        assert not [case for case in generate(ALL, mode, "smoke") if case.parts]
-        assert {value for name, value in untried(ALL, mode, generate(ALL, mode, "smoke")) if name == "parts"} == wanted
-        assert "parts" not in dict(untried(ALL, mode, generate(ALL, mode, "core")))
-    said = says_untried(ALL, [DECODE], generate(ALL, DECODE, "smoke"))
+        assert {tried_of_parts(case) for case in as_made(ALL, mode, "core")} - {None} == wanted
+        assert not [case for case in as_made(ALL, mode, "smoke") if case.parts]
+        assert {value for name, value in untried(ALL, mode, as_made(ALL, mode, "smoke")) if name == "parts"} == wanted
+        assert "parts" not in dict(untried(ALL, mode, as_made(ALL, mode, "core")))
+    said = says_untried(ALL, [DECODE], as_made(ALL, DECODE, "smoke"))
     assert "log-sum-exp: merged by the backend, pages, prefix, tokens, whole" in said
 
 
@@ -65,7 +65,7 @@ def test_each_claimed_kind_is_tried_in_each_mode_from_core_on_and_smoke_says_wha
 def test_ranks_have_pages_of_several_keys_where_any_are_claimed(
     mode: ForwardMode, sizes: set[int], tried: set[int]
 ) -> None:
-    cases = generate(ALL.with_changes(page_sizes=sizes), mode, "core")
+    cases = as_made(ALL.with_changes(page_sizes=sizes), mode, "core")
     of_pages = [case for case in cases if case.parts.startswith("pages")]
     assert {case.page_size for case in of_pages} == tried
     assert {parts_of(case)[0].interleave for case in of_pages} == tried
@@ -76,29 +76,29 @@ def test_ranks_have_pages_of_several_keys_where_any_are_claimed(
 def test_cases_without_the_claim_are_those_of_before() -> None:
     without = ALL.with_changes(lse=None)
     for mode in ForwardMode:
-        before = [case.id for case in generate(without, mode, "core")]
-        assert before == [case.id for case in generate(ALL, mode, "core") if not case.parts]
+        before = [case.id for case in as_made(without, mode, "core")]
+        assert before == [case.id for case in as_made(ALL, mode, "core") if not case.parts]
 
 
 def test_cases_are_of_what_is_claimed_alone() -> None:
     claims = ALL.with_changes(lse=LogSumExp("2", whole={"decode"}, pages={"decode"}, prefix={"target-verify"}))
-    tried = {mode: {case.parts for case in generate(claims, mode, "core")} - {""} for mode in ForwardMode}
+    tried = {mode: {case.parts for case in as_made(claims, mode, "core")} - {""} for mode in ForwardMode}
     assert tried.pop(DECODE) == {"whole", "pages2"}
     assert tried.pop(VERIFY) == {"prefix"}
     assert set().union(*tried.values()) == set()
-    assert not [case for case in generate(claims, DECODE, "core") if case.own_merge]
+    assert not [case for case in as_made(claims, DECODE, "core") if case.own_merge]
 
 
 def test_with_new_rows_as_given_no_part_has_an_fp8_pool() -> None:
     claims = ALL.with_changes(new_rows_as_given={"extend"})
-    pools = {case.kv_dtype for case in generate(claims, ForwardMode.EXTEND, "core") if case.parts}
+    pools = {case.kv_dtype for case in as_made(claims, ForwardMode.EXTEND, "core") if case.parts}
     assert pools == {"same"}
-    assert "fp8_e4m3" in {case.kv_dtype for case in generate(ALL, ForwardMode.EXTEND, "core") if case.parts}
+    assert "fp8_e4m3" in {case.kv_dtype for case in as_made(ALL, ForwardMode.EXTEND, "core") if case.parts}
 
 
 def test_some_requests_leave_parts_without_keys() -> None:
     for kind in ("prefix", "pages", "tokens"):
-        cases = [case for case in generate(ALL, DECODE, "core") if case.parts.startswith(kind)]
+        cases = [case for case in as_made(ALL, DECODE, "core") if case.parts.startswith(kind)]
         lens = [
             int(part.lens(torch.tensor(prefix + 1), torch.tensor(prefix)))
             for case in cases

@@ -8,10 +8,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from as_made import as_made
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.companions import companions
 from attn_testkit.cases.untried import says_untried, untried
 from attn_testkit.contract import KV_LAYOUTS, Capabilities, ForwardMode, KVPool
@@ -24,7 +24,7 @@ OTHERS = [name for name in KV_LAYOUTS if name != "nhd"]
 
 def without_pairs(claims: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
     """All cases but those of decode in which layouts meet all else that is claimed (``cases/pair_array.py``)."""
-    return [case for case in generate(claims, mode, tier) if case.prefixes != (530, 33, 1)]
+    return [case for case in as_made(claims, mode, tier) if case.prefixes != (530, 33, 1)]
 
 
 def others(mode: ForwardMode, tier: str, claims: Capabilities = ALL) -> list[Case]:
@@ -63,7 +63,7 @@ def test_core_tries_each_layout_with_each_kv_dtype_in_pages_and_heads_that_tell_
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_core_has_each_layout_with_all_else_that_is_claimed(mode: ForwardMode) -> None:
     wide = TorchNativeBackend.capabilities.with_changes(families={"gqa", "mha"})
-    cases = [case for case in generate(wide, mode, "core") if case.kv_layout != "nhd" and not case.way]
+    cases = [case for case in as_made(wide, mode, "core") if case.kv_layout != "nhd" and not case.way]
     of_layout = {name: [case for case in cases if case.kv_layout == name] for name in OTHERS if name in wide.kv_layouts}
     for found in of_layout.values():
         assert {case.dtype for case in found} == wide.dtypes
@@ -97,7 +97,7 @@ def test_without_the_usual_layout_all_cases_have_the_first_that_is_claimed(tier:
     assert [replace(case, kv_layout="nhd") for case in found[: len(plain)]] == plain
     assert {case.kv_layout for case in found[: len(plain)]} == {"hnd"}
     assert {case.kv_layout for case in found[len(plain) :]} == {"own"}
-    assert generate(CLAIMS.with_changes(kv_layouts=()), ForwardMode.DECODE, tier) == ()
+    assert as_made(CLAIMS.with_changes(kv_layouts=()), ForwardMode.DECODE, tier) == ()
 
 
 def test_modes_that_share_an_instance_share_its_pool() -> None:
@@ -117,7 +117,7 @@ def test_a_layout_is_tried_where_it_differs_from_others() -> None:
     assert lacking(keys=15), "one page"
     assert lacking(heads="mqa4"), "one KV head"
     assert lacking(page=1), "one slot a page"
-    assert "KV layout hnd" in says_untried(claims, [ForwardMode.DECODE], generate(CLAIMS, ForwardMode.DECODE, "core"))
+    assert "KV layout hnd" in says_untried(claims, [ForwardMode.DECODE], as_made(CLAIMS, ForwardMode.DECODE, "core"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,178 @@
+"""The cases of an array, each with more in it: another batch, other rows, parts of the keys, a way of servers, padding.
+
+A program chooses a path by any of these, and a bug may need two at once. Named cases are made for one thing each, with
+usual values of everything else; here each case of an array takes what none before it has together, at no further case.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from ..contract import Capabilities, ForwardMode
+from .case import LAYOUTS, PADDINGS, Case
+from .companions import accepted
+from .draft import Draft
+from .extend import room_for
+from .layers import PERIOD, Layers
+from .plans import context_len
+from .trees import Tree, chain
+from .untried import most_rows
+from .ways import WAYS
+
+__all__ = ["enriched"]
+
+_DRAWS = 60
+"""Of each case. Twice as many meet hardly more."""
+_WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "noncausal", "ahead")
+_PARTS = {"whole": ("whole",), "prefix": ("prefix",), "pages": ("pages2", "pages3"), "tokens": ("tokens3", "tokens2")}
+_DATA = ("gauss", "shifted", "peaked", "footprint")
+"""Each shows a wrong key, position or head."""
+_SLACK = (0, 1, 3)
+_TREES = (chain(2), Tree((0, 0, 1, 2)), chain(7), Tree((0, 0, 0)), chain(17))
+_DRAFTS = (Draft(1, 4), Draft(2, 3), Draft(4, 2), Draft(1, 7))
+_WIDTHS, _ACCEPTED = (2, 4, 6), ("uneven", "one", "all")
+_NEW = {"ones": (1,), "equal": (17,), "prompt first": (70, 1), "decodes first": (1, 2, 70), "ragged": (9, 20, 2)}
+"""New tokens of the first requests; the last one again for all behind them, and none for those that are not there."""
+
+_Feature = tuple[str, Any]
+
+
+def enriched(claims: Capabilities, cases: Sequence[Case]) -> Iterator[Case]:
+    """Each of ``cases``, which are of one mode, with what meets most that none before it has together.
+
+    What they have of heads, head dims, dtypes, page sizes, layouts of the pool and options stays.
+    """
+    met: set[tuple[_Feature, _Feature]] = set()
+    for number, case in enumerate(cases):
+        own, more = _features(case), _dimensions(claims, case)
+        draws = random.Random(f"{case.mode} {number}")
+        drawn = [{name: draws.choice(values) for name, values in more.items()} for _ in range(_DRAWS)]
+        drawn.sort(key=lambda each: len(_pairs(own, each) - met), reverse=True)
+        for each in drawn:
+            changed = _changed(claims, case, each)
+            if changed:
+                met |= _pairs(own, each)
+                break
+        yield changed or case
+
+
+def _features(case: Case) -> list[_Feature]:
+    names = ("heads", "head_dim", "dtype", "kv_dtype", "page_size", "kv_layout", "window", "logit_cap", "sinks")
+    return [(name, getattr(case, name)) for name in names]
+
+
+def _pairs(own: Sequence[_Feature], drawn: Mapping[str, Any]) -> set[tuple[_Feature, _Feature]]:
+    new = list(drawn.items())
+    return {(old, each) for old in own for each in new} | set(combinations(new, 2))
+
+
+def _dimensions(claims: Capabilities, case: Case) -> dict[str, list[Any]]:
+    """Name -> values of which a case has one."""
+    found: dict[str, list[Any]] = {
+        "batch": list(_batches(case)),
+        "kind": _kinds(claims, case),
+        "layout": list(LAYOUTS),
+        "data": list(_DATA),
+        "slack": list(_SLACK),
+        "padding": list(PADDINGS),
+    }
+    if case.mode is ForwardMode.EXTEND:
+        found["chunks"] = [1, 3]
+    rows = [each for each in _rows(claims, case.mode) if _width(each) <= most_rows(claims, case.mode)]
+    return {**found, "rows": rows} if rows else found
+
+
+def _batches(case: Case) -> dict[str, tuple[int, ...]]:
+    """Prefixes. Page by page of the case, so that each has some pages, and part of one."""
+    page, longest = case.page_size, max(case.prefixes)
+    whole = 4 * page - case.width
+    return {
+        "own": case.prefixes,
+        "alone": (longest,),
+        "alike": (2 * page + 1,) * 3,
+        "whole pages": tuple(max(0, whole - page * fewer) for fewer in (0, 2, 3)),
+        "fresh": (0,) * 3,
+        "many": (2 * page + 5, 3, 0, page, 9, 33, 1, 17, 5),
+    }
+
+
+def _kinds(claims: Capabilities, case: Case) -> list[tuple[str, str]]:
+    """("way", word), ("parts", text), ("own", text) for those that the backend merges, ("layers", name)."""
+    found = [("way", ""), *(("way", word) for word in _WAYS if _may_fit(claims, case, word)), ("layers", "rank")]
+    found += [("layers", "groups")] * (claims.kv_groups and not case.draft)
+    as_given = case.kv_dtype != "same" and case.mode in claims.new_rows_as_given
+    if claims.lse and not as_given:
+        parts = [text for kind in claims.lse.kinds(case.mode) for text in _PARTS[kind]]
+        found += [("parts", text) for text in parts]
+        found += [("own", text) for text in parts if claims.lse.merges and text != "whole"]
+    return found
+
+
+def _may_fit(claims: Capabilities, case: Case, word: str) -> bool:
+    plain = replace(case, window=-1, tree=chain(2) if case.tree else None, width=2 if case.tree else case.width)
+    return WAYS[word].fits(claims, plain)
+
+
+def _rows(claims: Capabilities, mode: ForwardMode) -> list[Any]:
+    if mode is ForwardMode.TARGET_VERIFY:
+        return [tree for tree in _TREES if tree.topk <= claims.max_topk]
+    if mode is ForwardMode.DRAFT_DECODE:
+        return [draft for draft in _DRAFTS if draft.branches <= claims.max_draft_branches]
+    if mode is ForwardMode.EXTEND:
+        return list(_NEW)
+    return [(width, pattern) for width in _WIDTHS for pattern in _ACCEPTED] if mode.is_speculative() else []
+
+
+def _width(rows: Any) -> int:
+    """Rows of a request that a tree or a draft-extend has."""
+    return len(rows) if isinstance(rows, Tree) else rows[0] if isinstance(rows, tuple) else 1
+
+
+def _changed(claims: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case | None:
+    """None where that is no case, or more than is claimed."""
+    prefixes = _batches(case)[drawn["batch"]]
+    name, value = drawn["kind"]
+    layers = {"rank": Layers(PERIOD, 5), "groups": Layers(PERIOD, groups=True)}
+    kinds: dict[str, dict[str, Any]] = {
+        "way": {"way": value},
+        "parts": {"parts": value},
+        "own": {"parts": value, "own_merge": True},
+        "layers": {"layers": layers.get(value)},
+    }
+    try:
+        changed = replace(
+            case,
+            prefixes=prefixes,
+            layout=drawn["layout"],
+            data=drawn["data"],
+            bucket=len(prefixes) + drawn["slack"],
+            padding=drawn["padding"] if drawn["slack"] else "prod",
+            chunks=drawn.get("chunks", 1),
+            **kinds[name],
+            **_fields_of_rows(claims, drawn.get("rows"), len(prefixes)),
+        )
+    except ValueError:
+        return None
+    branches = changed.topk > 1 and changed.window >= 0 and not claims.window_in_trees
+    fits = not changed.way or WAYS[changed.way].fits(claims, changed)
+    return changed if fits and not branches and context_len(changed) <= claims.max_context_len else None
+
+
+def _fields_of_rows(claims: Capabilities, rows: Any, count: int) -> dict[str, Any]:
+    """Fields of a case with ``count`` requests."""
+    if isinstance(rows, Tree):
+        return {"tree": rows, "width": len(rows)}
+    if isinstance(rows, Draft):
+        return {"draft": rows, "width": len(rows)}
+    if isinstance(rows, str):
+        pattern = _NEW[rows]
+        new = tuple(min(pattern[min(at, len(pattern) - 1)], claims.max_extend_tokens) for at in range(count))
+        return {"new": new, "width": room_for(new)}
+    if rows is None:
+        return {}
+    width, pattern = rows
+    return {"new": accepted(pattern, width, count), "width": width}

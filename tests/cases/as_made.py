@@ -1,0 +1,18 @@
+"""The cases of a tier with those of its arrays as they are made: what is tested of the others holds of them alone."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from unittest import mock
+
+from attn_testkit.cases import catalogue
+from attn_testkit.cases.case import Case
+from attn_testkit.contract import Capabilities, ForwardMode
+
+
+@lru_cache(maxsize=64)
+def as_made(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
+    """As ``catalogue.generate``, before ``cases/enriched.py`` gives the cases of arrays more."""
+    with mock.patch.object(catalogue, "enriched", lambda claims, cases: cases):
+        cases: tuple[Case, ...] = catalogue.generate.__wrapped__(claims, mode, tier, seed)
+    return cases

@@ -1,0 +1,101 @@
+"""Cases of arrays take batches, rows, parts, ways and padding that none before them had together; the rest stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from as_made import as_made
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.claimed import not_claimed
+from attn_testkit.cases.enriched import enriched
+from attn_testkit.cases.plans import context_len
+from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.examples import MinimalBackend
+
+CLAIMS = TorchNativeBackend.capabilities
+KEPT = ("mode", "heads", "head_dim", "rope_dim", "dtype", "kv_dtype", "page_size", "kv_layout", "window", "logit_cap")
+KEPT += ("sinks", "seed")
+
+
+def arrays(claims: Capabilities, mode: ForwardMode) -> list[Case]:
+    """Those cases of arrays, as they are made, that change."""
+    there = set(generate(claims, mode, "core"))
+    return [case for case in as_made(claims, mode, "core") if case not in there]
+
+
+def kind(case: Case) -> str:
+    return case.way or case.parts.rstrip("0123456789") or ("groups" if case.layers.groups else "")
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_they_are_as_many_and_keep_what_the_array_gave_them(mode: ForwardMode) -> None:
+    plain = arrays(CLAIMS, mode)
+    rich = list(enriched(CLAIMS, plain))
+    assert len(rich) == len(set(rich)) == len(plain) >= 20
+    for before, after in zip(plain, rich, strict=True):
+        assert [getattr(before, name) for name in KEPT] == [getattr(after, name) for name in KEPT]
+
+
+@pytest.mark.parametrize("claims", [CLAIMS, MinimalBackend.capabilities.with_changes(kv_layouts={"nhd", "hnd"})])
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_each_is_one_that_its_id_rebuilds_and_that_is_claimed(claims: Capabilities, mode: ForwardMode) -> None:
+    for case in enriched(claims, arrays(claims, mode)):
+        assert parse_case(case.id) == case
+        assert not_claimed(claims, case) == ""
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_more_meets_than_in_the_cases_as_they_are_made(mode: ForwardMode) -> None:
+    plain = arrays(CLAIMS, mode)
+    rich = list(enriched(CLAIMS, plain))
+    own = {(kind(case), case.layout, case.chunks) for case in rich}
+    assert len({kind(case) for case in rich}) >= 5
+    assert len({case.layout for case in rich}) == 5
+    assert len({case.bs for case in rich}) >= 3
+    assert len(own) > 2 * len({(kind(case), case.layout, case.chunks) for case in plain})
+    assert pairs(rich) > 4 * pairs(plain)
+
+
+def pairs(cases: list[Case]) -> int:
+    of_each = (
+        [kind(case), case.layout, case.data, case.bucket - case.bs, case.new, case.prefixes, case.page_size]
+        for case in cases
+    )
+    return len({(i, j, a, b) for row in of_each for (i, a), (j, b) in combinations(enumerate(row), 2)})
+
+
+def test_what_is_not_claimed_is_not_taken() -> None:
+    narrow = CLAIMS.with_changes(
+        lse=None, kv_groups=False, takes_out=False, takes_more_rows=False, takes_bare_chains=False, non_causal=()
+    )
+    for mode in ForwardMode:
+        found = list(enriched(narrow, arrays(narrow, mode)))
+        assert found
+        assert {kind(case) for case in found} <= {"", "idle", "norows", "withnew", "ahead"}
+
+
+def test_trees_that_branch_have_no_window_where_that_is_not_claimed() -> None:
+    chains = CLAIMS.with_changes(window_in_trees=False)
+    found = list(enriched(chains, arrays(chains, ForwardMode.TARGET_VERIFY)))
+    assert {case.topk > 1 for case in found if case.window < 0} == {False, True}
+    assert {case.topk > 1 for case in found if case.window >= 0} == {False}
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_none_is_longer_than_the_context_that_is_claimed(room: int) -> None:
+    (case,) = enriched(CLAIMS, arrays(CLAIMS, ForwardMode.DECODE)[:1])
+    most = context_len(case) - 1 + room
+    (again,) = enriched(CLAIMS.with_changes(max_context_len=most), arrays(CLAIMS, ForwardMode.DECODE)[:1])
+    assert (again == case) is (room == 1)
+    assert context_len(again) <= most
+
+
+def test_a_case_that_takes_nothing_stays_as_it_is() -> None:
+    (case,) = arrays(CLAIMS, ForwardMode.DECODE)[:1]
+    short = CLAIMS.with_changes(max_context_len=1)
+    assert list(enriched(short, [replace(case, prefixes=(530,))])) == [replace(case, prefixes=(530,))]
