@@ -14,8 +14,8 @@ from .companions import some_of
 from .covering import covering_array
 from .layer_options import with_options
 from .layers import Layers
-from .trees import chain
 from .pool_layouts import other_layouts
+from .trees import chain
 
 __all__ = ["layout_array_cases", "pair_array_cases"]
 
