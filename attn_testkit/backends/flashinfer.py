@@ -28,7 +28,7 @@ from attn_testkit.contract import (
 from .branches import forward_number, kernel_requests
 from .flashinfer_buffers import GraphBuffers
 from .flashinfer_draft import plans_of_forwards
-from .flashinfer_parts import MERGE_STATE, merged, part_plan
+from .flashinfer_parts import MERGE_STATE, by_slots, masked_plan, merged, part_plan
 from .flashinfer_plan import PagePlan, bytes_of_partials, workspace
 from .vendor import provide
 from .vendor.flashinfer_fake import BATCH_DECODE, BATCH_PREFILL
@@ -101,6 +101,7 @@ class FlashInferBackend(AttentionBackend):
         self._eager: dict[tuple[bool, LayerKind, int], Any] = {}
         self._graphs: dict[tuple[ForwardMode, int], dict[tuple[LayerKind, int], Any]] = {}
         self._current: dict[tuple[LayerKind, int], Any] = {}
+        self._parts_in_pages = not by_slots(context)
         self._parts = tuple(part for part in context.kv_parts if part.kind != "whole")
         self._eager_parts: dict[tuple[bool, LayerKind, KVPart], Any] = {}
         self._graph_parts: dict[tuple[ForwardMode, int], dict[tuple[LayerKind, KVPart], Any]] = {}
@@ -121,7 +122,7 @@ class FlashInferBackend(AttentionBackend):
         self._current = {pair: self._eager[decode, *pair] for pair in current}
         for kind, part in self._kinds_and_parts:
             if (decode, kind, part) not in self._eager_parts:
-                self._eager_parts[decode, kind, part] = self._eager_wrapper(decode, kind)
+                self._eager_parts[decode, kind, part] = self._wrapper(kind, *self._form_of_parts(decode))
         self._current_parts = {pair: self._eager_parts[decode, *pair] for pair in self._kinds_and_parts}
         self._plan_all(plans, decode)
         self._plan_parts(batch, plans[0], decode)
@@ -153,13 +154,18 @@ class FlashInferBackend(AttentionBackend):
             of_forwards = self._of_forwards if batch.forward_mode.is_draft_decode() else ()
             self._graphs[bucket] = {
                 (kind, forward): self._graph_wrapper(
-                    kind, of_forwards[forward] if of_forwards else self._of_groups[kind.group], decode, requests, masked
+                    kind,
+                    of_forwards[forward] if of_forwards else self._of_groups[kind.group],
+                    decode,
+                    self._kv_layout,
+                    requests,
+                    masked,
                 )
                 for kind in self._kinds
                 for forward in range(len(plans))
             }
             self._graph_parts[bucket] = {
-                (kind, part): self._graph_wrapper(kind, buffers, decode, requests, masked=True, kv_layout="NHD")
+                (kind, part): self._graph_wrapper(kind, buffers, *self._form_of_parts(decode), requests, masked=True)
                 for (kind, part), buffers in self._of_parts.items()
             }
         self._current, self._current_parts = self._graphs[bucket], self._graph_parts[bucket]
@@ -178,12 +184,17 @@ class FlashInferBackend(AttentionBackend):
         kind: LayerKind,
         buffers: GraphBuffers,
         decode: bool,
+        kv_layout: str,
         requests: int,
         masked: bool,
-        kv_layout: str | None = None,
     ) -> Any:
         given = buffers.for_decode(requests) if decode else buffers.for_prefill(requests, masked)
-        return self._wrapper(kind, decode, kv_layout or self._kv_layout, use_cuda_graph=True, **given)
+        return self._wrapper(kind, decode, kv_layout, use_cuda_graph=True, **given)
+
+    def _form_of_parts(self, decode: bool) -> tuple[bool, str]:
+        """Whether the wrapper of a part is one of decode, and the layout of its pages."""
+        own = self._parts_in_pages or self.context.page_size == 1
+        return decode and not self._parts_in_pages, self._kv_layout if own else "NHD"
 
     def _wrapper(self, kind: LayerKind, decode: bool, kv_layout: str, **graph: Any) -> Any:
         if decode:
@@ -200,9 +211,13 @@ class FlashInferBackend(AttentionBackend):
                 self._plan_prefill(wrapper, kind, plan)
 
     def _plan_parts(self, batch: ForwardBatch, plan: PagePlan, decode: bool) -> None:
+        decode, _ = self._form_of_parts(decode)
         plan_wrapper = self._plan_decode if decode else self._plan_prefill
         for (kind, part), wrapper in self._current_parts.items():
-            of_part = part_plan(self.context, batch, plan, part, window=kind.window, masked=not decode)
+            if self._parts_in_pages:
+                of_part = masked_plan(plan, part, window=kind.window)
+            else:
+                of_part = part_plan(self.context, batch, plan, part, window=kind.window, masked=not decode)
             plan_wrapper(wrapper, kind._replace(window=-1), of_part)
 
     def _plan_decode(self, wrapper: Any, kind: LayerKind, plan: PagePlan) -> None:
@@ -266,9 +281,10 @@ class FlashInferBackend(AttentionBackend):
         *,
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the wrapper that was planned for the part's keys, in pages of one."""
+        """The same with the wrapper that was planned for the part's keys, in pages of one where the pool has them."""
         whole = part.kind == "whole"
-        kv, scales = self._stored(k, v, layer, batch, save_kv_cache, self.context.page_size if whole else 1)
+        page_size = self.context.page_size if whole or self._parts_in_pages else 1
+        kv, scales = self._stored(k, v, layer, batch, save_kv_cache, page_size)
         wrapper = self._whole(layer, batch) if whole else self._current_parts[self._kind_of(layer), part]
         out, lse = wrapper.run(q, kv, return_lse=True, **scales)
         return out, lse

@@ -2,11 +2,14 @@
 
 Paged wrappers attend whole pages, from a request's first on. Seen as pages of one slot each, the same pool gives them
 any keys in any number; who sees whom is then a custom mask, or in decode and MLA follows from which keys are listed.
+Pages of ``hnd``, and of K and V in one block, are no such pages: there all keys are listed, and the mask says which are
+the part's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +18,7 @@ from attn_testkit.contract import BackendContext, ForwardBatch, KVPart
 from .flashinfer_plan import PagePlan, exclusive_sum
 from .vendor.provider import EntryPoint
 
-__all__ = ["MERGE_STATE", "merged", "part_plan"]
+__all__ = ["MERGE_STATE", "by_slots", "masked_plan", "merged", "part_plan"]
 
 _MOST_THREADS = 1024
 """Of a block."""
@@ -51,6 +54,22 @@ def merged(
         for first in range(0, heads, at_once)
     ]
     return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
+
+
+def by_slots(context: BackendContext) -> bool:
+    """Whether the pool can be seen as pages of one slot."""
+    return context.page_size == 1 or context.kv_pool.layout == "nhd"
+
+
+def masked_plan(plan: PagePlan, part: KVPart, *, window: int = -1) -> PagePlan:
+    """``plan``, of all keys, with a custom mask of those of a part that a row sees. Host work and a copy."""
+    masks: list[torch.Tensor] = []
+    for kv_len, q_len in zip(plan.kv_lens.tolist(), plan.qo_indptr.diff().tolist(), strict=True):
+        prefix, key, row = kv_len - q_len, torch.arange(kv_len), torch.arange(q_len)[:, None]
+        seen = ((key >= prefix + row - window) | (window < 0)) & part.holds(key, torch.tensor(prefix))
+        masks.append((seen & (key <= prefix + row) if plan.custom_mask is None else seen).reshape(-1))
+    mask = torch.cat(masks).to(plan.kv_indices.device)
+    return replace(plan, custom_mask=mask if plan.custom_mask is None else mask & plan.custom_mask)
 
 
 def part_plan(
