@@ -43,7 +43,7 @@ class OfTwoModes(SplitKV):
 
 @bug(
     "vllm #33759",
-    "extend-gqa2x2-d128-bf16-p16-k530.65.0-n4a4.3.4-shuffled-gauss-kvhnd-w7-cap1.5-sink-b4prod",
+    "extend-gqa2x2-d64-bf16-p64-k133.3.0.64.9.33.1.17.5-n55a1.2.70x7-shuffled-shifted-kvhnd-w7-cap1.5-sink-b12stale",
     "reads-own-kv",
 )
 class GatherAssumesNhd(OfTwoModes):
