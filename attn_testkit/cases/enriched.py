@@ -27,6 +27,7 @@ __all__ = ["enriched"]
 
 _DRAWS = 60
 """Of each case. Twice as many meet hardly more."""
+_FEWEST = 8
 _WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "noncausal", "ahead")
 _PARTS = {"whole": ("whole",), "prefix": ("prefix",), "pages": ("pages2", "pages3"), "tokens": ("tokens3", "tokens2")}
 _DATA = ("gauss", "shifted", "peaked", "footprint")
@@ -47,7 +48,9 @@ def enriched(claims: Capabilities, cases: Sequence[Case]) -> Iterator[Case]:
     What they have of heads, head dims, dtypes, page sizes, layouts of the pool and options stays.
     """
     met: set[tuple[_Feature, _Feature]] = set()
-    for number, case in enumerate(cases):
+    # A short array, of few claims, has each case again: it takes something else then.
+    again = -(-_FEWEST // len(cases)) if cases else 0
+    for number, case in enumerate(list(cases) * again):
         own, more = _features(case), _dimensions(claims, case)
         draws = random.Random(f"{case.mode} {number}")
         drawn = [{name: draws.choice(values) for name, values in more.items()} for _ in range(_DRAWS)]

@@ -4,25 +4,26 @@ with all layouts of the KV pool, in the other modes with those that the main arr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
-from .companions import some_of
+from .companions import head_layouts, some_of
 from .covering import covering_array
 from .layer_options import with_options
 from .layers import Layers
-from .pool_layouts import other_layouts
+from .pool_layouts import other_layouts, usual_layout
 from .trees import chain
 
 __all__ = ["layout_array_cases", "pair_array_cases"]
 
 _LENS = (530, 33, 1)
 """More than two pages of 256, and of one."""
-_GROUPS, _MLA_HEADS = (2, 4, 5, 8, 16), (8, 16, 32, 64, 128)
-_MOST_DIM, _MOST_DIMS, _MOST_PAGES, _WINDOW = 256, 4, 5, 40
+_GROUPS, _MLA_HEADS, _LAYOUT_GROUPS = (2, 5, 16), (16, 32, 128), (2, 4, 5, 8, 16)
+"""Every usual one has cases of its own (``claimed_pairs.py``)."""
+_MOST_DIM, _MOST_DIMS, _MOST_PAGES, _WINDOW = 256, 4, 4, 40
 _FEW, _NARROW = 3, 7
 
 
@@ -35,7 +36,7 @@ def pair_array_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     one = replace(small, prefixes=_LENS, bucket=len(_LENS), data="gauss", layout="shuffled")
     dtypes, kv_dtypes = sorted(claims.dtypes), sorted(claims.kv_dtypes)
     pages, layouts = some_of(claims.page_sizes, _MOST_PAGES), sorted(claims.kv_layouts)
-    for heads, dims, rope in _families(claims, small):
+    for heads, dims, rope in _families(claims, small, _GROUPS):
         sizes = (len(heads), len(dims), len(dtypes), len(kv_dtypes), len(pages), len(layouts), 2)
         for of, dim, dtype, kv_dtype, page, layout, options in _pairs(sizes):
             yield replace(
@@ -52,20 +53,24 @@ def pair_array_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
-    """The same for the layouts that only few cases have, in another mode than decode. Made of ``plain``, three requests
-    with its rows; pages that lie in no order.
+    """The same in another mode than decode, for the layouts that only few cases have where there are any. Made of
+    ``plain``, three requests with its rows; pages that lie in no order.
     """
     layouts = other_layouts(claims)
-    if plain.mode is ForwardMode.DECODE or not layouts:
+    if plain.mode is ForwardMode.DECODE:
         return
+    layouts = layouts or [usual_layout(claims)]
     dtypes, kv_dtypes = sorted(claims.dtypes), sorted(claims.kv_dtypes, reverse=True)
     # In pages of one slot most layouts are alike.
     pages = some_of({page for page in claims.page_sizes if page > 2} or claims.page_sizes, _FEW)
     new = plain.new and (*plain.new[:2], plain.new[0])
     one = replace(plain, layout="shuffled", prefixes=(0,) * 3, new=new, bucket=4, data="gauss")
     chained = replace(one, tree=chain(one.width)) if one.tree and not claims.window_in_trees else one
-    alone = ([plain.heads], [plain.head_dim], plain.rope_dim)
-    heads, dims, rope = next((of for of in _families(claims, plain) if (of[2] > 0) == plain.is_mla), alone)
+    alone = [each for each in head_layouts(claims) if (each.family == "mla") == plain.is_mla]
+    if not alone:
+        return
+    of_family = [of for of in _families(claims, plain, _LAYOUT_GROUPS) if (of[2] > 0) == plain.is_mla]
+    heads, dims, rope = next(iter(of_family), (alone, [plain.head_dim], plain.rope_dim))
     heads, dims = heads[:_FEW], some_of(dims, _FEW)
     sizes = (len(layouts), len(heads), len(dims), len(dtypes), len(kv_dtypes), len(pages), 2, 2)
     for layout, of, dim, dtype, kv_dtype, page, options, short in _pairs(sizes, f"layouts in {plain.mode.value}"):
@@ -84,11 +89,11 @@ def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
         )
 
 
-def _families(claims: Capabilities, small: Case) -> Iterator[tuple[list[Heads], list[int], int]]:
+def _families(claims: Capabilities, small: Case, groups: Sequence[int]) -> Iterator[tuple[list[Heads], list[int], int]]:
     """Layouts of heads, head dims and the rope's width: of MLA, and of all others."""
     found = [Heads("mha", 2, 2)] if "mha" in claims.families else []
     if "gqa" in claims.families:
-        found += [Heads("gqa", 2 * group, 2) for group in _GROUPS if group in claims.gqa_ratios]
+        found += [Heads("gqa", 2 * group, 2) for group in groups if group in claims.gqa_ratios]
     dims = some_of([dim for dim in claims.head_dims if dim <= _MOST_DIM], _MOST_DIMS)
     if found and dims:
         yield found, dims, 0

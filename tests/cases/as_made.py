@@ -10,6 +10,13 @@ from attn_testkit.cases.case import Case
 from attn_testkit.contract import Capabilities, ForwardMode
 
 
+def without_arrays(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
+    """As ``catalogue.generate``, and none of the cases that ``cases/pair_array.py`` makes."""
+    with mock.patch.object(catalogue, "enriched", return_value=()):
+        cases: tuple[Case, ...] = catalogue.generate.__wrapped__(claims, mode, tier, seed)
+    return cases
+
+
 @lru_cache(maxsize=64)
 def as_made(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
     """As ``catalogue.generate``, before ``cases/enriched.py`` gives the cases of arrays more."""

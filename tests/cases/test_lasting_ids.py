@@ -9,7 +9,7 @@ import hashlib
 
 import pytest
 import torch
-from as_made import as_made
+from as_made import without_arrays
 from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
@@ -44,7 +44,7 @@ IDS = [
 
 def lasting(claims: str, mode: ForwardMode, tier: str) -> list[Case]:
     """The cases but those that came later, which stand behind all others."""
-    return [case for case in as_made(CLAIMS[claims], mode, tier, 0) if not came_later(case)]
+    return [case for case in without_arrays(CLAIMS[claims], mode, tier) if not came_later(case)]
 
 
 def digest(lines: list[str]) -> str:

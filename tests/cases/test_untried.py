@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from as_made import without_arrays
 from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
@@ -86,7 +87,7 @@ def test_full_tries_every_value_of_a_long_claim_too() -> None:
     assert lacking("full", DECODE, long) == {}
 
 
-@pytest.mark.parametrize(("most", "left"), [(16, []), (17, [10, 11, 12, 14, 15])])
+@pytest.mark.parametrize(("most", "left"), [(16, []), (17, [10, 11, 14, 15])])
 def test_of_sixteen_values_core_tries_all_and_of_more_powers_of_two(most: int, left: list[int]) -> None:
     sizes = set(range(1, most + 1))
     found = lacking("core", DECODE, claims(page_sizes=sizes)).get("page", [])
@@ -229,7 +230,7 @@ def test_small_cases_keep_within_what_is_claimed(changes: dict[str, object], mod
 
 def test_one_small_case_takes_what_it_can() -> None:
     wide = claims(families={"gqa"}, gqa_ratios={2, 8, 16, 32}, head_dims={32, 64, 96, 128, 256}, max_q_rows=40)
-    small = [case for case in generate(wide, V1, "core") if not came_later(case)][-2:]
+    small = [case for case in without_arrays(wide, V1, "core") if not came_later(case)][-2:]
     assert [(c.heads.q_heads // 2, c.head_dim, c.new) for c in small] == [(16, 64, (40, 3)), (8, 128, (4, 3))]
 
 
