@@ -22,7 +22,7 @@ _PROMPTS = (20, 1, 70)
 _EQUAL_PROMPT = 96
 _WAYS = ("lent", "morerows", "ahead", "norows")
 _WINDOW = 7
-_GROUPS, _MLA_HEADS = (2, 4, 5, 6, 7, 8, 12, 16, 32), (16, 128)
+_GROUPS, _MLA_HEADS = (2, 4, 8, 32), (128,)
 _LONG, _LONG_OF_MLA = (1100, 1151), (530, 511)
 """Prefixes beyond what is known to begin another path. With its row the second is a multiple of all tiles and pages."""
 _BEHIND_A_TILE, _BUCKET = 130, 10
@@ -61,8 +61,8 @@ def _without_prefix(claims: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def _of_one_length(claims: Capabilities, small: Case) -> Iterator[Case]:
-    """In decode with each group of heads: a kernel for many heads a KV head split keys from 1,024 on, and read those of
-    the first request where nothing was masked (mlx #4431). In the other modes with one.
+    """In decode with several groups of heads: a kernel for many heads a KV head split keys from 1,024 on, and read
+    those of the first request where nothing was masked (mlx #4431). In the other modes with one.
     """
     one = replace(small, layers=Layers(1))
     if small.mode is not ForwardMode.DECODE:
