@@ -155,7 +155,7 @@ def _go_on(search: Search, judge: OneByOne, item: Item) -> int:
             click.echo(f"  {search.case.id} passes in a fresh process: it fails after other case-runs alone", err=True)
             search.forget()
             ended = "NOT MINIMISED"
-        elif failed_check(fresh) == failed_check(search.smallest):
+        elif search.smallest and failed_check(fresh) == failed_check(search.smallest):
             search.smallest = fresh
     except KeyboardInterrupt:
         ended = "INTERRUPTED"
