@@ -17,8 +17,9 @@ from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, 
 class MaskLeftOver(FlashInferBackend):
     """Gives every wrapper the mask buffer, which is what selects the custom-mask mode (flashinfer #1028)."""
 
-    def _graph_wrapper(self, kind: LayerKind, buffers: Any, decode: bool, requests: int, *more: Any) -> Any:
-        return super()._graph_wrapper(kind, buffers, decode, requests, masked=not decode)
+    def _graph_wrapper(self, kind: LayerKind, buffers: Any, decode: bool, *more: Any, **masked: Any) -> Any:
+        kv_layout, requests, *_ = more
+        return super()._graph_wrapper(kind, buffers, decode, kv_layout, requests, masked=not decode)
 
 
 class SoftCapForgottenInPlan(FlashInferBackend):
