@@ -65,9 +65,8 @@ def masked_plan(plan: PagePlan, part: KVPart, *, window: int = -1) -> PagePlan:
     """``plan``, of all keys, with a custom mask of those of a part that a row sees. Host work and a copy."""
     masks: list[torch.Tensor] = []
     for kv_len, q_len in zip(plan.kv_lens.tolist(), plan.qo_indptr.diff().tolist(), strict=True):
-        prefix, key, row = kv_len - q_len, torch.arange(kv_len), torch.arange(q_len)[:, None]
-        seen = ((key >= prefix + row - window) | (window < 0)) & part.holds(key, torch.tensor(prefix))
-        masks.append((seen & (key <= prefix + row) if plan.custom_mask is None else seen).reshape(-1))
+        prefix, key = kv_len - q_len, torch.arange(kv_len)
+        masks.append((_seen(plan, key, prefix, q_len, window) & part.holds(key, torch.tensor(prefix))).reshape(-1))
     mask = torch.cat(masks).to(plan.kv_indices.device)
     return replace(plan, custom_mask=mask if plan.custom_mask is None else mask & plan.custom_mask)
 
@@ -93,8 +92,7 @@ def part_plan(
         mine = key[held]
         lists.append(mine)
         row = torch.arange(q_len)[:, None]
-        seen = (mine >= prefix + row - window) | (window < 0)
-        masks.append((seen & (mine <= prefix + row) if plan.custom_mask is None else seen).reshape(-1))
+        masks.append(_seen(plan, mine, prefix, q_len, window).reshape(-1))
         # In the mask of all keys.
         places.append((start + row * kv_len + mine).reshape(-1))
         start += q_len * kv_len
@@ -113,6 +111,13 @@ def part_plan(
         custom_mask=mask,
         page_size=1,
     )
+
+
+def _seen(plan: PagePlan, key: torch.Tensor, prefix: int, q_len: int, window: int) -> torch.Tensor:
+    """[q_len, keys] bool: what a row sees of ``key`` by the window, and by causality where the plan has no mask."""
+    row = torch.arange(q_len)[:, None]
+    seen = (key >= prefix + row - window) | (window < 0)
+    return seen & (key <= prefix + row) if plan.custom_mask is None else seen
 
 
 def _slots(context: BackendContext, batch: ForwardBatch, keys: list[torch.Tensor]) -> torch.Tensor:

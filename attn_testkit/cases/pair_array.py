@@ -23,7 +23,7 @@ _LENS = (530, 33, 1)
 """More than two pages of 256, and of one."""
 _GROUPS, _MLA_HEADS, _LAYOUT_GROUPS = (2, 16), (16, 32, 128), (2, 4, 5, 8, 16)
 """Every usual one has cases of its own (``claimed_pairs.py``)."""
-_MOST_DIM, _MOST_DIMS, _MOST_PAGES, _WINDOW = 256, 3, 3, 40
+_MOST_DIM, _WINDOW = 256, 40
 _FEW, _NARROW = 3, 7
 
 
@@ -35,11 +35,11 @@ def pair_array_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         return
     one = replace(small, prefixes=_LENS, bucket=len(_LENS), data="gauss", layout="shuffled")
     dtypes, kv_dtypes = sorted(claims.dtypes), sorted(claims.kv_dtypes)
-    pages, layouts = some_of(claims.page_sizes, _MOST_PAGES), sorted(claims.kv_layouts)
+    pages, layouts = some_of(claims.page_sizes, _FEW), sorted(claims.kv_layouts)
     for heads, dims, rope in _families(claims, small, _GROUPS):
         # A latent pool has few layouts in practice, and each row of MLA costs as much as several others.
-        most = layouts[:_FEW] if rope else layouts
-        sizes = (len(heads), len(dims), len(dtypes), len(kv_dtypes), len(pages), len(most), 2)
+        few = layouts[:_FEW] if rope else layouts
+        sizes = (len(heads), len(dims), len(dtypes), len(kv_dtypes), len(pages), len(few), 2)
         for of, dim, dtype, kv_dtype, page, layout, options in _pairs(sizes):
             yield replace(
                 with_options(claims, one, _WINDOW) if options else one,
@@ -73,7 +73,7 @@ def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
         return
     of_family = [of for of in _families(claims, plain, _LAYOUT_GROUPS) if (of[2] > 0) == plain.is_mla]
     heads, dims, rope = next(iter(of_family), (alone, [plain.head_dim], plain.rope_dim))
-    heads, dims = heads[:_FEW], some_of(dims, _FEW)
+    heads = heads[:_FEW]
     sizes = (len(layouts), len(heads), len(dims), len(dtypes), len(kv_dtypes), len(pages), 2, 2)
     for layout, of, dim, dtype, kv_dtype, page, options, short in _pairs(sizes, f"layouts in {plain.mode.value}"):
         size = pages[page]
@@ -96,13 +96,13 @@ def _families(claims: Capabilities, small: Case, groups: Sequence[int]) -> Itera
     found = [Heads("mha", 2, 2)] if "mha" in claims.families else []
     if "gqa" in claims.families:
         found += [Heads("gqa", 2 * group, 2) for group in groups if group in claims.gqa_ratios]
-    dims = some_of([dim for dim in claims.head_dims if dim <= _MOST_DIM], _MOST_DIMS)
+    dims = some_of([dim for dim in claims.head_dims if dim <= _MOST_DIM], _FEW)
     if found and dims:
         yield found, dims, 0
     if "mla" in claims.families:
         counts = [Heads("mla", count, 1) for count in _MLA_HEADS if count in claims.gqa_ratios]
         if counts:
-            yield counts, some_of(claims.head_dims, _MOST_DIMS), small.rope_dim or min(claims.mla_rope_dims)
+            yield counts, some_of(claims.head_dims, _FEW), small.rope_dim or min(claims.mla_rope_dims)
 
 
 @lru_cache(maxsize=64)

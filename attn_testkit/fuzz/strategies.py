@@ -43,11 +43,11 @@ def random_cases(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[C
     if not head_layouts(claims):
         raise ValueError(f"{mode} is claimed, and no head layout with it")
     # What is too long for the claims is drawn again: few are, and which depends on all of a case.
-    return _cases(claims, mode).filter(lambda case: context_len(case) <= claims.max_context_len)
+    return _cases(claims, mode, _ways(claims, mode)).filter(lambda case: context_len(case) <= claims.max_context_len)
 
 
 @st.composite
-def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
+def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode, ways: list[str]) -> Case:
     heads = draw(st.sampled_from(head_layouts(claims)))
     mla = heads.family == "mla"
     longest = st.one_of(st.integers(0, 20), st.integers(0, _MOST_PREFIX))
@@ -57,7 +57,7 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
     tree = rows.get("tree")
     windowed = mode in claims.sliding_window and (tree is None or tree.topk == 1 or claims.window_in_trees)
     # From one list whatever else is drawn, so that it can be made plain by itself.
-    way = draw(st.sampled_from(_ways(claims, mode)))
+    way = draw(st.sampled_from(ways))
     layers = draw(_layers(grouped=claims.kv_groups and not mode.is_draft_decode()))
     # Drawn whatever else is: what needs fewer draws would be taken for plainer.
     parts, shapes = draw(_parts(claims, mode)), draw(_shapes(claims))

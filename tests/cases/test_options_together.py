@@ -65,7 +65,7 @@ def test_windows_hide_keys_there() -> None:
         case for mode in ForwardMode for case in core(mode) if case.window == 7 and (case.way or case.mode != DECODE)
     ]
     assert together
-    assert all(max(case.prefixes) + case.most_new > case.window for case in together)
+    assert all((max(case.prefixes) or case.most_new) > case.window for case in together)
 
 
 def test_every_other_layout_meets_a_window_in_heads_that_differ() -> None:
