@@ -333,19 +333,21 @@ def test_wrong_numbers_are_diagnosed_once_and_one_finding_a_check_is_kept(explai
     found = outcome(
         Finding("writes-own-kv", "a"), Finding("finite", "b"), Finding("matches-oracle", "c"), Finding("finite", "d")
     )
-    told = judge._explained(found, None)  # type: ignore[arg-type]
+    told = judge._explained(found, None, cause=True)  # type: ignore[arg-type]
     assert [(f.check, f.headline, f.hint) for f in told] == [("writes-own-kv", "a", ""), ("finite", "b", "explained")]
     assert explained == ["finite"]
 
 
 def test_a_number_that_no_step_shows_is_not_diagnosed(explained: list[str]) -> None:
-    told = judge._explained(outcome(Finding("finite", "the warm-up"), steps=False), None)  # type: ignore[arg-type]
+    found = outcome(Finding("finite", "the warm-up"), steps=False)
+    told = judge._explained(found, None, cause=True)  # type: ignore[arg-type]
     assert [f.headline for f in told] == ["the warm-up"]
     assert explained == []
 
 
 def test_other_replays_with_the_same_finding_are_named_once(explained: list[str]) -> None:
-    (told,) = judge._explained(outcome(Finding("mode-outputs", "a", step="replay 1 of 7")), None)  # type: ignore[arg-type]
+    found = outcome(Finding("mode-outputs", "a", step="replay 1 of 7"))
+    (told,) = judge._explained(found, None, cause=True)  # type: ignore[arg-type]
     assert told.step == "replay 1 of 7; also in replays 3"
     finding = Finding("mode-outputs", "a", step="here")
     assert judge._with_other_steps(finding, ["replay 2 of 7 (x), bucket 4"]) == finding

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from as_made import without_arrays
 from in_process import check_backend
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
@@ -23,18 +23,19 @@ PROMPT = "extend-gqa2x2-d64-bf16-p16-k9.70.0-n10a20.1.7-shuffled-gauss-b3prod-no
 
 
 def blocks(claims: Capabilities, mode: ForwardMode) -> list[Case]:
-    return [case for case in generate(claims, mode, "core") if case.way == "noncausal"]
+    return [case for case in without_arrays(claims, mode, "core") if case.way == "noncausal"]
 
 
 def test_who_claims_it_in_a_mode_is_tried_there() -> None:
-    one, other = blocks(CLAIMS, EXTEND)
+    one, other, whole = blocks(CLAIMS, EXTEND)
     assert one.new == other.new == (20, 1, 7)
+    assert not any(whole.prefixes)
     assert one.heads != other.heads
     assert [case.width for case in blocks(CLAIMS, VERIFY)] == [4, 17] * 2
     assert not blocks(CLAIMS.with_changes(non_causal={VERIFY}), EXTEND)
     assert not blocks(CLAIMS.with_changes(non_causal={EXTEND}), VERIFY)
     assert [case.width for case in blocks(CLAIMS.with_changes(max_q_rows=3), VERIFY)] == [3] * 2
-    assert [case.new for case in blocks(CLAIMS.with_changes(max_extend_tokens=5), EXTEND)] == [(5, 1, 5)] * 2
+    assert [case.new for case in blocks(CLAIMS.with_changes(max_extend_tokens=5), EXTEND)] == [(5, 1, 5)] * 3
 
 
 @pytest.mark.parametrize("name", [BLOCK, PROMPT])
