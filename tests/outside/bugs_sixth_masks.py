@@ -75,7 +75,7 @@ class WindowOneMore(Tiled):
 
 @bug(
     "tokenspeed #364",
-    "extend-gqa2x2-d64-bf16-p16-k35.0.16.1.70-n2a2.1.2.1.2-shuffled-gauss-lsetokens3-b6prod",
+    "extend-gqa2x2-d64-bf16-p16-k0.35.0.16.1.70.33.9.17-n2a2.1.2.1.2.1.2.1.2-shuffled-gauss-lsetokens3-b10prod",
     "log-sum-exp",
 )
 class LocalCausal(OfParts):
