@@ -191,13 +191,14 @@ class Model:
         none_kv: bool = False,
         lend: Callable[[AttentionLayer, int], torch.Tensor] | None = None,
         at_once: bool = False,
+        turned: bool = False,
     ) -> Trace:
         """All layers. Device work only, so it may be captured. ``look`` is called after each layer.
 
         ``save_kv_cache`` False: the pool holds the new keys and values already; with ``none_kv`` the first layer gets
         None for them. ``lend``: (layer, rows) -> the output's memory [rows, Hq, Dv]. ``at_once``: an output need not
-        hold until all layers have run. The trace has hidden states and no logits. Raises what the backend and ``look``
-        raise.
+        hold until all layers have run. ``turned``: see ``Step.turned``. The trace has hidden states and no
+        logits. Raises what the backend and ``look`` raise.
         """
         packed = self.table.index_select(0, batch.input_ids)
         hidden = self.hidden_table.index_select(0, batch.input_ids)
@@ -206,14 +207,15 @@ class Model:
         # By name and only when it is False: servers leave the argument out elsewhere.
         named: dict[str, Any] = {} if save_kv_cache else {"save_kv_cache": False}
         none_kv = none_kv and not save_kv_cache
+        contiguous = self.contiguous != turned
         for index, layer in enumerate(self.layers):
             q, k, v = self._split(packed, index, rows)
-            if self.contiguous:
+            if contiguous:
                 q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             if self._side_by_side:
                 both, width = torch.cat((k, v), -1), k.shape[-1]
                 k, v = both[..., :width], both[..., width:]
-            if self.contiguous or self._side_by_side:
+            if contiguous or self._side_by_side:
                 trace.dense += [q, k, v]
             if none_kv and index == 0:
                 # The contract's types say tensors: nobody else gets it.

@@ -65,7 +65,9 @@ def run_eager(
             between()
         none_kv = step.stored and harness.capabilities.takes_none_kv
         with blame("forward without k and v" if none_kv else "forward", label), host_syncs_forbidden(no_waits):
-            trace = forward(harness, driver, batch, case, save_kv_cache=not step.stored, between=between)
+            trace = forward(
+                harness, driver, batch, case, save_kv_cache=not step.stored, between=between, turned=step.turned
+            )
         if ahead is not None:
             # Made only now: a mask buffer of the backend's own is filled with it.
             following, _ = batch_of(harness, ahead)

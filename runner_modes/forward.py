@@ -32,10 +32,11 @@ def forward(
     case: Case,
     save_kv_cache: bool = True,
     between: Callable[[], None] | None = None,
+    turned: bool = False,
 ) -> Trace:
     """All layers, in every forward of the mode, and what the mode adds to them. Device work only.
 
-    ``between`` is called after each layer, before anybody reads its output.
+    ``between`` is called after each layer, before anybody reads its output. ``turned``: see ``Step.turned``.
 
     Raises ``ShapeError`` at the first layer whose output is not [T, Hq, Dv] or [T, Hq * Dv] in the model's dtype on the
     harness' device, T being the rows of the forward's ``input_ids``; and whatever the backend raises.
@@ -56,7 +57,7 @@ def forward(
         traces.append(
             harness.model.forward(
                 in_parts or harness.backend, part, look, save_kv_cache, none_kv=claims.takes_none_kv, lend=loan,
-                at_once=claims.output_lifetime == "layer",
+                at_once=claims.output_lifetime == "layer", turned=turned,
             )
         )  # fmt: skip
         if in_parts:

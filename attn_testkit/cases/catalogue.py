@@ -384,9 +384,10 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         yield from company_cases(claims, base)
         yield from claimed_pair_cases(claims, base)
         yield from shared_prefix_cases(claims, base)
-        yield from enriched(claims, list(pair_array_cases(claims, base)))
-        yield from enriched(claims, list(layout_array_cases(claims, plain_case(claims, mode))))
-        yield from options_together_cases(claims, base)
+        arrays = list(enriched(claims, list(pair_array_cases(claims, base))))
+        arrays += enriched(claims, list(layout_array_cases(claims, plain_case(claims, mode))))
+        yield from arrays
+        yield from options_together_cases(claims, base, arrays)
         yield from uniform_batch_cases(claims, base)
     yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)

@@ -251,6 +251,13 @@ CHOICES: tuple[Choice, ...] = (
         (Value("True"), Value("False: the pool holds the new keys and values, k and v are NaN")),
         execution=Execution.EAGER,
     ),
+    # What is kept by shapes has the strides of the call that it was made for (flashinfer #4270).
+    Choice(
+        "second-step-memory",
+        "how q, k and v of the second step lie in memory",
+        (Value("as in the first"), Value("contiguous where those were views, and views where they were contiguous")),
+        execution=Execution.EAGER,
+    ),
     # The second longest is long enough to be split, and does not set the batch's maximum length.
     Choice(
         "isolated-request",

@@ -10,6 +10,7 @@ from .case import Case, Heads
 from .companions import head_layouts, many_heads, nearest, some_of
 from .layer_options import with_options
 from .layers import Layers
+from .page_counts import groups_of_pages
 
 __all__ = ["claimed_pair_cases"]
 
@@ -48,14 +49,16 @@ def claimed_pair_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
 
 def _groups_in_fp8(claims: Capabilities, one: Case) -> Iterator[Case]:
     """Another kernel, or another layout of rows, for a group and a pool of FP8: 32 heads of MLA were folded to rows of
-    16 in FP8 alone (vLLM #46952), which one row of one request does not show. FP8 dtypes take turns.
+    16 in FP8 alone (vLLM #46952), which one row of one request does not show. FP8 dtypes take turns. Some groups have
+    it in many lengths (``page_counts.py``).
     """
     groups: list[tuple[Heads, int]] = []
     if "mla" in claims.families and one.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
         rope = one.rope_dim or min(claims.mla_rope_dims)
         groups += [(Heads("mla", count, 1), rope) for count in _MLA_HEADS if count in claims.gqa_ratios]
     if "gqa" in claims.families and one.mode is ForwardMode.DECODE:
-        groups += [(Heads("gqa", 2 * group, 2), 0) for group in _GROUPS if group in claims.gqa_ratios]
+        paged = set() if one.is_mla else groups_of_pages(claims)
+        groups += [(Heads("gqa", 2 * group, 2), 0) for group in _GROUPS if group in claims.gqa_ratios - paged]
     narrow = sorted(claims.kv_dtypes - {"same"})
     for turn, (heads, rope) in enumerate(groups if narrow else ()):
         kv_dtype = narrow[turn % len(narrow)]

@@ -6,7 +6,7 @@ A path that is chosen by the layer has its own addresses and its own stores (vLL
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -33,13 +33,19 @@ _PAGES_BELOW = 6
 """A draft has a region of pages for each branch beside its prefix."""
 
 
-def options_together_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
-    """Made of ``small``, a case with little work for each row and key, which has one KV head where that is claimed."""
+def options_together_cases(claims: Capabilities, small: Case, arrays: Sequence[Case]) -> Iterator[Case]:
+    """Made of ``small``, a case with little work for each row and key, which has one KV head where that is claimed.
+
+    What one of ``arrays`` has together, with several KV heads, has no case of its own.
+    """
+    there = {_together(case) for case in arrays if case.heads.kv_heads > 1}
     small = replace(small, page_size=usual_page(claims), data="gauss")
     for word in _WAYS:
         for alone in WAYS[word].cases(claims, small):
             twin = unlike(claims, alone)
-            yield _with_options(claims, twin)
+            optional = _with_options(claims, twin)
+            if _together(optional) not in there:
+                yield optional
             branching = without_options(claims, twin)
             if branching != twin:
                 yield branching
@@ -47,6 +53,10 @@ def options_together_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     for word in ("lent", "bigpool") if narrow else ():
         yield from (replace(unlike(claims, alone), kv_dtype=narrow[0]) for alone in WAYS[word].cases(claims, small))
     yield from _full_context(claims, small)
+
+
+def _together(case: Case) -> tuple[str, bool, bool, bool, bool]:
+    return case.way, case.window >= 0, case.logit_cap > 0, case.sinks, case.topk > 1
 
 
 def _with_options(claims: Capabilities, plain: Case) -> Case:

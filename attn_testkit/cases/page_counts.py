@@ -10,7 +10,7 @@ from .case import Case, Heads
 from .companions import head_layouts, nearest
 from .layers import Layers
 
-__all__ = ["page_count_cases"]
+__all__ = ["groups_of_pages", "page_count_cases"]
 
 _PAGE, _MOST_PAGES = 16, 17
 _FULL = (1, 2, 4, 8, 16)
@@ -30,9 +30,7 @@ def page_count_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     # The last key is the new one.
     prefixes = tuple(keys - 1 for keys in (*tails, *(count * page for count in _FULL)))
     dims = sorted(dim for dim in claims.head_dims if dim <= _MOST_WIDTH) or [small.head_dim]
-    layouts = [heads for heads in head_layouts(claims) if (heads.family == "mla") == small.is_mla]
-    if not small.is_mla and "gqa" in claims.families and _WIDE in claims.gqa_ratios:
-        layouts.append(Heads("gqa", 2 * _WIDE, 2))
+    layouts = [*_layouts(claims, mla=small.is_mla)]
     pairs = [(heads, kv_dtype) for heads in layouts for kv_dtype in sorted(claims.kv_dtypes)]
     for turn, (heads, kv_dtype) in enumerate(pairs):
         yield replace(
@@ -47,3 +45,16 @@ def page_count_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
             data="gauss",
             bucket=len(prefixes),
         )
+
+
+def groups_of_pages(claims: Capabilities) -> set[int]:
+    """Query heads a KV head of those cases that have several KV heads; none where they are longer than is claimed."""
+    longest = (_MOST_PAGES + 1) * nearest(claims.page_sizes, _PAGE)
+    layouts = _layouts(claims, mla=False) if longest < claims.max_context_len else ()
+    return {heads.q_heads // heads.kv_heads for heads in layouts if heads.family == "gqa"}
+
+
+def _layouts(claims: Capabilities, *, mla: bool) -> Iterator[Heads]:
+    yield from (heads for heads in head_layouts(claims) if (heads.family == "mla") == mla)
+    if not mla and "gqa" in claims.families and _WIDE in claims.gqa_ratios:
+        yield Heads("gqa", 2 * _WIDE, 2)

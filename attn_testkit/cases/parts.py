@@ -48,8 +48,9 @@ def claims_of_parts(claims: Capabilities, mode: ForwardMode) -> tuple[str, ...]:
 def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with as little work for each row as is claimed.
 
-    Of each kind of part: requests that leave a part without keys, the first of all too; and everything that is claimed beside it, where keys
-    are many, merged by the backend where it can. Of one kind of each mode: logits far from zero, and other heads.
+    Of each kind of part: requests that leave a part without keys, the first of all too; and everything that is claimed
+    beside it, where keys are many, merged by the backend where it can. Of one kind of each mode: logits far from zero,
+    and other heads.
     """
     kinds = claims.lse.kinds(small.mode) if claims.lse else ()
     for kind in kinds:
@@ -72,6 +73,8 @@ def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
                 # They are far above all logits, and in a rank without keys (flash-attention #2752).
                 yield replace(few, data="negative", sinks=True)
             yield from _of_long_groups(claims, small, parts, page, own)
+            if small.mode is ForwardMode.EXTEND:
+                yield from _of_one_row_each(claims, small, parts, page, own)
             yield _of_many_heads(claims, small, parts, page, own)
         if kind in ("pages", "whole") and page == 1:
             yield from _of_larger_pages(claims, few)
@@ -104,6 +107,13 @@ def _of_long_groups(claims: Capabilities, small: Case, parts: str, page: int, ow
         yield replace(
             _like(small, page, (1500, 70), parts), heads=Heads("gqa", 2 * group, 2), data="gauss", own_merge=own
         )
+
+
+def _of_one_row_each(claims: Capabilities, small: Case, parts: str, page: int, own: bool) -> Iterator[Case]:
+    """Every request has one new token: heads of a group become rows then (flashinfer #5245)."""
+    for long in _of_long_groups(claims, small, parts, page, own):
+        lens, new = (70, 0, 33), (1,) * 3
+        yield replace(long, prefixes=lens, new=new, width=room_for(new), bucket=len(lens))
 
 
 def _of_larger_pages(claims: Capabilities, few: Case) -> Iterator[Case]:

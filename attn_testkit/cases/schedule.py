@@ -97,6 +97,8 @@ class Step:
     """What fills the rows behind its live ones: one of ``PADDINGS``."""
     stored: bool = False
     """The pool holds the new keys and values already, and ``save_kv_cache`` is False: k and v are NaN, or None."""
+    turned: bool = False
+    """q, k and v are contiguous where the case's are views of one packed tensor, and views where they are not."""
 
     @property
     def bs(self) -> int:
@@ -418,7 +420,8 @@ def make_schedule(
     if case.chunks > 1:
         steps[: case.chunks] = _chunks(case, plans[: case.chunks], sizes)
     *replays, last = steps
-    second = replace(_second(case, steps, sizes), name="second", stored=case.pick("second-step-stored") == 1)
+    stored, turned = case.pick("second-step-stored") == 1, case.pick("second-step-memory") == 1
+    second = replace(_second(case, steps, sizes), name="second", stored=stored, turned=turned)
     oversized = replace(last, name="oversized")
     return Schedule(
         case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, matmul_dtype, new_rows_as_given,

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ..contract import Capabilities
 from .case import Case
-from .companions import nearest
+from .companions import nearest, unlike
+from .layer_options import with_options
 from .layers import Layers
 
 __all__ = ["shared_prefix_cases"]
@@ -18,8 +19,11 @@ _PAGE = 16
 
 
 def shared_prefix_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
-    """A plan for the common prefix has one request, and is easily made for all (vLLM #17283). Made of ``small``."""
-    yield replace(
+    """A plan for the common prefix has one request, and is easily made for all (vLLM #17283). A cascade of two calls,
+    whose results are merged, forgets what one call has: sinks (vLLM #26325), caps, scales of FP8. Windows turn it off.
+    Made of ``small``.
+    """
+    shared = replace(
         small,
         prefixes=_PREFIXES,
         new=small.new[:1] * len(_PREFIXES),
@@ -29,3 +33,7 @@ def shared_prefix_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         data="gauss",
         bucket=len(_PREFIXES),
     )
+    yield shared
+    optional = replace(with_options(claims, shared, -1), kv_dtype=min(claims.kv_dtypes))
+    if optional != shared:
+        yield unlike(claims, optional)

@@ -129,6 +129,17 @@ def _sum_alone(e: LseEvidence) -> torch.Tensor:
     return attended.lse[e.layer] - attended.top[e.layer]
 
 
+def _merged_in_the_other_base(e: LseEvidence) -> torch.Tensor | None:
+    """Base 2 of natural ones, or natural of those in base 2, whichever is claimed (sglang #33064)."""
+    if not e.merged:
+        return None
+    one = math.log(2) if e.base == "e" else 1 / math.log(2)
+    parts = [
+        attend_part(e.data, list(e.layers), part).lse[e.layer] * one for part in parts_of(e.case) if part != KVPart()
+    ]
+    return torch.logsumexp(torch.stack(parts), 0) / one if parts else None
+
+
 MISTAKES: Sequence[tuple[Callable[[LseEvidence], torch.Tensor | None], str]] = (
     (
         _base_2_for_e,
@@ -145,6 +156,10 @@ MISTAKES: Sequence[tuple[Callable[[LseEvidence], torch.Tensor | None], str]] = (
     (
         _base_e_twice,
         "it is ln 2 times the natural one, which is claimed: it is multiplied by ln 2 twice, or was natural before",
+    ),
+    (
+        _merged_in_the_other_base,
+        "parts of the claimed base are merged as if they were of the other one (base 2 or e): each has a wrong weight",
     ),
     (_transposed, "heads lie before rows in its memory: claim layout='[H, T]', or transpose it"),
     (_untransposed, "rows lie before heads in its memory: claim layout='[T, H]', or transpose it"),

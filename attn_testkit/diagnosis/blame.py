@@ -77,6 +77,9 @@ def explain_numeric(
     lines = [text for text in (why, *hints(evidence)) if text]
     # Where an experiment has shown the cause, what was attended to follows from it.
     most = 1 if check in _SHOWN or why == _NO_OTHER_MODE else _MOST_HINTS
+    if why == _FINITE_WITH_ZEROS:
+        # It says what the check says. Others say where that slot was met.
+        lines = [*lines[1:most], why]
     return replace(
         blamed.named,
         headline=_headline(blamed.found, check, why),

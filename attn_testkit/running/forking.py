@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import multiprocessing
 import os
-from multiprocessing import forkserver
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
+from typing import NoReturn
+from unittest import mock
 
-__all__ = ["SERVE", "begin_forking", "fork_context", "preload"]
+__all__ = ["SERVE", "begin_forking", "fork_context", "fork_off", "preload"]
 
 SERVE = "attn_testkit.running.worker"
 """Module whose ``serve`` a worker runs."""
@@ -35,3 +42,54 @@ def begin_forking() -> None:
     """Start that process now: it imports while the caller does."""
     fork_context()
     forkserver.ensure_running()
+
+
+def fork_off() -> None:
+    """Start that process now, as a fork of this one: torch and the kit are imported once for both.
+
+    For a process that has just begun, and has one thread: the fork keeps all that it has, but files. Raises what the
+    kit's import raises.
+    """
+    for name in _preloaded:
+        importlib.import_module(name)
+    # It is started in the same way.
+    resource_tracker.ensure_running()
+    with mock.patch.object(util, "spawnv_passfds", _fork):
+        begin_forking()
+
+
+def _fork(_: str, command: Sequence[str], kept: Sequence[int]) -> int:
+    """In place of ``multiprocessing.util.spawnv_passfds``, with its arguments: a fork that does what ``command`` says,
+    ``python -c CODE``, with the files 0 to 2 and ``kept``.
+    """
+    # What is printed later is printed by one of the two.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return os.fork() or _carry_out(command[-1], kept)
+
+
+def _carry_out(code: str, kept: Sequence[int]) -> NoReturn:
+    status = 1
+    try:
+        for first, last in _between(sorted(kept)):
+            os.closerange(first, last)
+        exec(code, {})
+        status = 0
+    except SystemExit:
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        # Nothing of the other's may run at the end of this one.
+        os._exit(status)
+
+
+def _between(kept: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of the files behind 2 that are not kept."""
+    first = 3
+    for number in kept:
+        yield first, number
+        first = number + 1
+    yield first, os.sysconf("SC_OPEN_MAX")

@@ -253,6 +253,9 @@ def _compared(case: Case, claims: Capabilities, observed: Sequence[Observation])
     return found + next(filter(None, (batch_invariant(first, each) for each in parts)), [])
 
 
+_ONE_KEY_IN_PARTS = "; or of a part without keys, as all parts but one are here, comes something else than 0 and -inf"
+
+
 def _not_finite(schedules: Sequence[Schedule], fill: int) -> list[Finding]:
     """Capture runs on real kernels: a decode or verify of one key must not give NaN (servers assert it).
 
@@ -264,7 +267,8 @@ def _not_finite(schedules: Sequence[Schedule], fill: int) -> list[Finding]:
             "finite",
             "the warm-up before capture gives NaN or Inf",
             where=f"bucket {schedule.buckets[-1]}, every seq_lens at the fill value {fill}",
-            hint="capture metadata do not hold seq_lens (zero keys give 0 / 0), or rows of one key are never written",
+            hint="capture metadata do not hold seq_lens (zero keys give 0 / 0), or rows of one key are never written"
+            + _ONE_KEY_IN_PARTS * bool(schedule.case.parts and schedule.case.parts != "whole"),
         )
         for schedule in asked[:1]
     ]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..registry import UsageError
 from ..results import CaseResult
-from .forking import begin_forking
+from .forking import fork_off
 from .gpus import visible_gpus
 from .request import Item, Judge, Options, Plan, Request
 
@@ -165,15 +165,14 @@ def _environment(device: str) -> dict[str, str]:
 
 def _serve() -> None:
     """The judge's side."""
-    connection = Connection(int(sys.argv[2]))
-    os.set_inheritable(connection.fileno(), False)
     # A worker or a package may print; the front end's stdout is for results.
     os.dup2(2, 1)
-    options: Options = connection.recv()
+    connection = Connection(int(sys.argv[2]))
+    os.set_inheritable(connection.fileno(), False)
     try:
         if sys.argv[3] == _LOOP:
-            # It imports torch while this process does.
-            begin_forking()
+            fork_off()
+        options: Options = connection.recv()
         runner = importlib.import_module(sys.argv[3]).Runner(options)
     except BaseException as error:
         connection.send(("error", f"the judge could not start: {type(error).__name__}: {error}"))

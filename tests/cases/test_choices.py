@@ -139,6 +139,7 @@ def test_what_a_choice_says_is_what_is_built() -> None:
         room = schedule.max_context_len - longest
         assert case.inference_mode == bool(values["grad-mode"])
         assert schedule.second.stored == bool(values["second-step-stored"])
+        assert schedule.second.turned == bool(values["second-step-memory"])
         if values["context-room"]:
             assert 0 <= room < case.width
         else:

@@ -238,6 +238,16 @@ def test_nan_in_the_output_of_an_empty_part_is_found_where_the_kit_merges() -> N
         assert judged(schedule, lse, finite=finite) == [], "a part with keys: its NaN is in the merged output"
 
 
+@pytest.mark.parametrize(("claims", "one"), [(NATURAL, math.log(2)), (BINARY, 1 / math.log(2))])
+def test_parts_that_are_merged_in_the_other_base_are_told(claims: LogSumExp, one: float) -> None:
+    lse = sums(OWN)
+    lse[:, :, 2] = torch.logaddexp(lse[:, :, 0] * one, lse[:, :, 1] * one) / one
+    stored = lse / math.log(2) if claims.base == "2" else lse
+    assert "parts of the claimed base are merged as if they were of the other one" in hint(OWN, stored, claims)
+    stored[:, :, 0] = stored[:, :, 2]
+    assert "of the other one" not in hint(OWN, stored, claims), "it is a part that is wrong"
+
+
 def test_what_a_backend_merges_is_held_against_all_keys() -> None:
     lse = sums(OWN)
     assert lse.shape[2] == 3

@@ -312,6 +312,7 @@ def test_an_eager_step_that_is_right_on_a_fresh_instance(
 
 
 STORED = replace(FULL, stored=True)
+FINITE = "with zeros instead of NaN in unowned slots the result is finite"
 
 
 @pytest.mark.parametrize(
@@ -342,6 +343,26 @@ def test_a_nan_was_read_somewhere(
     assert nothing_attended["evidence"].reads_foreign is (check == "reads-own-kv")
     assert nothing_attended["evidence"].right_with_zeros is (check == "reads-own-kv" and answers["zeros"] == "right")
     assert nothing_attended["evidence"].computes_nan is (check == "finite" and not hint)
+
+
+@pytest.mark.parametrize(
+    ("zeros", "hints", "lines"),
+    [
+        ("wrong", ["a", "b", "c"], ["a", "b", FINITE]),
+        ("wrong", ["a"], ["a", FINITE]),
+        (
+            "right",
+            ["a", "b", "c"],
+            [f"{FINITE}, and right", "a", "b"],
+        ),
+    ],
+)
+def test_where_a_foreign_slot_was_met_stands_before_that_it_holds_nan(
+    nothing_attended: dict[str, Any], zeros: str, hints: list[str], lines: list[str]
+) -> None:
+    nothing_attended["hints"] = hints
+    found, _ = explained("finite", FULL, "nan", eager="nan", fill="nan", zeros=zeros)
+    assert found.hint.split("\n") == lines
 
 
 def test_a_nan_that_goes_with_another_fill_was_read_from_memory_that_nobody_wrote() -> None:

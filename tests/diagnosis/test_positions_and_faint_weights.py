@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from test_other_places_by_hand import attended, evidence, right, schedule_of, with_data
 
+from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.schedule import Schedule
 from attn_testkit.diagnosis.attended_keys import AttendedKeys, _read, _right_dims
 from attn_testkit.diagnosis.hints import hints, memory, rows
+from attn_testkit.diagnosis.hints.evidence import SMALL_ERROR
 from attn_testkit.diagnosis.hints.keys import key_range, weighs_a_little
 from attn_testkit.diagnosis.hints.memory import stored_elsewhere
-from attn_testkit.diagnosis.hints.parameters import other_parameters
+from attn_testkit.diagnosis.hints.parameters import _of_single_heads, other_parameters
 from attn_testkit.diagnosis.hints.rows import some_heads, uneven_offsets
 from attn_testkit.diagnosis.hints.values import nothing_computed
 from attn_testkit.diagnosis.hints.visibility import last_rows_right, positions_of_another_request
@@ -239,6 +242,16 @@ def test_rows_of_zeros_are_not_right_for_any_mistake() -> None:
     assert other_parameters(evidence(PLAIN, out)).startswith("right with the query of head 2 in head 3")
     out[0, 0] = 0.0
     assert other_parameters(evidence(PLAIN, out)) == ""
+
+
+def test_where_the_error_is_small_another_head_may_be_near_by_chance() -> None:
+    want = expect(PLAIN, PLAIN.steps[0])
+    swapped = with_data(PLAIN, q=want.data.q[:, :, [0, 1, 2, 2]])
+    found, layers = evidence(PLAIN, swapped), make_layers(PLAIN.case)
+    assert found.judgement.margin > SMALL_ERROR
+    for margin, said in ((SMALL_ERROR, True), (SMALL_ERROR - 0.1, False)):
+        with mock.patch.dict(vars(found.judgement), margin=margin):
+            assert bool(_of_single_heads(found, layers)) is said
 
 
 # Heads, and what is stored.

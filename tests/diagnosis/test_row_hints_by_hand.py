@@ -48,6 +48,7 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
         "before": None,
         "reads_foreign": False,
         "right_with_zeros": True,
+        "computes_nan": False,
         "wrong_shapes": [HeadShape(4, 2, 32)],
         "judgement": Of(unwritten=torch.zeros(1, step.tokens, 4, 32, dtype=torch.bool)),
     }
@@ -215,6 +216,18 @@ def test_in_extend_the_wrong_rows_must_be_those_of_a_uniform_stride(in_graph: bo
     assert found([5]) == ""
 
 
+def test_nan_in_whole_requests_that_read_nothing_foreign_needs_no_stride() -> None:
+    schedule, requests = Of(case=case(mode=ForwardMode.EXTEND, width=3)), [request(new) for new in (2, 4)]
+
+    def found(wrong: list[int], flat: list[int], **fields: Any) -> str:
+        return rows.uneven_offsets(evidence([9, 9], wrong, requests, rows=flat, schedule=schedule, **fields))
+
+    assert rows._wrong_under(2, [2, 4])[-1] == [4, 5]
+    assert "a uniform stride of 3 gets wrong" in found([1], [2, 3, 4, 5])
+    assert found([1], [2, 3, 4, 5], computes_nan=True) == ""
+    assert found([1], [4, 5], computes_nan=True), "a part of a request's rows"
+
+
 def test_where_all_rows_are_wrong_or_one_used_its_own_keys_no_stride_is_blamed() -> None:
     counts, every = [5, 1], [0, 1, 2, 3, 4, 5]
     assert every in rows._wrong_under(2, counts)
@@ -380,6 +393,27 @@ def test_dims_to_the_last_are_a_padded_head(first: int, last: int, data: str, sa
     assert bool(found) is said
     if said:
         assert found.startswith(f"only dims from {first} on are wrong: a head dim of 32")
+
+
+@pytest.mark.parametrize(
+    ("dims", "size", "said"),
+    [
+        ([12, 13, 14, 15], 16, "only dims 12..15 of 16 are wrong"),
+        ([4, 5, 6, 7], 16, "only dims 4..7 of 16 are wrong"),
+        ([13, 14, 15], 16, ""),
+        ([12, 13, 15], 16, ""),
+        ([12, 13, 14], 16, ""),
+        ([0, 1, 2, 3], 4, ""),
+        ([], 16, ""),
+    ],
+)
+def test_four_dims_of_every_head_are_what_one_thread_loads(dims: list[int], size: int, said: str) -> None:
+    wrong = torch.zeros(1, 2, 2, size, dtype=torch.bool)
+    wrong[..., dims] = True
+    judgement = Of(wrong=wrong, finite=torch.ones_like(wrong), exists=torch.ones_like(wrong))
+    found = rows.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=[HeadShape(4, 2, size)]))
+    assert found.startswith(said)
+    assert bool(found) is bool(said)
 
 
 def test_a_few_dims_say_nothing() -> None:

@@ -69,7 +69,12 @@ class PaddedHeadDimScale(Known):
         return super().scores(q, k, replace(layer, scaling=padded**-0.5))
 
 
-@bug("vllm #23424", "extend-gqa32x2-d64-bf16-p1-k3.21.5.17-n33a17.64.33.15-reversed-gauss-b5stale", "completes")
+@bug(
+    "vllm #23424",
+    "extend-gqa32x2-d64-bf16-p1-k3-n3a3-reversed-gauss-layers1from0-b1stale",
+    "completes",
+    of_a_tier="extend-gqa32x2-d64-bf16-p1-k3.21.5.17-n33a17.64.33.15-reversed-gauss-b5stale",
+)
 class MoreThan16Queries(Known):
     """BLOCK_Q = 16 // queries_per_kv, which is divided by."""
 
@@ -81,7 +86,11 @@ class MoreThan16Queries(Known):
         return super().run(q, kv, plan)
 
 
-@bug("sglang #7462", "extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-b2prod")
+@bug(
+    "sglang #7462",
+    "extend-gqa2x2-d64-bf16-p16-k3-n3a3-reversed-gauss-layers1from0-b1prod",
+    of_a_tier="extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-b2prod",
+)
 class ContiguousQuery(Known):
     """The query is taken as contiguous."""
 

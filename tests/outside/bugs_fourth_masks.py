@@ -46,7 +46,11 @@ class NegatedWindowDiagonal(Known):
         return ((index <= p) | (index > p + w + 1)) & (index < rows.kv_lens[:, None])
 
 
-@bug("candle-vllm #140", "extend-gqa2x2-d128-bf16-p64-k0.1.64-n38a17.64.33-chunks3-contiguous-mean-b3prod")
+@bug(
+    "candle-vllm #140",
+    "extend-gqa2x2-d64-bf16-p16-k0.9-n3a2.4-contiguous-gauss-layers1from0-b2prod",
+    of_a_tier="extend-gqa2x2-d128-bf16-p64-k0.1.64-n38a17.64.33-chunks3-contiguous-mean-b3prod",
+)
 class FirstOffsetForAll(Known):
     """Masks of several rows are made with the first sequence's offset."""
 
@@ -71,7 +75,11 @@ class MaskEndsAt512(Known):
         return super().visible(index, rows) | ((index >= 512) & (rows.kv_lens > 512)[:, None])
 
 
-@bug("onnx #7867", "extend-gqa2x2-d128-bf16-p64-k0.1.64-n38a17.64.33-chunks3-contiguous-mean-cap1.5-b3prod")
+@bug(
+    "onnx #7867",
+    "extend-gqa2x2-d64-bf16-p16-k3-n4a4-contiguous-gauss-cap1.5-layers1from0-b1prod",
+    of_a_tier="extend-gqa2x2-d128-bf16-p64-k0.1.64-n38a17.64.33-chunks3-contiguous-mean-cap1.5-b3prod",
+)
 class SoftcapAfterMask(Known):
     """The soft cap comes after the mask, and masked keys get the logit -cap."""
 
@@ -107,7 +115,11 @@ class WindowNoWiderThanRows(Known):
         return super().window_start(rows) if w < 0 else rows.position - rows.new.clamp(max=w)
 
 
-@bug("xllm #2161", "extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-b2prod")
+@bug(
+    "xllm #2161",
+    "extend-gqa2x2-d64-bf16-p16-k7-n2a2-reversed-gauss-layers1from0-b1prod",
+    of_a_tier="extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-b2prod",
+)
 class PrefixNotSeen(Known):
     """Prefill attends the tokens of this forward alone."""
 
@@ -118,7 +130,11 @@ class PrefixNotSeen(Known):
         return seen & (index >= rows.prefix[:, None]) if self.extends() else seen
 
 
-@bug("openvino #30714", "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-w4-b10prod")
+@bug(
+    "openvino #30714",
+    "extend-gqa2x2-d64-bf16-p16-k9-n2a2-shuffled-gauss-w4same-layers1from0-b1prod",
+    of_a_tier="extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-w4-b10prod",
+)
 class WindowOneRowOff(Known):
     """With several tokens the window is off by one row."""
 

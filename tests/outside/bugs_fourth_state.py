@@ -28,9 +28,10 @@ class NewObjectsAtReplay(Planned):
 
 @bug(
     "vllm #40054",
-    "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-b10prod",
+    "extend-gqa2x2-d64-bf16-p16-k3-n4a11-shuffled-gauss-layers1from0-b3prod",
     "buckets-independent",
     execution="graph",
+    of_a_tier="extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-b10prod",
 )
 class QueryStartTailStale(OwnStart):
     """Query_start_loc has entries of live requests alone; the tail is an older batch's."""
@@ -156,9 +157,10 @@ class IndicesOfOldSum(Known):
 
 @bug(
     "onnxruntime #28200",
-    "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-b10prod",
+    "extend-gqa2x2-d64-bf16-p16-k3-n4a8-shuffled-gauss-layers1from0-b2prod",
     "replay-follows-batch",
     execution="graph",
+    of_a_tier="extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-b10prod",
 )
 class GridFromTotals(Known):
     """Longest request = rows - requests + 1; what is behind it is not launched."""

@@ -174,7 +174,11 @@ class LseViewReadAsContiguous(TwoParts):
         return right.t().contiguous().view(right.shape)
 
 
-@bug("local-inference vllm #17", "extend-gqa2x2-d64-bf16-p1-k0.1.8-n38a17.64.33-chunks3-contiguous-mean-b3prod")
+@bug(
+    "local-inference vllm #17",
+    "extend-gqa2x2-d64-bf16-p1-k70-n2a2-contiguous-gauss-layers1from0-b1prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p1-k0.1.8-n38a17.64.33-chunks3-contiguous-mean-b3prod",
+)
 class NewRowsReadByStrideOfThePrefix(TwoParts):
     """The merge reads both parts by the stride of the prefix's, another one once there are two chunks of it."""
 

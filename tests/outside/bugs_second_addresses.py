@@ -178,9 +178,10 @@ class PromptRowsFromTheStart(Tiled):
 
 @bug(
     "lmdeploy #1935",
-    "extend-gqa2x2-d64-bf16-p1-k0.1.8-n38a17.64.33-chunks3-contiguous-mean-b3prod",
+    "extend-gqa2x2-d64-bf16-p1-k3.70-n2a1.3-contiguous-gauss-layers1from0-b2prod",
     "output-written",
     execution="graph",
+    of_a_tier="extend-gqa2x2-d64-bf16-p1-k0.1.8-n38a17.64.33-chunks3-contiguous-mean-b3prod",
 )
 class SplitReduceForgetsItsOffset(Tiled):
     """Where prompts split their keys the reduction writes their rows from row 0 on, not behind those that decode."""
@@ -307,7 +308,11 @@ class ScratchOfOutputWidth(Tiled):
         return parts._replace(peak=peak, weight=weight, acc=acc)
 
 
-@bug("vLLM #50194", "extend-gqa2x2-d64-bf16-p1-k0.1.8-n38a17.64.33-chunks3-contiguous-mean-kvfp8e4m3-b3prod")
+@bug(
+    "vLLM #50194",
+    "extend-gqa2x2-d64-bf16-p1-k1-n20a20-contiguous-gauss-kvfp8e4m3-layers1from0-b1prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p1-k0.1.8-n38a17.64.33-chunks3-contiguous-mean-kvfp8e4m3-b3prod",
+)
 class Fp8TilesBeyondScratch(Tiled):
     """With an FP8 pool a tile has 32 rows, and its scratch has room for 16."""
 

@@ -10,7 +10,12 @@ from plain_parts import OfParts, RowByRow
 from attn_testkit.contract import LogSumExp
 
 
-@bug("aiter #3267", "decode-mla128-d512r64-bf16-p1-k130.5.40-shuffled-gauss-lsewhole-b4prod", "log-sum-exp")
+@bug(
+    "aiter #3267",
+    "decode-mla32-d512r64-bf16-p1-k9-shuffled-gauss-layers1from0-lsewhole-b1prod",
+    "log-sum-exp",
+    of_a_tier="decode-mla128-d512r64-bf16-p1-k130.5.40-shuffled-gauss-lsewhole-b4prod",
+)
 class LseOfFoldedHeads(WithLse):
     """More than 16 heads are folded to 16, and the log-sum-exp of the fold is given."""
 
@@ -22,7 +27,12 @@ class LseOfFoldedHeads(WithLse):
         return lse[:, torch.arange(lse.shape[1], device=lse.device) % 16]
 
 
-@bug("tokenspeed #1185", "decode-mla128-d512r64-bf16-p16-k130.5.40-interleaved-gauss-lsepages2own-b4prod", "completes")
+@bug(
+    "tokenspeed #1185",
+    "decode-mla128-d512r64-bf16-p16-k20-interleaved-gauss-layers1from0-lsepages2own-b1prod",
+    "completes",
+    of_a_tier="decode-mla128-d512r64-bf16-p16-k130.5.40-interleaved-gauss-lsepages2own-b4prod",
+)
 class MergeLaunchOverCap(OfParts):
     """The merge has a thread for each head and lane in one block, which takes 1024."""
 
@@ -37,7 +47,12 @@ class MergeLaunchOverCap(OfParts):
         return super().merge_state(out_a, lse_a, out_b, lse_b)
 
 
-@bug("vLLM #50781", "extend-gqa2x32-d64-bf16-p1-k130.5.40-n51a100.1.50-interleaved-gauss-lsewhole-b3prod", "completes")
+@bug(
+    "vLLM #50781",
+    "extend-gqa2x32-d64-bf16-p1-k3-n4a4-interleaved-gauss-layers1from0-lsewhole-b1prod",
+    "completes",
+    of_a_tier="extend-gqa2x32-d64-bf16-p1-k130.5.40-n51a100.1.50-interleaved-gauss-lsewhole-b3prod",
+)
 class StatsBeyondWorkspace(WithLse):
     """Statistics of returned log-sum-exps come from a workspace of fixed size, 1000 times smaller here."""
 

@@ -139,7 +139,11 @@ class LseOfTheFirstKVHead(Tiled):
         return torch.einsum("thn,thnd->thd", share, out) / total[..., None], top + total.log()
 
 
-@bug("local-inference vllm #468", "extend-gqa2x2-d192-bf16-p1-k0.1.8-n38a17.64.33-chunks3-contiguous-mean-b3prod")
+@bug(
+    "local-inference vllm #468",
+    "extend-gqa2x2-d192-bf16-p1-k130-n3a3-contiguous-mean-layers1from0-b1prod",
+    of_a_tier="extend-gqa2x2-d192-bf16-p1-k0.1.8-n38a17.64.33-chunks3-contiguous-mean-b3prod",
+)
 class AliasedLse(InChunks):
     """The merged log-sum-exp is stored over the running one, which a head's lanes in the next block still read."""
 

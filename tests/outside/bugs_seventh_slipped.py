@@ -43,8 +43,10 @@ class OfTwoModes(SplitKV):
 
 @bug(
     "vllm #33759",
-    "extend-gqa2x2-d64-bf16-p64-k133.3.0.64.9.33.1.17.5-n55a1.2.70x7-shuffled-shifted-kvhnd-w7-cap1.5-sink-b12stale",
+    "extend-gqa2x2-d64-bf16-p16-k9-n3a3-shuffled-shifted-kvhnd-w7same-layers1from0-b1stale",
     "reads-own-kv",
+    of_a_tier="extend-gqa2x2-d64-bf16-p64-k133.3.0.64.9.33.1.17.5-n55a1.2.70x7-shuffled-shifted-kvhnd-w7-cap1.5-"
+    "sink-b12stale",
 )
 class GatherAssumesNhd(OfTwoModes):
     """A windowed extend gathers its keys as if the pool had the usual layout."""

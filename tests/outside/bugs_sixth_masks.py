@@ -36,7 +36,11 @@ class SeqLensOfDecodes(Varlen):
         return torch.where(place < decodes, lens, of_another)
 
 
-@bug("vllm-ascend #3652", "extend-gqa7x2-d128-bf16-p16-k21-n15a15-chunks3-interleaved-cliff-kvfp8e4m3-cap1.5-b4stale")
+@bug(
+    "vllm-ascend #3652",
+    "extend-gqa2x2-d64-bf16-p16-k5-n2a2-interleaved-gauss-layers1from0-b1stale",
+    of_a_tier="extend-gqa7x2-d128-bf16-p16-k21-n15a15-chunks3-interleaved-cliff-kvfp8e4m3-cap1.5-b4stale",
+)
 class KvLensAreQLens(Varlen):
     """A prompt's number of keys is that of its rows: what was cached is lost."""
 

@@ -13,9 +13,10 @@ from attn_testkit.contract import LogSumExp
 
 @bug(
     "onnxruntime #28409",
-    "extend-gqa2x2-d64-bf16-p16-k3-n13a130-shuffled-gauss-b10prod",
+    "extend-gqa2x2-d64-bf16-p16-k3-n22a66-shuffled-gauss-layers1from0-b3prod",
     "replay-follows-batch",
     execution="graph",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k3-n13a130-shuffled-gauss-b10prod",
 )
 class OrtMaxQueryLen(Tiled):
     """Blocks of 64 rows for as many as the longest request has where each request has a row."""

@@ -95,7 +95,7 @@ class LengthsRepeatedPerAtom(Tiled):
 
 @bug(
     "triton-msl #7",
-    "extend-gqa2x2-d64-bf16-p1-k0.32-n64a64.32-shuffled-gauss-b2prod",
+    "extend-gqa2x2-d64-bf16-p1-k0-n32a32-shuffled-gauss-layers1from0-b1prod",
     execution="graph",
     of_a_tier="extend-gqa2x2-d128-bf16-p1-k0.1.8-n38a17.64.33-chunks3-contiguous-mean-b3prod",
 )
@@ -144,9 +144,10 @@ class ValuesWipedByTheLanesOwnRow(Tiled):
 
 @bug(
     "xformers #968",
-    "decode-mha2-d128-bf16-p16-k1025.33-shuffled-codes-b3prod",
+    "decode-mha2-d64-bf16-p16-k300-shuffled-footprint-layers1from0-b1prod",
     "replay-follows-batch",
     execution="graph",
+    of_a_tier="decode-mha2-d128-bf16-p16-k1025.33-shuffled-codes-b3prod",
 )
 class KeysOfTheCaptureInBlocks(Tiled):
     """A graph keeps the longest length of its capture, in blocks of 256 keys: replays lose keys beyond."""
@@ -200,7 +201,7 @@ class TableIndexedByRow(Latent):
 
 @bug(
     "xformers #719",
-    "decode-gqa2x2-d64-bf16-p1-k33000-shuffled-footprint-b1prod",
+    "decode-gqa2x2-d64-bf16-p16-k33000-shuffled-footprint-layers1from0-b1prod",
     of_a_tier="decode-gqa2x2-d64-bf16-p1-k66000-shuffled-footprint-b1prod",
 )
 class Int16Positions(Tiled):

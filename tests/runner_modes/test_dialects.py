@@ -120,6 +120,24 @@ def test_the_rows_of_an_eager_v2_are_known_on_the_host_whatever_a_backend_needs(
     assert (batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu) == (lens, prefixes)
 
 
+class Strides(Spy):
+    """Remembers whether q was contiguous."""
+
+    def forward(self, q: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+        self.contiguous = q.is_contiguous()
+        return super().forward(q, *arguments, **named)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_in_the_second_step_q_lies_as_in_the_first_or_the_other_way(contiguous: bool, turned: bool) -> None:
+    picks = {"qkv-memory": contiguous, "second-step-memory": turned}
+    cases = (parse_case(DECODE).with_seed(seed) for seed in range(32))
+    case = next(case for case in cases if all(case.pick(name) == value for name, value in picks.items()))
+    found = [eager(case, Strides, second=second) for second in (False, True)]
+    assert [each.contiguous for each in found if isinstance(each, Strides)] == [contiguous, contiguous != turned]
+
+
 @pytest.mark.parametrize("backend", [Spy, TakesNone])
 def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(backend: type[Spy]) -> None:
     cases = [parse_case(DECODE).with_seed(seed) for seed in range(8)]

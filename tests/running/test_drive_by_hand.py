@@ -108,11 +108,11 @@ def test_an_eager_step_comes_again_at_once_then_another_one_and_then_requests_in
     driven = case_run._drive_eager(Backend, drive, HERE)
     first, second = schedule.steps[0], schedule.second
     alone, others = in_other_company(case, first)
-    stored = ", save_kv_cache=False" if second.stored else ""
+    how = ", save_kv_cache=False" * second.stored + ", q, k and v in another memory layout" * second.turned
     due = [
         (first, "", ""),
         (first, "the same eager step again", "steps"),
-        (second, f"another eager step on the instance ({second.label}{stored})", "steps"),
+        (second, f"another eager step on the instance ({second.label}{how})", "steps"),
         (alone, alone.label, ""),
         (others, others.label, ""),
     ]

@@ -16,10 +16,12 @@ from ..attended_keys import AttendedKeys
 from ..changed_case import ChangedCases
 from ..swapped_rows import SwappedRow
 
-__all__ = ["SMALLEST_TILE", "Evidence"]
+__all__ = ["SMALLEST_TILE", "SMALL_ERROR", "Evidence"]
 
 SMALLEST_TILE = 16
 """No kernel's tile of keys is smaller."""
+SMALL_ERROR = 5.0
+"""Errors up to so many limits are what one rounding too many gives."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ...oracle.attention import attend
 from ...oracle.expect import attend_with_limit
 from ...oracle.limits import attention_limit
 from ..attended_keys import AttendedKeys
-from .evidence import SMALLEST_TILE, Evidence
+from .evidence import SMALL_ERROR, SMALLEST_TILE, Evidence
 from .suspects import DATA_SUSPECTS, LARGE_VALUES, RESCALING
 
 __all__ = ["narrow_products", "new_rows", "other_scaling", "right_keys", "vanished_weights"]
@@ -135,7 +135,7 @@ def right_keys(e: Evidence) -> str:
             "the pool's dtype"
         )
     few, free = e.judgement.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype not in FP8_PRODUCTS
-    if few < _SMALL_ERROR and case.data != "negative":
+    if few < SMALL_ERROR and case.data != "negative":
         fp8 = ", or q and weights rounded to FP8, which matmul_dtype has to say" if free else ""
         return (
             f"the right KV tokens, and an error of only {few:.2g} times the limit: precision, such as q, logits, "
@@ -207,13 +207,10 @@ def _asked_a_wrong_head(e: Evidence, attended: AttendedKeys) -> bool:
 def _strides(e: Evidence) -> list[str]:
     """q is a view, and all rows but the first are wrong: of a view that is read as contiguous, the first is right."""
     later = list(range(1, e.step.tokens))
-    if not later or e.rows != later or e.schedule.case.pick("qkv-memory") == CONTIGUOUS:
+    contiguous = (e.schedule.case.pick("qkv-memory") == CONTIGUOUS) != e.step.turned
+    if not later or e.rows != later or contiguous:
         return []
     return ["the strides of q (here a view of a packed tensor, not contiguous; row 0 is right under any stride)"]
-
-
-_SMALL_ERROR = 5.0
-"""Errors up to so many limits are what one rounding too many gives."""
 
 
 def _cannot_tell(e: Evidence, attended: AttendedKeys) -> bool:

@@ -15,7 +15,7 @@ import torch
 from ...cases.data import StepData, make_layers
 from ...contract import AttentionLayer
 from ...oracle.expect import attend_with_limit
-from .evidence import Evidence
+from .evidence import SMALL_ERROR, Evidence
 from .suspects import SAME_RESULTS
 
 __all__ = ["other_parameters"]
@@ -304,6 +304,9 @@ def _of_single_heads(e: Evidence, layers: tuple[AttentionLayer, ...]) -> str:
     data, wrong = e.expected.data, e.judgement.wrong.any(-1)
     heads, kv_heads = data.q.shape[2], data.stored_keys.shape[3]
     if kv_heads == heads or heads > _MOST_HEADS or e.schedule.case.data in SAME_RESULTS:
+        return ""
+    if e.judgement.margin < SMALL_ERROR:
+        # The other head's result may be that near by chance.
         return ""
     astray = wrong.flatten(0, 1).any(0).nonzero().flatten().tolist()
     found: dict[int, int] = {}

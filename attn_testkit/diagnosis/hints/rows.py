@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from ...checks.describe import index_ranges
@@ -111,6 +112,9 @@ def _uneven_in_eager(e: Evidence) -> str:
     stride = next((n for n in strides if e.rows in _wrong_under(n, counts)), None)
     # Where all rows are wrong, that they are says nothing of a stride: what one of them attended to has to.
     attended = e.attended
+    if e.computes_nan and e.rows == [row for row, of in enumerate(_request_of_rows(counts)) if of in e.wrong]:
+        # No foreign key is read, and whole requests are wrong: that needs no stride.
+        return ""
     astray = attended is not None and "others" in attended.elsewhere and not attended.used & attended.wanted
     told = len(e.rows) < sum(counts) or astray
     if stride is None or len(counts) == 1 or not told:
@@ -124,6 +128,10 @@ def _uneven_in_eager(e: Evidence) -> str:
         f"{_accepted_counts(e)}, and the wrong rows are those that a uniform stride of {stride} gets wrong: rows are "
         "packed, so query offsets are the running sum of the counts"
     )
+
+
+def _request_of_rows(counts: Sequence[int]) -> list[int]:
+    return [request for request, count in enumerate(counts) for _ in range(count)]
 
 
 def _as_under(stride: int, e: Evidence, attended: AttendedKeys) -> bool:
@@ -264,9 +272,11 @@ def some_dims(e: Evidence) -> str:
     """A run of dims, and the others right. One-hot values make a key of a dim, so there it says nothing."""
     dims = [int(dim) for dim in e.judgement.wrong.flatten(0, 2).any(0).nonzero().flatten()]
     widths = {shape.head_dim - e.schedule.case.rope_dim for shape in e.wrong_shapes}
-    if len(widths) != 1 or e.schedule.case.data == "footprint" or len(dims) < 8 or part_of_a_head(e):
+    if len(widths) != 1 or e.schedule.case.data == "footprint" or not dims or part_of_a_head(e):
         return ""
     size = widths.pop()
+    if len(dims) < 8:
+        return _few_dims(dims, size)
     if dims[0] and dims[0] % 16 == 0 and size - dims[0] <= len(dims) * 3 / 2:
         return (
             f"only dims from {dims[0]} on are wrong: a head dim of {size} that is padded, or computed a tile at a time"
@@ -275,6 +285,14 @@ def some_dims(e: Evidence) -> str:
     if end - first >= size or end - first > len(dims) * 3 / 2:
         return ""
     return f"only dims {first}..{end - 1} of {size} are wrong{_dims_they_hold(e, first, end)}"
+
+
+def _few_dims(dims: Sequence[int], size: int) -> str:
+    """What one lane loads or stores at once, in every head and row (onnxruntime #29593)."""
+    first, end = dims[0], dims[-1] + 1
+    if end - first != len(dims) or first % 4 or end % 4 or end - first == size:
+        return ""
+    return f"only dims {first}..{end - 1} of {size} are wrong: what one thread loads or stores of a head at once"
 
 
 def _dims_they_hold(e: Evidence, first: int, end: int) -> str:
