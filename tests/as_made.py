@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from unittest import mock
 
@@ -10,16 +11,26 @@ from attn_testkit.cases.case import Case
 from attn_testkit.contract import Capabilities, ForwardMode
 
 
+def _as_they_are(claims: Capabilities, cases: Sequence[Case], **_: bool) -> Sequence[Case]:
+    return cases
+
+
 def without_arrays(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
-    """As ``catalogue.generate``, and none of the cases that ``cases/pair_array.py`` makes."""
-    with mock.patch.object(catalogue, "enriched", return_value=()):
+    """As ``as_made``, and none of the cases that ``cases/pair_array.py`` makes."""
+    with (
+        mock.patch.object(catalogue, "enriched", return_value=()),
+        mock.patch.object(catalogue, "varied", _as_they_are),
+    ):
         cases: tuple[Case, ...] = catalogue.generate.__wrapped__(claims, mode, tier, seed)
     return cases
 
 
 @lru_cache(maxsize=64)
 def as_made(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
-    """As ``catalogue.generate``, before ``cases/enriched.py`` gives the cases of arrays more."""
-    with mock.patch.object(catalogue, "enriched", lambda claims, cases: cases):
+    """As ``catalogue.generate``, before ``cases/enriched.py`` gives cases more."""
+    with (
+        mock.patch.object(catalogue, "enriched", _as_they_are),
+        mock.patch.object(catalogue, "varied", _as_they_are),
+    ):
         cases: tuple[Case, ...] = catalogue.generate.__wrapped__(claims, mode, tier, seed)
     return cases

@@ -23,7 +23,7 @@ from .companions import MOST_USUAL_RATIO, accepted, branching, claimed_companion
 from .company import company_cases
 from .covering import covering_array
 from .draft import Draft
-from .enriched import enriched
+from .enriched import enriched, varied
 from .extend import NEW_TOKENS, new_tokens, room_for
 from .extremes import extreme_cases
 from .large_cases import large_cases
@@ -373,9 +373,9 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
     """What stands behind all others: made of ``base``, which has little work for each row and key."""
     if tier != "smoke":
         yield from way_cases(claims, base)
-        yield from part_cases(claims, base)
+        yield from varied(claims, list(part_cases(claims, base)))
         yield from extreme_cases(claims, base)
-        yield from layer_cases(claims, base)
+        yield from varied(claims, list(layer_cases(claims, base)))
         yield from one_head_cases(claims, base)
         yield from row_edge_cases(claims, tier, base)
         yield from three_kv_heads_cases(claims, base)
@@ -387,7 +387,7 @@ def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> It
         arrays = list(enriched(claims, list(pair_array_cases(claims, base))))
         arrays += enriched(claims, list(layout_array_cases(claims, plain_case(claims, mode))))
         yield from arrays
-        yield from options_together_cases(claims, base, arrays)
+        yield from varied(claims, list(options_together_cases(claims, base, arrays)), batches=True)
         yield from uniform_batch_cases(claims, base)
     yield from code_cases(claims, tier, base)
     yield from switch_cases(claims, base)

@@ -1,7 +1,8 @@
-"""The cases of an array, each with more in it: another batch, other rows, parts of the keys, a way of servers, padding.
+"""Cases with more in them: another batch, other rows, parts of the keys, a way of servers, padding.
 
 A program chooses a path by any of these, and a bug may need two at once. Named cases are made for one thing each, with
-usual values of everything else; here each case of an array takes what none before it has together, at no further case.
+usual values of everything else. Here each case of an array takes what none before it has together, and those that are
+made for two things, such as a way and the options of a layer, take other slots, data and padding: at no further case.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .trees import Tree, chain
 from .untried import most_rows
 from .ways import WAYS
 
-__all__ = ["enriched"]
+__all__ = ["enriched", "varied"]
 
 _DRAWS = 60
 """Of each case. Twice as many meet hardly more."""
@@ -61,6 +62,31 @@ def enriched(claims: Capabilities, cases: Sequence[Case]) -> Iterator[Case]:
                 met |= _pairs(own, each)
                 break
         yield changed or case
+
+
+def varied(claims: Capabilities, cases: Sequence[Case], *, batches: bool = False) -> Iterator[Case]:
+    """Each of ``cases``, which are of one mode; those with options of a layer have other slots, data and padding than
+    the ones before them. ``batches``: other requests and rows, too.
+    """
+    met: set[tuple[_Feature, _Feature]] = set()
+    for case in cases:
+        own = [("kind", (case.way, case.parts, case.own_merge, case.layers)), ("kv_dtype", case.kv_dtype)]
+        of_kind = _dimensions(claims, case)
+        more = {name: of_kind[name] for name in ("layout", "slack", "padding")}
+        # Other data than the usual were chosen for what they show.
+        more["data"] = of_kind["data"] if case.data == "gauss" else [case.data]
+        if batches:
+            more["batch"] = of_kind["batch"]
+            if case.new and "rows" in of_kind:
+                more["rows"] = of_kind["rows"]
+        draws = random.Random(f"{case.id} varied")
+        drawn = [{name: draws.choice(values) for name, values in more.items()} for _ in range(_DRAWS)]
+        drawn.sort(key=lambda each: len(_pairs(own, each) - met), reverse=True)
+        optional = case.window >= 0 or case.sinks or case.logit_cap > 0
+        found = ((each, _changed(claims, case, each)) for each in drawn if optional)
+        each, changed = next(((each, changed) for each, changed in found if changed), ({}, case))
+        met |= _pairs(own, each)
+        yield changed
 
 
 def _features(case: Case) -> list[_Feature]:
@@ -137,10 +163,11 @@ def _width(rows: Any) -> int:
 
 def _changed(claims: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case | None:
     """None where that is no case, or more than is claimed."""
-    prefixes = _batches(case)[drawn["batch"]]
-    name, value = drawn["kind"]
+    prefixes = _batches(case)[drawn.get("batch", "own")]
+    name, value = drawn.get("kind", ("", ""))
     layers = {"rank": Layers(PERIOD, 5), "groups": Layers(PERIOD, groups=True)}
     kinds: dict[str, dict[str, Any]] = {
+        "": {},
         "way": {"way": value},
         "parts": {"parts": value},
         "own": {"parts": value, "own_merge": True},
@@ -154,7 +181,7 @@ def _changed(claims: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case
             data=drawn["data"],
             bucket=len(prefixes) + drawn["slack"],
             padding=drawn["padding"] if drawn["slack"] else "prod",
-            chunks=drawn.get("chunks", 1),
+            chunks=drawn.get("chunks", case.chunks),
             **kinds[name],
             **_fields_of_rows(claims, drawn.get("rows"), len(prefixes)),
         )

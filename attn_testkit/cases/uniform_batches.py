@@ -25,6 +25,7 @@ _WINDOW = 7
 _GROUPS, _MLA_HEADS = (2, 4, 8, 32), (128,)
 _LONG, _LONG_OF_MLA = (1100, 1151), (530, 511)
 """Prefixes beyond what is known to begin another path. With its row the second is a multiple of all tiles and pages."""
+_MANY_KV_HEADS = 32
 _BEHIND_A_TILE, _BUCKET = 130, 10
 """Rows of a lone request that fill its graph. Less one for each other request of the bucket they are no more than a
 tile of 128."""
@@ -36,9 +37,21 @@ def uniform_batch_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     if small.mode is ForwardMode.EXTEND:
         yield from _without_prefix(claims, small)
         rows = min(_BEHIND_A_TILE, most_rows(claims, small.mode))
-        # A bound on the rows of a request where each has a row (onnxruntime #28409).
-        yield replace(small, prefixes=(3,), new=(rows,), width=-(-rows // _BUCKET), bucket=_BUCKET)
+        # A bound on the rows of a request where each has a row (onnxruntime #28409). With many KV heads: tiles of rows
+        # and heads are numbered through, and are more than there are workers (tt-metal #54413).
+        heads = _many_kv_heads(claims, small.heads)
+        yield replace(small, heads=heads, prefixes=(3,), new=(rows,), width=-(-rows // _BUCKET), bucket=_BUCKET)
     yield from _of_one_length(claims, small)
+
+
+def _many_kv_heads(claims: Capabilities, like: Heads) -> Heads:
+    """As few query heads each as are claimed."""
+    groups = sorted(claims.gqa_ratios - {1})
+    if like.family != "mla" and "mha" in claims.families:
+        return Heads("mha", _MANY_KV_HEADS, _MANY_KV_HEADS)
+    if like.family != "mla" and "gqa" in claims.families and groups:
+        return Heads("gqa", _MANY_KV_HEADS * groups[0], _MANY_KV_HEADS)
+    return many_heads(claims, like, _MANY_KV_HEADS)
 
 
 def _without_prefix(claims: Capabilities, small: Case) -> Iterator[Case]:

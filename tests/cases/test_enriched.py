@@ -6,11 +6,10 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from as_made import as_made
+from as_made import as_made, without_arrays
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.claimed import not_claimed
 from attn_testkit.cases.enriched import enriched
 from attn_testkit.cases.plans import context_len
@@ -23,8 +22,8 @@ KEPT += ("sinks", "seed")
 
 
 def arrays(claims: Capabilities, mode: ForwardMode) -> list[Case]:
-    """Those cases of arrays, as they are made, that change."""
-    there = set(generate(claims, mode, "core"))
+    """Those cases of arrays, as they are made."""
+    there = set(without_arrays(claims, mode, "core"))
     return [case for case in as_made(claims, mode, "core") if case not in there]
 
 

@@ -1,4 +1,7 @@
-"""``attn-testkit fuzz`` for real: a planted fault is found and made small, and whatever ends it leaves a record."""
+"""``attn-testkit fuzz`` for real: a planted fault is found and made small, and whatever ends it leaves a record.
+
+One test is of a command in a process of its own, with a judge and workers in theirs; the others judge here.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
+from judge_here import interrupting, sent_here
+
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cli import main
 from attn_testkit.reports.record import read_report, schema
@@ -26,19 +31,30 @@ FAULT = "attn_testkit.faults.d_kv_extent:PartialLastPageDropped"
 FEW = ("--mode", "decode", "--execution", "eager", "--device", "cpu", "--minutes", "5")
 
 
-def fuzz(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "attn_testkit", "fuzz", *args]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
+@pytest.fixture
+def fuzz(judged_here, in_folder):
+    """The command with a judge in this process."""
+    return in_folder
 
 
-def test_a_planted_fault_is_found_made_small_and_tried_first_the_next_time(tmp_path: Path) -> None:
-    found = fuzz(tmp_path, "--backend", FAULT, *FEW, "--runs", "150", "--json", "a.json")
-    assert found.returncode == 1, found.stdout + found.stderr
-    assert found.stdout.splitlines()[-1].startswith("FOUND: 1 kind of failure in ")
-    assert "  plain    but for page_size\n" in found.stdout
+@pytest.fixture
+def in_folder(capfd, tmp_path, monkeypatch):
+    """Runs the command in a folder of the test: its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def _in_folder(*argv: str) -> tuple[int, str, str]:
+        code = main(["fuzz", *argv])
+        return code, *capfd.readouterr()
+
+    return _in_folder
+
+
+def test_a_planted_fault_is_found_made_small_and_tried_first_the_next_time(fuzz, tmp_path: Path) -> None:
+    # With the oldest Hypothesis that is taken it is small after 68.
+    code, out, err = fuzz("--backend", FAULT, *FEW, "--runs", "90", "--json", "a.json")
+    assert code == 1, out + err
+    assert out.splitlines()[-1].startswith("FOUND: 1 kind of failure in ")
+    assert "  plain    but for page_size\n" in out
     (line,) = (tmp_path / ".attn-testkit-fuzz" / "failures.tsv").read_text().splitlines()
     backend, execution, case, check = line.split("\t")
     assert (backend, execution, check) == (FAULT, "eager", "matches-oracle")
@@ -48,47 +64,66 @@ def test_a_planted_fault_is_found_made_small_and_tried_first_the_next_time(tmp_p
     assert (report.header.tier, report.finished, report.exit_code) == ("fuzz", True, 1)
     assert report.results[-1].case == case
     assert "CONFORMANT" not in html_page(report)
-    again = fuzz(tmp_path, "--backend", FAULT, *FEW, "--runs", "1")
-    assert again.returncode == 1
-    assert again.stdout.startswith(f"{case}: ")
+    again, out, _ = fuzz("--backend", FAULT, *FEW, "--runs", "1")
+    assert again == 1
+    assert out.startswith(f"{case}: ")
 
 
-def test_a_healthy_backend_gives_nothing_and_what_passes_now_is_no_longer_kept(tmp_path: Path) -> None:
+def test_a_healthy_backend_gives_nothing_and_what_passes_now_is_no_longer_kept(fuzz, tmp_path: Path) -> None:
     folder = tmp_path / "db"
     folder.mkdir()
     case = "decode-mha2-d32-bf16-p2-k0-contiguous-gauss-b1prod"
     (folder / "failures.tsv").write_text(f"torch_native\teager\t{case}\tmatches-oracle\n")
-    found = fuzz(tmp_path, "--backend", "torch_native", *FEW, "--runs", "25", "--database", "db", "--json", "a.json")
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.splitlines()[-1] == ("NOTHING FOUND in 25 random case-runs; that is no CONFORMANT: see run")
-    assert f"no longer fails: {case} (eager)" in found.stderr
+    code, out, err = fuzz("--backend", "torch_native", *FEW, "--runs", "25", "--database", "db", "--json", "a.json")
+    assert code == 0, out + err
+    assert out.splitlines()[-1] == ("NOTHING FOUND in 25 random case-runs; that is no CONFORMANT: see run")
+    assert f"no longer fails: {case} (eager)" in err
     assert (folder / "failures.tsv").read_text() == ""
     report = read_report(tmp_path / "a.json")
     assert [r.status for r in report.results] == [Status.PASSED] * 25
     assert html_page(report).count("NOTHING FOUND: of 25 random case-runs 25 passed") >= 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_whatever_ends_it_leaves_a_record_that_can_be_read(tmp_path: Path, how: signal.Signals) -> None:
-    command = [sys.executable, "-m", "attn_testkit", "fuzz", "--backend", "torch_native", *FEW, "--json", "a.json"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup a child would inherit "ignored"
-    try:
-        running = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
-    until = time.monotonic() + 120
-    while time.monotonic() < until and not _results(tmp_path / "a.json"):
-        time.sleep(0.1)
-    running.send_signal(how)
-    out, _ = running.communicate(timeout=60)
+ENDLESS = ("--backend", "torch_native", *FEW, "--json", "a.json")
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_whatever_ends_it_leaves_a_record_that_can_be_read(
+    in_folder, how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attn_testkit.cli.one_by_one.JudgeProcess", interrupting(how, before=4))
+    with sent_here():
+        code, out, _ = in_folder(*ENDLESS)
     report = read_report(tmp_path / "a.json")
     assert report.results
     assert not report.finished
-    if how is signal.SIGKILL:
-        return
+    assert (code, report.exit_code, report.interrupted) == (2, 2, True)
+    assert out.splitlines()[-1].startswith("INTERRUPTED; NOTHING FOUND in ")
+
+
+def test_a_command_in_a_process_of_its_own_leaves_the_same_and_a_record_at_every_moment(tmp_path: Path) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen(
+        [sys.executable, "-m", "attn_testkit", "fuzz", *ENDLESS],
+        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not _results(tmp_path / "a.json"):
+        time.sleep(0.1)
+    # Stopped wherever it is, it has left what SIGKILL would leave.
+    running.send_signal(signal.SIGSTOP)
+    try:
+        os.waitid(os.P_PID, running.pid, os.WSTOPPED | os.WNOWAIT)
+        killed = read_report(tmp_path / "a.json")
+    finally:
+        running.send_signal(signal.SIGTERM)
+        running.send_signal(signal.SIGCONT)
+    out, _ = running.communicate(timeout=60)
+    assert killed.results
+    assert not killed.finished
+    report = read_report(tmp_path / "a.json")
+    assert report.results
+    assert not report.finished
     assert (running.returncode, report.exit_code, report.interrupted) == (2, 2, True)
     assert out.splitlines()[-1].startswith("INTERRUPTED; NOTHING FOUND in ")
 
@@ -98,15 +133,9 @@ def _results(path: Path) -> int:
 
 
 @pytest.fixture
-def call(fake, capfd, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def _call(*argv: str) -> tuple[int, str, str]:
-        code = main(["fuzz", *argv])
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return _call
+def call(fake, in_folder):
+    """The command with the fake judge."""
+    return in_folder
 
 
 @pytest.mark.parametrize(

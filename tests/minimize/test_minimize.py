@@ -1,4 +1,7 @@
-"""``attn-testkit minimize`` for real: failing cases of the tier core end with two dimensions or fewer."""
+"""``attn-testkit minimize`` for real: failing cases of the tier core end with two dimensions or fewer.
+
+Two tests are of the command in a process of its own, with a judge and workers in theirs; the others judge here.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from judge_here import Call, interrupting, sent_here
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
@@ -32,12 +36,6 @@ ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 COMMAND = (sys.executable, "-m", "attn_testkit", "minimize", "--device", "cpu")
 
 
-def minimize(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *args], cwd=HERE, env=ENVIRONMENT, capture_output=True, text=True, timeout=400, check=False
-    )
-
-
 @pytest.mark.parametrize(
     ("backend", "case", "check", "needs"),
     [
@@ -46,12 +44,6 @@ def minimize(*args: str) -> subprocess.CompletedProcess[str]:
             "draft-extend-mqa4-d128-fp16-p16-k1500.70.9-n2a2x3-reversed-codes-kvfp8e4m3-w700-cap1.5-sink-b4prod",
             "replay-follows-batch",
             ["rows"],
-        ),
-        (
-            LAST_PAGE,
-            "decode-mla2-d128r32-fp32-p128-k0.1.128-shared-mean-kvfp8e4m3-cap1.5-b6stale",
-            "matches-oracle",
-            ["page size"],
         ),
         (
             PADDED_ROWS,
@@ -68,20 +60,33 @@ def minimize(*args: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_failing_case_of_core_ends_with_two_dimensions_or_fewer(
-    backend: str, case: str, check: str, needs: list[str]
+    backend: str, case: str, check: str, needs: list[str], call: Call
 ) -> None:
     assert len(needs) <= 2
     assert case in {each.id for each in core_of(backend, case)}
-    done = minimize("--backend", backend, case)
+    code, out, err = call("--backend", backend, case)
+    assert code == 1, out + err
+    assert_minimised(out, backend, check, needs)
+
+
+def test_the_command_in_a_process_of_its_own_ends_with_two_dimensions_or_fewer() -> None:
+    case = "decode-mla2-d128r32-fp32-p128-k0.1.128-shared-mean-kvfp8e4m3-cap1.5-b6stale"
+    assert case in {each.id for each in core_of(LAST_PAGE, case)}
+    done = subprocess.run(
+        [*COMMAND, "--backend", LAST_PAGE, case],
+        cwd=HERE, env=ENVIRONMENT, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
-    small, *_ = (line.partition(":")[0] for line in done.stdout.splitlines() if ": request" in line)
-    (words,) = re.findall(r"^  needs    (.*)$", done.stdout, re.MULTILINE)
+    assert_minimised(done.stdout, LAST_PAGE, "matches-oracle", ["page size"])
+
+
+def assert_minimised(out: str, backend: str, check: str, needs: list[str]) -> None:
+    small, *_ = (line.partition(":")[0] for line in out.splitlines() if ": request" in line)
+    (words,) = re.findall(r"^  needs    (.*)$", out, re.MULTILINE)
     assert [re.split(r" (?=\S+( of \S+)? \()", need)[0] for need in words.split("; ")] == needs
-    assert f"  check    {check}\n" in done.stdout
-    assert re.search(rf"^  repro    attn-testkit repro --backend {backend} .* {small}$", done.stdout, re.MULTILINE)
-    assert re.search(
-        rf"MINIMISED: from \d+ dimensions that are not plain to {len(needs)}, in \d+ case-runs", done.stdout
-    )
+    assert f"  check    {check}\n" in out
+    assert re.search(rf"^  repro    attn-testkit repro --backend {backend} .* {small}$", out, re.MULTILINE)
+    assert re.search(rf"MINIMISED: from \d+ dimensions that are not plain to {len(needs)}, in \d+ case-runs", out)
     assert parse_case(small).seed == 0
 
 
@@ -91,9 +96,8 @@ def core_of(backend: str, case: str) -> tuple[object, ...]:
     return generate(claims, parse_case(case).mode, "core")
 
 
-def test_what_passes_leaves_nothing_to_do(capfd: pytest.CaptureFixture[str]) -> None:
-    code = main(["minimize", "--backend", "torch_native", "--device", "cpu", PASSES])
-    out, _ = capfd.readouterr()
+def test_what_passes_leaves_nothing_to_do(call: Call) -> None:
+    code, out, _ = call("--backend", "torch_native", PASSES)
     assert code == 0
     assert out.splitlines() == [
         f"{PASSES} (eager): passed",
@@ -121,11 +125,9 @@ def test_what_passes_leaves_nothing_to_do(capfd: pytest.CaptureFixture[str]) -> 
         ),
     ],
 )
-def test_what_cannot_be_done_is_said(
-    argv: list[str], code: int, message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["minimize", "--device", "cpu", *argv]) == code
-    out, err = capfd.readouterr()
+def test_what_cannot_be_done_is_said(argv: list[str], code: int, message: str, call: Call) -> None:
+    found, out, err = call(*argv)
+    assert found == code
     assert message in out + err
 
 
@@ -164,33 +166,42 @@ def test_what_fails_after_other_case_runs_alone_is_no_smaller_case(
     assert re.search(r"^NOT MINIMISED: from 6 dimensions that are not plain to 6, in ", out, re.MULTILINE)
 
 
+INTERRUPTED = "draft-extend-gqa2x2-d128-fp16-p16-k300.70.12-n6a6x3-shuffled-peaked-kvfp8e4m3-b6nan"
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_whatever_ends_it_the_smallest_so_far_is_printed(how: signal.Signals) -> None:
-    case = "draft-extend-gqa2x2-d128-fp16-p16-k300.70.12-n6a6x3-shuffled-peaked-kvfp8e4m3-b6nan"
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup a child would inherit "ignored"
-    try:
-        running = subprocess.Popen(
-            [*COMMAND, "--backend", PADDED_ROWS, "--execution", "graph", case],
-            cwd=HERE, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert running.stderr is not None
-    for line in running.stderr:
-        if "made small" in line:
-            break
-    time.sleep(0.5)
-    running.send_signal(how)
-    out, _ = running.communicate(timeout=60)
+def test_whatever_ends_it_the_smallest_so_far_is_printed(
+    how: signal.Signals, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attn_testkit.cli.one_by_one.JudgeProcess", interrupting(how, before=4))
+    with sent_here():
+        code, out, err = call("--backend", PADDED_ROWS, "--execution", "graph", INTERRUPTED)
+    assert code == 2, out + err
+    assert "  check    padding-inert\n" in out
+    assert out.splitlines()[-1].startswith("INTERRUPTED: ")
+
+
+def test_the_command_in_a_process_of_its_own_is_ended_while_another_judges() -> None:
+    with subprocess.Popen(
+        [*COMMAND, "--backend", PADDED_ROWS, "--execution", "graph", INTERRUPTED],
+        cwd=HERE, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as running:  # fmt: skip
+        assert running.stderr is not None
+        for line in running.stderr:
+            if "made small" in line:
+                break
+        time.sleep(0.5)
+        running.send_signal(signal.SIGTERM)
+        out, _ = running.communicate(timeout=60)
     assert running.returncode == 2
     assert "  check    padding-inert\n" in out
     assert out.splitlines()[-1].startswith("INTERRUPTED: ")
 
 
-def test_a_time_limit_leaves_the_smallest_so_far() -> None:
+def test_a_time_limit_leaves_the_smallest_so_far(call: Call) -> None:
     case = "decode-mla2-d128r32-fp32-p128-k0.1.128-shared-mean-kvfp8e4m3-cap1.5-b6stale"
-    done = minimize("--backend", LAST_PAGE, "--execution", "eager", "--seconds", "0.001", case)
+    code, out, err = call("--backend", LAST_PAGE, "--execution", "eager", "--seconds", "0.001", case)
     # The first case-run always begins: whether it fails has to be known.
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.startswith(f"{case}: ")
-    assert done.stdout.splitlines()[-1].startswith("TIME IS UP: ")
+    assert code == 1, out + err
+    assert out.startswith(f"{case}: ")
+    assert out.splitlines()[-1].startswith("TIME IS UP: ")

@@ -190,7 +190,7 @@ class CombineFixedQ(SplitKV):
 
 @bug(
     "FastDeploy #8043",
-    "decode-gqa2x4-d128-fp16-p4-k15.22.6-interleaved-gauss-kvfp8e4m3-w7-cap1.5-sink-layers3from5groupsby8x4d64.8x2d128-b4prod",
+    "decode-gqa2x4-d128-fp16-p4-k15.22.6-contiguous-footprint-kvfp8e4m3-w7-cap1.5-sink-layers3from5groupsby8x4d64.8x2d128-b3prod",
     "completes",
     execution="graph",
 )

@@ -59,7 +59,7 @@ class GatherAssumesNhd(OfTwoModes):
 
 @bug(
     "vllm-ascend #6558",
-    "decode-gqa8x2-d128-bf16-p16-k9.70.1-contiguous-gauss-w7-cap1.5-sink-b4prod-lent",
+    "decode-mha2-d64-bf16-p1-k530-reversed-footprint-w40-cap1.5-sink-b4stale-lent",
     "output-written",
 )
 class WindowOutNotStored(OfTwoModes):
@@ -105,7 +105,7 @@ class KeysByPhysicalPages(OfTwoModes):
 
 @bug(
     "vllm #30915",
-    "decode-gqa8x2-d128-bf16-p4-k15.22.6-contiguous-gauss-kvfp8e4m3-w7-cap1.5-sink-layers3from5groups-b4prod",
+    "decode-gqa8x2-d128-bf16-p4-k15.22.6-interleaved-footprint-kvfp8e4m3-w7-cap1.5-sink-layers3from5groups-b6stale",
 )
 class FirstLogicalOfReused(KeysByPhysicalPages):
     """The first column counts, though its page was let go of and came back as a later one."""

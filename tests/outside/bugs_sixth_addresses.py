@@ -153,7 +153,7 @@ class RowsOver65535(Varlen):
 
 @bug(
     "TensorRT-LLM #16801",
-    "decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-gauss-w7-layers3from5groups-b4prod",
+    "decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-footprint-w7-layers3from5groups-b4prod",
     "reads-own-kv",
 )
 class OneTableForPools(Tiled):

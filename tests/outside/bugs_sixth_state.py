@@ -160,7 +160,7 @@ class GridOfCapture(Varlen):
     "decode-gqa2x2-d64-bf16-p16-k6-shared-gauss-w7-layers2from0groups-b1prod",
     "writes-own-kv",
     execution="graph",
-    of_a_tier="decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-gauss-w7-layers3from5groups-b4prod",
+    of_a_tier="decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-footprint-w7-layers3from5groups-b4prod",
 )
 class MemoizedLoc(Tiled):
     """Slots of the windowed pool are kept by address and size of the full pool's, which are the same at each replay."""

@@ -16,7 +16,7 @@ from attn_testkit.contract import LogSumExp
     "extend-gqa2x2-d64-bf16-p16-k3-n22a66-shuffled-gauss-layers1from0-b3prod",
     "replay-follows-batch",
     execution="graph",
-    of_a_tier="extend-gqa2x2-d64-bf16-p16-k3-n13a130-shuffled-gauss-b10prod",
+    of_a_tier="extend-gqa2x32-d64-bf16-p16-k3-n13a130-shuffled-gauss-b10prod",
 )
 class OrtMaxQueryLen(Tiled):
     """Blocks of 64 rows for as many as the longest request has where each request has a row."""
@@ -69,7 +69,7 @@ class AscendMhaPadding(Varlen):
 
 @bug(
     "flash-attention #2752",
-    "decode-gqa2x2-d64-bf16-p16-k35.0.16.1.70-interleaved-negative-sink-lsepages2own-b6prod",
+    "decode-gqa2x2-d64-bf16-p16-k35.0.16.1.70-contiguous-negative-sink-lsepages2own-b8prod",
     "log-sum-exp",
 )
 class SinkOutsideMax(OfParts):

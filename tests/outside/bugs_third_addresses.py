@@ -193,7 +193,7 @@ class Int64LengthsReadAsInt32(Tiled):
 
 @bug(
     "sglang #24743",
-    "decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-gauss-w7-layers3from5groups-b4prod",
+    "decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-footprint-w7-layers3from5groups-b4prod",
     "writes-own-kv",
     execution="graph",
 )

@@ -1,0 +1,37 @@
+"""A bug of the thirteenth set that slipped through its first run, with a case that there was not then."""
+
+from __future__ import annotations
+
+import torch
+from bug_table import bug
+from plain_backends import Tiled, claims
+
+
+@bug("tt-metal #54413", "extend-gqa2x32-d64-bf16-p16-k3-n13a130-shuffled-gauss-b10prod", "writes-own-kv")
+class FillAcrossHeads(Tiled):
+    """64 cores store blocks of 32 tokens of a head, a run of blocks each, and step forward from the first: where a run
+    goes on into the next head, the rest lands behind the rows of the one before.
+    """
+
+    CORES, ROWS = 64, 32
+    capabilities = claims("extend", page_sizes={16}, graph=(), eager_waits=True)
+
+    def blocks(self, heads, height):
+        each, more = divmod(heads * height, self.CORES)
+        first = 0
+        for core in range(self.CORES):
+            count = each + (core < more)
+            for step in range(count):
+                yield divmod(first + step, height), (first // height, first % height + step)
+            first += count
+
+    def write_kv(self, k, v, plan):
+        stored = [torch.full_like(side, torch.nan) for side in (k, v)]
+        ends = plan.cu_seqlens_q.tolist()
+        for first, last in zip(ends, ends[1:], strict=False):
+            for (head, block), (to_head, to_block) in self.blocks(k.shape[1], -(-(last - first) // self.ROWS)):
+                here, there = (torch.arange(self.ROWS) + first + at * self.ROWS for at in (block, to_block))
+                kept = (here < last) & (there < last)
+                for side, given in zip(stored, (k, v), strict=True):
+                    side[there[kept], to_head] = given[here[kept], head]
+        super().write_kv(*stored, plan)
