@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from bug_table import bug
 from plain_backends import Tiled, claims
@@ -28,7 +30,7 @@ class FillAcrossHeads(Tiled):
     def write_kv(self, k, v, plan):
         stored = [torch.full_like(side, torch.nan) for side in (k, v)]
         ends = plan.cu_seqlens_q.tolist()
-        for first, last in zip(ends, ends[1:], strict=False):
+        for first, last in pairwise(ends):
             for (head, block), (to_head, to_block) in self.blocks(k.shape[1], -(-(last - first) // self.ROWS)):
                 here, there = (torch.arange(self.ROWS) + first + at * self.ROWS for at in (block, to_block))
                 kept = (here < last) & (there < last)

@@ -53,7 +53,7 @@ class LseOfTheFirstHead(OfParts):
 
 @bug(
     "vllm #26325",
-    "decode-gqa2x2-d64-bf16-p16-k560.601.577.1040.561.700.563.641.624-shared-gauss-sink-layers1from0-b9prod",
+    "decode-gqa2x2-d64-bf16-p16-k560.601.577.1040.561.700.563.641.624-shared-gauss-sink-b9prod",
 )
 class CascadeWithoutSinks(Known):
     """From eight requests and 256 common keys on, a cascade attends them, which is given no sinks."""
