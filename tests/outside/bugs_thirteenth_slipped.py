@@ -9,14 +9,19 @@ from bug_table import bug
 from plain_backends import Tiled, claims
 
 
-@bug("tt-metal #54413", "extend-gqa2x32-d64-bf16-p16-k3-n13a130-shuffled-gauss-b10prod", "writes-own-kv")
+@bug(
+    "tt-metal #54413",
+    "extend-gqa2x22-d16-bf16-p16-k0-n65a65-shuffled-gauss-layers1from0-b1prod",
+    "writes-own-kv",
+    of_a_tier="extend-gqa2x32-d16-bf16-p16-k3-n13a130-shuffled-gauss-b10prod",
+)
 class FillAcrossHeads(Tiled):
     """64 cores store blocks of 32 tokens of a head, a run of blocks each, and step forward from the first: where a run
     goes on into the next head, the rest lands behind the rows of the one before.
     """
 
     CORES, ROWS = 64, 32
-    capabilities = claims("extend", page_sizes={16}, graph=(), eager_waits=True)
+    capabilities = claims("extend", head_dims={16}, page_sizes={16}, graph=(), eager_waits=True)
 
     def blocks(self, heads, height):
         each, more = divmod(heads * height, self.CORES)
