@@ -9,9 +9,12 @@ import pytest
 from as_made import as_made, without_arrays
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases import catalogue
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.claimed import not_claimed
-from attn_testkit.cases.enriched import enriched
+from attn_testkit.cases.enriched import enriched, varied
+from attn_testkit.cases.layer_cases import layer_cases
+from attn_testkit.cases.parts import part_cases
 from attn_testkit.cases.plans import context_len
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
@@ -104,3 +107,46 @@ def test_a_case_that_takes_nothing_stays_as_it_is() -> None:
 def test_of_a_short_array_each_case_comes_again_with_something_else(count: int, most: int) -> None:
     found = list(enriched(CLAIMS, arrays(CLAIMS, ForwardMode.DECODE)[:count]))
     assert len(found) == len(set(found)) == most
+
+
+TWO_THINGS = {"layers": layer_cases, "parts": part_cases}
+MODES = (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY)
+
+
+def small(mode: ForwardMode) -> Case:
+    cases = list(without_arrays(CLAIMS, mode, "core"))
+    return catalogue._small(CLAIMS, catalogue._plain(CLAIMS, catalogue._base(mode, cases)))
+
+
+def optional(case: Case) -> bool:
+    return case.window >= 0 or case.sinks or case.logit_cap > 0
+
+
+@pytest.mark.parametrize("kind", TWO_THINGS)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_made_for_two_things_has_other_slots_data_and_padding_each(mode: ForwardMode, kind: str) -> None:
+    plain = list(TWO_THINGS[kind](CLAIMS, small(mode)))
+    changed = list(varied(CLAIMS, plain))
+    assert len(changed) == len(plain)
+    kept = (*KEPT, "prefixes", "new", "way", "parts", "own_merge", "layers", "tree", "chunks")
+    for before, after in zip(plain, changed, strict=True):
+        assert [getattr(before, name) for name in kept] == [getattr(after, name) for name in kept]
+        assert parse_case(after.id) == after
+        assert optional(before) or after == before, "the plain one stays as simple as it is"
+        assert before.data in ("gauss", after.data), "data that were chosen for what they show"
+    both = [(case.layout, case.bucket - case.bs, case.padding) for case in changed if optional(case)]
+    assert len(set(both)) >= len(both) * 3 / 4 >= 3
+
+
+def test_ways_have_other_batches_and_rows_as_well() -> None:
+    plain = [
+        case
+        for case in as_made(CLAIMS, ForwardMode.EXTEND, "core")
+        if case.window == 7 and case.way in ("lent", "morerows", "ahead")
+    ]
+    assert len({case.prefixes for case in plain}) <= 2
+    for batches, most in ((True, len(plain)), (False, 0)):
+        changed = list(varied(CLAIMS, plain, batches=batches))
+        assert sum(before.prefixes != after.prefixes for before, after in zip(plain, changed, strict=True)) <= most
+        assert bool(most) is any(b.new != a.new for b, a in zip(plain, changed, strict=True))
+        assert [case.way for case in changed] == [case.way for case in plain]

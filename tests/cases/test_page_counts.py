@@ -9,7 +9,7 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.page_counts import page_count_cases
+from attn_testkit.cases.page_counts import groups_of_pages, page_count_cases
 from attn_testkit.contract import Capabilities, ForwardMode
 
 CLAIMS = TorchNativeBackend.capabilities
@@ -50,3 +50,15 @@ def test_pages_of_one_key_have_no_tails_of_their_own() -> None:
 def test_other_modes_have_none(mode: ForwardMode) -> None:
     small = replace(generate(CLAIMS, mode, "smoke")[0])
     assert not list(page_count_cases(CLAIMS, small))
+
+
+def test_a_group_that_has_fp8_in_each_number_of_pages_has_it_in_no_short_case_beside() -> None:
+    for longest, in_both in ((4096, set()), (280, {2, 8, 16})):
+        claims = CLAIMS.with_changes(
+            families={"gqa"}, gqa_ratios={2, 4, 8, 16}, page_sizes={16}, max_context_len=longest
+        )
+        decodes = generate(claims, ForwardMode.DECODE, "core")
+        short = {c.heads.q_heads // 2 for c in decodes if c.prefixes == (70, 33, 1) and c.kv_dtype != "same"} - {0}
+        assert groups_of_pages(claims) == {2, 8, 16} - in_both
+        assert short & {2, 8, 16} == in_both
+        assert 4 in short

@@ -148,3 +148,12 @@ def test_a_claim_that_cannot_be_meant_is_answered_with_what_can(claims: dict[str
 def test_a_claim_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Capabilities\.lse must be a LogSumExp, got 'e'; write LogSumExp"):
         Capabilities(eager={"decode"}, lse="e")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", [DECODE, VERIFY, ForwardMode.EXTEND])
+def test_the_first_request_has_no_key_in_some_part_and_many_stand_behind_it(mode: ForwardMode) -> None:
+    """A program that ends at the first tile without keys loses those that it would have come to later."""
+    for kind in ("prefix", "pages", "tokens"):
+        found = [case for case in as_made(ALL, mode, "core") if case.parts.startswith(kind) and case.bs >= 9]
+        assert [case.prefixes[0] for case in found] == [0]
+        assert all(sum(prefix > 0 for prefix in case.prefixes[5:]) == 4 for case in found)
