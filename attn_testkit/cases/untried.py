@@ -122,6 +122,7 @@ def _options(claims: Capabilities, mode: ForwardMode) -> dict[str, bool]:
         "sinks": claims.sinks,
         "KV groups": claims.kv_groups and not mode.is_draft_decode(),
         "heads by layer": claims.heads_by_layer and bool(claims.families - {"mla"}),
+        "layers that are not causal": mode in claims.non_causal,
     }
 
 
@@ -132,6 +133,7 @@ _HAS: dict[str, Callable[[Case], bool]] = {
     "sinks": lambda case: case.sinks,
     "KV groups": lambda case: case.layers.groups,
     "heads by layer": lambda case: bool(case.layers.shapes),
+    "layers that are not causal": lambda case: case.way == "noncausal",
 }
 
 

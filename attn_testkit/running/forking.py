@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
@@ -65,7 +66,11 @@ def _fork(_: str, command: Sequence[str], kept: Sequence[int]) -> int:
     # What is printed later is printed by one of the two.
     sys.stdout.flush()
     sys.stderr.flush()
-    return os.fork() or _carry_out(command[-1], kept)
+    with warnings.catch_warnings():
+        # From Python 3.12 on it warns where a package keeps threads, as OpenBLAS does: the fork uses none of them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    return pid or _carry_out(command[-1], kept)
 
 
 def _carry_out(code: str, kept: Sequence[int]) -> NoReturn:

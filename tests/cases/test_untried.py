@@ -288,3 +288,11 @@ def test_the_page_says_what_the_tiers_try() -> None:
     assert f"{requests} requests, {keys:,} keys (MLA: {mla_keys:,})" in row
     assert f"{MOST_ROWS} at most" in row
     assert f"more than {MOST_VALUES} values" in row
+
+
+def test_layers_that_are_not_causal_are_named_where_they_are_claimed() -> None:
+    claims, name = TorchNativeBackend.capabilities, "layers that are not causal"
+    for tier, left in (("smoke", True), ("core", False)):
+        assert any(name in line for line in says_untried(claims, [EXTEND], generate(claims, EXTEND, tier))) is left
+    without = claims.with_changes(non_causal={"target-verify"})
+    assert not any(name in line for line in says_untried(without, [EXTEND], generate(without, EXTEND, "smoke")))
