@@ -12,8 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
-from typing import NoReturn
-from unittest import mock
+from typing import Any, NoReturn
 
 __all__ = ["SERVE", "begin_forking", "fork_context", "fork_off", "preload"]
 
@@ -23,6 +22,7 @@ _preloaded = [SERVE, "attn_testkit.running.judging"]
 _EMULATED = ["torch.fx.experimental.symbolic_shapes", "triton.runtime.interpreter"]
 """What the emulation has every worker import: torch decomposes a product of matrices, and kernels are interpreted."""
 _LAST = "attn_testkit.running.ready"
+_spawn = util.spawnv_passfds
 
 
 def preload(module: str) -> None:
@@ -55,13 +55,16 @@ def fork_off() -> None:
         importlib.import_module(name)
     # It is started in the same way.
     resource_tracker.ensure_running()
-    with mock.patch.object(util, "spawnv_passfds", _fork):
+    util.spawnv_passfds = _fork
+    try:
         begin_forking()
+    finally:
+        util.spawnv_passfds = _spawn
 
 
-def _fork(_: str, command: Sequence[str], kept: Sequence[int]) -> int:
-    """In place of ``multiprocessing.util.spawnv_passfds``, with its arguments: a fork that does what ``command`` says,
-    ``python -c CODE``, with the files 0 to 2 and ``kept``.
+def _fork(path: object, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """In place of ``multiprocessing.util.spawnv_passfds``: a fork that does what ``args`` say, ``python -c CODE``, with
+    the files 0 to 2 and ``passfds``.
     """
     # What is printed later is printed by one of the two.
     sys.stdout.flush()
@@ -70,7 +73,11 @@ def _fork(_: str, command: Sequence[str], kept: Sequence[int]) -> int:
         # From Python 3.12 on it warns where a package keeps threads, as OpenBLAS does: the fork uses none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
-    return pid or _carry_out(command[-1], kept)
+    if pid:
+        return pid
+    # Here nobody comes back to do it, and all workers would start processes so.
+    util.spawnv_passfds = _spawn
+    _carry_out(args[-1], passfds)
 
 
 def _carry_out(code: str, kept: Sequence[int]) -> NoReturn:
