@@ -3,4 +3,14 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def judged_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``minimize`` and ``fuzz`` judge in the test's own process."""
+    from judge_here import JudgeHere
+
+    monkeypatch.setattr("attn_testkit.cli.one_by_one.JudgeProcess", JudgeHere)

@@ -53,15 +53,7 @@ def enriched(claims: Capabilities, cases: Sequence[Case]) -> Iterator[Case]:
     again = -(-_FEWEST // len(cases)) if cases else 0
     for number, case in enumerate(list(cases) * again):
         own, more = _features(case), _dimensions(claims, case)
-        draws = random.Random(f"{case.mode} {number}")
-        drawn = [{name: draws.choice(values) for name, values in more.items()} for _ in range(_DRAWS)]
-        drawn.sort(key=lambda each: len(_pairs(own, each) - met), reverse=True)
-        for each in drawn:
-            changed = _changed(claims, case, each)
-            if changed:
-                met |= _pairs(own, each)
-                break
-        yield changed or case
+        yield _meeting_most(claims, case, own, more, met, f"{case.mode} {number}")
 
 
 def varied(claims: Capabilities, cases: Sequence[Case], *, batches: bool = False) -> Iterator[Case]:
@@ -70,7 +62,13 @@ def varied(claims: Capabilities, cases: Sequence[Case], *, batches: bool = False
     """
     met: set[tuple[_Feature, _Feature]] = set()
     for case in cases:
-        own = [("kind", (case.way, case.parts, case.own_merge, case.layers)), ("kv_dtype", case.kv_dtype)]
+        if case.window < 0 and not case.sinks and case.logit_cap == 0:
+            yield case
+            continue
+        own: list[_Feature] = [
+            ("kind", (case.way, case.parts, case.own_merge, case.layers)),
+            ("kv_dtype", case.kv_dtype),
+        ]
         of_kind = _dimensions(claims, case)
         more = {name: of_kind[name] for name in ("layout", "slack", "padding")}
         # Other data than the usual were chosen for what they show.
@@ -79,14 +77,28 @@ def varied(claims: Capabilities, cases: Sequence[Case], *, batches: bool = False
             more["batch"] = of_kind["batch"]
             if case.new and "rows" in of_kind:
                 more["rows"] = of_kind["rows"]
-        draws = random.Random(f"{case.id} varied")
-        drawn = [{name: draws.choice(values) for name, values in more.items()} for _ in range(_DRAWS)]
-        drawn.sort(key=lambda each: len(_pairs(own, each) - met), reverse=True)
-        optional = case.window >= 0 or case.sinks or case.logit_cap > 0
-        found = ((each, _changed(claims, case, each)) for each in drawn if optional)
-        each, changed = next(((each, changed) for each, changed in found if changed), ({}, case))
-        met |= _pairs(own, each)
-        yield changed
+        yield _meeting_most(claims, case, own, more, met, f"{case.id} varied")
+
+
+def _meeting_most(
+    claims: Capabilities,
+    case: Case,
+    own: Sequence[_Feature],
+    more: Mapping[str, Sequence[Any]],
+    met: set[tuple[_Feature, _Feature]],
+    salt: str,
+) -> Case:
+    """``case`` with that of some draws of ``more`` which meets most that is not in ``met``, where it is met then; as it
+    is where none is claimed. ``own``: what it has anyway.
+    """
+    draws = random.Random(salt)
+    drawn = [{name: draws.choice(values) for name, values in more.items()} for _ in range(_DRAWS)]
+    drawn.sort(key=lambda each: len(_pairs(own, each) - met), reverse=True)
+    for each in drawn:
+        if changed := _changed(claims, case, each):
+            met |= _pairs(own, each)
+            return changed
+    return case
 
 
 def _features(case: Case) -> list[_Feature]:

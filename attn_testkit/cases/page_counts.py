@@ -30,8 +30,7 @@ def page_count_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     # The last key is the new one.
     prefixes = tuple(keys - 1 for keys in (*tails, *(count * page for count in _FULL)))
     dims = sorted(dim for dim in claims.head_dims if dim <= _MOST_WIDTH) or [small.head_dim]
-    layouts = [*_layouts(claims, mla=small.is_mla)]
-    pairs = [(heads, kv_dtype) for heads in layouts for kv_dtype in sorted(claims.kv_dtypes)]
+    pairs = [(heads, kv_dtype) for heads in _layouts(claims, mla=small.is_mla) for kv_dtype in sorted(claims.kv_dtypes)]
     for turn, (heads, kv_dtype) in enumerate(pairs):
         yield replace(
             small,

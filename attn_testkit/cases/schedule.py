@@ -101,6 +101,12 @@ class Step:
     """q, k and v are contiguous where the case's are views of one packed tensor, and views where they are not."""
 
     @property
+    def own_ways(self) -> tuple[str, ...]:
+        """How its forward differs from those of other steps, in words."""
+        stored = ("save_kv_cache=False",) * self.stored
+        return (*stored, *("q, k and v in another memory layout",) * self.turned)
+
+    @property
     def bs(self) -> int:
         """Live requests."""
         return len(self.requests)

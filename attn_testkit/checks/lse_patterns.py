@@ -134,10 +134,8 @@ def _merged_in_the_other_base(e: LseEvidence) -> torch.Tensor | None:
     if not e.merged:
         return None
     one = math.log(2) if e.base == "e" else 1 / math.log(2)
-    parts = [
-        attend_part(e.data, list(e.layers), part).lse[e.layer] * one for part in parts_of(e.case) if part != KVPart()
-    ]
-    return torch.logsumexp(torch.stack(parts), 0) / one if parts else None
+    parts = [attend_part(e.data, e.layers, part).lse[e.layer] for part in parts_of(e.case)]
+    return torch.logsumexp(torch.stack(parts) * one, 0) / one
 
 
 MISTAKES: Sequence[tuple[Callable[[LseEvidence], torch.Tensor | None], str]] = (

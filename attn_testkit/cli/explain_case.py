@@ -108,8 +108,7 @@ def _steps(schedule: Schedule) -> Iterator[tuple[str, str]]:
         after = "; then the same eagerly" if step.eager_too else ""
         yield step.name, f"bucket {step.bucket}, {_in_words(step, case)}{after}"
     second = schedule.second
-    how = "; save_kv_cache=False" * second.stored + "; q, k and v in another memory layout" * second.turned
-    yield second.name, f"eager after step 0, {_in_words(second, case)}{how}"
+    yield second.name, "; ".join((f"eager after step 0, {_in_words(second, case)}", *second.own_ways))
     yield schedule.oversized.name, f"eager between replays, {_in_words(schedule.oversized, case)}"
 
 

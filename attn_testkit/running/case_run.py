@@ -244,7 +244,6 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
     seen = [run_eager(harness, schedule, step, drive.clock, among="instances" if beside else "", between=between)]
     # Right after it, and not after another step: what alternates from step to step would have come round again.
     seen.append(run_eager(harness, schedule, step, drive.clock, label="the same eager step again", among="steps"))
-    how = ", save_kv_cache=False" * second.stored + ", q, k and v in another memory layout" * second.turned
     # A chunk's prefix is what the chunk before it wrote.
     seen += [
         run_eager(harness, schedule, chunk, drive.clock, label=f"{chunk.label}, eager", among="steps")
@@ -255,7 +254,7 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
             run_eager(harness, schedule, idle, drive.clock, label=f"{idle.label}, eager", among="steps")
             for idle in schedule.idle
         ]
-    label = f"another eager step on the instance ({second.label}{how})"
+    label = f"another eager step on the instance ({', '.join((second.label, *second.own_ways))})"
     seen.append(run_eager(harness, schedule, second, drive.clock, label=label, among="steps"))
     if claims.batch_invariant and step.bs > 1:
         seen += [

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from judge_here import Call, JudgeHere
+from judge_here import Call
 
 from attn_testkit.cli import main
-
-
-@pytest.fixture
-def judged_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_testkit.cli.one_by_one.JudgeProcess", JudgeHere)
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def _uneven_in_eager(e: Evidence) -> str:
     stride = next((n for n in strides if e.rows in _wrong_under(n, counts)), None)
     # Where all rows are wrong, that they are says nothing of a stride: what one of them attended to has to.
     attended = e.attended
-    if e.computes_nan and e.rows == [row for row, of in enumerate(_request_of_rows(counts)) if of in e.wrong]:
+    if e.computes_nan and e.rows == [row for row, (of, *_) in enumerate(_places(counts)) if of in e.wrong]:
         # No foreign key is read, and whole requests are wrong: that needs no stride.
         return ""
     astray = attended is not None and "others" in attended.elsewhere and not attended.used & attended.wanted
@@ -130,10 +130,6 @@ def _uneven_in_eager(e: Evidence) -> str:
     )
 
 
-def _request_of_rows(counts: Sequence[int]) -> list[int]:
-    return [request for request, count in enumerate(counts) for _ in range(count)]
-
-
 def _as_under(stride: int, e: Evidence, attended: AttendedKeys) -> bool:
     """Whether a row that read its own request's KV tokens alone read as many as a uniform stride leads it to."""
     requests = e.step.requests
@@ -149,9 +145,14 @@ def _place_under(stride: int, e: Evidence, attended: AttendedKeys) -> tuple[int,
     return divmod(sum(r.new for r in e.step.requests[: attended.request]) + attended.row, stride)
 
 
+def _places(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Of each flat row: its request, its number there, and how many rows that request has."""
+    return [(b, i, n) for b, n in enumerate(counts) for i in range(n)]
+
+
 def _wrong_under(stride: int, counts: list[int]) -> list[list[int]]:
     """Flat rows that differ with a uniform stride, lengths counted from the end of the keys, and from the start."""
-    place = [(b, i, n) for b, n in enumerate(counts) for i in range(n)]
+    place = _places(counts)
     from_end = [t for t, (b, i, n) in enumerate(place) if (t // stride, t % stride - stride) != (b, i - n)]
     from_start = [t for t, (b, i, _) in enumerate(place) if (t // stride, t % stride) != (b, i)]
     return [rows for rows in (from_end, from_start) if rows]
