@@ -141,11 +141,15 @@ class FlashInferMLABackend(AttentionBackend):
         bucket and replayed with fewer: a plan for the other cluster size leaves half of the splits without a block, and
         nothing says so (flashinfer 0.7.2, found by this kit on an H200, in draft-extend v1). A last request that takes
         the rows left over keeps the quotient what it was.
+
+        A graph of one row has none left over, and must not have that request: two requests halve the quotient, and of
+        128 heads half a tile is refused where the row's position begins a tile of keys.
         """
         plans = plans_of_forwards(self.context, batch)
-        if not batch.forward_mode.is_ragged():
+        rows = self._rows[batch.forward_mode, batch.batch_size]
+        if not batch.forward_mode.is_ragged() or rows == 1:
             return plans
-        return (filled_up(plans[0], self._rows[batch.forward_mode, batch.batch_size], self.context.page_size),)
+        return (filled_up(plans[0], rows, self.context.page_size),)
 
     def _wrapper(self, **graph: Any) -> Any:
         return self._provided.call(self._float_workspace, backend=self.kernel_family, **graph)

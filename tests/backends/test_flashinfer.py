@@ -38,7 +38,9 @@ MLA_V1 = "draft-extend-mla2-d128r64-bf16-p1-k15.16.17-n4a1.3.2-interleaved-gauss
 MLA_V2 = "draft-extend-v2-mla16-d128r64-bf16-p16-k1.2-n3a1.3-shuffled-gauss-b4prod"
 MLA_CLUSTERS = "draft-extend-mla16-d512r64-bf16-p64-k63.64.65-n6a1x3-contiguous-mean-b4prod"
 MLA_DRAFT = "draft-decode-mla16-d128r64-bf16-p32-k31.3-topk3steps4-shuffled-gauss-b4prod"
-MLA_HEALTHY = (MLA_CLUSTERS, MLA_DECODE, MLA_CHAIN, MLA_V1, MLA_V2, MLA_DRAFT)
+MLA_ONE_ROW = "extend-mla128-d512r64-bf16-p64-k0-n1a1-contiguous-gauss-b1prod"
+"""Half of its heads are a tile where its graph is planned as if it had two requests."""
+MLA_HEALTHY = (MLA_CLUSTERS, MLA_ONE_ROW, MLA_DECODE, MLA_CHAIN, MLA_V1, MLA_V2, MLA_DRAFT)
 MLA_FP8 = "target-verify-mla16-d512r64-bf16-p64-k15.70-chain3-shuffled-gauss-kvfp8e4m3-b3prod"
 
 
