@@ -6,10 +6,10 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from packaging.requirements import Requirement
@@ -23,7 +23,8 @@ from .registry import UsageError, did_you_mean
 __all__ = ["Environment", "missing_here", "resolve", "side_stream"]
 
 _VERSIONED = ("torch", "triton", "flashinfer-python", "tokenspeed-mla", "numpy")
-_BUSY_CYCLES = 100_000_000
+_MOST_CYCLES = 400_000_000
+"""Of the longest wait of ``keep_device_busy``: some 200 ms."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,33 @@ class Environment:
                     yield
 
 
-def keep_device_busy() -> None:
-    """Have the current stream do nothing for some 50 ms: what is launched next begins behind that.
+_cycles = 30_000_000
+
+
+def keep_device_busy(wanted: bool) -> Callable[[], None]:
+    """Have the current stream do nothing for some 15 ms, if ``wanted``: what is launched next begins behind that.
+
+    Whoever has done what was to come before calls what is returned. Where the device had gone on by then, the process's
+    next waits are twice as long, up to some 200 ms: a host that shares its cores is slow.
 
     Emulated CUDA does all work at once; it holds what was to be late against what is there when the host waits.
     """
-    if not is_active():
-        torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call, unused-ignore]
+    if not wanted or is_active():
+        return _nothing
+    torch.cuda._sleep(_cycles)  # type: ignore[no-untyped-call, unused-ignore]
+    over = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+    over.record()
+    return partial(_wait_longer_where, over)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _wait_longer_where(over: torch.cuda.Event) -> None:
+    global _cycles
+    if over.query():  # type: ignore[no-untyped-call, unused-ignore]
+        _cycles = min(2 * _cycles, _MOST_CYCLES)
 
 
 def side_stream() -> torch.cuda.Stream:

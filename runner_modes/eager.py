@@ -55,7 +55,7 @@ def run_eager(
         _poison_heap(harness, len(batch.input_ids))
         if ahead is not None:
             torch.cuda.synchronize()
-            keep_device_busy()
+        done_ahead = keep_device_busy(ahead is not None)
     with clock.phase("eager"):
         claims = harness.capabilities
         no_waits = not claims.needs_cpu_seq_lens and not claims.eager_waits
@@ -73,6 +73,7 @@ def run_eager(
             following, _ = batch_of(harness, ahead)
             with blame("plan of the next step", label), host_syncs_forbidden(no_waits):
                 harness.backend.init_forward_metadata(following)
+            done_ahead()
         with blame("forward", label):
             torch.cuda.synchronize()
     with clock.phase("read back"), blame("read back", label):

@@ -60,8 +60,7 @@ def replay(
         watched = _Watched(harness, options)
         torch.cuda.synchronize()
         ahead = next_of(loaded, options.pattern) if plans_ahead(loaded) else None
-        if ahead is not None:
-            keep_device_busy()
+        done_ahead = keep_device_busy(ahead is not None)
     no_waits = not harness.capabilities.needs_cpu_seq_lens
     with clock.phase("replay"):
         with blame("plan for replay", label), host_syncs_forbidden(no_waits):
@@ -84,6 +83,7 @@ def replay(
             fill_static(graphs, ahead)
             with blame("plan of the next step", label), host_syncs_forbidden(no_waits):
                 harness.backend.init_forward_metadata_out_graph(view_of(graphs, ahead))
+            done_ahead()
         with blame("replay", label):
             torch.cuda.synchronize()
     with clock.phase("read back"), blame("read back", label):
