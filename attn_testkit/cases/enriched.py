@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, cycle, islice
 from typing import Any
 
 from ..contract import Capabilities, ForwardMode
@@ -28,7 +28,7 @@ __all__ = ["enriched", "varied"]
 
 _DRAWS = 60
 """Of each case. Twice as many meet hardly more."""
-_FEWEST = 8
+_FEWEST = 12
 _WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "noncausal", "ahead")
 _PARTS = {"whole": ("whole",), "prefix": ("prefix",), "pages": ("pages2", "pages3"), "tokens": ("tokens3", "tokens2")}
 _DATA = ("gauss", "shifted", "peaked", "footprint")
@@ -49,10 +49,15 @@ def enriched(claims: Capabilities, cases: Sequence[Case]) -> Iterator[Case]:
     What they have of heads, head dims, dtypes, page sizes, layouts of the pool and options stays.
     """
     met: set[tuple[_Feature, _Feature]] = set()
-    # A short array, of few claims, has each case again: it takes something else then.
-    again = -(-_FEWEST // len(cases)) if cases else 0
-    for number, case in enumerate(list(cases) * again):
+    layouts: set[str] = set()
+    # A short array, of few claims, has cases again: they take something else then.
+    count = max(_FEWEST, len(cases)) if cases else 0
+    for number, case in enumerate(islice(cycle(cases), count)):
         own, more = _features(case), _dimensions(claims, case)
+        if case.kv_layout not in layouts:
+            # Of keys that are in one page all layouts are alike.
+            more["batch"].remove("fresh")
+            layouts.add(case.kv_layout)
         yield _meeting_most(claims, case, own, more, met, f"{case.mode} {number}")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeVar
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
@@ -18,6 +19,8 @@ from .pool_layouts import other_layouts, usual_layout
 from .trees import chain
 
 __all__ = ["layout_array_cases", "pair_array_cases"]
+
+_T = TypeVar("_T")
 
 _LENS = (530, 33, 1)
 """More than two pages of 256, and of one."""
@@ -74,21 +77,30 @@ def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
     of_family = [of for of in _families(claims, plain, _LAYOUT_GROUPS) if (of[2] > 0) == plain.is_mla]
     heads, dims, rope = next(iter(of_family), (alone, [plain.head_dim], plain.rope_dim))
     heads = heads[:_FEW]
-    sizes = (len(layouts), len(heads), len(dims), len(dtypes), len(kv_dtypes), len(pages), 2, 2)
-    for layout, of, dim, dtype, kv_dtype, page, options, short in _pairs(sizes, f"layouts in {plain.mode.value}"):
-        size = pages[page]
+    values: tuple[Sequence[object], ...] = (heads, dims, dtypes, kv_dtypes, pages)
+    sizes = (len(layouts), *(min(len(each), 2) for each in values), 2, 2)
+    rows = _pairs(sizes, f"layouts in {plain.mode.value}")
+    for number, (layout, of, dim, dtype, kv_dtype, page, options, short) in enumerate(rows):
+        size = _first_or_other(pages, page, number)
         yield replace(
             with_options(claims, chained, _NARROW) if options else one,
             kv_layout=layouts[layout],
-            heads=heads[of],
-            head_dim=dims[dim],
+            heads=_first_or_other(heads, of, number),
+            head_dim=_first_or_other(dims, dim, number),
             rope_dim=rope,
-            dtype=dtypes[dtype],
-            kv_dtype=kv_dtypes[kv_dtype],
+            dtype=_first_or_other(dtypes, dtype, number),
+            kv_dtype=_first_or_other(kv_dtypes, kv_dtype, number),
             page_size=size,
             # More than a page, and more than another.
             prefixes=(2 * size + 1, size + max(1, size // 2), 3) if short else (_LENS[0], 2 * size + 33, 0),
         )
+
+
+def _first_or_other(values: Sequence[_T], other: int, number: int) -> _T:
+    """The first value or, by turns, one of the others: each layout meets the first and another one, in two thirds of
+    the cases that every pair of three values would take.
+    """
+    return values[1 + number % (len(values) - 1)] if other else values[0]
 
 
 def _families(claims: Capabilities, small: Case, groups: Sequence[int]) -> Iterator[tuple[list[Heads], list[int], int]]:

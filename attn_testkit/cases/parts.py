@@ -16,7 +16,9 @@ __all__ = ["claims_of_parts", "part_cases", "parts_of", "parts_text", "tried_of_
 
 _RANKS = {"pages": 2, "tokens": 3}
 """Ranks of a kind's cases."""
-_MANY_HEADS, _MANY_MLA_HEADS, _MOST_WIDTH, _PROMPT = 64, 128, 256, 100
+_MANY_HEADS, _MANY_MLA_HEADS, _MOST_WIDTH = 64, 128, 256
+_PROMPT, _MOST_WIDTH_OF_PROMPTS = 70, 128
+"""More rows than a tile of 64. Twice the head dim of prompts made one case a tenth of core's time on a CPU."""
 _OWN = "merged by the backend"
 
 
@@ -88,9 +90,12 @@ def _of_many_heads(claims: Capabilities, small: Case, parts: str, page: int, own
     array of their own, whose strides and launches are those of no output.
     """
     heads = many_heads(claims, small.heads, _MANY_MLA_HEADS if small.is_mla else _MANY_HEADS)
-    dims = [dim for dim in claims.head_dims if small.is_mla or dim <= _MOST_WIDTH]
-    many = replace(_like(small, page, (130, 5, 40), parts), heads=heads, head_dim=max(dims, default=small.head_dim))
-    if small.mode is ForwardMode.EXTEND:
+    prompts = small.mode is ForwardMode.EXTEND
+    widest = _MOST_WIDTH_OF_PROMPTS if prompts else _MOST_WIDTH
+    dims = [dim for dim in claims.head_dims if small.is_mla or dim <= widest]
+    lens = (70, 5, 40) if prompts else (130, 5, 40)
+    many = replace(_like(small, page, lens, parts), heads=heads, head_dim=max(dims, default=small.head_dim))
+    if prompts:
         rows = min(_PROMPT, claims.max_extend_tokens)
         new = (rows, 1, max(1, rows // 2))
         many = replace(many, new=new, width=room_for(new), bucket=len(new))

@@ -38,7 +38,7 @@ def kind(case: Case) -> str:
 def test_they_are_as_many_and_keep_what_the_array_gave_them(mode: ForwardMode) -> None:
     plain = arrays(CLAIMS, mode)
     rich = list(enriched(CLAIMS, plain))
-    assert len(rich) == len(set(rich)) == len(plain) >= 20
+    assert len(rich) == len(set(rich)) == len(plain) >= 14
     for before, after in zip(plain, rich, strict=True):
         assert [getattr(before, name) for name in KEPT] == [getattr(after, name) for name in KEPT]
 
@@ -60,7 +60,7 @@ def test_more_meets_than_in_the_cases_as_they_are_made(mode: ForwardMode) -> Non
     assert len({case.layout for case in rich}) == 5
     assert len({case.bs for case in rich}) >= 3
     assert len(own) > 2 * len({(kind(case), case.layout, case.chunks) for case in plain})
-    assert pairs(rich) > 4 * pairs(plain)
+    assert pairs(rich) > 3 * pairs(plain)
 
 
 def pairs(cases: list[Case]) -> int:
@@ -103,8 +103,8 @@ def test_a_case_that_takes_nothing_stays_as_it_is() -> None:
     assert set(enriched(short, [replace(case, prefixes=(530,))])) == {replace(case, prefixes=(530,))}
 
 
-@pytest.mark.parametrize(("count", "most"), [(7, 14), (8, 8), (9, 9)])
-def test_of_a_short_array_each_case_comes_again_with_something_else(count: int, most: int) -> None:
+@pytest.mark.parametrize(("count", "most"), [(3, 12), (11, 12), (12, 12), (13, 13)])
+def test_cases_of_a_short_array_come_again_with_something_else(count: int, most: int) -> None:
     found = list(enriched(CLAIMS, arrays(CLAIMS, ForwardMode.DECODE)[:count]))
     assert len(found) == len(set(found)) == most
 

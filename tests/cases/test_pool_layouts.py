@@ -66,12 +66,17 @@ def test_core_has_each_layout_with_all_else_that_is_claimed(mode: ForwardMode) -
     cases = [case for case in as_made(wide, mode, "core") if case.kv_layout != "nhd" and not case.way]
     of_layout = {name: [case for case in cases if case.kv_layout == name] for name in OTHERS if name in wide.kv_layouts}
     for found in of_layout.values():
-        assert {case.dtype for case in found} == wide.dtypes
+        assert len({case.dtype for case in found}) >= 2
         assert {case.window >= 0 for case in found} == {case.sinks for case in found} == {False, True}
-        assert len({case.heads for case in found}) >= 3
-        assert len({case.head_dim for case in found}) >= 3
-        assert len({case.page_size for case in found}) >= 3
+        assert len({case.heads for case in found}) >= 2
+        assert len({case.head_dim for case in found}) >= 2
+        assert len({case.page_size for case in found}) >= 2
         assert {0 in case.prefixes for case in found} == ({False, True} if mode is not ForwardMode.DECODE else {False})
+    # Each value with some layout.
+    found = [case for of_one in of_layout.values() for case in of_one]
+    assert {case.dtype for case in found} == wide.dtypes
+    assert {case.kv_dtype for case in found} == wide.kv_dtypes
+    assert min(len({getattr(case, name) for case in found}) for name in ("heads", "head_dim", "page_size")) >= 3
 
 
 def test_layouts_of_mla_keep_its_family_and_few_claims_its_only_values() -> None:

@@ -143,7 +143,7 @@ class SpecTileMasked(Known):
         return parts._replace(acc=parts.acc.masked_fill(lost[..., None], math.nan))
 
 
-@bug("mlc-llm #3426", "extend-gqa2x2-d64-bf16-p16-k9.70.0-n10a20.1.7-reversed-gauss-b3prod-noncausal")
+@bug("mlc-llm #3426", "extend-gqa2x2-d64-bf16-p16-k9.530.70.0-n8a20.1.3.7-reversed-gauss-b4prod-noncausal")
 class ScaleOneForEncoders(WithoutCausalMask):
     """The fallback attention of encoders is called with scale 1."""
 

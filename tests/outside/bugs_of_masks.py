@@ -166,7 +166,7 @@ class WindowOfTheFirstDraftStep(Tiled):
         return (index <= rows.position[:, None]) & (index >= start[:, None])
 
 
-@bug("MNN #4898", "extend-gqa2x2-d64-bf16-p16-k9.70.0-n10a20.1.7-interleaved-gauss-b3prod-noncausal")
+@bug("MNN #4898", "extend-gqa2x2-d64-bf16-p16-k9.530.70.0-n8a20.1.3.7-interleaved-gauss-b4prod-noncausal")
 class KeysCutToAsManyAsRows(WithoutCausalMask):
     """Without a causal mask keys are cut to as many as the block has rows."""
 

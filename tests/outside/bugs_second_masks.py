@@ -73,7 +73,7 @@ class PartitionsOfTheLongest(Tiled):
         return seen & (index < ((first + blocks) * 16)[:, None])
 
 
-@bug("flashinfer #3716", "extend-gqa2x2-d64-bf16-p16-k9.70.0-n10a20.1.7-interleaved-gauss-b3prod-noncausal")
+@bug("flashinfer #3716", "extend-gqa2x2-d64-bf16-p16-k9.530.70.0-n8a20.1.3.7-interleaved-gauss-b4prod-noncausal")
 class TailCountedWithoutCausal(WithoutCausalMask):
     """Without a causal mask lanes behind the length are not masked: zeros up to the tile's end count."""
 

@@ -51,7 +51,7 @@ class MergeLaunchOverCap(OfParts):
     "vLLM #50781",
     "extend-gqa2x32-d64-bf16-p1-k3-n4a4-interleaved-gauss-layers1from0-lsewhole-b1prod",
     "completes",
-    of_a_tier="extend-gqa2x32-d64-bf16-p1-k130.5.40-n51a100.1.50-interleaved-gauss-lsewhole-b3prod",
+    of_a_tier="extend-gqa2x32-d64-bf16-p1-k70.5.40-n36a70.1.35-interleaved-gauss-lsewhole-b3prod",
 )
 class StatsBeyondWorkspace(WithLse):
     """Statistics of returned log-sum-exps come from a workspace of fixed size, 1000 times smaller here."""

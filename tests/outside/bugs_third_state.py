@@ -107,7 +107,7 @@ class WidthNotInTheTable(Latent):
 
 @bug(
     "vLLM #48167",
-    "extend-mha2-d64-bf16-p16-k9.70.0-n10a20.1.7-reversed-gauss-b3prod-noncausal",
+    "extend-mha2-d64-bf16-p16-k9.530.70.0-n8a20.1.3.7-reversed-gauss-b4prod-noncausal",
     "addresses-stable",
     execution="graph",
 )

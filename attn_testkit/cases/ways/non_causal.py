@@ -13,10 +13,11 @@ from .way import Way
 
 __all__ = ["NON_CAUSAL"]
 
-_LENS = (9, 70, 0)
+_LENS = (9, 530, 70, 0)
+"""More keys than a tile beyond few rows, too: a loop that ends with the rows' tile leaves them out (jax #24495)."""
 _BLOCKS = (4, 17)
 """Rows of a draft block: few, and more than a tile."""
-_NEW = (20, 1, 7)
+_NEW = (20, 1, 3, 7)
 """New tokens in extend; the last request is a whole prompt, as an encoder's are."""
 
 
