@@ -9,11 +9,11 @@ import pytest
 from as_made import as_made, without_arrays
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.cases import catalogue
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.claimed import not_claimed
 from attn_testkit.cases.enriched import enriched, varied
 from attn_testkit.cases.layer_cases import layer_cases
+from attn_testkit.cases.named import named_from, smallest_of, without_options_of
 from attn_testkit.cases.parts import part_cases
 from attn_testkit.cases.plans import context_len
 from attn_testkit.contract import Capabilities, ForwardMode
@@ -38,7 +38,7 @@ def kind(case: Case) -> str:
 def test_they_are_as_many_and_keep_what_the_array_gave_them(mode: ForwardMode) -> None:
     plain = arrays(CLAIMS, mode)
     rich = list(enriched(CLAIMS, plain))
-    assert len(rich) == len(set(rich)) == len(plain) >= 14
+    assert len(rich) == len(set(rich)) == len(plain) >= 12
     for before, after in zip(plain, rich, strict=True):
         assert [getattr(before, name) for name in KEPT] == [getattr(after, name) for name in KEPT]
 
@@ -115,7 +115,7 @@ MODES = (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY)
 
 def small(mode: ForwardMode) -> Case:
     cases = list(without_arrays(CLAIMS, mode, "core"))
-    return catalogue._small(CLAIMS, catalogue._plain(CLAIMS, catalogue._base(mode, cases)))
+    return smallest_of(CLAIMS, without_options_of(CLAIMS, named_from(mode, cases)))
 
 
 def optional(case: Case) -> bool:

@@ -9,12 +9,12 @@ import pytest
 
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
 from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.cases import catalogue
 from attn_testkit.cases.as_claimed import as_claimed
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.catalogue import generate, within_claims
 from attn_testkit.cases.companions import many_heads
 from attn_testkit.cases.large_cases import large_cases, too_large_for_a_cpu
+from attn_testkit.cases.named import named_from, smallest_of, without_options_of
 from attn_testkit.contract import Capabilities, ForwardMode
 
 GRID = 65_535
@@ -24,8 +24,8 @@ MLA = FlashInferMLABackend.capabilities
 
 
 def small_of(claims: Capabilities, mode: ForwardMode) -> Case:
-    base = catalogue._base(mode, list(generate(claims, mode, "core")))
-    return catalogue._small(claims, catalogue._plain(claims, base))
+    base = named_from(mode, list(generate(claims, mode, "core")))
+    return smallest_of(claims, without_options_of(claims, base))
 
 
 def of_full(claims: Capabilities, mode: ForwardMode, tier: str = "full") -> list[Case]:

@@ -1,0 +1,171 @@
+"""Cases by name, which no covering array is sure to meet: long, wide, many, mixed; and what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..contract import Capabilities, ForwardMode
+from .case import Case, Heads
+from .companions import MOST_USUAL_RATIO, branching, head_layouts
+from .draft import Draft
+from .extend import room_for
+from .layer_options import with_options
+from .small_cases import MOST_NEW_TOKENS
+from .trees import Tree, chain
+from .untried import most_rows
+
+__all__ = ["MOST_USUAL_ROWS", "named_cases", "named_from", "smallest_of", "without_options_of"]
+
+MOST_USUAL_ROWS = 6
+"""Rows of a request that a covering array goes up to."""
+_BIG_TREE = Tree(tuple(max(0, (node - 1) // 3) for node in range(1, 40)))
+"""40 nodes: more than fit a 32-bit word of a packed mask."""
+
+
+def named_from(mode: ForwardMode, cases: Sequence[Case]) -> Case:
+    """What the named cases are made of. MLA is too slow for the longest; in the older modes ids say which it is."""
+    newer = mode in (ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE)
+    cheap = [case for case in cases if newer and case.heads.family != "mla"]
+    return (*cheap, *cases)[0]
+
+
+def without_options_of(claims: Capabilities, base: Case) -> Case:
+    """``base`` without options."""
+    kv_dtype = sorted(claims.kv_dtypes, reverse=True)[0]
+    # Whether the usual scaling is meant says ``as_claimed``, case by case: MLA has none.
+    plain = replace(base, window=-1, layer_windows="any", usual_scaling=False, logit_cap=0.0, sinks=False, chunks=1)
+    plain = replace(plain, kv_dtype=kv_dtype)
+    if not plain.draft:
+        return plain
+    draft = Draft(min(2, claims.max_draft_branches), 3)
+    return replace(plain, draft=draft, width=len(draft))
+
+
+def named_cases(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
+    """Cases that no covering array is sure to meet."""
+    plain = without_options_of(claims, base)
+    # In smoke once, not once a mode: it costs as much as all other graph cases of a mode together.
+    claimed = claims.graph if len(claims.graph) > 1 else claims.graph | claims.eager
+    hosts = claimed - {ForwardMode.DRAFT_DECODE}
+    alone = tier == "smoke" and mode is not min(hosts, default=mode)
+    if mode in hosts and len(claimed) > 1 and not alone:
+        # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
+        tree = branching(4) if plain.tree and claims.max_topk > 1 and claims.max_q_rows >= 4 else plain.tree
+        width = len(tree) if tree else plain.width
+        yield replace(plain, mixed=True, tree=tree, width=width, bucket=len(plain.prefixes) + 1, padding="prod")
+    if plain.draft:
+        yield from _loops(claims, plain, tier)
+    if tier == "smoke":
+        return
+    if plain.heads.family == "mla" and max(claims.gqa_ratios) > 16:
+        # As many heads as there are: a few cases, because what is compared grows with them.
+        yield replace(plain, heads=Heads("mla", max(claims.gqa_ratios), 1), data="gauss")
+    # One wrong key of thousands shows with one-hot values alone; see oracle/limits.py.
+    for dtype in sorted(claims.dtypes):
+        new = (plain.width,) if plain.new else ()
+        yield replace(plain, dtype=dtype, prefixes=(4096,), new=new, data="footprint", bucket=1, padding="prod")
+    yield _long_with_options(claims, plain)
+    # Several key tiles, whose maxima rise for some rows and fall for others; no window, which would leave one tile.
+    yield replace(plain, prefixes=(300, 70), new=(plain.width, 1) if plain.new else (), data="cliff", bucket=2)
+    yield _many_requests(claims, plain)
+    if plain.heads.family != "mla" or tier == "full":
+        # 576 numbers a key: minutes without a device.
+        yield _beyond_16_bits(claims, plain)
+    yield from _wide_heads(claims, plain)
+    if mode is ForwardMode.TARGET_VERIFY:
+        two = (9, 40)
+        for tree in (_BIG_TREE, chain(17)):
+            if len(tree) <= claims.max_q_rows and tree.topk <= claims.max_topk:
+                yield replace(plain, prefixes=two, tree=tree, width=len(tree), bucket=3)
+    if mode is ForwardMode.DRAFT_EXTEND and claims.max_q_rows >= 4:
+        # The sum divides by the batch size, so a view as [bs, sum / bs] succeeds and is wrong.
+        yield replace(plain, prefixes=(5, 9), new=(1, 3), width=4, bucket=2)
+    if mode is ForwardMode.EXTEND:
+        yield from _prompts(claims, plain)
+    if plain.new and most_rows(claims, mode) > MOST_USUAL_ROWS:
+        # Rows times heads of a KV head are more than one tile of rows.
+        rows = min(most_rows(claims, mode), 33)
+        heads = _heads_like(claims, plain)[-1]
+        yield replace(plain, heads=heads, prefixes=(9, 40), new=(rows, 3), width=rows, bucket=2)
+
+
+def _long_with_options(claims: Capabilities, plain: Case) -> Case:
+    """Everything that is claimed, at a length where kernels take another path (split keys), beside a short request."""
+    return replace(
+        with_options(claims, plain, 700),
+        prefixes=(1500, 70),
+        new=(plain.width, 1) if plain.new else (),
+        kv_dtype=sorted(claims.kv_dtypes)[0],
+        data="gauss",
+        bucket=3,
+        padding="prod",
+    )
+
+
+def _heads_like(claims: Capabilities, plain: Case) -> list[Heads]:
+    """The claimed layouts that can take the place of ``plain``'s: MLA for MLA, any other for any other."""
+    return [heads for heads in head_layouts(claims) if (heads.family == "mla") == (plain.heads.family == "mla")]
+
+
+def smallest_of(claims: Capabilities, plain: Case) -> Case:
+    """As little work for each row and key as is claimed, for cases with very many of them."""
+    rows = min(2, plain.width)
+    draft = Draft(min(2, plain.draft.branches), 2) if plain.draft else None
+    return replace(
+        plain,
+        heads=min(_heads_like(claims, plain), key=lambda heads: (heads.kv_heads, heads.q_heads)),
+        head_dim=plain.head_dim if plain.heads.family == "mla" else min(claims.head_dims),
+        page_size=min(claims.page_sizes),
+        new=(rows,) * plain.bs if plain.new else (),
+        width=len(draft) if draft else rows,
+        tree=chain(rows) if plain.tree else None,
+        draft=draft,
+        padding="prod",
+    )
+
+
+def _many_requests(claims: Capabilities, plain: Case) -> Case:
+    """More requests than a warp has lanes, and than a block of 128 threads: those sum offsets and make schedules."""
+    small = smallest_of(claims, plain)
+    new = (1,) * 66 + (small.width,) * 66 if plain.new else ()
+    return replace(small, prefixes=(3,) * 45 + (1,) * 43 + (9,) * 44, new=new, data="gauss", bucket=132)
+
+
+def _beyond_16_bits(claims: Capabilities, plain: Case) -> Case:
+    """Lengths, positions and slots beyond 16 bits, which is also beyond the largest y and z of a grid."""
+    small = smallest_of(claims, plain)
+    return replace(small, prefixes=(66_000,), new=small.new[:1], data="footprint", bucket=1)
+
+
+def _prompts(claims: Capabilities, plain: Case) -> Iterator[Case]:
+    """A prompt of several tiles of rows among rows that decode; and chunks of requests that share their prefixes."""
+    rows, page = min(MOST_NEW_TOKENS, claims.max_extend_tokens), plain.page_size
+    small = replace(smallest_of(claims, plain), page_size=page, data="gauss")
+    among_decodes = (1, rows, 1)
+    yield replace(small, prefixes=(70, 300, 5), new=among_decodes, width=room_for(among_decodes), bucket=3)
+    new = tuple(min(n, claims.max_extend_tokens) for n in (page + 1, 2, 1))
+    prefixes = (2 * page, 2 * page + 1, page)
+    yield replace(small, prefixes=prefixes, new=new, width=room_for(new), bucket=4, layout="shared", chunks=3)
+
+
+def _loops(claims: Capabilities, plain: Case, tier: str) -> Iterator[Case]:
+    """The lossless loop of a chain and, from core on and where trees are claimed as well, of two branches."""
+    # What is stored in FP8 is not what greedy decode would have attended.
+    if "same" not in claims.kv_dtypes:
+        return
+    small = replace(smallest_of(claims, plain), page_size=plain.page_size, kv_dtype="same", data="gauss", rounds=6)
+    page = plain.page_size
+    prefixes = (page + 1, 2 * page, 1)
+    for draft in (Draft(1, 3), Draft(2, 3))[: 1 if tier == "smoke" else 2]:
+        most = min(claims.max_topk, claims.max_draft_branches)
+        if draft.branches <= most and 1 + draft.branches * draft.steps <= claims.max_q_rows:
+            yield replace(small, draft=draft, width=len(draft), prefixes=prefixes, bucket=4)
+
+
+def _wide_heads(claims: Capabilities, plain: Case) -> Iterator[Case]:
+    """Groups of more query heads than the array tries: the largest claimed, and one that is no power of two."""
+    wide = sorted(r for r in claims.gqa_ratios if r > MOST_USUAL_RATIO) if "gqa" in claims.families else []
+    odd = [r for r in wide if r & (r - 1)]
+    for ratio in dict.fromkeys([*wide[-1:], *odd[-1:]]):
+        yield replace(plain, heads=Heads("gqa", 2 * ratio, 2), rope_dim=0, data="gauss")
