@@ -64,6 +64,24 @@ def test_no_window_at_all_is_not_told_as_one_of_new_tokens() -> None:
     assert told_of_windows(PLAIN, right(PLAIN) + 9.0) == "", "there is no window"
 
 
+@pytest.mark.parametrize(
+    ("rows", "wider", "in_graph", "text"),
+    [
+        (8, 99, False, "KV tokens before the window are visible, all of them: sliding_window_size does not reach"),
+        (8, 1, False, "one KV token before the window is visible: a window that is one too wide"),
+        (5, 99, False, "one KV token before the window is visible"),  # nothing tells the two apart
+        (8, 99, True, "one KV token before the window is visible"),  # and nobody can be asked
+    ],
+)
+def test_one_token_before_the_window_is_no_window_at_all_where_other_rows_say_so(
+    rows: int, wider: int, in_graph: bool, text: str
+) -> None:
+    schedule = schedule_of(f"extend-gqa2x2-d32-fp32-p4-k1-n{rows}a{rows}-shuffled-gauss-w4-b1prod")
+    out = with_data(schedule, query_positions=expect(schedule, schedule.steps[0]).data.query_positions - wider)
+    asked = attended(schedule, 0, row=4, used=range(6), wanted=range(1, 6), window=4)
+    assert key_range(evidence(schedule, out, attended=asked, in_graph=in_graph)).startswith(text)
+
+
 def test_what_another_layers_window_shares_with_none_at_all_is_told_as_both() -> None:
     schedule = schedule_of("decode-gqa2x2-d32-fp32-p4-k40.3.21-shuffled-gauss-w4one-b4prod")
     out = right(schedule)

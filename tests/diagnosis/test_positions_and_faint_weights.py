@@ -20,7 +20,8 @@ from attn_testkit.diagnosis.hints.memory import stored_elsewhere
 from attn_testkit.diagnosis.hints.parameters import _of_single_heads, other_parameters
 from attn_testkit.diagnosis.hints.rows import some_heads, uneven_offsets
 from attn_testkit.diagnosis.hints.values import nothing_computed
-from attn_testkit.diagnosis.hints.visibility import last_rows_right, positions_of_another_request
+from attn_testkit.diagnosis.hints.visibility import last_rows_right, positions_of_another_request, rows_without_prefix
+from attn_testkit.diagnosis.swapped_rows import SwappedRow
 from attn_testkit.oracle.expect import expect
 
 EXTEND = schedule_of("extend-gqa2x2-d32-fp32-p4-k3.9.5-n12a12.1.3-shuffled-gauss-b3prod")
@@ -65,6 +66,39 @@ def test_positions_that_are_counted_from_elsewhere_are_named(start: list[int], t
     said = told(EXTEND, with_starts(EXTEND, start))
     assert said.startswith(text)
     assert bool(said) is bool(text)
+
+
+def told_without_prefix(schedule: Schedule, out: torch.Tensor, **more: Any) -> str:
+    """Row 2 of request 0 is asked, and attended to KV tokens 0..2."""
+    asked = {"attended": attended(schedule, 0, row=2, used=range(3)), **more}
+    return rows_without_prefix(evidence(schedule, out, **asked))
+
+
+def test_rows_that_count_their_keys_from_the_first_one_are_named_whatever_else_they_are_alike() -> None:
+    out = with_starts(EXTEND, [0, 0, 0])
+    said = told_without_prefix(EXTEND, out)
+    assert said.startswith("right where row i attends to KV tokens 0..i, as if there were no prefix")
+    asked = attended(EXTEND, 0, row=2, used=range(3))
+    swapped = tuple(SwappedRow(0, row, 1, row) for row in range(2))
+    found = evidence(EXTEND, out, attended=asked, swapped=swapped)
+    assert hints(found)[0] == said
+    # Requests whose rows take another path are right.
+    out[:, 12:] = right(EXTEND)[:, 12:]
+    assert told_without_prefix(EXTEND, out) == said
+
+
+def test_rows_that_count_from_elsewhere_or_are_the_first_of_theirs_are_not_told_as_without_prefix() -> None:
+    out = with_starts(EXTEND, [0, 0, 0])
+    assert told_without_prefix(EXTEND, out, attended=None) == ""
+    assert told_without_prefix(EXTEND, out, in_graph=True) == ""
+    assert told_without_prefix(EXTEND, out, attended=attended(EXTEND, 0, row=2, used=range(4))) == ""
+    assert told_without_prefix(EXTEND, with_starts(EXTEND, [1, 0, 0])) == "", "one row is right for something else"
+    first = right(EXTEND)
+    first[:, 0] = out[:, 0]
+    alone = attended(EXTEND, 0, row=0, used=(0,))
+    assert told_without_prefix(EXTEND, first, attended=alone) == "", "KV token 0 alone has many causes"
+    first[:, 1] = out[:, 1]
+    assert told_without_prefix(EXTEND, first, attended=alone)
 
 
 def test_positions_that_windows_alone_go_by_are_named_and_no_window_at_all_is_none() -> None:

@@ -52,6 +52,7 @@ from .visibility import (
     positions_of_another_request,
     rows_counted_by_heads,
     rows_of_a_later_tile,
+    rows_without_prefix,
     window_of_another_layer,
     window_on_new_rows_alone,
 )
@@ -65,6 +66,7 @@ _PATTERNS: tuple[Pattern, ...] = (
     beyond_32_bits,
     stored_elsewhere,
     entered_at_query_offsets,
+    rows_without_prefix,
     rows_of_others,
     positions_of_another_request,
     lengths_of_others,
@@ -119,6 +121,7 @@ _GUESSES: tuple[Pattern, ...] = (right_without, right_with_fewer_requests, later
 _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
     beyond_32_bits: _PATTERNS,
     stored_elsewhere: _PATTERNS,
+    rows_without_prefix: _PATTERNS,
     positions_of_another_request: (uneven_offsets, nothing_computed, later_requests, last_page, row_tile, *_GUESSES),
     lengths_of_others: (uneven_offsets, length_threshold, later_requests, last_page, row_tile, *_GUESSES),
     rows_of_other_layers: (later_requests, elsewhere, *_GUESSES),

@@ -16,12 +16,14 @@ from ..attended_keys import AttendedKeys
 from ..changed_case import ChangedCases
 from ..swapped_rows import SwappedRow
 
-__all__ = ["SMALLEST_TILE", "SMALL_ERROR", "Evidence"]
+__all__ = ["LONGEST", "SMALLEST_TILE", "SMALL_ERROR", "Evidence"]
 
 SMALLEST_TILE = 16
 """No kernel's tile of keys is smaller."""
 SMALL_ERROR = 5.0
 """Errors up to so many limits are what one rounding too many gives."""
+LONGEST = 8192
+"""KV tokens of a request up to which it is asked what other data give: each mistake costs an answer of the oracle."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,14 @@ class Evidence:
     def lens(self) -> list[int]:
         """KV tokens of each request, those of this step included."""
         return self.step.lens
+
+    @property
+    def can_be_asked(self) -> bool:
+        """Whether ``right_for`` can tell anything: of wrong, finite results of an eager step without long requests."""
+        judgement = self.judgement
+        asked = not self.schedule.case.head_maps and max(self.lens, default=0) <= LONGEST
+        wrong = judgement.all_finite and not judgement.right and judgement.worst is not None
+        return asked and wrong and not self.in_graph
 
     def right_for(self, data: StepData, *, right_too: bool = False, of_rows: torch.Tensor | None = None) -> bool:
         """Whether every wrong row of a layer is what attention on other data gives; ``right_too``: every row.

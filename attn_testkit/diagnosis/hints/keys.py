@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 
@@ -231,9 +232,17 @@ def _parts_of(case: Case, wanted: Collection[int], doubled: Collection[int], pre
     return " and ".join(found) if set().union(*found.values()) == set(doubled) else ""
 
 
+def _no_window_at_all(e: Evidence) -> bool:
+    """All wrong rows are right without a window, and one that is one too wide does not explain them."""
+    data = e.expected.data
+    if not e.can_be_asked or not e.right_for(replace(data, query_positions=data.key_positions[:, :1].clone())):
+        return False
+    return not e.right_for(replace(data, query_positions=data.query_positions - 1))
+
+
 def _before_the_window(e: Evidence, attended: AttendedKeys, extra: list[int]) -> str:
     first = min(attended.wanted)
-    if extra == [first - 1]:
+    if extra == [first - 1] and not _no_window_at_all(e):
         return (
             "one KV token before the window is visible: a window that is one too wide (sliding_window_size counts "
             "those before a row's own), or a row that is counted one too low"

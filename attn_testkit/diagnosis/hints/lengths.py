@@ -8,12 +8,10 @@ import torch
 
 from ...cases.data import StepData
 from ...cases.ways import way_of
-from .evidence import SMALLEST_TILE, Evidence
+from .evidence import LONGEST, SMALLEST_TILE, Evidence
 
 __all__ = ["lengths_of_others"]
 
-_LONGEST = 8192
-"""KV tokens of a request up to which it is asked: each length costs an answer of the oracle."""
 _MOST_LENGTHS = 24
 """Lengths that are asked about."""
 _FEW = 2
@@ -74,7 +72,7 @@ def _with_length(e: Evidence, length: int) -> StepData:
 
 def _can_be_asked(e: Evidence) -> bool:
     case, judgement, requests = e.schedule.case, e.judgement, e.step.requests
-    if case.head_maps or max(e.lens, default=0) > _LONGEST or e.swapped or not way_of(case).causal:
+    if case.head_maps or max(e.lens, default=0) > LONGEST or e.swapped or not way_of(case).causal:
         return False
     if any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in requests):
         return False

@@ -15,13 +15,11 @@ import torch
 from ...cases.data import StepData, make_layers
 from ...contract import AttentionLayer
 from ...oracle.expect import attend_with_limit
-from .evidence import SMALL_ERROR, Evidence
+from .evidence import LONGEST, SMALL_ERROR, Evidence
 from .suspects import SAME_RESULTS
 
 __all__ = ["other_parameters"]
 
-_LONGEST = 8192
-"""KV tokens of a request up to which it is asked: each mistake costs an answer of the oracle."""
 _MOST_HEADS = 16
 """Query heads up to which it is asked which one stands in the place of which: each costs an answer of the oracle."""
 _MOST_SINKS = 8
@@ -54,7 +52,7 @@ def _can_be_asked(e: Evidence) -> bool:
     wrong_rows = judgement.wrong.flatten(2).any(-1)
     if (judgement.out == 0).flatten(2).all(-1)[wrong_rows].any():
         return False  # nothing computed them, and beside wide limits 0 is right for much
-    if case.head_maps or max(e.lens, default=0) > _LONGEST:
+    if case.head_maps or max(e.lens, default=0) > LONGEST:
         return False
     # Of a KV token that is missing, little may be left within limits that a mistake makes wider. Where weights do not
     # sum to 1, those that seem to count twice may have another FP8 scale.

@@ -18,12 +18,10 @@ __all__ = [
     "positions_of_another_request",
     "rows_counted_by_heads",
     "rows_of_a_later_tile",
+    "rows_without_prefix",
     "window_of_another_layer",
     "window_on_new_rows_alone",
 ]
-
-_LONGEST = 8192
-"""KV tokens of a request up to which it is asked: each mistake costs an answer of the oracle."""
 
 
 def entered_at_query_offsets(e: Evidence) -> str:
@@ -79,7 +77,7 @@ def rows_counted_by_heads(e: Evidence) -> str:
     """Row i of a request sees what row i // G should, G the query heads of a KV head: a bound of packed rows."""
     attended, shapes = e.attended, e.wrong_shapes
     groups = {shape.num_qo_heads // shape.num_kv_heads for shape in shapes}
-    if attended is None or attended.right or e.swapped or len(groups) != 1 or not _answers(e):
+    if attended is None or attended.right or e.swapped or len(groups) != 1 or not e.can_be_asked:
         return ""
     group = groups.pop()
     if not 1 < group < max(r.new for r in e.step.requests):
@@ -100,7 +98,7 @@ def rows_counted_by_heads(e: Evidence) -> str:
 def positions_of_another_request(e: Evidence) -> str:
     """Rows see what they should if their positions were counted from the prefix or the length of another request."""
     case, requests, attended = e.schedule.case, e.step.requests, e.attended
-    if attended is None or attended.right or e.swapped or not way_of(case).causal or not _answers(e):
+    if attended is None or attended.right or e.swapped or not way_of(case).causal or not e.can_be_asked:
         return ""
     if any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in requests):
         return ""
@@ -130,6 +128,30 @@ def positions_of_another_request(e: Evidence) -> str:
                 "behind each row's own position"
             )
     return ""
+
+
+def rows_without_prefix(e: Evidence) -> str:
+    """Wrong rows see the KV tokens up to their own number among the new rows."""
+    attended = e.attended
+    if attended is None or attended.right or attended.elsewhere or attended.used != set(range(attended.row + 1)):
+        return ""
+    places = {int(place) for place in _places(e)[e.rows]}
+    if places == {0} or not way_of(e.schedule.case).causal or not e.can_be_asked:
+        return ""
+    if any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in e.step.requests):
+        return ""
+    _, seen = next(_seen_from(e, torch.zeros(e.step.bs, dtype=torch.int64), windows=False, whole=True))
+    if not e.right_for(seen):
+        return ""
+    return (
+        "right where row i attends to KV tokens 0..i, as if there were no prefix: a causal mask that is aligned to the "
+        "first KV token and not to the last, or positions that begin at 0"
+    )
+
+
+def _places(e: Evidence) -> torch.Tensor:
+    """[T]: of each flat row its number among the new rows of its request."""
+    return torch.cat([torch.arange(request.new) for request in e.step.requests])
 
 
 _NO_PREFIX = "0, as if there were no prefix"
@@ -164,13 +186,7 @@ def _seen_from(e: Evidence, start: torch.Tensor, windows: bool, *, whole: bool) 
 
 
 def _can_be_asked(e: Evidence) -> bool:
-    return e.schedule.case.data not in SAME_RESULTS and _answers(e)
-
-
-def _answers(e: Evidence) -> bool:
-    case, judgement = e.schedule.case, e.judgement
-    asked = not case.head_maps and max(e.lens, default=0) <= _LONGEST
-    return asked and judgement.all_finite and not judgement.right and judgement.worst is not None and not e.in_graph
+    return e.schedule.case.data not in SAME_RESULTS and e.can_be_asked
 
 
 def last_rows_right(e: Evidence) -> str:
@@ -198,7 +214,7 @@ def last_rows_right(e: Evidence) -> str:
 def window_on_new_rows_alone(e: Evidence) -> str:
     """Rows are right where windows narrow the KV tokens of this step, and not those of the prefix."""
     attended, data = e.attended, e.expected.data
-    if attended is None or attended.right or e.swapped or not _answers(e):
+    if attended is None or attended.right or e.swapped or not e.can_be_asked:
         return ""
     if all(layer.sliding_window_size < 0 for layer in make_layers(e.schedule.case)):
         return ""
