@@ -28,14 +28,16 @@ def blocks(claims: Capabilities, mode: ForwardMode) -> list[Case]:
 
 def test_who_claims_it_in_a_mode_is_tried_there() -> None:
     one, other, whole = blocks(CLAIMS, EXTEND)
-    assert one.new == other.new == (20, 1, 7)
+    assert one.new == other.new == (20, 1, 3, 7)
+    assert one.prefixes == (9, 530, 70, 0), "many keys before one new row, and a whole prompt"
     assert not any(whole.prefixes)
     assert one.heads != other.heads
     assert [case.width for case in blocks(CLAIMS, VERIFY)] == [4, 17] * 2
     assert not blocks(CLAIMS.with_changes(non_causal={VERIFY}), EXTEND)
     assert not blocks(CLAIMS.with_changes(non_causal={EXTEND}), VERIFY)
     assert [case.width for case in blocks(CLAIMS.with_changes(max_q_rows=3), VERIFY)] == [3] * 2
-    assert [case.new for case in blocks(CLAIMS.with_changes(max_extend_tokens=5), EXTEND)] == [(5, 1, 5)] * 3
+    few = blocks(CLAIMS.with_changes(max_extend_tokens=5), EXTEND)
+    assert [case.new for case in few] == [(5, 1, 3, 5)] * 2 + [(5, 1, 5)]
 
 
 @pytest.mark.parametrize("name", [BLOCK, PROMPT])
