@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from ..attended_keys import AttendedKeys
 from ..changed_case import ChangedCases
 from ..swapped_rows import SwappedRow
 
-__all__ = ["LONGEST", "SMALLEST_TILE", "SMALL_ERROR", "Evidence"]
+__all__ = ["LONGEST", "SMALLEST_TILE", "SMALL_ERROR", "Evidence", "places_of"]
 
 SMALLEST_TILE = 16
 """No kernel's tile of keys is smaller."""
@@ -124,3 +125,8 @@ class Evidence:
         if of_rows is not None:
             near = near | ~of_rows
         return bool((near if right_too else near[self.judgement.wrong.flatten(2).any(-1)]).all())
+
+
+def places_of(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Of each flat row: its request, its number there, and how many rows that request has."""
+    return [(b, i, n) for b, n in enumerate(counts) for i in range(n)]

@@ -8,7 +8,7 @@ from itertools import accumulate
 from ...checks.describe import index_ranges
 from ...contract import ForwardMode
 from ..attended_keys import AttendedKeys
-from .evidence import Evidence
+from .evidence import Evidence, places_of
 
 __all__ = [
     "kept_from_before",
@@ -112,7 +112,7 @@ def _uneven_in_eager(e: Evidence) -> str:
     stride = next((n for n in strides if e.rows in _wrong_under(n, counts)), None)
     # Where all rows are wrong, that they are says nothing of a stride: what one of them attended to has to.
     attended = e.attended
-    if e.computes_nan and e.rows == [row for row, (of, *_) in enumerate(_places(counts)) if of in e.wrong]:
+    if e.computes_nan and e.rows == [row for row, (of, *_) in enumerate(places_of(counts)) if of in e.wrong]:
         # No foreign key is read, and whole requests are wrong: that needs no stride.
         return ""
     astray = attended is not None and "others" in attended.elsewhere and not attended.used & attended.wanted
@@ -145,14 +145,9 @@ def _place_under(stride: int, e: Evidence, attended: AttendedKeys) -> tuple[int,
     return divmod(sum(r.new for r in e.step.requests[: attended.request]) + attended.row, stride)
 
 
-def _places(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Of each flat row: its request, its number there, and how many rows that request has."""
-    return [(b, i, n) for b, n in enumerate(counts) for i in range(n)]
-
-
 def _wrong_under(stride: int, counts: list[int]) -> list[list[int]]:
     """Flat rows that differ with a uniform stride, lengths counted from the end of the keys, and from the start."""
-    place = _places(counts)
+    place = places_of(counts)
     from_end = [t for t, (b, i, n) in enumerate(place) if (t // stride, t % stride - stride) != (b, i - n)]
     from_start = [t for t, (b, i, _) in enumerate(place) if (t // stride, t % stride) != (b, i)]
     return [rows for rows in (from_end, from_start) if rows]

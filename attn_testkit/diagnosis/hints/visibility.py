@@ -9,7 +9,7 @@ import torch
 
 from ...cases.data import StepData, make_layers
 from ...cases.ways import way_of
-from .evidence import Evidence
+from .evidence import Evidence, places_of
 from .suspects import SAME_RESULTS
 
 __all__ = [
@@ -58,7 +58,7 @@ def rows_of_a_later_tile(e: Evidence) -> str:
     attended = e.attended
     if most < 2 or not _can_be_asked(e) or attended is None or attended.right or e.swapped:
         return ""
-    if any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in e.step.requests):
+    if _branches(e):
         return ""
     data = e.expected.data
     for tile in (1 << n for n in range((most - 1).bit_length())):
@@ -82,7 +82,7 @@ def rows_counted_by_heads(e: Evidence) -> str:
     group = groups.pop()
     if not 1 < group < max(r.new for r in e.step.requests):
         return ""  # all rows that see what the first one does are no matter of heads
-    if any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in e.step.requests):
+    if _branches(e):
         return ""
     data = e.expected.data
     row = torch.arange(data.visible.shape[1]) // group
@@ -100,7 +100,7 @@ def positions_of_another_request(e: Evidence) -> str:
     case, requests, attended = e.schedule.case, e.step.requests, e.attended
     if attended is None or attended.right or e.swapped or not way_of(case).causal or not e.can_be_asked:
         return ""
-    if any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in requests):
+    if _branches(e):
         return ""
     windows = any(layer.sliding_window_size >= 0 for layer in make_layers(case))
     if windows and e.right_for(replace(e.expected.data, query_positions=e.expected.data.key_positions[:, :1].clone())):
@@ -135,10 +135,10 @@ def rows_without_prefix(e: Evidence) -> str:
     attended = e.attended
     if attended is None or attended.right or attended.elsewhere or attended.used != set(range(attended.row + 1)):
         return ""
-    places = {int(place) for place in _places(e)[e.rows]}
-    if places == {0} or not way_of(e.schedule.case).causal or not e.can_be_asked:
+    places = places_of([request.new for request in e.step.requests])
+    if not any(places[row][1] for row in e.rows) or not way_of(e.schedule.case).causal or not e.can_be_asked:
         return ""
-    if any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in e.step.requests):
+    if _branches(e):
         return ""
     _, seen = next(_seen_from(e, torch.zeros(e.step.bs, dtype=torch.int64), windows=False, whole=True))
     if not e.right_for(seen):
@@ -147,11 +147,6 @@ def rows_without_prefix(e: Evidence) -> str:
         "right where row i attends to KV tokens 0..i, as if there were no prefix: a causal mask that is aligned to the "
         "first KV token and not to the last, or positions that begin at 0"
     )
-
-
-def _places(e: Evidence) -> torch.Tensor:
-    """[T]: of each flat row its number among the new rows of its request."""
-    return torch.cat([torch.arange(request.new) for request in e.step.requests])
 
 
 _NO_PREFIX = "0, as if there were no prefix"
@@ -183,6 +178,11 @@ def _seen_from(e: Evidence, start: torch.Tensor, windows: bool, *, whole: bool) 
         yield "positions", replace(data, query_positions=positions, visible=visible)
     if windows:
         yield "the positions by which windows begin", replace(data, query_positions=positions)
+
+
+def _branches(e: Evidence) -> bool:
+    """Who sees whom among the new rows is no matter of their order."""
+    return any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in e.step.requests)
 
 
 def _can_be_asked(e: Evidence) -> bool:
