@@ -138,7 +138,7 @@ class Twin:
     def __init__(self, module: Any, language: Language, function: types.FunctionType) -> None:
         code, given = function.__code__, function.__globals__
         named, attributes, does = _named_in(code)
-        self._namespaces = [(given, name) for name in named & given.keys()]
+        self._namespaces = [(given, name) for name in named]
         own: dict[str, Any] = {}
         for name in named & given.keys():
             value = given[name]
@@ -151,7 +151,7 @@ class Twin:
                 instead = types.SimpleNamespace(**{**vars(value), **known}) if known else None
             if instead is not None:
                 own[name] = instead
-        self._values = [namespace[name] for namespace, name in self._namespaces]
+        self._values = [namespace.get(name, _MISSING) for namespace, name in self._namespaces]
         self.refusal = self._refusal(module, function, does, named - given.keys())
         self.function = function
         if not (does & _CHANGES_NAMES or named & _SEES_NAMES):
@@ -169,7 +169,8 @@ class Twin:
             return "a kernel that does more than to compute"
         try:
             for value in self._values:
-                _refuse_what_changes(module, value)
+                if value is not _MISSING:  # a name of Python's own, or one that comes later
+                    _refuse_what_changes(module, value)
         except Untraceable as reason:
             return str(reason)
         return ""

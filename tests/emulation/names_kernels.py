@@ -77,6 +77,11 @@ def other_attributes(out, counts, N: tl.constexpr):
         tl.store(out + i, i.nothing_of_the_kind)
 
 
+@triton.jit
+def twice(number):
+    return 2 * number
+
+
 STEP = 0
 
 
@@ -86,3 +91,9 @@ def counts_for_the_module(x, N: tl.constexpr):
     STEP = STEP + 1
     for i in range(0, N, N):
         tl.store(x + i + tl.arange(0, N), 1.0)
+
+
+@triton.jit
+def adds_what_comes_later(x, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x + at, tl.load(x + at) + amount(N))  # noqa: F821

@@ -117,3 +117,12 @@ def test_a_module_keeps_its_own_names():
     assert kernels.counted is language.range
     with emulated_cuda():
         assert kernels.exponential is language.exp
+
+
+def test_a_name_that_a_module_gets_later_is_seen(ways, monkeypatch):
+    x = torch.zeros(N).cuda()
+    with pytest.raises(Exception, match="amount"):
+        kernels.adds_what_comes_later[(1,)](x, N)
+    monkeypatch.setattr(kernels, "amount", kernels.twice, raising=False)
+    kernels.adds_what_comes_later[(1,)](x, N)
+    assert x.cpu().tolist() == [2 * N] * N
