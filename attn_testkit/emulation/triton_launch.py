@@ -72,9 +72,12 @@ def _launch_of(
         try:
             run_all(executor, args, kwargs)
         except module.InterpreterError as error:
-            # The interpreter keeps the text alone.
-            if isinstance(error.__cause__, EmulationError):
-                raise error.__cause__ from None
+            # The interpreter keeps the text alone, once more for each function that was called.
+            cause = error.__cause__
+            while isinstance(cause, module.InterpreterError):
+                cause = cause.__cause__
+            if isinstance(cause, EmulationError):
+                raise cause from None
             raise
 
     def run_all(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from attn_testkit.emulation.errors import EmulationError
+from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.triton_numbers import python_number
 from attn_testkit.emulation.triton_paths import Kind
 from attn_testkit.emulation.triton_record import Number, Recorder, Untraceable, identity
@@ -37,6 +39,17 @@ _SEEN_OUTSIDE = _SEES_NAMES | {
 }
 """Functions of Python that a program walked along a path would not call."""
 _COUNTERS = ("range", "static_range")
+_EXTRA = "triton.language.extra"
+_OF_DEVICE = {
+    **{
+        name: name
+        for name in ("exp", "exp2", "log", "log2", "sin", "cos", "sqrt", "rsqrt", "abs", "floor", "ceil", "erf", "fma")
+    },
+    **{f"fast_{name}f": name for name in ("exp", "log", "log2", "sin", "cos")},
+    "fabs": "abs",
+    "fast_dividef": "fdiv",
+}
+"""Functions of NVIDIA's library for the device, and those of the language that compute the same."""
 
 
 def recorder_of(module: Any) -> Recorder | None:
@@ -119,6 +132,8 @@ class Language:
 
     def instead_of(self, value: Any) -> Any:
         """What a kernel calls where its module holds ``value``; None if it may call that."""
+        if isinstance(value, types.FunctionType) and value.__module__.endswith(".libdevice"):
+            return self._of_device(value.__name__)
         place = self._places.get(id(value))
         if place is not None:
             owner, name, _ = place
@@ -127,6 +142,21 @@ class Language:
             return None
         # One of an extra module, or what an earlier launch outside the emulation replaced, as Triton 3.6 leaves it.
         return lambda *args, **named: value(*args, **{**named, "_semantic": self._module.interpreter_semantic})
+
+    def _of_device(self, name: str) -> Callable[..., Any]:
+        language, own = self._module.tl, _OF_DEVICE.get(name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            if own is not None:
+                return getattr(language, own)(*args, **named)
+            raise EmulationError(
+                f"libdevice.{name} in a triton kernel",
+                author_site(),
+                "it is NVIDIA's code for its GPUs, which Triton's interpreter does not have: it cannot run without one",
+                "use a function of triton.language where one computes the same, or run on a GPU",
+            )
+
+        return call
 
 
 class Twin:
@@ -143,7 +173,7 @@ class Twin:
         for name in named & given.keys():
             value = given[name]
             instead = language.instead_of(value)
-            if isinstance(value, types.ModuleType) and not _is_of_triton(value.__name__):
+            if isinstance(value, types.ModuleType) and _may_hold(value.__name__):
                 held = attributes & vars(value).keys()
                 self._namespaces += [(vars(value), attribute) for attribute in held]
                 inside = {attribute: language.instead_of(vars(value)[attribute]) for attribute in held}
@@ -197,6 +227,11 @@ def _named_in(code: types.CodeType) -> tuple[set[str], set[str], set[str]]:
             more = _named_in(constant)
             named, attributes, does = named | more[0], attributes | more[1], does | more[2]
     return named, attributes, does
+
+
+def _may_hold(module: str) -> bool:
+    """Whether functions of a module are to be looked at: the interpreter replaces those of the language itself."""
+    return not _is_of_triton(module) or module.startswith(_EXTRA)
 
 
 def _is_of_triton(module: str | None) -> bool:

@@ -6,13 +6,16 @@ import types
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_wait as wait_for_the_kernel_ahead
+from triton.language.extra.cuda import libdevice as nvidias
 
 exponential = tl.exp
 larger = tl.maximum
 counted = tl.range
 asserted = tl.static_assert
 aligned = tl.multiple_of
+tangent = libdevice.tan
 made = tl.full
 op = types.ModuleType("op_of_these_kernels")
 op.logarithm = tl.log
@@ -97,3 +100,25 @@ def counts_for_the_module(x, N: tl.constexpr):
 def adds_what_comes_later(x, N: tl.constexpr):
     at = tl.arange(0, N)
     tl.store(x + at, tl.load(x + at) + amount(N))  # noqa: F821
+
+
+@triton.jit
+def fast(value):
+    return libdevice.fast_expf(value) + nvidias.floor(value)
+
+
+@triton.jit
+def by_the_library(x, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x + at, fast(tl.load(x + at)))
+
+
+@triton.jit
+def inner_tangent(value):
+    return tangent(value)
+
+
+@triton.jit
+def by_the_library_alone(x, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x + at, inner_tangent(tl.load(x + at)))

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from attn_testkit.emulation import emulated_cuda, triton_programs
+from attn_testkit.emulation import EmulationError, emulated_cuda, triton_programs
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -126,3 +126,12 @@ def test_a_name_that_a_module_gets_later_is_seen(ways, monkeypatch):
     monkeypatch.setattr(kernels, "amount", kernels.twice, raising=False)
     kernels.adds_what_comes_later[(1,)](x, N)
     assert x.cpu().tolist() == [2 * N] * N
+
+
+def test_functions_of_nvidias_library_are_those_of_the_language_or_refused(ways):
+    x = torch.linspace(-2, 2, N)
+    device = x.cuda()
+    kernels.by_the_library[(1,)](device, N)
+    assert close(device, x.exp() + x.floor())
+    with pytest.raises(EmulationError, match=r"libdevice.tan in a triton kernel .*NVIDIA's code"):
+        kernels.by_the_library_alone[(1,)](device, N)
