@@ -280,10 +280,10 @@ class AttentionBackend(ABC):
         ``q`` [T, Hq, D], ``k`` [T, Hk, D], ``v`` [T, Hk, Dv], in the model's dtype, possibly strided views of one
         packed tensor; none may be modified. The heads of a row lie one behind the other; those of ``k`` and ``v`` need
         not where ``takes_strided_heads`` is claimed. Hq, Hk, D and Dv are ``layer``'s own. For MLA ``q`` is [T, H,
-        kv_lora_rank + rope] (absorbed), ``k`` [T, 1, same] the latent row to store, and ``v`` its first part. With ``save_kv_cache``
-        False the pool holds the new keys and values already (a fused kernel stored them, or the layer shares
-        another's): k and v may hold anything, and must be neither read nor stored. Servers then give None for both, and
-        so does the kit to a backend that claims ``takes_none_kv``.
+        kv_lora_rank + rope] (absorbed), ``k`` [T, 1, same] the latent row to store, and ``v`` its first part. With
+        ``save_kv_cache`` False the pool holds the new keys and values already (a fused kernel stored them, or the layer
+        shares another's): k and v may hold anything, and must be neither read nor stored. Servers then give None for
+        both, and so does the kit to a backend that claims ``takes_none_kv``.
         Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype, which holds until the next ``forward``, or longer:
         ``output_lifetime``. With ``takes_out`` it has one more argument, ``out=None``, and writes to it and returns it
         where it is given.
