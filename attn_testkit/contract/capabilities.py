@@ -110,7 +110,8 @@ _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_bra
 _YES_OR_NO = (
     "any_scaling", "window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
     "takes_none_kv", "takes_strided_heads", "takes_unset_width", "takes_empty_batches", "takes_bare_chains",
-    "takes_out", "takes_more_rows", "kv_groups", "heads_by_layer", "eager_waits", "drafts_without_prefix", "waits_between_steps",
+    "takes_out", "takes_more_rows", "kv_groups", "heads_by_layer", "eager_waits", "drafts_without_prefix",
+    "waits_between_steps",
 )  # fmt: skip
 
 

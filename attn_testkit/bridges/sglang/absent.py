@@ -66,7 +66,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def stand_in() -> str:
     """Let imports of the package pass where it cannot be imported. Why it cannot be; empty where it can."""
-    if isinstance(sys.modules.get(_PACKAGE), _Module):
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return _why[0]
     try:
         importlib.import_module(_PACKAGE)

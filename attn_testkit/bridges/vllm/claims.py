@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_testkit.contract import LogSumExp
+from attn_testkit.contract import LogSumExp, Requires
 
 from .. import claims as bridged
 from ..claims import DD, V1, V2, D, Line, V, X
@@ -94,6 +94,7 @@ _DTYPES = (
     Line("fp32_products", "tf32", f"{_UNIFIED}:kernel_unified_attention"),
 )
 _LSE = LogSumExp(base="e", dtype="model", whole={D, V, V2})
+_FLASHINFER_PACKAGE = Requires(packages=("flashinfer-python>=0.7.2,<0.8",))
 _HALF = Line("dtypes", {"fp16", "bf16"}, f"{_TRITON}:TritonAttentionBackend")
 
 _FLEX_LINES = (
@@ -201,6 +202,7 @@ CLAIMS: Mapping[str, Claims] = {
             *_LAYERS_DIFFER,
             *(line for line in _RUNNER if line.claim != "needs_cpu_seq_lens"),
             Line("needs_cpu_seq_lens", True, f"{_FLASHINFER}:FlashInferMetadataBuilder.build"),
+            Line("requires", _FLASHINFER_PACKAGE, f"{_FLASHINFER}:FlashInferBackend"),
         ),
         compiled_kernel=True,
         compiled_store=True,

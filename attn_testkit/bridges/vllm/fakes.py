@@ -9,6 +9,7 @@ compiles. Where one of them attends, ``AttentionBackend.kernels`` says so.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ def put_in_place() -> None:
     from vllm.v1.attention.backends import flex_attention as of_vllm
 
     of_vllm.flex_attention_compiled = flex_attention
+    if importlib.util.find_spec("flashinfer") is None:
+        return  # its class is not asked for, or says so
     with swapped({path: fake_of(entry) for path, entry in _WRAPPERS.items()}):
         importlib.import_module("vllm.v1.attention.backends.flashinfer")
     # vLLM leaves the choice to FlashInfer, which asks for the CUDA version of torch. The fakes are of "fa2".
