@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .cases.case import Case
-from .cases.choices import CONTIGUOUS, has_strided_heads
+from .cases.choices import CONTIGUOUS
 from .cases.data import HIDDEN, VOCAB
 from .cases.head_shapes import HeadMap
 from .cases.patterns import normals
@@ -174,7 +174,7 @@ class Model:
         """Of each layer: where q, k and v lie in a token's row."""
         self.contiguous = case.pick("qkv-memory") == CONTIGUOUS
         """In half the cases q, k, v are contiguous, in the others they are strided views of one packed tensor."""
-        self._side_by_side = strided_heads and has_strided_heads(case)
+        self._side_by_side = strided_heads and case.strided_heads
         weights = make_weights(len(layers), case.heads.q_heads * case.head_dim).to(table.device)
         self._out, self._head = weights.out.unbind(0), weights.head
         if case.head_maps:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ..contract import Execution, ForwardMode
 
-__all__ = ["CHOICES", "CONTIGUOUS", "Choice", "Value", "chosen", "has_strided_heads", "pick", "shallow_depth"]
+__all__ = ["CHOICES", "CONTIGUOUS", "Choice", "Value", "chosen", "pick", "shallow_depth"]
 
 
 class Chooses(Protocol):
@@ -303,11 +303,6 @@ def pick(case: Chooses, name: str, n: int | None = None) -> int:
         if number < 0:
             return index
     raise AssertionError("weights are positive")
-
-
-def has_strided_heads(case: Chooses) -> bool:
-    """Whether the heads of new k and v are strided, for a backend that claims ``takes_strided_heads``."""
-    return case.mode is ForwardMode.EXTEND and not case.is_mla and pick(case, "kv-memory") == 1
 
 
 def chosen(case: Chooses) -> Iterator[tuple[Choice, Value | None]]:

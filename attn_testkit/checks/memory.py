@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 
 from ..cases.case import Case
-from ..cases.choices import has_strided_heads
 from ..cases.kv_groups import slot_in_pool
 from ..results import Finding
 from .check import Check, Stage
@@ -63,7 +62,7 @@ def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: boo
     shown = slot_in_pool(observed.schedule, layer, slot + page)
     behind = _rows_behind(observed, case)
     hint = _of_padding(kinds, behind)
-    strided = takes_strided_heads and has_strided_heads(case)
+    strided = takes_strided_heads and case.strided_heads
     hint = hint or held_instead(
         observed, got, want, owner, (layer, part, slot), padded=0 < kinds["new"] <= behind, strided_heads=strided
     )

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from ..cases.case import Case, parse_case
-from ..cases.choices import has_strided_heads
 from ..cases.claimed import not_claimed
 from ..cases.data import StepData, make_step_data, new_kv, pool_image
 from ..cases.loop import make_loop, said
@@ -89,7 +88,7 @@ def _with_cause(finding: Finding, outcome: _Outcome, rerunner: Rerunner, claims:
     case, in_graph = parse_case(item.case), item.execution == Execution.GRAPH
     if in_graph:
         finding = _of_unset_width(finding, rerunner, case, claims)
-    if finding.check in _OF_STRIDES and claims.takes_strided_heads and has_strided_heads(case):
+    if finding.check in _OF_STRIDES and claims.takes_strided_heads and case.strided_heads:
         finding = _with_hint(finding, blame_strided_heads(rerunner, schedule_for(case, claims)))
     if finding.check == "completes" and outcome.driven.stage < Stage.COMPLETED:
         finding = _with_hint(finding, explain_raised(rerunner, schedule_for(case, claims), in_graph=in_graph))

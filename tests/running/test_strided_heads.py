@@ -9,7 +9,6 @@ import torch
 from in_process import check_backend
 
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.choices import has_strided_heads
 from attn_testkit.contract import Capabilities
 from attn_testkit.examples import MinimalBackend
 
@@ -17,8 +16,8 @@ EXTEND = "extend-gqa2x2-d64-bf16-p16-k3.21.5-n4a1.3.4-shuffled-gauss-b3prod"
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.21.5-shuffled-gauss-b3prod"
 CLAIMS: Capabilities = MinimalBackend.capabilities.with_changes(takes_strided_heads=True)
 SEEDS = [parse_case(EXTEND).with_seed(seed) for seed in range(16)]
-STRIDED = next(case for case in SEEDS if has_strided_heads(case))
-PLAIN = next(case for case in SEEDS if not has_strided_heads(case))
+STRIDED = next(case for case in SEEDS if case.strided_heads)
+PLAIN = next(case for case in SEEDS if not case.strided_heads)
 
 
 class Spy(MinimalBackend):
@@ -95,12 +94,12 @@ def test_without_the_claim_heads_lie_one_behind_the_other_and_rows_may_be_stride
 
 
 def test_with_the_claim_heads_are_strided_in_extend_where_the_case_says_so() -> None:
-    assert {case.id: has_strided_heads(case) for case in SEEDS} != dict.fromkeys((case.id for case in SEEDS), True)
+    assert {case.id: case.strided_heads for case in SEEDS} != dict.fromkeys((case.id for case in SEEDS), True)
     for case, in_line in ((STRIDED, {False}), (PLAIN, {True}), (parse_case(DECODE), {True})):
         ClaimingSpy.seen.clear()
         assert findings(ClaimingSpy, case) == {}
         assert {heads for heads, _ in ClaimingSpy.seen} == in_line
-    assert not has_strided_heads(parse_case(DECODE))
+    assert not parse_case(DECODE).strided_heads
 
 
 @pytest.mark.parametrize("execution", ["eager", "graph"])
