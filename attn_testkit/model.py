@@ -20,7 +20,7 @@ from .cases.choices import CONTIGUOUS
 from .cases.data import HIDDEN, VOCAB
 from .cases.head_shapes import HeadMap
 from .cases.patterns import normals
-from .contract import AttentionLayer, ForwardBatch, ForwardMode
+from .contract import AttentionLayer, ForwardBatch
 
 __all__ = ["VOCAB", "Attends", "Model", "Trace", "Weights", "joined", "make_weights", "pack", "row_width"]
 
@@ -151,11 +151,18 @@ class Model:
     """The tables and weights on the device, and the forward pass."""
 
     def __init__(
-        self, case: Case, layers: tuple[AttentionLayer, ...], table: torch.Tensor, hidden_table: torch.Tensor
+        self,
+        case: Case,
+        layers: tuple[AttentionLayer, ...],
+        table: torch.Tensor,
+        hidden_table: torch.Tensor,
+        *,
+        strided_heads: bool = False,
     ) -> None:
         """``table`` [rows, L, width] in the model's dtype and ``hidden_table`` [rows, hidden] float32: one row a token.
 
-        Both are the caller's to fill; their last rows hold NaN. ``width``: see ``row_width``.
+        Both are the caller's to fill; their last rows hold NaN. ``width``: see ``row_width``. ``strided_heads``: the
+        backend claims ``takes_strided_heads``.
         """
         self.layers, self.table, self.hidden_table = layers, table, hidden_table
         self._parts, self._width = [_parts(layer) for layer in layers], row_width(layers)
@@ -167,8 +174,7 @@ class Model:
         """Of each layer: where q, k and v lie in a token's row."""
         self.contiguous = case.pick("qkv-memory") == CONTIGUOUS
         """In half the cases q, k, v are contiguous, in the others they are strided views of one packed tensor."""
-        may_join = case.mode is ForwardMode.EXTEND and not case.is_mla
-        self._side_by_side = may_join and case.pick("kv-memory") == 1
+        self._side_by_side = strided_heads and case.strided_heads
         weights = make_weights(len(layers), case.heads.q_heads * case.head_dim).to(table.device)
         self._out, self._head = weights.out.unbind(0), weights.head
         if case.head_maps:

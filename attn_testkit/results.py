@@ -35,6 +35,7 @@ __all__ = [
     "format_failure",
     "left_lines",
     "message_of",
+    "note_lines",
     "program",
     "readable",
     "repro_command",
@@ -236,7 +237,7 @@ class CaseResult:
     device: str = ""
     """``cuda`` or ``emulated`` (a CPU that emulates a device)."""
     kernels: str = "real"
-    """``real`` or ``emulated``."""
+    """``real``, ``stores`` or ``emulated``: see ``AttentionBackend.kernels``."""
     reason: str = ""
     """Why it did not run or crashed, or the issue behind a known failure."""
     after: tuple[str, ...] = ()
@@ -280,9 +281,10 @@ def failed_check(result: CaseResult) -> str:
 
 
 def emulated_parts(result: CaseResult) -> list[str]:
-    """Which of device, graph and kernels were emulated."""
+    """Which of device, graph and kernels were emulated; ``stores`` where torch stored new keys and values."""
     parts = (("device", result.device), ("graph", result.graph), ("kernels", result.kernels))
-    return [name for name, how in parts if how == "emulated"]
+    stores = ["stores"] if result.kernels == "stores" else []
+    return [name for name, how in parts if how == "emulated"] + stores
 
 
 @dataclass(frozen=True)
@@ -311,6 +313,9 @@ class RunHeader:
     untried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Spec -> what is claimed in the modes that ran and what no case of the run tries, in words. Empty where cases were
     named by hand."""
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Spec -> what a reader must know of the backend on this machine: what importing its server changed in the process,
+    and what of it is missing and done in torch."""
     explained: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Id of each check -> ``text``, ``cause``, ``source`` and ``how_to_read``: a page explains it without the kit."""
 
@@ -371,8 +376,8 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
     if header:
         parts += [header.device_name, f"torch {header.versions.get('torch', '?')}"]
     parts += [f"graph: {result.graph}" if result.graph else result.execution] if result.execution else []
-    if result.kernels == "emulated":
-        parts.append("kernels: emulated")
+    if result.kernels != "real":
+        parts.append("kernels: emulated" if result.kernels == "emulated" else "stores: emulated")
     lines.append(f"  backend  {' · '.join(parts)}")
     lines.append(f"  repro    {repro_command(result, header)}")
     return "\n".join(lines)
@@ -408,6 +413,11 @@ def untried_lines(untried: Mapping[str, Sequence[str]]) -> list[str]:
         for spec, phrases in untried.items()
         if phrases
     ]
+
+
+def note_lines(notes: Mapping[str, Sequence[str]]) -> list[str]:
+    """``RunHeader.notes``, a line for each."""
+    return [f"{spec}: {text}" for spec, texts in notes.items() for text in texts]
 
 
 def left_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:

@@ -200,7 +200,8 @@ class ServerHarness:
             self.pool = SpreadWatch(self.context.kv_pool, schedules[0])
         else:
             self.pool = GroupWatch(groups, device, maps) if groups else PoolWatch(self.context.kv_pool, maps)
-        self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden)
+        strided = self.capabilities.takes_strided_heads
+        self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
         with no_mode_left():
             self.backend = backend_class(self.context)
 

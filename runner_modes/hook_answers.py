@@ -20,13 +20,14 @@ __all__ = ["fill_value", "kernels_of", "verify_mask_of"]
 
 
 def kernels_of(backend: AttentionBackend) -> str:
-    """Where the backend's numbers come from: ``real`` or ``emulated``."""
+    """Where the backend's numbers come from: ``real``, ``stores`` or ``emulated``."""
     with blame("kernels"):
         answer: object = backend.kernels
-        if answer not in ("real", "emulated"):
+        if answer not in ("real", "stores", "emulated"):
             raise ContractError(
-                f"kernels is {answer!r}, expected 'real' or 'emulated'",
-                "'emulated' where the numbers come from a torch fake of a vendor kernel; else leave it out",
+                f"kernels is {answer!r}, expected 'real', 'stores' or 'emulated'",
+                "'emulated' where the numbers come from a torch fake of a vendor kernel, 'stores' where torch stores "
+                "new keys and values in the place of a compiled operator; else leave it out",
             )
     return str(answer)
 

@@ -29,6 +29,8 @@ class Described:
     """What importing it changed in the process."""
     broken_packages: tuple[tuple[str, str], ...] = ()
     """(requirement of the claims, why not) of packages that are installed and cannot be imported."""
+    notes: tuple[str, ...] = ()
+    """What the header of a run says of it: its own notes, and what importing a server changed in the process."""
 
 
 @dataclass(frozen=True)
@@ -102,5 +104,7 @@ class Driven:
     """Attributes whose tensors a plan for a replay replaced."""
     changed: tuple[str, ...] = ()
     """What the backend changed in its process and did not put back."""
+    notes: tuple[str, ...] = ()
+    """What importing a part of a server changed in the process, at its first use."""
     spoken: Spoken | None = None
     """What a lossless loop said, where one was due."""

@@ -24,6 +24,9 @@ class DriveOptions:
     right then, so that the graph still reads the old one?"""
     width_at_capture: bool = False
     """Say ``num_tokens_per_req`` at capture even to who claims ``takes_unset_width``. Asks: is the graph right then?"""
+    contiguous_heads: bool = False
+    """The heads of new k and v lie one behind the other even for who claims ``takes_strided_heads``. Asks: is the step
+    right then?"""
     eager_steps: bool = True
     """Run eager steps on the same instance, before there are graphs and between replays. Without, asks: are replays
     right when they have the instance to themselves?"""

@@ -82,6 +82,7 @@ class FlashInferBackend(AttentionBackend):
         takes_none_kv=True,
         takes_bare_chains=True,
         non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
+        takes_strided_heads=True,
         takes_unset_width=True,
         lse=LogSumExp(base="2", whole=_MODES, prefix=_IN_PARTS, pages=_IN_PARTS, tokens=_IN_PARTS, merges=True),
         kv_groups=True,

@@ -69,6 +69,7 @@ class TorchNativeBackend(AttentionBackend):
         sinks=True,
         needs_cpu_seq_lens=False,
         takes_none_kv=True,
+        takes_strided_heads=True,
         takes_unset_width=True,
         takes_empty_batches=True,
         takes_bare_chains=True,

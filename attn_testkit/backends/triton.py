@@ -89,6 +89,7 @@ class TritonBackend(AttentionBackend):
         sinks=True,
         needs_cpu_seq_lens=False,
         takes_none_kv=True,
+        takes_strided_heads=True,
         takes_unset_width=True,
         takes_empty_batches=True,
         takes_bare_chains=True,

@@ -93,6 +93,7 @@ class TRTLLMMHABackend(AttentionBackend):
         needs_cpu_seq_lens=False,
         takes_none_kv=True,
         takes_bare_chains=True,
+        takes_strided_heads=True,
         takes_unset_width=True,
         # XQA on an H200 (flashinfer 0.7.2): an FP8 NaN in an unused slot of the last page makes the whole row NaN in
         # decode; bf16 and fp16 NaN there change nothing.

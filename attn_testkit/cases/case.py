@@ -284,6 +284,11 @@ class Case:
         """Whether it runs under ``torch.inference_mode`` or, as the other half does, under ``torch.no_grad``."""
         return self.pick("grad-mode") == 1
 
+    @property
+    def strided_heads(self) -> bool:
+        """Whether the heads of new k and v are strided, for a backend that claims ``takes_strided_heads``."""
+        return self.mode is ForwardMode.EXTEND and not self.is_mla and self.pick("kv-memory") == 1
+
     def pick(self, name: str, n: int | None = None) -> int:
         """The value 0 .. n - 1 of a choice of ``cases/choices.py``: a hash of the case's id and the choice's name.
 

@@ -38,8 +38,8 @@ def pool_is_right(observed: Observation, page_size: int) -> bool:
     return torch.equal(slots, want_slots) and torch.equal(_raw(rows), _raw(want_rows))
 
 
-def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:
-    """The pool outside page 0 is bit for bit what it should be."""
+def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: bool = False) -> list[Finding]:
+    """The pool outside page 0 is bit for bit what it should be. ``takes_strided_heads``: is claimed."""
     page = case.page_size
     if pool_is_right(observed, page):
         return []
@@ -62,7 +62,10 @@ def writes_own_kv(observed: Observation, case: Case) -> list[Finding]:
     shown = slot_in_pool(observed.schedule, layer, slot + page)
     behind = _rows_behind(observed, case)
     hint = _of_padding(kinds, behind)
-    hint = hint or held_instead(observed, got, want, owner, (layer, part, slot), padded=0 < kinds["new"] <= behind)
+    strided = takes_strided_heads and case.strided_heads
+    hint = hint or held_instead(
+        observed, got, want, owner, (layer, part, slot), padded=0 < kinds["new"] <= behind, strided_heads=strided
+    )
     name, of_layer = "latent" if pool_after.shape[1] == 1 else "KV"[part], case.layers.name(layer)
     return [
         Finding(
@@ -151,7 +154,9 @@ CHECKS = (
         "`where` names the slot, its page, and whose it is. An unowned slot: padding. An earlier token: an offset. "
         "This step's: frozen slots, the wrong numbers, or padding that was stored over them.",
         judged_from=Stage.OBSERVED,
-        run=lambda judgement, schedule, claims: writes_own_kv(judgement.observed, schedule.case),
+        run=lambda judgement, schedule, claims: writes_own_kv(
+            judgement.observed, schedule.case, takes_strided_heads=claims.takes_strided_heads
+        ),
     ),
     Check(
         "inputs-unchanged",

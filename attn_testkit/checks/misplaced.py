@@ -9,7 +9,7 @@ from ..cases.kv_groups import group_of_place
 from .describe import index_ranges
 from .observation import Observation
 
-__all__ = ["NEW", "OLD", "PADDING_GOES", "UNOWNED", "held_instead", "owner_text", "owners"]
+__all__ = ["NEW", "OLD", "PADDING_GOES", "STRIDED_HEADS", "UNOWNED", "held_instead", "owner_text", "owners"]
 
 UNOWNED, NEW, OLD = 0, 1, 2
 """Whose a slot is: nobody's, a token's of this step, an earlier token's."""
@@ -17,6 +17,11 @@ UNOWNED, NEW, OLD = 0, 1, 2
 PADDING_GOES = (
     "Padding belongs in slot 0: take out_cache_loc of the whole graph's batch, or reset the tail of your own buffer at "
     "every replay"
+)
+STRIDED_HEADS = (
+    "in this case they are strided (takes_strided_heads), so head h is at token * stride(0) + h * stride(1), and not "
+    "at token * stride(0) + h * head_dim. Take both strides; or, where your server's heads lie one behind the other, "
+    "leave takes_strided_heads out"
 )
 
 
@@ -28,10 +33,11 @@ def held_instead(
     at: tuple[int, int, int],
     *,
     padded: bool,
+    strided_heads: bool = False,
 ) -> str:
     """Whose row a wrong slot holds instead. ``got``, ``want`` [L, parts, slots after page 0, ...].
 
-    ``padded``: whether rows of padding may be what stands there.
+    ``padded``: whether rows of padding may be what stands there. ``strided_heads``: of new k and v.
     """
     if observed.step.stored:
         return "save_kv_cache was False: the pool held the new K and V, and k and v were not to be stored"
@@ -63,7 +69,7 @@ def held_instead(
             "bits, or that is cut off"
         )
     if owner[slot] == NEW and (some := _some_heads(row, want[layer, part, slot])):
-        return f"{some}{padding}"
+        return f"{some}{padding}{_HEADS_ARE if strided_heads else ''}"
     if owner[slot] == NEW and row.view(observed.pool.dtype).float().isnan().all() and not padded:
         return (
             "it holds NaN throughout, as unowned slots do, and not that of such a slot: what was in the slot is added "
@@ -75,13 +81,16 @@ def held_instead(
         layout = case.kv_layout
         laid = "" if layout == "nhd" else f"; the KV pool of this case has layout {layout}: take all of its strides"
         fp8 = ", and an FP8 pool holds K / k_scale" if observed.pool.dtype.itemsize == 1 else ""
-        views = f"k and v may be strided views of one tensor{fp8}{laid}"
+        views = f"k and v may be strided views of one tensor{fp8}{laid}{_HEADS_ARE if strided_heads else ''}"
         if padded:
             return f"it holds no live row of this step: a row of padding was stored over it. {PADDING_GOES}. Or {views}"
         return f"it holds no live row of this step: {views}"
     if case.kv_layout != "nhd":
         return f"the KV pool of this case has layout {case.kv_layout}: take all of its strides"
     return ""
+
+
+_HEADS_ARE = f". Of heads of k and v: {STRIDED_HEADS}"
 
 
 def _shifted(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: torch.Tensor, page: int) -> str:

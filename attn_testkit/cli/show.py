@@ -17,7 +17,7 @@ from rich.text import Text
 from ..reports.grouping import cause_lines, group_failures
 from ..reports.outcome import FailureTexts, verdict
 from ..reports.tally import rows, text_table
-from ..results import BAD, FUZZ, RAN, CaseResult, RunHeader, Status, left_lines, untried_lines
+from ..results import BAD, FUZZ, RAN, CaseResult, RunHeader, Status, left_lines, note_lines, untried_lines
 
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
 
@@ -36,6 +36,8 @@ def echo_header(header: RunHeader) -> None:
     click.echo(f"attn-testkit {header.kit}: {backends}", err=True)
     planned = f", {header.planned} case-runs" if header.tier != FUZZ else ""  # nobody knows how many there will be
     click.echo(f"  {header.device_name}; {versions}; tier {header.tier}, seed {header.seed}{planned}", err=True)
+    for line in note_lines(header.notes):
+        click.echo(f"  {line}", err=True)
 
 
 class Watch:

@@ -239,7 +239,17 @@ class AttentionBackend(ABC):
     """What this class claims. Read by the kit without constructing the backend."""
 
     kernels: str = "real"
-    """``"real"``, or ``"emulated"`` when the numbers come from a torch fake of a vendor kernel. Reports show it."""
+    """``"real"``, ``"emulated"`` when the numbers come from a torch fake of a vendor kernel, or ``"stores"`` when the
+    kernels that attend are real and torch stores new keys and values in the place of a compiled operator. Reports show
+    it."""
+
+    notes: ClassVar[tuple[str, ...]] = ()
+    """What a reader of results must know of the class on this machine, such as compiled modules that are missing. The
+    header of a run shows it."""
+
+    not_here: ClassVar[str] = ""
+    """Why nothing of the class runs on this machine, where ``capabilities.requires`` cannot say it, such as a compiled
+    module that does not load. Its modes are reported as not run here."""
 
     def __init__(self, context: BackendContext) -> None:
         """Keep ``context`` and raise ``Unsupported`` if it is outside ``capabilities``."""
@@ -268,11 +278,12 @@ class AttentionBackend(ABC):
         """Write k and v to ``batch.out_cache_loc``, attend, return the output.
 
         ``q`` [T, Hq, D], ``k`` [T, Hk, D], ``v`` [T, Hk, Dv], in the model's dtype, possibly strided views of one
-        packed tensor; none may be modified. Hq, Hk, D and Dv are ``layer``'s own. For MLA ``q`` is [T, H, kv_lora_rank
-        + rope] (absorbed), ``k`` [T, 1, same] the latent row to store, and ``v`` its first part. With ``save_kv_cache``
-        False the pool holds the new keys and values already (a fused kernel stored them, or the layer shares
-        another's): k and v may hold anything, and must be neither read nor stored. Servers then give None for both, and
-        so does the kit to a backend that claims ``takes_none_kv``.
+        packed tensor; none may be modified. The heads of a row lie one behind the other; those of ``k`` and ``v`` need
+        not where ``takes_strided_heads`` is claimed. Hq, Hk, D and Dv are ``layer``'s own. For MLA ``q`` is [T, H,
+        kv_lora_rank + rope] (absorbed), ``k`` [T, 1, same] the latent row to store, and ``v`` its first part. With
+        ``save_kv_cache`` False the pool holds the new keys and values already (a fused kernel stored them, or the layer
+        shares another's): k and v may hold anything, and must be neither read nor stored. Servers then give None for
+        both, and so does the kit to a backend that claims ``takes_none_kv``.
         Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype, which holds until the next ``forward``, or longer:
         ``output_lifetime``. With ``takes_out`` it has one more argument, ``out=None``, and writes to it and returns it
         where it is given.

@@ -109,8 +109,9 @@ _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_bra
           "min_window": 0}  # fmt: skip
 _YES_OR_NO = (
     "any_scaling", "window_in_trees", "logit_cap", "sinks", "needs_cpu_seq_lens", "deterministic", "batch_invariant",
-    "takes_none_kv", "takes_unset_width", "takes_empty_batches", "takes_bare_chains", "takes_out", "takes_more_rows",
-    "kv_groups", "heads_by_layer", "eager_waits", "drafts_without_prefix", "waits_between_steps",
+    "takes_none_kv", "takes_strided_heads", "takes_unset_width", "takes_empty_batches", "takes_bare_chains",
+    "takes_out", "takes_more_rows", "kv_groups", "heads_by_layer", "eager_waits", "drafts_without_prefix",
+    "waits_between_steps",
 )  # fmt: skip
 
 
@@ -156,6 +157,11 @@ class Capabilities:
     takes_none_kv: bool = False
     """With ``save_kv_cache`` False: may k and v be None? Servers say so that the pool holds the new keys and values
     already. The first layer gets None then, and the others tensors of NaN, as all do without the claim."""
+    takes_strided_heads: bool = False
+    """May the heads of new k and v be strided? They are parts of [T, H, Dk + Dv] then, as where MLA is attended as MHA
+    and one projection gives k and v of each head (``kv_b_proj``). Without it the heads of a row lie one behind the
+    other, as models split them off q, k and v of one projection, so that head h is at ``token * stride + h *
+    head_dim``: rows may be strided, heads are not."""
     head_dims: Set[int] = frozenset({64, 128})
     """Which widths of a q/k/v row (for MLA: the latent width; the rope part is ``mla_rope_dims``)?"""
     mla_rope_dims: Set[int] = frozenset({64})

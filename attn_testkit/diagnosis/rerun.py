@@ -44,12 +44,14 @@ class Rerunner:
         *,
         unowned: float | None = None,
         pattern: str | None = None,
+        contiguous_heads: bool = False,
         fill: int = POISON,
     ) -> Observation | None:
         """One eager step; None if it raised, or if nothing of the mode runs eagerly."""
         if not self.runs_eagerly(schedule):
             return None
-        request = Rerun(schedule, step, DriveOptions(pattern=pattern), unowned, fill)
+        options = DriveOptions(pattern=pattern, contiguous_heads=contiguous_heads)
+        request = Rerun(schedule, step, options, unowned, fill)
         answer = self._ask(request, lambda _: step)
         return None if answer is None else answer[1][0]
 
@@ -62,6 +64,7 @@ class Rerunner:
         poison_allocated: bool = True,
         copy_into_replaced: bool = False,
         width_at_capture: bool = False,
+        contiguous_heads: bool = False,
         fill: int = POISON,
     ) -> GraphRun | None:
         """A whole graph drive, replays only; None if it raised."""
@@ -71,6 +74,7 @@ class Rerunner:
             watch_replaced=True,
             copy_into_replaced=copy_into_replaced,
             width_at_capture=width_at_capture,
+            contiguous_heads=contiguous_heads,
             eager_steps=False,
         )
         answer = self._ask(Rerun(schedule, None, options, unowned, fill), schedule.step_named)

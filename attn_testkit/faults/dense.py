@@ -59,6 +59,7 @@ class DenseBackend(AttentionBackend):
         logit_cap=True,
         sinks=True,
         needs_cpu_seq_lens=False,
+        takes_strided_heads=True,
         takes_unset_width=True,
         deterministic=True,
     )

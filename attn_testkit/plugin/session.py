@@ -15,7 +15,7 @@ from ..registry import UsageError
 from ..reports.outcome import verdict
 from ..reports.record import Record, result_from_plain
 from ..reports.tally import text_table
-from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, left_lines, untried_lines
+from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, left_lines, note_lines, untried_lines
 from ..running.judge_process import JudgeError, JudgeProcess
 from ..running.request import Item, Judge, Options, Plan, Prepared, Request, final_code, kit_error, not_started, prepare
 
@@ -200,6 +200,8 @@ class Session:
                 terminal.line(f"warning: {warning}")
         for problem in self.problems:
             terminal.line(f"problem: {problem}")
+        for line in note_lines(self.header.notes):
+            terminal.line(line)
         for line in [*left_lines(self.header, self.results), *untried_lines(self.header.untried)]:
             terminal.line(line)
         text = verdict(self.header, self.results, problems=self.problems, interrupted=self.interrupted)

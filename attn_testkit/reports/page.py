@@ -10,7 +10,18 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ..results import BAD, MODES, RAN, CaseResult, Status, emulated_parts, left_lines, repro_command, untried_lines
+from ..results import (
+    BAD,
+    MODES,
+    RAN,
+    CaseResult,
+    Status,
+    emulated_parts,
+    left_lines,
+    note_lines,
+    repro_command,
+    untried_lines,
+)
 from .check_matrix import check_matrices
 from .compare import compare_reports
 from .grouping import Group, group_failures
@@ -205,6 +216,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "bad_statuses": BAD,
         "emulated": sorted({part for result in runs for part in emulated_parts(result)}),
         "emulation": _emulation(runs),
+        "notes": note_lines(report.header.notes),
         "untried": [*left_lines(report.header, runs), *untried_lines(report.header.untried)],
         "hints": Counter(hint for result in results for hint in result.hints).most_common(),
         "seconds_of": seconds_of,

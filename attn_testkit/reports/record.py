@@ -188,7 +188,8 @@ def read_report(path: str | Path) -> Report:
     try:
         header = RunHeader(**data["header"])
         untried = {spec: tuple(phrases) for spec, phrases in header.untried.items()}
-        header = replace(header, limits=tuple(header.limits), untried=untried)
+        notes = {spec: tuple(texts) for spec, texts in header.notes.items()}
+        header = replace(header, limits=tuple(header.limits), untried=untried, notes=notes)
         results = tuple(result_from_plain(item) for item in data["results"])
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {type(error).__name__}: {error}") from error

@@ -329,6 +329,8 @@ def rerun(
     schedule = request.schedule
     if request.options.width_at_capture:
         claims = claims.with_changes(takes_unset_width=False)
+    if request.options.contiguous_heads:
+        claims = claims.with_changes(takes_strided_heads=False)
     drive = _Drive([schedule], claims)
     unowned = {} if request.unowned is None else {"unowned": request.unowned}
     try:

@@ -25,6 +25,7 @@ from ..contract import Capabilities, Execution
 from ..diagnosis.blame import explain_numeric, name_check
 from ..diagnosis.raised import explain_raised
 from ..diagnosis.rerun import Rerunner
+from ..diagnosis.strided_heads import blame_strided_heads
 from ..diagnosis.unset_width import WIDTH_OF, blame_unset_width
 from ..environment import Environment, resolve
 from ..model import pack
@@ -78,7 +79,7 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
         probed, _ = _judged(drive, described, parse_case(item.case), Execution.GRAPH, environment)
         if not probed.findings and not probed.driven.lost:
             hint = f"{item.backend}: {item.mode} captures and replays correctly under a graph, and is not claimed"
-            return replace(result, hints=(hint,))
+            return replace(result, hints=(*result.hints, hint))
     return result
 
 
@@ -87,9 +88,15 @@ def _with_cause(finding: Finding, outcome: _Outcome, rerunner: Rerunner, claims:
     case, in_graph = parse_case(item.case), item.execution == Execution.GRAPH
     if in_graph:
         finding = _of_unset_width(finding, rerunner, case, claims)
+    if finding.check in _OF_STRIDES and claims.takes_strided_heads and case.strided_heads:
+        finding = _with_hint(finding, blame_strided_heads(rerunner, schedule_for(case, claims)))
     if finding.check == "completes" and outcome.driven.stage < Stage.COMPLETED:
         finding = _with_hint(finding, explain_raised(rerunner, schedule_for(case, claims), in_graph=in_graph))
     return finding
+
+
+_OF_STRIDES = frozenset({*NUMERIC, "completes", "reads-own-kv", "writes-own-kv"})
+"""Checks that a backend may fail because it reads new k and v by other strides than theirs, or refuses these."""
 
 
 def fails(drive: Drive, described: Described, plan: Plan, item: Item) -> bool:
@@ -368,4 +375,5 @@ def _result(
         device=device,
         kernels=outcome.driven.kernels,
         reason=reason,
+        hints=outcome.driven.notes,
     )

@@ -75,6 +75,7 @@ class Runner:
             request,
             lambda candidate: self._claims_for(candidate, request),
             lambda candidate: dict(self._described[candidate].broken_packages),
+            lambda candidate: self._described[candidate].notes,
         )
 
     def _claims_for(self, candidate: Candidate, request: Request) -> Capabilities:

@@ -17,10 +17,11 @@ from ..checks import CHECKS
 from ..contract import Capabilities, Execution, ForwardMode
 from ..environment import Environment, missing_here, resolve, versions
 from ..registry import UsageError, did_you_mean, origin_of
-from ..results import NO_CASE, CaseResult, Finding, RunHeader, Status
+from ..results import NO_CASE, CaseResult, Finding, RunHeader, Status, readable
 from .candidate import Candidate
 from .order import ordered
 from .request import Item, Plan, Request, unloadable
+from .vendor_packages import NOT_HERE
 
 __all__ = ["plan_run"]
 
@@ -29,9 +30,18 @@ Broken = Callable[[Candidate], Mapping[str, str]]
 """Requirement of the claims -> why it is installed and cannot be imported."""
 
 
-def plan_run(request: Request, claims_of: Claims, broken_of: Broken = lambda _: {}) -> Plan:
-    """Decide what to run. Raises ``UsageError`` for a request that makes no sense. ``broken_of`` is asked after
-    ``claims_of``.
+Notes = Callable[[Candidate], Sequence[str]]
+"""What a run's header says of a backend."""
+
+
+def plan_run(
+    request: Request,
+    claims_of: Claims,
+    broken_of: Broken = lambda _: {},
+    notes_of: Notes = lambda _: (),
+) -> Plan:
+    """Decide what to run. Raises ``UsageError`` for a request that makes no sense. ``broken_of`` and ``notes_of`` are
+    asked after ``claims_of``.
     """
     if not request.backends:
         raise UsageError("no backend was named; give --backend a short name or module:Class")
@@ -46,6 +56,7 @@ def plan_run(request: Request, claims_of: Claims, broken_of: Broken = lambda _: 
     items: list[tuple[Item, Case]] = []
     preset: list[CaseResult] = []
     untried: dict[str, tuple[str, ...]] = {}
+    notes: dict[str, tuple[str, ...]] = {}
     for candidate in request.candidates:
         try:
             claims = claims_of(candidate)
@@ -55,6 +66,8 @@ def plan_run(request: Request, claims_of: Claims, broken_of: Broken = lambda _: 
             preset.append(unloadable(candidate.spec, str(error)))
             continue
         broken = broken_of(candidate)
+        if noted := tuple(map(readable, notes_of(candidate))):
+            notes[candidate.spec] = noted
         first = len(items)
         for mode in modes:
             for execution in executions:
@@ -67,8 +80,9 @@ def plan_run(request: Request, claims_of: Claims, broken_of: Broken = lambda _: 
             untried[candidate.spec] = (*values, *_without_eager(claims, items[first:]))
     if request.cases and not items and not preset:
         raise UsageError(f"no case matches {', '.join(request.cases)}")
+    planned = len(items) + sum(row.status is Status.FAILED for row in preset)
     return Plan(
-        header=_header(request, environment, len(items) + sum(row.status is Status.FAILED for row in preset), untried),
+        header=_header(request, environment, planned, untried, notes),
         items=ordered(items, request.order, request.failed_before),
         preset=tuple(preset),
         candidates=request.candidates,
@@ -123,7 +137,7 @@ _TOO_LARGE = "needs a GPU, or tens of gigabytes: named by its id it runs here, t
 def _broken_here(claims: Capabilities, mode: ForwardMode, broken: Mapping[str, str]) -> str:
     """What of the packages that this mode needs cannot be imported, or nothing."""
     of_mode = claims.mode_requires.get(mode)
-    needed = (*claims.requires.packages, *(of_mode.packages if of_mode else ()))
+    needed = (NOT_HERE, *claims.requires.packages, *(of_mode.packages if of_mode else ()))
     return next((broken[text] for text in needed if text in broken), "")
 
 
@@ -198,7 +212,11 @@ _WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
 
 
 def _header(
-    request: Request, environment: Environment, planned: int, untried: Mapping[str, tuple[str, ...]]
+    request: Request,
+    environment: Environment,
+    planned: int,
+    untried: Mapping[str, tuple[str, ...]],
+    notes: Mapping[str, tuple[str, ...]],
 ) -> RunHeader:
     return RunHeader(
         kit=importlib.metadata.version("attn-testkit"),
@@ -213,5 +231,6 @@ def _header(
         planned=planned,
         limits=environment.limits,
         untried=untried,
+        notes=notes,
         explained={check.id: check.words for check in CHECKS.values()},
     )

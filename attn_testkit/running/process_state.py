@@ -12,7 +12,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterator, Mapping, ValuesView
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from .settings import SETTINGS
 
-__all__ = ["ProcessState", "changes", "restore", "take_state", "unchanged"]
+__all__ = ["Accepted", "ProcessState", "accepted", "changes", "restore", "take_state", "unchanged"]
 
 _KIT = "attn_testkit"
 _JUDGED = ("attn_testkit.backends", "attn_testkit.examples", "attn_testkit.faults")
@@ -92,8 +92,10 @@ def _nothing_replaced(state: ProcessState) -> bool:
 _GONE = object()
 
 
-def changes(before: ProcessState, *, skip: tuple[str, ...] = ()) -> list[str]:
-    """What is otherwise now, one sentence each. ``skip``: settings that may differ."""
+def changes(before: ProcessState, *, skip: tuple[str, ...] = (), of_kit: bool = True) -> list[str]:
+    """What is otherwise now, one sentence each. ``skip``: settings that may differ. ``of_kit``: also of the kit's own
+    modules.
+    """
     found = []
     for setting in SETTINGS:
         was, now = before.values[setting.name], setting.read()
@@ -101,13 +103,48 @@ def changes(before: ProcessState, *, skip: tuple[str, ...] = ()) -> list[str]:
         if said:
             found.append(f"{setting.name}: {said}")
     replaced = [
-        f"{name}.{key} was {'removed' if current is _GONE else 'replaced'}" for name, key, current in _replaced(before)
+        f"{name}.{key} was {'removed' if current is _GONE else 'replaced'}"
+        for name, key, current in _replaced(before)
+        if of_kit or not name.startswith(_KIT)
     ]
+    if not of_kit:
+        return found + replaced
     replaced += [f"{name} was modified" for name, (table, was) in before.tables.items() if not _same(table, was)]
     if not replaced:
         # Variables that modules assign to are not to be looked at one by one again.
         before.seen[:] = itertools.chain.from_iterable(before.views)
     return found + replaced
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Changes that are nobody's failure."""
+
+    values: Mapping[str, Any]
+    """Name of a setting -> its value."""
+    attributes: tuple[tuple[str, str, Any], ...]
+    """(module or class of torch, name of an attribute, what it is)."""
+
+    def into(self, state: ProcessState) -> ProcessState:
+        """``state`` as if it had been taken with these changes, as far as they are still in force.
+
+        A function that was replaced while CUDA was emulated is torch's own again when it no longer is.
+        """
+        now = {setting.name: setting.read() for setting in SETTINGS if setting.name in self.values}
+        held = {name: value for name, value in self.values.items() if now[name] == value}
+        for name, key, value in self.attributes:
+            owner, attributes = state.owners.get(name, (None, {}))
+            if owner is not None and vars(owner).get(key) is value:
+                attributes[key] = value
+        return replace(state, values={**state.values, **held})
+
+
+def accepted(before: ProcessState, *, skip: tuple[str, ...] = ()) -> Accepted:
+    """What is otherwise now, of settings and of torch; never of the kit. ``skip``: settings that are left out."""
+    values = {setting.name: setting.read() for setting in SETTINGS if setting.name not in skip}
+    changed = {name: value for name, value in values.items() if value != before.values[name]}
+    attributes = [each for each in _replaced(before) if not each[0].startswith(_KIT) and each[2] is not _GONE]
+    return Accepted(changed, tuple(attributes))
 
 
 def _alike(now: Any, was: dict[str, Any]) -> bool:

@@ -16,7 +16,10 @@ from ..contract import Capabilities
 from ..registry import import_failure
 from ..results import CANNOT_IMPORT
 
-__all__ = ["broken_packages", "module_of"]
+__all__ = ["NOT_HERE", "broken_packages", "module_of"]
+
+NOT_HERE = ""
+"""In the place of a requirement: the backend class says that nothing of it runs on this machine."""
 
 
 def broken_packages(claims: Capabilities) -> dict[str, str]:

@@ -28,7 +28,8 @@ from .left_running import Running
 from .oracle_sealed import seal_oracle
 from .other_sources import use_other_sources
 from .process_state import ProcessState, changes, restore, take_state, unchanged
-from .vendor_packages import broken_packages
+from .server_imports import ServerImports
+from .vendor_packages import NOT_HERE, broken_packages
 from .wire import read
 
 __all__ = ["LocalWorker", "given_up", "serve"]
@@ -56,11 +57,14 @@ class LocalWorker:
             # What torch imports on the way replaces a function of its own.
             pass
         before = take_state()
+        self._servers = ServerImports(candidate.spec, _FIRST_SEEN_AT_IMPORT)
+        self._servers.install()
         # A module may ask for the device where it is imported.
         with self.environment.active():
             self.backend_class: type[AttentionBackend] = resolve_candidate(candidate)
             claims = _plain(candidate, self.backend_class)
             broken = broken_packages(claims)
+        before = self._servers.accept_into(before)
         changed = tuple(changes(before, skip=_FIRST_SEEN_AT_IMPORT))
         if changed:
             restore(before)
@@ -71,7 +75,11 @@ class LocalWorker:
         self._cases = 0
         self._case = ""
         self._trimmer = Trimmer()
-        self.described = Described(claims, changed, tuple(broken.items()))
+        notes = (*self.backend_class.notes, *self._servers.told)
+        if self.backend_class.not_here:
+            broken[NOT_HERE] = str(self.backend_class.not_here)
+        self.described = Described(claims, changed, tuple(broken.items()), notes)
+        self._told = len(self._servers.told)
 
     def describe(self) -> Described:
         """What the backend claims."""
@@ -98,12 +106,17 @@ class LocalWorker:
                 raise
             # Not a fault of the kit's own: a process that was left otherwise makes anything raise.
             return Driven(changed=(*changed, f"and then {type(error).__name__} was raised: {message_of(error)}"))
-        return _with_changes(driven, self._changed())
+        return self._with_notes(_with_changes(driven, self._changed()))
+
+    def _with_notes(self, driven: Driven) -> Driven:
+        told, self._told = tuple(self._servers.told[self._told :]), len(self._servers.told)
+        return replace(driven, notes=told) if told else driven
 
     def _changed(self) -> tuple[str, ...]:
         # A package that is first imported in the middle of a drive sets what others set where their module is imported.
         imported = len(sys.modules) > self._modules and _packages() > self._packages
         skip = _FIRST_SEEN_AT_IMPORT if imported else ()
+        self._state = self._servers.accept_into(self._state)
         changed: tuple[str, ...] = ()
         if not unchanged(self._state):
             changed = tuple(changes(self._state, skip=skip))
@@ -123,6 +136,7 @@ class LocalWorker:
 
     def close(self) -> None:
         """There is no process to end."""
+        self._servers.remove()
         self.ended = True
 
 

@@ -32,7 +32,7 @@ ANSWERS = [
         "KernelsAreUnheardOf",
         "eager",
         "output-contract",
-        "kernels is 'fake', expected 'real' or 'emulated'",
+        "kernels is 'fake', expected 'real', 'stores' or 'emulated'",
         "torch fake",
     ),
 ]

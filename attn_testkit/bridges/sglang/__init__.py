@@ -41,10 +41,11 @@ def backend_class(name: str) -> type[AttentionBackend]:
     # Before SGLang's modules are imported, which ask what the machine has.
     from . import fakes, imports
 
-    imports.prepare()
+    missing = imports.prepare()
     faked = bool(claims.fakes) and fakes.is_needed()
     if faked:
         fakes.put_in_place(claims.fakes)
     module, drives = _CLASSES[version]
     base = getattr(importlib.import_module(f"{__name__}.{module}"), drives)
-    return class_of(base, "SGLang", name, claims, "emulated" if faked else "real")
+    notes = (f"sgl_kernel cannot be imported ({missing}): nothing that this class calls is compiled in it",)
+    return class_of(base, "SGLang", name, claims, "emulated" if faked else "real", notes=notes if missing else ())

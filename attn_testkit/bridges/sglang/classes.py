@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from attn_testkit.contract import AttentionBackend
+import torch
 
+from attn_testkit.contract import AttentionBackend, AttentionLayer
+
+from ..rows import as_projected
 from .claims import Claims
 
-__all__ = ["SAME_FIELDS", "OfSGLang"]
+__all__ = ["SAME_FIELDS", "OfSGLang", "of_projection"]
 
 SAME_FIELDS = (
     "batch_size", "input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "seq_lens_sum", "seq_lens_cpu",
@@ -23,3 +26,14 @@ class OfSGLang(AttentionBackend):
 
     claims: ClassVar[Claims]
     """Name in SGLang's registry, and how it is driven."""
+
+
+def of_projection(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """What ``RadixAttention.forward`` gives a backend: q [T, heads * dim] as the model has it, k and v by heads."""
+    if k is not None:
+        k = as_projected(k).view(-1, layer.tp_k_head_num, layer.head_dim)
+    if v is not None:
+        v = as_projected(v).view(-1, layer.tp_v_head_num, layer.v_head_dim)
+    return as_projected(q), k, v

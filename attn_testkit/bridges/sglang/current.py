@@ -28,7 +28,7 @@ from attn_testkit.contract import (
 
 from . import pools
 from .batches import captured_batch, eager_batch, replay_view
-from .classes import OfSGLang
+from .classes import OfSGLang, of_projection
 from .runner import make_runner
 
 __all__ = ["SGLangBackend"]
@@ -127,7 +127,7 @@ class SGLangBackend(OfSGLang):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Hand on, as SGLang's models call it."""
+        """Hand on, as ``RadixAttention.forward`` does what SGLang's models give it."""
         spec = batch.spec_info
         if isinstance(spec, DraftDecodeInput):
             real = self.draft.attn_backends[spec.step]
@@ -135,6 +135,8 @@ class SGLangBackend(OfSGLang):
             real = self.reals.get(layer.scaling, self.real)
         given: dict[str, Any] = {} if layer.sinks is None else {"sinks": layer.sinks}
         new_k, new_v = (k, v) if save_kv_cache else self._stored(layer, batch)
+        if not layer.is_mla:
+            q, new_k, new_v = of_projection(q, new_k, new_v, layer)
         if self.claims.rope_apart:
             rank = layer.kv_lora_rank
             given["q_rope"], given["k_rope"] = q[..., rank:], None if new_k is None else new_k[..., rank:]

@@ -9,28 +9,34 @@ import torch
 
 from attn_testkit.backends.vendor.provider import device_is_real
 
+from . import absent
+
 __all__ = ["prepare"]
 
 _held: list[torch.library.Library] = []
 
 
-def prepare() -> None:
-    """Let SGLang's imports pass where there is no GPU. Safe to call again.
+def prepare() -> str:
+    """Let SGLang's imports pass where there is no GPU, or without its compiled kernels. Safe to call again.
 
-    Raises ``LookupError``, with what to do, for a build of torch with which they would not.
+    Returns why those cannot be imported, on a GPU; empty where they can. Raises ``LookupError``, with what to do, for
+    a build of torch with which SGLang's imports would not pass.
     """
-    if torch.version.cuda is not None and not device_is_real(torch.device("cuda")):
+    if device_is_real(torch.device("cuda")):
+        return absent.stand_in()
+    if torch.version.cuda is not None:
         raise LookupError(
             f"torch {torch.__version__} is a build for CUDA, and no GPU is here: SGLang would import kernels that come "
             "compiled; take a CPU build of torch (ATTN_TORCH_INDEX of ci/servers.sh says where from)"
         )
     # SGLang imports torchvision for its image models. One that was built for CUDA does not find its operators beside a
     # torch without it, and then raises for want of their names. No attention backend calls any of them.
-    if _held or torch.version.cuda is not None or importlib.util.find_spec("torchvision") is None:
-        return
+    if _held or importlib.util.find_spec("torchvision") is None:
+        return ""
     vision = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
                    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"):  # fmt: skip
         with contextlib.suppress(RuntimeError):  # it is defined: a build for this torch
             vision.define(schema)  # type: ignore[no-untyped-call]
     _held.append(vision)
+    return ""

@@ -30,7 +30,7 @@ from attn_testkit.contract import (
 )
 
 from . import pools
-from .classes import SAME_FIELDS, OfSGLang
+from .classes import SAME_FIELDS, OfSGLang, of_projection
 
 __all__ = ["OlderSGLangBackend"]
 
@@ -159,7 +159,8 @@ class OlderSGLangBackend(LegacyGraphHooks, OfSGLang):
     ) -> torch.Tensor:
         """Hand on, as SGLang's models call it."""
         given = {} if layer.sinks is None else {"sinks": layer.sinks}
-        new = (k, v) if save_kv_cache else (None, None)
+        given_k, given_v = (k, v) if save_kv_cache else (None, None)
+        q, *new = of_projection(q, given_k, given_v, layer)
         out: torch.Tensor = self.real.forward(
             q, *new, self.layers[layer.layer_id], self._batch(batch), save_kv_cache=save_kv_cache, **given
         )

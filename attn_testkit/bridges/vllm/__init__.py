@@ -35,8 +35,8 @@ def backend_class(name: str) -> type[AttentionBackend]:
     # Before vLLM's modules are imported, which ask what the machine has.
     from . import imports
 
-    without_gpu = imports.prepare(claims)
+    machine = imports.prepare(claims)
     from .driver import make_backend
 
-    made: type[AttentionBackend] = make_backend(name, claims, without_gpu)
+    made: type[AttentionBackend] = make_backend(name, claims, machine)
     return made

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_testkit.contract import LogSumExp
+from attn_testkit.contract import LogSumExp, Requires
 
 from .. import claims as bridged
 from ..claims import DD, V1, V2, D, Line, V, X
@@ -24,6 +24,11 @@ class Claims(bridged.Claims):
 
     compiled_kernel: bool = False
     """Whether what attends comes compiled, so that where no GPU is the kit's fake of it computes."""
+    compiled_store: bool = False
+    """Whether what stores new keys and values comes compiled, in ``vllm._C_stable_libtorch``. Where that does not load,
+    torch stores them."""
+    compiled_module: str = ""
+    """A module without which nothing of it runs on a GPU."""
     one_kv_group: bool = False
     """``--disable-hybrid-kv-cache-manager``: windowed layers share a KV group, and so metadata, with the others."""
     capture_sizes: tuple[int, ...] = ()
@@ -89,6 +94,7 @@ _DTYPES = (
     Line("fp32_products", "tf32", f"{_UNIFIED}:kernel_unified_attention"),
 )
 _LSE = LogSumExp(base="e", dtype="model", whole={D, V, V2})
+_FLASHINFER_PACKAGE = Requires(packages=("flashinfer-python>=0.7.2,<0.8",))
 _HALF = Line("dtypes", {"fp16", "bf16"}, f"{_TRITON}:TritonAttentionBackend")
 
 _FLEX_LINES = (
@@ -150,6 +156,7 @@ CLAIMS: Mapping[str, Claims] = {
             Line("lse", _LSE, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
             *_RUNNER,
         ),
+        compiled_store=True,  # concat_and_cache_mla
     ),
     "flash_attn": Claims(
         "FLASH_ATTN",
@@ -172,6 +179,8 @@ CLAIMS: Mapping[str, Claims] = {
             *_RUNNER,
         ),
         compiled_kernel=True,
+        compiled_store=True,
+        compiled_module="vllm.vllm_flash_attn._vllm_fa3_C",
     ),
     "flashinfer": Claims(
         "FLASHINFER",
@@ -193,16 +202,19 @@ CLAIMS: Mapping[str, Claims] = {
             *_LAYERS_DIFFER,
             *(line for line in _RUNNER if line.claim != "needs_cpu_seq_lens"),
             Line("needs_cpu_seq_lens", True, f"{_FLASHINFER}:FlashInferMetadataBuilder.build"),
+            Line("requires", _FLASHINFER_PACKAGE, f"{_FLASHINFER}:FlashInferBackend"),
         ),
         compiled_kernel=True,
+        compiled_store=True,
         attention={"use_trtllm_attention": False},
         environment={"VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE": str(16 << 20)},
     ),
-    "flex": Claims("FLEX_ATTENTION", (*_FLEX_LINES, *_LAYERS_DIFFER), compiled_kernel=True),
+    "flex": Claims("FLEX_ATTENTION", (*_FLEX_LINES, *_LAYERS_DIFFER), compiled_kernel=True, compiled_store=True),
     "flex_merged": Claims(
         "FLEX_ATTENTION",
         (*_FLEX_LINES, Line("layer_windows", "one", f"{_PLANNING}:_promote_local_kv_cache_specs")),
         compiled_kernel=True,
+        compiled_store=True,
         one_kv_group=True,
     ),
 }

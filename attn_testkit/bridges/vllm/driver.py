@@ -23,10 +23,12 @@ from attn_testkit.contract import (
 )
 
 from ..claims import class_of
+from ..rows import as_projected
 from . import pools
 from .claims import Claims
 from .config import make_config
 from .groups import make_groups
+from .imports import STABLE, Machine
 from .inputs import Inputs, Step, common_arguments
 from .layers import make_layers, name_of
 
@@ -93,11 +95,19 @@ class VLLMBackend(AttentionBackend):
         save_kv_cache: bool = True,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As ``Attention.forward``: the caller makes the output, and what stores keys and values comes first."""
+        """As ``Attention.forward``: the caller makes the output, and what stores keys and values comes first.
+
+        Models give it rows of a projection, [T, heads * dim], and it makes views of them.
+        """
         name, of_vllm = name_of(layer), self.layers[name_of(layer)]
         output = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim) if out is None else out
+        query = as_projected(q)
         if of_vllm.query_quant is not None:
-            q, _ = of_vllm.query_quant(q, of_vllm._q_scale)
+            query, _ = of_vllm.query_quant(query, of_vllm._q_scale)
+        q = query.view(-1, of_vllm.num_heads, of_vllm.head_size)
+        if k is not None:
+            k = as_projected(k).view(-1, of_vllm.num_kv_heads, of_vllm.head_size)
+            v = as_projected(v).view(-1, of_vllm.num_kv_heads, of_vllm.head_size_v)
         with override_forward_context(self._forward_context(batch, q.shape[0])):
             if save_kv_cache and not self.real.forward_includes_kv_cache_update:
                 unified_kv_cache_update(k, v, name)
@@ -165,7 +175,13 @@ class VLLMLatentBackend(VLLMBackend):
         if save_kv_cache:
             unscaled = kv_dtype == "fp8" and of_vllm._k_scale_float == 1.0
             of_vllm.impl.do_kv_cache_update(
-                k[:, 0, :rank], k[..., rank:], cache, context.slot_mapping[name], kv_dtype, of_vllm._k_scale, unscaled
+                k[:, 0, :rank].contiguous(),
+                k[..., rank:],
+                cache,
+                context.slot_mapping[name],
+                kv_dtype,
+                of_vllm._k_scale,
+                unscaled,
             )
         if kv_dtype != "auto":
             cache = cache.view(torch.float8_e4m3fn)
@@ -177,9 +193,24 @@ class VLLMLatentBackend(VLLMBackend):
         return found
 
 
-def make_backend(name: str, claims: Claims, without_gpu: bool) -> type[AttentionBackend]:
+def make_backend(name: str, claims: Claims, machine: Machine) -> type[AttentionBackend]:
     """The class for one of the names of ``claims.CLAIMS``."""
     parent = VLLMLatentBackend if "mla" in claims.capabilities.families else VLLMBackend
-    kernels = "emulated" if without_gpu and claims.compiled_kernel else "real"
+    kernels = "real"
+    if claims.compiled_store and (machine.without_gpu or STABLE in machine.missing):
+        kernels = "stores"
+    if machine.without_gpu and claims.compiled_kernel:
+        kernels = "emulated"
+    notes = [f"{module} does not load ({why})" for module, why in machine.missing.items() if module == STABLE]
+    if notes:
+        notes = [f"{notes[0]}: {_STORES_IN_TORCH if claims.compiled_store else _CALLS_NONE}"]
+    absent = machine.missing.get(claims.compiled_module, "")
     real = AttentionBackendEnum[claims.registered].get_class()
-    return class_of(parent, "VLLM", name, claims, kernels, real=real)
+    return class_of(
+        parent, "VLLM", name, claims, kernels, real=real, notes=tuple(notes),
+        not_here=f"{claims.compiled_module} does not load: {absent}" if absent else "",
+    )  # fmt: skip
+
+
+_STORES_IN_TORCH = "torch stores new keys and values in its place"
+_CALLS_NONE = "this class calls nothing of it"

@@ -1,4 +1,6 @@
-"""Where there is no GPU: in torch, what vLLM has compiled. Builders, metadata and masks stay vLLM's.
+"""Where there is no GPU, or where compiled modules do not load: in torch, what vLLM has compiled.
+
+Builders, metadata and masks stay vLLM's.
 
 Operators that store keys and values, FlashAttention (``flash_attn_fake``), and FlexAttention's kernel, which torch
 compiles. Where one of them attends, ``AttentionBackend.kernels`` says so.
@@ -7,6 +9,7 @@ compiles. Where one of them attends, ``AttentionBackend.kernels`` says so.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from attn_testkit.backends.vendor.provider import fake_of, swapped
 from . import flash_attn_fake
 from .flash_attn_fake import Functions
 
-__all__ = ["flex_attention", "put_in_place"]
+__all__ = ["define_operators", "flex_attention", "put_in_place"]
 
 _held: list[torch.library.Library] = []
 
@@ -35,21 +38,30 @@ def put_in_place() -> None:
     """Define the operators, and give FlexAttention's module its kernel. Safe to call again."""
     if _held:
         return
-    _define("_C", dict.fromkeys(_QUESTIONS, (_has_no_kernel, ())))
-    _define("_C_cache_ops", _OF_CACHES)
+    define_operators()
     _define("_vllm_fa3_C", flash_attn_fake.FUNCTIONS)
     from vllm.v1.attention.backends import flex_attention as of_vllm
 
     of_vllm.flex_attention_compiled = flex_attention
+    if importlib.util.find_spec("flashinfer") is None:
+        return  # its class is not asked for, or says so
     with swapped({path: fake_of(entry) for path, entry in _WRAPPERS.items()}):
         importlib.import_module("vllm.v1.attention.backends.flashinfer")
     # vLLM leaves the choice to FlashInfer, which asks for the CUDA version of torch. The fakes are of "fa2".
     importlib.import_module("flashinfer.prefill").determine_attention_backend = _fa2  # type: ignore[attr-defined]
 
 
+def define_operators() -> None:
+    """Define in torch what ``vllm._C_stable_libtorch`` has compiled and attention calls, also for a real device."""
+    _define("_C", dict.fromkeys(_QUESTIONS, (_has_no_kernel, ())))
+    _define("_C_cache_ops", _OF_CACHES)
+
+
 def _define(namespace: str, functions: Functions) -> None:
     library = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     for name, (function, written) in functions.items():
+        if hasattr(getattr(torch.ops, namespace), name):
+            continue
         library.define(name + torch.library.infer_schema(function, mutates_args=written))  # type: ignore[no-untyped-call]
         library.impl(name, function, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
     _held.append(library)

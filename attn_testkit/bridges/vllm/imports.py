@@ -1,11 +1,13 @@
-"""What has to be true of the process before vLLM is imported, where no GPU is."""
+"""What has to be true of the process before vLLM is imported, where no GPU is or a compiled module does not load."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
@@ -14,16 +16,24 @@ from attn_testkit.backends.vendor.provider import device_is_real
 
 from .claims import Claims
 
-__all__ = ["prepare"]
+__all__ = ["FA3", "STABLE", "Machine", "prepare"]
 
-_COMPILED = (
-    "vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C", "vllm.vllm_flash_attn._vllm_fa3_C",
-)  # fmt: skip
+STABLE, FA2, FA3 = "vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C", "vllm.vllm_flash_attn._vllm_fa3_C"
+_COMPILED = (STABLE, FA2, FA3)
 """Modules of vLLM that load a CUDA library when they are imported, and define operators."""
 
 
-def prepare(claims: Claims) -> bool:
-    """Set vLLM's environment variables, and without a GPU let its imports pass. Returns whether there is none.
+@dataclass(frozen=True)
+class Machine:
+    """What vLLM finds here."""
+
+    without_gpu: bool
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Compiled module -> why it does not load, on a GPU."""
+
+
+def prepare(claims: Claims) -> Machine:
+    """Set vLLM's environment variables, and let its imports pass where there is no GPU or a compiled module is missing.
 
     Safe to call again. Raises ``RuntimeError`` where vLLM was imported already and decided otherwise.
     """
@@ -31,8 +41,17 @@ def prepare(claims: Claims) -> bool:
         if os.environ.get(name) != value and "vllm.envs" in sys.modules:
             raise RuntimeError(f"vLLM was imported before {name}={value} was set; a process has one of these backends")
         os.environ[name] = value
+    from . import fakes
+
     if device_is_real(torch.device("cuda")):
-        return False
+        for module in _COMPILED:
+            if module not in _missing and (why := _why_not(module)):
+                _missing[module] = why
+                # vLLM imports it by name, for operators that it registers.
+                sys.modules[module] = ModuleType(module)
+        if STABLE in _missing:
+            fakes.define_operators()
+        return Machine(False, dict(_missing))
     for module in _COMPILED:
         sys.modules.setdefault(module, ModuleType(module))
     with _no_visible_device():
@@ -46,10 +65,22 @@ def prepare(claims: Claims) -> bool:
 
         if not vllm.triton_utils.HAS_TRITON:
             raise RuntimeError("vLLM was imported before the bridge, and has switched Triton off for want of a driver")
-    from . import fakes
-
     fakes.put_in_place()
-    return True
+    return Machine(True)
+
+
+_missing: dict[str, str] = {}
+_MOST = 200
+"""Characters of what an import raised: that of a library names every symbol."""
+
+
+def _why_not(module: str) -> str:
+    """Why a compiled module does not load: it is left out of this wheel, or was built for another torch."""
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST]}"
+    return ""
 
 
 @contextmanager
@@ -58,20 +89,9 @@ def _no_visible_device() -> Iterator[None]:
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        with _torch_left_alone():
-            yield
+        yield
     finally:
         if before is None:
             del os.environ["CUDA_VISIBLE_DEVICES"]
         else:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
-
-
-@contextmanager
-def _torch_left_alone() -> Iterator[None]:
-    """``vllm.platforms.cuda`` switches a kernel of torch's attention off for its process, which is another here."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)

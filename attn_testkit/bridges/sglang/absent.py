@@ -1,0 +1,84 @@
+"""``sgl_kernel``, SGLang's package of compiled kernels, on a GPU where it is not installed or does not load.
+
+SGLang's modules import its functions by name, whichever backend is used. Every name is there then, and says when it
+is called what is missing. The classes whose claims require the package are not run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["stand_in"]
+
+_PACKAGE = "sgl_kernel"
+
+
+class _Missing:
+    """A function or class of the package: there to be imported, and not to be called."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *_arguments: Any, **_named: Any) -> Any:
+        raise RuntimeError(f"{self.__name__} comes compiled with sglang-kernel, which is not usable here")
+
+
+class _Module(ModuleType):
+    """A module of the package in which every name is missing but those that are Python."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full = f"{self.__name__}.{name}"
+        return _IN_PYTHON.get(full) or _Missing(full)
+
+
+def _is_arch_support_pdl() -> bool:
+    """Whether kernels may be launched before the one before them is over: a question of the device."""
+    return torch.cuda.get_device_capability()[0] >= 9
+
+
+_IN_PYTHON: dict[str, Callable[..., Any]] = {"sgl_kernel.utils.is_arch_support_pdl": _is_arch_support_pdl}
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] != _PACKAGE:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def stand_in() -> str:
+    """Let imports of the package pass where it cannot be imported. Why it cannot be; empty where it can."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return _why[0]
+    try:
+        importlib.import_module(_PACKAGE)
+    except Exception as error:
+        _why[:] = [f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST]}"]
+        for name in [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, _Finder())
+        return _why[0]
+    return ""
+
+
+_why: list[str] = []
+_MOST = 200
+"""Characters of what an import raised: that of a library names every symbol."""
