@@ -7,7 +7,6 @@ a table and mask them later. One that is far off is an offset that overflowed, a
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from torch import Tensor
 from attn_testkit.emulation.errors import StrayAccessError
 from attn_testkit.emulation.sites import author_site
 
-__all__ = ["atomics_looked_at", "look_at_load", "look_at_store", "looking_at_accesses", "pointers_of_its_own"]
+__all__ = ["atomics_looked_at", "exchanges_looked_at", "look_at_load", "look_at_store", "looking_at_accesses", "pointers_of_its_own"]
 
 Array = npt.NDArray[Any]
 
@@ -118,11 +117,10 @@ def _where(launch: _Launch, first: int, end: int) -> str:
 def pointers_of_its_own(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The builder's ``create_int_to_ptr``: whatever is stored there, nobody here knows whose it is."""
 
-    @functools.wraps(stock)
-    def create_int_to_ptr(self: Any, *arguments: Any) -> Any:
+    def create_int_to_ptr(self: Any, src: Any, *rest: Any, **named: Any) -> Any:
         if _local.launch is not None:
             _local.launch.makes_pointers = True
-        return stock(self, *arguments)
+        return stock(self, src, *rest, **named)
 
     return create_int_to_ptr
 
@@ -130,11 +128,20 @@ def pointers_of_its_own(stock: Callable[..., Any]) -> Callable[..., Any]:
 def atomics_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The builder's ``create_atomic_rmw``, which stores where its mask is set."""
 
-    @functools.wraps(stock)
-    def create_atomic_rmw(self: Any, operation: Any, ptr: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def create_atomic_rmw(self: Any, rmwOp: Any, ptr: Any, val: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         addresses = np.asarray(ptr.data).view(np.int64)
         chosen = np.broadcast_to(np.asarray(mask.data, dtype=bool), addresses.shape)
-        look_at_store((addresses[chosen],), np.asarray(value.data).itemsize)
-        return stock(self, operation, ptr, value, mask, *rest)
+        look_at_store((addresses[chosen],), np.asarray(val.data).itemsize)
+        return stock(self, rmwOp, ptr, val, mask, *rest, **named)
 
     return create_atomic_rmw
+
+
+def exchanges_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder's ``create_atomic_cas``, which may store at any of its addresses."""
+
+    def create_atomic_cas(self: Any, ptr: Any, cmp: Any, val: Any, *rest: Any, **named: Any) -> Any:
+        look_at_store((np.asarray(ptr.data).view(np.int64),), np.asarray(val.data).itemsize)
+        return stock(self, ptr, cmp, val, *rest, **named)
+
+    return create_atomic_cas

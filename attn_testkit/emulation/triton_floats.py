@@ -180,18 +180,19 @@ def _dots(module: Any) -> list[Replacement]:
     builder, handle, language = module.InterpreterBuilder, module.TensorHandle, module.tl
     stock, tf32 = builder.create_dot, module._ir.INPUT_PRECISION.TF32
 
-    def create_dot(self: Any, a: Any, b: Any, acc: Any, precision: Any, *rest: Any) -> Any:
-        if precision == tf32 and a.data.dtype == b.data.dtype == np.float32:
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any, **named: Any) -> Any:
+        if input_precision == tf32 and a.data.dtype == b.data.dtype == np.float32:
             a, b = (handle(truncate_to_tf32(part.data), language.float32) for part in (a, b))
         a, b = (handle(widen(part.data), language.float32) if _is_bfloat16(part) else part for part in (a, b))
-        return stock(self, a, b, acc, precision, *rest)
+        return stock(self, a, b, d, input_precision, *rest, **named)
 
     found: list[Replacement] = [(builder, "create_dot", create_dot)]
     if hasattr(module, "_mxfp_value_handle_to_float32"):  # the operands of dot_scaled
         stock_operand = module._mxfp_value_handle_to_float32
 
-        def operand(value: Any) -> Array:
-            return widen(value.data) if _is_bfloat16(value) else np.asarray(stock_operand(value))
+        def operand(value_handle: Any) -> Array:
+            wide = _is_bfloat16(value_handle)
+            return widen(value_handle.data) if wide else np.asarray(stock_operand(value_handle))
 
         found.append((module, "_mxfp_value_handle_to_float32", operand))
     return found
@@ -277,9 +278,9 @@ def _atomics(module: Any) -> list[Replacement]:
     builder, handle, memory = module.InterpreterBuilder, module.TensorHandle, module._interpreter
     stock, add = builder.create_atomic_rmw, module._ir.ATOMIC_OP.FADD
 
-    def create_atomic_rmw(self: Any, operation: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
-        if operation != add or not _is_bfloat16(val):
-            return stock(self, operation, ptr, val, mask, *rest)
+    def create_atomic_rmw(self: Any, rmwOp: Any, ptr: Any, val: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        if rmwOp != add or not _is_bfloat16(val):
+            return stock(self, rmwOp, ptr, val, mask, *rest, **named)
         shape = np.shape(ptr.data)
         before = np.zeros(shape, _WORD).reshape(-1)
         everything = zip(ptr.data.reshape(-1), val.data.reshape(-1), mask.data.reshape(-1), strict=True)
@@ -297,10 +298,10 @@ def _prints(module: Any) -> list[Replacement]:
     builder, handle, language = module.InterpreterBuilder, module.TensorHandle, module.tl
     stock = builder.create_print
 
-    def create_print(self: Any, prefix: Any, hexadecimal: Any, values: Any, *rest: Any) -> Any:
-        if not hexadecimal:
+    def create_print(self: Any, prefix: Any, hex: Any, values: Any, *rest: Any, **named: Any) -> Any:
+        if not hex:
             values = [handle(widen(v.data), language.float32) if _is_bfloat16(v) else v for v in values]
-        return stock(self, prefix, hexadecimal, values, *rest)
+        return stock(self, prefix, hex, values, *rest, **named)
 
     return [(builder, "create_print", create_print)]
 

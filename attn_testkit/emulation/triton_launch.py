@@ -20,9 +20,11 @@ from attn_testkit.emulation import (
     session,
     triton_autotune,
     triton_bounds,
+    triton_descriptors,
     triton_floats,
     triton_memory,
     triton_programs,
+    triton_signatures,
     triton_speed,
 )
 from attn_testkit.emulation.accesses import Access, Span
@@ -33,6 +35,7 @@ from attn_testkit.emulation.program import CallNode
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import is_device, is_pinned
 
+Replacement = tuple[Any, str, Any]
 _INTERPRETER = "triton.runtime.interpreter"
 
 
@@ -46,7 +49,7 @@ def interpreter() -> Any:
         return None
 
 
-def replacements() -> list[tuple[Any, str, Any]]:
+def replacements() -> list[Replacement]:
     """(object, attribute, replacement) for the launcher, what it computes with, and the tuner above it."""
     module = interpreter()
     if module is None:
@@ -55,14 +58,19 @@ def replacements() -> list[tuple[Any, str, Any]]:
 
 
 @functools.cache
-def _replacements_in(module: Any) -> list[tuple[Any, str, Any]]:
+def _replacements_in(module: Any) -> list[Replacement]:
     launcher = module.GridExecutor
     programs = triton_programs.Programs(module) if triton_programs.knows(module) else None
+    return triton_signatures.fitting(_all_replacements(module, launcher, programs))
+
+
+def _all_replacements(module: Any, launcher: Any, programs: triton_programs.Programs | None) -> list[Replacement]:
     return [
         (launcher, "__call__", _launch_of(module, programs, launcher, launcher.__call__)),
         *triton_speed.replacements(module),
         *triton_floats.replacements(module),
         *triton_memory.replacements(module),
+        *triton_descriptors.replacements(module),
         *(programs.replacements() if programs is not None else []),
         *triton_autotune.replacements(),
     ]
@@ -194,8 +202,8 @@ def _pointers(values: Any) -> list[Tensor]:
             found.append(value)
         elif isinstance(value, tuple):
             found += _pointers(value)
-        elif isinstance(getattr(value, "base", None), Tensor):  # TensorDescriptor, TensorWrapper
-            found.append(value.base)
+        elif hasattr(value, "base"):  # TensorDescriptor of a tensor or of a TensorWrapper, TensorWrapper
+            found += _pointers((value.base,))
     return found
 
 
@@ -243,7 +251,7 @@ def _freeze(value: Any, capture: Capture, node: CallNode) -> Any:
     if isinstance(value, tuple):
         items = [_freeze(item, capture, node) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(getattr(value, "base", None), Tensor):
+    if _pointers((value,)):
         twin = copy.copy(value)
         twin.base = _freeze(value.base, capture, node)
         return twin

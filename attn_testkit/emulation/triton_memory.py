@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attn_testkit.emulation.triton_bounds import look_at_load, look_at_store, pointers_of_its_own
+from attn_testkit.emulation.triton_bounds import (
+    exchanges_looked_at,
+    look_at_load,
+    look_at_store,
+    pointers_of_its_own,
+)
 
 Array = npt.NDArray[Any]
 Replacement = tuple[Any, str, Any]
@@ -42,6 +48,7 @@ def replacements(module: Any) -> list[Replacement]:
             (builder, "create_expand_dims", _expand_dims_of(module, pointers, builder.create_expand_dims)),
             (builder, "create_broadcast", _broadcast_of(module, pointers, builder.create_broadcast)),
             (builder, "create_int_to_ptr", pointers_of_its_own(builder.create_int_to_ptr)),
+            (builder, "create_atomic_cas", exchanges_looked_at(builder.create_atomic_cas)),
         ]
         stock = {name: getattr(builder, name) for _, name, _ in found}
         works = np.array_equal(_sample(module, stock), _sample(module, {name: new for _, name, new in found}))
@@ -184,16 +191,29 @@ def _live(mask: Array, parts: Sequence[Array], shape: tuple[int, ...]) -> tuple[
     return (where, [_spread(_sum(parts), shape)[where]])
 
 
+def _bits(mask: Any) -> Array:
+    """The array of a mask: Triton before 3.8 hands that of a descriptor or of a block pointer over as it is."""
+    return mask if type(mask) is np.ndarray else mask.data
+
+
+def _everything_looked_at(look: Any, at: Any, mask: Any, size: int) -> None:
+    """Look at a load or a store that is left to the stock function."""
+    addresses, chosen = np.asarray(at.data).view(np.int64), np.asarray(_bits(mask), dtype=bool)
+    if chosen.size == addresses.size:
+        addresses = addresses.reshape(-1)[chosen.reshape(-1)]
+    look((addresses,), size)
+
+
 def _load_of(module: Any, pointers: Any, stock: Any) -> Any:
     handle = module.TensorHandle
 
-    def create_load(self: Any, ptr: Any, *rest: Any) -> Any:
+    def create_load(self: Any, ptr: Any, *rest: Any, **named: Any) -> Any:
         at = _as_pointers(ptr, pointers)
         dtype = module._get_np_dtype(at.element)
         look_at_load(at.parts, dtype.itemsize)
         found = _read(_places(at.parts, dtype.itemsize), dtype)
         if found is None:
-            return stock(self, ptr, *rest)
+            return stock(self, ptr, *rest, **named)
         return handle(found if found.shape == at.shape else _spread(found, at.shape).copy(), at.element)
 
     return create_load
@@ -202,16 +222,17 @@ def _load_of(module: Any, pointers: Any, stock: Any) -> Any:
 def _masked_load_of(module: Any, pointers: Any, stock: Any) -> Any:
     handle = module.TensorHandle
 
-    def create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
+    def create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
         at = _as_pointers(ptrs, pointers)
-        dtype, chosen = module._get_np_dtype(at.element), _narrow(mask.data, at.shape)
+        dtype, chosen = module._get_np_dtype(at.element), _narrow(_bits(mask), at.shape)
         if chosen is None or (other is not None and other.data.dtype != dtype):
-            return stock(self, ptrs, mask, other, *rest)
+            _everything_looked_at(look_at_load, at, mask, dtype.itemsize)
+            return stock(self, ptrs, mask, other, *rest, **named)
         where, parts = _live(chosen, at.parts, at.shape)
         look_at_load(parts, dtype.itemsize)
         read = _read(_places(parts, dtype.itemsize), dtype)
         if read is None:
-            return stock(self, ptrs, mask, other, *rest)
+            return stock(self, ptrs, mask, other, *rest, **named)
         found = np.zeros(at.shape, dtype)
         if other is not None and where is not ...:
             found[...] = other.data
@@ -223,22 +244,25 @@ def _masked_load_of(module: Any, pointers: Any, stock: Any) -> Any:
 
 
 def _masked_store_of(pointers: Any, stock: Any) -> Any:
-    def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         at, values = _as_pointers(ptrs, pointers), value.data
-        chosen = _narrow(mask.data, at.shape)
+        chosen = _narrow(_bits(mask), at.shape)
+        if values.shape != at.shape and values.size == math.prod(at.shape):
+            values = values.reshape(at.shape)  # a row that a descriptor scatters
         if chosen is None or values.shape != at.shape:
-            return stock(self, ptrs, value, mask, *rest)
+            _everything_looked_at(look_at_store, at, mask, values.itemsize)
+            return stock(self, ptrs, value, mask, *rest, **named)
         where, parts = _live(chosen, at.parts, at.shape)
         look_at_store(parts, values.itemsize)
         places = _places(parts, values.itemsize)
         if places is None:
-            return stock(self, ptrs, value, mask, *rest)
+            return stock(self, ptrs, value, mask, *rest, **named)
         if places.size:
             written = values[where]
             try:
                 _memory(values.dtype)[_spread(places, written.shape)] = written
             except IndexError:  # no address
-                return stock(self, ptrs, value, mask, *rest)
+                return stock(self, ptrs, value, mask, *rest, **named)
         return None
 
     return create_masked_store

@@ -27,6 +27,8 @@ _PARTS = (
     "ReduceScanOpInterface.apply",
     "TensorDescHandle",
     "_implicit_cvt",
+    "tl.core.tensor_descriptor",
+    "tl.core.tensor_descriptor_base",
     "_tuple_create",
     "interpreter_semantic.builder",
     "tl.core.constexpr",
@@ -104,14 +106,18 @@ class _Given:
 def _given(module: Any, arguments: dict[str, Any], constants: frozenset[str]) -> _Given:
     by_name = {name: arg if name in constants else module._implicit_cvt(arg) for name, arg in arguments.items()}
     inputs: list[Any] = []
+    core = module.tl.core
 
     def kind_of(value: Any) -> object:
-        if isinstance(value, module.tl.core.tensor):
+        if isinstance(value, core.tensor):
             inputs.append(value.handle)
             return ("tensor", str(value.type), value.handle.data.dtype)
         if type(value) is float:
             inputs.append(value)
             return float
+        if isinstance(value, core.tensor_descriptor_base):
+            inputs.append(value.handle)
+            return ("descriptor", str(value.type), kind_of(_extent(value)))
         if isinstance(value, tuple):
             return (type(value), *[kind_of(item) for item in value])
         return identity(module, value)
@@ -121,6 +127,11 @@ def _given(module: Any, arguments: dict[str, Any], constants: frozenset[str]) ->
     except Untraceable:
         return _Given(by_name, constants, None, [])
     return _Given(by_name, constants, (*module.triton.knobs.language.knobs.items(), *kinds), inputs)
+
+
+def _extent(descriptor: Any) -> tuple[Any, ...]:
+    """Shape and strides of a descriptor of the kernel's Python."""
+    return (tuple(descriptor.shape), tuple(descriptor.strides))
 
 
 class _Kernel:
@@ -226,6 +237,9 @@ class _Grid:
         def stand_in(value: Any) -> Any:
             if isinstance(value, core.tensor):
                 return core.tensor(Traced(next(slots), value.handle.dtype), value.type)
+            if isinstance(value, core.tensor_descriptor_base):
+                handle = Traced(next(slots), None)
+                return core.tensor_descriptor(handle, *stand_in(_extent(value)), value.block_type)
             if type(value) is float:
                 return recorder.number(next(slots))
             return self.module._tuple_create(value, map(stand_in, value)) if isinstance(value, tuple) else value

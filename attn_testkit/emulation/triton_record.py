@@ -9,9 +9,10 @@ fails, and the kernel is run as it is.
 from __future__ import annotations
 
 import enum
+import inspect
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attn_testkit.emulation.triton_paths import Call, Effect, Kind
@@ -23,8 +24,10 @@ _PURE = re.compile(
     "f?(add|sub|mul|div|rem|neg|abs|ma)|[us](div|rem)|idiv|precise_divf|approx_divf|shl|[al]shr|umulhi|iabs|fma|clampf|"
     "(min|max)(si|ui|imumf|numf)|[if]cmp.*|and|or|xor|select|[us]i_to_fp|fp_to_[us]i|fp_ext|fp_trunc|fp_to_fp|int_cast|"
     "bitcast|int_to_ptr|ptr_to_int|addptr|cos|sin|exp|exp2|log|log2|sqrt|precise_sqrt|rsqrt|erf|floor|ceil|reshape|trans|"
-    "dot|dot_scaled|make_range|expand_dims|broadcast|cat|join|split|splat|unsplat)"
+    "dot|dot_scaled|make_range|expand_dims|broadcast|cat|join|split|splat|unsplat|make_tensor_descriptor|make_block_ptr|"
+    "advance)"
 )
+_HANDLES = ("TensorHandle", "TensorDescHandle", "BlockPointerHandle")
 
 
 class Untraceable(Exception):
@@ -56,7 +59,7 @@ class Recorder:
         self._to_repeat = len(effects)
         self._repeated = 0
         self._module, self._builder = module, module.interpreter_builder
-        self._answers = (module.TensorHandle, module.TensorDescHandle, tuple)
+        self._answers = answers_of(module)
         self._values = list(arguments)
         self._known: dict[Any, Any] = {}
         self._spread: dict[int, int] = {}
@@ -66,7 +69,9 @@ class Recorder:
         if not callable(member):
             return member
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            if named:
+                args = by_position(member, args, named)
             if name.startswith("get_") and not any(type(arg) in _UNKNOWN for arg in args):
                 found = member(*args)
                 if not isinstance(found, self._answers):
@@ -153,6 +158,19 @@ class Recorder:
     def number(self, slot: int) -> Number:
         """A number that the kernel's Python may compute with, without seeing it."""
         return Number(self, slot, type(self._values[slot]))
+
+
+def answers_of(module: Any) -> tuple[type, ...]:
+    """Types of what the interpreter's builder answers that hold numbers of a program."""
+    return (*[getattr(module, name) for name in _HANDLES if hasattr(module, name)], tuple)
+
+
+def by_position(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a call, those given by name in their places. Raises Untraceable if one has no place."""
+    bound = inspect.signature(function).bind(*args, **named)
+    if bound.kwargs:
+        raise Untraceable(f"arguments that are given by name alone: {', '.join(bound.kwargs)}")
+    return bound.args
 
 
 def _kind(name: str) -> Kind:

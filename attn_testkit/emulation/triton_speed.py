@@ -73,10 +73,10 @@ def _without_overflow_checks(module: Any) -> list[Replacement]:
 def _with_remembered_dtypes(module: Any) -> list[Replacement]:
     stock, known = module._get_np_dtype, {}
 
-    def numpy_dtype(dtype: Any) -> Any:
-        name = dtype.scalar.name
+    def numpy_dtype(tt_dtype: Any) -> Any:
+        name = tt_dtype.scalar.name
         if name not in known:
-            known[name] = stock(dtype)
+            known[name] = stock(tt_dtype)
         return known[name]
 
     if numpy_dtype(module.tl.float32).itemsize != 4:
@@ -127,11 +127,11 @@ def _with_quick_unwrapping(module: Any) -> list[Replacement]:
     stock, constexpr = core._unwrap_if_constexpr, core.constexpr
     atoms = frozenset({int, float, bool, str, type(None), core.tensor})
 
-    def unwrap(value: Any) -> Any:
-        kind = type(value)
+    def unwrap(o: Any) -> Any:
+        kind = type(o)
         if kind in atoms:
-            return value
-        return value.value if kind is constexpr else stock(value)
+            return o
+        return o.value if kind is constexpr else stock(o)
 
     if unwrap(core.constexpr(3)) != 3 or unwrap([core.constexpr(3)]) != [3]:
         raise ValueError("another kind of constant")
