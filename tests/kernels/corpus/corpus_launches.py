@@ -34,6 +34,7 @@ from attn_testkit.emulation.private import disable_functions, disable_modes
 from attn_testkit.emulation.tags import DEVICE
 
 Memory = dict[int, bytes]
+Lines = tuple[tuple[int, ...], int]
 
 SAME, FLOATS, DIFFERENT = "same", "floats", "different"
 STOCK_RAISES, EMULATION_RAISES, BOTH_RAISE = "stock raises", "emulation raises", "both raise"
@@ -42,12 +43,17 @@ SLOW, UNCOMPARED = "stock too slow", "not compared"
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One launch: the kernel as `module.name`, how it compared, what the stock interpreter needed for it, and errors."""
+    """One launch: the kernel as `module.name`, how it compared, what the stock interpreter needed for it, and errors.
+
+    `lines` are the kernel's own lines that ran in the stock interpreter, `of` how many it has.
+    """
 
     kernel: str
     verdict: str
     repairs: tuple[str, ...] = ()
     detail: str = ""
+    lines: tuple[int, ...] = ()
+    of: int = 0
 
 
 def name_of(function: Any) -> str:
@@ -75,7 +81,9 @@ def compared(interpreter: Any, found: list[Launch], most: int = 4, seconds: floa
         except Exception as raised:
             failure = raised
         try:
-            found.append(dataclasses.replace(comparison.verdict(failure), kernel=name))
+            verdict = comparison.verdict(failure)
+            lines, of = comparison.lines
+            found.append(dataclasses.replace(verdict, kernel=name, lines=lines, of=of))
             if failure is not None and not comparison.finish():
                 raise failure
         finally:
@@ -108,9 +116,22 @@ class _Comparison:
 
     def __init__(self, interpreter: Any, executor: Any, args: Any, kwargs: Any, seconds: float) -> None:
         self._seconds = seconds
-        self._ask, self._keeper = _keeper(lambda ways: _run_stock(interpreter, executor, args, kwargs, ways))
+        self.lines: Lines = ((), 0)
+        self._request, self._keeper = _keeper(lambda ways: _run_stock(interpreter, executor, args, kwargs, ways))
         self._stock = self._ask(())
         self._right: Memory | None = None
+
+    def _ask(self, ways: tuple[str, ...]) -> Callable[[float], tuple[Memory | None, str] | None]:
+        wait = self._request(ways)
+
+        def answer(seconds: float) -> tuple[Memory | None, str] | None:
+            got = wait(seconds)
+            if got is None or got[0] is None:
+                return got  # type: ignore[no-any-return]
+            memory, self.lines = got[0]
+            return memory, ""
+
+        return answer
 
     def verdict(self, failure: Exception | None) -> Launch:
         """How the launch that just ran under the emulation compares; `failure` is what it raised."""
@@ -183,7 +204,7 @@ def _keeper(run: Callable[[tuple[str, ...]], Any]) -> tuple[Callable[[tuple[str,
     if keeper == 0:
         with contextlib.suppress(BaseException):
             os.close(asks)
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             while size := os.read(requests, 4):
                 ways = pickle.loads(os.read(requests, struct.unpack("<I", size)[0]))
                 child = os.fork()
@@ -206,7 +227,7 @@ def _keeper(run: Callable[[tuple[str, ...]], Any]) -> tuple[Callable[[tuple[str,
     return ask, keeper
 
 
-def _guarded(run: Callable[[tuple[str, ...]], Any], ways: tuple[str, ...]) -> tuple[Memory | None, str]:
+def _guarded(run: Callable[[tuple[str, ...]], Any], ways: tuple[str, ...]) -> tuple[Any, str]:
     try:
         return run(ways), ""
     except BaseException as failure:
@@ -248,8 +269,8 @@ def _receive(file: int, until: float) -> Any:
     return None if body is None else pickle.loads(body)
 
 
-def _run_stock(interpreter: Any, executor: Any, args: Any, kwargs: Any, ways: tuple[str, ...]) -> Memory:
-    """In a child: take the emulation out of this process, launch, and return the device memory."""
+def _run_stock(interpreter: Any, executor: Any, args: Any, kwargs: Any, ways: tuple[str, ...]) -> tuple[Memory, Lines]:
+    """In a child: take the emulation out of this process, launch, and return the device memory and the lines that ran."""
     memory_of = device_memory  # the list of device storages outlives the session
     session.install(None)
     INSTALLED.leave()
@@ -263,9 +284,20 @@ def _run_stock(interpreter: Any, executor: Any, args: Any, kwargs: Any, ways: tu
             setattr(target, name, replacement)
     if "repairs" in ways:
         executor = repaired(interpreter, executor)
+    code = executor.fn.__code__
+    ran: set[int] = set()
+
+    def line(frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            ran.add(frame.f_lineno)
+        return line
+
     with torch.no_grad(), disable_modes(), disable_functions():
+        sys.settrace(lambda frame, *_: line if frame.f_code is code else None)
         interpreter.GridExecutor.__call__(executor, *args, **kwargs)
-    return memory_of()
+        sys.settrace(None)
+    written = {number for *_, number in code.co_lines() if number is not None} - {code.co_firstlineno}
+    return memory_of(), (tuple(sorted(ran & written)), len(written))
 
 
 class _Number(int):

@@ -11,11 +11,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from attn_testkit.emulation import emulated_cuda
-from corpus_launches import Launch, compared
+from corpus_generated import arguments, grid
+from corpus_launches import DIFFERENT, FLOATS, SAME, Launch, compared
+
+BLOCK_POINTERS = "Block pointers have been removed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +86,23 @@ def run(interpreter: Any, name: str, call: Callable[[], None], most: int, second
     except TimeoutError:
         error = f"took more than {seconds:.0f} s"
     signal.alarm(0)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
+    status = _ended(child, 0 if error else 5)
     if os.WIFSIGNALED(status) and not error:
         error = f"died of signal {os.WTERMSIG(status)}"
     return Outcome(name, launches, error, time.monotonic() - began)
+
+
+def _ended(child: int, patience: float) -> int:
+    """The status of a process, which is killed with its group unless it ends in time."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
 
 
 def run_all(
@@ -107,3 +121,35 @@ def run_all(
             file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
             file.flush()
     return outcomes
+
+
+def compared_already(out: str) -> set[str]:
+    """Kernels that a file of outcomes has a comparison of, or an error in the middle of a package's own call."""
+    if not os.path.exists(out):
+        return set()
+    with open(out) as file:
+        outcomes = [json.loads(line) for line in file]
+    return {
+        launch["kernel"]
+        for outcome in outcomes
+        for launch in outcome["launches"]
+        if launch["verdict"] in (SAME, FLOATS, DIFFERENT) or not outcome["call"].startswith("generated ")
+    }
+
+
+def without_block_pointers(out: str) -> set[str]:
+    """Kernels of a file of outcomes that ask for block pointers where Triton has none."""
+    with open(out) as file:
+        outcomes = [json.loads(line) for line in file]
+    return {one["kernel"] for outcome in outcomes for one in outcome["launches"] if BLOCK_POINTERS in one["detail"]}
+
+
+def generated_calls(interpreter: Any, kernel: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A kernel by itself, with each variant of generated arguments."""
+
+    def launch(variant: int) -> None:
+        given = arguments(kernel.function.fn, interpreter.InterpretedFunction, variant)
+        kernel.function[grid(kernel.function.fn)](**given)
+
+    for variant in range(4):
+        yield f"generated {kernel.name} {variant}", lambda variant=variant: launch(variant)
