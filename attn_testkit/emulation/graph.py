@@ -250,6 +250,33 @@ def _dangling(block: Block, trouble: str, users: list[Node]) -> DanglingMemoryEr
     )
 
 
+class AcceleratorGraph(EmulatedGraph):
+    """The emulated `torch.accelerator.Graph`: `with stream, graph:` captures the block. Raises what the methods raise."""
+
+    def __init__(
+        self, keep_graph: bool = False, *, pool: PoolHandle | None = None, capture_error_mode: str = "default"
+    ) -> None:
+        super().__init__(keep_graph)
+        self.graph_pool, self.capture_error_mode = pool, capture_error_mode
+
+    def capture_begin(
+        self, pool: PoolHandle | None = None, capture_error_mode: str = "default", check_input_liveness: bool = False
+    ) -> None:
+        """As `CUDAGraph.capture_begin`, with the pool and the mode that the graph was made with."""
+        mode = self.capture_error_mode if capture_error_mode == "default" else capture_error_mode
+        super().capture_begin(pool or self.graph_pool, "global" if mode == "default" else mode)
+
+    def __enter__(self) -> AcceleratorGraph:
+        self.capture_begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.capture_end()
+        else:
+            self.abandon_capture()
+
+
 class graph:
     """The emulated `torch.cuda.graph(g, pool=..., stream=...)`: captures the block into `g`, on `stream` or a stream of
     its own. Raises what `CUDAGraph.capture_begin` and `capture_end` raise; a block that raises discards the capture."""

@@ -14,7 +14,7 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 
-from attn_testkit.emulation import generators, private, session, torch_cuda, triton_launch
+from attn_testkit.emulation import generators, private, session, torch_cuda, triton_driver, triton_launch
 from attn_testkit.emulation.private import disable_functions
 from attn_testkit.emulation.tags import DEVICE, looks_device, storage_key
 
@@ -47,6 +47,7 @@ class Installation:
             if self._users > 1:
                 return
             self._freeze_once()
+            triton_driver.answer_without_a_gpu()
             for target, name, emulated in _replacements():
                 self._saved.append((target, name, vars(target).get(name, _MISSING)))
                 setattr(target, name, emulated)

@@ -77,6 +77,11 @@ class Stream(StreamState):
         if current.order is not None:
             current.order.host_waits_for(self.cuda_stream)
 
+    def is_capturing(self) -> bool:
+        """Whether work that is issued on this stream now becomes part of a graph."""
+        current = session.current()
+        return current is not None and current.captures(self.capture)
+
     def query(self) -> bool:
         """True: all work is done. Raises CaptureError for a stream that belongs to a capture."""
         if self.capture is not None:

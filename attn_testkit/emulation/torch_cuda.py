@@ -11,40 +11,22 @@ from typing import Any
 import torch
 
 from attn_testkit.emulation import rules, session
+from attn_testkit.emulation.device import CAPABILITY, NAME, TOTAL_MEMORY, DeviceProperties
 from attn_testkit.emulation.generators import EmulatedGenerator
-from attn_testkit.emulation.graph import EmulatedGraph, graph
+from attn_testkit.emulation.graph import AcceleratorGraph, EmulatedGraph, graph
 from attn_testkit.emulation.pools import new_handle
 from attn_testkit.emulation.session import SYNC_DEFAULT, SYNC_ERROR, SYNC_WARN
 from attn_testkit.emulation.sites import Site
 from attn_testkit.emulation.stream_state import StreamState
 from attn_testkit.emulation.streams import Event, ExternalStream, Stream, StreamContext
-from attn_testkit.emulation.tags import DEVICE
+from attn_testkit.emulation.tags import DEVICE, wants_cuda
 
-_TOTAL_MEMORY = 1 << 34
-_CAPABILITY = (9, 0)
-_NAME = "emulated cuda:0"
 _SYNC_MODES = {"default": SYNC_DEFAULT, "warn": SYNC_WARN, "error": SYNC_ERROR}
 _DEFAULT_GENERATOR = EmulatedGenerator()
-
-
-class DeviceProperties:
-    """What `get_device_properties` answers: the shape of a Hopper GPU."""
-
-    name = _NAME
-    major, minor = _CAPABILITY
-    total_memory = _TOTAL_MEMORY
-    multi_processor_count = 132
-    warp_size = 32
-    max_threads_per_multi_processor = 2048
-    max_threads_per_block = 1024
-    regs_per_multiprocessor = 65536
-    shared_memory_per_block = 49152
-    shared_memory_per_block_optin = 232448
-    shared_memory_per_multiprocessor = 233472
-    L2_cache_size = 50 << 20
-    is_integrated = 0
-    is_multi_gpu_board = 0
-    gcnArchName = ""
+_SUPPORTED = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+     torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2}
+)  # fmt: skip
 
 
 def synchronize(device: Any = None) -> None:
@@ -102,6 +84,33 @@ class DeviceGuard:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+class DeviceIndex:
+    """The emulated `torch.accelerator.device_index`. Raises RuntimeError for another device than 0."""
+
+    def __init__(self, device: int | None, /) -> None:
+        self.idx, self.prev_idx = device, 0
+
+    def __enter__(self) -> None:
+        if self.idx is not None:
+            _only_one(self.idx)
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _only_one(device: Any, /) -> None:
+    if not isinstance(device, int) or device >= 0:  # torch does nothing for a negative index
+        wants_cuda(device)
+
+
+def _module_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.get_device_module`: without an argument, that of the accelerator."""
+
+    def get_device_module(device: Any = None) -> Any:
+        return torch.cuda if device is None and session.is_active() else original(device)
+
+    return get_device_module
 
 
 # Random numbers of device operations are drawn from torch's default CPU generator.
@@ -213,9 +222,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "device_count": _constant(1),
     "current_device": _constant(0),
     "set_device": _nothing,
-    "get_device_capability": _constant(_CAPABILITY),
+    "get_device_capability": _constant(CAPABILITY),
     "get_device_properties": _constant(DeviceProperties()),
-    "get_device_name": _constant(_NAME),
+    "get_device_name": _constant(NAME),
     "get_arch_list": _constant(["sm_90"]),
     "can_device_access_peer": _constant(False),
     "synchronize": synchronize,
@@ -238,7 +247,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "set_rng_state_all": lambda states: _set_rng_state(states[0]),
     "empty_cache": _all_is_done,
     "ipc_collect": _nothing,
-    "mem_get_info": lambda device=None: (_TOTAL_MEMORY - DEVICE.live_bytes(), _TOTAL_MEMORY),
+    "mem_get_info": lambda device=None: (TOTAL_MEMORY - DEVICE.live_bytes(), TOTAL_MEMORY),
     "memory_allocated": memory_allocated,
     "memory_reserved": memory_allocated,
     "max_memory_allocated": max_memory_allocated,
@@ -251,15 +260,24 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "reset_max_memory_allocated": reset_peak_memory_stats,
 }
 
+_OF_ACCELERATOR = (
+    "empty_cache", "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved", "memory_stats",
+    "reset_accumulated_memory_stats", "reset_peak_memory_stats", "is_available", "device_count", "current_stream",
+    "set_stream", "synchronize",
+)  # fmt: skip
+"""What `torch.accelerator` has from the module of its device."""
 ACCELERATOR: dict[str, Callable[..., Any]] = {
-    "is_available": _constant(True),
-    "device_count": _constant(1),
+    **{name: FUNCTIONS[name] for name in _OF_ACCELERATOR},
     "current_accelerator": _constant(torch.device("cuda")),
     "current_device_index": _constant(0),
-    "current_stream": current_stream,
-    "set_stream": set_stream,
-    "synchronize": synchronize,
+    "current_device_idx": _constant(0),
+    "set_device_index": _only_one,
+    "set_device_idx": _only_one,
+    "get_device_capability": _constant({"supported_dtypes": _SUPPORTED}),
+    "get_memory_info": FUNCTIONS["mem_get_info"],
+    "empty_host_cache": _nothing,
 }
+_ACCELERATOR_CLASSES: dict[str, Any] = {"device_index": DeviceIndex, "Graph": AcceleratorGraph}
 
 _NVTX = dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _nothing)
 
@@ -302,6 +320,10 @@ def _names_in_torch() -> tuple[_Named, _Named]:
             if hasattr(module, name) and (module is torch.cuda or name in ("CUDAGraph", "graph", "Stream", "Event")):
                 everybody.append((module, name, emulated))
         inside += [(module, name, emulated) for name, emulated in FUNCTIONS.items() if hasattr(module, name)]
-    inside += [(torch.accelerator, name, it) for name, it in ACCELERATOR.items() if hasattr(torch.accelerator, name)]
+    for module in (torch.accelerator, getattr(torch.accelerator, "memory", torch.accelerator)):
+        inside += [(module, name, it) for name, it in ACCELERATOR.items() if hasattr(module, name)]
+    named = _ACCELERATOR_CLASSES.items()
+    everybody += [(torch.accelerator, name, it) for name, it in named if hasattr(torch.accelerator, name)]
+    everybody.append((torch, "get_device_module", _module_of(torch.get_device_module)))
     everybody += [(torch.cuda.nvtx, name, it) for name, it in _NVTX.items() if hasattr(torch.cuda.nvtx, name)]
     return everybody, inside

@@ -20,7 +20,14 @@ from torch import Tensor
 from attn_testkit.emulation.errors import StrayAccessError
 from attn_testkit.emulation.sites import author_site
 
-__all__ = ["atomics_looked_at", "exchanges_looked_at", "look_at_load", "look_at_store", "looking_at_accesses", "pointers_of_its_own"]
+__all__ = [
+    "atomics_looked_at",
+    "exchanges_looked_at",
+    "look_at_load",
+    "look_at_store",
+    "looking_at_accesses",
+    "pointers_of_its_own",
+]
 
 Array = npt.NDArray[Any]
 

@@ -6,39 +6,19 @@ Nothing here changes what the language does outside a recording.
 from __future__ import annotations
 
 import contextlib
-import dis
-import operator
-import types
-import weakref
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from attn_testkit.emulation import triton_speed
+from attn_testkit.emulation import session, triton_speed
+from attn_testkit.emulation.triton_names import Twins, as_int, language_range_of, recorder_of
 from attn_testkit.emulation.triton_paths import Kind
-from attn_testkit.emulation.triton_record import Number, Recorder, Traced, Untraceable, identity
+from attn_testkit.emulation.triton_record import Traced, Untraceable
+from attn_testkit.emulation.triton_signatures import complaint, stock_of
 
 Replacement = tuple[Any, str, Any]
-_MISSING = object()
-_OUTSIDE = ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR")
-_SEEN_OUTSIDE = frozenset(
-    {
-        "print",
-        "input",
-        "open",
-        "breakpoint",
-        "exec",
-        "eval",
-        "globals",
-        "vars",
-        "setattr",
-        "delattr",
-        "__import__",
-        "id",
-    }
-)
-"""Functions of Python that a program walked along a path would not call."""
 _COMBINATIONS = (
     "_sum_combine",
     "_prod_combine",
@@ -49,12 +29,6 @@ _COMBINATIONS = (
     "_argmin_combine_tie_break_left",
     "_argmin_combine_tie_break_fast",
 )
-
-
-def recorder_of(module: Any) -> Recorder | None:
-    """Who notes down what runs in the interpreter now, if anybody does."""
-    builder = module.interpreter_semantic.builder
-    return builder if type(builder) is Recorder else None
 
 
 @contextlib.contextmanager
@@ -87,7 +61,7 @@ def patched(module: Any) -> Iterator[None]:
         scope = triton_speed.patch_language(module)
     finally:
         module.interpreter_builder = own
-    new = _replacements(module)
+    new = [one for one, fits in zip(_replacements(module), _fits(module), strict=True) if fits]
     replaced = [(owner, name, vars(owner)[name]) for owner, name, _ in new]
     try:
         for owner, name, value in new:
@@ -99,17 +73,23 @@ def patched(module: Any) -> Iterator[None]:
         scope.restore()
 
 
+@functools.cache
+def _fits(module: Any) -> list[bool]:
+    """Which of them take what the interpreter's own take. Ask while the language is patched."""
+    return [not complaint(stock_of(owner, name), new) for owner, name, new in _replacements(module)]
+
+
 def _replacements(module: Any) -> list[Replacement]:
     """For the language as the interpreter patched it."""
     tensor, core = module.tl.core.tensor, module.tl.core
     return [
-        (tensor, "__bool__", _seen_as(module, tensor.__bool__, "bool", _as_bool)),
-        (tensor, "__index__", _seen_as(module, tensor.__index__, "int", _as_int)),
+        (tensor, "__bool__", _seen_as(module, "bool", _as_bool)),
+        (tensor, "__index__", _seen_as(module, "int", as_int)),
         (tensor, "__repr__", _unseen(tensor.__repr__)),
         (tensor, "__str__", _unseen(tensor.__str__)),
         (tensor, "T", property(_transposed_of(module, vars(tensor)["T"].fget))),
-        (module.tl, "range", _range_of(module, module.tl.range)),
-        (core, "range", _range_of(module, core.range)),
+        (module.tl, "range", language_range_of(module, module.tl.range)),
+        (core, "range", language_range_of(module, core.range)),
         (module.tl, "static_print", _print_of(module, module.tl.static_print)),
         *_dependent_launches(module),
     ]
@@ -118,7 +98,11 @@ def _replacements(module: Any) -> list[Replacement]:
 def _dependent_launches(module: Any) -> list[Replacement]:
     """What kernels that may begin before the one ahead has ended say to the device: here each begins when it has."""
     cuda = module.tl.extra.cuda
-    return [(cuda, name, lambda: None) for name in ("gdc_wait", "gdc_launch_dependents") if hasattr(cuda, name)]
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    return [(cuda, name, nothing) for name in ("gdc_wait", "gdc_launch_dependents") if hasattr(cuda, name)]
 
 
 def _as_bool(handle: Any) -> bool:
@@ -126,15 +110,11 @@ def _as_bool(handle: Any) -> bool:
     return bool(handle.data) if handle.data.size == 1 else True
 
 
-def _as_int(handle: Any) -> int:
-    return int(np.squeeze(handle.data))
-
-
-def _seen_as(module: Any, stock: Callable[..., Any], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def _seen_as(module: Any, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     def see(self: Any) -> Any:
         recorder = recorder_of(module)
         if recorder is None or type(self.handle) is not Traced:
-            return stock(self)
+            return run(self.handle)  # stock, Triton 3.6 fails with NumPy 2.5
         return recorder.decide(name, run, self.handle)
 
     return see
@@ -175,103 +155,6 @@ def _print_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     return static_print
 
 
-def _range_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-    tensor, constexpr = module.tl.core.tensor, module.tl.core.constexpr
-
-    def part(recorder: Recorder, value: Any) -> Any:
-        if isinstance(value, tensor):
-            return recorder.number(recorder.note("number", Kind.PURE, _as_int, value.handle))
-        return value.value if isinstance(value, constexpr) else value
-
-    def traced_range(*args: Any, **options: Any) -> Any:
-        recorder = recorder_of(module)
-        parts = args if recorder is None else [part(recorder, arg) for arg in args]
-        if not any(type(value) is Number for value in parts):
-            return stock(*args, **options)
-        step = options.get("step", 1)
-        start, stop, step = (0, parts[0], step) if len(parts) == 1 else (*parts, step)[:3]
-        return _counted(start, stop, operator.index(step))
-
-    return traced_range
-
-
-def _counted(start: Any, stop: Any, step: int) -> Iterator[Any]:
-    """`range` of numbers that are not known: whether there is a next one is a decision."""
-    if step == 0:
-        raise ValueError("range() arg 3 must not be zero")
-    while start < stop if step > 0 else start > stop:
-        yield start
-        start = start + step
-
-
-class Twin:
-    """A function of a kernel with a `range` that may be noted down, good as long as what it names stays the same."""
-
-    def __init__(self, module: Any, function: types.FunctionType) -> None:
-        named, attributes = _named_in(function.__code__)
-        self._namespaces = [(function.__globals__, name) for name in named & function.__globals__.keys()]
-        for value in [namespace[name] for namespace, name in self._namespaces]:
-            if isinstance(value, types.ModuleType) and not _is_of_triton(value.__name__):
-                self._namespaces += [(vars(value), name) for name in attributes & vars(value).keys()]
-        self._values = [namespace[name] for namespace, name in self._namespaces]
-        for value in self._values:
-            _refuse_what_changes(module, value)
-        if function.__closure__ or (named & _SEEN_OUTSIDE) - function.__globals__.keys():
-            raise Untraceable("a kernel that does more than to compute")
-        names = {"range": _range_of(module, range), **function.__globals__}
-        self.function = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-        self.function.__kwdefaults__ = function.__kwdefaults__
-
-    def is_current(self) -> bool:
-        """Whether the function would still find the same behind every name."""
-        places = zip(self._namespaces, self._values, strict=True)
-        return all(namespace.get(name, _MISSING) is value for (namespace, name), value in places)
-
-
-def _named_in(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Names that are looked up outside a function, and those of attributes. Raises Untraceable if it changes any."""
-    named, attributes = set(), set()
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            named.add(step.argval)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(step.argval)
-        elif step.opname in _OUTSIDE:
-            raise Untraceable(f"a kernel's Python does more than to compute: {step.opname}")
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            more = _named_in(constant)
-            named, attributes = named | more[0], attributes | more[1]
-    return named, attributes
-
-
-def _is_of_triton(module: str | None) -> bool:
-    return module is not None and module.split(".")[0] == "triton"
-
-
-def _refuse_what_changes(module: Any, value: Any) -> None:
-    if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
-        return
-    described = value if isinstance(value, (type, types.FunctionType)) else type(value)
-    if not _is_of_triton(described.__module__):
-        identity(module, value)
-
-
-class Twins:
-    """The twins of the functions of one interpreter."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._known: weakref.WeakKeyDictionary[Any, Twin] = weakref.WeakKeyDictionary()
-
-    def of(self, function: Any) -> Twin:
-        """A twin that is current. Raises Untraceable if the function names something that may change."""
-        twin = self._known.get(function)
-        if twin is None or not twin.is_current():
-            twin = self._known[function] = Twin(self._module, function)
-        return twin
-
-
 def replacements(module: Any, twins: Twins) -> list[Replacement]:
     """(object, attribute, replacement) for what a kernel calls beside the interpreter's builder."""
     function, reductions = module.InterpretedFunction, module.ReduceScanOpInterface
@@ -284,10 +167,12 @@ def replacements(module: Any, twins: Twins) -> list[Replacement]:
 def _nested_call_of(module: Any, stock: Callable[..., Any], twins: Twins) -> Callable[..., Any]:
     def nested_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = recorder_of(module)
-        if recorder is None:
+        if recorder is None and not session.is_active():
             return stock(self, *args, **kwargs)
         try:
-            return recorder.function_of(twins.of(self.rewrite()))(*args, **kwargs)
+            twin = twins.of(self.rewrite())
+            function = twin.function if recorder is None else recorder.function_of(twin)
+            return function(*args, **kwargs)
         except Exception as failure:
             raise module.InterpreterError(repr(failure)) from failure
 

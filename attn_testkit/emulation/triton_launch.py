@@ -6,9 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,19 +31,9 @@ from attn_testkit.emulation.private import disable_functions, disable_modes
 from attn_testkit.emulation.program import CallNode
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import is_device, is_pinned
+from attn_testkit.emulation.triton_driver import interpreter
 
 Replacement = tuple[Any, str, Any]
-_INTERPRETER = "triton.runtime.interpreter"
-
-
-def interpreter() -> Any:
-    """Triton's interpreter module when this process uses it, else None. Triton is not imported otherwise."""
-    if os.environ.get("TRITON_INTERPRET", "0").lower() not in ("1", "true", "on", "yes", "y"):
-        return sys.modules.get(_INTERPRETER)
-    try:
-        return importlib.import_module(_INTERPRETER)
-    except ImportError:
-        return None
 
 
 def replacements() -> list[Replacement]:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_testkit.emulation import triton_language, triton_speed
+from attn_testkit.emulation.triton_names import Twin, Twins
+from attn_testkit.emulation.triton_numbers import python_number
 from attn_testkit.emulation.triton_paths import Contradiction, Effect, Launch, Paths
 from attn_testkit.emulation.triton_record import Recorder, Repeater, Traced, Untraceable, identity
 
@@ -59,7 +61,7 @@ class Programs:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._twins = triton_language.Twins(module)
+        self._twins = Twins(module)
         self._kernels: weakref.WeakKeyDictionary[Any, _Kernel] = weakref.WeakKeyDictionary()
 
     def replacements(self) -> list[triton_language.Replacement]:
@@ -169,7 +171,7 @@ class _History:
 
     def __init__(self, inputs: int) -> None:
         self.paths = Paths(inputs)
-        self.twins: set[triton_language.Twin] = set()
+        self.twins: set[Twin] = set()
         self.walked = self.noted = 0
         self.is_worth_it = True
 
@@ -190,7 +192,7 @@ class _Grid:
     """Runs the programs of one launch one after another. `history` None: by the kernel's Python alone."""
 
     module: Any
-    twin_of: Callable[[Any], triton_language.Twin]
+    twin_of: Callable[[Any], Twin]
     function: Callable[..., Any]
     given: _Given
     history: _History | None
@@ -215,7 +217,7 @@ class _Grid:
     def _run_python(self, effects: list[Effect]) -> None:
         self._patch_language()
         with triton_language.builder_is(self.module, Repeater(self.module.interpreter_builder, effects)):
-            self.function(**self.given.by_name)
+            self.twin_of(self.function).function(**self._as_tensors())
 
     def _note(self, history: _History, effects: list[Effect]) -> None:
         self._patch_language()
@@ -230,6 +232,12 @@ class _Grid:
             history.is_worth_it = False
         else:
             history.learn(recorder)
+
+    def _as_tensors(self) -> dict[str, Any]:
+        """The arguments, floats among them as what may be taken for a tensor."""
+        number, constants = python_number(self.module), self.given.constants
+        arguments = self.given.by_name.items()
+        return {name: value if name in constants else number(value) for name, value in arguments}
 
     def _without_numbers(self, recorder: Recorder) -> dict[str, Any]:
         core, slots = self.module.tl.core, itertools.count()

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from attn_testkit.emulation.triton_numbers import PythonNumber, as_tensor, plain
 from attn_testkit.emulation.triton_paths import Call, Effect, Kind
 from attn_testkit.emulation.triton_quick import shorter, spreads
 
@@ -117,7 +118,9 @@ class Recorder:
         return slot
 
     def function_of(self, twin: Any) -> Any:
-        """The function of a twin, which this recording depends on from here on."""
+        """The function of a twin, which this recording depends on from here on. Raises Untraceable for some."""
+        if twin.refusal:
+            raise Untraceable(twin.refusal)
         self.twins.add(twin)
         return twin.function
 
@@ -155,6 +158,16 @@ class Recorder:
             )
         return Traced(slot, getattr(value, "dtype", None)) if isinstance(value, self._answers) else value
 
+    @property
+    def tensor(self) -> type:
+        """The language's class of tensors."""
+        found: type = self._module.tl.core.tensor
+        return found
+
+    def tensor_of(self, number: Number) -> Any:
+        """The tensor that the language makes of a number."""
+        return as_tensor(self._module, number)
+
     def number(self, slot: int) -> Number:
         """A number that the kernel's Python may compute with, without seeing it."""
         return Number(self, slot, type(self._values[slot]))
@@ -183,6 +196,7 @@ def _kind(name: str) -> Kind:
 
 def identity(module: Any, value: Any) -> object:
     """What a constant is, for comparison with others. Raises Untraceable where that is more than its value."""
+    value = plain(value)
     core, kind = module.tl.core, type(value)
     if value is None or kind in (int, bool, str):
         return (kind, value)
@@ -215,6 +229,11 @@ class Number:
 
     __class__ = property(_class)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(self._recorder.tensor, name):
+            raise AttributeError(f"{self._kind.__name__!r} object has no attribute {name!r}")
+        return getattr(self._recorder.tensor_of(self), name)
+
     def _seen(self) -> Any:
         return self._recorder.decide("value", _same, self)
 
@@ -233,7 +252,7 @@ def _same(value: Any) -> Any:
 
 
 def _is_plain(other: Any) -> bool:
-    return type(other) in (int, float, bool, Number)
+    return type(other) in (int, float, bool, Number) or isinstance(other, PythonNumber)
 
 
 def _computed(name: str, swapped: bool) -> Callable[..., Any]:

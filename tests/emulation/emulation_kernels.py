@@ -328,3 +328,8 @@ def store_through_table(table):
 @triton.jit
 def read_row(pool, slots, out, stride):
     tl.store(out, tl.load(pool + tl.load(slots) * stride).to(tl.float32))
+
+
+@triton.jit
+def exchange(x, at):
+    tl.atomic_cas(x + at, 0, 1)

@@ -1,0 +1,226 @@
+"""What a kernel's Python finds under its names, where the interpreter would have it find something else.
+
+The interpreter replaces attributes of `triton.language`. A function of it that a module holds under a name of its own
+(`exp = tl.exp`) stays the compiler's, and counters of `range` are Python's integers, not tensors. A twin of a function
+has names of its own for both, and what it computes with numbers stays what the interpreter computes.
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from attn_testkit.emulation.triton_numbers import python_number
+from attn_testkit.emulation.triton_paths import Kind
+from attn_testkit.emulation.triton_record import Number, Recorder, Untraceable, identity
+
+_MISSING = object()
+_OUTSIDE = ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR")
+_CHANGES_NAMES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+_SEES_NAMES = frozenset({"exec", "eval", "globals"})
+_SEEN_OUTSIDE = _SEES_NAMES | {
+    "print",
+    "input",
+    "open",
+    "breakpoint",
+    "vars",
+    "setattr",
+    "delattr",
+    "__import__",
+    "id",
+}
+"""Functions of Python that a program walked along a path would not call."""
+_COUNTERS = ("range", "static_range")
+
+
+def recorder_of(module: Any) -> Recorder | None:
+    """Who notes down what runs in the interpreter now, if anybody does."""
+    builder = module.interpreter_semantic.builder
+    return builder if type(builder) is Recorder else None
+
+
+def as_int(handle: Any) -> int:
+    """The number of a tensor of one element."""
+    return int(np.squeeze(handle.data))
+
+
+def range_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Python's `range`, whose counters are numbers that a kernel may take for tensors."""
+    number = python_number(module)
+
+    def counted_range(*args: Any) -> Any:
+        parts = _parts(module, args)
+        if not any(type(value) is Number for value in parts):
+            return map(number, stock(*args))
+        start, stop, step = (0, parts[0], 1) if len(parts) == 1 else (*parts, 1)[:3]
+        return _counted(number(start), stop, operator.index(step))
+
+    return counted_range
+
+
+def language_range_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`tl.range` as the interpreter has it, with such counters."""
+    counted_range = range_of(module, range)
+
+    def traced_range(arg1: Any, arg2: Any = None, step: Any = None, **kwargs: Any) -> Any:
+        if not all(map(_counts, (arg1, arg2, step))):
+            return stock(arg1, arg2, step, **kwargs)
+        limits = (0, arg1) if arg2 is None else (arg1, arg2)
+        return counted_range(*limits, 1 if step is None else step)
+
+    def _counts(value: Any) -> bool:
+        return value is None or isinstance(value, (int, Number, module.tl.core.tensor, module.tl.core.constexpr))
+
+    return traced_range
+
+
+def _parts(module: Any, args: tuple[Any, ...]) -> list[Any]:
+    """The limits of a loop; those of tensors that are noted down as numbers that are not known."""
+    recorder = recorder_of(module)
+    if recorder is None:
+        return list(args)
+    tensor, constexpr = module.tl.core.tensor, module.tl.core.constexpr
+
+    def part(value: Any) -> Any:
+        if isinstance(value, tensor):
+            return recorder.number(recorder.note("number", Kind.PURE, as_int, value.handle))
+        return value.value if isinstance(value, constexpr) else value
+
+    return [part(arg) for arg in args]
+
+
+def _counted(start: Any, stop: Any, step: int) -> Iterator[Any]:
+    """`range` of numbers that are not known: whether there is a next one is a decision."""
+    if step == 0:
+        raise ValueError("range() arg 3 must not be zero")
+    while start < stop if step > 0 else start > stop:
+        yield start
+        start = start + step
+
+
+class Language:
+    """The functions of `triton.language` that the interpreter replaces, by those that a module may hold."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        language = module.tl
+        owners = (language, language.core, language.math, language.extra.cuda)
+        self._places: dict[int, tuple[Any, str, Any]] = {}
+        for owner in owners:
+            for name, value in vars(owner).items():
+                if name in _COUNTERS or language.core.is_builtin(value):
+                    self._places.setdefault(id(value), (owner, name, value))
+
+    def instead_of(self, value: Any) -> Any:
+        """What a kernel calls where its module holds ``value``; None if it may call that."""
+        place = self._places.get(id(value))
+        if place is not None:
+            owner, name, _ = place
+            return lambda *args, **named: getattr(owner, name)(*args, **named)
+        if not (isinstance(value, types.FunctionType) and self._module.tl.core.is_builtin(value)):
+            return None
+        # One of an extra module, or what an earlier launch outside the emulation replaced, as Triton 3.6 leaves it.
+        return lambda *args, **named: value(*args, **{**named, "_semantic": self._module.interpreter_semantic})
+
+
+class Twin:
+    """A function of a kernel with names of its own, good as long as what it names stays the same.
+
+    `refusal` says why it cannot be noted down, empty if it can.
+    """
+
+    def __init__(self, module: Any, language: Language, function: types.FunctionType) -> None:
+        code, given = function.__code__, function.__globals__
+        named, attributes, does = _named_in(code)
+        self._namespaces = [(given, name) for name in named & given.keys()]
+        own: dict[str, Any] = {}
+        for name in named & given.keys():
+            value = given[name]
+            instead = language.instead_of(value)
+            if isinstance(value, types.ModuleType) and not _is_of_triton(value.__name__):
+                held = attributes & vars(value).keys()
+                self._namespaces += [(vars(value), attribute) for attribute in held]
+                inside = {attribute: language.instead_of(vars(value)[attribute]) for attribute in held}
+                known = {attribute: found for attribute, found in inside.items() if found is not None}
+                instead = types.SimpleNamespace(**{**vars(value), **known}) if known else None
+            if instead is not None:
+                own[name] = instead
+        self._values = [namespace[name] for namespace, name in self._namespaces]
+        self.refusal = self._refusal(module, function, does, named - given.keys())
+        self.function = function
+        if not (does & _CHANGES_NAMES or named & _SEES_NAMES):
+            names = {"range": range_of(module, range), **given, **own}
+            self.function = types.FunctionType(
+                code, names, function.__name__, function.__defaults__, function.__closure__
+            )
+            self.function.__kwdefaults__ = function.__kwdefaults__
+
+    def _refusal(self, module: Any, function: types.FunctionType, does: set[str], python: set[str]) -> str:
+        outside = sorted(does.intersection(_OUTSIDE))
+        if outside:
+            return f"a kernel's Python does more than to compute: {outside[0]}"
+        if function.__closure__ or python & _SEEN_OUTSIDE:
+            return "a kernel that does more than to compute"
+        try:
+            for value in self._values:
+                _refuse_what_changes(module, value)
+        except Untraceable as reason:
+            return str(reason)
+        return ""
+
+    def is_current(self) -> bool:
+        """Whether the function would still find the same behind every name."""
+        places = zip(self._namespaces, self._values, strict=True)
+        return all(namespace.get(name, _MISSING) is value for (namespace, name), value in places)
+
+
+def _named_in(code: types.CodeType) -> tuple[set[str], set[str], set[str]]:
+    """Names that are looked up outside a function, those of attributes, and what its instructions do."""
+    named: set[str] = set()
+    attributes: set[str] = set()
+    does: set[str] = set()
+    for step in dis.get_instructions(code):
+        does.add(step.opname)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            named.add(step.argval)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(step.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            more = _named_in(constant)
+            named, attributes, does = named | more[0], attributes | more[1], does | more[2]
+    return named, attributes, does
+
+
+def _is_of_triton(module: str | None) -> bool:
+    return module is not None and module.split(".")[0] == "triton"
+
+
+def _refuse_what_changes(module: Any, value: Any) -> None:
+    if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
+        return
+    described = value if isinstance(value, (type, types.FunctionType)) else type(value)
+    if not _is_of_triton(described.__module__):
+        identity(module, value)
+
+
+class Twins:
+    """The twins of the functions of one interpreter."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._language = Language(module)
+        self._known: weakref.WeakKeyDictionary[Any, Twin] = weakref.WeakKeyDictionary()
+
+    def of(self, function: Any) -> Twin:
+        """A twin that is current."""
+        twin = self._known.get(function)
+        if twin is None or not twin.is_current():
+            twin = self._known[function] = Twin(self._module, self._language, function)
+        return twin
