@@ -41,7 +41,11 @@ def main() -> None:
         run_all(interpreter, [call for call in calls if not text or text[0] in call[0]], out, 2, 240)
         return
     with emulated_cuda():
-        known = dict(corpus_kernels.kernels(corpus_kernels.PROJECTS[project], interpreter.InterpretedFunction))
+        known = dict(
+            corpus_kernels.of_modules(importlib.import_module("corpus_calls_tutorials").modules(), interpreter.InterpretedFunction)
+            if project == "tutorials"
+            else corpus_kernels.kernels(corpus_kernels.PROJECTS[project], interpreter.InterpretedFunction)
+        )
     if what == "kernels":
         Path(out).write_text(json.dumps(described(project, known, triton.__version__), indent=1))
         return
@@ -67,14 +71,14 @@ def described(project: str, known: dict[str, Any], version: str) -> dict[str, An
 
     import corpus_kernels
 
-    chosen = corpus_kernels.PROJECTS[project]
+    chosen = corpus_kernels.PROJECTS.get(project, corpus_kernels.PROJECTS["fla"])
     kernels = {kernel.name: "" for several in known.values() if not isinstance(several, str) for kernel in several if not kernel.called}
     helpers = sum(kernel.called for several in known.values() if not isinstance(several, str) for kernel in several)
     for module, reason in known.items():
         if isinstance(reason, str):
             kernels.update({f"{module}.{name}": reason for name in corpus_kernels.written(chosen, module)})
     return {
-        "project": project, "version": importlib.metadata.version(chosen.distribution), "triton": version,
+        "project": project, "version": importlib.metadata.version(chosen.distribution) if project in corpus_kernels.PROJECTS else "", "triton": version,
         "helpers": helpers, "kernels": kernels,
     }  # fmt: skip
 

@@ -121,8 +121,14 @@ def kernels(project: Project, interpreted: type) -> Iterator[tuple[str, list[Ker
                 found[name] = importlib.import_module(name)
         except BaseException as failure:
             yield name, f"does not import: {type(failure).__name__}: {' '.join(str(failure).split())[:160]}"
+    yield from of_modules(found, interpreted)
+
+
+def of_modules(found: dict[str, Any], interpreted: type) -> Iterator[tuple[str, list[Kernel]]]:
+    """Each of these modules with the jit functions that it defines."""
     functions: dict[str, list[Any]] = {}
-    for name, module in found.items():
+    for module in found.values():
+        name = module.__name__
         own = {id(one): one for value in vars(module).values() if (one := inner(value, interpreted)) is not None}
         functions[name] = [one for one in own.values() if one.fn.__module__ == name]
     called = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import inspect
 import os
 import pickle
 import select
@@ -316,7 +317,8 @@ def _range(*args: Any, **_: Any) -> Iterator[int]:
 
 def repaired(interpreter: Any, executor: Any) -> Any:
     """The launch with what the stock interpreter lacks: names that hold functions of triton.language are looked up
-    when they are called, loop variables can be converted, a grid may be a list."""
+    when they are called, loop variables can be converted, a grid may be a list, a mask of whole numbers is one of
+    booleans, and a launch does not wait for the one before it."""
     tl = interpreter.tl
     functions = {id(value): name for space in (tl.core, tl.math, tl.standard, tl) for name, value in vars(space).items()
                  if isinstance(value, types.FunctionType)}
@@ -328,10 +330,28 @@ def repaired(interpreter: Any, executor: Any) -> Any:
         for name, value in list(namespace.items()):
             if isinstance(value, types.FunctionType) and id(value) in functions:
                 namespace[name] = _late(tl, functions[id(value)], value)
+    for name in ("gdc_wait", "gdc_launch_dependents"):  # programs run one after another
+        if hasattr(tl.extra.cuda, name):
+            setattr(tl.extra.cuda, name, lambda *_, **__: None)
+    for name in ("create_masked_load", "create_masked_store"):
+        setattr(interpreter.InterpreterBuilder, name, _with_masks(getattr(interpreter.InterpreterBuilder, name)))
     grid = executor.grid
     plain = (lambda meta: tuple(int(n) for n in grid(meta))) if callable(grid) else tuple(int(n) for n in grid)
     executor.fn.__globals__["range"] = _range
     return type(executor)(executor.fn, executor.arg_names, plain, executor.pre_run_hooks)
+
+
+def _with_masks(stock: Any) -> Any:
+    names = list(inspect.signature(stock).parameters)
+
+    def access(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        mask = given["mask"]
+        if mask is not None and mask.data.dtype != np.bool_:
+            mask.data = mask.data.astype(np.bool_)
+        return stock(**given)
+
+    return access
 
 
 def _late(tl: Any, name: str, value: Any) -> Any:
