@@ -61,7 +61,7 @@ def patched(module: Any) -> Iterator[None]:
         scope = triton_speed.patch_language(module)
     finally:
         module.interpreter_builder = own
-    new = [one for one, fits in zip(_replacements(module), _fits(module), strict=True) if fits]
+    new = [one for one, fits in zip(language_replacements(module), _fits(module), strict=True) if fits]
     replaced = [(owner, name, vars(owner)[name]) for owner, name, _ in new]
     try:
         for owner, name, value in new:
@@ -76,10 +76,10 @@ def patched(module: Any) -> Iterator[None]:
 @functools.cache
 def _fits(module: Any) -> list[bool]:
     """Which of them take what the interpreter's own take. Ask while the language is patched."""
-    return [not complaint(stock_of(owner, name), new) for owner, name, new in _replacements(module)]
+    return [not complaint(stock_of(owner, name), new) for owner, name, new in language_replacements(module)]
 
 
-def _replacements(module: Any) -> list[Replacement]:
+def language_replacements(module: Any) -> list[Replacement]:
     """For the language as the interpreter patched it."""
     tensor, core = module.tl.core.tensor, module.tl.core
     return [

@@ -41,17 +41,19 @@ def replacements() -> list[Replacement]:
     module = interpreter()
     if module is None:
         return []
-    return _replacements_in(module)
+    return replacements_in(module)
 
 
 @functools.cache
-def _replacements_in(module: Any) -> list[Replacement]:
+def replacements_in(module: Any) -> list[Replacement]:
+    """Those of an interpreter that take what its own functions take: the others stay as they are."""
     launcher = module.GridExecutor
     programs = triton_programs.Programs(module) if triton_programs.knows(module) else None
-    return triton_signatures.fitting(_all_replacements(module, launcher, programs))
+    return triton_signatures.fitting(all_replacements(module, launcher, programs))
 
 
-def _all_replacements(module: Any, launcher: Any, programs: triton_programs.Programs | None) -> list[Replacement]:
+def all_replacements(module: Any, launcher: Any, programs: triton_programs.Programs | None) -> list[Replacement]:
+    """What is put into an interpreter, whether or not it fits this release."""
     return [
         (launcher, "__call__", _launch_of(module, programs, launcher, launcher.__call__)),
         *triton_speed.replacements(module),

@@ -23,7 +23,10 @@ kernels = importlib.import_module("descriptor_kernels")
 Descriptor = kernels.TensorDescriptor
 
 # Triton before 3.9, with a NumPy that warns of it
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:tl.make_block_ptr is deprecated:UserWarning"),
+]
 
 
 @pytest.fixture(scope="session")

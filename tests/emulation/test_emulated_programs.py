@@ -210,8 +210,8 @@ def test_an_interpreter_without_a_part_is_not_known(monkeypatch):
 
 def test_an_interpreter_that_is_not_known_launches_as_it_is(monkeypatch):
     monkeypatch.setattr(triton_programs, "knows", lambda module: False)
-    triton_launch._replacements_in.cache_clear()
+    triton_launch.replacements_in.cache_clear()
     try:
         assert_alike(lambda x: kernels.add_blocked[(5,)](x, 1.5, BLOCK=4), torch.zeros(20))
     finally:
-        triton_launch._replacements_in.cache_clear()
+        triton_launch.replacements_in.cache_clear()
