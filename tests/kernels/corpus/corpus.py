@@ -29,7 +29,7 @@ def main() -> None:
     import corpus_imports
     import corpus_kernels
     from attn_testkit.emulation import emulated_cuda
-    from corpus_run import BLOCK_POINTERS, compared_already, generated_calls, run_all, without_block_pointers
+    from corpus_run import BLOCK_POINTERS, compared_already, finished, generated_calls, run_all, without_block_pointers
 
     what, project, out, *text = sys.argv[1:]
     torch.set_num_threads(1)
@@ -38,7 +38,8 @@ def main() -> None:
     if what == "calls":
         with emulated_cuda():
             calls = importlib.import_module(f"corpus_calls_{project}").calls()
-        run_all(interpreter, [call for call in calls if not text or text[0] in call[0]], out, 2, 240)
+        left = [call for call in calls if (not text or text[0] in call[0]) and call[0] not in finished(out)]
+        run_all(interpreter, left, out, 2, 240)
         return
     with emulated_cuda():
         known = dict(

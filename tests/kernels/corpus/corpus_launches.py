@@ -201,9 +201,12 @@ def _keeper(run: Callable[[tuple[str, ...]], Any]) -> tuple[Callable[[tuple[str,
     """A forked process that forks once for each request. Returns how to ask, which gives how to wait, and its id."""
     requests, asks = os.pipe()
     answers, replies = os.pipe()
-    keeper = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: other threads of torch sleep
+        keeper = os.fork()
     if keeper == 0:
         with contextlib.suppress(BaseException):
+            warnings.simplefilter("ignore")
             os.close(asks)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             while size := os.read(requests, 4):

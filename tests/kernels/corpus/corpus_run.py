@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -16,8 +17,9 @@ from typing import Any
 
 from attn_testkit.emulation import emulated_cuda
 from corpus_generated import arguments, grid
-from corpus_launches import DIFFERENT, FLOATS, SAME, Launch, compared
+from corpus_launches import BOTH_RAISE, DIFFERENT, EMULATION_RAISES, FLOATS, SAME, Launch, compared
 
+VARIANTS = 4
 BLOCK_POINTERS = "Block pointers have been removed"
 
 
@@ -129,12 +131,23 @@ def compared_already(out: str) -> set[str]:
         return set()
     with open(out) as file:
         outcomes = [json.loads(line) for line in file]
+    seen = [(outcome["call"].startswith("generated "), launch) for outcome in outcomes for launch in outcome["launches"]]
+    tries = collections.Counter(launch["kernel"] for made, launch in seen if made and launch["verdict"] == BOTH_RAISE)
     return {
         launch["kernel"]
-        for outcome in outcomes
-        for launch in outcome["launches"]
-        if launch["verdict"] in (SAME, FLOATS, DIFFERENT) or not outcome["call"].startswith("generated ")
+        for made, launch in seen
+        if launch["verdict"] in (SAME, FLOATS, DIFFERENT) or not made or tries[launch["kernel"]] >= VARIANTS
     }
+
+
+def finished(out: str) -> set[str]:
+    """Calls of a file of outcomes that came to their end, with no launch that the emulation refused."""
+    if not os.path.exists(out):
+        return set()
+    with open(out) as file:
+        outcomes = [json.loads(line) for line in file]
+    bad = (EMULATION_RAISES, BOTH_RAISE, DIFFERENT)
+    return {one["call"] for one in outcomes if not one["error"] and not any(x["verdict"] in bad for x in one["launches"])}
 
 
 def without_block_pointers(out: str) -> set[str]:
@@ -151,5 +164,5 @@ def generated_calls(interpreter: Any, kernel: Any) -> Iterator[tuple[str, Callab
         given = arguments(kernel.function.fn, interpreter.InterpretedFunction, variant)
         kernel.function[grid(kernel.function.fn)](**given)
 
-    for variant in range(4):
+    for variant in range(VARIANTS):
         yield f"generated {kernel.name} {variant}", lambda variant=variant: launch(variant)

@@ -16,7 +16,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"mask has unsupported dtype", "a mask that is not boolean"),
     (r"Block pointers have been removed", "block pointers, which this Triton does not have"),
     (r"inline_asm|inline asm|elementwise_asm", "inline assembly"),
-    (r"libdevice|extern|tl\.extra|no attribute 'extra'", "libdevice"),
+    (r"libdevice|cannot convert None of type|extern|tl\.extra|no attribute 'extra'", "libdevice"),
     (r"died of signal", "the stock interpreter dies there"),
     (r"can only concatenate list", "a grid that is a list"),
 )
@@ -69,8 +69,8 @@ def collect(folder: Path) -> dict[str, dict[str, Any]]:
         project = json.loads(described.read_text())
         launches: dict[str, list[tuple[bool, dict[str, Any]]]] = collections.defaultdict(list)
         for file in sorted(folder.glob(f"{project['project']}[._-]*jsonl")):
-            for line in file.read_text().splitlines():
-                call = json.loads(line)
+            newest = {call["call"]: call for call in map(json.loads, file.read_text().splitlines())}
+            for call in newest.values():
                 for launch in call["launches"]:
                     launches[launch["kernel"]].append((call["call"].startswith("generated "), launch))
         found[project["project"]] = {**project, "launches": launches}
