@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from attn_testkit.runner_modes.messages import DriveCase
+
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.contract.modes import Execution, ForwardMode
 from attn_testkit.running.candidate import Candidate
 from attn_testkit.running.worker import LocalWorker
-from attn_testkit.runner_modes.messages import DriveCase
 
 _SPREAD = 3
 

@@ -1,7 +1,7 @@
 """Calls of flash-linear-attention's own operators: each runs forwards, and backwards where it can.
 
-A row is (operator, arguments by kind, options); a kind is a shape and a range of values, in `KINDS`. Two requests lie in
-one packed row of 18 tokens where an operator takes `cu_seqlens`, so that requests begin inside a chunk.
+A row is (operator, arguments by kind, options); a kind is a shape and a range of values, in `KINDS`. Two requests lie
+in one packed row of 18 tokens where an operator takes `cu_seqlens`, so that requests begin inside a chunk.
 """
 
 from __future__ import annotations
@@ -41,8 +41,16 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("based.parallel_based", "q=k k=k v=k", {}),
     ("comba.chunk_comba", "q=k k=k v=k p=k g=log beta=gate", {"use_qk_l2norm_in_kernel": True}),
     ("comba.fused_recurrent_comba", "q=k k=k v=k p=k g=log beta=gate", {}),
-    ("cyfa.chunk_cyfa", "q=k k=k v=k g=log delta=gate beta=gate readout=hkk q_norm_weight=K k_norm_weight=K", {"q_norm_eps": 1e-6, "k_norm_eps": 1e-6}),
-    ("cyfa.fused_recurrent_cyfa", "q=k k=k v=k g=log delta=gate beta=gate readout=hkk q_norm_weight=K k_norm_weight=K", {"q_norm_eps": 1e-6, "k_norm_eps": 1e-6}),
+    (
+        "cyfa.chunk_cyfa",
+        "q=k k=k v=k g=log delta=gate beta=gate readout=hkk q_norm_weight=K k_norm_weight=K",
+        {"q_norm_eps": 1e-6, "k_norm_eps": 1e-6},
+    ),
+    (
+        "cyfa.fused_recurrent_cyfa",
+        "q=k k=k v=k g=log delta=gate beta=gate readout=hkk q_norm_weight=K k_norm_weight=K",
+        {"q_norm_eps": 1e-6, "k_norm_eps": 1e-6},
+    ),
     ("delta_rule.chunk_delta_rule", "q=k k=unit v=k beta=gate", {}),
     ("delta_rule.fused_recurrent_delta_rule", "q=k k=unit v=k beta=gate", {}),
     ("delta_rule.parallel.parallel_delta_rule", "q=k k=unit v=k beta=gate", {}),
@@ -50,7 +58,11 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("forgetting_attn.parallel_forgetting_attn", "q=k k=k v=k g=log", {}),
     ("gated_delta_product.chunk_gated_delta_product", "q=k k=unit2 v=k2 g=log beta=gate2", {"num_householder": 2}),
     ("gated_delta_rule.chunk_gated_delta_rule", "q=k k=unit v=k g=log beta=gate", {}),
-    ("gated_delta_rule.chunk_gated_delta_rule", "q=k k=k v=k g=log beta=gate", {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}),
+    (
+        "gated_delta_rule.chunk_gated_delta_rule",
+        "q=k k=k v=k g=log beta=gate",
+        {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True},
+    ),
     ("gated_delta_rule.fused_recurrent_gated_delta_rule", "q=k k=unit v=k g=log beta=gate", {}),
     ("gated_oja_rule.chunk_gated_oja_rule", "q=k k=k v=unit gv=logk beta=gate", {}),
     ("gated_oja_rule.fused_recurrent_gated_oja_rule", "q=k k=k v=unit gv=logk beta=gate", {}),
@@ -67,8 +79,16 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("hgrn.chunk_hgrn", "x=x g=logx", {}),
     ("hgrn.fused_recurrent_hgrn", "x=x g=logx", {}),
     ("kda.chunk_kda", "q=k k=unit v=k g=logk beta=gate", {}),
-    ("kda.chunk_kda", "q=k k=k v=k g=logk beta=gate A_log=h dt_bias=hk", {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}),
-    ("kda.chunk_kda", "q=k k=k v=k g=logk beta=gate A_log=h dt_bias=hk", {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "safe_gate": True, "lower_bound": -5.0}),
+    (
+        "kda.chunk_kda",
+        "q=k k=k v=k g=logk beta=gate A_log=h dt_bias=hk",
+        {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True},
+    ),
+    (
+        "kda.chunk_kda",
+        "q=k k=k v=k g=logk beta=gate A_log=h dt_bias=hk",
+        {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "safe_gate": True, "lower_bound": -5.0},
+    ),
     ("kda.fused_recurrent_kda", "q=k k=unit v=k g=logk beta=gate", {}),
     ("lightnet.fused_recurrent_lightnet", "q=k k=k v=k", {}),
     ("lightnet.chunk_lightnet", "q=k k=k v=k", {}),
@@ -78,12 +98,24 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("linear_attn.fused_chunk_linear_attn", "q=k k=k v=k", {}),
     ("linear_attn.fused_recurrent_linear_attn", "q=k k=k v=k", {}),
     ("momentum_delta_rule.chunk_momentum_delta_rule", "q=k k=k v=k log_alpha=log log_mu=log beta=gate eta=gate", {}),
-    ("momentum_delta_rule.fused_recurrent_momentum_delta_rule", "q=k k=k v=k log_alpha=log log_mu=log beta=gate eta=gate", {}),
+    (
+        "momentum_delta_rule.fused_recurrent_momentum_delta_rule",
+        "q=k k=k v=k log_alpha=log log_mu=log beta=gate eta=gate",
+        {},
+    ),
     ("parallax.parallel_parallax", "q=k r=k k=k v=k", {}),
     ("path_attn.parallel_path_attn", "q=k k=k v=k w=unit beta=gate g=log", {"use_cache": True}),
     ("path_attn.parallel_path_attn", "q=k k=k v=k w=unit beta=gate", {}),
-    ("precond_gated_delta_rule.chunk_precond_gated_delta_rule", "q=k k=k v=k g_atk=log g=log beta_atk=gate beta=gate", {}),
-    ("precond_gated_delta_rule.fused_recurrent_precond_gated_delta_rule", "q=k k=k v=k g_atk=log g=log beta_atk=gate beta=gate", {}),
+    (
+        "precond_gated_delta_rule.chunk_precond_gated_delta_rule",
+        "q=k k=k v=k g_atk=log g=log beta_atk=gate beta=gate",
+        {},
+    ),
+    (
+        "precond_gated_delta_rule.fused_recurrent_precond_gated_delta_rule",
+        "q=k k=k v=k g_atk=log g=log beta_atk=gate beta=gate",
+        {},
+    ),
     ("precond_kda.chunk_precond_kda", "q=k k=unit v=k g=logk g_atk=log beta_atk=gate beta=gate", {}),
     ("precond_kda.fused_recurrent_precond_kda", "q=k k=unit v=k g=logk g_atk=log beta_atk=gate beta=gate", {}),
     ("rebased.parallel_rebased", "q=k k=k v=k", {}),

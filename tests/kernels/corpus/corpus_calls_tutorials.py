@@ -89,7 +89,10 @@ def calls() -> list[tuple[str, Callable[[], None]]]:
     """Each tutorial's kernels; attention with pointers and with descriptors from the host."""
     t = modules()
     half, square = (lambda *shape: _rand(*shape)), (lambda: (_rand(80, 48), _rand(48, 64)))
-    flipped: Callable[[], Any] = lambda: (_rand(80, 64), _rand(96, 64))
+
+    def flipped() -> Any:
+        return _rand(80, 64), _rand(96, 64)
+
     return [
         ("01 add", lambda: t["01"].add(half(100), half(100))),
         ("01 add bf16", lambda: t["01"].add(_rand(100, dtype=torch.bfloat16), _rand(100, dtype=torch.bfloat16))),

@@ -19,12 +19,14 @@ import torch
 
 _ACCESS = {"load", "store", "make_block_ptr", "make_tensor_descriptor", "advance"}
 _ROOM = 1 << 15
-_FLAG = re.compile(r"^(IS|USE|HAS|STORE|SAVE|LOAD|APPLY|WITH|ENABLE|DO|NEED|OUTPUT|SKIP|WRITE|READ|CAUSAL|ALLOW|SAFE|REVERSE|FUSE|COMPUTE|INPLACE|TRANSPOSE|[A-Z]+_FIRST)(_|$)|^(is|use|has|with|do)_|_FLAG$")
+_FLAG = re.compile(
+    r"^(IS|USE|HAS|STORE|SAVE|LOAD|APPLY|WITH|ENABLE|DO|NEED|OUTPUT|SKIP|WRITE|READ|CAUSAL|ALLOW|SAFE|REVERSE|FUSE|COMPUTE|INPLACE|TRANSPOSE|[A-Z]+_FIRST)(_|$)|^(is|use|has|with|do)_|_FLAG$"
+)
 
 
 @dataclasses.dataclass
 class Facts:
-    """What the source of a function says of names in it: addresses, whole numbers behind them, flags, compared texts."""
+    """What the source of a function says of its names: addresses, whole numbers behind them, flags, compared texts."""
 
     addresses: set[str]
     whole: set[str]
@@ -46,7 +48,11 @@ def _bases(node: ast.AST) -> list[str]:
         return _bases(node.left) + _bases(node.right)
     if isinstance(node, ast.IfExp):
         return _bases(node.body) + _bases(node.orelse)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cast", "multiple_of", "advance"):
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("to", "cast", "multiple_of", "advance")
+    ):
         inner = node.func.value
         return _bases(node.args[0]) if isinstance(inner, ast.Name) and inner.id == "tl" and node.args else _bases(inner)
     return []
@@ -81,7 +87,12 @@ def facts(function: Any, interpreted: type, depth: int = 0) -> Facts:
             for right in node.comparators:
                 if isinstance(right, ast.Constant) and right.value is None:
                     found.maybe_none.add(node.left.id)
-                elif isinstance(right, ast.Constant) and isinstance(right.value, (str, int)) and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq):
+                elif (
+                    isinstance(right, ast.Constant)
+                    and isinstance(right.value, (str, int))
+                    and len(node.ops) == 1
+                    and isinstance(node.ops[0], ast.Eq)
+                ):
                     found.texts.setdefault(node.left.id, []).append(right.value)
     while todo:
         name = todo.pop()
@@ -103,7 +114,12 @@ def facts(function: Any, interpreted: type, depth: int = 0) -> Facts:
         for value in assigned.get(name, []):
             pending += [word for word in _names(value) if word not in ("tl", "triton")]
             for call in ast.walk(value):
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "load" and call.args:
+                if (
+                    isinstance(call, ast.Call)
+                    and isinstance(call.func, ast.Attribute)
+                    and call.func.attr == "load"
+                    and call.args
+                ):
                     found.whole |= _roots(call.args[0], assigned)
     return found
 
@@ -120,7 +136,9 @@ def _roots(node: ast.AST, assigned: dict[str, list[ast.AST]]) -> set[str]:
     return seen
 
 
-def _of_call(node: ast.Call, function: Any, interpreted: type, depth: int, found: Facts, todo: list[str], indices: set[str]) -> None:
+def _of_call(
+    node: ast.Call, function: Any, interpreted: type, depth: int, found: Facts, todo: list[str], indices: set[str]
+) -> None:
     called = node.func
     if isinstance(called, ast.Attribute):
         if (called.attr in _ACCESS or called.attr.startswith("atomic_")) and node.args:
@@ -185,11 +203,16 @@ def arguments(function: Any, interpreted: type, variant: int) -> dict[str, Any]:
             given[name] = parameter.default
         elif constant and re.search(r"precision", lower):
             given[name] = "ieee"
-        elif re.search(r"^(h|hq|hv|hk|g|nh)$|heads?$|num_head|n_head|group|split|^b$|ratio|num_stages|num_warps|steps|layers|world|rank|^num_|^n_", lower):
+        elif re.search(
+            r"^(h|hq|hv|hk|g|nh)$|heads?$|num_head|n_head|group|split|^b$|ratio|num_stages|num_warps|steps|layers|world|rank|^num_|^n_",
+            lower,
+        ):
             given[name] = 2 if variant < 2 else 1
         elif re.search(r"stride", lower):
             given[name] = 1 if re.search(r"(_d|_k|_dim|_last|d|_n)$", lower) else 16
-        elif not constant and re.search(r"scale|eps|cap|temperature|alpha|beta|theta|bound|threshold|limit|decay|slope|momentum|factor", lower):
+        elif not constant and re.search(
+            r"scale|eps|cap|temperature|alpha|beta|theta|bound|threshold|limit|decay|slope|momentum|factor", lower
+        ):
             given[name] = 0.5
         elif re.search(r"window", lower):
             given[name] = 8

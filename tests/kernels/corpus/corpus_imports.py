@@ -41,7 +41,8 @@ class _WithoutLauncher(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if name not in ("flag_gems.utils.libentry", "flag_gems.utils.pointwise_dynamic"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         self._loaders[name] = spec.loader
         spec.loader = self
         return spec

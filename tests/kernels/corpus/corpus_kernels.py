@@ -35,7 +35,10 @@ _OTHER_HARDWARE = (
 )
 
 PROJECTS: dict[str, Project] = {
-    "fla": Project("fla", "fla-core", r"^fla\.(ops|modules\.(causal_conv1d|token_shift|rotary))\b", r"\.utils\.sinkhorn|attnres", _OTHER_HARDWARE),
+    "fla": Project(
+        "fla", "fla-core", r"^fla\.(ops|modules\.(causal_conv1d|token_shift|rotary))\b",
+        r"\.utils\.sinkhorn|attnres", _OTHER_HARDWARE,
+    ),
     "sglang": Project(
         "sglang", "sglang",
         r"^sglang\.(kernels\.ops\.(attention|kvcache|mamba|memory|speculative|kv_canary)|srt\.(layers\.(attention|dcp)|mem_cache"
@@ -72,14 +75,17 @@ class Kernel:
 def module_names(project: Project) -> list[str]:
     """Modules of the installed package that the rule names and whose source has a jit function."""
     spec = importlib.util.find_spec(project.package)
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     root = Path(next(iter(spec.submodule_search_locations)))
     found = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join((project.package, *(parts[:-1] if parts[-1] == "__init__" else parts)))
-        if re.search(project.touches, name) and not re.search(project.leaves_out, name) and (
-            re.search(r"^\s*@(triton\.)?jit\b", path.read_text(errors="ignore"), re.M)
+        if (
+            re.search(project.touches, name)
+            and not re.search(project.leaves_out, name)
+            and (re.search(r"^\s*@(triton\.)?jit\b", path.read_text(errors="ignore"), re.M))
         ):
             found.append(name)
     return found
@@ -88,7 +94,8 @@ def module_names(project: Project) -> list[str]:
 def written(project: Project, module: str) -> list[str]:
     """Names of the jit functions in a module's source, for modules that cannot be imported."""
     spec = importlib.util.find_spec(project.package)
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     base = Path(next(iter(spec.submodule_search_locations))).joinpath(*module.split(".")[1:])
     path = base.with_suffix(".py") if base.with_suffix(".py").exists() else base / "__init__.py"
     return re.findall(r"^\s*@(?:triton\.)?jit\b[^\n]*\n(?:\s*@[^\n]*\n)*\s*def (\w+)", path.read_text(), re.M)

@@ -58,7 +58,7 @@ class Launch:
 
 
 def name_of(function: Any) -> str:
-    """A kernel's Python function as `module.name`; the interpreter's rewritten functions keep their module's globals."""
+    """A kernel's Python function as `module.name`; what the interpreter rewrote keeps its module's globals."""
     return f"{function.__globals__.get('__name__', function.__module__)}.{function.__name__}"
 
 
@@ -274,7 +274,7 @@ def _receive(file: int, until: float) -> Any:
 
 
 def _run_stock(interpreter: Any, executor: Any, args: Any, kwargs: Any, ways: tuple[str, ...]) -> tuple[Memory, Lines]:
-    """In a child: take the emulation out of this process, launch, and return the device memory and the lines that ran."""
+    """In a child: take the emulation out of this process, launch, and return device memory and the lines that ran."""
     memory_of = device_memory  # the list of device storages outlives the session
     session.install(None)
     INSTALLED.leave()
@@ -313,6 +313,20 @@ class _Number(int):
         return core.to_tensor(int(self)).to(dtype)
 
 
+def _kept(operation: str) -> Any:
+    stock = getattr(int, operation)
+
+    def operate(self: int, other: Any) -> Any:
+        result = stock(self, other)
+        return _Number(result) if type(result) is int else result
+
+    return operate
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod"):
+    setattr(_Number, f"__{_name}__", _kept(f"__{_name}__"))
+
+
 def _range(*args: Any, **_: Any) -> Iterator[int]:
     numbers = [int(arg.handle.data.item()) if hasattr(arg, "handle") else int(arg) for arg in args]
     return map(_Number, range(*numbers))
@@ -323,8 +337,12 @@ def repaired(interpreter: Any, executor: Any) -> Any:
     when they are called, loop variables can be converted, a grid may be a list, a mask of whole numbers is one of
     booleans, and a launch does not wait for the one before it."""
     tl = interpreter.tl
-    functions = {id(value): name for space in (tl.core, tl.math, tl.standard, tl) for name, value in vars(space).items()
-                 if isinstance(value, types.FunctionType)}
+    functions = {
+        id(value): name
+        for space in (tl.core, tl.math, tl.standard, tl)
+        for name, value in vars(space).items()
+        if isinstance(value, types.FunctionType)
+    }
     for namespace in [vars(module) for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]:
         if "tl" not in namespace and "triton" not in namespace:
             continue

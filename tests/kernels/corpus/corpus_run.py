@@ -15,9 +15,10 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from attn_testkit.emulation import emulated_cuda
 from corpus_generated import arguments, grid
 from corpus_launches import BOTH_RAISE, DIFFERENT, EMULATION_RAISES, FLOATS, SAME, Launch, compared
+
+from attn_testkit.emulation import emulated_cuda
 
 VARIANTS = 4
 BLOCK_POINTERS = "Block pointers have been removed"
@@ -61,7 +62,9 @@ def run(interpreter: Any, name: str, call: Callable[[], None], most: int, second
                     call()
             except BaseException as failure:
                 where = traceback.extract_tb(failure.__traceback__)[-1]
-                pickle.dump(f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]} [{os.path.basename(where.filename)}:{where.lineno}]", file)
+                text = " ".join(str(failure).split())[:300]
+                place = f"{os.path.basename(where.filename)}:{where.lineno}"
+                pickle.dump(f"{type(failure).__name__}: {text} [{place}]", file)
                 code = 1
         os._exit(code)
     os.close(writing)
@@ -131,7 +134,9 @@ def compared_already(out: str) -> set[str]:
         return set()
     with open(out) as file:
         outcomes = [json.loads(line) for line in file]
-    seen = [(outcome["call"].startswith("generated "), launch) for outcome in outcomes for launch in outcome["launches"]]
+    seen = [
+        (outcome["call"].startswith("generated "), launch) for outcome in outcomes for launch in outcome["launches"]
+    ]
     tries = collections.Counter(launch["kernel"] for made, launch in seen if made and launch["verdict"] == BOTH_RAISE)
     return {
         launch["kernel"]
@@ -147,7 +152,9 @@ def finished(out: str) -> set[str]:
     with open(out) as file:
         outcomes = [json.loads(line) for line in file]
     bad = (EMULATION_RAISES, BOTH_RAISE, DIFFERENT)
-    return {one["call"] for one in outcomes if not one["error"] and not any(x["verdict"] in bad for x in one["launches"])}
+    return {
+        one["call"] for one in outcomes if not one["error"] and not any(x["verdict"] in bad for x in one["launches"])
+    }
 
 
 def without_block_pointers(out: str) -> set[str]:

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 REASONS: tuple[tuple[str, str], ...] = (
-    (r"to add @triton\.jit|gdc_", "functions of `triton.language` under another name, or of a GPU's own (`tl.extra.cuda`)"),
+    (
+        r"to add @triton\.jit|gdc_",
+        "functions of `triton.language` under another name, or of a GPU's own (`tl.extra.cuda`)",
+    ),
     (r"'int' object has no attribute", "a loop variable that is converted"),
     (r"mask has unsupported dtype", "a mask that is not boolean"),
     (r"Block pointers have been removed", "block pointers, which this Triton does not have"),
@@ -37,7 +40,11 @@ def outcome(launches: Iterable[tuple[bool, dict[str, Any]]]) -> tuple[str, str]:
     compared = [one for _, one in launches if one["verdict"] in ("same", "floats", "different")]
     if any(one["verdict"] == "different" for one in compared):
         return "different", next(one["detail"] for one in compared if one["verdict"] == "different")
-    broken = [one for made, one in launches if one["verdict"] == "emulation raises" and not (made and _is_misfit(one["detail"]))]
+    broken = [
+        one
+        for made, one in launches
+        if one["verdict"] == "emulation raises" and not (made and _is_misfit(one["detail"]))
+    ]
     if broken:
         return "emulation raises", broken[0]["detail"]
     if compared:
@@ -49,7 +56,7 @@ def outcome(launches: Iterable[tuple[bool, dict[str, Any]]]) -> tuple[str, str]:
     raised = [one["detail"] for _, one in launches if one["verdict"] == "stock raises"]
     if raised:
         return "stock raises", reason(raised[0].split(" | repaired: ")[-1])
-    if any("stock too slow" == one["verdict"] for _, one in launches):
+    if any(one["verdict"] == "stock too slow" for _, one in launches):
         return "not run", "too slow in the stock interpreter"
     for pattern, words in REASONS[3:6]:
         if any(re.search(pattern, one["detail"]) for _, one in launches):
@@ -86,7 +93,13 @@ def page(projects: dict[str, dict[str, Any]]) -> str:
         why: dict[str, list[str]] = collections.defaultdict(list)
         for kernel, kept_out in project["kernels"].items():
             seen = project["launches"].get(kernel, [])
-            verdict, words = ("not run", kept_out) if kept_out else outcome(seen) if seen else ("not run", "no call of it is written, and arguments cannot be generated")
+            verdict, words = (
+                ("not run", kept_out)
+                if kept_out
+                else outcome(seen)
+                if seen
+                else ("not run", "no call of it is written, and arguments cannot be generated")
+            )
             counts["kernels"] += 1
             counts[verdict] += 1
             counts["called"] += any(not made for made, _ in seen)
@@ -98,7 +111,10 @@ def page(projects: dict[str, dict[str, Any]]) -> str:
         for words, kernels in sorted(why.items(), key=lambda item: -len(item[1])):
             lists.append(f"* {words} ({len(kernels)}): {', '.join(_short(kernel) for kernel in sorted(kernels))}")
     rows.append(_row("**all**", total))
-    head = "| | kernels | launched by their package's own functions | same bits | same but for bfloat16, float8, tf32 | same, stock repaired | stock raises | emulation raises | different | not run |\n|---|" + "---|" * 9
+    head = (
+        "| | kernels | launched by their package's own functions | same bits | same but for bfloat16, float8, tf32 "
+        "| same, stock repaired | stock raises | emulation raises | different | not run |\n|---|" + "---|" * 9
+    )
     return "\n".join([head, *rows, *lists]) + "\n"
 
 
@@ -109,7 +125,17 @@ _HEADS = {
     "different": "different bits",
     "not run": "not run",
 }
-_COLUMNS = ("kernels", "called", "same", "floats", "repaired", "stock raises", "emulation raises", "different", "not run")
+_COLUMNS = (
+    "kernels",
+    "called",
+    "same",
+    "floats",
+    "repaired",
+    "stock raises",
+    "emulation raises",
+    "different",
+    "not run",
+)
 
 
 def _row(name: str, counts: collections.Counter[str]) -> str:

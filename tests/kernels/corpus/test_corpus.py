@@ -162,7 +162,9 @@ FLA = importlib.util.find_spec("fla")
 
 
 @pytest.mark.skipif(FLA is None, reason="flash-linear-attention is not installed: bash ci/servers.sh kernels")
-@pytest.mark.parametrize("name", ["gated_delta_rule.fused_recurrent_gated_delta_rule", "gated_delta_rule.chunk_gated_delta_rule"])
+@pytest.mark.parametrize(
+    "name", ["gated_delta_rule.fused_recurrent_gated_delta_rule", "gated_delta_rule.chunk_gated_delta_rule"]
+)
 def test_a_public_operator_leaves_the_bits_of_the_stock_interpreter(name: str):
     with emulated_cuda():
         calls = dict(importlib.import_module("corpus_calls_fla").calls())
