@@ -2,7 +2,7 @@
 
 python tests/kernels/corpus/corpus.py calls PROJECT OUT.jsonl [PATTERN]    the package's own functions
 python tests/kernels/corpus/corpus.py generated PROJECT OUT.jsonl [TEXT]   kernels that OUT.jsonl does not have yet
-python tests/kernels/corpus/corpus.py generated PROJECT OUT.jsonl after=OTHER.jsonl   where another Triton lacked block pointers
+python tests/kernels/corpus/corpus.py generated PROJECT OUT.jsonl after=OTHER.jsonl   that lack block pointers there
 python tests/kernels/corpus/corpus.py kernels PROJECT OUT.json             what belongs to the corpus
 """
 

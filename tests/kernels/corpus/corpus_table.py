@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +26,7 @@ REASONS: tuple[tuple[str, str], ...] = (
 )
 """Why the stock interpreter does not run a kernel as it is: what its error says, in words."""
 
-MISFIT = "no fitting arguments: they are generated, and both interpreters raise"
+MISFIT = "no call launches it, and with generated arguments both interpreters raise or it leaves its memory"
 """Nothing is known of such a kernel."""
 
 
@@ -58,6 +59,8 @@ def outcome(launches: Iterable[tuple[bool, dict[str, Any]]]) -> tuple[str, str]:
         return "stock raises", reason(raised[0].split(" | repaired: ")[-1])
     if any(one["verdict"] == "stock too slow" for _, one in launches):
         return "not run", "too slow in the stock interpreter"
+    if not launches:
+        return "not run", "no call launches it, and no arguments can be generated for it"
     for pattern, words in REASONS[3:6]:
         if any(re.search(pattern, one["detail"]) for _, one in launches):
             return "not run", words
@@ -85,49 +88,58 @@ def collect(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def page(projects: dict[str, dict[str, Any]]) -> str:
-    """The table, and the kernels without the same bits, as Markdown."""
+    """The table, and by reason the kernels that do not simply leave the same bits, as Markdown."""
     rows, lists = [], []
     total: collections.Counter[str] = collections.Counter()
+    everywhere: list[float] = []
     for name, project in projects.items():
         counts: collections.Counter[str] = collections.Counter()
         why: dict[str, list[str]] = collections.defaultdict(list)
+        shares: list[float] = []
         for kernel, kept_out in project["kernels"].items():
             seen = project["launches"].get(kernel, [])
-            verdict, words = (
-                ("not run", kept_out)
-                if kept_out
-                else outcome(seen)
-                if seen
-                else ("not run", "no call of it is written, and arguments cannot be generated")
-            )
+            verdict, words = ("not run", _without_paths(kept_out)) if kept_out else outcome(seen)
             counts["kernels"] += 1
             counts[verdict] += 1
-            counts["called"] += any(not made for made, _ in seen)
-            if verdict != "same" and verdict != "floats":
-                why[f"{_HEADS[verdict]}: {words}"].append(kernel)
+            if verdict in ("same", "floats", "repaired"):
+                counts["called"] += any(not made for made, _ in seen)
+                shares.append(share_of_lines(seen))
+            if verdict not in ("same", "floats"):
+                why[f"{_HEADS[verdict]}{words}"].append(kernel)
         total += counts
-        rows.append(_row(f"{name} {project['version']}", counts))
+        everywhere += shares
+        rows.append(_row(f"{name} {project['version']}".strip(), counts, shares))
         lists.append(f"\n### {name}\n")
         for words, kernels in sorted(why.items(), key=lambda item: -len(item[1])):
-            lists.append(f"* {words} ({len(kernels)}): {', '.join(_short(kernel) for kernel in sorted(kernels))}")
-    rows.append(_row("**all**", total))
+            lists.append(f"* {words} ({len(kernels)}): {_listed(kernels)}")
+    rows.append(_row("all", total, everywhere))
     head = (
-        "| | kernels | launched by their package's own functions | same bits | same but for bfloat16, float8, tf32 "
-        "| same, stock repaired | stock raises | emulation raises | different | not run |\n|---|" + "---|" * 9
-    )
+        "| | kernels | same bits | same but for bfloat16, float8, tf32 | same, stock repaired | emulation alone "
+        "| emulation raises | different | not run | by their package's functions | lines that ran |\n|---|"
+    ) + "---|" * 10
     return "\n".join([head, *rows, *lists]) + "\n"
 
 
+def share_of_lines(seen: Iterable[tuple[bool, dict[str, Any]]]) -> float:
+    """How much of a kernel's own lines ran in the stock interpreter, over all launches that were compared."""
+    compared = [one for _, one in seen if one["verdict"] in ("same", "floats") and one["of"]]
+    lines = {line for one in compared for line in one["lines"]}
+    return len(lines) / max((one["of"] for one in compared), default=1)
+
+
+def _without_paths(words: str) -> str:
+    return re.sub(r" ?\(?/[\w./+-]+\)?", "", words)
+
+
 _HEADS = {
-    "repaired": "same bits once the stock interpreter is given",
-    "stock raises": "runs in the emulation, not in the stock interpreter",
-    "emulation raises": "the emulation raises",
-    "different": "different bits",
-    "not run": "not run",
+    "repaired": "same bits once the stock interpreter is given ",
+    "stock raises": "runs in the emulation alone; the stock interpreter raises: ",
+    "emulation raises": "**the emulation raises**: ",
+    "different": "**different bits**: ",
+    "not run": "not run: ",
 }
 _COLUMNS = (
     "kernels",
-    "called",
     "same",
     "floats",
     "repaired",
@@ -135,18 +147,44 @@ _COLUMNS = (
     "emulation raises",
     "different",
     "not run",
+    "called",
 )
 
 
-def _row(name: str, counts: collections.Counter[str]) -> str:
-    return f"| {name} | " + " | ".join(str(counts[column]) for column in _COLUMNS) + " |"
+def _row(name: str, counts: collections.Counter[str], shares: list[float]) -> str:
+    lines = f"{100 * statistics.median(shares):.0f}%" if shares else ""
+    return f"| {name} | " + " | ".join(str(counts[column]) for column in _COLUMNS) + f" | {lines} |"
 
 
-def _short(kernel: str) -> str:
-    module, _, name = kernel.rpartition(".")
-    return f"`{module.rpartition('.')[2]}.{name}`"
+def _listed(kernels: list[str]) -> str:
+    modules: dict[str, list[str]] = collections.defaultdict(list)
+    for kernel in sorted(kernels):
+        module, _, name = kernel.rpartition(".")
+        modules[module.rpartition(".")[2]].append(f"`{name}`")
+    return "; ".join(f"{module}: {', '.join(names)}" for module, names in modules.items())
+
+
+MARK = "<!-- written by corpus_table.py from here on -->\n"
+
+
+def main() -> int:
+    """Write or print the page. 1 where a kernel has different bits, or only the emulation refuses it."""
+    projects = collect(Path(sys.argv[1]))
+    text = page(projects)
+    if len(sys.argv) > 2:
+        file = Path(sys.argv[2])
+        before = file.read_text().partition(MARK)[0] if file.exists() else ""
+        file.write_text(f"{before}{MARK}\n{text}")
+    else:
+        print(text)
+    verdicts = {
+        outcome(project["launches"].get(kernel, []))[0]
+        for project in projects.values()
+        for kernel, kept_out in project["kernels"].items()
+        if not kept_out
+    }
+    return int(bool(verdicts & {"different", "emulation raises"}))
 
 
 if __name__ == "__main__":
-    text = page(collect(Path(sys.argv[1])))
-    Path(sys.argv[2]).write_text(text) if len(sys.argv) > 2 else print(text)
+    sys.exit(main())
