@@ -61,10 +61,10 @@ def main() -> None:
             if (
                 not kernel.called
                 and kernel.name not in done
-                and (not text or text[0] in kernel.name)
+                and (not text or re.search(text[0], kernel.name))
                 and (wanted is None or kernel.name in wanted)
             ):
-                for calls in generated_calls(interpreter, kernel):
+                for calls in generated_calls(interpreter, kernel, out):
                     outcome = run_all(interpreter, [calls], out, 1, 30)[0]
                     if any(BLOCK_POINTERS in launch.detail for launch in outcome.launches):
                         break

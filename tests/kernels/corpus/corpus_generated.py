@@ -58,8 +58,11 @@ def _bases(node: ast.AST) -> list[str]:
     return []
 
 
-def facts(function: Any, interpreted: type, depth: int = 0) -> Facts:
-    """Facts of a kernel's Python function, and through the jit functions that it calls."""
+def facts(function: Any, interpreted: type, strict: bool = False, depth: int = 0) -> Facts:
+    """Facts of a kernel's Python function, and through the jit functions that it calls.
+
+    `strict`: of a sum the first term alone is an address.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     found = Facts(set(), set(), set(), {}, set(), set())
@@ -76,7 +79,7 @@ def facts(function: Any, interpreted: type, depth: int = 0) -> Facts:
     indices: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            _of_call(node, function, interpreted, depth, found, todo, indices)
+            _of_call(node, function, interpreted, (strict, depth), found, todo, indices)
         elif isinstance(node, (ast.If, ast.IfExp)):
             tests = [node.test, *(node.test.values if isinstance(node.test, ast.BoolOp) else [])]
             for test in tests:
@@ -100,7 +103,7 @@ def facts(function: Any, interpreted: type, depth: int = 0) -> Facts:
             continue
         reached.add(name)
         for value in assigned.get(name, []):
-            todo += _bases(value)
+            todo += _bases(value)[: 1 if strict else None]
             indices |= {word for word in _names(value) if word not in _bases(value)[:1]}
     found.addresses |= reached
     # Whatever a loaded number is used for as an index or as the end of a loop makes its memory whole numbers.
@@ -137,13 +140,19 @@ def _roots(node: ast.AST, assigned: dict[str, list[ast.AST]]) -> set[str]:
 
 
 def _of_call(
-    node: ast.Call, function: Any, interpreted: type, depth: int, found: Facts, todo: list[str], indices: set[str]
+    node: ast.Call,
+    function: Any,
+    interpreted: type,
+    how: tuple[bool, int],
+    found: Facts,
+    todo: list[str],
+    indices: set[str],
 ) -> None:
     called = node.func
     if isinstance(called, ast.Attribute):
         if (called.attr in _ACCESS or called.attr.startswith("atomic_")) and node.args:
             bases = _bases(node.args[0])
-            todo += bases
+            todo += bases[: 1 if how[0] else None]
             indices |= _names(node.args[0]) - set(bases[:1])
         elif called.attr == "range":
             for argument in node.args:
@@ -158,12 +167,12 @@ def _of_call(
             for argument in node.args:
                 indices |= _names(argument)
         helper = function.__globals__.get(called.id)
-        if isinstance(helper, interpreted) and depth < 4 and helper.fn is not function:
-            inner = facts(helper.fn, interpreted, depth + 1)
+        if isinstance(helper, interpreted) and how[1] < 4 and helper.fn is not function:
+            inner = facts(helper.fn, interpreted, how[0], how[1] + 1)
             parameters = list(inspect.signature(helper.fn).parameters)
             pairs = [*zip(parameters, node.args, strict=False), *((k.arg, k.value) for k in node.keywords if k.arg)]
             for parameter, value in pairs:
-                names = _bases(value)
+                names = _bases(value)[: 1 if how[0] else None]
                 if parameter in inner.addresses:
                     todo += names
                 if parameter in inner.whole:
@@ -181,13 +190,17 @@ def arguments(function: Any, interpreted: type, variant: int) -> dict[str, Any]:
     """Arguments by name. Variants differ in flags, block sizes, and in what is guessed of memory."""
     import triton.language as tl
 
-    told = facts(function, interpreted)
+    told = facts(function, interpreted, strict := variant >= 4)
     torch.manual_seed(variant)
     given: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         constant = "constexpr" in str(parameter.annotation)
         lower = name.lower()
-        if not constant and name in told.addresses and not re.search(r"stride|^num_|^n_|_size$|_len$", lower):
+        if (
+            not constant
+            and name in told.addresses
+            and not re.search("stride" if strict else r"stride|^num_|^n_|_size$|_len$", lower)
+        ):
             given[name] = _memory(name, lower, name in told.whole, variant)
         elif constant and name in told.texts and isinstance(told.texts[name][0], str):
             texts = told.texts[name]
