@@ -68,7 +68,7 @@ def main() -> None:
                     outcome = run_all(interpreter, [calls], out, 1, 30)[0]
                     if any(BLOCK_POINTERS in launch.detail for launch in outcome.launches):
                         break
-                    if any(len(launch.lines) >= 0.7 * launch.of > 0 for launch in outcome.launches):
+                    if any(len(launch.lines) >= 0.7 * launch.of > 0 and launch.wrote for launch in outcome.launches):
                         break
 
 

@@ -46,7 +46,7 @@ SLOW, UNCOMPARED = "stock too slow", "not compared"
 class Launch:
     """One launch: the kernel as `module.name`, how it compared, what the stock interpreter needed for it, and errors.
 
-    `lines` are the kernel's own lines that ran in the stock interpreter, `of` how many it has.
+    `lines` are the kernel's own lines that ran in the stock interpreter, `of` how many it has; `wrote`: memory changed.
     """
 
     kernel: str
@@ -55,6 +55,7 @@ class Launch:
     detail: str = ""
     lines: tuple[int, ...] = ()
     of: int = 0
+    wrote: bool = False
 
 
 def name_of(function: Any) -> str:
@@ -84,7 +85,7 @@ def compared(interpreter: Any, found: list[Launch], most: int = 4, seconds: floa
         try:
             verdict = comparison.verdict(failure)
             lines, of = comparison.lines
-            found.append(dataclasses.replace(verdict, kernel=name, lines=lines, of=of))
+            found.append(dataclasses.replace(verdict, kernel=name, lines=lines, of=of, wrote=comparison.wrote))
             if failure is not None and not comparison.finish():
                 raise failure
         finally:
@@ -118,6 +119,8 @@ class _Comparison:
     def __init__(self, interpreter: Any, executor: Any, args: Any, kwargs: Any, seconds: float) -> None:
         self._seconds = seconds
         self.lines: Lines = ((), 0)
+        self.wrote = False
+        self._before = device_memory()
         self._request, self._keeper = _keeper(lambda ways: _run_stock(interpreter, executor, args, kwargs, ways))
         self._stock = self._ask(())
         self._right: Memory | None = None
@@ -137,6 +140,7 @@ class _Comparison:
     def verdict(self, failure: Exception | None) -> Launch:
         """How the launch that just ran under the emulation compares; `failure` is what it raised."""
         after = device_memory()
+        self.wrote = not same(self._before, after)
         answer = self._stock(self._seconds)
         if answer is None:
             return Launch("", SLOW)

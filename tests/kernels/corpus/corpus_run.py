@@ -21,6 +21,7 @@ from corpus_launches import BOTH_RAISE, DIFFERENT, EMULATION_RAISES, FLOATS, SAM
 from attn_testkit.emulation import emulated_cuda
 
 VARIANTS = 6
+COMPARED = (SAME, FLOATS, DIFFERENT)
 BLOCK_POINTERS = "Block pointers have been removed"
 
 
@@ -129,39 +130,39 @@ def run_all(
 
 
 def compared_already(out: str) -> set[str]:
-    """Kernels that a file of outcomes has a comparison of, or an error in the middle of a package's own call."""
-    if not os.path.exists(out):
-        return set()
-    with open(out) as file:
-        outcomes = [json.loads(line) for line in file]
-    seen = [
-        (outcome["call"].startswith("generated "), launch) for outcome in outcomes for launch in outcome["launches"]
-    ]
-    tries = collections.Counter(launch["kernel"] for made, launch in seen if made and launch["verdict"] == BOTH_RAISE)
+    """Kernels of which a file of outcomes has a comparison where memory was changed, or all variants, or an error in
+    the middle of a package's own call."""
+    seen = [(call["call"].startswith("generated "), launch) for call in _outcomes(out) for launch in call["launches"]]
+    tries = collections.Counter(
+        one["kernel"] for made, one in seen if made and ("wrote" in one or one["verdict"] == BOTH_RAISE)
+    )
     return {
-        launch["kernel"]
-        for made, launch in seen
-        if launch["verdict"] in (SAME, FLOATS, DIFFERENT) or not made or tries[launch["kernel"]] >= VARIANTS
+        one["kernel"]
+        for made, one in seen
+        if not made or tries[one["kernel"]] >= VARIANTS or (one["verdict"] in COMPARED and one.get("wrote"))
     }
+
+
+def _outcomes(out: str) -> list[dict[str, Any]]:
+    if not os.path.exists(out):
+        return []
+    with open(out) as file:
+        return list({call["call"]: call for call in map(json.loads, file)}.values())
 
 
 def finished(out: str) -> set[str]:
     """Calls of a file of outcomes that came to their end, with no launch that the emulation refused."""
-    if not os.path.exists(out):
-        return set()
-    with open(out) as file:
-        outcomes = [json.loads(line) for line in file]
     bad = (EMULATION_RAISES, BOTH_RAISE, DIFFERENT)
     return {
-        one["call"] for one in outcomes if not one["error"] and not any(x["verdict"] in bad for x in one["launches"])
+        call["call"]
+        for call in _outcomes(out)
+        if not call["error"] and not any(launch["verdict"] in bad for launch in call["launches"])
     }
 
 
 def without_block_pointers(out: str) -> set[str]:
     """Kernels of a file of outcomes that ask for block pointers where Triton has none."""
-    with open(out) as file:
-        outcomes = [json.loads(line) for line in file]
-    return {one["kernel"] for outcome in outcomes for one in outcome["launches"] if BLOCK_POINTERS in one["detail"]}
+    return {one["kernel"] for call in _outcomes(out) for one in call["launches"] if BLOCK_POINTERS in one["detail"]}
 
 
 def generated_calls(interpreter: Any, kernel: Any, out: str) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -171,10 +172,12 @@ def generated_calls(interpreter: Any, kernel: Any, out: str) -> Iterator[tuple[s
         given = arguments(kernel.function.fn, interpreter.InterpretedFunction, variant)
         kernel.function[grid(kernel.function.fn)](**given)
 
-    with open(out, "a+") as file:
-        file.seek(0)
-        tried = {json.loads(line)["call"] for line in file}
-    for variant in range(VARIANTS):
-        if variant < 4 and f"generated {kernel.name} {variant}" in tried and f"generated {kernel.name} 3" in tried:
-            continue  # all of the first kind were tried
+    before = {call["call"]: call["launches"] for call in _outcomes(out)}
+
+    def known(variant: int) -> int:
+        launches = before.get(f"generated {kernel.name} {variant}", [])
+        compared = [launch for launch in launches if launch["verdict"] in COMPARED]
+        return -1 - max(len(launch["lines"]) for launch in compared) if compared else len(launches)
+
+    for variant in sorted(range(VARIANTS), key=known):  # those that were compared before come first
         yield f"generated {kernel.name} {variant}", lambda variant=variant: launch(variant)

@@ -38,7 +38,11 @@ def reason(detail: str) -> str:
 def outcome(launches: Iterable[tuple[bool, dict[str, Any]]]) -> tuple[str, str]:
     """The verdict of a kernel, and why, from its launches; (is it generated, the launch)."""
     launches = list(launches)
-    compared = [one for _, one in launches if one["verdict"] in ("same", "floats", "different")]
+    compared = [
+        one
+        for made, one in launches
+        if one["verdict"] in ("same", "floats", "different") and one.get("wrote", not made)
+    ]
     if any(one["verdict"] == "different" for one in compared):
         return "different", next(one["detail"] for one in compared if one["verdict"] == "different")
     broken = [
@@ -59,6 +63,8 @@ def outcome(launches: Iterable[tuple[bool, dict[str, Any]]]) -> tuple[str, str]:
         return "stock raises", reason(raised[0].split(" | repaired: ")[-1])
     if any(one["verdict"] == "stock too slow" for _, one in launches):
         return "not run", "too slow in the stock interpreter"
+    if any(one["verdict"] in ("same", "floats") for _, one in launches):
+        return "not run", "no call launches it, and with generated arguments it writes nothing"
     if not launches:
         return "not run", "no call launches it, and no arguments can be generated for it"
     for pattern, words in REASONS[3:6]:

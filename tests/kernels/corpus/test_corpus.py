@@ -138,7 +138,7 @@ def test_nothing_of_triton_stays_replaced():
 
 
 def one(verdict: str, detail: str = "", repairs: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {"kernel": "m.k", "verdict": verdict, "detail": detail, "repairs": repairs}
+    return {"kernel": "m.k", "verdict": verdict, "detail": detail, "repairs": repairs, "wrote": True}
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,17 @@ def one(verdict: str, detail: str = "", repairs: tuple[str, ...] = ()) -> dict[s
 )
 def test_the_worst_of_a_kernel_is_its_verdict(seen_so_far: list[Any], verdict: str):
     assert table.outcome(seen_so_far)[0] == verdict
+
+
+def test_a_kernel_that_wrote_nothing_with_generated_arguments_was_not_compared():
+    assert table.outcome([(True, {**one("same"), "wrote": False})])[0] == "not run"
+    assert table.outcome([(False, {**one("same"), "wrote": False}), (True, one("same"))])[0] == "same"
+
+
+def test_whether_a_launch_changed_memory_is_noted():
+    (changed,) = seen(add)
+    (unchanged,) = seen(lambda: examples.add[(1,)](torch.ones(8).cuda(), torch.ones(8).cuda(), 0, BLOCK=8))
+    assert (changed.wrote, unchanged.wrote) == (True, False)
 
 
 FLA = importlib.util.find_spec("fla")
