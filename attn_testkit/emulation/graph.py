@@ -251,7 +251,7 @@ def _dangling(block: Block, trouble: str, users: list[Node]) -> DanglingMemoryEr
 
 
 class AcceleratorGraph(EmulatedGraph):
-    """The emulated `torch.accelerator.Graph`: `with stream, graph:` captures the block. Raises what the methods raise."""
+    """The emulated `torch.accelerator.Graph`: `with stream, graph:` captures the block. It raises what they raise."""
 
     def __init__(
         self, keep_graph: bool = False, *, pool: PoolHandle | None = None, capture_error_mode: str = "default"

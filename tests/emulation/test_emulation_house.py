@@ -30,6 +30,7 @@ SPEAKS_OF_ATTENTION = re.compile(
 )
 NAMES_OF_OTHERS = (
     "scaled_dot_product_attention",  # a function of torch
+    "triton.backends",  # a package of Triton
     "with arguments from the CUDA backend",  # torch's own words
 )
 NAMES_IN_STORED_VERDICTS = re.compile(r'"(kv \w+: [^"]+|triton: kv indices|paged attention)"')
