@@ -13,15 +13,16 @@ import torch
 
 from attn_testkit.emulation import emulated_cuda
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton's own functions are made
 pytest.importorskip("triton")
-if os.environ.setdefault("TRITON_INTERPRET", "1") != "1":
+if os.environ["TRITON_INTERPRET"] != "1":
     pytest.skip("Triton was set up without its interpreter (TRITON_INTERPRET=1)", allow_module_level=True)
 
 interpreter: Any = importlib.import_module("triton.runtime.interpreter")
 examples: Any = importlib.import_module("corpus_examples")
 launches: Any = importlib.import_module("corpus_launches")
 table: Any = importlib.import_module("corpus_table")
-if not isinstance(examples.add, interpreter.InterpretedFunction):
+if not isinstance(interpreter.tl.standard.zeros_like, interpreter.InterpretedFunction):
     pytest.skip("Triton was imported without its interpreter", allow_module_level=True)
 
 
@@ -172,15 +173,16 @@ def test_whether_a_launch_changed_memory_is_noted():
 FLA = importlib.util.find_spec("fla")
 
 
+@pytest.mark.filterwarnings("ignore")  # of what the package imports
 @pytest.mark.skipif(FLA is None, reason="flash-linear-attention is not installed: bash ci/servers.sh kernels")
 @pytest.mark.parametrize(
     "name", ["gated_delta_rule.fused_recurrent_gated_delta_rule", "gated_delta_rule.chunk_gated_delta_rule"]
 )
-def test_a_public_operator_leaves_the_bits_of_the_stock_interpreter(name: str):
+def test_a_public_operator_leaves_the_bits_of_the_stock_interpreter_but_for_tf32(name: str):
     with emulated_cuda():
         calls = dict(importlib.import_module("corpus_calls_fla").calls())
     found: list[Any] = []
     with emulated_cuda(), launches.compared(interpreter, found, most=1):
         calls[name]()
     assert found
-    assert {launch.verdict for launch in found} == {launches.SAME}
+    assert {launch.verdict for launch in found} <= {launches.SAME, launches.FLOATS}
