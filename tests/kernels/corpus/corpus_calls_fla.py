@@ -104,8 +104,8 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
         {},
     ),
     ("parallax.parallel_parallax", "q=k r=k k=k v=k", {}),
-    ("path_attn.parallel_path_attn", "q=k k=k v=k w=unit beta=gate g=log", {"use_cache": True}),
-    ("path_attn.parallel_path_attn", "q=k k=k v=k w=unit beta=gate", {}),
+    ("path_attn.parallel_path_attn", "q=k k=k v=k w=unit! beta=gate! g=log!", {"use_cache": True}),
+    ("path_attn.parallel_path_attn", "q=k k=k v=k w=unit! beta=gate!", {}),
     (
         "precond_gated_delta_rule.chunk_precond_gated_delta_rule",
         "q=k k=k v=k g_atk=log g=log beta_atk=gate beta=gate",
@@ -140,6 +140,10 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+_ONE_SEQUENCE = ("momentum", "ttt_linear")
+"""Operators, or backward passes, that take one sequence alone."""
+
+
 def _operator(name: str) -> Any:
     module, _, function = name.rpartition(".")
     return getattr(importlib.import_module(f"fla.ops.{module}"), function)
@@ -152,13 +156,13 @@ def _run(name: str, kinds: str, options: dict[str, Any], packed: bool, dtype: to
     for pair in kinds.split():
         argument, kind = pair.split("=")
         more = kind.endswith("2")
-        value = KINDS[kind.rstrip("2")](T * 2 if more else T)
-        tensors[argument] = value.to(dtype).cuda().requires_grad_()
+        value = KINDS[kind.rstrip("2!")](T * 2 if more else T)
+        tensors[argument] = value.to(torch.float32 if kind.endswith("!") else dtype).cuda().requires_grad_()
     given: dict[str, Any] = {**tensors, **options}
     takes = inspect.signature(inspect.unwrap(operator)).parameters
-    if packed and "cu_seqlens" in takes:
+    if packed and "cu_seqlens" in takes and not any(part in name for part in _ONE_SEQUENCE):
         given["cu_seqlens"] = torch.tensor([0, 5, T], dtype=torch.int64).cuda()
-        if "initial_state" in takes and not any(part in name for part in ("hgrn", "gsa", "ttt", "momentum")):
+        if "initial_state" in takes and not any(part in name for part in ("hgrn", "gsa", "lightnet")):
             given["initial_state"] = torch.randn(2, H, K, K).cuda()
     if "output_final_state" in takes:
         given["output_final_state"] = True

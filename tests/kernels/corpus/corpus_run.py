@@ -139,7 +139,7 @@ def compared_already(out: str) -> set[str]:
     return {
         one["kernel"]
         for made, one in seen
-        if not made or tries[one["kernel"]] >= VARIANTS or (one["verdict"] in COMPARED and one.get("wrote"))
+        if not made or tries[one["kernel"]] >= VARIANTS or (one["verdict"] in COMPARED and one.get("wrote", True))
     }
 
 

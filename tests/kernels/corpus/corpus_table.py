@@ -61,6 +61,9 @@ def outcome(launches: Iterable[tuple[bool, dict[str, Any]]]) -> tuple[str, str]:
     raised = [one["detail"] for _, one in launches if one["verdict"] == "stock raises"]
     if raised:
         return "stock raises", reason(raised[0].split(" | repaired: ")[-1])
+    both = [one["detail"] for made, one in launches if one["verdict"] == "both raise" and not made]
+    if both:
+        return "not run", f"both interpreters raise: {reason(both[0])}"
     if any(one["verdict"] == "stock too slow" for _, one in launches):
         return "not run", "too slow in the stock interpreter"
     if any(one["verdict"] in ("same", "floats") for _, one in launches):
