@@ -29,7 +29,9 @@ CASES = [
 
 @pytest.mark.parametrize("execution", ["eager", "graph"])
 def test_a_decode_by_descriptors_conforms(execution: str) -> None:
-    found = check_backend("descriptor_triton:DescriptorDecode", device="cpu", cases=CASES, executions=[execution])
+    found = check_backend(
+        "descriptor_triton:DescriptorDecode", device="cpu", modes=["decode"], cases=CASES, executions=[execution]
+    )
     assert found.ok, found
     assert {row.case for row in found} == set(CASES)
 
@@ -37,6 +39,10 @@ def test_a_decode_by_descriptors_conforms(execution: str) -> None:
 @pytest.mark.parametrize("execution", ["eager", "graph"])
 def test_a_decode_that_counts_on_the_padding_of_a_descriptor_is_found(execution: str) -> None:
     found = check_backend(
-        "descriptor_triton:DescriptorDecodeWithoutMask", device="cpu", cases=CASES, executions=[execution]
+        "descriptor_triton:DescriptorDecodeWithoutMask",
+        device="cpu",
+        modes=["decode"],
+        cases=CASES,
+        executions=[execution],
     )
     assert {row.case for row in found if any(finding.check == "reads-own-kv" for finding in row.findings)} == set(CASES)
