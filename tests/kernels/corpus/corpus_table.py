@@ -69,7 +69,7 @@ def outcome(launches: Iterable[tuple[bool, dict[str, Any]]]) -> tuple[str, str]:
     if any(one["verdict"] in ("same", "floats") for _, one in launches):
         return "not run", "no call launches it, and with generated arguments it writes nothing"
     if not launches:
-        return "not run", "no call launches it, and no arguments can be generated for it"
+        return "not run", "no launch yet: this run did not reach it, or generated arguments raised before a launch"
     for pattern, words in REASONS[3:6]:
         if any(re.search(pattern, one["detail"]) for _, one in launches):
             return "not run", words
