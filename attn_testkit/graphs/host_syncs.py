@@ -1,4 +1,4 @@
-"""Watching the host while a backend prepares a replay."""
+"""Watching the host while a backend plans and runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from .compilers import while_compilers_work
+
 __all__ = ["host_syncs_forbidden"]
 
 
@@ -15,7 +17,8 @@ __all__ = ["host_syncs_forbidden"]
 def host_syncs_forbidden(forbidden: bool = True) -> Iterator[None]:
     """Inside, any operation that makes the host wait for the device raises ``RuntimeError``.
 
-    So does switching that off: whoever plans could wait unseen, and switch it on again.
+    So does switching that off: whoever plans could wait unseen, and switch it on again. A compiler or tuner that works
+    inside may wait: it does so once for a kernel, and one that is refused gives the kernel up for good.
     """
     if not forbidden:
         yield
@@ -24,10 +27,19 @@ def host_syncs_forbidden(forbidden: bool = True) -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     with ExitStack() as stack:
         stack.callback(torch.cuda.set_sync_debug_mode, before)
-        for owner, name in _SETTERS:
-            if hasattr(owner, name):
-                stack.callback(setattr, owner, name, getattr(owner, name))
+        setters = [(owner, name, getattr(owner, name)) for owner, name in _SETTERS if hasattr(owner, name)]
+        for owner, name, setter in setters:
+            stack.callback(setattr, owner, name, setter)
+            setattr(owner, name, _refuse)
+
+        def switch(mode: int | str) -> None:
+            for owner, name, setter in setters:
+                setattr(owner, name, setter)
+            torch.cuda.set_sync_debug_mode(mode)
+            for owner, name, _ in setters:
                 setattr(owner, name, _refuse)
+
+        stack.enter_context(while_compilers_work(lambda: switch(before), lambda: switch("error")))
         yield
 
 

@@ -24,6 +24,7 @@ from ..checks.lossless import Spoken
 from ..checks.observation import Observation
 from ..contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
 from ..environment import Environment, missing_here
+from ..graphs.compilers import make_room
 from ..results import NO_ROOM, Finding
 from ..runner_modes.clock import Clock
 from ..runner_modes.eager import eager_by_turns, run_eager
@@ -153,6 +154,7 @@ def drive_case(
     run = _drive_graph if request.execution is Execution.GRAPH else _drive_eager
     lost = ""
     driven = Driven()
+    make_room()
     try:
         with environment.active(), gradients_off(case), _room_for(schedules[0], environment):
             before = _gradient_modes()
