@@ -236,7 +236,8 @@ class CaseResult:
     device: str = ""
     """``cuda`` or ``emulated`` (a CPU that emulates a device)."""
     kernels: str = "real"
-    """``real`` or ``emulated``."""
+    """``real``; ``emulated``: fakes of a vendor's; ``not compiled``: what torch.compile would have made one of ran as the
+    operations that it is made of."""
     reason: str = ""
     """Why it did not run or crashed, or the issue behind a known failure."""
     after: tuple[str, ...] = ()
@@ -274,15 +275,20 @@ class CaseResult:
         return self.reason.startswith(KIT_ERROR)
 
 
+NOT_COMPILED = "not compiled"
+"""``CaseResult.kernels`` where torch.compile was kept from compiling."""
+
+
 def failed_check(result: CaseResult) -> str:
     """The first check that failed, or how the case-run ended: failures that share it are taken to have one cause."""
     return result.findings[0].check if result.findings else result.status.value
 
 
 def emulated_parts(result: CaseResult) -> list[str]:
-    """Which of device, graph and kernels were emulated."""
+    """Which of device, graph and kernels were emulated, and ``compiled regions`` where these ran eagerly."""
     parts = (("device", result.device), ("graph", result.graph), ("kernels", result.kernels))
-    return [name for name, how in parts if how == "emulated"]
+    found = [name for name, how in parts if how == "emulated"]
+    return [*found, "compiled regions"] if result.kernels == NOT_COMPILED else found
 
 
 @dataclass(frozen=True)
@@ -371,11 +377,14 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
     if header:
         parts += [header.device_name, f"torch {header.versions.get('torch', '?')}"]
     parts += [f"graph: {result.graph}" if result.graph else result.execution] if result.execution else []
-    if result.kernels == "emulated":
-        parts.append("kernels: emulated")
+    if result.kernels != "real":
+        parts.append(_KERNELS[result.kernels])
     lines.append(f"  backend  {' · '.join(parts)}")
     lines.append(f"  repro    {repro_command(result, header)}")
     return "\n".join(lines)
+
+
+_KERNELS = {"emulated": "kernels: emulated", NOT_COMPILED: "compiled regions: run eagerly"}
 
 
 def _row(name: str, text: str) -> list[str]:

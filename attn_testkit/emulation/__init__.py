@@ -11,11 +11,13 @@ Modules import downwards, from `context` (the way in) to plain state that knows 
     pools._numbers                  the next pool handle
     triton_bounds._local            each thread's launch of a Triton kernel: set while it runs
     streams._handles                the next handle of a stream or an event
+    compiled._run                   how often code that torch.compile would have compiled ran eagerly; only grows
     torch_cuda._DEFAULT_GENERATOR   the seed of `torch.cuda.manual_seed`; numbers come from torch's CPU generator
 
 Anything else at the top of a module is a constant, or a `functools.cache` of what a schema or a library version says.
 """
 
+from attn_testkit.emulation.compiled import compiled_regions_run
 from attn_testkit.emulation.context import emulated_cuda
 from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError, EmulationError, HostSyncError
 from attn_testkit.emulation.policy import LIMITS, Policy
@@ -29,6 +31,7 @@ __all__ = [
     "EmulationError",
     "HostSyncError",
     "Policy",
+    "compiled_regions_run",
     "emulated_cuda",
     "is_active",
     "orderly_stream",

@@ -15,6 +15,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from attn_testkit.emulation import generators, private, session, torch_cuda, triton_launch
+from attn_testkit.emulation.compiled import run_eagerly
 from attn_testkit.emulation.private import disable_functions
 from attn_testkit.emulation.tags import DEVICE, looks_device, storage_key
 
@@ -34,6 +35,7 @@ class Installation:
         self._saved: list[tuple[Any, str, Any]] = []
         self._froze = False
         self._stance: contextlib.ExitStack | None = None
+        self._eager = False
 
     def enter(self) -> None:
         """One thread more is inside; the first replaces everything.
@@ -66,7 +68,7 @@ class Installation:
                 return
             if self._stance is not None:
                 self._stance.close()
-                self._stance = None
+                self._stance, self._eager = None, False
             while self._saved:
                 target, name, original = self._saved.pop()
                 if original is _MISSING:
@@ -76,8 +78,9 @@ class Installation:
 
     def run_compiled_code_eagerly(self) -> None:
         """Keep torch.compile from compiling until the last thread leaves; dynamo must be imported."""
-        if self._stance is not None:
-            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+        if self._stance is not None and not self._eager:
+            self._eager = True
+            run_eagerly(self._stance)
 
     def _check_torch(self) -> None:
         if self.checked:

@@ -23,9 +23,10 @@ from ..checks.failures import context_lost, first_line, from_exception, is_ctrl_
 from ..checks.lossless import Spoken
 from ..checks.observation import Observation
 from ..contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
+from ..emulation import compiled_regions_run
 from ..environment import Environment, missing_here
 from ..graphs.compilers import make_room
-from ..results import NO_ROOM, Finding
+from ..results import NO_ROOM, NOT_COMPILED, Finding
 from ..runner_modes.clock import Clock
 from ..runner_modes.eager import eager_by_turns, run_eager
 from ..runner_modes.errors import DriveError, NoRoomError, out_of_memory
@@ -155,6 +156,7 @@ def drive_case(
     lost = ""
     driven = Driven()
     make_room()
+    compiled = compiled_regions_run()
     try:
         with environment.active(), gradients_off(case), _room_for(schedules[0], environment):
             before = _gradient_modes()
@@ -184,7 +186,7 @@ def drive_case(
         stage=int(drive.stage),
         lost=lost,
         seconds=drive.clock.seconds,
-        kernels=drive.kernels,
+        kernels=NOT_COMPILED if drive.kernels == "real" and compiled_regions_run() > compiled else drive.kernels,
         records=driven.records if drive.stage is Stage.COMPLETED else drive.records(drive.observed),
     )
 
