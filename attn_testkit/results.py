@@ -79,6 +79,7 @@ CHECK_IDS = (
     "steps-independent",
     "leaves-process-alone",
     "no-host-lengths",
+    "compiles-once",
     "claims-honest",
     "refuses-undeclared",
     "repeatable",
@@ -236,8 +237,8 @@ class CaseResult:
     device: str = ""
     """``cuda`` or ``emulated`` (a CPU that emulates a device)."""
     kernels: str = "real"
-    """``real``; ``emulated``: fakes of a vendor's; ``not compiled``: what torch.compile would have made one of ran as the
-    operations that it is made of."""
+    """``real``; ``emulated``: fakes of a vendor's; ``not compiled``: what torch.compile would have made one of ran as
+    the operations that it is made of."""
     reason: str = ""
     """Why it did not run or crashed, or the issue behind a known failure."""
     after: tuple[str, ...] = ()

@@ -60,17 +60,17 @@ def run_eager(
     with clock.phase("eager"):
         claims = harness.capabilities
         no_waits = not claims.needs_cpu_seq_lens and not claims.eager_waits
-        looked_at("plan", label, no_waits, partial(harness.backend.init_forward_metadata, batch))
+        looked_at(harness, "plan", label, no_waits, partial(harness.backend.init_forward_metadata, batch))
         if between is not None:
             between()
         none_kv = step.stored and harness.capabilities.takes_none_kv
         run = partial(forward, harness, driver, batch, case, not step.stored, between, step.turned)
-        trace = looked_at("forward without k and v" if none_kv else "forward", label, no_waits, run)
+        trace = looked_at(harness, "forward without k and v" if none_kv else "forward", label, no_waits, run)
         if ahead is not None:
             # Made only now: a mask buffer of the backend's own is filled with it.
             following, _ = batch_of(harness, ahead)
             plan = partial(harness.backend.init_forward_metadata, following)
-            looked_at("plan of the next step", label, no_waits, plan)
+            looked_at(harness, "plan of the next step", label, no_waits, plan)
             done_ahead()
         with blame("forward", label):
             torch.cuda.synchronize()

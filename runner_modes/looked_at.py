@@ -9,26 +9,30 @@ from attn_testkit.graphs.compilers import at_work_in, forget_compiled
 from attn_testkit.graphs.host_syncs import host_syncs_forbidden
 
 from .errors import DriveError, blame
+from .harness import ServerHarness
 
 __all__ = ["looked_at"]
 
 T = TypeVar("T")
 
 
-def looked_at(phase: str, label: str, no_waits: bool, call: Callable[[], T]) -> T:
+def looked_at(harness: ServerHarness, phase: str, label: str, no_waits: bool, call: Callable[[], T]) -> T:
     """What ``call`` returns; it may not wait where ``no_waits``. Raises ``DriveError`` for whatever it raises.
+
+    What was compiled or tuned in it is noted in ``harness.compiled``.
 
     A compiler or tuner that was imported only in the call, or that nothing announces, is refused where it waits. So
     what was raised inside of one is called again: first without a look, which lets it compile, and then with one.
     """
+    worked = harness.compiled.append
     try:
-        with blame(phase, label), host_syncs_forbidden(no_waits):
+        with blame(phase, label), host_syncs_forbidden(no_waits, worked):
             return call()
     except DriveError as error:
         if not no_waits or error.__cause__ is None or not at_work_in(error.__cause__):
             raise
     forget_compiled()
-    with blame(phase, label):
+    with blame(phase, label), host_syncs_forbidden(False, worked):
         call()
-    with blame(phase, label), host_syncs_forbidden():
+    with blame(phase, label), host_syncs_forbidden(True, worked):
         return call()

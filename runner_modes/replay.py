@@ -64,7 +64,9 @@ def replay(
         done_ahead = keep_device_busy(ahead is not None)
     no_waits = not harness.capabilities.needs_cpu_seq_lens
     with clock.phase("replay"):
-        looked_at("plan for replay", label, no_waits, partial(harness.backend.init_forward_metadata_out_graph, view))
+        looked_at(
+            harness, "plan for replay", label, no_waits, partial(harness.backend.init_forward_metadata_out_graph, view)
+        )
         replaced = watched.replaced()
         copied_into = watched.copy_into(replaced)
         with past_modes():
@@ -83,7 +85,7 @@ def replay(
             fill_static(graphs, ahead)
             following = view_of(graphs, ahead)
             plan = partial(harness.backend.init_forward_metadata_out_graph, following)
-            looked_at("plan of the next step", label, no_waits, plan)
+            looked_at(harness, "plan of the next step", label, no_waits, plan)
             del plan, following
             done_ahead()
         with blame("replay", label):

@@ -1,4 +1,4 @@
-"""What a compiler of torch said when it gave up: its exceptions wrap each other, and begin with what they have in common."""
+"""What a compiler of torch said when it gave up: its exceptions wrap each other, and end in the same advice."""
 
 from __future__ import annotations
 

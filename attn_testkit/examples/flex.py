@@ -49,9 +49,7 @@ class FlexBackend(KernelBackend):
         reach = torch.full_like(plan.kv_lens, window if window >= 0 else plan.max_kv_len)
         prefix, kv_lens = plan.kv_lens - plan.cu_seqlens_q.diff(), plan.kv_lens
 
-        def visible(
-            request: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor
-        ) -> torch.Tensor:
+        def visible(request: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             position = prefix[request] + row
             return (key <= position) & (key >= position - reach[request]) & (key < kv_lens[request])
 

@@ -7,6 +7,7 @@ constants to it, and time what they made.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 import traceback
@@ -15,7 +16,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TUNERS", "Tuner", "at_work_in", "forget_compiled", "make_room", "while_compilers_work"]
+__all__ = [
+    "TUNERS",
+    "Tuner",
+    "at_work_in",
+    "forget_compiled",
+    "make_room",
+    "room_left",
+    "while_compilers_work",
+    "why_compiled",
+]
 
 
 @dataclass(frozen=True)
@@ -25,28 +35,39 @@ class Tuner:
     module: str
     path: str
     """``function`` or ``Class.method``."""
+    words: str
+    """What messages call it."""
 
 
 TUNERS = (
-    Tuner("triton.runtime.autotuner", "Autotuner._bench"),
-    Tuner("triton.testing", "do_bench"),
-    Tuner("triton.testing", "do_bench_cudagraph"),
+    Tuner("triton.runtime.autotuner", "Autotuner._bench", "triton.autotune"),
+    # Where CUDA is emulated nothing is timed, and a configuration is chosen all the same.
+    Tuner("attn_testkit.emulation.triton_autotune", "choose", "triton.autotune"),
+    Tuner("triton.testing", "do_bench", "do_bench"),
+    Tuner("triton.testing", "do_bench_cudagraph", "do_bench_cudagraph"),
     # Not among what torch._dynamo.callback reports: "temporarily disabled due to spam".
-    Tuner("torch._inductor.runtime.triton_heuristics", "CachingAutotuner.autotune_to_one_config"),
-    Tuner("torch._inductor.runtime.triton_heuristics", "CachingAutotuner.coordinate_descent_tuning"),
-    Tuner("flashinfer.autotuner", "AutoTuner._profile_single_kernel"),
-    Tuner("flashinfer.autotuner.autotuner", "AutoTuner._profile_single_kernel"),
-    Tuner("tilelang.profiler", "do_bench"),
-    Tuner("tilelang.profiler.bench", "do_bench"),
-    Tuner("tilelang.autotuner.tuner", "AutoTuner.run"),
-    Tuner("cutlass.base_dsl.compiler", "CompileCallable.__call__"),
+    Tuner(
+        "torch._inductor.runtime.triton_heuristics", "CachingAutotuner.autotune_to_one_config", "Inductor's autotuner"
+    ),
+    Tuner(
+        "torch._inductor.runtime.triton_heuristics",
+        "CachingAutotuner.coordinate_descent_tuning",
+        "Inductor's autotuner",
+    ),
+    Tuner("flashinfer.autotuner", "AutoTuner._profile_single_kernel", "FlashInfer's autotuner"),
+    Tuner("flashinfer.autotuner.autotuner", "AutoTuner._profile_single_kernel", "FlashInfer's autotuner"),
+    Tuner("tilelang.profiler", "do_bench", "do_bench"),
+    Tuner("tilelang.profiler.bench", "do_bench", "do_bench"),
+    Tuner("tilelang.autotuner.tuner", "AutoTuner.run", "TileLang's autotuner"),
+    Tuner("cutlass.base_dsl.compiler", "CompileCallable.__call__", "CuTe's compiler"),
 )
 """Those that are noticed beside what torch.compile says of itself. One that a package lacks is passed over."""
 
 _FILES = re.compile(
     r"/torch/_dynamo/convert_frame\.py$|/torch/_inductor/(compile_fx|graph|select_algorithm|autotune_process)\.py$"
     r"|/torch/_inductor/runtime/(triton_heuristics|benchmarking)\.py$"
-    r"|/triton/(testing|runtime/autotuner|compiler/.*)\.py$|/tilelang/(autotuner|jit|profiler)/|/flashinfer/(autotuner|jit)[/.]"
+    r"|/triton/(testing|runtime/autotuner|compiler/.*)\.py$|/tilelang/(autotuner|jit|profiler)/"
+    r"|/flashinfer/(autotuner|jit)[/.]"
     r"|/cutlass/base_dsl/"
 )
 """Where compilers and tuners stand. A call of what was compiled passes through none of these, but for ``run`` of a
@@ -81,33 +102,52 @@ def forget_compiled() -> None:
         dynamo.reset()
 
 
+_ROOM = 5
+"""Compilations of a function that a drive has at least; torch's own limit is 8."""
+
+
 def make_room() -> None:
     """To be called before a server would start: have torch.compile forget what it made, if that is much.
 
     It gives a function up that it compiled ``recompile_limit`` times, which for a server is one model's configurations,
     and a process of the kit runs those of many.
     """
+    if room_left() < _ROOM:
+        forget_compiled()
+
+
+def room_left() -> int:
+    """How often torch.compile may compile the function again that it compiled most, before it gives it up."""
     dynamo, frames = sys.modules.get("torch._dynamo"), sys.modules.get("torch._dynamo.convert_frame")
     if dynamo is None or frames is None:
-        return
-    compiled = max(getattr(frames, "FRAME_COMPILE_COUNTER", {}).values(), default=0)
-    if compiled > dynamo.config.recompile_limit // 2:
-        dynamo.reset()
+        return sys.maxsize
+    limit: int = dynamo.config.recompile_limit
+    return limit - max(getattr(frames, "FRAME_COMPILE_COUNTER", {}).values(), default=0)
+
+
+def why_compiled() -> tuple[str, str]:
+    """(what torch.compile last compiled, why what it had did not do); empty where it compiled nothing or once."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    metrics = utils.get_compilation_metrics() if utils is not None else ()
+    last = next((each for each in reversed(metrics) if getattr(each, "recompile_reason", None)), None)
+    if last is None:
+        return "", ""
+    return f"{last.co_name} ({os.path.basename(last.co_filename or '')}:{last.co_firstlineno})", last.recompile_reason
 
 
 @contextmanager
-def while_compilers_work(begins: Callable[[], object], ends: Callable[[], object]) -> Iterator[None]:
-    """Call ``begins`` when a compiler or tuner starts to work inside the block and ``ends`` when it is done.
+def while_compilers_work(begins: Callable[[str], object], ends: Callable[[], object]) -> Iterator[None]:
+    """Call ``begins`` with the work's name when a compiler or tuner starts inside the block, ``ends`` when it is done.
 
-    Of those that work inside one another, and for packages that are imported before the block.
+    Of those that work inside one another only the outermost, and of packages that are imported before the block.
     """
     depth = 0
 
-    def enter(*_: object) -> None:
+    def enter(work: str) -> None:
         nonlocal depth
         depth += 1
         if depth == 1:
-            begins()
+            begins(work)
 
     def leave(*_: object) -> None:
         nonlocal depth
@@ -117,21 +157,26 @@ def while_compilers_work(begins: Callable[[], object], ends: Callable[[], object
 
     with ExitStack() as stack:
         _listen(stack, enter, leave)
-        for owner, name, function in _present():
+        for owner, name, function, words in _present():
             stack.callback(setattr, owner, name, function)
-            setattr(owner, name, _around(function, enter, leave))
+            setattr(owner, name, _around(function, words, enter, leave))
         yield
 
 
-def _listen(stack: ExitStack, enter: Callable[..., None], leave: Callable[..., None]) -> None:
+def _listen(stack: ExitStack, enter: Callable[[str], None], leave: Callable[..., None]) -> None:
     """Hear from torch.compile. ``torch._dynamo.reset()`` forgets who listens."""
     dynamo = sys.modules.get("torch._dynamo.callback")
     if dynamo is None:
         return
     handler = dynamo.callback_handler
-    for callbacks, function in ((handler.start_callbacks, enter), (handler.end_callbacks, leave)):
+    begins = functools.partial(_first_of, enter, "torch.compile")
+    for callbacks, function in ((handler.start_callbacks, begins), (handler.end_callbacks, leave)):
         callbacks.append(function)
         stack.callback(_forget, callbacks, function)
+
+
+def _first_of(function: Callable[[str], None], work: str, _: object) -> None:
+    function(work)
 
 
 def _forget(callbacks: list[Any], function: Any) -> None:
@@ -139,8 +184,8 @@ def _forget(callbacks: list[Any], function: Any) -> None:
         callbacks.remove(function)
 
 
-def _present() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, function) of each tuner whose module is imported."""
+def _present() -> Iterator[tuple[Any, str, Any, str]]:
+    """(owner, name, function, words) of each tuner whose module is imported."""
     for tuner in TUNERS:
         owner: Any = sys.modules.get(tuner.module)
         *classes, name = tuner.path.split(".")
@@ -148,13 +193,14 @@ def _present() -> Iterator[tuple[Any, str, Any]]:
             owner = getattr(owner, each, None)
         function = None if owner is None else vars(owner).get(name)
         if callable(function):
-            yield owner, name, function
+            yield owner, name, function, tuner.words
 
 
-def _around(function: Any, enter: Callable[[], None], leave: Callable[[], None]) -> Any:
+def _around(function: Any, work: str, enter: Callable[[str], None], leave: Callable[[], None]) -> Any:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        enter()
+        kernel = getattr(getattr(args[0], "base_fn", None), "__name__", "") if args else ""
+        enter(f"{work}, of kernel {kernel}" if kernel else work)
         try:
             return function(*args, **kwargs)
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -14,14 +14,16 @@ __all__ = ["host_syncs_forbidden"]
 
 
 @contextmanager
-def host_syncs_forbidden(forbidden: bool = True) -> Iterator[None]:
+def host_syncs_forbidden(forbidden: bool = True, worked: Callable[[str], object] = lambda work: None) -> Iterator[None]:
     """Inside, any operation that makes the host wait for the device raises ``RuntimeError``.
 
     So does switching that off: whoever plans could wait unseen, and switch it on again. A compiler or tuner that works
-    inside may wait: it does so once for a kernel, and one that is refused gives the kernel up for good.
+    inside may wait: it does so once for a kernel, and one that is refused gives the kernel up for good. ``worked`` is
+    told of each, also where waits are not ``forbidden``.
     """
     if not forbidden:
-        yield
+        with while_compilers_work(worked, lambda: None):
+            yield
         return
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -39,7 +41,11 @@ def host_syncs_forbidden(forbidden: bool = True) -> Iterator[None]:
             for owner, name, _ in setters:
                 setattr(owner, name, _refuse)
 
-        stack.enter_context(while_compilers_work(lambda: switch(before), lambda: switch("error")))
+        def let_wait(work: str) -> None:
+            worked(work)
+            switch(before)
+
+        stack.enter_context(while_compilers_work(let_wait, lambda: switch("error")))
         yield
 
 

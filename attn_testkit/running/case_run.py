@@ -28,6 +28,7 @@ from ..environment import Environment, missing_here
 from ..graphs.compilers import make_room
 from ..results import NO_ROOM, NOT_COMPILED, Finding
 from ..runner_modes.clock import Clock
+from ..runner_modes.compiling import compiles_once
 from ..runner_modes.eager import eager_by_turns, run_eager
 from ..runner_modes.errors import DriveError, NoRoomError, out_of_memory
 from ..runner_modes.graphs import GraphRun, drive_graphs
@@ -246,6 +247,7 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
     beside = _neighbour(backend_class, drive, environment)
     between = EagerNeighbour(*beside).another_run if beside else None
     seen = [run_eager(harness, schedule, step, drive.clock, among="instances" if beside else "", between=between)]
+    compiled = len(harness.compiled)
     # Right after it, and not after another step: what alternates from step to step would have come round again.
     seen.append(run_eager(harness, schedule, step, drive.clock, label="the same eager step again", among="steps"))
     # A chunk's prefix is what the chunk before it wrote.
@@ -267,6 +269,7 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
     if len(drive.schedules) > 1:
         own = [(each, each.steps[0]) for each in drive.schedules]
         seen += eager_by_turns(harness, own, drive.clock, ("modes by turns", "modes by turns, again"))
+    drive.findings += compiles_once(harness, schedule, drive.clock, compiled)
     with drive.clock.phase("setup"):
         drive.findings += refuses_undeclared(backend_class, schedule, harness.context, claims)
     return Driven(records=drive.records(seen))

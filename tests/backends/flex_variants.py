@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from attn_testkit.contract import ForwardBatch, ForwardMode, KernelPlan
+from attn_testkit.contract import ForwardBatch, KernelPlan
 from attn_testkit.examples import flex
 from attn_testkit.examples.flex import FlexBackend
 
@@ -46,6 +46,17 @@ class WholeCompiled(FlexBackend):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         self._run = torch.compile(super().run)
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        return self._run(q, kv, plan)
+
+
+class WholeUncompiled(FlexBackend):
+    """The same region as torch traces it, run operation by operation."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._run = torch.compile(super().run, backend="aot_eager")
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         return self._run(q, kv, plan)
@@ -97,15 +108,10 @@ class WrongMask(FlexBackend):
         right = super().block_mask(plan, slots)
         prefix = plan.kv_lens - plan.cu_seqlens_q.diff()
 
-        def visible(
-            request: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor
-        ) -> torch.Tensor:
+        def visible(request: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             return right.mask_mod(request, head, row, key) & ((key < prefix[request] + row) | (key == 0))
 
         return BlockMask.from_kv_blocks(
             right.kv_num_blocks, right.kv_indices, BLOCK_SIZE=128, mask_mod=visible,
             seq_lengths=right.seq_lengths, compute_q_blocks=False,
         )  # fmt: skip
-
-
-DECODE = frozenset({ForwardMode.DECODE})

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_testkit.contract import KernelPlan
+from attn_testkit.contract import ForwardBatch, KernelPlan
 from attn_testkit.examples.minimal import MinimalBackend
 
 
@@ -40,4 +40,22 @@ class TunedAndWaiting(Tuned):
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         out = super().run(q, kv, plan)
         int(plan.kv_lens.max())
+        return out
+
+
+class TunedByLength(Tuned):
+    """A kernel is tuned anew for every longest request."""
+
+    capabilities = Tuned.capabilities.with_changes(needs_cpu_seq_lens=True, graph=frozenset())
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        assert batch.seq_lens_cpu is not None
+        self.longest = int(batch.seq_lens_cpu.max()) if batch.batch_size else 0
+        super().init_forward_metadata(batch)
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        made = super().run(q, kv, plan)
+        out = torch.empty_like(made)
+        grid = lambda meta: (triton.cdiv(made.numel(), meta["BLOCK"]),)  # noqa: E731
+        _copy_by_length[grid](made, out, made.numel(), self.longest)
         return out
