@@ -279,7 +279,7 @@ CHECKS = (
         "compiles-once",
         "Kernels are compiled and tuned for a model and its batches, and not anew for every length of a request.",
         "torch.compile(dynamic=False) over a tensor as long as the longest request, a length among a tuner's keys.",
-        "vLLM #24277; flash-linear-attention #1092",
+        "vLLM #27178; pytorch #141486; torchtitan #3898",
         "`where` is what was compiled in every one of several steps, and the hint why, as torch says it.",
         judged_from=Stage.COMPLETED,
         applies=in_eager,

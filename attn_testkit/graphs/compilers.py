@@ -43,6 +43,7 @@ TUNERS = (
     Tuner("triton.runtime.autotuner", "Autotuner._bench", "triton.autotune"),
     # Where CUDA is emulated nothing is timed, and a configuration is chosen all the same.
     Tuner("attn_testkit.emulation.triton_autotune", "choose", "triton.autotune"),
+    Tuner("triton.runtime.jit", "JITFunction._do_compile", "triton.jit"),
     Tuner("triton.testing", "do_bench", "do_bench"),
     Tuner("triton.testing", "do_bench_cudagraph", "do_bench_cudagraph"),
     # Not among what torch._dynamo.callback reports: "temporarily disabled due to spam".
@@ -199,7 +200,8 @@ def _present() -> Iterator[tuple[Any, str, Any, str]]:
 def _around(function: Any, work: str, enter: Callable[[str], None], leave: Callable[[], None]) -> Any:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        kernel = getattr(getattr(args[0], "base_fn", None), "__name__", "") if args else ""
+        # A tuner has the function that it tunes, and a kernel its own name.
+        kernel = getattr(getattr(args[0], "base_fn", args[0]), "__name__", "") if args else ""
         enter(f"{work}, of kernel {kernel}" if kernel else work)
         try:
             return function(*args, **kwargs)
