@@ -4,22 +4,22 @@ Modules import downwards, from `context` (the way in) to plain state that knows 
 
     session._local                  each thread's session: set by `emulated_cuda` alone, on its way in and out
     installation.INSTALLED          what is replaced in torch while a thread is inside, and whether this process has
-                                    frozen its garbage and tested its torch: `emulated_cuda` alone
+                                    frozen its garbage and tested its torch: `emulated_cuda` alone; and how often
+                                    code ran eagerly that a compiler would have compiled
     tags.DEVICE, tags.PINNED        which storages are device or pinned memory: entered where one is made, forgotten
                                     when it is gone; kept between contexts, because tensors outlive them
     pools._pools                    memory pools by handle, held weakly: made by the first capture that names one
     pools._numbers                  the next pool handle
     triton_bounds._local            each thread's launch of a Triton kernel: set while it runs
     streams._handles                the next handle of a stream or an event
-    compiled._run                   how often code that torch.compile would have compiled ran eagerly; only grows
     torch_cuda._DEFAULT_GENERATOR   the seed of `torch.cuda.manual_seed`; numbers come from torch's CPU generator
 
 Anything else at the top of a module is a constant, or a `functools.cache` of what a schema or a library version says.
 """
 
-from attn_testkit.emulation.compiled import compiled_regions_run
 from attn_testkit.emulation.context import emulated_cuda
 from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError, EmulationError, HostSyncError
+from attn_testkit.emulation.installation import compiled_regions_run
 from attn_testkit.emulation.policy import LIMITS, Policy
 from attn_testkit.emulation.session import is_active
 from attn_testkit.emulation.streams import orderly_stream

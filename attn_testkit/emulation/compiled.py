@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-__all__ = ["compiled_regions_run", "in_compiled_region", "run_eagerly"]
+__all__ = ["in_compiled_region", "run_eagerly"]
 
 _EVAL_FRAME = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_frame.py")
-_run = 0
-
-
-def compiled_regions_run() -> int:
-    """How often code that Inductor would have compiled ran eagerly in this process."""
-    return _run
 
 
 def in_compiled_region() -> bool:
     """Whether what runs now would have been compiled by Inductor: some caller is its wrapper of a function.
 
-    The debugging compilers of torch (``backend="eager"``) compile nothing, and ``flex_attention`` itself uses one.
+    torch's own for debugging ("eager") compile nothing, and functions of torch use them to be traced.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -35,8 +30,11 @@ def in_compiled_region() -> bool:
     return False
 
 
-def run_eagerly(stack: ExitStack) -> None:
-    """Keep torch.compile from compiling until ``stack`` is closed; ``torch._dynamo`` must be imported."""
+def run_eagerly(stack: ExitStack, noted: Callable[[], object]) -> None:
+    """Keep torch.compile from compiling until ``stack`` is closed; ``torch._dynamo`` must be imported.
+
+    ``noted`` is called whenever code runs that Inductor would have compiled.
+    """
     stack.enter_context(torch.compiler.set_stance("force_eager"))
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     stock = getattr(eval_frame, "_callback_from_stance", None)
@@ -44,8 +42,8 @@ def run_eagerly(stack: ExitStack) -> None:
         return
 
     def note(callback: Any) -> Any:
-        global _run
-        _run += _is_inductor(callback)
+        if _is_inductor(callback):
+            noted()
         return stock(callback)
 
     stack.callback(setattr, eval_frame, "_callback_from_stance", stock)

@@ -25,10 +25,12 @@ _device = DEVICE.entries
 
 
 class Installation:
-    """The replaced attributes, and how many threads are inside. `checked`: this torch passed the self-tests."""
+    """The replaced attributes, and how many threads are inside. `checked`: this torch passed the self-tests.
+    `compiled_regions`: so often code ran eagerly that torch.compile would have compiled."""
 
     def __init__(self) -> None:
         self.checked = False
+        self.compiled_regions = 0
         self._lock = threading.Lock()
         self._users = 0
         self._entries = 0
@@ -80,7 +82,10 @@ class Installation:
         """Keep torch.compile from compiling until the last thread leaves; dynamo must be imported."""
         if self._stance is not None and not self._eager:
             self._eager = True
-            run_eagerly(self._stance)
+            run_eagerly(self._stance, self._note_region)
+
+    def _note_region(self) -> None:
+        self.compiled_regions += 1
 
     def _check_torch(self) -> None:
         if self.checked:
@@ -101,6 +106,11 @@ class Installation:
 
 
 INSTALLED = Installation()
+
+
+def compiled_regions_run() -> int:
+    """How often code that torch.compile would have compiled ran eagerly in this process."""
+    return INSTALLED.compiled_regions
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:

@@ -134,7 +134,7 @@ def run_kernel(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, objec
 
 
 def run_dense_kernel(op: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """Run the kernel of a higher-order operator (``flex_attention``, ``cond``), which is Python made of operations.
+    """Run the kernel of a higher-order operator (``cond``, ``while_loop``), which is Python made of operations.
 
     NotImplemented for an operator that has none.
     """
