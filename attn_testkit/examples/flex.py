@@ -28,9 +28,12 @@ class FlexBackend(KernelBackend):
         rows = torch.arange(plan.max_q_len, device=q.device)
         padded = q[(starts + rows).clamp(max=len(q) - 1)].transpose(1, 2)
         k, v = (self.gathered(cache, plan) for cache in kv)
+        # Where a KV head has more query rows than a block of the mask, the kernel for few rows has no tile that fits.
+        many = plan.max_q_len * plan.layer.q_per_kv > _BLOCK
         out = _attend(
-            padded, k, v, block_mask=self.block_mask(plan, k.shape[2]), scale=plan.layer.scaling, enable_gqa=True
-        )
+            padded, k, v, block_mask=self.block_mask(plan, k.shape[2]), scale=plan.layer.scaling, enable_gqa=True,
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": many},
+        )  # fmt: skip
         row = torch.arange(len(q), device=q.device)
         request = (torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1).clamp(max=len(plan.kv_lens) - 1)
         within = (row - plan.cu_seqlens_q[request]).clamp(max=plan.max_q_len - 1)

@@ -18,14 +18,28 @@ from typing import Any
 
 __all__ = [
     "TUNERS",
+    "Compilation",
     "Tuner",
     "at_work_in",
+    "compilations",
     "forget_compiled",
     "make_room",
+    "recompiling_allowed",
     "room_left",
     "while_compilers_work",
-    "why_compiled",
 ]
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A function that torch.compile compiled although it had compiled it before."""
+
+    id: str
+    """Its number, which is given again once torch.compile was reset, and when it began."""
+    what: str
+    """``function (file:line)``."""
+    why: str
+    """What it said: which guard of the last compilation failed, in a line."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +140,37 @@ def room_left() -> int:
     return limit - max(getattr(frames, "FRAME_COMPILE_COUNTER", {}).values(), default=0)
 
 
-def why_compiled() -> tuple[str, str]:
-    """(what torch.compile last compiled, why what it had did not do); empty where it compiled nothing or once."""
+def compilations() -> list[Compilation]:
+    """What torch.compile compiled again so far, in that order; it remembers some of the last."""
     utils = sys.modules.get("torch._dynamo.utils")
     metrics = utils.get_compilation_metrics() if utils is not None else ()
-    last = next((each for each in reversed(metrics) if getattr(each, "recompile_reason", None)), None)
-    if last is None:
-        return "", ""
-    return f"{last.co_name} ({os.path.basename(last.co_filename or '')}:{last.co_firstlineno})", last.recompile_reason
+    again = (each for each in metrics if getattr(each, "recompile_reason", None))
+    return [
+        Compilation(
+            f"{each.compile_id} {getattr(each, 'start_time_us', None)}",
+            f"{each.co_name} ({os.path.basename(each.co_filename or '')}:{each.co_firstlineno})",
+            _REASON.sub("", each.recompile_reason.splitlines()[0]).strip(),
+        )
+        for each in again
+    ]
+
+
+_REASON = re.compile(r"^\d+/\d+: |\s+# .*$")
+"""What is not the reason in a line of it: the number of a compilation, and a line of code."""
+
+
+@contextmanager
+def recompiling_allowed() -> Iterator[None]:
+    """Inside, torch.compile gives no function up because it was compiled often."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        yield
+        return
+    with dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT):
+        yield
+
+
+_NO_LIMIT = 1 << 20
 
 
 @contextmanager
@@ -198,10 +235,12 @@ def _present() -> Iterator[tuple[Any, str, Any, str]]:
 
 
 def _around(function: Any, work: str, enter: Callable[[str], None], leave: Callable[[], None]) -> Any:
+    method = "." in function.__qualname__
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # A tuner has the function that it tunes, and a kernel its own name.
-        kernel = getattr(getattr(args[0], "base_fn", args[0]), "__name__", "") if args else ""
+        kernel = getattr(getattr(args[0], "base_fn", args[0]), "__name__", "") if method and args else ""
         enter(f"{work}, of kernel {kernel}" if kernel else work)
         try:
             return function(*args, **kwargs)

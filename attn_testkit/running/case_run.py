@@ -23,8 +23,7 @@ from ..checks.failures import context_lost, first_line, from_exception, is_ctrl_
 from ..checks.lossless import Spoken
 from ..checks.observation import Observation
 from ..contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
-from ..emulation import compiled_regions_run
-from ..environment import Environment, missing_here
+from ..environment import Environment, compiled_regions_run, missing_here
 from ..graphs.compilers import make_room
 from ..results import NO_ROOM, NOT_COMPILED, Finding
 from ..runner_modes.clock import Clock
