@@ -22,14 +22,14 @@ STEPS = 5
 divides and one that none does: what compiles in the fifth compiles in all."""
 
 
-def compiles_once(harness: ServerHarness, schedule: Schedule, clock: Clock, before: int) -> list[Finding]:
+def compiles_once(harness: ServerHarness, schedule: Schedule, clock: Clock) -> list[Finding]:
     """A finding where every one of ``STEPS`` eager steps that differ in lengths alone compiles or tunes something.
 
-    ``before``: of ``harness.compiled`` so much is of the drive's first step. Nothing is run where the steps after it
-    compiled nothing, where the first one is too short, or where its slots depend on lengths (draft-decode).
+    Nothing is run where the drive compiled nothing, where its first step is too short, or where slots depend on lengths
+    (draft-decode).
     """
     steps = list(_shorter(schedule.steps[0]))
-    if len(harness.compiled) == before or not steps:
+    if not harness.compiled or not steps:
         return []
     if room_left() <= 0:
         # What was given up is run as it is, and compiles no more.

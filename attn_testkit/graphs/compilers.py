@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -114,7 +115,10 @@ def forget_compiled() -> None:
     """Have torch.compile begin anew: it remembers functions that it failed to compile, and runs them without."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
-        dynamo.reset()
+        with warnings.catch_warnings():
+            # It imports more of torch, which warns of torch.
+            warnings.simplefilter("ignore")
+            dynamo.reset()
 
 
 _ROOM = 5

@@ -246,7 +246,6 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
     beside = _neighbour(backend_class, drive, environment)
     between = EagerNeighbour(*beside).another_run if beside else None
     seen = [run_eager(harness, schedule, step, drive.clock, among="instances" if beside else "", between=between)]
-    compiled = len(harness.compiled)
     # Right after it, and not after another step: what alternates from step to step would have come round again.
     seen.append(run_eager(harness, schedule, step, drive.clock, label="the same eager step again", among="steps"))
     # A chunk's prefix is what the chunk before it wrote.
@@ -268,7 +267,7 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
     if len(drive.schedules) > 1:
         own = [(each, each.steps[0]) for each in drive.schedules]
         seen += eager_by_turns(harness, own, drive.clock, ("modes by turns", "modes by turns, again"))
-    drive.findings += compiles_once(harness, schedule, drive.clock, compiled)
+    drive.findings += compiles_once(harness, schedule, drive.clock)
     with drive.clock.phase("setup"):
         drive.findings += refuses_undeclared(backend_class, schedule, harness.context, claims)
     return Driven(records=drive.records(seen))
