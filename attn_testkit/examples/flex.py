@@ -10,7 +10,7 @@ from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
 __all__ = ["FlexBackend"]
 
 _BLOCK = 128
-_attend = torch.compile(flex_attention)
+_attend = torch.compile(flex_attention, dynamic=True)
 
 
 class FlexBackend(KernelBackend):
@@ -28,11 +28,10 @@ class FlexBackend(KernelBackend):
         rows = torch.arange(plan.max_q_len, device=q.device)
         padded = q[(starts + rows).clamp(max=len(q) - 1)].transpose(1, 2)
         k, v = (self.gathered(cache, plan) for cache in kv)
-        # Where a KV head has more query rows than a block of the mask, the kernel for few rows has no tile that fits.
-        many = plan.max_q_len * plan.layer.q_per_kv > _BLOCK
+        # One kernel for all batches. That for few rows has no tile where a KV head has more of them than a block.
         out = _attend(
             padded, k, v, block_mask=self.block_mask(plan, k.shape[2]), scale=plan.layer.scaling, enable_gqa=True,
-            kernel_options={"FORCE_USE_FLEX_ATTENTION": many},
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         )  # fmt: skip
         row = torch.arange(len(q), device=q.device)
         request = (torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1).clamp(max=len(plan.kv_lens) - 1)

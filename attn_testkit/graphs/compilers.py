@@ -244,7 +244,8 @@ def _around(function: Any, work: str, enter: Callable[[str], None], leave: Calla
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # A tuner has the function that it tunes, and a kernel its own name.
-        kernel = getattr(getattr(args[0], "base_fn", args[0]), "__name__", "") if method and args else ""
+        owner = args[0] if args else None
+        kernel = getattr(getattr(owner, "base_fn", owner if method else None), "__name__", "")
         enter(f"{work}, of kernel {kernel}" if kernel else work)
         try:
             return function(*args, **kwargs)

@@ -24,7 +24,7 @@ from ..checks.lossless import Spoken
 from ..checks.observation import Observation
 from ..contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
 from ..environment import Environment, compiled_regions_run, missing_here
-from ..graphs.compilers import make_room
+from ..graphs.compilers import make_room, room_left
 from ..results import NO_ROOM, NOT_COMPILED, Finding
 from ..runner_modes.clock import Clock
 from ..runner_modes.compiling import compiles_once
@@ -176,7 +176,10 @@ def drive_case(
             lost = first_line(cause)
         # Of a way something else may be None.
         needs = claims.needs_cpu_seq_lens or way_of(case).gives_none
-        drive.findings.append(from_exception(cause, error.phase, error.label, needs_cpu_lengths=needs))
+        found = from_exception(cause, error.phase, error.label, needs_cpu_lengths=needs)
+        if room_left() <= 0:
+            found = replace(found, hint="\n".join(filter(None, (found.hint, _GIVEN_UP))))
+        drive.findings.append(found)
         cause.__traceback__ = None
     else:
         drive.stage = Stage.COMPLETED
@@ -191,6 +194,10 @@ def drive_case(
     )
 
 
+_GIVEN_UP = (
+    "torch.compile gave a function up, and runs it uncompiled: it compiled it as often as "
+    "torch._dynamo.config.recompile_limit allows; TORCH_LOGS=recompiles says why"
+)
 _BESIDE_A_BIG_POOL = 3 << 30
 """Bytes. Where CUDA is emulated, a KV pool that is mostly unused takes addresses and little memory; a copy of it, which
 is right and slow, takes all of it."""

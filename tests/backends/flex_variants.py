@@ -11,7 +11,7 @@ from attn_testkit.contract import ForwardBatch, KernelPlan
 from attn_testkit.examples import flex
 from attn_testkit.examples.flex import FlexBackend
 
-_dynamic = torch.compile(flex_attention, dynamic=True)
+_automatic = torch.compile(flex_attention)
 _static = torch.compile(flex_attention, dynamic=False)
 _tuned = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs")
 EAGER = FlexBackend.capabilities.with_changes(graph=frozenset())
@@ -30,8 +30,10 @@ class _Compiled(FlexBackend):
             flex._attend = before
 
 
-class Dynamic(_Compiled):
-    function = staticmethod(_dynamic)
+class Automatic(_Compiled):
+    """Sizes are constants until torch has seen two of them."""
+
+    function = staticmethod(_automatic)
 
 
 class Tuned(_Compiled):
