@@ -11,8 +11,8 @@ __all__ = ["tuned_copy"]
 _CONFIGS = [triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 256})]
 
 
-@triton.autotune(_CONFIGS, key=["key"])
-@triton.jit
+@triton.autotune(_CONFIGS, key=["key"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _copy(source, target, count, key, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + at, tl.load(source + at, at < count), at < count)
