@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch._dynamo
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
@@ -10,6 +11,8 @@ from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
 __all__ = ["FlexBackend"]
 
 _BLOCK = 128
+# Modes, buckets and layers that share an instance are more shapes than torch's own 8; vLLM's backend raises it as well.
+torch._dynamo.config.recompile_limit = 64
 _attend = torch.compile(flex_attention, dynamic=True)
 
 
