@@ -15,12 +15,12 @@ import torch
 from packaging.requirements import Requirement
 
 from .contract import Capabilities, ForwardMode, Requires
-from .emulation import LIMITS, Policy, emulated_cuda, is_active, orderly_stream
+from .emulation import LIMITS, Policy, compiled_regions_run, emulated_cuda, is_active, orderly_stream
 from .graphs.allocator import give_back_idle_memory
-from .graphs.poison import FreshMemory, dirty_fresh_memory
+from .graphs.poison import dirty_fresh_memory, fresh_memory
 from .registry import UsageError, did_you_mean
 
-__all__ = ["Environment", "missing_here", "resolve", "side_stream"]
+__all__ = ["Environment", "compiled_regions_run", "missing_here", "resolve", "side_stream"]
 
 _VERSIONED = ("torch", "triton", "flashinfer-python", "tokenspeed-mla", "numpy")
 _MOST_CYCLES = 400_000_000
@@ -89,7 +89,7 @@ class Environment:
             with torch.cuda.device(self.index):
                 give_back_idle_memory()
                 dirty_fresh_memory(fill)
-                with FreshMemory(fill) if controlled else nullcontext():
+                with fresh_memory(fill) if controlled else nullcontext():
                     yield
 
 

@@ -80,6 +80,7 @@ CHECK_IDS = (
     "steps-independent",
     "leaves-process-alone",
     "no-host-lengths",
+    "compiles-once",
     "claims-honest",
     "refuses-undeclared",
     "repeatable",
@@ -237,7 +238,8 @@ class CaseResult:
     device: str = ""
     """``cuda`` or ``emulated`` (a CPU that emulates a device)."""
     kernels: str = "real"
-    """``real``, ``stores`` or ``emulated``: see ``AttentionBackend.kernels``."""
+    """``real``, ``stores`` or ``emulated``: see ``AttentionBackend.kernels``. ``not compiled``: regions that
+    torch.compile would have compiled ran eagerly."""
     reason: str = ""
     """Why it did not run or crashed, or the issue behind a known failure."""
     after: tuple[str, ...] = ()
@@ -275,16 +277,26 @@ class CaseResult:
         return self.reason.startswith(KIT_ERROR)
 
 
+NOT_COMPILED = "not compiled"
+"""``CaseResult.kernels`` where torch.compile was kept from compiling."""
+
+
 def failed_check(result: CaseResult) -> str:
     """The first check that failed, or how the case-run ended: failures that share it are taken to have one cause."""
     return result.findings[0].check if result.findings else result.status.value
 
 
 def emulated_parts(result: CaseResult) -> list[str]:
-    """Which of device, graph and kernels were emulated; ``stores`` where torch stored new keys and values."""
+    """Which of device, graph and kernels were emulated; ``stores`` where torch stored new keys and values, and
+    ``compiled regions`` where these ran eagerly.
+    """
     parts = (("device", result.device), ("graph", result.graph), ("kernels", result.kernels))
-    stores = ["stores"] if result.kernels == "stores" else []
-    return [name for name, how in parts if how == "emulated"] + stores
+    emulated = [name for name, how in parts if how == "emulated"]
+    return emulated + [_EMULATED_PART[result.kernels]] * (result.kernels in _EMULATED_PART)
+
+
+_EMULATED_PART = {"stores": "stores", NOT_COMPILED: "compiled regions"}
+"""``CaseResult.kernels`` where only a part of what ran is emulated -> that part."""
 
 
 @dataclass(frozen=True)
@@ -377,10 +389,17 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
         parts += [header.device_name, f"torch {header.versions.get('torch', '?')}"]
     parts += [f"graph: {result.graph}" if result.graph else result.execution] if result.execution else []
     if result.kernels != "real":
-        parts.append("kernels: emulated" if result.kernels == "emulated" else "stores: emulated")
+        parts.append(_KERNELS[result.kernels])
     lines.append(f"  backend  {' · '.join(parts)}")
     lines.append(f"  repro    {repro_command(result, header)}")
     return "\n".join(lines)
+
+
+_KERNELS = {
+    "emulated": "kernels: emulated",
+    "stores": "stores: emulated",
+    NOT_COMPILED: "compiled regions: run eagerly",
+}
 
 
 def _row(name: str, text: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -10,7 +11,6 @@ from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Among, Observation
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import keep_device_busy
-from attn_testkit.graphs.host_syncs import host_syncs_forbidden
 
 from .ahead import next_of, plans_ahead
 from .batches import batch_on_device, eager_batch
@@ -20,6 +20,7 @@ from .errors import blame
 from .forward import forward
 from .harness import LoadedStep, ServerHarness
 from .hook_answers import verify_mask_of
+from .looked_at import looked_at
 from .observe import observe, readable
 from .packing import Sent
 from .past_modes import past_modes
@@ -59,20 +60,17 @@ def run_eager(
     with clock.phase("eager"):
         claims = harness.capabilities
         no_waits = not claims.needs_cpu_seq_lens and not claims.eager_waits
-        with blame("plan", label), host_syncs_forbidden(no_waits):
-            harness.backend.init_forward_metadata(batch)
+        looked_at(harness, "plan", label, no_waits, partial(harness.backend.init_forward_metadata, batch))
         if between is not None:
             between()
         none_kv = step.stored and harness.capabilities.takes_none_kv
-        with blame("forward without k and v" if none_kv else "forward", label), host_syncs_forbidden(no_waits):
-            trace = forward(
-                harness, driver, batch, case, save_kv_cache=not step.stored, between=between, turned=step.turned
-            )
+        run = partial(forward, harness, driver, batch, case, not step.stored, between, step.turned)
+        trace = looked_at(harness, "forward without k and v" if none_kv else "forward", label, no_waits, run)
         if ahead is not None:
             # Made only now: a mask buffer of the backend's own is filled with it.
             following, _ = batch_of(harness, ahead)
-            with blame("plan of the next step", label), host_syncs_forbidden(no_waits):
-                harness.backend.init_forward_metadata(following)
+            plan = partial(harness.backend.init_forward_metadata, following)
+            looked_at(harness, "plan of the next step", label, no_waits, plan)
             done_ahead()
         with blame("forward", label):
             torch.cuda.synchronize()

@@ -169,6 +169,10 @@ class ServerHarness:
         """Hears of every observation as soon as it is made, also of a drive that then breaks off."""
         self.captured: Callable[[], None] = lambda: None
         """Called when all graphs are captured."""
+        self.compiled: list[str] = []
+        """What compilers and tuners did inside of plans and eager forwards, in that order."""
+        self.compiled_in_captures: list[str] = []
+        """The same inside of captures, which warm-ups have not come to."""
         self.copies_pool = True
         """Whether observations hold the KV pool."""
         self.follow: Callable[[torch.Tensor, Trace], torch.Tensor] = self._next_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,7 +13,6 @@ from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import keep_device_busy
 from attn_testkit.graphs.held_tensors import tensors_held_by
-from attn_testkit.graphs.host_syncs import host_syncs_forbidden
 from attn_testkit.graphs.poison import Canaries
 
 from .ahead import next_of, plans_ahead
@@ -21,6 +21,7 @@ from .capture import ScheduleGraphs, blocks_held, mode_suffix
 from .clock import Clock
 from .errors import blame
 from .harness import LoadedStep, ServerHarness
+from .looked_at import looked_at
 from .observe import observe
 from .options import DriveOptions
 from .past_modes import past_modes
@@ -63,8 +64,9 @@ def replay(
         done_ahead = keep_device_busy(ahead is not None)
     no_waits = not harness.capabilities.needs_cpu_seq_lens
     with clock.phase("replay"):
-        with blame("plan for replay", label), host_syncs_forbidden(no_waits):
-            harness.backend.init_forward_metadata_out_graph(view)
+        looked_at(
+            harness, "plan for replay", label, no_waits, partial(harness.backend.init_forward_metadata_out_graph, view)
+        )
         replaced = watched.replaced()
         copied_into = watched.copy_into(replaced)
         with past_modes():
@@ -81,8 +83,10 @@ def replay(
             between()
         if ahead is not None:
             fill_static(graphs, ahead)
-            with blame("plan of the next step", label), host_syncs_forbidden(no_waits):
-                harness.backend.init_forward_metadata_out_graph(view_of(graphs, ahead))
+            following = view_of(graphs, ahead)
+            plan = partial(harness.backend.init_forward_metadata_out_graph, following)
+            looked_at(harness, "plan of the next step", label, no_waits, plan)
+            del plan, following
             done_ahead()
         with blame("replay", label):
             torch.cuda.synchronize()

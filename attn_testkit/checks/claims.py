@@ -276,6 +276,15 @@ CHECKS = (
         applies=lambda claims, execution: not claims.needs_cpu_seq_lens,
     ),
     Check(
+        "compiles-once",
+        "Kernels are compiled and tuned for a model and its batches, and not anew for every length of a request.",
+        "torch.compile(dynamic=False) over a tensor as long as the longest request, a length among a tuner's keys.",
+        "vLLM #27178; pytorch #141486; torchtitan #3898",
+        "`where` is what was compiled in every one of several steps, and the hint why, as torch says it.",
+        judged_from=Stage.COMPLETED,
+        applies=in_eager,
+    ),
+    Check(
         "claims-honest",
         "Graph support that is claimed captures and replays; what works and is not claimed is reported as a hint.",
         "A claim copied from another class.",

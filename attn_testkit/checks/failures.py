@@ -15,6 +15,7 @@ from types import CodeType
 from ..contract import AttentionBackend
 from ..results import Finding, message_of
 from .check import Check, Stage
+from .compiler_texts import said_by_compiler
 
 __all__ = [
     "CHECKS",
@@ -209,8 +210,11 @@ def first_line(error: BaseException) -> str:
 
 def reason_of(error: BaseException) -> str:
     """What of its message says why: the first line, and where that only announces what follows (``at 10:15:``, as
-    Triton's compiler does) the last one too.
+    Triton's compiler does) the last one too. Of torch.compile's exceptions, what the innermost one says.
     """
+    said = said_by_compiler(error)
+    if said:
+        return said
     lines = [line.strip() for line in message_of(error).splitlines() if line.strip(" \t^~")]
     if len(lines) < 2 or not lines[0].endswith(":"):
         return first_line(error)
@@ -288,12 +292,16 @@ def _backends_in(error: BaseException) -> Iterator[type]:
 
 
 _KIT = str(Path(__file__).resolve().parent.parent)
+_OF_TORCH = re.compile(r"/(site|dist)-packages/(torch|triton)/|/torchinductor_|^<")
+"""Debian's packages lie in ``dist-packages``; code that Inductor writes in ``torchinductor_USER/``, that of fx in
+``<eval_with_key>.0``."""
 
 
 def _foreign(filename: str) -> bool:
-    """Frames that an author cannot mend: torch, Triton, and the kit outside its own backends and examples."""
+    """Frames that an author cannot mend: torch, Triton, what they generate, and the kit outside its own backends and
+    examples."""
     path = filename.replace("\\", "/")
-    if "/site-packages/torch/" in path or "/site-packages/triton/" in path or "/runner_modes/" in path:
+    if _OF_TORCH.search(path) or "/runner_modes/" in path:
         return True
     return path.startswith(_KIT) and not any(f"/{room}/" in path for room in ("backends", "examples", "faults"))
 

@@ -4,7 +4,8 @@ Modules import downwards, from `context` (the way in) to plain state that knows 
 
     session._local                  each thread's session: set by `emulated_cuda` alone, on its way in and out
     installation.INSTALLED          what is replaced in torch while a thread is inside, and whether this process has
-                                    frozen its garbage and tested its torch: `emulated_cuda` alone
+                                    frozen its garbage and tested its torch: `emulated_cuda` alone; and how often
+                                    code ran eagerly that a compiler would have compiled
     tags.DEVICE, tags.PINNED        which storages are device or pinned memory: entered where one is made, forgotten
                                     when it is gone; kept between contexts, because tensors outlive them
     pools._pools                    memory pools by handle, held weakly: made by the first capture that names one
@@ -18,6 +19,7 @@ Anything else at the top of a module is a constant, or a `functools.cache` of wh
 
 from attn_testkit.emulation.context import emulated_cuda
 from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError, EmulationError, HostSyncError
+from attn_testkit.emulation.installation import compiled_regions_run
 from attn_testkit.emulation.policy import LIMITS, Policy
 from attn_testkit.emulation.session import is_active
 from attn_testkit.emulation.streams import orderly_stream
@@ -29,6 +31,7 @@ __all__ = [
     "EmulationError",
     "HostSyncError",
     "Policy",
+    "compiled_regions_run",
     "emulated_cuda",
     "is_active",
     "orderly_stream",

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_testkit.emulation import private, rules
+from attn_testkit.emulation.compiled import in_compiled_region
 from attn_testkit.emulation.memory import fill_storage
 from attn_testkit.emulation.session import Session
 from attn_testkit.emulation.sites import author_site
@@ -20,6 +21,7 @@ from attn_testkit.emulation.transfers import adopt, copy_across
 Handler = Callable[[Session, Any, tuple[Any, ...], dict[str, Any]], Any]
 _CPU = torch.device("cpu")
 _CUDA = torch.device("cuda", 0)
+_NUMBERS = frozenset({bool, int, float})
 
 
 def _wants_cuda(device: Any) -> bool | None:
@@ -194,6 +196,10 @@ def _make(
     plain["device"] = _CPU
     if session.strict and _holds_device(data):
         session.refuse(rules.HOST_READ, "a tensor made from a list of device tensors")
+    if target and session.strict and type(data) in _NUMBERS and in_compiled_region():
+        # A compiler makes it a constant of its kernel, and copies nothing.
+        rest = {name: value for name, value in plain.items() if name == "dtype"}
+        return _run_on_device(session, torch.full, ((), data), rest)
     if target and not _holds_nothing(data):
         session.refuse(rules.TO_DEVICE)
     outer, session.creating = session.creating, False

@@ -15,6 +15,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from attn_testkit.emulation import generators, private, session, torch_cuda, triton_driver, triton_launch
+from attn_testkit.emulation.compiled import run_eagerly
 from attn_testkit.emulation.private import disable_functions
 from attn_testkit.emulation.tags import DEVICE, looks_device, storage_key
 
@@ -24,16 +25,19 @@ _device = DEVICE.entries
 
 
 class Installation:
-    """The replaced attributes, and how many threads are inside. `checked`: this torch passed the self-tests."""
+    """The replaced attributes, and how many threads are inside. `checked`: this torch passed the self-tests.
+    `compiled_regions`: so often code ran eagerly that torch.compile would have compiled."""
 
     def __init__(self) -> None:
         self.checked = False
+        self.compiled_regions = 0
         self._lock = threading.Lock()
         self._users = 0
         self._entries = 0
         self._saved: list[tuple[Any, str, Any]] = []
         self._froze = False
         self._stance: contextlib.ExitStack | None = None
+        self._eager = False
 
     def enter(self) -> None:
         """One thread more is inside; the first replaces everything.
@@ -67,7 +71,7 @@ class Installation:
                 return
             if self._stance is not None:
                 self._stance.close()
-                self._stance = None
+                self._stance, self._eager = None, False
             while self._saved:
                 target, name, original = self._saved.pop()
                 if original is _MISSING:
@@ -77,8 +81,12 @@ class Installation:
 
     def run_compiled_code_eagerly(self) -> None:
         """Keep torch.compile from compiling until the last thread leaves; dynamo must be imported."""
-        if self._stance is not None:
-            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+        if self._stance is not None and not self._eager:
+            self._eager = True
+            run_eagerly(self._stance, self._note_region)
+
+    def _note_region(self) -> None:
+        self.compiled_regions += 1
 
     def _check_torch(self) -> None:
         if self.checked:
@@ -99,6 +107,11 @@ class Installation:
 
 
 INSTALLED = Installation()
+
+
+def compiled_regions_run() -> int:
+    """How often code that torch.compile would have compiled ran eagerly in this process."""
+    return INSTALLED.compiled_regions
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:

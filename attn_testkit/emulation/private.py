@@ -133,6 +133,15 @@ def run_kernel(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, objec
     return op.redispatch(_CUDA_KEYS if _only_for_cuda(op) else _CPU_KEYS, *args, **kwargs)
 
 
+def run_dense_kernel(op: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """Run the kernel of a higher-order operator (``cond``, ``while_loop``), which is Python made of operations.
+
+    NotImplemented for an operator that has none.
+    """
+    kernel = op.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+    return NotImplemented if kernel is None else kernel(*args, **kwargs)
+
+
 @functools.cache
 def _only_for_cuda(op: OpOverload) -> bool:
     elsewhere = ("CPU", "CompositeImplicitAutograd", *_EXPLICIT)

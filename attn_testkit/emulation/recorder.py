@@ -70,12 +70,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or _NO_KEYWORDS
         if isinstance(func, torch._ops.HigherOrderOperator):
-            raise EmulationError(
-                str(func),
-                author_site(),
-                "a capture would take it, and the emulation records no higher-order operator of torch",
-                "check its graphs on a GPU; here it runs eagerly",
-            )
+            return self._look_inside_operator(func, args, kwargs)
         facts = facts_of(func)
         if facts.view and not kwargs and facts.name not in rules.BY_OPERATION:
             result = facts.run(*args)
@@ -182,6 +177,22 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.session.function_mode, self:
             result = private.run_kernel(operation.func, operation.args, operation.kwargs)
         operation.keys = [storage_key(tensor) for tensor in operation.tensors]  # it may have given them other memory
+        return result
+
+    def _look_inside_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A higher-order operator as the operations that its eager kernel is made of.
+
+        On a GPU a compiler may make one kernel of it, which waits for no more than these do.
+        """
+        with self.session.function_mode, self:
+            result = private.run_dense_kernel(func, args, kwargs)
+        if result is NotImplemented:
+            raise EmulationError(
+                str(func),
+                author_site(),
+                "a capture would take it, and this higher-order operator of torch has no eager kernel to be recorded",
+                "check its graphs on a GPU",
+            )
         return result
 
     def _run(self, operation: Operation) -> Any:

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import torch
 from typing_extensions import override
 
-from ..contract import BackendContext, ForwardBatch
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, Requires
 from .catalogue import control
+from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
 _LEAN = PlannedBackend.capabilities.with_changes(
@@ -118,3 +119,33 @@ class ScratchOfTheProcess(PlannedBackend):
             with torch.inference_mode(False):
                 every.append(super().new_workspace(numbers))
         return every[-1]
+
+
+@control("tuned-at-first-call")
+class TunedAtFirstCall(DenseBackend):
+    """A kernel is tuned where it is first called for a head dim, and its tuner waits for the device (Triton's own)."""
+
+    capabilities = DenseBackend.capabilities.with_changes(
+        families={"gqa"},
+        dtypes={"bf16"},
+        kv_dtypes={"same"},
+        head_dims={64, 128},
+        sinks=False,
+        logit_cap=False,
+        sliding_window=(),
+        requires=Requires(packages=("triton>=3.6",)),
+    )
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        from .tuned_copy import tuned_copy
+
+        return tuned_copy(super().forward(q, k, v, layer, batch, save_kv_cache), layer.v_head_dim)

@@ -9,6 +9,8 @@ returns NaN or faults; a replay that writes one is caught by the canary, even wh
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .allocator import free_blocks
 
-__all__ = ["Canaries", "FreshMemory", "churn", "dirty_fresh_memory", "fill_with_poison", "poisoned"]
+__all__ = ["Canaries", "FreshMemory", "churn", "dirty_fresh_memory", "fill_with_poison", "fresh_memory", "poisoned"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_BYTES = 256 << 20
@@ -92,6 +94,24 @@ class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in _UNINITIALISED and not torch.cuda.is_current_stream_capturing():
             fill_with_poison(made, self.byte)
         return made
+
+
+def fresh_memory(byte: int = 0xFF) -> FreshMemory:
+    """A ``FreshMemory`` that torch.compile, where it is imported, does not trace into."""
+    return (_untraced() if "torch._dynamo" in sys.modules else FreshMemory)(byte)
+
+
+@functools.cache
+def _untraced() -> type[FreshMemory]:
+    class Untraced(FreshMemory):  # type: ignore[no-untyped-call]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__torch_dispatch__(*args, **kwargs)
+
+    return Untraced
 
 
 @dataclass

@@ -23,9 +23,11 @@ from ..checks.failures import context_lost, first_line, from_exception, is_ctrl_
 from ..checks.lossless import Spoken
 from ..checks.observation import Observation
 from ..contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
-from ..environment import Environment, missing_here
-from ..results import NO_ROOM, Finding
+from ..environment import Environment, compiled_regions_run, missing_here
+from ..graphs.compilers import make_room, room_left
+from ..results import NO_ROOM, NOT_COMPILED, Finding
 from ..runner_modes.clock import Clock
+from ..runner_modes.compiling import compiles_once
 from ..runner_modes.eager import eager_by_turns, run_eager
 from ..runner_modes.errors import DriveError, NoRoomError, out_of_memory
 from ..runner_modes.graphs import GraphRun, drive_graphs
@@ -153,6 +155,8 @@ def drive_case(
     run = _drive_graph if request.execution is Execution.GRAPH else _drive_eager
     lost = ""
     driven = Driven()
+    make_room()
+    compiled = compiled_regions_run()
     try:
         with environment.active(), gradients_off(case), _room_for(schedules[0], environment):
             before = _gradient_modes()
@@ -172,7 +176,10 @@ def drive_case(
             lost = first_line(cause)
         # Of a way something else may be None.
         needs = claims.needs_cpu_seq_lens or way_of(case).gives_none
-        drive.findings.append(from_exception(cause, error.phase, error.label, needs_cpu_lengths=needs))
+        found = from_exception(cause, error.phase, error.label, needs_cpu_lengths=needs)
+        if room_left() <= 0:
+            found = replace(found, hint="\n".join(filter(None, (found.hint, _GIVEN_UP))))
+        drive.findings.append(found)
         cause.__traceback__ = None
     else:
         drive.stage = Stage.COMPLETED
@@ -182,11 +189,15 @@ def drive_case(
         stage=int(drive.stage),
         lost=lost,
         seconds=drive.clock.seconds,
-        kernels=drive.kernels,
+        kernels=NOT_COMPILED if drive.kernels == "real" and compiled_regions_run() > compiled else drive.kernels,
         records=driven.records if drive.stage is Stage.COMPLETED else drive.records(drive.observed),
     )
 
 
+_GIVEN_UP = (
+    "torch.compile gave a function up, and runs it uncompiled: it compiled it as often as "
+    "torch._dynamo.config.recompile_limit allows; TORCH_LOGS=recompiles says why"
+)
 _BESIDE_A_BIG_POOL = 3 << 30
 """Bytes. Where CUDA is emulated, a KV pool that is mostly unused takes addresses and little memory; a copy of it, which
 is right and slow, takes all of it."""
@@ -263,6 +274,7 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
     if len(drive.schedules) > 1:
         own = [(each, each.steps[0]) for each in drive.schedules]
         seen += eager_by_turns(harness, own, drive.clock, ("modes by turns", "modes by turns, again"))
+    drive.findings += compiles_once(harness, schedule, drive.clock)
     with drive.clock.phase("setup"):
         drive.findings += refuses_undeclared(backend_class, schedule, harness.context, claims)
     return Driven(records=drive.records(seen))

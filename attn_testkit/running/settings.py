@@ -29,8 +29,17 @@ from .random_states import (
 
 __all__ = ["SETTINGS", "Setting"]
 
-_JIT_VARIABLES = ("TRITON_", "TORCH", "FLASHINFER_", "CUDA_", "NVCC_", "KINETO_", "TVM_")
-"""Beginnings of environment variables that compilers of kernels set for themselves."""
+_JIT_VARIABLES = {
+    "TRITON_": "Inductor and Triton: where compiled kernels lie",
+    "TORCH": "Inductor: where its cache lies; torch.utils.cpp_extension: for which devices it compiles",
+    "_TORCHINDUCTOR_": "Inductor: addresses of functions that its C++ code calls",
+    "FLASHINFER_": "FlashInfer: where compiled kernels lie",
+    "CUDA_": "builds of extensions: where CUDA lies",
+    "NVCC_": "builds of extensions: flags",
+    "KINETO_": "torch's profiler, which tuners start",
+    "TVM_": "TileLang and the FFI of FlashInfer",
+}
+"""Beginning of environment variables that compilers of kernels set for themselves -> who does, and for what."""
 
 
 def _arrow(was: Any, now: Any) -> str:
@@ -66,7 +75,7 @@ def _say_environment(was: Mapping[bytes, bytes], now: Mapping[bytes, bytes]) -> 
     told = [
         f"{name} {_decoded(was.get(os.fsencode(name)))!r} -> {_decoded(now.get(os.fsencode(name)))!r}"
         for name in names
-        if not name.startswith(_JIT_VARIABLES)
+        if not name.startswith(tuple(_JIT_VARIABLES))
     ]
     return ", ".join(told[:_MOST])
 

@@ -49,6 +49,7 @@ def test_ids_are_those_that_records_and_known_failures_name() -> None:
         "steps-independent",
         "leaves-process-alone",
         "no-host-lengths",
+        "compiles-once",
         "claims-honest",
         "refuses-undeclared",
         "repeatable",
@@ -65,10 +66,10 @@ def test_a_case_run_that_came_to_its_end_has_judged_all_that_applies() -> None:
     done, missing = judged(EXACT, GRAPH, Stage.COMPLETED, ())
     assert missing == ()
     assert {"captures-cleanly", "replay-follows-batch", "graph-matches-eager", "claims-honest"} <= set(done)
-    assert not {"steps-independent", "refuses-undeclared", "repeatable", "batch-invariant"} & set(done)
+    assert not {"steps-independent", "refuses-undeclared", "repeatable", "batch-invariant", "compiles-once"} & set(done)
 
 
-EAGER_ALONE = {"steps-independent", "refuses-undeclared", "repeatable", "batch-invariant"}
+EAGER_ALONE = {"compiles-once", "steps-independent", "refuses-undeclared", "repeatable", "batch-invariant"}
 GRAPH_ALONE = {
     "graph-matches-eager", "captures-cleanly", "replay-follows-batch", "addresses-stable", "padding-inert",
     "buckets-independent", "claims-honest",
@@ -97,6 +98,7 @@ def test_nothing_is_called_kept_in_a_case_run_that_has_not_begun() -> None:
 
 FROM = [
     (EAGER, Stage.CONSTRUCTED, set()),
+    (EAGER, Stage.COMPLETED, {"compiles-once"}),
     (EAGER, Stage.OBSERVED, {"output-contract", "matches-oracle", "finite", "writes-own-kv", "reads-own-kv"}),
     (GRAPH, Stage.CAPTURED, {"captures-cleanly"}),
     (GRAPH, Stage.REPLAYED, {"replay-follows-batch", "addresses-stable", "no-host-lengths"}),

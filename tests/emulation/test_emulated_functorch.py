@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from attn_testkit.emulation import EmulationError
+from attn_testkit.emulation import EmulationError, HostSyncError, compiled_regions_run
 
 pytestmark = [
     pytest.mark.usefixtures("cuda"),
@@ -53,8 +55,70 @@ def test_flex_attention_runs():
     assert torch.allclose(out, F.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-5)
 
 
-def test_a_captured_flex_attention_is_refused_with_the_reason(capture):
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, where it imports Inductor
+    compiled = torch.compile(flex_attention)
+
+
+def test_compiled_flex_attention_is_recorded_and_follows_what_it_reads(capture):
+    q = torch.zeros(1, 2, 16, 16, device="cuda")
+    mask = create_block_mask(causal, 1, 1, 16, 16, device="cuda")
+    graph, out = capture(lambda: compiled(q, q, q, block_mask=mask))
+    q.copy_(torch.randn(1, 2, 16, 16, device="cuda"))
+    graph.replay()
+    assert torch.allclose(out, F.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-5)
+
+
+def test_flex_attention_that_is_not_compiled_copies_a_constant_to_the_device_which_a_capture_refuses(capture):
     q = torch.randn(1, 2, 16, 16, device="cuda")
     mask = create_block_mask(causal, 1, 1, 16, 16, device="cuda")
-    with pytest.raises(EmulationError, match=r"flex_attention at .*the emulation records no higher-order operator"):
+    with pytest.raises(EmulationError, match=r"torch\.tensor at .*Cannot copy between CPU and CUDA"):
         capture(lambda: flex_attention(q, q, q, block_mask=mask))
+    torch.cuda.set_sync_debug_mode("error")
+    with pytest.raises(HostSyncError, match=r"torch\.tensor"):
+        flex_attention(q, q, q, block_mask=mask)
+
+
+@torch.compile
+def shifted(x, read=False):
+    return x + torch.tensor(2.0, device=x.device) + (x.max().item() if read else 0)
+
+
+@torch.compile(backend="eager")
+def shifted_by_nobody(x):
+    return x + torch.tensor(2.0, device=x.device)
+
+
+def test_a_number_in_a_compiled_region_is_a_constant_and_a_value_that_is_read_is_not(capture):
+    x = torch.zeros(3, device="cuda")
+    graph, out = capture(lambda: shifted(x))
+    x.fill_(1)
+    graph.replay()
+    assert out.tolist() == [3, 3, 3]
+    torch.cuda.set_sync_debug_mode("error")
+    shifted(x)
+    with pytest.raises(HostSyncError, match="item"):
+        shifted(x, read=True)
+    with pytest.raises(HostSyncError, match=r"torch\.tensor"):
+        shifted_by_nobody(x)
+
+
+def test_code_that_would_have_been_compiled_is_counted():
+    before = compiled_regions_run()
+    x = torch.zeros(3, device="cuda")
+    shifted_by_nobody(x)
+    assert compiled_regions_run() == before
+    shifted(x)
+    assert compiled_regions_run() > before
+
+
+def test_a_higher_order_operator_without_an_eager_kernel_is_refused_with_the_reason(capture):
+    x = torch.zeros(3, device="cuda")
+    operator = _Bare("bare_for_a_test")
+    with pytest.raises(EmulationError, match=r"bare_for_a_test at .*has no eager kernel to be recorded"):
+        capture(torch.inference_mode()(lambda: operator(x)))
+
+
+class _Bare(torch._ops.HigherOrderOperator):
+    def __call__(self, x):
+        return super().__call__(x)

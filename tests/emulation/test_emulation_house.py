@@ -29,6 +29,7 @@ SPEAKS_OF_ATTENTION = re.compile(
     r"attention|attend|\bkv|_kv\b|backend|forward_metadata|cuda_graph_state|decod|draft|prefill", re.IGNORECASE
 )
 NAMES_OF_OTHERS = (
+    "_torchdynamo_orig_backend",  # an attribute of torch
     "scaled_dot_product_attention",  # a function of torch
     "triton.backends",  # a package of Triton
     "with arguments from the CUDA backend",  # torch's own words

@@ -166,6 +166,20 @@ class WaitsForTheDeviceWhilePlanning(_Decode):
         self.longest = int(batch.seq_lens.max().item())
 
 
+class TunesForEveryLength(_Decode):
+    capabilities = DECODE.with_changes(graph=(), needs_cpu_seq_lens=True)
+
+    def init_forward_metadata(self, batch):
+        self.longest = int(batch.seq_lens_cpu.max())
+        super().init_forward_metadata(batch)
+
+    def run(self, q, kv, plan):
+        # Not before there is an emulation: Triton decides at its import how it runs kernels.
+        from attn_testkit.faults.tuned_copy import tuned_copy
+
+        return tuned_copy(super().run(q, kv, plan), self.longest)
+
+
 class AcceptsAnything(_Decode):
     def __init__(self, context: BackendContext) -> None:
         self.context = context

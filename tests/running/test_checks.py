@@ -31,6 +31,7 @@ BROKEN = [
     ("FiniteMinusInfinity", "eager", NEGATIVE, "matches-oracle", "differs from the oracle"),
     ("SwapsKeyAndValueOfLayer1", "eager", FAST, "writes-own-kv", "does not hold their K and V"),
     ("AcceptsAnything", "eager", FAST, "refuses-undeclared", "is not claimed, yet the constructor accepted it"),
+    ("TunesForEveryLength", "eager", FAST, "compiles-once", "each of 5 steps that differ in lengths alone compiles"),
     ("SumsInAnyOrder", "eager", FAST, "repeatable", "other bits the second time"),
     ("RoundsByBatchSize", "eager", FAST, "batch-invariant", "other bits alone"),
     ("WritesPaddingToTheLastSlot", "graph", FAST, "writes-own-kv", "a slot that no live request owns was written"),

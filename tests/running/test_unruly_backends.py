@@ -58,7 +58,7 @@ def test_what_a_backend_sends_to_the_judge_itself_is_a_crash_and_runs_nothing_th
     assert found.reason.startswith("the process spoke for itself: it sent posix._exit")
 
 
-@pytest.mark.parametrize("name", ["PutsBack", "EndsItsThread", "DrawsRandomNumbers"])
+@pytest.mark.parametrize("name", ["PutsBack", "EndsItsThread", "DrawsRandomNumbers", "CompilesAFunction"])
 def test_what_is_put_back_or_tolerated_is_no_finding(name: str) -> None:
     (found,) = results_of(name, cases=(THREE,))
     assert found.findings == ()

@@ -269,6 +269,15 @@ class CrashesTheSecondTime(TorchNativeBackend):
         type(self).seen = True
 
 
+class CompilesAFunction(AfterForward):
+    """Sets what Inductor and Triton set where they first compile (seen with torch 2.11 on an H100, and 2.13)."""
+
+    def act(self) -> None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = "/tmp/a-cache"
+        os.environ["TRITON_PTXAS_PATH"] = "/opt/ptxas"
+        os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = "140490845113376"
+
+
 class PutsBack(AfterForward):
     """Changes and restores: what a good component does."""
 

@@ -1,0 +1,57 @@
+"""Regions that torch.compile would compile: here they run eagerly, as the operations that they are made of."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+__all__ = ["in_compiled_region", "run_eagerly"]
+
+_EVAL_FRAME = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_frame.py")
+
+
+def in_compiled_region() -> bool:
+    """Whether what runs now would have been compiled by Inductor: some caller is its wrapper of a function.
+
+    torch's own for debugging ("eager") compile nothing, and functions of torch use them to be traced.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _EVAL_FRAME:
+            context = frame.f_locals.get("self")
+            if getattr(context, "compiler_config", None) is not None:
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def run_eagerly(stack: ExitStack, noted: Callable[[], object]) -> None:
+    """Keep torch.compile from compiling until ``stack`` is closed; ``torch._dynamo`` must be imported.
+
+    ``noted`` is called whenever code runs that Inductor would have compiled.
+    """
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    stock = getattr(eval_frame, "_callback_from_stance", None)
+    if stock is None:
+        return
+
+    def note(callback: Any) -> Any:
+        if _is_inductor(callback):
+            noted()
+        return stock(callback)
+
+    stack.callback(setattr, eval_frame, "_callback_from_stance", stock)
+    eval_frame._callback_from_stance = note
+
+
+def _is_inductor(callback: Any) -> bool:
+    """Wrappers of a compiler name it one inside the other."""
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    return hasattr(callback, "get_compiler_config")
