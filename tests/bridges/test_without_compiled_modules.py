@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _ctypes
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +60,26 @@ def test_on_a_gpu_with_all_modules_nothing_is_in_their_place(
     assert imports.STABLE not in sys.modules
 
 
+@pytest.mark.parametrize("module", [imports.STABLE, imports.FA2, imports.FA3])
+def test_why_a_module_does_not_load_is_asked_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    package = tmp_path / "vllm"
+    (package / "vllm_flash_attn").mkdir(parents=True)
+    for folder in (package, package / "vllm_flash_attn"):
+        (folder / "__init__.py").write_text("raise ImportError('nobody imports it')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    assert imports._why_not(module) == "it is not installed"
+    library = package.joinpath(*module.split(".")[1:]).with_suffix(".abi3.so")
+    library.write_bytes(b"no library")
+    why = imports._why_not(module)
+    assert why.startswith("OSError: ")
+    assert "too short" in why or "invalid ELF" in why
+    library.write_bytes(Path(_ctypes.__file__).read_bytes())
+    assert imports._why_not(module) == ""
+
+
 def test_which_names_of_vllm_store_or_attend_by_compiled_modules() -> None:
     assert {name for name, claims in CLAIMS.items() if not claims.compiled_store} == {
         "triton", "triton_2d", "triton_invariant", "triton_fp8",
@@ -75,6 +97,8 @@ def test_names_of_sglangs_compiled_package_can_be_imported_and_say_what_is_missi
     attention = importlib.import_module("sgl_kernel.flash_attn")
     with pytest.raises(RuntimeError, match=r"sgl_kernel.flash_attn.flash_attn_varlen_func comes compiled with sglang-"):
         attention.flash_attn_varlen_func(1, causal=True)
+    scalars = importlib.import_module("sgl_kernel.scalar_type").scalar_types
+    assert scalars.uint4b8.__name__ == "sgl_kernel.scalar_type.scalar_types.uint4b8", "a constant of a table"
     utils = importlib.import_module("sgl_kernel.utils")
     assert utils.is_arch_support_pdl() is True
 

@@ -39,6 +39,7 @@ def claims(*modes: str, **more: Any) -> Capabilities:
         "max_q_rows": 8,
         "max_topk": 1,
         "needs_cpu_seq_lens": False,
+        "takes_strided_heads": True,
     }
     return Capabilities(**{**few, **more})
 

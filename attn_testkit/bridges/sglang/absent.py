@@ -22,10 +22,15 @@ _PACKAGE = "sgl_kernel"
 
 
 class _Missing:
-    """A function or class of the package: there to be imported, and not to be called."""
+    """A function, class or table of the package: there to be imported and looked into, and not to be called."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
+
+    def __getattr__(self, name: str) -> _Missing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self.__name__}.{name}")
 
     def __call__(self, *_arguments: Any, **_named: Any) -> Any:
         raise RuntimeError(f"{self.__name__} comes compiled with sglang-kernel, which is not usable here")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import ctypes
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -75,11 +77,20 @@ _MOST = 200
 
 
 def _why_not(module: str) -> str:
-    """Why a compiled module does not load: it is left out of this wheel, or was built for another torch."""
+    """Why a compiled module does not load: it is left out of this installation, or was built for another torch.
+
+    Without importing it: the package around two of them keeps what it found when it was first imported.
+    """
+    found = importlib.util.find_spec("vllm")
+    folders = [Path(folder) for folder in (found.submodule_search_locations or [])] if found else []
+    inner = Path(*module.split(".")[1:])
+    libraries = [path for folder in folders for path in sorted((folder / inner.parent).glob(f"{inner.name}.*so"))]
+    if not libraries:
+        return "it is not installed"
     try:
-        importlib.import_module(module)
-    except (ImportError, OSError) as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST]}"
+        ctypes.CDLL(str(libraries[0]))
+    except OSError as error:
+        return f"OSError: {' '.join(str(error).split())[:_MOST]}"
     return ""
 
 
