@@ -138,7 +138,7 @@ class Capabilities:
     matmul_dtype: str = "model"
     """With an FP8 pool: to what are queries and probabilities rounded before the two products? ``model``: the model's
     dtype; ``fp8_e4m3``: FP8 kernels round both to FP8, queries as ``q_scale`` says. The limits follow from it, and so
-    do the queries: numbers that FP8 holds for the second, any for the first. Probabilities, of which the row's largest is
+    do queries: numbers that FP8 holds for the second, any for the first. Probabilities, of which the row's largest is
     1, are multiplied by 4 at least before they are rounded (FlyDSL by 7, FlashAttention 3 by 256, XQA by 448): without
     a factor all below 2^-10 vanish, which may be most of a long request's weight (flashinfer #5020). A kernel that has
     none says ``fp8_e4m3_unscaled``. Those that sum to 1 vanish in long requests, and no claim allows that.

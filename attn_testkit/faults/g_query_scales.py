@@ -66,7 +66,7 @@ class Fp8QueriesScaledPerTensor(Fp8QueriesScaled):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="",
+    hint="scale",
 )
 class Fp8QueryScaleNotMultipliedBack(Fp8QueriesScaled):
     """Queries are divided by their scale, and logits are not multiplied by it."""
@@ -81,7 +81,7 @@ class Fp8QueryScaleNotMultipliedBack(Fp8QueriesScaled):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="",
+    hint="scale",
 )
 class Fp8QueryScaleOfAnotherToken(Fp8QueriesScaled):
     """Logits of a row are multiplied by the scale of the token before it."""
