@@ -1,4 +1,4 @@
-"""What compilers say of one mistake: a text for each shape, with names that they made up, which stand in braces here."""
+"""What compilers say of one mistake: a text for each shape, with made-up names, which stand in braces."""
 
 from __future__ import annotations
 
