@@ -21,7 +21,7 @@ Patterns
                    so small that logits are as those of ``gauss``: who limits queries to 224 or 240, as is right for
                    another FP8, has other logits.
     ``large_and_small_queries``  rows whose queries are beyond the numbers of FP8, at 1792, next to rows whose queries
-                   are so small that FP8 has two or three numbers for all of them; logits are as those of ``gauss``.
+                   are so small that all but one number of them is 0 in FP8; logits are as those of ``gauss``.
                    They need a scale before they are rounded: ``cases/query_scales.py`` says which rows have which.
     ``towering``   equal weights, and values of about 30,000, each channel of one sign: a product of 16 bits that is not
                    yet divided by the sum of the weights is infinite from the third key on.
@@ -72,9 +72,10 @@ FAINT_RUN = 512
 _TOWERING = 32000.0
 """Near half of the largest number of fp16: the sum of three is beyond it, and their mean is not."""
 _LARGE_QUERY, _SMALL_QUERY = 448.0 * 2.0**2, 448.0 * 2.0**-17
-"""The second is 0.0034. Kernels that keep scales from 0 have 1 / (448 * 512) for the smallest, half of this one's."""
-_LARGE_KEY = 56.0
-"""Twice of it is the largest number of an FP8 pool whose scale is 1/4, as a layer's is."""
+"""The second is 0.0034, and a quarter of it is 0 in FP8. Kernels that keep scales from 0 have 1 / (448 * 512) for the
+smallest, half of what this one has."""
+_LARGE_KEY = 112.0
+"""The largest number of an FP8 pool whose scale is 1/4, as a layer's is."""
 _STRIDE = 7
 
 
@@ -177,17 +178,17 @@ def _loud(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
 
 
 def _large_and_small(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
-    # Keys in the last channel for large queries, and in the others, of MLA those of the rope part, for small ones.
-    small = slice(v[-1] if q[-1] > v[-1] else 0, -1)
-    drawn, keys, root = normals(q, rng), normals(k, rng).clone(), math.sqrt(q[-1])
+    # Keys in the last channel for large queries, and in the others, of MLA those of the rope part, for small ones. The
+    # largest number of a small query meets a key of 0: the logit is of the others.
+    first = v[-1] if q[-1] > v[-1] else 0
+    small, drawn, keys = slice(first + 1, -1), normals(q, rng), normals(k, rng).clone()
     queries, sign = torch.zeros(q), torch.where(drawn[..., -1:] < 0, -1.0, 1.0)
-    queries[..., small] = _SMALL_QUERY * sign * (1 - drawn[..., small].abs().clamp(max=1.0) / 2)
-    queries[..., small.start : small.start + 1] = _SMALL_QUERY * sign
-    queries[..., -1:] = _LARGE_QUERY * sign
-    count = q[-1] - 1 - small.start
-    along = normals((*k[:-1], 1), rng).clamp(-2.0, 2.0)
-    keys[..., small] = along * min(2 * root / (count * 0.75 * _SMALL_QUERY), _LARGE_KEY)
-    keys[..., -1] *= 1.5 * root / _LARGE_QUERY
+    queries[..., small] = _SMALL_QUERY / 4 * sign * (1 - drawn[..., small].abs().clamp(max=1.0) / 4)
+    queries[..., first], queries[..., -1] = _SMALL_QUERY, _LARGE_QUERY * sign[..., 0]
+    along = normals((*k[:-1], 1), rng)
+    keys[..., small] = torch.where(along < 0, -1.0, 1.0) * _LARGE_KEY / 4 * (2 + along.abs().clamp(max=2.0))
+    keys[..., first] = 0
+    keys[..., -1] *= 1.5 * math.sqrt(q[-1]) / _LARGE_QUERY
     return queries, keys, normals(v, rng)
 
 

@@ -1,10 +1,10 @@
 """How far queries may be off that are rounded to FP8 (e4m3) after a division by a scale.
 
-A group of numbers that share a scale is divided by s, its largest absolute value over 448, or by up to 2 s where a
-scale is the next power of two. An e4m3 number has three bits behind the point, and below 2^-6 a spacing of 2^-9. So a
-query x is off by at most
+A group of numbers that share a scale is divided by s, its largest absolute value over 448, or by t, the power of two
+that is no smaller. An e4m3 number has three bits behind the point, and below 2^-6 a spacing of 2^-9. So a query x is
+off by at most
 
-    max(2^-4 |x|, 2^-10 * 2 s),  and by no more than |x|: 0 is a number too.
+    max(2^-4 |x|, 2^-10 t),  and by no more than |x|: 0 is a number too.
 
 It is off by nothing where all s of the groups that it may be part of are powers of two, and x / s is an e4m3 number for
 the largest of them: a smaller power of two makes x / s larger by a power of two, and no more than 448. The queries of
@@ -26,8 +26,6 @@ _ABSOLUTE = 2.0**-10
 """The same below the smallest normal number, in units of the scale."""
 _MANTISSA = 0.5
 """Of a power of two, as ``torch.frexp`` has it."""
-_POWER_OF_TWO = 2.0
-"""A scale that is rounded up to a power of two is at most so many times as large."""
 
 
 def query_rounding(q: torch.Tensor, q_scale: str) -> torch.Tensor | None:
@@ -45,6 +43,6 @@ def query_rounding(q: torch.Tensor, q_scale: str) -> torch.Tensor | None:
     exact = group_largest(uneven.double(), q_scale) == 0
     ratio = q / torch.where(scale > 0, scale, 1.0)
     held = ratio.to(E4M3).double() == ratio
-    off = torch.minimum(sizes, torch.maximum(_RELATIVE * sizes, _ABSOLUTE * _POWER_OF_TWO * scale))
+    off = torch.minimum(sizes, torch.maximum(_RELATIVE * sizes, _ABSOLUTE * torch.exp2(scale.log2().ceil())))
     off = off.masked_fill(exact & held, 0.0)
     return off if off.any() else None
