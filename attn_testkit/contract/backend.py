@@ -215,7 +215,8 @@ def _refuse_hidden_names(cls: type) -> None:
         return
     for name in vars(cls):
         if name == "context" or name.startswith(RESERVED_PREFIX):
-            base = next((each for each in cls.__mro__[1:] if each.__module__.startswith(f"{_CONTRACT}.")), cls.__base__)
+            bases = (each for each in cls.__mro__[1:] if each.__module__.startswith(f"{_CONTRACT}."))
+            base = next(bases, AttentionBackend)
             kept = "the BackendContext of an instance" if name == "context" else "what it knows of a step"
             raise TypeError(
                 f"{cls.__name__}.{name} hides a name under which {base.__name__} keeps {kept}: give it another name "
