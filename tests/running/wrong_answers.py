@@ -94,7 +94,7 @@ class _Lends(TorchNativeBackend):
         raise NotImplementedError
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._kit_mask = self.lend(max_bs, self.context.num_draft_tokens)
+        self._mask = self.lend(max_bs, self.context.num_draft_tokens)
 
 
 class LendsATensor(_Lends):
