@@ -33,6 +33,7 @@ __all__ = [
     "exit_code",
     "failed_check",
     "format_failure",
+    "is_generated",
     "left_lines",
     "message_of",
     "note_lines",
@@ -125,6 +126,22 @@ def message_of(error: BaseException) -> str:
         return str.__str__(str(error))
     except BaseException as broken:
         return f"(no message: its __str__ raised {type(broken).__name__})"
+
+
+_GENERATED = re.compile(
+    # FX graphs, dataclasses, decorators, frozen modules; not what somebody types into a notebook or at a prompt.
+    r"^<(?!stdin|ipython-input|doctest)"
+    # Inductor names a file after the hash of what is in it, in a folder that each user may choose.
+    r"|(?:^|/)c[a-z2-7]{51}\.py$|/torchinductor_[^/]*/|/fxgraph/|/torch_compile_debug/"
+    # Folders of compiled kernels: Triton's are hashes in base 32; FlashInfer, TileLang, CuTe and torch's extensions.
+    r"|/[A-Z2-7]{52}/|/\.triton/|/triton[-_]cache/|/\.tilelang/|/\.cache/(?:flashinfer|tilelang|torch|triton|nvidia)/"
+    r"|/torch_extensions/|/cutlass_python_cache"
+)
+
+
+def is_generated(filename: str) -> bool:
+    """Whether a compiler wrote this file, as far as its path tells: none of its lines is an author's."""
+    return bool(_GENERATED.search(filename.replace("\\", "/")))
 
 
 class Status(StrEnum):

@@ -24,7 +24,7 @@ LAYOUTS = ("contiguous", "shuffled", "interleaved", "reversed", "shared")
 ``shared``: requests have the whole pages that their prefixes have in common, as after a hit in a prefix cache."""
 DATA = ("gauss", "shifted", "peaked", "negative", "mean", "footprint", "cliff")
 """Data patterns; see ``cases/patterns.py``."""
-EXTREME_DATA = ("saturated", "swamped", "loud", "towering", "colossal", "faint")
+EXTREME_DATA = ("saturated", "swamped", "loud", "large_and_small_queries", "towering", "colossal", "faint")
 """Those of a few cases alone, which show nothing but what they are for: see ``cases/extremes.py``."""
 CODES = "codes"
 """That of a few cases too, which count keys: see ``cases/code_cases.py``."""

@@ -21,8 +21,9 @@ from ..contract import FP8_PRODUCTS, AttentionLayer, ForwardMode, HeadShape
 from .case import Case
 from .kv_groups import outgrown
 from .layers import PERIOD, SETTINGS
-from .patterns import LARGEST_FP8, draw, mark_keys, normals, probe_values
+from .patterns import LARGE_AND_SMALL, draw, mark_keys, normals, probe_values
 from .places import marked_slots, tail_slots, values_of_place
+from .query_scales import LARGEST_FP8, held_queries, large_or_small
 from .schedule import Ints, Schedule, Step
 from .ways import way_of
 
@@ -180,7 +181,7 @@ def _fp8_numbers(dtype: torch.dtype) -> npt.NDArray[np.float64]:
 
 
 _USUAL_RANGE = 256.0
-"""Queries beside an FP8 pool are made no larger, but for the pattern that is about it."""
+"""Queries beside an FP8 pool are made no larger, but for the patterns that are about it."""
 
 
 def _of_fp8_range(q: torch.Tensor, k: torch.Tensor, held: bool, most: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,9 +237,11 @@ def _drawn(
     """q [L, T, Hq, Dqk], k [L, B, S, Hk, Dqk], v [L, B, S, Hk, Dv] in the model's dtype."""
     case, dv = schedule.case, schedule.case.head_dim
     if case.head_maps:
-        q, k, v = _drawn_by_layer(case, step, pattern, rng)
+        q, k, v = _drawn_by_layer(case, step, pattern, rng, schedule.q_scale)
     else:
-        q, k, v = _of_pattern(case.layers.count, case.head_shape, dv, step, pattern, rng)
+        # Of MLA without a rope part every channel of a key is one of its value.
+        q_scale = "none" if case.is_mla and not case.rope_dim and pattern != LARGE_AND_SMALL else schedule.q_scale
+        q, k, v = _of_pattern(case.layers.count, case.head_shape, dv, step, pattern, rng, q_scale)
     if case.is_mla:
         # The latent row is key and value at once; its rope part is the key's alone.
         k = torch.cat([v, k[..., dv:]], -1)
@@ -250,16 +253,27 @@ def _drawn(
         asked = int(pattern.split(".")[1]) if pattern.startswith(("probe.", "place.")) else None
         k, v = _shared_rows(k, step, asked), _shared_rows(v, step, asked)
     if case.kv_dtype != "same":
-        most = LARGEST_FP8 if pattern == "loud" else _USUAL_RANGE
-        q, k = _of_fp8_range(q, k, schedule.matmul_dtype in FP8_PRODUCTS, most)
+        most, scaled = LARGEST_FP8 if pattern == "loud" else _USUAL_RANGE, schedule.q_scale != "none"
+        if not scaled or pattern != LARGE_AND_SMALL:
+            q, k = _of_fp8_range(q, k, schedule.matmul_dtype in FP8_PRODUCTS and not scaled, most)
+        if scaled:
+            # Small rows next to large ones are what one scale for all of them loses.
+            alone = pattern == LARGE_AND_SMALL and schedule.q_scale == "per_tensor"
+            drawn, q = q, held_queries(q, "per_token" if alone else schedule.q_scale)
+            if pattern == "faint":
+                # Its logits are as far apart as they have to be, and no farther.
+                k = k * float(drawn.abs().max() / q.abs().max())
     dtype = DTYPES[case.dtype]
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def _of_pattern(
-    layers: int, shape: HeadShape, dv: int, step: Step, pattern: str, rng: np.random.Generator
+    layers: int, shape: HeadShape, dv: int, step: Step, pattern: str, rng: np.random.Generator, q_scale: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [layers, T, Hq, D], k [layers, B, S, Hk, D] and v [layers, B, S, Hk, dv] of heads of one shape, float32."""
+    """q [layers, T, Hq, D], k [layers, B, S, Hk, D] and v [layers, B, S, Hk, dv] of heads of one shape, float32.
+
+    ``q_scale``: other than ``none``, no row is 0, of which a scale would be 0; its logits are.
+    """
     heads, kv_heads, dqk = shape
     keys = (layers, step.bs, max(step.lens), kv_heads)
     q, k, v = draw(pattern, (layers, step.tokens, heads, dqk), (*keys, dqk), (*keys, dv), rng)
@@ -269,16 +283,21 @@ def _of_pattern(
         v = values_of_place(v, pattern)
     elif pattern == "footprint":
         mark_keys(v, step.lens, rng)
+    elif pattern == LARGE_AND_SMALL:
+        q = large_or_small(q, q_scale, rng)
+    if q_scale != "none" and not q.any():
+        last = torch.arange(dqk) == dqk - 1
+        q, k = q + 3.5 * last, k * ~last
     return q, k, v
 
 
 def _drawn_by_layer(
-    case: Case, step: Step, pattern: str, rng: np.random.Generator
+    case: Case, step: Step, pattern: str, rng: np.random.Generator, q_scale: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As ``_of_pattern``, where each layer has a pattern of its own width, in the shape of the case."""
     found = []
     for each in case.head_maps:
-        q, k, v = _of_pattern(1, each.layer, each.layer.head_dim, step, pattern, rng)
+        q, k, v = _of_pattern(1, each.layer, each.layer.head_dim, step, pattern, rng, q_scale)
         found.append((each.q_whole(q), each.kv_whole(k), each.kv_whole(v)))
     q, k, v = (torch.cat(layers) for layers in zip(*found, strict=True))
     return q, k, v

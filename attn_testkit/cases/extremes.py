@@ -36,6 +36,11 @@ def extreme_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         yield replace(one, dtype="bf16", kv_dtype="same", prefixes=(_MANY_PARTS,), data="swamped")
     if "fp8_e4m3" in claims.kv_dtypes:
         yield replace(fp8, data="loud")
+        if claims.q_scale != "none":
+            # Each step draws which rows are large: of three requests two are alike, where each has a scale of its own.
+            lengths = (small.page_size + 16, 2 * small.page_size + 2, 5)
+            three = replace(fp8, prefixes=lengths, new=small.new[:1] * 3, bucket=4)
+            yield replace(three, data="large_and_small_queries")
     for dtype, data in (("fp16", "towering"), ("bf16", "colossal")):
         if dtype in claims.dtypes and "same" in claims.kv_dtypes:
             yield replace(fp8, dtype=dtype, kv_dtype="same", prefixes=_FEW_KEYS, data=data)

@@ -20,6 +20,9 @@ Patterns
     ``loud``       one channel of the queries is between 256 and 448, the largest number of FP8, and that of the keys
                    so small that logits are as those of ``gauss``: who limits queries to 224 or 240, as is right for
                    another FP8, has other logits.
+    ``large_and_small_queries``  rows whose queries are beyond the numbers of FP8, at 1792, next to rows whose queries
+                   are so small that all but one number of them is 0 in FP8; logits are as those of ``gauss``.
+                   They need a scale before they are rounded: ``cases/query_scales.py`` says which rows have which.
     ``towering``   equal weights, and values of about 30,000, each channel of one sign: a product of 16 bits that is not
                    yet divided by the sum of the weights is infinite from the third key on.
     ``colossal``   the same, and keys as well, ten times as large: each is beyond what fp16 holds, and a bf16 number.
@@ -42,12 +45,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .query_scales import LARGEST_FP8
+
 __all__ = [
     "ALIKE",
     "BANK_SIZE",
     "CODE_BOUND",
     "FAINT_RUN",
-    "LARGEST_FP8",
+    "LARGE_AND_SMALL",
     "balanced_codes",
     "draw",
     "mark_keys",
@@ -59,14 +64,18 @@ __all__ = [
 BANK_SIZE = 1 << 20
 CODE_BOUND = 8
 """Codes of neighbouring keys sum to no more than twice this, in any channel. A power of two."""
-LARGEST_FP8 = 448.0
-"""Of e4m3fn."""
+LARGE_AND_SMALL = "large_and_small_queries"
 ALIKE = frozenset({"swamped"})
 """Patterns whose values are all but the same in every channel."""
 FAINT_RUN = 512
 """A key that weighs much, and those behind it that weigh little."""
 _TOWERING = 32000.0
 """Near half of the largest number of fp16: the sum of three is beyond it, and their mean is not."""
+_LARGE_QUERY, _SMALL_QUERY = 448.0 * 2.0**2, 448.0 * 2.0**-17
+"""The second is 0.0034, and a quarter of it is 0 in FP8. Kernels that keep scales from 0 have 1 / (448 * 512) for the
+smallest, half of what this one has."""
+_LARGE_KEY = 112.0
+"""The largest number of an FP8 pool whose scale is 1/4, as a layer's is."""
 _STRIDE = 7
 
 
@@ -168,6 +177,21 @@ def _loud(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     return queries, keys, values
 
 
+def _large_and_small(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+    # Keys in the last channel for large queries, and in the others, of MLA those of the rope part, for small ones. The
+    # largest number of a small query meets a key of 0: the logit is of the others.
+    first = v[-1] if q[-1] > v[-1] else 0
+    small, drawn, keys = slice(first + 1, -1), normals(q, rng), normals(k, rng).clone()
+    queries, sign = torch.zeros(q), torch.where(drawn[..., -1:] < 0, -1.0, 1.0)
+    queries[..., small] = _SMALL_QUERY / 4 * sign * (1 - drawn[..., small].abs().clamp(max=1.0) / 4)
+    queries[..., first], queries[..., -1] = _SMALL_QUERY, _LARGE_QUERY * sign[..., 0]
+    along = normals((*k[:-1], 1), rng)
+    keys[..., small] = torch.where(along < 0, -1.0, 1.0) * _LARGE_KEY / 4 * (2 + along.abs().clamp(max=2.0))
+    keys[..., first] = 0
+    keys[..., -1] *= 1.5 * math.sqrt(q[-1]) / _LARGE_QUERY
+    return queries, keys, normals(v, rng)
+
+
 def _towering(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     sign = 1.0 - 2 * (torch.arange(v[-1]) % 2)
     values = sign * (_TOWERING - 1000 * normals(v, rng).abs().clamp(max=4.0))
@@ -219,6 +243,7 @@ _MAKERS: dict[str, _Maker] = {
     "saturated": _saturated,
     "swamped": _swamped,
     "loud": _loud,
+    LARGE_AND_SMALL: _large_and_small,
     "towering": _towering,
     "colossal": _colossal,
     "faint": _faint,

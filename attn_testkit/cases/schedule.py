@@ -174,6 +174,9 @@ class Schedule:
     """Whether it says that a forward's own rows are attended as given (``Capabilities.new_rows_as_given``)."""
     lse_dtype: str = "fp32"
     """Of the log-sum-exps of a case with parts: ``fp32``, or ``model`` for the case's dtype."""
+    q_scale: str = "none"
+    """By what it says it divides queries before it rounds them to FP8 (``Capabilities.q_scale``); ``none`` where it
+    says that it does not multiply in FP8."""
 
     @property
     def chunks(self) -> tuple[Step, ...]:
@@ -403,11 +406,12 @@ def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int])
 
 @lru_cache(maxsize=256)
 def make_schedule(
-    case: Case, matmul_dtype: str = "model", new_rows_as_given: bool = False, lse_dtype: str = "fp32"
-) -> Schedule:
+    case: Case, matmul_dtype: str = "model", new_rows_as_given: bool = False, lse_dtype: str = "fp32",
+    q_scale: str = "none",
+) -> Schedule:  # fmt: skip
     """Lay out all steps of a case. The same case always gives the same schedule.
 
-    ``matmul_dtype``, ``new_rows_as_given``, ``lse_dtype``: see ``Schedule``.
+    ``matmul_dtype``, ``new_rows_as_given``, ``lse_dtype``, ``q_scale``: see ``Schedule``.
 
     Cached: what is computed of a schedule is kept by the object.
     """
@@ -431,5 +435,5 @@ def make_schedule(
     oversized = replace(last, name="oversized")
     return Schedule(
         case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, matmul_dtype, new_rows_as_given,
-        lse_dtype,
+        lse_dtype, q_scale,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType
 
 from ..contract import AttentionBackend
-from ..results import Finding, message_of
+from ..results import Finding, is_generated, message_of
 from .check import Check, Stage
 from .compiler_texts import said_by_compiler
 
@@ -235,18 +235,27 @@ def site_of(error: BaseException, phase: str = "") -> str:
     Where no such line was reached, as when a hook takes other arguments: the function that was called in ``phase``.
     """
     site = inspect.getattr_static(error, "site", None)
-    if isinstance(site, tuple) and len(site) == 3:
+    if isinstance(site, tuple) and len(site) == 3 and not is_generated(str(site[0])):
         return _place(*site)
     if isinstance(site, str):
         return site
-    chain = error
-    while chain.__context__ is not None and not chain.__suppress_context__:
-        chain = chain.__context__
-    for candidate in (chain, error):
+    for candidate in _raised_first(error):
         for frame in reversed(traceback.extract_tb(candidate.__traceback__)):
             if not _foreign(frame.filename):
                 return _place(frame.filename, frame.lineno or 0, frame.name)
     return _called(error, phase)
+
+
+def _raised_first(error: BaseException) -> list[BaseException]:
+    """The error, and behind which ones it was raised; the first one first. A compiler wraps an error several times."""
+    chain = [error]
+    while (before := _behind(chain[-1])) is not None and all(before is not known for known in chain):
+        chain.append(before)
+    return chain[::-1]
+
+
+def _behind(error: BaseException) -> BaseException | None:
+    return error.__cause__ if error.__suppress_context__ else error.__context__
 
 
 def _place(filename: str, line: int, function: str) -> str:
@@ -291,17 +300,18 @@ def _backends_in(error: BaseException) -> Iterator[type]:
                     yield type(held)
 
 
+_OF_A_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/(?:torch|functorch|triton)/|/lib/python3\.\d+/(?!(?:site|dist)-packages/)"
+)
 _KIT = str(Path(__file__).resolve().parent.parent)
-_OF_TORCH = re.compile(r"/(site|dist)-packages/(torch|triton)/|/torchinductor_|^<")
-"""Debian's packages lie in ``dist-packages``; code that Inductor writes in ``torchinductor_USER/``, that of fx in
-``<eval_with_key>.0``."""
 
 
 def _foreign(filename: str) -> bool:
-    """Frames that an author cannot mend: torch, Triton, what they generate, and the kit outside its own backends and
-    examples."""
+    """Frames that an author cannot mend: torch, Triton, Python's own, what a compiler wrote, and the kit outside its
+    own backends and examples.
+    """
     path = filename.replace("\\", "/")
-    if _OF_TORCH.search(path) or "/runner_modes/" in path:
+    if "/runner_modes/" in path or _OF_A_LIBRARY.search(path) or is_generated(path):
         return True
     return path.startswith(_KIT) and not any(f"/{room}/" in path for room in ("backends", "examples", "faults"))
 

@@ -205,6 +205,28 @@ def _takes_parts(capabilities: Capabilities, context: BackendContext) -> bool:
     return all(map(takes, context.kv_parts))
 
 
+RESERVED_PREFIX = "_kit_"
+"""Begins every private name of a base class that authors derive from: what they call theirs is free."""
+
+
+def _refuse_hidden_names(cls: type) -> None:
+    """Raise ``TypeError`` where a class outside the kit has a name of the kit's own bases."""
+    if cls.__module__.startswith(f"{_CONTRACT}."):
+        return
+    for name in vars(cls):
+        if name == "context" or name.startswith(RESERVED_PREFIX):
+            bases = (each for each in cls.__mro__[1:] if each.__module__.startswith(f"{_CONTRACT}."))
+            base = next(bases, AttentionBackend)
+            kept = "the BackendContext of an instance" if name == "context" else "what it knows of a step"
+            raise TypeError(
+                f"{cls.__name__}.{name} hides a name under which {base.__name__} keeps {kept}: give it another name "
+                f"(any that is not 'context' and does not begin with {RESERVED_PREFIX!r})"
+            )
+
+
+_CONTRACT = __name__.rpartition(".")[0]
+
+
 class AttentionBackend(ABC):
     """One attention backend, as a server drives it.
 
@@ -250,6 +272,11 @@ class AttentionBackend(ABC):
     not_here: ClassVar[str] = ""
     """Why nothing of the class runs on this machine, where ``capabilities.requires`` cannot say it, such as a compiled
     module that does not load. Its modes are reported as not run here."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Raise ``TypeError`` for a subclass that hides a name that its base keeps for itself."""
+        super().__init_subclass__(**more)
+        _refuse_hidden_names(cls)
 
     def __init__(self, context: BackendContext) -> None:
         """Keep ``context`` and raise ``Unsupported`` if it is outside ``capabilities``."""

@@ -19,6 +19,7 @@ __all__ = [
     "KV_DTYPES",
     "LAYER_WINDOWS",
     "MATMUL_DTYPES",
+    "Q_SCALES",
     "Capabilities",
     "Requires",
     "Unsupported",
@@ -29,6 +30,7 @@ DTYPES = ("fp16", "bf16", "fp32")
 KV_DTYPES = ("same", "fp8_e4m3")
 FP8_PRODUCTS = ("fp8_e4m3", "fp8_e4m3_unscaled")
 MATMUL_DTYPES = ("model", *FP8_PRODUCTS)
+Q_SCALES = ("none", "per_token_head", "per_token", "per_tensor")
 FP32_PRODUCTS = ("ieee", "tf32")
 OUTPUT_LIFETIMES = ("model", "layer")
 LAYER_WINDOWS = ("any", "one", "same")
@@ -136,8 +138,8 @@ class Capabilities:
     """Which dtypes of the KV pool? ``same`` as the model, ``fp8_e4m3`` with per-tensor scales."""
     matmul_dtype: str = "model"
     """With an FP8 pool: to what are queries and probabilities rounded before the two products? ``model``: the model's
-    dtype; ``fp8_e4m3``: FP8 kernels round both to FP8, with scale 1 for queries. The limits follow from it, and so do
-    the queries: numbers that FP8 holds for the second, any for the first. Probabilities, of which the row's largest is
+    dtype; ``fp8_e4m3``: FP8 kernels round both to FP8, queries as ``q_scale`` says. The limits follow from it, and so
+    do queries: numbers that FP8 holds for the second, any for the first. Probabilities, of which the row's largest is
     1, are multiplied by 4 at least before they are rounded (FlyDSL by 7, FlashAttention 3 by 256, XQA by 448): without
     a factor all below 2^-10 vanish, which may be most of a long request's weight (flashinfer #5020). A kernel that has
     none says ``fp8_e4m3_unscaled``. Those that sum to 1 vanish in long requests, and no claim allows that.
@@ -146,6 +148,15 @@ class Capabilities:
     float32. Probabilities may be rounded to the model's dtype before the second product, the output is, and so may be
     partial results that are combined, each once; the sum that they are added to is kept in float32. Logits that are
     rounded to bf16 or fp16 before the softmax are outside the limits, and fail ``matches-oracle``."""
+    q_scale: str = "none"
+    """With an FP8 pool and ``matmul_dtype`` of FP8: by what are queries divided before they are rounded to FP8, and
+    logits multiplied after the product? ``none``: by nothing. Otherwise by the largest absolute value over 448 (the
+    largest number of e4m3), or by the next power of two, of which numbers? ``per_token_head``: of one head of one
+    token; ``per_token``: of all heads of a token; ``per_tensor``: of all live rows of the forward, without padding.
+    A backend with scales of fewer numbers than it declares is right too: its error is smaller.
+
+    Queries are numbers on which this rounding is exact, beyond 448 and below the smallest number of FP8 too. With
+    ``per_tensor`` rows that are small next to the largest may vanish, and the limits allow it."""
     fp32_products: str = "ieee"
     """With float32: what are the factors of both products rounded to? ``ieee``: nothing. ``tf32``: 10 bits behind the
     point, as tensor cores do by default (``tl.dot`` without ``input_precision``). The limits follow from it."""
@@ -279,9 +290,15 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         _spelled("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
+        _spelled("q_scale", self.q_scale, Q_SCALES)
         _spelled("fp32_products", self.fp32_products, FP32_PRODUCTS)
         _spelled("output_lifetime", self.output_lifetime, OUTPUT_LIFETIMES)
         _spelled("layer_windows", self.layer_windows, LAYER_WINDOWS)
+        if self.q_scale != "none" and self.matmul_dtype not in FP8_PRODUCTS:
+            raise ValueError(
+                f"Capabilities.q_scale is {self.q_scale!r}, and matmul_dtype='model' says that queries are not rounded "
+                "to FP8; write matmul_dtype='fp8_e4m3', or leave q_scale out"
+            )
         for name in ("eager", "graph", "sliding_window", "new_rows_as_given", "non_causal"):
             object.__setattr__(self, name, _modes(name, getattr(self, name)))
         causal = sorted(self.non_causal - {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})

@@ -30,6 +30,8 @@ class KernelBackend(AttentionBackend):
 
     A kernel with a cache writer of its own overrides ``write_kv``; one that stores the rows while it attends them
     overrides it with nothing, and has ``k``, ``v`` and ``out_cache_loc`` in its plan.
+
+    What the class keeps of a step has names that begin with ``_kit_``; all others are free for subclasses.
     """
 
     @abstractmethod
@@ -52,7 +54,7 @@ class KernelBackend(AttentionBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._mask: VerifyMask | None = None
+        self._kit_mask: VerifyMask | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Keep one mask buffer for all graphs; everything else is rebuilt inside them."""
@@ -60,12 +62,12 @@ class KernelBackend(AttentionBackend):
         if context.topk > 1:
             n = context.num_draft_tokens
             buffer = torch.zeros(max_bs * n * n, dtype=torch.bool, device=context.device)
-            self._mask = VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, max_bs)
+            self._kit_mask = VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, max_bs)
 
     @property
     def verify_mask(self) -> VerifyMask | None:
         """The persistent draft-block mask, once graphs are in use."""
-        return self._mask
+        return self._kit_mask
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Rebuild lengths and query offsets on the device; tables when they are asked for."""
@@ -75,11 +77,11 @@ class KernelBackend(AttentionBackend):
         requests = batch.req_pool_indices[:bs].long()
         table = context.req_to_token[requests]
         if mode.is_draft_decode():
-            self._step = self._branches(batch, table)
+            self._kit_step = _branches(context, batch, table)
             return
         seq_lens = batch.seq_lens[:bs].to(torch.int32)
         mask: torch.Tensor | None = None
-        width, counts = self._rows(batch)
+        width, counts = _rows(context, batch)
         if context.dialect.padded_requests == "nothing":
             assert batch.query_start_loc is not None
             cu_seqlens_q = batch.query_start_loc[: bs + 1]
@@ -90,45 +92,10 @@ class KernelBackend(AttentionBackend):
         if mode.is_target_verify():
             if context.dialect.verify_lens == "prefix":
                 seq_lens = seq_lens + cu_seqlens_q.diff()
-            mask = self._draft_mask(batch, (seq_lens - width).clamp(min=0).long(), width)
-        self._step = KernelStep(table, seq_lens, cu_seqlens_q, width, mask, context.page_size)
+            mask = _draft_mask(context, batch, (seq_lens - width).clamp(min=0).long(), width)
+        self._kit_step = KernelStep(table, seq_lens, cu_seqlens_q, width, mask, context.page_size)
         others = context.groups[1:]
-        self._steps_of_others = tuple(replace(self._step, table=each.req_to_token[requests]) for each in others)
-
-    def _branches(self, batch: ForwardBatch, table: torch.Tensor) -> KernelStep:
-        """Each branch as a request that decodes. ``table`` [bs, max_context_len]: rows of ``req_to_token``."""
-        spec = batch.spec_info
-        assert isinstance(spec, DraftDecodeInput)
-        seq_lens = batch.seq_lens[: len(table)]
-        kv_lens = (seq_lens + spec.step + 1).to(torch.int32).repeat_interleave(spec.topk)
-        cu_seqlens_q = torch.arange(len(kv_lens) + 1, dtype=torch.int32, device=table.device)
-        return KernelStep(table, kv_lens, cu_seqlens_q, 1, None, self.context.page_size, spec, seq_lens)
-
-    def _rows(self, batch: ForwardBatch) -> tuple[int, torch.Tensor | None]:
-        """Most query rows of a request, and [bs] how many each has; None: all as many."""
-        context, bs, mode = self.context, batch.batch_size, batch.forward_mode
-        if mode is ForwardMode.EXTEND:
-            assert batch.extend_seq_lens is not None
-            return min(context.max_extend_tokens, batch.input_ids.shape[0]), batch.extend_seq_lens[:bs]
-        if mode is ForwardMode.DRAFT_EXTEND:
-            assert isinstance(batch.spec_info, DraftExtendInput)
-            return context.speculative_num_steps + 1, batch.spec_info.num_accept_tokens[:bs]
-        return (context.num_draft_tokens if mode.is_target_verify() else batch.input_ids.shape[0] // bs), None
-
-    def _draft_mask(self, batch: ForwardBatch, prefix: torch.Tensor, n: int) -> torch.Tensor | None:
-        """``prefix`` [bs] int64: keys before the step."""
-        spec, bs = batch.spec_info, len(prefix)
-        assert isinstance(spec, VerifyInput)
-        if self.context.topk <= 1 or spec.custom_mask is None:
-            return None
-        if spec.tree_mask_mode is TreeMaskMode.QLEN_ONLY:
-            return spec.custom_mask.view(torch.bool)[: bs * n * n].view(bs, n, n)
-        # FULL_MASK: request i's block starts at n * (sum of earlier prefixes) + n * n * i, and row t of it has
-        # prefix + n columns; the draft block is its last n columns.
-        start = (prefix.cumsum(0) - prefix) * n + torch.arange(bs, device=prefix.device) * n * n
-        node = torch.arange(n, device=prefix.device)
-        at = start[:, None, None] + node[:, None] * (prefix[:, None, None] + n) + prefix[:, None, None] + node
-        return spec.custom_mask.view(torch.bool)[at]
+        self._kit_steps_of_others = tuple(replace(self._kit_step, table=each.req_to_token[requests]) for each in others)
 
     def forward(
         self,
@@ -143,8 +110,8 @@ class KernelBackend(AttentionBackend):
         """Store the new rows and call the kernel. Shapes as in ``AttentionBackend.forward``."""
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
-        plan = replace(self._stored(k, v, layer, batch, save_kv_cache), out=out)
-        result = self.run(q, self._pages(layer), plan)
+        plan = replace(_stored(self, (k, v), layer, batch, save_kv_cache), out=out)
+        result = self.run(q, _pages(self.context, layer), plan)
         return result if out is None or result is out else out.copy_(result.view_as(out))
 
     def forward_return_lse(
@@ -159,26 +126,10 @@ class KernelBackend(AttentionBackend):
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for a part of the keys. The layer in the plan has sinks where they count in the part."""
-        plan = replace(self._stored(k, v, layer, batch, save_kv_cache), part=part)
+        plan = replace(_stored(self, (k, v), layer, batch, save_kv_cache), part=part)
         if not part.sinks:
             plan = replace(plan, layer=replace(layer, sinks=None))
-        return self.run_return_lse(q, self._pages(layer), plan)
-
-    def _pages(self, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.context.group_of(layer).kv_pool.get_kv_pages(layer.layer_id)
-
-    def _stored(
-        self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool
-    ) -> KernelPlan:
-        """The plan of a layer, once the pool holds its new rows."""
-        group = self.context.group_of(layer)
-        new = (k, v) if save_kv_cache else (None, None)
-        most = self.context.max_context_len
-        step = self._steps_of_others[group.index - 1] if group.index else self._step
-        plan = KernelPlan(step, layer, group.cache_loc(batch), most, save_kv_cache, *new)
-        if save_kv_cache:
-            self.write_kv(k, v, plan)
-        return plan
+        return self.run_return_lse(q, _pages(self.context, layer), plan)
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         """Store rows ``k`` [T, Hk, D] and ``v`` [T, Hk, Dv] in ``plan.out_cache_loc``, by the rule of ``KVPool``.
@@ -186,3 +137,64 @@ class KernelBackend(AttentionBackend):
         Before ``run``, and where ``save_kv_cache`` is True alone. May run under capture: device work only.
         """
         self.context.group_of(plan.layer).kv_pool.set_kv_buffer(plan.layer, plan.out_cache_loc, k, v)
+
+
+def _branches(context: BackendContext, batch: ForwardBatch, table: torch.Tensor) -> KernelStep:
+    """Each branch as a request that decodes. ``table`` [bs, max_context_len]: rows of ``req_to_token``."""
+    spec = batch.spec_info
+    assert isinstance(spec, DraftDecodeInput)
+    seq_lens = batch.seq_lens[: len(table)]
+    kv_lens = (seq_lens + spec.step + 1).to(torch.int32).repeat_interleave(spec.topk)
+    cu_seqlens_q = torch.arange(len(kv_lens) + 1, dtype=torch.int32, device=table.device)
+    return KernelStep(table, kv_lens, cu_seqlens_q, 1, None, context.page_size, spec, seq_lens)
+
+
+def _rows(context: BackendContext, batch: ForwardBatch) -> tuple[int, torch.Tensor | None]:
+    """Most query rows of a request, and [bs] how many each has; None: all as many."""
+    bs, mode = batch.batch_size, batch.forward_mode
+    if mode is ForwardMode.EXTEND:
+        assert batch.extend_seq_lens is not None
+        return min(context.max_extend_tokens, batch.input_ids.shape[0]), batch.extend_seq_lens[:bs]
+    if mode is ForwardMode.DRAFT_EXTEND:
+        assert isinstance(batch.spec_info, DraftExtendInput)
+        return context.speculative_num_steps + 1, batch.spec_info.num_accept_tokens[:bs]
+    return (context.num_draft_tokens if mode.is_target_verify() else batch.input_ids.shape[0] // bs), None
+
+
+def _draft_mask(context: BackendContext, batch: ForwardBatch, prefix: torch.Tensor, n: int) -> torch.Tensor | None:
+    """``prefix`` [bs] int64: keys before the step."""
+    spec, bs = batch.spec_info, len(prefix)
+    assert isinstance(spec, VerifyInput)
+    if context.topk <= 1 or spec.custom_mask is None:
+        return None
+    if spec.tree_mask_mode is TreeMaskMode.QLEN_ONLY:
+        return spec.custom_mask.view(torch.bool)[: bs * n * n].view(bs, n, n)
+    # FULL_MASK: request i's block starts at n * (sum of earlier prefixes) + n * n * i, and row t of it has
+    # prefix + n columns; the draft block is its last n columns.
+    start = (prefix.cumsum(0) - prefix) * n + torch.arange(bs, device=prefix.device) * n * n
+    node = torch.arange(n, device=prefix.device)
+    at = start[:, None, None] + node[:, None] * (prefix[:, None, None] + n) + prefix[:, None, None] + node
+    return spec.custom_mask.view(torch.bool)[at]
+
+
+def _pages(context: BackendContext, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    return context.group_of(layer).kv_pool.get_kv_pages(layer.layer_id)
+
+
+def _stored(
+    backend: KernelBackend,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    layer: AttentionLayer,
+    batch: ForwardBatch,
+    save_kv_cache: bool,
+) -> KernelPlan:
+    """The plan of a layer, once the pool holds its new rows."""
+    context = backend.context
+    group = context.group_of(layer)
+    new = rows if save_kv_cache else (None, None)
+    most = context.max_context_len
+    step = backend._kit_steps_of_others[group.index - 1] if group.index else backend._kit_step
+    plan = KernelPlan(step, layer, group.cache_loc(batch), most, save_kv_cache, *new)
+    if save_kv_cache:
+        backend.write_kv(*rows, plan)
+    return plan

@@ -135,7 +135,7 @@ class ChangedCases:
         # What is said of products and new rows beside an FP8 pool holds for that alone.
         alike = case.kv_dtype == own.case.kv_dtype
         products, as_given = (own.matmul_dtype, own.new_rows_as_given) if alike else ("model", False)
-        schedule = make_schedule(case, products, as_given, own.lse_dtype)
+        schedule = make_schedule(case, products, as_given, own.lse_dtype, own.q_scale if alike else "none")
         step = schedule.steps[0]
         seen = self._rerunner.eager(schedule, step)
         return None if seen is None else Judgement(seen, expect(schedule, step)).right

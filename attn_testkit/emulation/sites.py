@@ -38,7 +38,8 @@ UNKNOWN = Site("<unknown>", 0, "?")
 @functools.cache
 def _is_machinery(name: str) -> bool:
     return (
-        name.startswith((_TORCH, "<frozen"))
+        name.startswith((_TORCH, "<frozen", "<eval_with_key>"))
+        or f"{os.sep}torchinductor_" in name
         or os.path.dirname(name) == _HERE
         or f"{os.sep}triton{os.sep}" in name
         or name in _STDLIB_GLUE

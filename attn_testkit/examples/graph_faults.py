@@ -45,7 +45,7 @@ class _Planned(MinimalBackend):
         self._use(self.lens[: batch.batch_size])
 
     def _use(self, lens: torch.Tensor) -> None:
-        self._step = replace(self._step, kv_lens=lens)
+        self._kit_step = replace(self._kit_step, kv_lens=lens)
 
 
 class ReallocatedMetadata(_Planned):

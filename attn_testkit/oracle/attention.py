@@ -10,6 +10,7 @@ import torch
 from ..cases.data import StepData, dequantised
 from ..contract import AttentionLayer
 from .narrow_factors import FactorErrors, factor_errors
+from .query_rounding import query_rounding
 
 __all__ = ["Attention", "attend", "windowed"]
 
@@ -35,6 +36,8 @@ class Attention:
     error of small probabilities scales with. None unless asked for."""
     factors: FactorErrors | None = None
     """How far narrow factors of both products may move the answer and ``lse``. None unless asked for."""
+    logit_error: torch.Tensor | None = None
+    """[L, T, Hq, 1]: how far queries that are rounded to FP8 may move a logit. None where they are not off."""
 
 
 def windowed(visible: torch.Tensor, data: StepData, window: int) -> torch.Tensor:
@@ -50,6 +53,7 @@ class _Asked:
 
     flat: bool = False
     factors: bool = False
+    query_rounding: torch.Tensor | None = None
 
 
 def attend(
@@ -59,13 +63,15 @@ def attend(
     *,
     flat: bool = False,
     factors: bool = False,
+    q_scale: str = "none",
 ) -> Attention:
     """Attention of all layers of a step on the keys and values as the pool holds them.
 
     ``visible`` [B, Tmax, S] replaces the case's own visibility (to ask what a dropped key would do). ``flat`` and
-    ``factors``: compute these fields of ``Attention`` too.
+    ``factors``: compute these fields of ``Attention`` too. ``q_scale``: how queries are rounded, for ``logit_error``.
     """
-    visible, asked = data.visible if visible is None else visible, _Asked(flat, factors)
+    visible = data.visible if visible is None else visible
+    asked = _Asked(flat, factors, query_rounding(data.q, q_scale))
     if _numbers(data, visible) <= _AT_ONCE:
         return _attend(data, layers, visible, asked)
     # One request at a time: nothing is computed on the padding behind short requests, and what is needed for a moment
@@ -86,10 +92,19 @@ def _numbers(data: StepData, visible: torch.Tensor) -> int:
 def _of_request(
     data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tensor, request: int, asked: _Asked
 ) -> Attention:
-    part = _part(data, visible, request)
+    part, off = _part(data, visible, request), asked.query_rounding
+    if off is not None:
+        off = off[:, data.row_request == request]
+        asked = replace(asked, query_rounding=off)
     if _numbers(part, part.visible) <= _LAYERS_AT_ONCE:
         return _attend(part, layers, part.visible, asked)
-    each = [_attend(_layer(part, index), [layer], part.visible, asked) for index, layer in enumerate(layers)]
+    each = [
+        _attend(
+            _layer(part, index), [layer], part.visible,
+            asked if off is None else replace(asked, query_rounding=off[index : index + 1]),
+        )
+        for index, layer in enumerate(layers)
+    ]  # fmt: skip
     return replace(_joined(each, 0), keys=each[0].keys)
 
 
@@ -129,6 +144,7 @@ def _joined(parts: Sequence[Attention], dim: int) -> Attention:
     """Parts of a step side by side: layers along dimension 0, rows along dimension 1."""
     flat = [part.flat for part in parts if part.flat is not None]
     factors = [vars(part.factors) for part in parts if part.factors is not None]
+    errors = [part.logit_error for part in parts if part.logit_error is not None]
     return Attention(
         out=torch.cat([part.out for part in parts], dim),
         mass=torch.cat([part.mass for part in parts], dim),
@@ -140,6 +156,7 @@ def _joined(parts: Sequence[Attention], dim: int) -> Attention:
         factors=FactorErrors(**{name: torch.cat([part[name] for part in factors], dim) for name in factors[0]})
         if factors
         else None,
+        logit_error=torch.cat(errors, dim) if errors else None,
     )
 
 
@@ -158,7 +175,7 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         return rows.reshape(num_layers, tokens, num_q_heads, -1)
 
     # [L, B, Hk, G * Tmax, D] and [L, B, Hk, S, D]: one matrix product for each KV head of each request.
-    rows, keys = _by_kv_head(data, bs, widest, kv_heads), _of_heads(data.stored_keys, data.kv_scales[0])
+    rows, keys = _by_kv_head(data, data.q, bs, widest, kv_heads), _of_heads(data.stored_keys, data.kv_scales[0])
     logits = (rows @ keys.mT).view(grouped)
     scaling = torch.tensor([layer.scaling for layer in layers], dtype=torch.float64).view(-1, 1, 1, 1, 1, 1)
     noise = (_norm(rows) * _norm(keys).amax(3, keepdim=True)).view(grouped).mul_(scaling)
@@ -168,6 +185,12 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         if layer.logit_cap:
             logits[index].div_(layer.logit_cap).tanh_().mul_(layer.logit_cap)
     seen = _seen(data, visible, layers)
+    logit_error = None
+    if asked.query_rounding is not None:
+        off = _by_kv_head(data, asked.query_rounding, bs, widest, kv_heads) @ keys.abs().mT
+        # A soft cap makes it smaller, and never larger.
+        off = off.view(grouped).mul_(scaling).masked_fill_(~seen, 0.0)
+        logit_error = packed(off.amax(-1, keepdim=True).flatten(3, 4))
     logits.masked_fill_(~seen, -torch.inf)
     top = logits.amax(-1, keepdim=True)
     sinks = _sinks(layers, num_q_heads, kv_heads)
@@ -199,6 +222,7 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         top=packed(top.flatten(3, 4)).squeeze(-1),
         flat=everything,
         factors=factors,
+        logit_error=logit_error,
     )
 
 
@@ -225,14 +249,14 @@ def _of_heads(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return dequantised(stored.permute(0, 1, 3, 2, 4).contiguous(), scales)
 
 
-def _by_kv_head(data: StepData, bs: int, widest: int, kv_heads: int) -> torch.Tensor:
-    """The queries, [L, B, Hk, G * Tmax, D] float64; zeros behind the rows of a request."""
-    num_layers, tokens, num_q_heads, dim = data.q.shape
+def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_heads: int) -> torch.Tensor:
+    """``rows`` [L, T, Hq, D], as queries are, to [L, B, Hk, G * Tmax, D] float64; zeros behind those of a request."""
+    num_layers, tokens, num_q_heads, dim = rows.shape
     if tokens == bs * widest:
-        q = data.q.double()
+        q = rows.double()
     else:
         q = torch.zeros(num_layers, bs, widest, num_q_heads, dim, dtype=torch.float64)
-        q[:, data.row_request, data.row_offset] = data.q.double()
+        q[:, data.row_request, data.row_offset] = rows.double()
     return q.view(num_layers, bs, widest, kv_heads, -1, dim).permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
 
 

@@ -98,8 +98,9 @@ def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given:
     """``rows`` [R] int64: those with hidden states and logits; None: all. ``given``: see ``attend_with_limit``."""
     case = schedule.case
     attention, limit = attend_with_limit(schedule, data, given)
-    sums = part_sums(case, data, attention, schedule.lse_dtype, schedule.matmul_dtype) if case.parts else None
-    if sums:
+    sums = None
+    if case.parts:
+        sums = part_sums(case, data, attention, schedule.lse_dtype, schedule.matmul_dtype, schedule.q_scale)
         limit = merged_attention_limit(case, attention, limit, sums)
     own = _own(case, limit)
     hidden, hidden_limit = _hidden(case, data, attention, own)
@@ -135,7 +136,7 @@ def attend_with_limit(
     if given:
         data = as_given(data, one_by_one=case.draft is not None)
     factors = matmul_dtype == "tf32"
-    attention = attend(data, layers or make_layers(case), flat=flat, factors=factors)
+    attention = attend(data, layers or make_layers(case), flat=flat, factors=factors, q_scale=schedule.q_scale)
     return attention, attention_limit(attention, case.dtype, matmul_dtype)
 
 

@@ -17,6 +17,9 @@ p relative to the row's largest, and multiplied by a factor (7 in FlyDSL, which 
 date; 256 in FlashAttention 3; 448 in XQA). The limit asks for 4: then 2^-12 of the largest p may be lost, whatever p_j
 is. Who says ``fp8_e4m3_unscaled`` has no factor.
 
+Queries that are rounded to FP8 move a logit by some e at most, from their own numbers (``query_rounding.py``), and a
+weight by a factor of at most exp(2 e): by that an output is off, and by as much all that scales with weights is larger.
+
 Factors of tf32 are limited by what their errors do in sum (``narrow_factors.py``): the largest that each may do, added
 up over all of them, is some 30 times what they do. Measured with Triton's ``tl.dot`` under the emulation, which cuts
 factors off, over the float32 cases of core: errors take 0.28 of the limit in the median and 0.73 at most.
@@ -56,6 +59,8 @@ _SMALLEST = {"bf16": 2.0**-133, "fp16": 2.0**-24, "fp32": 2.0**-149}
 _FLUSHED = 2.0**-110
 """GPU kernels flush numbers below 2^-126 to zero; so much may a sum of 2^16 of them be."""
 _FLOAT32 = 2.0**-24
+_LARGEST_ERROR = 100.0
+"""Of a logit: nothing is left to ask of a row, and the numbers stay finite."""
 
 
 def _unit(dtype: str, attention: Attention) -> torch.Tensor:
@@ -85,6 +90,9 @@ def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model
         assert attention.flat is not None
         limit.add_(attention.mass, alpha=2 * UNIT_ROUNDOFF["fp8_e4m3"])
         limit.add_(attention.flat, alpha=2 * _FP8_ABSOLUTE[matmul_dtype])
+    if attention.logit_error is not None:
+        grown = 2 * attention.logit_error.clamp(max=_LARGEST_ERROR)
+        limit.mul_(grown.exp()).add_(attention.mass * grown.expm1())
     return limit
 
 
@@ -131,6 +139,8 @@ def lse_limit(attention: Attention, dtype: str, lse_dtype: str = "fp32", matmul_
         unit, factors = UNIT_ROUNDOFF["tf32"], attention.factors
         of_logits = (unit * factors.lse + unit**2 * factors.lse_bend).squeeze(-1)
         limit += torch.minimum(of_logits, TOGETHER * unit * noise) + unit
+    if attention.logit_error is not None:
+        limit += attention.logit_error.squeeze(-1)
     limit += _lse_rounding(attention.lse, dtype, lse_dtype)
     return limit.masked_fill(attention.lse == -torch.inf, 0.0)
 

@@ -17,10 +17,12 @@ from .limits import lse_limit, merged_limit, merged_lse_limit
 __all__ = ["attend_part", "merged_attention_limit", "part_sums"]
 
 
-def attend_part(data: StepData, layers: Sequence[AttentionLayer], part: KVPart, *, factors: bool = False) -> Attention:
+def attend_part(
+    data: StepData, layers: Sequence[AttentionLayer], part: KVPart, *, factors: bool = False, q_scale: str = "none"
+) -> Attention:
     """Attention on the keys of ``part`` alone. Outputs of rows that see none of them are NaN.
 
-    ``factors``: as in ``attend``.
+    ``factors``, ``q_scale``: as in ``attend``.
     """
     bs, _, longest = data.visible.shape
     # A request's first row stands behind its prefix. In draft-decode all keys are one part.
@@ -30,19 +32,20 @@ def attend_part(data: StepData, layers: Sequence[AttentionLayer], part: KVPart, 
     held = part.holds(torch.arange(longest)[None], prefix)
     if not part.sinks:
         layers = [replace(layer, sinks=None) for layer in layers]
-    return attend(data, layers, data.visible & held[:, None], factors=factors)
+    return attend(data, layers, data.visible & held[:, None], factors=factors, q_scale=q_scale)
 
 
 def part_sums(
-    case: Case, data: StepData, whole: Attention, lse_dtype: str, matmul_dtype: str = "model"
+    case: Case, data: StepData, whole: Attention, lse_dtype: str, matmul_dtype: str = "model", q_scale: str = "none"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Natural log-sum-exps [L, T, P, Hq] float64 and their limits, likewise: of each part of a case that has parts.
 
     Where the backend merges, of all keys too, behind them. ``whole``: attention on all keys. ``matmul_dtype``: of
-    ``lse_limit``.
+    ``lse_limit``; ``q_scale``: of ``attend``.
     """
     layers = make_layers(case)
-    parts = [attend_part(data, layers, part, factors=matmul_dtype == "tf32") for part in parts_of(case)]
+    factors = matmul_dtype == "tf32"
+    parts = [attend_part(data, layers, part, factors=factors, q_scale=q_scale) for part in parts_of(case)]
     sums = torch.stack([part.lse for part in parts], 2)
     limits = torch.stack([lse_limit(part, case.dtype, lse_dtype, matmul_dtype) for part in parts], 2)
     if not case.own_merge:

@@ -1,7 +1,8 @@
 """Failures grouped by cause: what one bug breaks in forty case-runs is one thing to read, not forty.
 
 A case-run's cause is what its first finding says most tellingly, without what belongs to the case: numbers, rows,
-requests. Case-runs of one backend and check that say the same are a group.
+requests, and without what a compiler makes up: names of files, kernels, buffers and symbols, addresses. Case-runs of
+one backend and check that say the same are a group; of what was raised the type and the author's line count alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..results import CaseResult, Finding
+from ..results import CaseResult, Finding, is_generated
 
 __all__ = ["Group", "cause_lines", "group_failures", "without_numbers"]
 
@@ -81,9 +82,9 @@ def _split(backend: str, check: str, members: Sequence[tuple[CaseResult, tuple[_
 
 
 def _in_words(texts: Sequence[str]) -> str:
-    """What all of them say: the text itself where it is one, else without what differs."""
-    alike = Counter(texts)
-    return texts[0] if len(alike) == 1 else without_numbers(alike.most_common(1)[0][0])
+    """What most of them say: the text itself where it is one, else without what differs."""
+    alike = Counter(map(without_numbers, texts))
+    return texts[0] if len(set(texts)) == 1 else alike.most_common(1)[0][0]
 
 
 def _lines(result: CaseResult) -> tuple[_Line, ...]:
@@ -94,9 +95,12 @@ def _lines(result: CaseResult) -> tuple[_Line, ...]:
 
 def _of_finding(finding: Finding) -> list[_Line]:
     raised = _RAISED_AT.match(finding.where)
-    if raised:
-        # One line of the author's that raises is one cause, in whichever phase it is reached.
-        return [_Line(f"{raised[0]} {without_numbers(_PHASE.sub('', finding.headline))}", finding.headline)]
+    if raised and not is_generated(raised["file"]):
+        # One line of the author's that raises is one cause, in whichever phase it is reached, and whatever a compiler
+        # says of it for each shape.
+        kind = _PHASE.search(finding.headline)
+        said = kind["kind"] if kind else without_numbers(finding.headline)
+        return [_Line(f"{raised[0]} {said}", finding.headline)]
     if not _ABOUT_A_ROW.match(finding.headline):
         return [_Line(without_numbers(finding.headline), finding.headline)]
     hints = [_Line(without_numbers(line), line) for line in finding.hint.splitlines() if line]
@@ -107,13 +111,15 @@ def _of_finding(finding: Finding) -> list[_Line]:
 def _of_reason(result: CaseResult) -> list[_Line]:
     first = result.reason.partition("\n")[0] or result.status.value
     frames = list(_FRAME.finditer(result.reason))
-    frame = next((each for each in frames if not _OF_A_LIBRARY.search(each["path"])), frames[0] if frames else None)
+    written = [each for each in frames if not is_generated(each["path"])]
+    own = (each for each in written if not _OF_A_LIBRARY.search(each["path"]))
+    frame = next(own, written[0] if written else None)
     text = f"{first}, in {frame['file']}:{frame['line']} {frame['function']}" if frame else first
     # Its number is the frame's name: two lines that hang are two causes.
     return [_Line(without_numbers(first) + (f" {frame[0]}" if frame else ""), text)]
 
 
-_RAISED_AT = re.compile(r"\S+:\d+ in \S+?(?=:|$)", re.MULTILINE)
+_RAISED_AT = re.compile(r"(?P<file>\S+):\d+ in \S+?(?=:|$)", re.MULTILINE)
 """Begins the ``where`` of what was raised, as ``checks/failures.py`` writes it: ``file.py:12 in function``."""
 _FRAME = re.compile(r'File "(?P<path>(?:[^"]*/)?(?P<file>[^"/]+))", line (?P<line>\d+),? in (?P<function>\S+)')
 """Of a stack that Python dumps when a process dies or is given up, the innermost first."""
@@ -121,7 +127,7 @@ _OF_A_LIBRARY = re.compile(
     r"/lib/python3\.\d+/(?!(?:site|dist)-packages/)|/(?:site|dist)-packages/(?:torch|numpy|triton)/"
 )
 """Somebody called it with what it died of: the caller's line tells the cause."""
-_PHASE = re.compile(r"^.*? raised (?=\w+: )")
+_PHASE = re.compile(r"^.*? raised (?P<kind>\w+): ")
 _ABOUT_A_ROW = re.compile(r"requests? \d")
 """Begins the headline of a wrong number: it names one request of one case, and no cause."""
 
@@ -137,9 +143,24 @@ RESTATES_THE_CHECK = (
 """Hints that every failure of a check has: what diagnosis found out to blame that check."""
 
 _NUMBER = r"-?(?:0x[0-9a-f]+|\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+_MADE_UP = (
+    # A path into a folder of compiled code, as far as it goes.
+    (r"[\w./~-]*(?:torchinductor_|/\.triton/|/triton[-_]cache/|/torch_compile_debug/)[\w./:-]*", "generated code"),
+    (r"(?<![\w/])(?:/[\w.-]+)*/?\bc[a-z2-7]{51}(?:\.\w+)?", "generated code"),
+    (r"<eval_with_key>(?:\.\d+)?|<lambda_\d+>", "generated code"),
+    # Hashes and handles.
+    (r"\b(?=\w*\d)(?:[A-Z2-7]{26,}|[a-z2-7]{26,}|[0-9a-f]{16,})\b", "N"),
+    # Kernels of Inductor, and names of graphs: buf12, s17, primals_3, triton_poi_fused_add_0.
+    (r"\btriton_(?:poi|per|red|tem|mm|for)_\w+", "triton_N"),
+    (r"\b(buf|arg|tmp|inp|xindex|zuf|ks|s|u|ps|op|subgraph|graph_?)\d+(?:_\d+)*\b", r"\1N"),
+    (r"\b([A-Za-z]\w*?_)\d+(?:_\d+)*\b", r"\1N"),
+    # Names of temporary files.
+    (r"/tmp/[\w./-]+", "a temporary file"),
+)
 _ALIKE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), instead)
     for pattern, instead in (
+        *_MADE_UP,
         (r"\b(eager|graph):[\w.-]+", "another case-run"),
         (r"the \d+ case-runs that repro names", "another case-run"),
         # What to look at follows from the case's features.

@@ -65,10 +65,12 @@ def schedule_for(case: Case, claims: Capabilities) -> Schedule:
     if products == "model" and case.dtype == "fp32" and claims.fp32_products == "tf32":
         products = "tf32"
     lse_in_model = case.parts and claims.lse is not None and claims.lse.dtype == "model"
-    lse_dtype = {"lse_dtype": "model"} if lse_in_model else {}
+    others = {"lse_dtype": "model"} if lse_in_model else {}
+    if in_fp8 and claims.q_scale != "none":
+        others["q_scale"] = claims.q_scale
     if products == "model" and not as_given:
-        return make_schedule(case, **lse_dtype)
-    return make_schedule(case, products, as_given, **lse_dtype)
+        return make_schedule(case, **others)
+    return make_schedule(case, products, as_given, **others)
 
 
 def schedules_of(case: Case, execution: Execution, claims: Capabilities, environment: Environment) -> list[Schedule]:

@@ -15,7 +15,9 @@ from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.oracle.expect import Expected, expect
 
 CLAIMS = TorchNativeBackend.capabilities
-IN_FP8 = CLAIMS.with_changes(matmul_dtype="fp8_e4m3")
+IN_FP8 = CLAIMS.with_changes(matmul_dtype="fp8_e4m3", q_scale="per_token")
+SCALED = "large_and_small_queries"
+UNSCALED = [data for data in EXTREME_DATA if data != SCALED]
 EXTREMES = {mode: [c for c in as_made(IN_FP8, mode, "core") if c.data in EXTREME_DATA] for mode in ForwardMode}
 ALL = [case for cases in EXTREMES.values() for case in cases]
 (IN_FP16, IN_BF16) = (case for case in EXTREMES[ForwardMode.DECODE] if case.data == "swamped")
@@ -32,7 +34,7 @@ def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> 
     assert list(dict.fromkeys(case.data for case in cases if case.data in EXTREME_DATA)) == list(EXTREME_DATA)
     assert all(came_later(case) for case in cases[first:])
     once = [case for case in EXTREMES[mode] if case != IN_BF16]
-    assert [case.kv_dtype for case in once] == ["fp8_e4m3", "same", "fp8_e4m3", "same", "same", "fp8_e4m3"]
+    assert [case.kv_dtype for case in once] == ["fp8_e4m3", "same", *["fp8_e4m3"] * 2, "same", "same", "fp8_e4m3"]
     assert len(EXTREMES[mode]) - len(once) == (mode is ForwardMode.DECODE)
 
 
@@ -42,10 +44,10 @@ def test_only_what_is_claimed_and_not_in_smoke() -> None:
     assert extremes(CLAIMS.with_changes(dtypes={"bf16"})) == ["saturated", "swamped", "loud", "colossal"]
     assert extremes(CLAIMS.with_changes(dtypes={"fp32"})) == ["saturated", "loud"], "nothing of 16 bits"
     assert extremes(CLAIMS.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated", "loud"]
-    assert extremes(CLAIMS) == ["saturated", "swamped", *EXTREME_DATA[1:-1]]
+    assert extremes(CLAIMS) == ["saturated", "swamped", *UNSCALED[1:-1]]
     assert extremes(IN_FP8.with_changes(kv_dtypes={"same"})) == ["swamped", "swamped", "towering", "colossal"]
     unscaled = CLAIMS.with_changes(matmul_dtype="fp8_e4m3_unscaled")
-    assert extremes(unscaled) == ["saturated", "swamped", *EXTREME_DATA[1:]], (
+    assert extremes(unscaled) == ["saturated", "swamped", *UNSCALED[1:]], (
         "and those who say that they lose them have them too"
     )
     a_key_less = CLAIMS.with_changes(max_context_len=4096)

@@ -162,7 +162,7 @@ class OneTableForPools(Tiled):
     capabilities = wide_claims("decode", kv_groups=True, sliding_window={"decode"})
 
     def slots(self, plan):
-        return super().slots(replace(plan, step=self._step))
+        return super().slots(replace(plan, step=self._kit_step))
 
 
 @bug("sglang #7239", "draft-decode-gqa2x2-d64-bf16-p1-k7x2-topk1steps2-reversed-gauss-b2prod", "reads-own-kv")

@@ -188,7 +188,7 @@ class Int64LengthsReadAsInt32(Tiled):
         super().init_forward_metadata(batch)
         if batch.batch_size and batch.forward_mode.is_draft_extend_v2():
             words = batch.seq_lens.contiguous().view(torch.int32)[: batch.batch_size]
-            self._step = replace(self._step, kv_lens=words)
+            self._kit_step = replace(self._kit_step, kv_lens=words)
 
 
 @bug(

@@ -55,7 +55,7 @@ class OwnStart(Known):
     def init_forward_metadata_in_graph(self, batch):
         super().init_forward_metadata_in_graph(batch)
         if not self.eager and batch.batch_size:
-            self._step = replace(self._step, cu_seqlens_q=self.start[: batch.batch_size + 1])
+            self._kit_step = replace(self._kit_step, cu_seqlens_q=self.start[: batch.batch_size + 1])
 
     def rows_of(self, q, plan):
         row = torch.arange(len(q), device=q.device)

@@ -20,7 +20,7 @@ class FullMask(Tiled):
         if c.topk > 1:
             cells = max_bs * c.num_draft_tokens * c.max_context_len
             buffer = torch.zeros(cells, dtype=torch.bool, device=c.device)
-            self._mask = VerifyMask(buffer, TreeMaskMode.FULL_MASK, self.most_requests(max_bs))
+            self._kit_mask = VerifyMask(buffer, TreeMaskMode.FULL_MASK, self.most_requests(max_bs))
 
     def most_requests(self, max_bs):
         return max_bs

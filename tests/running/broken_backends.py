@@ -185,7 +185,7 @@ class AcceptsAnything(_Decode):
         self.context = context
         pages = -(-context.max_context_len // context.page_size)
         self._page_starts = torch.arange(pages, device=context.device) * context.page_size
-        self._mask = None
+        self._kit_mask = None
 
 
 class ClaimsWhatNoCaseCanMeet(MinimalBackend):
@@ -254,7 +254,7 @@ class SharedLengthsOfAllBuckets(_Decode):
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
-        self._step = replace(self._step, kv_lens=self.lens[: batch.batch_size])
+        self._kit_step = replace(self._kit_step, kv_lens=self.lens[: batch.batch_size])
 
 
 class NotABackend:

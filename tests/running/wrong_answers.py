@@ -47,7 +47,7 @@ class MaskIsNoneTwice(_Decode):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        return self._mask.buffer  # type: ignore[union-attr, return-value]
+        return self._kit_mask.buffer  # type: ignore[union-attr, return-value]
 
 
 class MaskIsAMethod(_Decode):

@@ -29,6 +29,7 @@ from .memory import stored_elsewhere
 from .numbers import narrow_products, new_rows, other_scaling, right_keys, vanished_weights
 from .parameters import other_parameters
 from .parts import only_empty_parts
+from .query_scales import other_query_scale
 from .rows import (
     kept_from_before,
     last_page,
@@ -104,6 +105,7 @@ _PATTERNS: tuple[Pattern, ...] = (
     rows_of_a_later_tile,
     new_rows,
     narrow_products,
+    other_query_scale,
     vanished_weights,
     other_scaling,
     other_parameters,
@@ -148,6 +150,7 @@ _SAYS_MORE: Mapping[Pattern, tuple[Pattern, ...]] = {
     last_rows_right: _GUESSES,
     new_rows: _GUESSES,
     narrow_products: _GUESSES,
+    other_query_scale: (other_scaling, other_parameters, *_GUESSES),
     vanished_weights: (other_scaling, other_parameters, *_GUESSES),
     other_scaling: (other_parameters, *_GUESSES),
     other_parameters: _GUESSES,

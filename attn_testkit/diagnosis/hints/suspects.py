@@ -14,6 +14,10 @@ DATA_SUSPECTS = {
     "swamped": ["sums kept in 16 bits, which lose small terms beside a large one (values of this case)"],
     "saturated": ["a store in FP8 that does not stop at its largest number (values of this case are beyond it)"],
     "loud": ["the range of q: queries that are limited, or rounded to FP8 (those of this case are large)"],
+    "large_and_small_queries": [
+        "the scale of queries (q_scale): one that is missing, of another token or step, or not multiplied back (rows "
+        "of this case are beyond what FP8 holds, or below it)"
+    ],
     "towering": ["products of weights and values in 16 bits that are not yet divided by the sum of the weights"],
     "colossal": ["rows of bf16 that are converted to fp16, whose largest number is 65,504"],
     "faint": [

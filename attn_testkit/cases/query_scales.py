@@ -1,0 +1,53 @@
+"""Queries of kernels that round them to FP8: numbers on which the rounding is exact, under the declared scale.
+
+A kernel that scales queries divides them by the largest |q| of a group over 448 (or by the next power of two), rounds
+to e4m3, and multiplies the logits by that scale. Every head of every row has a largest |q| of 448 times a power of two
+here. So the scale of any group of them is a power of two, whatever the group is, and where all numbers of the group are
+e4m3 numbers times that scale nothing is rounded: limits need no room for it, and whoever has another scale is wrong.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+__all__ = ["E4M3", "LARGEST_FP8", "group_largest", "held_queries", "large_or_small"]
+
+E4M3 = torch.float8_e4m3fn
+LARGEST_FP8 = 448.0
+"""Of e4m3fn."""
+_SHARED = {"per_token_head": (3,), "per_token": (2, 3), "per_tensor": (1, 2, 3)}
+"""Dimensions of [L, T, Hq, D] whose numbers have one scale, by ``Capabilities.q_scale``."""
+
+
+def group_largest(sizes: torch.Tensor, q_scale: str) -> torch.Tensor:
+    """[L, 1 or T, 1 or Hq, 1]: the largest of ``sizes`` [L, T, Hq, D or 1] of each group that shares a scale."""
+    return sizes.amax(_SHARED[q_scale], keepdim=True)
+
+
+def held_queries(q: torch.Tensor, q_scale: str) -> torch.Tensor:
+    """``q`` [L, T, Hq, D] float32, moved to numbers that a kernel with this ``q_scale`` rounds to themselves."""
+    largest = q.abs().amax(-1, keepdim=True)
+    scales = torch.exp2((largest / LARGEST_FP8).log2().round())
+    q = q * torch.where(largest > 0, scales * LARGEST_FP8 / largest, 1.0)
+    shared = group_largest(scales, q_scale)
+    shared = torch.where(shared > 0, shared, 1.0)
+    return (q / shared).to(E4M3).float() * shared
+
+
+def large_or_small(q: torch.Tensor, q_scale: str, rng: np.random.Generator) -> torch.Tensor:
+    """Leave each row of ``q`` [L, T, Hq, D] its last channel, which is large, or the others, which are small.
+
+    Rows of one scale are alike, and their neighbors are not. Where a tensor has one scale it is all large, all small,
+    or has both: small rows may vanish then.
+    """
+    layer, row, head = (torch.arange(count) for count in q.shape[:3])
+    layer, row, head = layer[:, None, None], row[:, None], head
+    first = int(rng.integers(0, 6))
+    if q_scale == "per_tensor":
+        kind = (layer + first) % 3
+        large = torch.where(kind == 2, row % 2, kind) == 0
+    else:
+        large = (layer + row + (head if q_scale == "per_token_head" else 0) + first) % 2 == 0
+    last = torch.arange(q.shape[-1]) == q.shape[-1] - 1
+    return q * (large.expand(q.shape[:3])[..., None] == last)
