@@ -1,9 +1,9 @@
 """Kernel files of a project's wheel, loaded without the project around them.
 
-A kernel file imports a handful of names of its server (a logger, what the platform is), and the server's package imports
-everything. ``load`` imports the file from where the wheel lies, and answers those names from a table; nothing is copied,
-and no package ``__init__`` runs. The adapters and the proofs next to this file need torch, triton and the wheels, installed
-without dependencies: ``bash ci/servers.sh public-kernels``.
+A kernel file imports a handful of names of its server (a logger, what the platform is); the package around it imports
+everything. ``load`` imports the file from where the wheel lies, and answers those names from a table. Nothing is
+copied, and no package ``__init__`` runs. The adapters and proofs next to this file need torch, triton and the wheels
+without their dependencies: ``bash ci/servers.sh public-kernels``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _stand_for_package(project: str) -> None:
 
 
 def _parents_of(name: str, itself: bool = True) -> ModuleType:
-    """An empty module for every package on the way that is not there, which finds its modules where the wheel has them."""
+    """An empty module for each package on the way that is not there; it finds its modules where the wheel has them."""
     parts = name.split(".")
     for length in range(2, len(parts) + itself):
         module, parent = ".".join(parts[:length]), sys.modules[".".join(parts[: length - 1])]

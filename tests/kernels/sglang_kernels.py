@@ -15,6 +15,7 @@ from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, Kern
 _OPS = "sglang.kernels.ops.attention"
 _SPLITS = 8
 _DECODES = frozenset({ForwardMode.DECODE, ForwardMode.DRAFT_DECODE})
+_EXTENDS = frozenset(ForwardMode) - _DECODES
 
 
 class Decode(KernelBackend):
@@ -67,9 +68,9 @@ class Extend(KernelBackend):
     """``extend_attention_fwd``: the step's own rows as given, the prefix from the pool. Chains and trees."""
 
     capabilities = Capabilities(
-        eager=frozenset(ForwardMode) - _DECODES, graph=frozenset(ForwardMode) - _DECODES, families={"mha", "gqa", "mqa"},
-        head_dims={64, 128, 256}, page_sizes={1, 16, 64}, max_q_rows=8, max_topk=4, logit_cap=True, sinks=True,
-        needs_cpu_seq_lens=False, deterministic=True, new_rows_as_given=frozenset(ForwardMode) - _DECODES,
+        eager=_EXTENDS, graph=_EXTENDS, families={"mha", "gqa", "mqa"}, head_dims={64, 128, 256},
+        page_sizes={1, 16, 64}, max_q_rows=8, max_topk=4, logit_cap=True, sinks=True, needs_cpu_seq_lens=False,
+        deterministic=True, new_rows_as_given=_EXTENDS,
     )  # fmt: skip
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:

@@ -6,8 +6,8 @@ PYTHONPATH=tests/kernels attn-testkit run --backend torch_kernels:SDPA
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
 

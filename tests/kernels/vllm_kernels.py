@@ -24,8 +24,8 @@ class Unified(KernelBackend):
     capabilities = Capabilities(
         eager=_MODES, graph=_MODES, families={"mha", "gqa", "mqa"}, head_dims={64, 128, 256}, page_sizes={16, 32, 64},
         max_q_rows=8, max_topk=1, max_draft_branches=4, sliding_window=_MODES, logit_cap=True, sinks=True,
-        needs_cpu_seq_lens=False, takes_none_kv=True, padded_requests={"rows", "nothing"}, verify_lens={"prefix", "all"},
-        deterministic=True,
+        needs_cpu_seq_lens=False, takes_none_kv=True, padded_requests={"rows", "nothing"},
+        verify_lens={"prefix", "all"}, deterministic=True,
     )  # fmt: skip
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:

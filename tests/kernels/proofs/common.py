@@ -9,7 +9,10 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-sys.path.insert(0, str(Path(__file__).parents[1]))  # alone.py
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from alone import FLAG_GEMS, LIGHTLLM, SGLANG, VLLM, load  # noqa: E402
+
+__all__ = ["DEVICE", "FLAG_GEMS", "LIGHTLLM", "SGLANG", "VLLM", "finish", "load"]
 
 
 def finish(right: bool, wrong: str) -> None:

@@ -1,13 +1,11 @@
-"""LightLLM's GQA decode multiplies slot and stride in 32 bits: a slot 2^31 elements into the pool is read 4 GiB before it.
+"""LightLLM's GQA decode multiplies slot and stride in 32 bits: a slot 2^31 elements into the pool is read before it.
 
 One key, so the output is its value. The pool is the second half of an allocation whose start is what a wrapped offset
 reads. 9 GB of memory on a GPU; on a CPU nearly none is touched.
 """
 
-from common import DEVICE, finish
-from alone import LIGHTLLM, load
-
 import torch
+from common import DEVICE, LIGHTLLM, finish, load
 
 WIDTH, SLOT = 64, 2**31 // 64
 memory = torch.empty(2**32 + WIDTH, dtype=torch.float16, device=DEVICE)

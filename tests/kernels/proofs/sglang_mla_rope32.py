@@ -1,9 +1,7 @@
-"""SGLang's decode of MLA takes latent rows of 512 + 64 and 256 + 32, and does not compile for others, such as 512 + 32."""
-
-from common import DEVICE, finish
-from alone import SGLANG, load
+"""SGLang's decode of MLA takes latent rows of 512 + 64 and 256 + 32, and does not compile for 512 + 32 or 256 + 64."""
 
 import torch
+from common import DEVICE, SGLANG, finish, load
 
 module = load("sglang.kernels.ops.attention.decode_attention", SGLANG)
 

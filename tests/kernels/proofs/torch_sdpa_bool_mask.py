@@ -3,9 +3,8 @@
 Allowed keys have a value of -1, masked ones a logit of 0 before the mask and a value of +1.
 """
 
-from common import DEVICE, finish
-
 import torch
+from common import DEVICE, finish
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -1,14 +1,12 @@
 """vLLM's decode of MLA with one query head takes the kernel of MHA, which rounds each product of q and k to the dtype.
 
 The same row twice, as two heads, takes the grouped kernel, whose dot sums in float32. ``allowed`` is what may come of
-probabilities and outputs that are rounded once each, and of nothing else. ``rounded`` computes in float64, and rounds the
-products alone: what it is off by is what the kernel is off by.
+probabilities and outputs that are rounded once each, and of nothing else. ``rounded`` computes in float64, and rounds
+only the products: it is off by as much as the kernel is.
 """
 
-from common import DEVICE, finish
-from alone import VLLM, load
-
 import torch
+from common import DEVICE, VLLM, finish, load
 
 LATENT, ROPE, KEYS, PAGE, SCALE = 512, 64, 32, 16, 192**-0.5
 module = load("vllm.v1.attention.ops.triton_decode_attention", VLLM)

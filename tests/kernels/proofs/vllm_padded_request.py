@@ -1,13 +1,11 @@
 """vLLM's kernel_paged_attention_2d leaves out requests of several rows, and not those of none: they store a row.
 
-A full CUDA graph pads its batch with requests that have neither rows nor keys. Their first row is the one behind the last
-real row: behind the output, where real rows fill the graph.
+A full CUDA graph pads its batch with requests that have neither rows nor keys. Their first row is the one behind the
+last real row: behind the output, if real rows fill the graph.
 """
 
-from common import DEVICE, finish
-from alone import VLLM, load
-
 import torch
+from common import DEVICE, VLLM, finish, load
 
 HEADS, WIDTH, BLOCK, ROWS = 2, 64, 16, 2
 module = load("vllm.v1.attention.ops.chunked_prefill_paged_decode", VLLM)

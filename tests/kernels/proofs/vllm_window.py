@@ -3,10 +3,8 @@
 Where the logits inside lie below that, the keys outside take all of the weight. Values inside are -1, outside +1.
 """
 
-from common import DEVICE, finish
-from alone import VLLM, load
-
 import torch
+from common import DEVICE, VLLM, finish, load
 
 WIDTH, BLOCK, KEYS, WINDOW = 64, 16, 8, 2
 module = load("vllm.v1.attention.ops.chunked_prefill_paged_decode", VLLM)
