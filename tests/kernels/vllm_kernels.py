@@ -55,10 +55,10 @@ class UnifiedTF32(Unified):
 
 class ChunkedPrefillPagedDecode(KernelBackend):
     """``chunked_prefill_paged_decode``: prefix prefill for requests of several rows, ``kernel_paged_attention_2d`` for
-    those of one. Requests without rows are vLLM's padding, and are not claimed: see ``WithPaddedRequests``."""
+    those of one. Graphs of extend have requests without rows, and are not claimed: see ``WithPaddedRequests``."""
 
     capabilities = Capabilities(
-        eager=_MODES, graph=_MODES, families={"mha", "gqa", "mqa"}, head_dims={64, 128}, page_sizes={16, 32, 64},
+        eager=_MODES, graph=_MODES - {ForwardMode.EXTEND}, families={"mha", "gqa", "mqa"}, head_dims={64, 128}, page_sizes={16, 32, 64},
         kv_layouts={"own"}, max_q_rows=8, max_topk=1, max_draft_branches=4, sinks=True, needs_cpu_seq_lens=False,
         new_rows_as_given=_MODES - {ForwardMode.DECODE, ForwardMode.DRAFT_DECODE}, deterministic=True,
         verify_lens={"prefix", "all"},
@@ -94,7 +94,7 @@ class ChunkedPrefillPagedDecode(KernelBackend):
 class WithPaddedRequests(ChunkedPrefillPagedDecode):
     """The padding of vLLM's full graphs, which the class of the server (``AttentionCGSupport.ALWAYS``) is given."""
 
-    capabilities = ChunkedPrefillPagedDecode.capabilities.with_changes(padded_requests={"nothing"})
+    capabilities = ChunkedPrefillPagedDecode.capabilities.with_changes(graph=_MODES, padded_requests={"nothing"})
 
 
 class Windowed(ChunkedPrefillPagedDecode):
