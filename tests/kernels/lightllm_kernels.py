@@ -34,9 +34,11 @@ class GQADecode(KernelBackend):
 
 
 class FlashDecoding(GQADecode):
-    """``token_decode_attention_flash_decoding``: q.k is summed from products in the model's dtype."""
+    """``token_decode_attention_flash_decoding``: q.k is multiplied and summed in the model's dtype."""
 
-    capabilities = GQADecode.capabilities.with_changes(families={"mha"}, gqa_ratios={1})
+    capabilities = GQADecode.capabilities.with_changes(
+        eager={"decode"}, graph=frozenset(), families={"mha"}, gqa_ratios={1}, max_draft_branches=1
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         k, v = (pages.flatten(0, 1) for pages in kv)

@@ -44,9 +44,12 @@ class Decode(KernelBackend):
 
 
 class DecodeMHA(Decode):
-    """The same call with as many KV heads as query heads: another kernel, which rounds each product of q and k."""
+    """The same call with as many KV heads as query heads: another kernel, which rounds each product of q and k. It is
+    outside of the limits where logits are large, so that decode is enough to see it."""
 
-    capabilities = Decode.capabilities.with_changes(families={"mha"}, gqa_ratios={1})
+    capabilities = Decode.capabilities.with_changes(
+        eager={"decode"}, graph=frozenset(), families={"mha"}, gqa_ratios={1}, max_draft_branches=1
+    )
 
 
 class DecodeMLA(Decode):
@@ -61,7 +64,9 @@ class DecodeMLA(Decode):
 class DecodeMLARope32(DecodeMLA):
     """Latent rows of 512 + 32, for which the launcher has no split of its own."""
 
-    capabilities = DecodeMLA.capabilities.with_changes(mla_rope_dims={32})
+    capabilities = DecodeMLA.capabilities.with_changes(
+        eager={"decode"}, graph=frozenset(), mla_rope_dims={32}, max_draft_branches=1
+    )
 
 
 class Extend(KernelBackend):

@@ -69,19 +69,21 @@ class SDPAFloatMask(Gathered):
 
 
 class Flex(Gathered):
-    """``flex_attention`` without a compiler: its own reference, with the mask and the soft cap as a ``score_mod``."""
+    """``flex_attention`` without a compiler, which is torch's reference of it and no graph's: mask and soft cap are a
+    ``score_mod``."""
 
-    capabilities = Gathered.capabilities.with_changes(logit_cap=True)
+    capabilities = Gathered.capabilities.with_changes(graph=frozenset(), logit_cap=True)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, plan: KernelPlan
     ) -> torch.Tensor:
         cap = plan.layer.logit_cap
+        nothing = torch.full((), -torch.inf, device=q.device)  # a number would be copied to the device at each call
 
         def modify(
             score: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor
         ) -> torch.Tensor:
             capped = cap * torch.tanh(score / cap) if cap else score
-            return torch.where(seen[batch, key], capped, -torch.inf)
+            return torch.where(seen[batch, key], capped, nothing)
 
         return flex_attention(q, k, v, score_mod=modify, scale=plan.layer.scaling, enable_gqa=True)  # type: ignore[return-value]

@@ -147,9 +147,11 @@ class DecodeMLA(KernelBackend):
 
 
 class DecodeMLAOneHead(DecodeMLA):
-    """One query head: the kernel of MHA, which rounds each product of q and k to the model's dtype."""
+    """One query head: the kernel of MHA, which rounds products of q and k and their sums to the model's dtype."""
 
-    capabilities = DecodeMLA.capabilities.with_changes(gqa_ratios={1})
+    capabilities = DecodeMLA.capabilities.with_changes(
+        eager={"decode"}, graph=frozenset(), gqa_ratios={1}, max_draft_branches=1
+    )
 
 
 class GroupedDecode(DecodeMLA):
