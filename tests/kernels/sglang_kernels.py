@@ -62,10 +62,10 @@ class DecodeMLA(Decode):
 
 
 class DecodeMLARope32(DecodeMLA):
-    """Latent rows of 512 + 32, for which the launcher has no split of its own."""
+    """Latent rows of 512 + 32 as well, for which the launcher has no split of its own."""
 
     capabilities = DecodeMLA.capabilities.with_changes(
-        eager={"decode"}, graph=frozenset(), mla_rope_dims={32}, max_draft_branches=1
+        eager={"decode"}, graph=frozenset(), mla_rope_dims={32, 64}, max_draft_branches=1
     )
 
 
