@@ -69,10 +69,10 @@ class SDPAFloatMask(Gathered):
 
 
 class Flex(Gathered):
-    """``flex_attention`` without a compiler, which is torch's reference of it and no graph's: mask and soft cap are a
-    ``score_mod``."""
+    """``flex_attention`` without a compiler, which is torch's reference of it and not for graphs: it copies a number to
+    the device at each call (``_math_attention_inner``). Mask and soft cap are a ``score_mod``."""
 
-    capabilities = Gathered.capabilities.with_changes(graph=frozenset(), logit_cap=True)
+    capabilities = Gathered.capabilities.with_changes(graph=frozenset(), logit_cap=True, eager_waits=True)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, plan: KernelPlan
