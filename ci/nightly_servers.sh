@@ -5,7 +5,8 @@
 #
 # Makes the environments of ci/servers.sh that are not there yet. Writes OUT/ENVIRONMENT/report.json, report.html and the rest
 # of what ci/nightly.sh writes; NIGHTS/ENVIRONMENT keeps records of earlier nights. What is claimed in tests/bridges/ beyond
-# the bridges, because the server offers it and is wrong there, runs as well, with the known failures of ci/servers/.
+# the bridges, because the server offers it and is wrong there, runs as well, with the known failures of ci/servers/. The
+# environment public-kernels runs the adapters of tests/kernels/: Triton kernels of servers and of others, without a server.
 # Goes through all of them, and fails with the first exit code that was not 0.
 #
 #   ATTN_SERVERS="a b"     instead of every environment of ci/servers/
@@ -22,19 +23,25 @@ declare -A backends=(
   [sglang-0.5.12.post1]="sglang:triton"
   [vllm-0.33.0]="vllm:triton vllm:triton_2d vllm:triton_invariant vllm:triton_fp8 vllm:triton_mla vllm:flash_attn
     vllm:flashinfer vllm:flex vllm:flex_merged vllm_wider:LseInFloat32"
+  [public-kernels]="sglang_kernels:Decode sglang_kernels:DecodeMHA sglang_kernels:DecodeMLA sglang_kernels:DecodeMLARope32
+    sglang_kernels:Extend vllm_kernels:Unified vllm_kernels:UnifiedFP8 vllm_kernels:UnifiedTF32
+    vllm_kernels:ChunkedPrefillPagedDecode vllm_kernels:WithPaddedRequests vllm_kernels:Windowed vllm_kernels:PrefixPrefill
+    vllm_kernels:DecodeMLA vllm_kernels:DecodeMLAOneHead vllm_kernels:GroupedDecode lightllm_kernels:GQADecode
+    lightllm_kernels:FlashDecoding flag_gems_kernels:FlashMLA torch_kernels:SDPA torch_kernels:SDPAFloatMask"
 )
 declare -A known=(
   [sglang-0.5.23]=known_failures.toml
   [sglang-0.5.12.post1]=known_failures_older.toml
   [vllm-0.33.0]=known_failures_vllm.toml
+  [public-kernels]=known_failures_kernels.toml
 )
-names=(${ATTN_SERVERS:-sglang-0.5.23 sglang-0.5.12.post1 vllm-0.33.0})
+names=(${ATTN_SERVERS:-sglang-0.5.23 sglang-0.5.12.post1 vllm-0.33.0 public-kernels})
 
 status=0
 for name in "${names[@]}"; do
   [[ -n "${backends[$name]:-}" ]] || { echo "ci/nightly_servers.sh: there is no $name; there are ${!backends[*]}" >&2; exit 4; }
   bash ci/servers.sh "$name"
-  PYTHONPATH="$PWD/tests/bridges${PYTHONPATH:+:$PYTHONPATH}" ATTN_PYTHON="$PWD/build/servers/$name/bin/python" \
+  PYTHONPATH="$PWD/tests/bridges:$PWD/tests/kernels${PYTHONPATH:+:$PYTHONPATH}" ATTN_PYTHON="$PWD/build/servers/$name/bin/python" \
     ATTN_BACKENDS="${backends[$name]}" ATTN_KNOWN="ci/servers/${known[$name]}" ATTN_TIER="${ATTN_TIER:-smoke}" \
     bash ci/nightly.sh "$out/$name" ${nights:+"$nights/$name"} || { code=$?; [[ $status -ne 0 ]] || status=$code; }
 done

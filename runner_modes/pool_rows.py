@@ -148,9 +148,9 @@ class PoolRows:
     def differs(self, other: PoolRows, slots: int) -> torch.Tensor:
         """The first ``slots`` against a twin's: ``mark`` bytes each, not all 0 where one differs."""
         pairs = zip(self._tables, self.views(slots), other.views(slots), strict=True)
-        found = [table.differs(now, before, self.mark) for table, now, before in pairs]
-        one = found[0] if len(found) == 1 else torch.stack(found).amax(0)
-        return one if one.shape == (slots,) else one.view(-1)[:slots]
+        # Tables of a pool may count slots in different dimensions, and so hold some more than asked for.
+        found = [table.differs(now, before, self.mark).view(-1)[:slots] for table, now, before in pairs]
+        return found[0] if len(found) == 1 else torch.stack(found).amax(0)
 
     def views(self, slots: int) -> list[torch.Tensor]:
         """[*outer, *slots, *row] of each table."""

@@ -14,14 +14,14 @@ from ..cases.claimed import not_claimed
 from ..cases.data import StepData, make_step_data, new_kv, pool_image
 from ..cases.loop import make_loop, said
 from ..cases.schedule import Schedule, Step
-from ..cases.ways import way_of
+from ..cases.ways import dialect_of, way_of
 from ..checks import NUMERIC, Judgement, Stage, judged
 from ..checks.graphs import at_capture
 from ..checks.lossless import lossless, ran_to_its_end
 from ..checks.observation import Observation, StepInputs
 from ..checks.sameness import batch_invariant, repeatable
 from ..checks.step import judge_step
-from ..contract import Capabilities, Execution
+from ..contract import Capabilities, Execution, ForwardMode
 from ..diagnosis.blame import explain_numeric, name_check
 from ..diagnosis.raised import explain_raised
 from ..diagnosis.rerun import Rerunner
@@ -135,7 +135,7 @@ def _judged(
             outcome.findings += _compared(case, claims, outcome.observed)
         elif execution is Execution.GRAPH and not outcome.failed:
             # What is wrong at a replay as well is reported there, with a place.
-            outcome.findings += _not_finite([schedules[i] for i in driven.not_finite_in_warm_up], driven.fill)
+            outcome.findings += _not_finite([schedules[i] for i in driven.not_finite_in_warm_up], driven.fill, claims)
             outcome.findings += at_capture(driven.uneven_warm_ups, driven.written_at_capture)
     outcome.findings += _left_behind((*described.changed, *driven.changed))
     spent = time.perf_counter() - started
@@ -260,15 +260,25 @@ def _compared(case: Case, claims: Capabilities, observed: Sequence[Observation])
     return found + next(filter(None, (batch_invariant(first, each) for each in parts)), [])
 
 
+def _keys_of_all_rows(case: Case, claims: Capabilities) -> int:
+    """From which fill value on each row of a captured request sees a key."""
+    counts_rows = case.mode is ForwardMode.TARGET_VERIFY and dialect_of(claims, case).verify_lens == "all"
+    return case.width if counts_rows else 1
+
+
 _ONE_KEY_IN_PARTS = "; or of a part without keys, as all parts but one are here, comes something else than 0 and -inf"
 
 
-def _not_finite(schedules: Sequence[Schedule], fill: int) -> list[Finding]:
+def _not_finite(schedules: Sequence[Schedule], fill: int, claims: Capabilities) -> list[Finding]:
     """Capture runs on real kernels: a decode or verify of one key must not give NaN (servers assert it).
 
-    With no key at all, and where rows are packed behind the accepted ones, it may.
+    With no key at all, and where rows are packed behind the accepted ones, it may. So may rows that no key is left for,
+    where lengths count the rows themselves and the fill value is less: servers that count so fill in the rows (vLLM's
+    ``InputBatch.make_dummy``).
     """
-    asked = [schedule for schedule in schedules if fill >= 1 and not schedule.case.new]
+    asked = [
+        schedule for schedule in schedules if fill >= _keys_of_all_rows(schedule.case, claims) and not schedule.case.new
+    ]
     return [
         Finding(
             "finite",

@@ -134,6 +134,29 @@ def flip(number: torch.Tensor) -> None:
     number.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[number.dtype.itemsize]).bitwise_xor_(1)
 
 
+ONE_KV_HEAD = tuple(AttentionLayer(i, 4, 1, WIDTH, WIDTH, 1.0) for i in (0, 1))
+
+
+@pytest.mark.parametrize("slots", [PAGE + 1, 3 * PAGE - 1, 3 * PAGE])
+@pytest.mark.parametrize("part", [0, 1], ids=["keys", "values"])
+def test_with_one_head_keys_and_values_may_count_slots_in_other_dimensions(part: int, slots: int) -> None:
+    """vLLM's ROCm pools: keys are contiguous by slot then, and values [pages, D, page_size] are not."""
+
+    def lay_out(spec: KVPoolSpec) -> Sequence[KVLayer]:
+        found = []
+        for _ in spec.layers:
+            key = torch.zeros(spec.pages, 1, spec.page_size, WIDTH, dtype=spec.dtype, device=spec.device)
+            value = torch.zeros(spec.pages, 1, WIDTH, spec.page_size, dtype=spec.dtype, device=spec.device)
+            found.append(KVLayer(key.transpose(1, 2), value.permute(0, 3, 1, 2)))
+        return found
+
+    pool = KVPool((PAGES - 1) * PAGE, PAGE, ONE_KV_HEAD, torch.bfloat16, CUDA, "own", lay_out)
+    watch = filled(pool)
+    assert written(watch, [0, 4], slots)[0] == []
+    flip(pool.memory[1].parts[part][(slots - 1) // PAGE, (slots - 1) % PAGE, 0, WIDTH - 1])
+    assert written(watch, [0, 4], slots)[0] == [slots - 1]
+
+
 @pytest.mark.parametrize("layers", [MHA, MLA], ids=["mha", "mla"])
 @pytest.mark.parametrize("page", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])

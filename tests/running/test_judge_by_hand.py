@@ -255,6 +255,15 @@ def test_nan_in_a_warm_up_is_reported_once_with_the_fill_value_unless_replays_sh
     assert judged(with_driven(recorded(), not_finite_in_warm_up=(0,))).status is Status.PASSED
 
 
+@pytest.mark.parametrize(("way", "fill", "reported"), [("", 1, True), ("-withnew", 2, False), ("-withnew", 3, True)])
+def test_nan_in_a_warm_up_is_right_where_lengths_count_rows_and_the_fill_value_is_less(
+    way: str, fill: int, reported: bool
+) -> None:
+    case = f"target-verify-gqa2x2-d32-fp32-p4-k3.9.6-chain3-shuffled-gauss-b4prod{way}"
+    found = with_driven(recorded(case, GRAPH), not_finite_in_warm_up=(0,), fill=fill)
+    assert checks(judged(found, GRAPH, case)) == (["finite"] if reported else [])
+
+
 def test_what_was_left_behind_is_reported_from_the_import_and_from_the_drive() -> None:
     described, *rest = with_driven(recorded(), changed=("b", "c", "d", "e", "f"))
     (finding,) = judged((replace(described, changed=("a",)), *rest)).findings

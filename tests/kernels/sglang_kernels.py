@@ -1,0 +1,115 @@
+"""SGLang's Triton kernels, by the contract: decode, extend, and decode of MLA. The kernels are those of its wheel.
+
+PYTHONPATH=tests/kernels attn-testkit run --backend sglang_kernels:Decode
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from alone import SGLANG, load
+
+from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
+
+_OPS = "sglang.kernels.ops.attention"
+_SPLITS = 8
+_DECODES = frozenset({ForwardMode.DECODE, ForwardMode.DRAFT_DECODE})
+_EXTENDS = frozenset(ForwardMode) - _DECODES
+
+
+class Decode(KernelBackend):
+    """``decode_attention_fwd``: one row for each request, over lists of slots, in splits of the keys."""
+
+    capabilities = Capabilities(
+        eager=_DECODES, graph=_DECODES, families={"gqa", "mqa"}, kv_dtypes={"same"}, head_dims={64, 128, 256},
+        page_sizes={1, 16, 64}, max_draft_branches=4, logit_cap=True, sinks=True, needs_cpu_seq_lens=False,
+        takes_none_kv=True, deterministic=True,
+    )  # fmt: skip
+    is_mla = False
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        layer, (rows, heads, _) = plan.layer, q.shape
+        k, v = (pages.flatten(0, 1) for pages in kv)
+        out = q.new_empty(rows, heads, layer.v_head_dim)
+        partial = q.new_empty(rows, heads, _SPLITS, layer.v_head_dim, dtype=torch.float32)
+        lse = q.new_empty(rows, heads, _SPLITS, dtype=torch.float32)
+        splits = torch.full((rows,), _SPLITS, dtype=torch.int32, device=q.device)
+        module = load(f"{_OPS}.decode_attention", SGLANG)
+        module.decode_attention_fwd(
+            q, k, v, out, plan.kv_indptr, plan.kv_indices, partial, lse, splits, _SPLITS, layer.scaling, layer.k_scale,
+            layer.v_scale, logit_cap=layer.logit_cap, sinks=layer.sinks, has_mla=self.is_mla,
+        )  # fmt: skip
+        return out
+
+
+class DecodeMHA(Decode):
+    """The same call with as many KV heads as query heads: another kernel, which rounds each product of q and k. It is
+    outside of the limits where logits are large, so that decode is enough to see it."""
+
+    capabilities = Decode.capabilities.with_changes(
+        eager={"decode"}, graph=frozenset(), families={"mha"}, gqa_ratios={1}, max_draft_branches=1
+    )
+
+
+class DecodeMLA(Decode):
+    """The same with ``has_mla``: values are the first columns of the keys."""
+
+    capabilities = Decode.capabilities.with_changes(
+        families={"mla"}, head_dims={512}, mla_rope_dims={64}, gqa_ratios={4, 16, 128}, logit_cap=False, sinks=False
+    )
+    is_mla = True
+
+
+class DecodeMLARope32(DecodeMLA):
+    """Latent rows of 512 + 32 as well, for which the launcher has no split of its own."""
+
+    capabilities = DecodeMLA.capabilities.with_changes(
+        eager={"decode"}, graph=frozenset(), mla_rope_dims={32, 64}, max_draft_branches=1
+    )
+
+
+class Extend(KernelBackend):
+    """``extend_attention_fwd``: the step's own rows as given, the prefix from the pool. Chains and trees."""
+
+    capabilities = Capabilities(
+        eager=_EXTENDS, graph=_EXTENDS, families={"mha", "gqa", "mqa"}, head_dims={64, 128, 256},
+        page_sizes={1, 16, 64}, max_q_rows=8, max_topk=4, logit_cap=True, sinks=True, needs_cpu_seq_lens=False,
+        deterministic=True, new_rows_as_given=_EXTENDS,
+    )  # fmt: skip
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        layer = plan.layer
+        k, v = (pages.flatten(0, 1) for pages in kv)
+        new_k, new_v = plan.k, plan.v
+        if new_k is None or new_v is None:
+            new_k, new_v = k[plan.out_cache_loc], v[plan.out_cache_loc]
+        out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
+        mask, starts = self._mask_of(plan)
+        module = load(f"{_OPS}.extend_attention", SGLANG)
+        module.extend_attention_fwd(
+            q, new_k, new_v, out, k, v, plan.cu_seqlens_q, plan.prefix_indptr, plan.prefix_indices, mask, True, starts,
+            plan.max_q_len, layer.k_scale, layer.v_scale, sm_scale=layer.scaling, logit_cap=layer.logit_cap,
+            sinks=layer.sinks,
+        )  # fmt: skip
+        return out
+
+    def _mask_of(self, plan: KernelPlan) -> tuple[Any, Any]:
+        """The mask that SGLang's workers give: [n, prefix + n] of each request, one behind the other. All of a tree is
+        as long as the longest table, so that shapes follow no length."""
+        if plan.mask is None:
+            return None, None
+        bs, n, _ = plan.mask.shape
+        widest = plan.max_kv_len + n
+        columns = plan.prefix_lens.long() + n
+        starts = torch.arange(bs, device=columns.device) * (n * widest)
+        column = torch.arange(widest, device=columns.device)
+        node = column - plan.prefix_lens.long()[:, None]
+        block = plan.mask.gather(2, node.clamp(0, n - 1)[:, None].expand(bs, n, widest))
+        seen = torch.where(node[:, None] < 0, True, block)
+        mask = torch.zeros(bs * n * widest + 1, dtype=torch.bool, device=columns.device)
+        row = torch.arange(n, device=columns.device)[None, :, None]
+        at = starts[:, None, None] + row * columns[:, None, None] + column
+        inside = (column < columns[:, None])[:, None].expand(bs, n, widest)
+        mask[torch.where(inside, at, bs * n * widest)] = seen & inside
+        return mask.view(torch.int8), starts

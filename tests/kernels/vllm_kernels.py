@@ -1,0 +1,162 @@
+"""vLLM's Triton kernels, by the contract: unified attention, prefix prefill, paged decode, decode of MLA.
+
+PYTHONPATH=tests/kernels attn-testkit run --backend vllm_kernels:Unified
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from alone import VLLM, load
+
+from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, KVLayer, KVPoolSpec
+
+_OPS = "vllm.v1.attention.ops"
+_MODES = frozenset(ForwardMode)
+_SPLITS = 4
+
+
+class Unified(KernelBackend):
+    """``unified_attention``: every mode over pages. Chains alone."""
+
+    capabilities = Capabilities(
+        eager=_MODES, graph=_MODES, families={"mha", "gqa", "mqa"}, head_dims={64, 128, 256}, page_sizes={16, 32, 64},
+        max_q_rows=8, max_topk=1, max_draft_branches=4, sliding_window=_MODES, logit_cap=True, sinks=True,
+        needs_cpu_seq_lens=False, takes_none_kv=True, padded_requests={"rows", "nothing"},
+        verify_lens={"prefix", "all"}, deterministic=True,
+    )  # fmt: skip
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        layer, module = plan.layer, load(f"{_OPS}.triton_unified_attention", VLLM)
+        # Without keys the kernel stores nothing, and so it does for requests without rows.
+        out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
+        fp8 = kv[0].dtype == torch.float8_e4m3fn
+        module.unified_attention(
+            q, *kv, out, plan.cu_seqlens_q, plan.max_q_len, plan.kv_lens, plan.max_kv_len, layer.scaling, True,
+            (layer.sliding_window_size, 0), plan.page_table, layer.logit_cap, None, plan.k_scale, plan.v_scale,
+            sinks=layer.sinks, kv_quant_mode=module.KVQuantMode.FP8_PER_TENSOR if fp8 else module.KVQuantMode.NONE,
+        )  # fmt: skip
+        return out
+
+
+class UnifiedFP8(Unified):
+    """The same over an FP8 pool, queries in the model's dtype."""
+
+    capabilities = Unified.capabilities.with_changes(kv_dtypes={"fp8_e4m3"})
+
+
+class UnifiedTF32(Unified):
+    """The same in float32, whose dots are tf32."""
+
+    capabilities = Unified.capabilities.with_changes(dtypes={"fp32"}, fp32_products="tf32")
+
+
+class ChunkedPrefillPagedDecode(KernelBackend):
+    """``chunked_prefill_paged_decode``: prefix prefill for requests of several rows, ``kernel_paged_attention_2d`` for
+    those of one. Graphs of extend have requests without rows, and are not claimed: see ``WithPaddedRequests``."""
+
+    capabilities = Capabilities(
+        eager=_MODES, graph=_MODES - {ForwardMode.EXTEND}, families={"mha", "gqa", "mqa"}, head_dims={64, 128},
+        page_sizes={16, 32, 64},
+        kv_layouts={"own"}, max_q_rows=8, max_topk=1, max_draft_branches=4, sinks=True, needs_cpu_seq_lens=False,
+        new_rows_as_given=_MODES - {ForwardMode.DECODE, ForwardMode.DRAFT_DECODE}, deterministic=True,
+        verify_lens={"prefix", "all"},
+    )  # fmt: skip
+
+    @classmethod
+    def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
+        """K [blocks, heads, D / x, block, x] with x = D, V [blocks, heads, D, block]: ``split_kv_cache`` has x = 8."""
+        found = []
+        for each in spec.layers:
+            heads, width = each.tp_k_head_num, each.head_dim
+            make = torch.zeros if spec.cleared else torch.empty
+            k = make(spec.pages, heads, spec.page_size, width, dtype=spec.dtype, device=spec.device)
+            v = make(spec.pages, heads, width, spec.page_size, dtype=spec.dtype, device=spec.device)
+            found.append(KVLayer(k.transpose(1, 2), v.permute(0, 3, 1, 2)))
+        return found
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        layer, module = plan.layer, load(f"{_OPS}.chunked_prefill_paged_decode", VLLM)
+        k_cache, v_cache = kv[0].transpose(1, 2).unsqueeze(2), kv[1].permute(0, 2, 3, 1)
+        out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
+        new = [plan.k, plan.v]
+        if plan.k is None:  # the kernel takes a width and a head count from them; it reads them where rows are several
+            new = [pages.flatten(0, 1)[plan.out_cache_loc] for pages in kv]
+        module.chunked_prefill_paged_decode(
+            q, *new, out, "auto", k_cache, v_cache, plan.page_table, plan.cu_seqlens_q, plan.kv_lens, plan.max_kv_len,
+            plan.max_q_len, plan.k_scale, plan.v_scale, sliding_window=layer.sliding_window_size + 1,
+            sm_scale=layer.scaling, sinks=layer.sinks,
+        )  # fmt: skip
+        return out
+
+
+class WithPaddedRequests(ChunkedPrefillPagedDecode):
+    """The padding of vLLM's full graphs, which the class of the server (``AttentionCGSupport.ALWAYS``) is given."""
+
+    capabilities = ChunkedPrefillPagedDecode.capabilities.with_changes(graph=_MODES, padded_requests={"nothing"})
+
+
+class Windowed(ChunkedPrefillPagedDecode):
+    """Windows as well: the decode kernel gives keys outside of them a logit of -10000."""
+
+    capabilities = ChunkedPrefillPagedDecode.capabilities.with_changes(sliding_window=_MODES)
+
+
+class PrefixPrefill(ChunkedPrefillPagedDecode):
+    """``context_attention_fwd`` alone, for every mode whose requests have rows of their own."""
+
+    capabilities = ChunkedPrefillPagedDecode.capabilities.with_changes(
+        eager=_MODES - {ForwardMode.DRAFT_DECODE}, graph=_MODES - {ForwardMode.DRAFT_DECODE}, max_draft_branches=1,
+        new_rows_as_given=_MODES, sliding_window=_MODES, padded_requests={"rows", "nothing"},
+    )  # fmt: skip
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        layer, module = plan.layer, load(f"{_OPS}.prefix_prefill", VLLM)
+        k_cache, v_cache = kv[0].transpose(1, 2).unsqueeze(2), kv[1].permute(0, 2, 3, 1)
+        out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
+        module.context_attention_fwd(
+            q, plan.k, plan.v, out, "auto", k_cache, v_cache, plan.page_table, plan.cu_seqlens_q, plan.kv_lens,
+            plan.max_kv_len, plan.max_q_len, plan.k_scale, plan.v_scale,
+            sliding_window=layer.sliding_window_size + 1, sm_scale=layer.scaling, sinks=layer.sinks,
+        )  # fmt: skip
+        return out
+
+
+class DecodeMLA(KernelBackend):
+    """``decode_attention_fwd`` with ``is_mla``."""
+
+    capabilities = Capabilities(
+        eager={"decode", "draft-decode"}, graph={"decode", "draft-decode"}, families={"mla"}, head_dims={512},
+        mla_rope_dims={32, 64}, gqa_ratios={4, 16, 128}, page_sizes={16, 64}, max_draft_branches=4,
+        needs_cpu_seq_lens=False, takes_none_kv=True, deterministic=True,
+    )  # fmt: skip
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        layer, (rows, heads, _) = plan.layer, q.shape
+        out = q.new_empty(rows, heads, layer.v_head_dim)
+        lse: Any = q.new_empty(rows, heads, dtype=torch.float32)
+        partial = q.new_empty(rows, heads, _SPLITS, layer.v_head_dim + 1, dtype=torch.float32)
+        module = load(f"{_OPS}.triton_decode_attention", VLLM)
+        module.decode_attention_fwd(
+            q, *kv, out, lse, plan.page_table, plan.kv_lens, partial, _SPLITS, layer.scaling, plan.page_size,
+            k_scale=plan.k_scale, v_scale=plan.v_scale, is_mla=layer.is_mla,
+        )  # fmt: skip
+        return out
+
+
+class DecodeMLAOneHead(DecodeMLA):
+    """One query head: the kernel of MHA, which rounds products of q and k and their sums to the model's dtype."""
+
+    capabilities = DecodeMLA.capabilities.with_changes(
+        eager={"decode"}, graph=frozenset(), gqa_ratios={1}, max_draft_branches=1
+    )
+
+
+class GroupedDecode(DecodeMLA):
+    """The same call for GQA: ``_fwd_grouped_kernel_stage1`` with pages."""
+
+    capabilities = DecodeMLA.capabilities.with_changes(
+        families={"gqa", "mqa"}, head_dims={64, 128}, gqa_ratios={2, 4, 8}
+    )
