@@ -309,7 +309,8 @@ def emulated_parts(result: CaseResult) -> list[str]:
     """
     parts = (("device", result.device), ("graph", result.graph), ("kernels", result.kernels))
     emulated = [name for name, how in parts if how == "emulated"]
-    return emulated + [_EMULATED_PART[result.kernels]] * (result.kernels in _EMULATED_PART)
+    part = _EMULATED_PART.get(result.kernels)
+    return [*emulated, part] if part else emulated
 
 
 _EMULATED_PART = {"stores": "stores", NOT_COMPILED: "compiled regions"}

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "MOST_DRAWN",
@@ -41,7 +42,9 @@ class _Twister(NamedTuple):
 
 def torch_random() -> bytes:
     """torch's own generator, of the CPU."""
-    return bytes(torch.get_rng_state().numpy())
+    # A module may be imported while torch.compile traces, under a mode that takes every tensor for a fake one.
+    with _disable_current_modes():
+        return bytes(torch.get_rng_state().numpy())
 
 
 def set_torch_random(before: bytes) -> None:

@@ -14,7 +14,7 @@ from attn_testkit import NotConformant, Results, assert_conformant, check_backen
 from attn_testkit.cli import main
 from attn_testkit.registry import UsageError
 from attn_testkit.reports.outcome import IN_FULL, MOST_PRINTED
-from attn_testkit.results import CaseResult, Status, exit_code
+from attn_testkit.results import CaseResult, Status, emulated_parts, exit_code
 
 
 def known(word: str) -> str:
@@ -222,3 +222,14 @@ def test_one_case_run_has_to_pass():
     assert exit_code(1, [passed], problems=["expired"]) == 1
     assert exit_code(0, [], problems=["expired"]) == 1
     assert exit_code(0, []) == 5
+
+
+@pytest.mark.parametrize(
+    ("kernels", "parts"),
+    [("real", []), ("emulated", ["kernels"]), ("stores", ["stores"]), ("not compiled", ["compiled regions"])],
+)
+def test_a_result_names_each_part_that_was_emulated(kernels: str, parts: list[str]) -> None:
+    on_gpu = CaseResult("torch_native", "decode", "graph", "decode-x", Status.PASSED, graph="cuda", device="cuda")
+    on_cpu = replace(on_gpu, graph="emulated", device="emulated")
+    assert emulated_parts(replace(on_gpu, kernels=kernels)) == parts
+    assert emulated_parts(replace(on_cpu, kernels=kernels)) == ["device", "graph", *parts]

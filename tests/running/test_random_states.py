@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_testkit.running import random_states
 from attn_testkit.running.random_states import (
@@ -99,3 +100,10 @@ def test_numbers_go_on_where_a_state_was_put_back() -> None:
         draw(name, 700)
         put_back(was)
         assert READ[name]() == was
+
+
+def test_a_state_can_be_read_while_a_compiler_traces() -> None:
+    """Inductor traces under such a mode, and what it imports on the way is compared with the process before."""
+    before = torch_random()
+    with FakeTensorMode():
+        assert torch_random() == before
