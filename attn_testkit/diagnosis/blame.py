@@ -38,10 +38,8 @@ from .swapped_rows import find_swapped
 __all__ = ["explain_numeric", "name_check"]
 
 
-def name_check(
-    rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation, passed: list[Observation]
-) -> Finding:
-    """The same finding under the check that it really fails; the arguments are those of ``explain_numeric``."""
+def name_check(rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation) -> Finding:
+    """The same finding under the check that it really fails, without its cause."""
     return _blamed(rerunner, finding, schedule, observed).named
 
 

@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 import torch
 from test_other_places_by_hand import attended, evidence, right, schedule_of, with_data
+from wrong_steps import assumed
 
 from attn_testkit.cases.schedule import Schedule
 from attn_testkit.diagnosis.hints import hints
-from attn_testkit.diagnosis.hints.keys import key_range
-from attn_testkit.diagnosis.hints.parameters import other_parameters
-from attn_testkit.diagnosis.hints.rows import length_threshold, rows_of_others, some_dims, some_heads
-from attn_testkit.diagnosis.hints.visibility import (
-    rows_counted_by_heads,
-    window_of_another_layer,
-    window_on_new_rows_alone,
-)
+from attn_testkit.diagnosis.hints.assumed_keys import rows_counted_by_heads, window_on_new_rows_alone
+from attn_testkit.diagnosis.hints.batch import length_threshold
+from attn_testkit.diagnosis.hints.heads import some_dims, some_heads
+from attn_testkit.diagnosis.hints.keys import key_range, window_of_another_layer
+from attn_testkit.diagnosis.hints.rows import rows_of_others
 from attn_testkit.diagnosis.swapped_rows import SwappedRow
 from attn_testkit.oracle.expect import expect
 
@@ -231,7 +229,7 @@ def without_dims(schedule: Schedule, first: int, end: int) -> torch.Tensor:
     ],
 )
 def test_dims_that_are_left_out_of_logits_are_named(schedule: Schedule, first: int, end: int, text: str) -> None:
-    told = other_parameters(evidence(schedule, without_dims(schedule, first, end), attended=attended(schedule, 0)))
+    told = assumed(evidence(schedule, without_dims(schedule, first, end), attended=attended(schedule, 0)))
     assert told.startswith(text)
     assert bool(told) is bool(text)
 

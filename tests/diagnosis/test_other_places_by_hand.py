@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from wrong_steps import observed
+from wrong_steps import assumed, observed
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import Schedule, make_schedule
@@ -15,17 +15,10 @@ from attn_testkit.checks import Judgement
 from attn_testkit.checks.judgement import BITS
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence, hints
-from attn_testkit.diagnosis.hints.heads import heads_not_computed, results_of_other_heads
-from attn_testkit.diagnosis.hints.keys import key_range, own_rows_mixed
-from attn_testkit.diagnosis.hints.parameters import other_parameters
-from attn_testkit.diagnosis.hints.rows import some_heads
-from attn_testkit.diagnosis.hints.values import nothing_computed
-from attn_testkit.diagnosis.hints.visibility import (
-    entered_at_query_offsets,
-    last_rows_right,
-    rows_of_a_later_tile,
-    window_of_another_layer,
-)
+from attn_testkit.diagnosis.hints.assumed_keys import entered_at_query_offsets, rows_of_a_later_tile
+from attn_testkit.diagnosis.hints.heads import heads_not_computed, results_of_other_heads, some_heads
+from attn_testkit.diagnosis.hints.keys import key_range, own_rows_mixed, window_of_another_layer
+from attn_testkit.diagnosis.hints.values import last_rows_right, nothing_computed
 from attn_testkit.diagnosis.swapped_rows import SwappedRow
 from attn_testkit.oracle.expect import attend_with_limit, expect
 
@@ -122,17 +115,17 @@ def test_results_of_other_heads_are_not_told_of_noise_of_one_row_or_where_a_row_
 def test_the_query_of_another_head_is_named_head_by_head() -> None:
     q = expect(DECODE, DECODE.steps[0]).data.q
     out = with_data(DECODE, q=q[:, :, [0, 1, 2, 4, 5, 5]])
-    assert other_parameters(evidence(DECODE, out)).startswith(
+    assert assumed(evidence(DECODE, out)).startswith(
         "right with the query of head 4 in head 3, of head 5 in head 4: heads of q"
     )
     many = with_data(DECODE, q=q[:, :, [1, 2, 3, 4, 5, 0]])
-    assert "of head 3 in head 2 and so on: heads of q" in other_parameters(evidence(DECODE, many))
+    assert "of head 3 in head 2 and so on: heads of q" in assumed(evidence(DECODE, many))
 
 
 def test_heads_that_are_nobodys_are_not_told_by_those_that_are_somebodys() -> None:
     out = with_data(DECODE, q=expect(DECODE, DECODE.steps[0]).data.q[:, :, [0, 1, 2, 4, 5, 5]])
     out[0, 0, 0] += 9.0
-    assert other_parameters(evidence(DECODE, out)) == ""
+    assert assumed(evidence(DECODE, out)) == ""
 
 
 # What rows see.

@@ -9,18 +9,18 @@ from unittest import mock
 import pytest
 import torch
 from test_other_places_by_hand import attended, evidence, right, schedule_of, with_data
+from wrong_steps import assumed
 
-from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.schedule import Schedule
 from attn_testkit.diagnosis.attended_keys import AttendedKeys, _read, _right_dims
-from attn_testkit.diagnosis.hints import hints, memory, rows
+from attn_testkit.diagnosis.hints import hints, keys, rows
+from attn_testkit.diagnosis.hints.assumed_keys import positions_of_another_request, rows_without_prefix
+from attn_testkit.diagnosis.hints.assumed_numbers import other_query_heads
 from attn_testkit.diagnosis.hints.evidence import SMALL_ERROR
-from attn_testkit.diagnosis.hints.keys import key_range, weighs_a_little
-from attn_testkit.diagnosis.hints.memory import stored_elsewhere
-from attn_testkit.diagnosis.hints.parameters import _of_single_heads, other_parameters
-from attn_testkit.diagnosis.hints.rows import some_heads, uneven_offsets
-from attn_testkit.diagnosis.hints.values import nothing_computed
-from attn_testkit.diagnosis.hints.visibility import last_rows_right, positions_of_another_request, rows_without_prefix
+from attn_testkit.diagnosis.hints.heads import some_heads
+from attn_testkit.diagnosis.hints.keys import key_range, stored_elsewhere, weighs_a_little
+from attn_testkit.diagnosis.hints.rows import uneven_offsets
+from attn_testkit.diagnosis.hints.values import last_rows_right, nothing_computed
 from attn_testkit.diagnosis.swapped_rows import SwappedRow
 from attn_testkit.oracle.expect import expect
 
@@ -273,19 +273,19 @@ def test_zeros_that_were_merged_are_weights_that_are_lost() -> None:
 
 def test_rows_of_zeros_are_not_right_for_any_mistake() -> None:
     out = with_data(PLAIN, q=expect(PLAIN, PLAIN.steps[0]).data.q[:, :, [0, 1, 2, 2]])
-    assert other_parameters(evidence(PLAIN, out)).startswith("right with the query of head 2 in head 3")
+    assert assumed(evidence(PLAIN, out)).startswith("right with the query of head 2 in head 3")
     out[0, 0] = 0.0
-    assert other_parameters(evidence(PLAIN, out)) == ""
+    assert assumed(evidence(PLAIN, out)) == ""
 
 
 def test_where_the_error_is_small_another_head_may_be_near_by_chance() -> None:
     want = expect(PLAIN, PLAIN.steps[0])
     swapped = with_data(PLAIN, q=want.data.q[:, :, [0, 1, 2, 2]])
-    found, layers = evidence(PLAIN, swapped), make_layers(PLAIN.case)
+    found = evidence(PLAIN, swapped)
     assert found.judgement.margin > SMALL_ERROR
     for margin, said in ((SMALL_ERROR, True), (SMALL_ERROR - 0.1, False)):
         with mock.patch.dict(vars(found.judgement), margin=margin):
-            assert bool(_of_single_heads(found, layers)) is said
+            assert bool(other_query_heads(found)) is said
 
 
 # Heads, and what is stored.
@@ -311,5 +311,5 @@ def test_a_token_whose_weight_is_lost_was_read_and_one_that_the_others_make_up_f
     mine = replace(attended(schedule, 0, used=range(34)), total=total)
     found = evidence(schedule, out, attended=mine)
     assert mine.normalised
-    assert memory._not_read(mine) is not was_read
+    assert keys._not_read(mine) is not was_read
     assert stored_elsewhere(found) == "", "the pool was not looked at"

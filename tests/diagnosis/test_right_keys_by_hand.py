@@ -17,7 +17,8 @@ from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import AttentionLayer
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence
-from attn_testkit.diagnosis.hints.numbers import other_scaling, right_keys
+from attn_testkit.diagnosis.hints.assumed_numbers import other_scaling
+from attn_testkit.diagnosis.hints.numbers import right_keys
 from attn_testkit.oracle.expect import attend_with_limit, expect
 
 DECODE = "decode-mha2-d32-fp32-p4-k40.9.3-shuffled-gauss-b4prod"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_testkit.contract import ForwardMode, HeadShape
-from attn_testkit.diagnosis.hints import drafts, keys, rows
+from attn_testkit.diagnosis.hints import batch, heads, keys, rows
 from attn_testkit.diagnosis.swapped_rows import SwappedRow
 
 
@@ -260,8 +260,8 @@ def test_where_all_rows_are_wrong_or_one_used_its_own_keys_no_stride_is_blamed()
 
 
 def test_where_a_row_used_its_own_keys_alone_request_0_says_nothing_of_strides() -> None:
-    assert rows.later_requests(evidence([3, 4, 5], [1, 2], attended=Of(own=False)))
-    assert not rows.later_requests(evidence([3, 4, 5], [1, 2], attended=Of(own=True)))
+    assert batch.later_requests(evidence([3, 4, 5], [1, 2], attended=Of(own=False)))
+    assert not batch.later_requests(evidence([3, 4, 5], [1, 2], attended=Of(own=True)))
 
 
 def test_other_modes_have_no_uneven_rows() -> None:
@@ -270,7 +270,7 @@ def test_other_modes_have_no_uneven_rows() -> None:
 
 def test_what_the_step_before_has_in_common() -> None:
     def told(before: list[int], lens: list[int], wrong: list[int]) -> str:
-        return rows.kept_from_before(evidence(lens, wrong, before=Of(lens=before, bs=len(before), requests=before)))
+        return batch.kept_from_before(evidence(lens, wrong, before=Of(lens=before, bs=len(before), requests=before)))
 
     assert "has the same lengths and other requests" in told([3, 9], [9, 3], [0])
     assert told([3, 8], [9, 3], [0]).startswith("the step before had up to 8 KV tokens, and only requests with more")
@@ -280,11 +280,11 @@ def test_what_the_step_before_has_in_common() -> None:
     assert told([3, 9], [2, 4, 5], [2]).startswith("only requests from 2 on are wrong, and the step before had 2")
     assert told([3, 9], [2, 4, 5], [1, 2]) == ""
     assert told([3, 9], [9, 3], []) == ""
-    assert rows.kept_from_before(evidence([3], [0])) == ""
+    assert batch.kept_from_before(evidence([3], [0])) == ""
     same = evidence([3, 9], [0])
     same.before = same.step
     same.step.lens = [3, 9]
-    assert "the same step was right the first time" in rows.kept_from_before(same)
+    assert "the same step was right the first time" in batch.kept_from_before(same)
 
 
 def finite(**bad: bool) -> Any:
@@ -297,7 +297,7 @@ def finite(**bad: bool) -> Any:
 
 def test_a_part_of_a_head_that_is_nan_is_a_layout() -> None:
     def told(judgement: Any, **fields: Any) -> str:
-        return rows.part_of_a_head(evidence([5], [0], judgement=judgement, **fields))
+        return heads.part_of_a_head(evidence([5], [0], judgement=judgement, **fields))
 
     assert told(finite()).startswith("only a part of a head's values is NaN or Inf")
     assert told(finite(whole=True)) == ""
@@ -308,7 +308,7 @@ def test_a_part_of_a_head_that_is_nan_is_a_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "heads", "text"),
+    ("q_heads", "kv_heads", "astray", "text"),
     [
         (
             4,
@@ -324,14 +324,14 @@ def test_a_part_of_a_head_that_is_nan_is_a_layout() -> None:
         (4, 2, (), ""),
     ],
 )
-def test_heads_that_differ_say_how_heads_are_packed(q_heads: int, kv_heads: int, heads: Any, text: str) -> None:
+def test_heads_that_differ_say_how_heads_are_packed(q_heads: int, kv_heads: int, astray: Any, text: str) -> None:
     schedule = Of(case=case(q_heads=q_heads, kv_heads=kv_heads))
     none: frozenset[int] = frozenset()
-    attended = Of(heads=heads, shape=None, elsewhere={}, used=none, wanted=none)
-    found = rows.some_heads(evidence([5], [0], schedule=schedule, attended=attended))
+    attended = Of(heads=astray, shape=None, elsewhere={}, used=none, wanted=none)
+    found = heads.some_heads(evidence([5], [0], schedule=schedule, attended=attended))
     assert text in found
     assert bool(found) is bool(text)
-    assert rows.some_heads(evidence([5], [0])) == ""
+    assert heads.some_heads(evidence([5], [0])) == ""
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_dims_to_the_last_are_a_padded_head(first: int, last: int, data: str, sa
     wrong = torch.zeros(1, 2, 2, 32, dtype=torch.bool)
     wrong[0, 1, 1, first:last] = True
     judgement = Of(wrong=wrong, finite=torch.ones_like(wrong), exists=torch.ones_like(wrong))
-    found = rows.some_dims(evidence([5], [0], judgement=judgement, schedule=Of(case=case(data=data))))
+    found = heads.some_dims(evidence([5], [0], judgement=judgement, schedule=Of(case=case(data=data))))
     assert bool(found) is said
     if said:
         assert found.startswith(f"only dims from {first} on are wrong: a head dim of 32")
@@ -411,7 +411,7 @@ def test_four_dims_of_every_head_are_what_one_thread_loads(dims: list[int], size
     wrong = torch.zeros(1, 2, 2, size, dtype=torch.bool)
     wrong[..., dims] = True
     judgement = Of(wrong=wrong, finite=torch.ones_like(wrong), exists=torch.ones_like(wrong))
-    found = rows.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=[HeadShape(4, 2, size)]))
+    found = heads.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=[HeadShape(4, 2, size)]))
     assert found.startswith(said)
     assert bool(found) is bool(said)
 
@@ -422,23 +422,23 @@ def test_a_few_dims_say_nothing() -> None:
         wrong[..., 16:] = True
         judgement = Of(wrong=wrong, finite=torch.ones_like(wrong), exists=torch.ones_like(wrong))
         shapes = [HeadShape(4, 2, size)]
-        assert bool(rows.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=shapes))) is (count == 8)
-    assert rows.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=[])) == ""
+        assert bool(heads.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=shapes))) is (count == 8)
+    assert heads.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=[])) == ""
     two = [*shapes, HeadShape(4, 2, size // 2)]
-    assert rows.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=two)) == "", "of which head dim?"
+    assert heads.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=two)) == "", "of which head dim?"
     none = Of(wrong=torch.zeros(1, 1, 1, 32, dtype=torch.bool), finite=torch.ones(1, 1, 1, 32, dtype=torch.bool))
-    assert rows.some_dims(evidence([5], judgement=none, wrong_shapes=shapes)) == ""
+    assert heads.some_dims(evidence([5], judgement=none, wrong_shapes=shapes)) == ""
     nan = Of(wrong=wrong, finite=~wrong, exists=torch.ones_like(wrong))
-    assert rows.some_dims(evidence([5], judgement=nan, wrong_shapes=shapes)) == "", "part of a head says so"
+    assert heads.some_dims(evidence([5], judgement=nan, wrong_shapes=shapes)) == "", "part of a head says so"
 
 
 def test_a_length_from_which_on_replays_are_wrong() -> None:
     def told(lens: list[int], wrong: list[int], passed: Any = (), in_graph: bool = True) -> str:
-        return rows.length_threshold(evidence(lens, wrong, passed=passed, in_graph=in_graph))
+        return batch.length_threshold(evidence(lens, wrong, passed=passed, in_graph=in_graph))
 
     def read(**elsewhere: float) -> str:
         asked = Of(elsewhere=elsewhere, used=frozenset({0}), wanted=frozenset({0, 1}))
-        return rows.length_threshold(evidence([3, 9], [1], in_graph=True, attended=asked))
+        return batch.length_threshold(evidence([3, 9], [1], in_graph=True, attended=asked))
 
     assert read() == read(others=1.0) == told([3, 9], [1]), "a stride of the capture leads to others"
     assert read(page0=0.1) == read(unowned=0.1) == "", "what is too short reads too little, and not what is nobody's"
@@ -466,7 +466,7 @@ def test_a_length_from_which_on_replays_are_wrong() -> None:
     ],
 )
 def test_requests_with_a_partly_filled_last_page(lens: list[int], wrong: list[int], page: int, said: bool) -> None:
-    found = rows.last_page(evidence(lens, wrong, schedule=Of(case=case(page_size=page))))
+    found = batch.last_page(evidence(lens, wrong, schedule=Of(case=case(page_size=page))))
     assert bool(found) is said
     assert found in ("", "only requests with a partly filled last page differ")
 
@@ -483,17 +483,17 @@ def test_requests_with_a_partly_filled_last_page(lens: list[int], wrong: list[in
     ],
 )
 def test_all_but_request_0_are_at_a_stride(lens: list[int], wrong: list[int], said: bool) -> None:
-    assert bool(rows.later_requests(evidence(lens, wrong))) is said
+    assert bool(batch.later_requests(evidence(lens, wrong))) is said
 
 
 @pytest.mark.parametrize(("unwritten", "said"), [((1, 2), True), ((1,), False), ((), False)])
 def test_requests_behind_the_first_that_nobody_computed_are_no_stride(unwritten: tuple[int, ...], said: bool) -> None:
     found = evidence([3, 4, 5], [1, 2], rows=[1, 2])
     found.judgement.unwritten[0, list(unwritten), 3, 31] = True
-    text = rows.later_requests(found)
+    text = batch.later_requests(found)
     assert text.startswith("request 0 is computed and no other is: a work list") is said
     found.reads_foreign = True
-    assert "is computed" not in rows.later_requests(found), "a NaN that is read may have the bits of poison"
+    assert "is computed" not in batch.later_requests(found), "a NaN that is read may have the bits of poison"
     assert ("look at the strides" in text) is not said
 
 
@@ -516,7 +516,7 @@ def test_a_row_with_the_request_of_its_number_is_a_table_by_rows() -> None:
     [(range(8, 12), True), (range(7, 12), False), (range(8, 11), False), (range(9, 12), True), ((), False)],
 )
 def test_requests_from_a_number_on(wrong: Any, said: bool) -> None:
-    found = rows.later_by_number(evidence([5] * 12, list(wrong)))
+    found = batch.later_by_number(evidence([5] * 12, list(wrong)))
     assert bool(found) is said
     assert not said or found.startswith(f"requests from {wrong[0]} on are wrong")
 
@@ -856,7 +856,7 @@ def test_requests_without_a_prefix_are_named_in_a_draft_where_exactly_they_are_w
         [prefix + 3 for prefix in prefixes], wrong, [request(3, prefix) for prefix in prefixes],
         schedule=Of(case=of_draft),
     )  # fmt: skip
-    assert drafts.only_empty_prefixes(given).startswith("only requests without a prefix differ: ") is said
+    assert batch.only_empty_prefixes(given).startswith("only requests without a prefix differ: ") is said
 
 
 @pytest.mark.parametrize(

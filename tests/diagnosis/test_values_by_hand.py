@@ -17,8 +17,9 @@ from attn_testkit.checks.judgement import BITS
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence, hints
-from attn_testkit.diagnosis.hints.memory import stored_elsewhere
-from attn_testkit.diagnosis.hints.values import computed_nan, nothing_computed, one_row_each, rows_of_other_layers
+from attn_testkit.diagnosis.hints.keys import stored_elsewhere
+from attn_testkit.diagnosis.hints.numbers import computed_nan
+from attn_testkit.diagnosis.hints.values import nothing_computed, one_row_each, rows_of_other_layers
 from attn_testkit.diagnosis.swapped_rows import SwappedRow
 from attn_testkit.oracle.expect import expect
 

@@ -14,7 +14,7 @@ from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.patterns import FAINT_RUN
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.diagnosis.hints import hints
-from attn_testkit.diagnosis.hints.numbers import vanished_weights
+from attn_testkit.diagnosis.hints.assumed_numbers import vanished_weights
 from attn_testkit.oracle.attention import attend
 from attn_testkit.oracle.expect import expect
 

@@ -9,22 +9,16 @@ import torch
 from ...cases.kv_groups import group_of_place, pages_in_pool
 from ...cases.ways import way_of
 from ..changed_case import ChangedCases, most_rows
-from .evidence import Evidence
-from .suspects import DATA_SUSPECTS, RESCALING
+from .evidence import Evidence, Supposed
+from .hint import Level, hint
+from .numbers import DATA_SUSPECTS, RESCALING
 from .values import with_a_window_alone
-
-__all__ = [
-    "beyond_32_bits",
-    "later_tiles",
-    "right_with_fewer_requests",
-    "right_with_other_layers",
-    "right_without",
-]
 
 _NOT_SMALL = 5.0
 """Errors up to so many limits are those of rounding, and may be gone for other numbers."""
 
 
+@hint(Level.CAUSE)
 def beyond_32_bits(e: Evidence) -> str:
     """In a small pool the same case is right."""
     if e.changed is None or not e.changed.right_without("big pool"):
@@ -36,6 +30,7 @@ def beyond_32_bits(e: Evidence) -> str:
     )
 
 
+@hint(Level.SHOWN, silences=("some_heads", "elsewhere", "read_twice", "later_requests", "last_page"))
 def right_with_other_layers(e: Evidence) -> str:
     """What layers have of their own, as heads, a KV group or a window: right without, whatever was attended to."""
     if e.changed is None or e.in_graph or e.judgement.right:
@@ -66,6 +61,7 @@ def _groups_alone(e: Evidence) -> str:
     return f", in layers of KV group {groups.pop()} alone" if len(groups) == 1 else ""
 
 
+@hint(Level.GUESS, silences=("right_with_fewer_requests", "later_tiles", "key_range", "right_keys"))
 def right_without(e: Evidence) -> str:
     """Something that the case has and others have not: it is right without."""
     asked = _asked(e)
@@ -147,6 +143,20 @@ _WITHOUT = {
 """Feature -> what is said where the case is right without it."""
 
 
+@hint(Level.GUESS, silences=("key_range", "right_keys"))
+def right_with_fewer_requests(e: Evidence) -> str:
+    """The batch without a request, which is like another one of it, is right."""
+    asked = _asked(e)
+    if asked is None or not asked.right_with_fewer:
+        return ""
+    bs = e.schedule.case.bs
+    return (
+        f"right with {bs - 1} requests, and wrong with {bs}, the last of them like others: what is chosen by the "
+        "number of requests, such as a kernel, and a plan that changes at another number"
+    )
+
+
+@hint(Level.GUESS, silences=("key_range", "right_keys"))
 def later_tiles(e: Evidence) -> str:
     """With requests cut to one number of KV tokens it is right, and to one more wrong."""
     asked = _asked(e)
@@ -166,18 +176,6 @@ def later_tiles(e: Evidence) -> str:
         return f"{known}: look at {suspects}, and at how splits are merged by their log-sum-exps"
     left_out = "later splits or tiles of keys that are left out, such as partial results that are not merged"
     data = e.expected.data
-    if e.right_for(replace(data, visible=data.visible & (torch.arange(data.visible.shape[-1]) < most))):
+    if e.right_for(Supposed(data=replace(data, visible=data.visible & (torch.arange(data.visible.shape[-1]) < most)))):
         return f"KV tokens from {most} on are missing: a fixed capacity of {most}, or {left_out} ({known})"
     return f"{known}: no length that is off, but {left_out}"
-
-
-def right_with_fewer_requests(e: Evidence) -> str:
-    """The batch without a request, which is like another one of it, is right."""
-    asked = _asked(e)
-    if asked is None or not asked.right_with_fewer:
-        return ""
-    bs = e.schedule.case.bs
-    return (
-        f"right with {bs - 1} requests, and wrong with {bs}, the last of them like others: what is chosen by the "
-        "number of requests, such as a kernel, and a plan that changes at another number"
-    )

@@ -8,24 +8,158 @@ from dataclasses import replace
 import torch
 
 from ...cases.case import Case
+from ...cases.data import make_layers, new_kv
 from ...cases.parts import parts_of
+from ...checks.describe import index_ranges
 from ..attended_keys import AttendedKeys, ranges
-from .evidence import SMALLEST_TILE, Evidence
+from .assumed_keys import without_windows
+from .evidence import SMALLEST_TILE, Evidence, Supposed
+from .hint import Level, hint
 from .missing import missing_keys
 from .rows import row_tile
 
-__all__ = [
-    "beyond_a_slot",
-    "elsewhere",
-    "key_range",
-    "masked_too_late",
-    "own_rows_mixed",
-    "pool_layout",
-    "read_twice",
-    "weighs_a_little",
-]
+
+@hint(Level.CAUSE)
+def stored_elsewhere(e: Evidence) -> str:
+    """Every wrong request has KV tokens whose slots do not hold what they should."""
+    spoilt, attended = _spoilt(e), e.attended
+    if attended is not None and _not_read(attended):
+        return ""  # what is missing was not read, whatever lies there
+    if not e.wrong or any(not spoilt.get(request) for request in e.wrong):
+        return ""
+    request = e.wrong[0]
+    tokens = spoilt[request]
+    verb = "does" if len(tokens) == 1 else "do"
+    return (
+        f"KV token{'s' if len(tokens) > 1 else ''} {index_ranges(tokens)} of request {request} {verb} not lie in the "
+        "pool as stored: read what writes-own-kv says first, for wrong numbers follow from that"
+    )
 
 
+def _not_read(attended: AttendedKeys) -> bool:
+    """Whether KV tokens are missing without whom the weights sum to 1: of some that hold nothing the rest would not."""
+    missing = attended.wanted - attended.used
+    if not missing or attended.total is None or not attended.normalised:
+        return False
+    return 1 - attended.total < len(missing) / len(attended.wanted) / 2
+
+
+def _spoilt(e: Evidence) -> dict[int, list[int]]:
+    """Request -> its KV tokens that were not stored, were stored wrongly, or were overwritten."""
+    pool = e.observed.copies.group("pool")
+    if "slots" not in pool or e.step.stored:
+        return {}
+    slots, rows = pool["slots"], pool["rows"]
+    due, want = new_kv(e.step, e.expected.data)
+    held = {int(slot): rows[:, :, at] for at, slot in enumerate(slots)}
+    new = {int(slot): want[:, :, at].view(rows.dtype) for at, slot in enumerate(due)}
+    wrong = {slot for slot, row in new.items() if slot not in held or not torch.equal(held[slot], row)}
+    wrong |= set(held) - set(new)
+    return {
+        index: [token for token, slot in enumerate(request.slots.tolist()) if slot in wrong]
+        for index, request in enumerate(e.step.requests)
+    }
+
+
+@hint(Level.SHOWN)
+def window_of_another_layer(e: Evidence) -> str:
+    """The row of a layer attended to what a window lets it see that another layer has."""
+    attended = e.attended
+    if attended is None or attended.elsewhere or attended.doubled or attended.not_asked or e.swapped or e.in_graph:
+        return ""
+    windows = {layer.sliding_window_size for layer in make_layers(e.schedule.case)} - {attended.window, -1}
+    data, request, row = e.expected.data, attended.request, attended.row
+    everything = frozenset(data.visible[request, row].nonzero().flatten().tolist())
+    for window in sorted(windows):
+        near = data.key_positions[request] >= data.query_positions[request, row] - window
+        seen = frozenset((data.visible[request, row] & near).nonzero().flatten().tolist())
+        if attended.used != seen or seen == attended.wanted:
+            continue
+        own = "no window" if attended.window < 0 else f"one of {attended.window}"
+        if seen == everything:
+            return (
+                f"it attends to what it sees without a window, or with one of {window}, which another layer has, and "
+                f"its own has {own}: layer.sliding_window_size does not reach the kernel, or not for the KV tokens of "
+                "the prefix, or is another layer's"
+            )
+        return (
+            f"it attends to what a window of {window} lets it see, which another layer has, and its own has {own}: "
+            "take layer.sliding_window_size of each layer"
+        )
+    return ""
+
+
+@hint(Level.SHOWN)
+def beyond_a_slot(e: Evidence) -> str:
+    """KV tokens are missing by where they lie in the pool, and not by their order."""
+    attended = e.attended
+    if attended is None or e.swapped or attended.heads or attended.used - attended.wanted:
+        return ""
+    wanted, missing = sorted(attended.wanted), sorted(attended.wanted - attended.used)
+    at_one_end = missing in (wanted[: len(missing)], wanted[len(wanted) - len(missing) :])
+    if min(len(missing), len(attended.used)) < _FEW or at_one_end:
+        return ""
+    slots, page = e.step.requests[attended.request].slots, e.schedule.case.page_size
+    read, not_read = max(int(slots[key]) for key in attended.used), min(int(slots[key]) for key in missing)
+    if read > not_read:
+        return ""
+    pages = f", pages from {not_read // page} on" if page > 1 else ""
+    return (
+        f"KV tokens in slots up to {read} are read, and none from slot {not_read} on{pages}, in whatever order they "
+        "come: a page number, slot or byte offset that is cut off, or a bound on addresses"
+    )
+
+
+_FEW = 2
+
+
+@hint(Level.PLACE)
+def masked_too_late(e: Evidence) -> str:
+    """Foreign slots spoil the result without having any weight."""
+    attended = e.attended
+    if not e.reads_foreign or attended is None or not attended.right:
+        return ""
+    if not e.right_with_zeros:
+        return (
+            "values of this row are read where they should be, and with zeros the result is still wrong: keys are "
+            "read elsewhere (a page table, an offset or a stride of K alone), or other rows read elsewhere"
+        )
+    return (
+        "foreign slots have no weight, and still spoil the sum: 0 * NaN is NaN. Keep them out by a select or a masked "
+        "load, not by a zero weight or an added mask"
+    )
+
+
+@hint(Level.PLACE)
+def weighs_a_little(e: Evidence) -> str:
+    """KV tokens that are masked keep a part of the weight that others have."""
+    if e.attended is None or not e.attended.faint:
+        return ""
+    part = f"masked KV tokens have weight, {max(e.attended.faint.values()):.2g} of what the others have"
+    if e.schedule.case.logit_cap:
+        return (
+            f"{part}: look at where the soft cap comes. It comes before the mask: capped after it, minus infinity is "
+            "-logit_cap"
+        )
+    return f"{part}: a mask that adds a number, or stands for minus infinity, and is not low enough"
+
+
+@hint(Level.PLACE)
+def pool_layout(e: Evidence) -> str:
+    """Wrong keys in a pool that is not laid out as most cases have it."""
+    layout, attended = e.schedule.case.kv_layout, e.attended
+    if layout == "nhd" or attended is None or attended.right or e.in_graph or e.swapped:
+        return ""
+    # A wrong offset or stride loses KV tokens. One that is counted twice, or that should not be visible, was found.
+    if attended.wanted <= attended.used and not attended.elsewhere:
+        return ""
+    return (
+        f"the KV pool of this case has layout {layout}: if cases of other layouts pass, look at the offset of the "
+        "layer, at the strides of pages, slots and heads, and at which half is K"
+    )
+
+
+@hint(Level.PLACE)
 def elsewhere(e: Evidence) -> str:
     """Weight that went to slots which are not the request's own."""
     attended = e.attended
@@ -58,49 +192,7 @@ _ALL_OF_IT = 0.9
 """A part of the weight from which on nothing else was read."""
 
 
-def pool_layout(e: Evidence) -> str:
-    """Wrong keys in a pool that is not laid out as most cases have it."""
-    layout, attended = e.schedule.case.kv_layout, e.attended
-    if layout == "nhd" or attended is None or attended.right or e.in_graph or e.swapped:
-        return ""
-    # A wrong offset or stride loses KV tokens. One that is counted twice, or that should not be visible, was found.
-    if attended.wanted <= attended.used and not attended.elsewhere:
-        return ""
-    return (
-        f"the KV pool of this case has layout {layout}: if cases of other layouts pass, look at the offset of the "
-        "layer, at the strides of pages, slots and heads, and at which half is K"
-    )
-
-
-def masked_too_late(e: Evidence) -> str:
-    """Foreign slots spoil the result without having any weight."""
-    attended = e.attended
-    if not e.reads_foreign or attended is None or not attended.right:
-        return ""
-    if not e.right_with_zeros:
-        return (
-            "values of this row are read where they should be, and with zeros the result is still wrong: keys are "
-            "read elsewhere (a page table, an offset or a stride of K alone), or other rows read elsewhere"
-        )
-    return (
-        "foreign slots have no weight, and still spoil the sum: 0 * NaN is NaN. Keep them out by a select or a masked "
-        "load, not by a zero weight or an added mask"
-    )
-
-
-def weighs_a_little(e: Evidence) -> str:
-    """KV tokens that are masked keep a part of the weight that others have."""
-    if e.attended is None or not e.attended.faint:
-        return ""
-    part = f"masked KV tokens have weight, {max(e.attended.faint.values()):.2g} of what the others have"
-    if e.schedule.case.logit_cap:
-        return (
-            f"{part}: look at where the soft cap comes. It comes before the mask: capped after it, minus infinity is "
-            "-logit_cap"
-        )
-    return f"{part}: a mask that adds a number, or stands for minus infinity, and is not low enough"
-
-
+@hint(Level.PLACE, silences=("beyond_a_slot",))
 def read_twice(e: Evidence) -> str:
     """As many KV tokens count twice as are missing."""
     attended = e.attended
@@ -109,29 +201,7 @@ def read_twice(e: Evidence) -> str:
     return "some KV tokens are read twice, others never: a page or tile is looked up in place of another"
 
 
-def beyond_a_slot(e: Evidence) -> str:
-    """KV tokens are missing by where they lie in the pool, and not by their order."""
-    attended = e.attended
-    if attended is None or e.swapped or attended.heads or attended.used - attended.wanted:
-        return ""
-    wanted, missing = sorted(attended.wanted), sorted(attended.wanted - attended.used)
-    at_one_end = missing in (wanted[: len(missing)], wanted[len(wanted) - len(missing) :])
-    if min(len(missing), len(attended.used)) < _FEW or at_one_end:
-        return ""
-    slots, page = e.step.requests[attended.request].slots, e.schedule.case.page_size
-    read, not_read = max(int(slots[key]) for key in attended.used), min(int(slots[key]) for key in missing)
-    if read > not_read:
-        return ""
-    pages = f", pages from {not_read // page} on" if page > 1 else ""
-    return (
-        f"KV tokens in slots up to {read} are read, and none from slot {not_read} on{pages}, in whatever order they "
-        "come: a page number, slot or byte offset that is cut off, or a bound on addresses"
-    )
-
-
-_FEW = 2
-
-
+@hint(Level.PLACE, silences=("key_range",))
 def own_rows_mixed(e: Evidence) -> str:
     """The new tokens of a step are confused with each other."""
     attended = e.attended
@@ -160,6 +230,7 @@ def own_rows_mixed(e: Evidence) -> str:
     return "new tokens are mixed up with each other: their slots need not increase (or the mask is another request's)"
 
 
+@hint(Level.GUESS)
 def key_range(e: Evidence) -> str:
     """What is missing, and what is there too much: a length, a window, causality, a tree mask."""
     attended = e.attended
@@ -235,9 +306,9 @@ def _parts_of(case: Case, wanted: Collection[int], doubled: Collection[int], pre
 def _no_window_at_all(e: Evidence) -> bool:
     """All wrong rows are right without a window, and one that is one too wide does not explain them."""
     data = e.expected.data
-    if not e.can_be_asked or not e.right_for(replace(data, query_positions=data.key_positions[:, :1].clone())):
+    if not e.can_be_asked or not e.right_for(without_windows(e)):
         return False
-    return not e.right_for(replace(data, query_positions=data.query_positions - 1))
+    return not e.right_for(Supposed(data=replace(data, query_positions=data.query_positions - 1)))
 
 
 def _before_the_window(e: Evidence, attended: AttendedKeys, extra: list[int]) -> str:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from ...cases.schedule import Request
 from ...cases.ways import way_of
 from ..attended_keys import AttendedKeys, ranges
+from .batch import length_threshold
 from .evidence import SMALLEST_TILE, Evidence
-from .rows import length_threshold, uneven_offsets
+from .rows import uneven_offsets
 
 __all__ = ["missing_keys"]
 

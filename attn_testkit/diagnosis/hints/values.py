@@ -1,20 +1,18 @@
-"""What stands in the wrong rows: another layer's result, nothing but zeros, NaN."""
+"""What stands in the wrong rows: another layer's result, or nothing but zeros."""
 
 from __future__ import annotations
 
 from ...cases.data import make_layers
 from ...checks.describe import row_name
+from .batch import length_threshold
 from .evidence import Evidence
-from .rows import length_threshold, part_of_a_head, row_tile
+from .hint import Level, hint
+from .rows import row_tile
 
-__all__ = ["computed_nan", "nothing_computed", "one_row_each", "rows_of_other_layers"]
-
-_MOST_ROWS = 12
-"""Wrong rows that are compared."""
-_LARGE_LOGITS = ("peaked", "negative", "cliff")
-"""Data of which ``right_keys`` says what makes NaN."""
+__all__ = ["with_a_window_alone"]
 
 
+@hint(Level.SHOWN, silences=("later_requests", "elsewhere"))
 def rows_of_other_layers(e: Evidence) -> str:
     """Wrong rows hold what a row of another layer should: results of layers lie in each other's memory."""
     if e.swapped or e.judgement.right or e.schedule.case.head_maps:
@@ -38,6 +36,34 @@ def rows_of_other_layers(e: Evidence) -> str:
     return f"{found[0]}{more}: outputs of layers lie in the same memory or overlap"
 
 
+_MOST_ROWS = 12
+"""Wrong rows that are compared."""
+
+
+@hint(Level.PATTERN, silences=(Level.GUESS,))
+def last_rows_right(e: Evidence) -> str:
+    """Of each wrong request the last row alone is right, and what is wrong is no KV token that is left out."""
+    attended, data = e.attended, e.expected.data
+    if attended is None or attended.used != attended.wanted or attended.elsewhere or attended.heads or e.swapped:
+        return ""
+    if attended.faint or e.reads_foreign or not e.judgement.all_finite:
+        return ""
+    wrong, shown = set(e.rows), 0
+    for request in range(e.step.bs):
+        *before, last = (data.row_request == request).nonzero().flatten().tolist()
+        if last in wrong or (request in e.wrong and not wrong.issuperset(before)):
+            return ""
+        shown += len(before) * (request in e.wrong)
+    if shown < 2:
+        return ""
+    return (
+        "of each wrong request the last row is right, and those before it are wrong with the right KV tokens: rows of "
+        "a request share what each should have of its own, such as the statistics of partial results, and the last "
+        "one's stand there"
+    )
+
+
+@hint(Level.PATTERN)
 def one_row_each(e: Evidence) -> str:
     """As many rows are written as there are requests, and those are the first."""
     written = (~e.judgement.unwritten).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
@@ -47,6 +73,7 @@ def one_row_each(e: Evidence) -> str:
     return f"only {rows} written, as many as there are requests: a plan or a grid of one row a request"
 
 
+@hint(Level.PATTERN, silences=("key_range",))
 def nothing_computed(e: Evidence) -> str:
     """Wrong rows are zero throughout, which no attention over the values of a case gives."""
     wrong = e.judgement.wrong.flatten(2).any(-1)
@@ -103,18 +130,3 @@ def with_a_window_alone(e: Evidence) -> str:
     if all(e.wrong_layers) or e.wrong_layers != [window >= 0 for window in windows]:
         return ""
     return ", ".join(str(window) for window in sorted(set(windows)) if window >= 0)
-
-
-def computed_nan(e: Evidence) -> str:
-    """NaN out of a request's own KV tokens."""
-    if not e.computes_nan or part_of_a_head(e):
-        return ""
-    if e.attended is not None and e.attended.right and e.schedule.case.data in _LARGE_LOGITS:
-        return ""
-    text = "nothing foreign is read. 0 / 0, or -inf minus -inf: a split, a tile or a row that sees no KV token"
-    if e.schedule.case.parts:
-        return f"{text}, or a part: in this case KV tokens come in parts, and some requests have none in one"
-    widest = max(layer.sliding_window_size for layer in make_layers(e.schedule.case))
-    if widest >= 0 and e.wrong and all(e.lens[request] > widest + 1 for request in e.wrong):
-        return f"{text}, as where a window leaves out the first ones: only requests longer than it are wrong"
-    return f"{text}; or an overflow"
