@@ -76,7 +76,9 @@ def test_the_layout_of_the_pool_is_named_where_it_is_not_the_usual_one_and_keys_
     name = SCHEDULE.case.id.replace("-gauss", "-gauss-kvhnd")
     other = make_schedule(parse_case(name))
     wrong, right = attended(range(5)), attended(range(LENGTH))
-    assert "this case has layout hnd: if cases of other layouts pass" in pool_layout(evidence(wrong, schedule=other))
+    assert "this case has layout hnd, and if cases of other layouts pass" in pool_layout(
+        evidence(wrong, schedule=other)
+    )
     for found in (evidence(wrong), evidence(right, schedule=other), evidence(None, schedule=other)):
         assert pool_layout(found) == ""
     assert pool_layout(replace(evidence(wrong, schedule=other), in_graph=True)) == ""
@@ -93,13 +95,13 @@ def test_the_layout_of_the_pool_is_named_where_it_is_not_the_usual_one_and_keys_
         (range(LENGTH - 1), "the last KV token is missing"),
         (range(LENGTH - 2), "the last 2 KV tokens are missing"),
         (range(288), "the KV tokens of the last page are missing"),
-        (range(256), "KV tokens from 256 on are missing: a fixed capacity of 256"),
+        (range(256), "KV tokens from 256 on are missing: probably a fixed capacity of 256"),
         (range(255), "the last 45 KV tokens are missing"),
         (range(128), "the last 172 KV tokens are missing"),
         (range(1, LENGTH), "the first KV token is missing"),
         (range(2, LENGTH), "the first 2 KV tokens are missing"),
         (set(range(LENGTH)) - {7}, "KV tokens in the middle are missing"),
-        ({LENGTH - 1}, "the whole prefix is missing, new tokens alone are attended to: a path for requests without a"),
+        ({LENGTH - 1}, "the whole prefix is missing, only new tokens are attended to: probably a path for requests"),
         (set(), "all KV tokens are missing, none is read"),
     ],
 )
@@ -300,4 +302,4 @@ def test_a_shift_of_a_later_row_may_be_the_masks() -> None:
     due = set(range(20, 30))
     for row, text in ((0, "that they count from is off"), (3, "that they count from, or the row of a mask is off")):
         found = attended({key + 1 for key in due}, row=row, wanted=frozenset(due))
-        assert key_range(evidence(found)) == f"all KV tokens are shifted by 1: the length or position {text}"
+        assert key_range(evidence(found)) == f"all KV tokens are shifted by 1: probably the length or position {text}"

@@ -20,7 +20,7 @@ from attn_testkit.oracle.expect import expect
 
 CASE = "decode-gqa3x2-d32-bf16-p4-k1200-shuffled-{}-kvfp8e4m3-b1prod"
 FAINT = make_schedule(parse_case(CASE.format("faint")), "fp8_e4m3")
-NAMED = "right where weights below 2^-10 of the largest are 0"
+NAMED = "small weights vanish when they are rounded to FP8 without a factor"
 
 
 def of_large_keys(counted: float, schedule: Any = FAINT) -> torch.Tensor:

@@ -71,8 +71,9 @@ def entered_at_query_offsets(e: Evidence) -> Iterator[Supposed]:
 
     values = None if data.stored_values is None else entered(data.stored_values)
     yield Supposed(
-        "right for KV tokens that are looked up from the offset of a request's query rows on: a list of the KV tokens "
-        "of all requests is entered at the running sum of their lengths (kv_indptr), not at cu_seqlens_q",
+        "the list of all requests' KV tokens is entered at cu_seqlens_q instead of the running sum of KV lengths "
+        "(kv_indptr): the result is right for KV tokens that are looked up from the offset of a request's query rows "
+        "on",
         replace(data, stored_keys=entered(data.stored_keys), stored_values=values),
     )
 
@@ -91,8 +92,8 @@ def rows_counted_by_heads(e: Evidence) -> Iterator[Supposed]:
     if not 1 < group < max(r.new for r in e.step.requests):
         return  # all rows that see what the first one does are no matter of heads
     yield Supposed(
-        f"right where row i sees what row i // {group} should: the {group} query heads of a KV head are packed with "
-        f"rows, and a row that is no packed one is divided by {group} where its keys end",
+        f"the end of a row's KV tokens is computed from row // {group}, as if its {group} query heads per KV head "
+        f"were packed into rows: the result is right if row i sees what row i // {group} should",
         _seen_by(e, torch.arange(e.expected.data.visible.shape[1]) // group),
         every_row=True,
     )
@@ -107,8 +108,8 @@ def rows_of_a_later_tile(e: Evidence) -> Iterator[Supposed]:
     for tile in (1 << n for n in range((most - 1).bit_length())):
         what = "every row of a request sees what its first one" if tile == 1 else f"row i sees what row i % {tile}"
         yield Supposed(
-            f"right where {what} should: a tile has {tile} row{'s' if tile > 1 else ''} of a request, and the rows "
-            "of a later tile are counted from its own first one",
+            f"a later tile counts rows from its own first one, not from the first row of the request (tiles of {tile} "
+            f"row{'s' if tile > 1 else ''}): the result is right if {what} should",
             _seen_by(e, torch.arange(e.expected.data.visible.shape[1]) % tile),
         )
 
@@ -119,8 +120,8 @@ def rows_without_prefix(e: Evidence) -> Iterator[Supposed]:
     places = places_of([request.new for request in e.step.requests])
     if any(places[row][1] for row in e.rows):
         yield Supposed(
-            "right where row i attends to KV tokens 0..i, as if there were no prefix: a causal mask that is aligned to "
-            "the first KV token and not to the last, or positions that begin at 0",
+            "the causal mask is aligned to the first KV token instead of the last, or positions begin at 0: the "
+            "result is right if row i attends to KV tokens 0..i, as if there were no prefix",
             _from_start(e, [0] * e.step.bs),
         )
 
@@ -152,8 +153,8 @@ def positions_of_another_request(e: Evidence) -> Iterator[Supposed]:
     for start, names in starts.items():
         seen = _from_start(e, start)
         text = (
-            f"right where {{}} are counted from {' or '.join(names)} in every request: a row's position is its "
-            "request's own prefix and its place among the new rows"
+            "a row's position is not its own request's prefix plus its place among the new rows: the result is right "
+            f"if {{}} are counted from {' or '.join(names)} in every request"
         )
         # Rows that see no prefix are named by ``key_range``, which knows what a capture leaves, and where a request has
         # one row, another position is another length.
@@ -165,8 +166,8 @@ def positions_of_another_request(e: Evidence) -> Iterator[Supposed]:
     if windows and several:
         last = torch.tensor([request.prefix + request.new - 1 for request in requests])[:, None]
         yield Supposed(
-            "right where the windows of all rows of a request begin where its last row's does: a window begins "
-            "behind each row's own position",
+            "all rows of a request have the window of its last row, and each needs its own: the result is right if "
+            "the windows of all rows of a request begin where its last row's does",
             replace(data, query_positions=last.expand_as(data.query_positions)),
             every_row=True,
         )
@@ -192,8 +193,8 @@ def window_on_new_rows_alone(e: Evidence) -> Iterator[Supposed]:
     if e.right_for(Supposed(data=everywhere, every_row=True)):
         return  # nothing tells that from no window at all
     yield Supposed(
-        "right where the window narrows the KV tokens of this step, and all of the prefix is visible: one of two calls "
-        "or loops lacks the window",
+        "the call or loop over the prefix lacks the window: the result is right if the window narrows the KV tokens "
+        "of this step, and all of the prefix is visible",
         replace(data, key_positions=data.key_positions.masked_fill(before, near)),
         every_row=True,
     )
@@ -236,12 +237,15 @@ def lengths_of_others(e: Evidence) -> str:
         if e.wrong == [i for i, own in enumerate(lens) if own > length] and length % SMALLEST_TILE == 0:
             return ""
         return (
-            f"every wrong request is right with the length of request {lens.index(length)}, {length} (or its new rows, "
-            "where they are more): look at which requests a list of lengths has, and at the index by which it is read"
+            "a list of lengths has other requests, or is read at another index: every wrong request is right with "
+            f"the length of request {lens.index(length)}, {length} (or its new rows, if they are more)"
         )
     named = ", ".join(f"request {i} with that of request {lens.index(length)}, {length}" for i, length in told[:2])
     more = " and so on" if len(found) > _FEW else ""
-    return f"right with lengths of other requests, {named}{more}: look at the index by which a list of lengths is read"
+    return (
+        "the list of lengths is read at the wrong index: the result is right with lengths of other requests, "
+        f"{named}{more}"
+    )
 
 
 _MOST_LENGTHS = 24

@@ -7,18 +7,20 @@ that is as near in every element is not to be expected.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 
-from ...cases.data import StepData, make_layers
+from ...cases.data import make_layers
 from ...cases.patterns import FAINT_RUN
 from ...contract import AttentionLayer
 from ...oracle.attention import attend
 from ...oracle.limits import attention_limit
-from .evidence import LONGEST, SAME_RESULTS, SMALL_ERROR, Evidence, Supposed
+from .evidence import LONGEST, Evidence, Supposed
 from .hint import assumption
+
+__all__ = ["right_keys_and_a_wrong_number"]
 
 
 def _numbers_wrong(e: Evidence) -> bool:
@@ -35,9 +37,15 @@ def new_rows(e: Evidence) -> Iterator[Supposed]:
     schedule, mode = e.schedule, str(e.schedule.case.mode)
     if schedule.case.kv_dtype == "same" or e.step.stored:
         return
-    text = f"right for new rows as given, not as the pool stores them: claim new_rows_as_given={{{mode!r}}}"
+    text = (
+        f"new rows are attended as given, not as the FP8 pool stores them: declare new_rows_as_given={{{mode!r}}}. The "
+        "result is right for new rows as given"
+    )
     if schedule.new_rows_as_given:
-        text = f"right for new rows as the pool stores them, and new_rows_as_given claims {mode}"
+        text = (
+            f"new_rows_as_given declares {mode}, and new rows are attended as the pool stores them: the result is "
+            "right for new rows as the pool stores them"
+        )
     yield Supposed(text, as_given=not schedule.new_rows_as_given, every_row=True)
 
 
@@ -46,8 +54,9 @@ def narrow_products(e: Evidence) -> Iterator[Supposed]:
     """A float32 step is right for a backend that multiplies in tf32, and its error is too large for float32 alone."""
     if e.schedule.case.dtype == "fp32" and e.schedule.matmul_dtype == "model":
         yield Supposed(
-            "right for float32 products in tf32, and not for float32: ask for more (input_precision='ieee' of tl.dot, "
-            "torch.backends.cuda.matmul.allow_tf32 False), or claim fp32_products='tf32'",
+            "float32 products are computed in tf32: ask for more (input_precision='ieee' of tl.dot, "
+            "torch.backends.cuda.matmul.allow_tf32 False), or declare fp32_products='tf32'. The result is right for "
+            "float32 products in tf32, and not for float32",
             products="tf32",
             every_row=True,
         )
@@ -68,8 +77,8 @@ def vanished_weights(e: Evidence) -> str:
     if not any(((e.judgement.out.double() - large.out * part).abs() <= limit).all() for part in (1.0, counted)):
         return ""
     return (
-        "right where weights below 2^-10 of the largest are 0: they are rounded to FP8 without a factor; multiply them "
-        "before (by 256, say), or claim matmul_dtype='fp8_e4m3_unscaled'"
+        "small weights vanish when they are rounded to FP8 without a factor: multiply them first (by 256, say), or "
+        "declare matmul_dtype='fp8_e4m3_unscaled'. The result is right if weights below 2^-10 of the largest are 0"
     )
 
 
@@ -81,16 +90,16 @@ def other_scaling(e: Evidence) -> Iterator[Supposed]:
     if all(layer.scaling == layers[0].scaling for layer in layers):
         return
     yield Supposed(
-        "right for a scaling of 1/sqrt(head_dim), which these layers do not have: take layer.scaling, or claim "
-        "any_scaling=False",
+        "logits are scaled by 1/sqrt(head_dim), and these layers have another scaling: take layer.scaling, or "
+        "declare any_scaling=False. The result is right for a scaling of 1/sqrt(head_dim)",
         layers=_with(e, lambda layer: replace(layer, scaling=layer.head_dim**-0.5)),
         every_row=True,
     )
     for supposed in _as_one_layer(e, "scaling", "scaling"):
-        yield replace(supposed, text=supposed.text.replace(": kept", ": it is kept"), every_row=True)
+        yield replace(supposed, every_row=True)
 
 
-def _right_keys(e: Evidence) -> bool:
+def right_keys_and_a_wrong_number(e: Evidence) -> bool:
     """The right KV tokens were attended to, as far as is known, and a row has a wrong number."""
     attended, judgement, case = e.attended, e.judgement, e.schedule.case
     if e.swapped or case.head_maps or max(e.lens, default=0) > LONGEST or not _finite_numbers_wrong(e):
@@ -117,22 +126,25 @@ def _as_one_layer(e: Evidence, what: str, field: str) -> Iterator[Supposed]:
     for layer in make_layers(e.schedule.case):
         changed = {field: getattr(layer, field)}
         yield Supposed(
-            f"right with the {what} of layer {layer.layer_id} in all layers: kept from one to the others",
+            f"other layers use the {what} of layer {layer.layer_id}: the result is right with the {what} "
+            f"of layer {layer.layer_id} in all layers",
             layers=_with(e, lambda each, changed=changed: replace(each, **changed)),  # type: ignore[misc]
         )
 
 
-@assumption(_right_keys)
+@assumption(right_keys_and_a_wrong_number)
 def other_soft_cap(e: Evidence) -> Iterator[Supposed]:
     """No soft cap, one at another place, or another layer's."""
     if not e.schedule.case.logit_cap:
         return
     yield Supposed(
-        "right without a soft cap: layer.logit_cap does not reach the kernel, or not on this way through it",
+        "layer.logit_cap does not reach the kernel, or not on this path through it: the result is right without a "
+        "soft cap",
         layers=_with(e, lambda layer: replace(layer, logit_cap=0.0)),
     )
     yield Supposed(
-        "right with a soft cap of products that are not scaled yet: logits are scaled first, and capped then",
+        "logits are capped before they are scaled, and have to be scaled first: the result is right with a soft cap "
+        "of products that are not scaled yet",
         layers=_with(e, lambda layer: replace(layer, logit_cap=layer.logit_cap * layer.scaling)),
     )
     yield from _as_one_layer(e, "soft cap", "logit_cap")
@@ -145,7 +157,7 @@ def _with_sinks(
 
 
 def _sinks(e: Evidence) -> bool:
-    return _right_keys(e) and any(layer.sinks is not None for layer in make_layers(e.schedule.case))
+    return right_keys_and_a_wrong_number(e) and any(layer.sinks is not None for layer in make_layers(e.schedule.case))
 
 
 @assumption(_sinks)
@@ -162,28 +174,36 @@ def other_sinks(e: Evidence) -> Iterator[Supposed]:
         return sinks.view(-1, layer.q_per_kv)[:, :1].expand(-1, layer.q_per_kv).reshape(-1)
 
     mistakes: tuple[tuple[str, Callable[[AttentionLayer, torch.Tensor], torch.Tensor | None]], ...] = (
-        ("without sinks: layer.sinks does not reach the kernel, or its weight is lost", lambda layer, sinks: None),
         (
-            "with sinks that are scaled as logits are: a sink is a logit, and is not multiplied by the scale",
+            "layer.sinks does not reach the kernel, or the weight of sinks is lost: the result is right without sinks",
+            lambda layer, sinks: None,
+        ),
+        (
+            "sinks are multiplied by the scale, and must not be: the result is right with sinks that are scaled as "
+            "logits are",
             lambda layer, sinks: sinks * layer.scaling,
         ),
         (
-            "with sinks in base 2: where logits are multiplied by log2(e) for exp2, so are sinks",
+            "logits are multiplied by log2(e) for exp2, and sinks are not: the result is right with sinks in base 2",
             lambda layer, sinks: sinks * math.log(2),
         ),
-        ("with the sink of a group's first head for all of its heads: a sink is a query head's", of_first_heads),
         (
-            "with sinks that are taken at other places: heads of a group are padded to a power of two, and sinks are "
-            "not",
+            "all heads of a group take the sink of its first head: the result is right with the sink of a group's "
+            "first head",
+            of_first_heads,
+        ),
+        (
+            "heads of a group are padded to a power of two, and sinks are not: the result is right with sinks that "
+            "are taken at those places",
             of_padded_groups,
         ),
     )
     for text, change in mistakes:
-        yield Supposed(f"right {text}", layers=_with_sinks(e, change))
+        yield Supposed(text, layers=_with_sinks(e, change))
     yield from _as_one_layer(e, "sinks", "sinks")
 
 
-@assumption(_right_keys)
+@assumption(right_keys_and_a_wrong_number)
 def other_scale(e: Evidence) -> Iterator[Supposed]:
     """Logits are scaled twice, never, or by another number than the head dim."""
     layer = make_layers(e.schedule.case)[0]
@@ -196,29 +216,34 @@ def other_scale(e: Evidence) -> Iterator[Supposed]:
     }
     counts.pop(layer.head_dim, None)
     yield Supposed(
-        "right with a scale that is applied twice", layers=_with(e, lambda own: replace(own, scaling=own.scaling**2))
+        "the scale is applied twice: the result is right with the square of layer.scaling",
+        layers=_with(e, lambda own: replace(own, scaling=own.scaling**2)),
     )
     for text, scale in (
-        ("right without a scale", 1.0),
+        ("the scale is not applied: the result is right without a scale", 1.0),
         *(
-            (f"right with a scale of 1/sqrt({count}), which is {what}: take layer.scaling", count**-0.5)
+            (
+                f"the scale is computed from {what}: take layer.scaling. The result is right with a scale of "
+                f"1/sqrt({count})",
+                count**-0.5,
+            )
             for count, what in counts.items()
         ),
     ):
         yield Supposed(text, layers=_with(e, lambda own, scale=scale: replace(own, scaling=scale)))  # type: ignore[misc]
 
 
-@assumption(lambda e: _right_keys(e) and bool((e.expected.data.kv_scales != 1).any()))
+@assumption(lambda e: right_keys_and_a_wrong_number(e) and bool((e.expected.data.kv_scales != 1).any()))
 def other_scales_of_fp8(e: Evidence) -> Iterator[Supposed]:
     """An FP8 pool without a scale, with the other one, or with scales that reach one of two calls."""
     data = e.expected.data
     (keys, values), one = data.kv_scales, torch.ones_like(data.kv_scales[0])
     for text, scales in (
-        ("right without k_scale: keys of the FP8 pool are multiplied by it", (one, values)),
-        ("right without v_scale: values of the FP8 pool are multiplied by it", (keys, one)),
-        ("right without k_scale and v_scale, which do not reach the kernel", (one, one)),
-        ("right with k_scale in place of v_scale", (keys, keys)),
-        ("right with v_scale in place of k_scale", (values, values)),
+        ("keys of the FP8 pool are not multiplied by k_scale: the result is right without k_scale", (one, values)),
+        ("values of the FP8 pool are not multiplied by v_scale: the result is right without v_scale", (keys, one)),
+        ("k_scale and v_scale do not reach the kernel: the result is right without k_scale and v_scale", (one, one)),
+        ("k_scale is used for values: the result is right with k_scale in place of v_scale", (keys, keys)),
+        ("v_scale is used for keys: the result is right with v_scale in place of k_scale", (values, values)),
     ):
         yield Supposed(text, replace(data, kv_scales=torch.stack(scales)))
     if data.stored_values is None:
@@ -237,84 +262,9 @@ def other_scales_of_fp8(e: Evidence) -> Iterator[Supposed]:
             ("v_scale", of_values),
         ):
             yield Supposed(
-                f"right without {name} for KV tokens {which}: one of two calls lacks {name}", replace(data, **changes)
+                f"one of two calls lacks {name}: the result is right without {name} for KV tokens {which}",
+                replace(data, **changes),
             )
-
-
-@assumption(_right_keys)
-def other_kv_heads(e: Evidence) -> Iterator[Supposed]:
-    """Each query head with the KV head that a usual mistake gives it."""
-    heads, kv_heads = _heads(e)
-    if kv_heads == 1:
-        return
-    head, group = torch.arange(heads), heads // kv_heads
-    wide, groups = 1 << (group - 1).bit_length(), f"groups are {group} head{'s' if group > 1 else ''}"
-    told: dict[tuple[int, ...], str] = {}
-    for text, kv_head in (
-        (f"query head h with KV head h % {kv_heads}: heads of a group are neighbours, h // {group}", head % kv_heads),
-        (f"query head h with KV head h // {wide}: {groups}", head // wide),
-        ("every query head with KV head 0", head * 0),
-        (f"query head h with KV head h // {kv_heads}, which is the number of KV heads: {groups}", head // kv_heads),
-        (f"query head h with KV head h, or the last one: {groups}", head),
-    ):
-        places = tuple(kv_head.clamp(max=kv_heads - 1).tolist())
-        told[places] = f"{told[places]}, or {text}" if places in told else text
-    told.pop(tuple((head // group).tolist()), None)
-    for places, text in told.items():
-        yield Supposed(f"right for {text}", _with_kv_heads(e, torch.tensor(places)))
-
-
-def _heads(e: Evidence) -> tuple[int, int]:
-    """Query heads and KV heads."""
-    return e.expected.data.q.shape[2], e.expected.data.stored_keys.shape[3]
-
-
-def _with_kv_heads(e: Evidence, kv_head: torch.Tensor) -> StepData:
-    """One KV head for each query head, ``kv_head`` [Hq], so that there is no group left to map."""
-    data = e.expected.data
-    values = None if data.stored_values is None else data.stored_values[:, :, :, kv_head]
-    return replace(
-        data,
-        k=data.k[:, :, kv_head],
-        v=data.v[:, :, kv_head],
-        stored_keys=data.stored_keys[:, :, :, kv_head],
-        stored_values=values,
-    )
-
-
-@assumption(_right_keys)
-def other_layers_kv(e: Evidence) -> Iterator[Supposed]:
-    """Keys, values or both are one layer's in all layers."""
-    data = e.expected.data
-    for index, layer in enumerate(make_layers(e.schedule.case)):
-        one = slice(index, index + 1)
-        keys = {"stored_keys": data.stored_keys[one].expand_as(data.stored_keys)}
-        changes = {"KV tokens": keys}
-        if data.stored_values is not None:
-            values = {"stored_values": data.stored_values[one].expand_as(data.stored_values)}
-            changes = {"KV tokens": {**keys, **values}, "keys": keys, "values": values}
-        for what, changed in changes.items():
-            yield Supposed(
-                f"right with the {what} of layer {layer.layer_id} in all layers: which buffer is read is kept from one "
-                "to the others",
-                replace(data, **changed),
-            )
-
-
-@assumption(_right_keys)
-def other_dims(e: Evidence) -> Iterator[Supposed]:
-    """Logits without some dims of q and k: a tile of them, or all from one on."""
-    data, dim = e.expected.data, e.expected.data.q.shape[-1]
-    tile = next(size for size in (16, 32, 64) if dim <= 8 * size or size == 64)
-    starts = range(0, dim, tile)
-    for first, end in dict.fromkeys([*((i, dim) for i in starts[1:]), *((i, min(i + tile, dim)) for i in starts)]):
-        queries = data.q.clone()
-        queries[..., first:end] = 0
-        yield Supposed(
-            f"right where dims {first}..{end - 1} of {dim} are left out of the product of q and k: a tile of the head "
-            "dim that is not loaded, or a width that is too small",
-            replace(data, q=queries),
-        )
 
 
 @assumption(_sinks)
@@ -331,64 +281,11 @@ def other_sink_counts(e: Evidence) -> str:
     if left.any():
         return ""
     times = " or ".join(str(count) for count in counts)
-    return f"right for a sink that counts {times} times: once for each split or part, where it counts once in all"
+    return (
+        "the sink counts once per split or part of the keys instead of once in all: the result is right for a sink "
+        f"that counts {times} times"
+    )
 
 
 _MOST_SINKS = 8
 """A sink is looked for up to so many times."""
-_MOST_HEADS = 16
-"""Heads up to which it is asked which one stands in the place of which: each costs an answer of the oracle."""
-
-
-@assumption(_right_keys)
-def other_query_heads(e: Evidence) -> str:
-    """Each wrong head is right with the query of another head, the same one in every wrong row."""
-    data, (heads, kv_heads) = e.expected.data, _heads(e)
-    if kv_heads == heads or heads > _MOST_HEADS or e.schedule.case.data in SAME_RESULTS:
-        return ""
-    if e.judgement.margin < SMALL_ERROR:
-        # The other head's result may be that near by chance.
-        return ""
-    found = _head_by_head(
-        e, [replace(data, q=data.q[:, :, other : other + 1].expand_as(data.q)) for other in range(heads)], own=False
-    )
-    named = ", ".join(f"of head {other} in head {head}" for head, other in found[:3])
-    more = " and so on" if len(found) > 3 else ""
-    return (
-        ""
-        if not found
-        else (
-            f"right with the query {named}{more}: heads of q are taken from other places, as where groups of "
-            f"{heads // kv_heads} heads are taken for larger ones (head mapping)"
-        )
-    )
-
-
-@assumption(_right_keys)
-def other_kv_head_of_each(e: Evidence) -> str:
-    """Each wrong head is right with another KV head than its own, the same one in every wrong row."""
-    heads, kv_heads = _heads(e)
-    if kv_heads == 1 or kv_heads > _MOST_HEADS:
-        return ""
-    found = _head_by_head(e, [_with_kv_heads(e, torch.full((heads,), kv_head)) for kv_head in range(kv_heads)])
-    named = ", ".join(f"KV head {kv_head} for head {head}" for head, kv_head in found[:3])
-    more = " and so on" if len(found) > 3 else ""
-    return (
-        ""
-        if not found
-        else (f"right with {named}{more}: a query head h has KV head h // {heads // kv_heads} (head mapping)")
-    )
-
-
-def _head_by_head(e: Evidence, others: Sequence[StepData], *, own: bool = True) -> list[tuple[int, int]]:
-    """(wrong head, number of the data that it is right for in every wrong row), of all wrong heads or of none.
-
-    ``own``: whether the data of a head's own number may be meant.
-    """
-    wrong = e.judgement.wrong.any(-1)
-    astray = wrong.flatten(0, 1).any(0).nonzero().flatten().tolist()
-    found: dict[int, int] = {}
-    for number, data in enumerate(others):
-        right = (e.near(Supposed(data=data)) | ~wrong).flatten(0, 1).all(0)
-        found.update({h: number for h in astray if h not in found and right[h] and (own or h != number)})
-    return sorted(found.items()) if len(found) == len(astray) else []

@@ -22,19 +22,22 @@ def kept_from_before(e: Evidence) -> str:
         return ""
     lens = before.lens
     if e.step is before:
-        return "the same step was right the first time: look at what planning or forward leaves on self"
+        return "planning or forward leaves something on self: the same step was right the first time"
     if sorted(lens) == sorted(e.lens):
         return (
-            "the step before has the same lengths and other requests: a plan, a page table, a mask or partial results "
-            "that are kept while lengths look the same"
+            "a plan, a page table, a mask or partial results are kept while lengths look the same: the step before "
+            "has the same lengths and other requests"
         )
     if min(e.lens[i] for i in e.wrong) > max(lens):
         return (
-            f"the step before had up to {max(lens)} KV tokens, and only requests with more are wrong: a table, buffer "
-            "or grid that was made for it"
+            f"a table, buffer or grid was sized for the step before: it had up to {max(lens)} KV tokens, and only "
+            "requests with more are wrong"
         )
     if min(e.wrong) >= before.bs:
-        return f"only requests from {before.bs} on are wrong, and the step before had {before.bs}: sizes made for it"
+        return (
+            f"something was sized for the step before: only requests from {before.bs} on are wrong, and that step had "
+            f"{before.bs}"
+        )
     return ""
 
 
@@ -48,13 +51,13 @@ def only_empty_parts(e: Evidence) -> str:
             continue
         if e.wrong == [request for request in requests if empty[request]]:
             return (
-                f"only requests without a KV token in {part} are wrong: a part without any is attended all the same, "
-                "or has weight in the merge"
+                "a KV part without tokens is attended all the same, or has weight in the merge: only requests "
+                f"without a KV token in {part} are wrong"
             )
         if e.wrong == [request for request in requests[1:] if empty[request - 1] and not empty[request]]:
             return (
-                f"only requests behind one without a KV token in {part} are wrong: a list of requests or lengths that "
-                "leaves those without any out"
+                "a list of requests or lengths leaves out requests without a KV token in a part: only requests "
+                f"behind one without a KV token in {part} are wrong"
             )
     return ""
 
@@ -77,8 +80,8 @@ def last_request_not_written(e: Evidence) -> str:
     if not e.judgement.unwritten[:, rows == last].all():
         return ""
     return (
-        f"no row of request {last}, the last one, is written, and all others are right: offsets of requests "
-        "(cu_seqlens_q, indptr) with an entry too few, or a grid or a loop of one request less"
+        "offsets of requests (cu_seqlens_q, indptr) lack an entry, or a grid or loop covers one request too few: no "
+        f"row of request {last}, the last one, is written, and all others are right"
     )
 
 
@@ -91,8 +94,8 @@ def only_empty_prefixes(e: Evidence) -> str:
     if e.wrong != empty or len(empty) == e.step.bs:
         return ""
     return (
-        "only requests without a prefix differ: servers draft behind a prefill and have none; if planning counts on "
-        "that, claim drafts_without_prefix=False"
+        "only requests without a prefix are wrong. Servers never draft without one; if your planning relies on that, "
+        "declare drafts_without_prefix=False"
     )
 
 
@@ -110,8 +113,8 @@ def length_threshold(e: Evidence) -> str:
     if e.attended is not None and e.attended.wanted < e.attended.used:
         return ""  # it reads all that it should, and more
     return (
-        f"requests of up to {max(right)} KV tokens are right, of {min(wrong)} and more are wrong: a maximum length, a "
-        "grid or a number of splits of the capture-time batch is still in force"
+        "the graph probably still uses a maximum length, a grid or a number of splits of the captured batch: "
+        f"requests of up to {max(right)} KV tokens are right, of {min(wrong)} and more are wrong"
     )
 
 
@@ -123,7 +126,7 @@ def last_page(e: Evidence) -> str:
         return ""
     partly = [i for i, n in enumerate(e.lens) if n % page]
     if e.wrong == partly and len(partly) < e.step.bs:
-        return "only requests with a partly filled last page differ"
+        return "only requests with a partly filled last page are wrong"
     return ""
 
 
@@ -135,8 +138,11 @@ def later_requests(e: Evidence) -> str:
     shorter, own = e.lens[0] < max(e.lens), e.attended is not None and e.attended.own
     if e.step.bs > 2 and shorter and not own and e.wrong == list(range(1, e.step.bs)):
         if e.judgement.unwritten.flatten(2).any(-1).any(0)[e.rows].all() and not e.reads_foreign:
-            return "request 0 is computed and no other is: a work list, a grid or a number of tiles that ends early"
-        return "request 0 is right and all others are wrong: it lies at offset 0 under any stride; look at the strides"
+            return "a work list, a grid or a number of tiles probably ends early: request 0 is computed and no other is"
+        return (
+            "a stride is probably wrong: request 0 is right and all others are wrong, and request 0 lies at offset 0 "
+            "under any stride"
+        )
     return ""
 
 
@@ -147,6 +153,6 @@ def later_by_number(e: Evidence) -> str:
     if first < 8 or e.wrong != list(range(first, e.step.bs)):
         return ""
     return (
-        f"requests from {first} on are wrong, all before are right: offsets, schedules or flags that are made for a "
-        "warp or a block of requests at a time"
+        "offsets, schedules or flags are probably made for a warp or a block of requests at a time: requests from "
+        f"{first} on are wrong, all before are right"
     )

@@ -24,9 +24,8 @@ def heads_not_computed(e: Evidence) -> str:
         return ""
     which = f"head{'s' if len(heads) > 1 else ''} {index_ranges(heads)} of {count}"
     return (
-        f"{which} {'are' if len(heads) > 1 else 'is'} 0 throughout, in every row: nothing computed "
-        f"{'them' if len(heads) > 1 else 'it'}. A grid or a loop over heads that is too small, such as a number of "
-        "tiles of heads that is rounded down"
+        f"a grid or loop over heads is too small, e.g. a number of head tiles that is rounded down: {which} "
+        f"{'are' if len(heads) > 1 else 'is'} 0 throughout, in every row"
     )
 
 
@@ -49,9 +48,8 @@ def results_of_other_heads(e: Evidence) -> str:
     data = e.expected.data
     layer, row, head, of_row, of_head = next(each for each in found if each[1] != each[3])
     return (
-        f"{row_name(data, row)} head {head} holds the result of {row_name(data, of_row)} head {of_head} and so on: the "
-        "output is written with another stride of rows or heads than it has, such as a number of heads that is not its "
-        "own"
+        "the output is written with a wrong stride of rows or heads, e.g. another number of heads: "
+        f"{row_name(data, row)} head {head} holds the result of {row_name(data, of_row)} head {of_head} and so on"
     )
 
 
@@ -67,9 +65,9 @@ def other_shape(e: Evidence) -> str:
         return ""
     (heads, kv_heads, dim), (of_first, kv_of_first, dim_of_first) = found[0], maps[0].layer
     return (
-        f"only layers of {heads} query and {kv_heads} KV heads of {dim} are wrong, and the first layer has {of_first} "
-        f"and {kv_of_first} of {dim_of_first}: if cases whose layers have the same heads pass, a workspace, buffer, "
-        "plan, stride, group or scale is that of the first layer"
+        "a workspace, buffer, plan, stride, group or scale is probably the first layer's, if cases whose layers have "
+        f"the same heads pass: only layers of {heads} query and {kv_heads} KV heads of {dim} are wrong, and the first "
+        f"layer has {of_first} and {kv_of_first} of {dim_of_first}"
     )
 
 
@@ -85,8 +83,11 @@ def columns_not_written(e: Evidence) -> str:
     lost, written = columns[0].nonzero().flatten(), (~columns[0]).nonzero().flatten()
     text = f"values {index_ranges(lost.tolist())} of {columns.shape[-1]} of a head are never written"
     if shift := _shift(e, heads, lost, written):
-        return f"{text}, and the others hold what those {abs(shift)} {'behind' if shift > 0 else 'before'} them should"
-    return f"{text}: a grid over a head's values that is too small, or an offset of a tile of them"
+        return (
+            f"values of a head are stored at the wrong offset: {text}, and the others hold what those {abs(shift)} "
+            f"{'behind' if shift > 0 else 'before'} them should"
+        )
+    return f"a grid over a head's values is too small, or a tile of them has a wrong offset: {text}"
 
 
 def _shift(e: Evidence, heads: torch.Tensor, lost: torch.Tensor, written: torch.Tensor) -> int:
@@ -109,8 +110,8 @@ def part_of_a_head(e: Evidence) -> str:
     if not (bad.any(-1) & (~bad & e.judgement.exists).any(-1)).any() or e.reads_foreign or large:
         return ""
     return (
-        "only a part of a head's values is NaN or Inf: written over after they were computed, or never: the layout of "
-        "a scratch for partial results, or a head dim that is padded"
+        "only a part of a head's values is NaN or Inf, so it was overwritten, or never computed: probably the layout "
+        "of a scratch for partial results, or a head dim that is padded"
     )
 
 
@@ -124,11 +125,11 @@ def some_heads(e: Evidence) -> str:
     group = count // kv_heads
     which = f"only head{'s' if len(heads) > 1 else ''} {index_ranges(heads)} of {count}"
     if e.attended and e.attended.elsewhere.get("others", 0.0) >= _ALL_OF_IT:
-        cause = f"rows lie {count} heads apart, and with another stride, such as a padded one, they are another row's"
+        cause = f"a stride of rows that is another one, such as a padded one: rows lie {count} heads apart"
     elif _lacks_a_part(e):
         cause = (
-            "their part of the prefix is lost in the merge with the new tokens: a log-sum-exp or partial result that "
-            "is another head's or row's, such as [T, H] read as [H, T]"
+            "their part of the prefix is lost in the merge with the new tokens, as when a log-sum-exp or partial "
+            "result is another head's or row's ([T, H] read as [H, T])"
         )
     elif group > 1 and {head // group for head in heads} != set(range(kv_heads)) and len(heads) % group == 0:
         cause = "an offset or stride of KV heads, or the head mapping"
@@ -137,8 +138,8 @@ def some_heads(e: Evidence) -> str:
     else:
         cause = "an offset or stride of heads, or a parameter by head"
     return (
-        f"{which} attended to other KV tokens than they should: {cause} (all heads of a row have one length and one "
-        "page table)"
+        f"{which} attended to the wrong KV tokens, and all heads of a row share one length and page table: probably "
+        f"{cause}"
     )
 
 
@@ -170,10 +171,14 @@ def some_dims(e: Evidence) -> str:
         first, end = dims[0], dims[-1] + 1
         if end - first != len(dims) or first % 4 or end % 4 or end - first == size:
             return ""
-        return f"only dims {first}..{end - 1} of {size} are wrong: what one thread loads or stores of a head at once"
+        return (
+            f"only dims {first}..{end - 1} of {size} are wrong: probably what one thread loads or stores of a head at "
+            "once"
+        )
     if dims[0] and dims[0] % 16 == 0 and size - dims[0] <= len(dims) * 3 / 2:
         return (
-            f"only dims from {dims[0]} on are wrong: a head dim of {size} that is padded, or computed a tile at a time"
+            f"only dims from {dims[0]} on are wrong: probably a head dim of {size} that is padded, or computed a tile "
+            "at a time"
         )
     first, end = dims[0] // 16 * 16, -(-(dims[-1] + 1) // 16) * 16
     if end - first >= size or end - first > len(dims) * 3 / 2:
@@ -190,7 +195,7 @@ def _dims_they_hold(e: Evidence, first: int, end: int) -> str:
         theirs = slice(start, start + count)
         if bool(((held - want[..., theirs][wrong]).abs() <= limit[..., theirs][wrong]).all()):
             return (
-                f", and hold what dims {start}..{start + count - 1} should: a tile of the head dim is loaded or stored "
-                "in place of another"
+                f", and hold what dims {start}..{start + count - 1} should: a tile of the head dim is loaded or "
+                "stored in place of another"
             )
-    return ": a tile of the head dim, of V where it is loaded or of the output where it is stored"
+    return ": probably a tile of the head dim, when V is loaded or the output is stored"

@@ -31,8 +31,9 @@ def stored_elsewhere(e: Evidence) -> str:
     tokens = spoilt[request]
     verb = "does" if len(tokens) == 1 else "do"
     return (
+        "the KV pool does not hold what it should, and wrong numbers follow from that, so fix writes-own-kv first: "
         f"KV token{'s' if len(tokens) > 1 else ''} {index_ranges(tokens)} of request {request} {verb} not lie in the "
-        "pool as stored: read what writes-own-kv says first, for wrong numbers follow from that"
+        "pool as stored"
     )
 
 
@@ -78,13 +79,13 @@ def window_of_another_layer(e: Evidence) -> str:
         own = "no window" if attended.window < 0 else f"one of {attended.window}"
         if seen == everything:
             return (
-                f"it attends to what it sees without a window, or with one of {window}, which another layer has, and "
-                f"its own has {own}: layer.sliding_window_size does not reach the kernel, or not for the KV tokens of "
-                "the prefix, or is another layer's"
+                "layer.sliding_window_size does not reach the kernel, or not for the KV tokens of the prefix, or is "
+                f"another layer's: the row attended to what it sees without a window, or with one of {window}, which "
+                f"another layer has, and its own layer has {own}"
             )
         return (
-            f"it attends to what a window of {window} lets it see, which another layer has, and its own has {own}: "
-            "take layer.sliding_window_size of each layer"
+            "the window of another layer is used, take layer.sliding_window_size of each layer: the row attended to "
+            f"what a window of {window} lets it see, which another layer has, and its own layer has {own}"
         )
     return ""
 
@@ -105,8 +106,8 @@ def beyond_a_slot(e: Evidence) -> str:
         return ""
     pages = f", pages from {not_read // page} on" if page > 1 else ""
     return (
-        f"KV tokens in slots up to {read} are read, and none from slot {not_read} on{pages}, in whatever order they "
-        "come: a page number, slot or byte offset that is cut off, or a bound on addresses"
+        f"a page number, slot or byte offset is cut off, or addresses are bounded: KV tokens in slots up to {read} "
+        f"are read, and none from slot {not_read} on{pages}, in whatever order they come"
     )
 
 
@@ -121,12 +122,12 @@ def masked_too_late(e: Evidence) -> str:
         return ""
     if not e.right_with_zeros:
         return (
-            "values of this row are read where they should be, and with zeros the result is still wrong: keys are "
-            "read elsewhere (a page table, an offset or a stride of K alone), or other rows read elsewhere"
+            "keys are read elsewhere (a page table, an offset or a stride of K alone), or other rows are: values of "
+            "this row are read where they should be, and with zeros the result is still wrong"
         )
     return (
-        "foreign slots have no weight, and still spoil the sum: 0 * NaN is NaN. Keep them out by a select or a masked "
-        "load, not by a zero weight or an added mask"
+        "the kernel multiplies foreign slots by weight 0, but 0 * NaN is NaN: mask V when it is loaded (tl.load(..., "
+        "mask=, other=0), or a select), not by a zero weight or an added mask"
     )
 
 
@@ -138,10 +139,10 @@ def weighs_a_little(e: Evidence) -> str:
     part = f"masked KV tokens have weight, {max(e.attended.faint.values()):.2g} of what the others have"
     if e.schedule.case.logit_cap:
         return (
-            f"{part}: look at where the soft cap comes. It comes before the mask: capped after it, minus infinity is "
-            "-logit_cap"
+            f"{part}: the soft cap probably comes after the mask, and has to come before it (capped after it, minus "
+            "infinity is -logit_cap)"
         )
-    return f"{part}: a mask that adds a number, or stands for minus infinity, and is not low enough"
+    return f"{part}: probably a mask that adds a number, or uses one for minus infinity, which is not low enough"
 
 
 @hint(Level.PLACE)
@@ -154,8 +155,8 @@ def pool_layout(e: Evidence) -> str:
     if attended.wanted <= attended.used and not attended.elsewhere:
         return ""
     return (
-        f"the KV pool of this case has layout {layout}: if cases of other layouts pass, look at the offset of the "
-        "layer, at the strides of pages, slots and heads, and at which half is K"
+        f"the KV pool of this case has layout {layout}, and if cases of other layouts pass, its layout is probably "
+        "misread: look at the offset of the layer, at the strides of pages, slots and heads, and at which half is K"
     )
 
 
@@ -169,22 +170,26 @@ def elsewhere(e: Evidence) -> str:
     whole = "" if e.schedule.case.page_size == 1 else ", or a last page that counts as full"
     if place == "tail" and attended.used & attended.wanted and e.step.requests[attended.request].draft is not None:
         return (
-            "slots of its draft's pages are read that hold no KV token of this branch: a page that is another branch's "
-            f"or was never filled{whole}"
+            "slots of its draft's pages are read that hold no KV token of this branch: probably a page that is "
+            f"another branch's or was never filled{whole}"
         )
     if place == "tail" and attended.used & attended.wanted:
-        return "slots behind the last KV token are read: the last page counts as full, or a length is too large"
+        return (
+            "slots behind the last KV token are read: probably the last page counts as full, or a length is too large"
+        )
     if not attended.used & attended.wanted and attended.elsewhere.get("page0", 0.0) < _ALL_OF_IT:
         return (
-            "none of its own KV tokens is read: a page or slot computed wrongly, the request row, the table's stride, "
+            "none of its own KV tokens is read: probably a wrong page or slot, the request row, the table's stride, "
             "or the offset of its query rows"
         )
     if attended.wanted <= attended.used and place != "page0":
-        return f"all of its own KV tokens are read, and slots behind them: a length that is too large{whole}"
+        return f"all of its own KV tokens are read, and slots behind them: probably a length that is too large{whole}"
     return {
-        "others": "KV tokens of other requests are read: a length too large, a wrong page or slot, a stale table entry",
-        "page0": "page 0 is read, where padding lives: entries of the page table that were never filled, or an id of 0",
-        "unowned": "unowned slots are read: a page or slot computed wrongly, or a stale tail of the page table",
+        "others": "KV tokens of other requests are read: probably a length too large, a wrong page or slot, or a "
+        "stale table entry",
+        "page0": "page 0 is read, which is for padding: probably entries of the page table that were never filled, or "
+        "an id of 0",
+        "unowned": "unowned slots are read: probably a wrong page or slot, or a stale tail of the page table",
     }[place]
 
 
@@ -198,7 +203,7 @@ def read_twice(e: Evidence) -> str:
     attended = e.attended
     if attended is None or not attended.doubled or len(attended.doubled) != len(attended.wanted - attended.used):
         return ""
-    return "some KV tokens are read twice, others never: a page or tile is looked up in place of another"
+    return "some KV tokens are read twice, others never: probably a page or tile is looked up instead of another"
 
 
 @hint(Level.PLACE, silences=("key_range",))
@@ -217,17 +222,21 @@ def own_rows_mixed(e: Evidence) -> str:
     # Some of what stands in the next page is no new token, so a slot of nobody is read too.
     if e.reads_foreign and fresh > prefix and extra == {key - prefix + fresh for key in missing}:
         return (
-            f"new tokens are looked for from the start of the next page on, and lie behind the last one of the prefix: "
+            "new tokens are looked up from the start of the next page on, and lie behind the last one of the prefix: "
             f"slot {prefix % page} of its page"
         )
     if e.step.requests[attended.request].draft is not None:
         return (
-            "a branch attends to what another one drafted: branches share a row of the table, their slots are taken in "
-            "another order, or the page that the prefix fills in part is not read from the branch's own copy"
+            "a branch attends to what another one drafted: probably branches share a row of the table, their slots "
+            "are taken in another order, or the page that the prefix fills in part is not read from the branch's own "
+            "copy"
         )
     if e.step.requests[attended.request].new < 2 or layout == "contiguous":
         return ""
-    return "new tokens are mixed up with each other: their slots need not increase (or the mask is another request's)"
+    return (
+        "new tokens are mixed up with each other: probably their slots are taken to increase, which they need not, "
+        "or the mask is another request's"
+    )
 
 
 @hint(Level.GUESS)
@@ -254,17 +263,27 @@ def key_range(e: Evidence) -> str:
             return _before_the_window(e, attended, extra)
         if e.step.requests[attended.request].tree is not None and extra[0] >= e.step.requests[attended.request].prefix:
             return (
-                "draft nodes that are no ancestors are visible: the tree mask is ignored, stale, or at another offset"
+                "draft nodes that are not ancestors are visible: probably the tree mask is ignored, stale, or at "
+                "another offset"
             )
         if extra[0] > last:
-            return "later tokens are visible: causality, or seq_lens of this mode counted twice"
+            return (
+                "later tokens are visible: probably the causal mask, or seq_lens of this mode counts the new tokens "
+                "twice"
+            )
         return _before_the_window(e, attended, extra)
     if missing and extra:
         shift = min(attended.used) - min(attended.wanted)
         if attended.used == {key + shift for key in attended.wanted}:
             of_mask = ", or the row of a mask" if attended.row else ""
-            return f"all KV tokens are shifted by {shift}: the length or position that they count from{of_mask} is off"
-        return "other KV tokens than the right ones: a mask, window or row offset of another request or layer"
+            return (
+                f"all KV tokens are shifted by {shift}: probably the length or position that they count from{of_mask} "
+                "is off"
+            )
+        return (
+            "other KV tokens than the right ones are attended to: probably a mask, window or row offset of another "
+            "request or layer"
+        )
     return ""
 
 
@@ -285,10 +304,13 @@ def _twice(e: Evidence, attended: AttendedKeys) -> str:
     if request.draft is None and min(attended.doubled) < request.prefix:
         scales = ", or FP8 scales that their part lacks" if case.kv_dtype != "same" else ""
         return (
-            "KV tokens of the prefix are counted more than once: splits or tiles that overlap, or whose lanes past the "
-            f"end are not masked{scales}"
+            "KV tokens of the prefix are counted more than once: probably splits or tiles that overlap, or whose "
+            f"lanes past the end are not masked{scales}"
         )
-    return "KV tokens are counted more than once: new ones from the pool and from k, v as well, or splits that overlap"
+    return (
+        "KV tokens are counted more than once: probably new ones from the pool and from k, v as well, or splits that "
+        "overlap"
+    )
 
 
 def _parts_of(case: Case, wanted: Collection[int], doubled: Collection[int], prefix: int) -> str:
@@ -315,20 +337,20 @@ def _before_the_window(e: Evidence, attended: AttendedKeys, extra: list[int]) ->
     first = min(attended.wanted)
     if extra == [first - 1] and not _no_window_at_all(e):
         return (
-            "one KV token before the window is visible: a window that is one too wide (sliding_window_size counts "
-            "those before a row's own), or a row that is counted one too low"
+            "one KV token before the window is visible: probably a window that is one too wide (sliding_window_size "
+            "counts those before a row's own), or a row that is counted one too low"
         )
     gap = list(range(extra[-1] + 1, first))
     if gap and (extra[-1] + 1) % SMALLEST_TILE == 0 and not set(gap) - attended.looked_at:
         return (
-            f"KV tokens up to {extra[-1]} have weight, and {ranges(gap)} have none, which lie between them and the "
-            f"window from {first} on: the window is right, and what splits or tiles before it gave in an earlier layer "
-            "or step is still in the workspace, and merged"
+            "results of splits or tiles before the window are probably merged, which an earlier layer or step left "
+            f"in the workspace: KV tokens up to {extra[-1]} have weight, and {ranges(gap)} have none, which lie "
+            f"between them and the window from {first} on"
         )
     if extra != list(range(first)) or attended.window < 0:
         return "KV tokens before the window are visible"
     where = " where the graph is captured" if e.in_graph else ""
     return (
-        f"KV tokens before the window are visible, all of them: sliding_window_size does not reach the kernel{where}, "
-        "or not for the KV tokens of the prefix"
+        "KV tokens before the window are visible, all of them: probably sliding_window_size does not reach the "
+        f"kernel{where}, or not for the KV tokens of the prefix"
     )

@@ -56,27 +56,28 @@ def right_keys(e: Evidence) -> str:
     if not attended.normalised:
         if more := _counted_besides(attended):
             return (
-                f"weights of the right KV tokens sum to {attended.total:.3g}, as if {more} more of logit 0 and value 0 "
-                "were there: splits or tiles without KV tokens that count as a log-sum-exp of 0, or masked KV tokens "
-                "in the denominator"
+                f"weights of the right KV tokens sum to {attended.total:.3g}, as if {more} more of logit 0 and value "
+                "0 were there: probably splits or tiles without KV tokens that count as a log-sum-exp of 0, or "
+                "masked KV tokens in the denominator"
             )
         fp8 = "FP8 scales, " if case.kv_dtype != "same" else ""
         cap = " (a soft cap comes before the mask)" if case.logit_cap else ""
         return (
-            f"weights of the right KV tokens sum to {attended.total:.3g} instead of 1: look at {fp8}a denominator that "
-            f"counts masked KV tokens or misses some{cap}, saturation, or partial results that are combined wrongly"
+            f"weights of the right KV tokens sum to {attended.total:.3g} instead of 1: look at {fp8}a denominator "
+            f"that counts masked KV tokens or misses some{cap}, saturation, or partial results that are combined "
+            "wrongly"
         )
     if _rounded_to_fp8(e):
         return (
-            "every value is within 1/16 of the right one: the output is rounded to FP8 on its way, as in a scratch of "
-            "the pool's dtype"
+            "the output is rounded to FP8 on its way, probably in a scratch of the pool's dtype: every value is "
+            "within 1/16 of the right one"
         )
     few, free = e.judgement.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype not in FP8_PRODUCTS
     if few < SMALL_ERROR and case.data != "negative":
         fp8 = ", or q and weights rounded to FP8, which matmul_dtype has to say" if free else ""
         return (
-            f"the right KV tokens, and an error of only {few:.2g} times the limit: precision, such as q, logits, "
-            f"weights or partial sums rounded to the model's dtype{fp8}"
+            f"the right KV tokens, and an error of only {few:.2g} times the limit: probably precision, such as q, "
+            f"logits, weights or partial sums rounded to the model's dtype{fp8}"
         )
     suspects = ["log-sum-exps of the parts, and their merge"] if case.parts else []
     suspects += [_rescaling(e)] if _rescaling(e) and case.data != "cliff" else []
@@ -186,12 +187,15 @@ def computed_nan(e: Evidence) -> str:
         return ""
     if e.attended is not None and e.attended.right and e.schedule.case.data in _LARGE_LOGITS:
         return ""
-    text = "nothing foreign is read. 0 / 0, or -inf minus -inf: a split, a tile or a row that sees no KV token"
+    text = (
+        "the NaN is computed, not read from foreign memory. Probably 0 / 0, or -inf minus -inf: a split, a tile or a "
+        "row that sees no KV token"
+    )
     if e.schedule.case.parts:
-        return f"{text}, or a part: in this case KV tokens come in parts, and some requests have none in one"
+        return f"{text}, or a KV part: in this case KV tokens come in parts, and some requests have none in one"
     widest = max(layer.sliding_window_size for layer in make_layers(e.schedule.case))
     if widest >= 0 and e.wrong and all(e.lens[request] > widest + 1 for request in e.wrong):
-        return f"{text}, as where a window leaves out the first ones: only requests longer than it are wrong"
+        return f"{text}, as when a window leaves out the first ones: only requests longer than it are wrong"
     return f"{text}; or an overflow"
 
 

@@ -22,31 +22,31 @@ def rows_of_others(e: Evidence) -> str:
     alike = sorted({request for row in e.swapped for request in (row.request, row.of_request)})
     if all(row.copied for row in e.swapped) and max(r.new for r in e.step.requests) == 1:
         text = f"requests {index_ranges(alike)} hold the same values as each other"
-    return f"{text}: {_swap_cause(e)}"
+    return f"{_swap_cause(e)}: {text}"
 
 
 def _swap_cause(e: Evidence) -> str:
     several = max(r.new for r in e.step.requests) > 1
     if any(row.queried for row in e.swapped):
-        return "the stride or the offset of query rows (q may be a view: take its strides)"
+        return "the stride or the offset of query rows is wrong (q may be a view: take its strides)"
     if any(row.copied for row in e.swapped):
-        return "offsets of query rows (cu_seqlens_q), or the index of a request"
+        return "offsets of query rows (cu_seqlens_q), or the index of a request, are wrong"
     if all(row.of_row is not None for row in e.swapped):
         if times := _times_its_row(e):
             return (
-                f"row {times}n holds what row n should, counted over all requests: output rows are written by the "
-                "strides of another tensor, such as q, which may be a view"
+                "output rows are written by the strides of another tensor, such as q, which may be a view (row "
+                f"{times}n holds what row n should, counted over all requests)"
             )
         if all(row.request == row.of_request for row in e.swapped):
-            return "the order of rows in a request"
+            return "the order of rows in a request is wrong"
         if not several:
-            return "results go back in another order than the requests came in, or offsets of query rows"
-        return "offsets of query rows (cu_seqlens_q), or an order of requests that is not undone"
+            return "results go back in another order than the requests came in, or offsets of query rows are wrong"
+        return "offsets of query rows (cu_seqlens_q) are wrong, or an order of requests is not undone"
     starts = list(accumulate((request.new for request in e.step.requests), initial=0))
     flat = [(starts[m.request] + m.row, m.of_request) for m in e.swapped]
     by_row = [of_request == row for row, of_request in flat if row < e.step.bs]
     if several and len(by_row) > 1 and all(by_row):
-        return "what a request has, such as its page table, is looked up by query row: row j has that of request j"
+        return "the page table, or something else of a request, is looked up by query row: row j has that of request j"
     # Some rows of a request, or rows one behind the other, are taken for another's: their offsets. All: its table row.
     partly = any(
         {m.row for m in e.swapped if m.request == i} != set(range(r.new))
@@ -56,8 +56,8 @@ def _swap_cause(e: Evidence) -> str:
     as_own = all(m.keys == e.step.requests[m.request].prefix + m.row + 1 for m in e.swapped)
     as_theirs = all(m.keys == e.lens[m.of_request] for m in e.swapped)
     if partly or not (as_own or as_theirs or several) or uneven_offsets(e):
-        return "offsets of query rows (cu_seqlens_q)"
-    return "the request row (req_pool_indices), the table's stride, or offsets of query rows"
+        return "offsets of query rows (cu_seqlens_q) are wrong"
+    return "the request row (req_pool_indices), the table's stride, or offsets of query rows are wrong"
 
 
 def _times_its_row(e: Evidence) -> int:
@@ -81,10 +81,11 @@ def uneven_offsets(e: Evidence) -> str:
     even_passed = any(len({r.new for r in o.step.requests}) == 1 for o in e.passed if o.replay)
     if not uneven or (0 in e.wrong and len(e.wrong) == e.step.bs and not even_passed):
         return ""
+    starts = list(accumulate((r.new for r in e.step.requests), initial=0))[:-1]
     return (
-        f"{_accepted_counts(e)}: rows are packed, so query offsets are their running "
-        "sum. A uniform stride, or packed offsets for a kernel captured with a uniform stride, is right only when all "
-        "requests accept all"
+        f"query offsets are probably not the running sum of the counts: {_accepted_counts(e)}, so rows are packed at "
+        f"{', '.join(map(str, starts))}. A kernel that assumes a fixed stride, or was captured with one, is right "
+        "only if every request accepts every token"
     )
 
 
@@ -113,8 +114,8 @@ def _uneven_in_eager(e: Evidence) -> str:
     if attended is not None and astray and _place_under(stride, e, attended)[0] == attended.request:
         return ""
     return (
-        f"{_accepted_counts(e)}, and the wrong rows are those that a uniform stride of {stride} gets wrong: rows are "
-        "packed, so query offsets are the running sum of the counts"
+        f"query offsets have a uniform stride of {stride}, and have to be the running sum of the counts, since rows "
+        f"are packed: {_accepted_counts(e)}, and the wrong rows are those that a uniform stride of {stride} gets wrong"
     )
 
 
@@ -159,7 +160,10 @@ def row_tile(e: Evidence) -> str:
     groups = {shape.num_qo_heads // shape.num_kv_heads for shape in e.wrong_shapes}
     group = groups.pop() if len(groups) == 1 else 1
     packed = f", or of {start * group} rows with the {group} heads of a KV head packed" if group > 1 else ""
-    return f"rows from {start} on are wrong, those before are right: the second tile of rows (tiles of {start}{packed})"
+    return (
+        f"the second tile of rows is wrong (tiles of {start}{packed}): rows from {start} on are wrong, those before "
+        "are right"
+    )
 
 
 @hint(Level.REMARK)

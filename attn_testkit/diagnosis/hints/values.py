@@ -33,7 +33,7 @@ def rows_of_other_layers(e: Evidence) -> str:
     if not found:
         return ""
     more = " and so on" if len(found) > 1 else ""
-    return f"{found[0]}{more}: outputs of layers lie in the same memory or overlap"
+    return f"outputs of layers lie in the same memory or overlap: {found[0]}{more}"
 
 
 _MOST_ROWS = 12
@@ -57,9 +57,9 @@ def last_rows_right(e: Evidence) -> str:
     if shown < 2:
         return ""
     return (
-        "of each wrong request the last row is right, and those before it are wrong with the right KV tokens: rows of "
-        "a request share what each should have of its own, such as the statistics of partial results, and the last "
-        "one's stand there"
+        "rows of a request probably share what each needs for itself, such as the statistics of partial results, and "
+        "the last row's are kept: of each wrong request the last row is right, and those before it are wrong with "
+        "the right KV tokens"
     )
 
 
@@ -70,7 +70,7 @@ def one_row_each(e: Evidence) -> str:
     if e.step.tokens <= e.step.bs or written != list(range(e.step.bs)):
         return ""
     rows = f"rows 0-{e.step.bs - 1} of the output are" if e.step.bs > 1 else "row 0 of the output is"
-    return f"only {rows} written, as many as there are requests: a plan or a grid of one row a request"
+    return f"a plan or a grid probably has one row per request: only {rows} written, as many as there are requests"
 
 
 @hint(Level.PATTERN, silences=("key_range",))
@@ -82,45 +82,46 @@ def nothing_computed(e: Evidence) -> str:
         return ""
     if widths := with_a_window_alone(e):
         return (
-            f"the layers with a sliding window ({widths}) are 0 throughout where they are wrong, and no others: "
-            "it lies where the request has no KV token, as by positions, a length or a prefix of another request"
+            "the sliding window probably lies where the request has no KV token, as with positions, a length or a "
+            f"prefix of another request: only the layers with a sliding window ({widths}) are wrong, and 0 throughout"
         )
     if len(wrong) > 1 and wrong[1:].any(1).all() and not wrong[0].any():
         return (
-            "0 throughout in every layer but the first: a counter, a semaphore or a list of work that a plan sets and "
-            "the first layer uses up"
+            "a counter, a semaphore or a work list is probably set by a plan and used up by the first layer: the "
+            "result is 0 throughout in every layer but the first"
         )
     if e.before is not None:
         which = "the output is 0 throughout, in every layer" if zero.all() else "the wrong rows are 0 throughout"
         return (
-            f"{which}, and right without the steps before it: nothing was computed, or 0 was written over it. A "
-            "counter, a flag or a list of work is left from before, or padded rows have an older batch's offsets"
+            "a counter, a flag or a work list is left from before, or padded rows have an older batch's offsets: "
+            f"{which}, and right without the steps before it, so nothing was computed, or 0 was written over it"
         )
     if e.schedule.case.parts:
         return (
-            "what merge_state made of the parts is 0 throughout where it is wrong: their weights are lost, as where "
-            "exp is taken of a log-sum-exp without the larger one, or nothing merges them"
+            "the weights of the parts are lost, as when exp is taken of a log-sum-exp without subtracting the larger "
+            "one, or nothing merges the parts: what merge_state made of them is 0 throughout"
         )
     if zero.all() and e.passed:
         lone = ": here one new row, and no KV token before it" if e.lens == [1] else ""
         return (
-            "the output is 0 throughout, in every layer, and other steps of the case are right: nothing was computed. "
-            "What is chosen by the number of requests, rows or KV tokens may have nothing for these, or the kernel "
-            f"returns early{lone}"
+            "nothing was computed, the output is 0 throughout, in every layer, and other steps of the case are "
+            "right: what is chosen by the number of requests, rows or KV tokens may have nothing for these, or the "
+            f"kernel returns early{lone}"
         )
     if zero.all():
         return (
-            "the output is 0 throughout, in every layer: nothing was computed. What chooses a kernel by head dim, "
+            "nothing was computed, the output is 0 throughout, in every layer: what chooses a kernel by head dim, "
             "page size, dtype, group or rows may have none for this case, or the kernel returns early or reads no KV"
         )
     if e.in_graph:
         return (
-            "the wrong rows are 0 throughout: nothing computed them. A grid, a number of tiles or a list of work of "
-            "the capture-time batch is still in force"
+            "nothing computed the wrong rows, which are 0 throughout: the graph probably still uses a grid, a number "
+            "of tiles or a work list of the captured batch"
         )
     return (
-        "the wrong rows are 0 throughout: nothing computed them. A grid or a number of tiles that is too small, an "
-        "early exit, a loop over KV tokens that ends before it begins, or a counter that is not 0 when a kernel begins"
+        "nothing computed the wrong rows, which are 0 throughout: probably a grid or a number of tiles that is too "
+        "small, an early exit, a loop over KV tokens that ends before it begins, or a counter that is not 0 when a "
+        "kernel begins"
     )
 
 
