@@ -126,6 +126,27 @@ def test_whose_rows_they_are_says_what_was_mixed_up(requests: Any, swapped: tupl
     assert text in rows.rows_of_others(evidence(lens, requests=requests, swapped=swapped))
 
 
+@pytest.mark.parametrize(
+    ("mode", "accepted", "swapped", "said"),
+    [
+        (ForwardMode.DRAFT_EXTEND_V2, 1, mine(0, 0, 1, 0, copied=True), True),
+        (ForwardMode.DRAFT_EXTEND_V2, 2, mine(0, 0, 1, 0, copied=True), False),
+        (ForwardMode.TARGET_VERIFY, 1, mine(0, 0, 1, 0, copied=True), False),
+        (ForwardMode.DRAFT_EXTEND_V2, 1, mine(0, 0, 0, 1), False),
+    ],
+    ids=["packed", "all are accepted", "another mode", "inside a request"],
+)
+def test_offsets_of_draft_extend_v2_may_be_those_of_accepted_rows(
+    mode: ForwardMode, accepted: int, swapped: SwappedRow, said: bool
+) -> None:
+    requests = [request(2, 4), request(2, 7)]
+    for each in requests:
+        each.accepted = accepted
+    found = evidence([6, 9], requests=requests, swapped=(swapped,), schedule=Of(case=case(mode=mode)))
+    text = rows.rows_of_others(found)
+    assert ("probably the running sum of accepted counts, though in this mode each request has 2 rows" in text) is said
+
+
 def test_two_swapped_rows_are_named() -> None:
     swaps = tuple(mine(i, 0, 1 - i, 0) for i in (0, 1))
     text = rows.rows_of_others(evidence([5, 8], swapped=swaps))

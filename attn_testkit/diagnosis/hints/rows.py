@@ -22,7 +22,13 @@ def rows_of_others(e: Evidence) -> str:
     alike = sorted({request for row in e.swapped for request in (row.request, row.of_request)})
     if all(row.copied for row in e.swapped) and max(r.new for r in e.step.requests) == 1:
         text = f"requests {index_ranges(alike)} hold the same values as each other"
-    return f"{_swap_cause(e)}: {text}"
+    cause = _swap_cause(e)
+    requests = e.step.requests
+    v2 = e.schedule.case.mode is ForwardMode.DRAFT_EXTEND_V2 and any(r.accepted != r.new for r in requests)
+    if v2 and "cu_seqlens_q" in cause:
+        rows = f"in this mode each request has {requests[0].new} rows"
+        cause += f", probably the running sum of accepted counts, though {rows}"
+    return f"{cause}: {text}"
 
 
 def _swap_cause(e: Evidence) -> str:

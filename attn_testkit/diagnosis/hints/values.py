@@ -101,6 +101,12 @@ def nothing_computed(e: Evidence) -> str:
             "the weights of the parts are lost, as when exp is taken of a log-sum-exp without subtracting the larger "
             "one, or nothing merges the parts: what merge_state made of them is 0 throughout"
         )
+    if zero.all() and e.in_graph and e.observed.replay and not any(seen.replay for seen in e.passed):
+        return (
+            "nothing was computed, the output is 0 throughout, in every layer, and no replay of the case is right: "
+            "probably a counter, a semaphore or a work list that a warm-up or an earlier launch leaves used up and no "
+            "replay resets, or a grid or a number of tiles of the captured batch"
+        )
     if zero.all() and e.passed:
         lone = ": here one new row, and no KV token before it" if e.lens == [1] else ""
         return (
