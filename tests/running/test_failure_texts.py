@@ -33,7 +33,7 @@ TEXTS = [
     ("ReadsNoKV", GAUSS, "the output is 0 throughout, in every layer", "seq_lens of this mode"),
     ("CapacityOf256", LONG, "KV tokens from 256 on are missing: a fixed capacity", "seq_lens of this mode"),
     ("CapacityOf2048", LONGEST, "KV tokens from 2048 on are missing: a fixed capacity of 2048", "in the middle"),
-    ("LastKeyLostInSomeHeads", GAUSS, "only heads 0, 2 of 4 attended to other KV tokens", "seq_lens of this mode"),
+    ("LastKeyLostInSomeHeads", GAUSS, "only heads 0, 2 of 4 attended to the wrong KV tokens", "seq_lens of this mode"),
     ("SecondTileOfRows", WIDE, "rows from 16 on are wrong", "seq_lens of this mode"),
     ("PaddedHeadDim", GAUSS, "only dims from 32 on are wrong", "missing"),
     ("RoundsWeights", GAUSS, "precision", "scale"),
