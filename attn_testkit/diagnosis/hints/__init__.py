@@ -1,6 +1,6 @@
 """Named patterns of failure. A hint is given when the evidence fits it, and never invented.
 
-Each is a function with ``@hint`` or ``@assumption`` above it in a file of this package. Nothing else names it.
+Each hint is a function with ``@hint`` or ``@assumption`` above it in a file of this package. No list names it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ for _file in iter_modules(__path__):
     import_module(f"{__name__}.{_file.name}")
 
 ORDER: tuple[Hint, ...] = in_order(HINTS.values())
-"""All hints, the most telling first."""
+"""All hints, the strongest first."""
 
 
 def hints(evidence: Evidence) -> list[str]:
-    """Every hint that fits and is not silenced by one before it."""
+    """Return the text of every hint that fits and is not silenced by an earlier one."""
     found: list[str] = []
     fitting: list[Hint] = []
     for each in ORDER:

@@ -16,22 +16,22 @@ __all__ = ["without_windows"]
 
 
 def _other_keys(e: Evidence) -> bool:
-    """A row attended to other KV tokens than the right ones, and they are its own request's, as far as is known."""
+    """Whether a row attended to other KV tokens than the right ones, of its own request as far as is known."""
     return e.attended is not None and not e.attended.right and not e.swapped and e.can_be_asked
 
 
 def _rows_in_order(e: Evidence) -> bool:
-    """And later rows see more."""
+    """Whether, in addition, later rows see more."""
     return _other_keys(e) and not e.branches
 
 
 def _from_positions(e: Evidence) -> bool:
-    """And which KV tokens it sees follows from positions."""
+    """Whether, in addition, visibility follows from positions."""
     return _rows_in_order(e) and way_of(e.schedule.case).causal
 
 
 def _first_keys(e: Evidence) -> bool:
-    """A row attended to as many KV tokens as its own number among the new rows says, whosever row it looks like."""
+    """Whether a row attended to KV tokens 0..i, i its place among the new rows, even if it equals another row."""
     a = e.attended
     first = a is not None and not a.right and not a.elsewhere and a.used == set(range(a.row + 1))
     return first and e.can_be_asked and not e.branches and way_of(e.schedule.case).causal
@@ -42,13 +42,13 @@ def _with_windows(e: Evidence) -> bool:
 
 
 def without_windows(e: Evidence) -> Supposed:
-    """Every row sees what it would without a window."""
+    """Answer if every row sees what it would without a window."""
     data = e.expected.data
     return Supposed(data=replace(data, query_positions=data.key_positions[:, :1].clone()))
 
 
 def _astray(e: Evidence) -> bool:
-    """KV tokens of another request were attended to."""
+    """Whether KV tokens of another request were attended to."""
     others = e.swapped or (e.attended is not None and "others" in e.attended.elsewhere)
     return bool(others) and e.schedule.case.data not in SAME_RESULTS and e.can_be_asked
 
@@ -79,7 +79,7 @@ def entered_at_query_offsets(e: Evidence) -> Iterator[Supposed]:
 
 
 def _seen_by(e: Evidence, rows: torch.Tensor) -> StepData:
-    """Row i of each request sees what its row ``rows[i]`` should."""
+    """Data in which row i of each request sees what its row ``rows[i]`` should."""
     data = e.expected.data
     return replace(data, visible=data.visible[:, rows], query_positions=data.query_positions[:, rows])
 
@@ -174,7 +174,7 @@ def positions_of_another_request(e: Evidence) -> Iterator[Supposed]:
 
 
 def _from_start(e: Evidence, start: Sequence[int]) -> StepData:
-    """Each request's rows have positions from ``start`` on, and see what is before them."""
+    """Data in which each request's rows have positions from ``start`` on, and see what is before them."""
     data = e.expected.data
     positions = torch.tensor(start)[:, None] + torch.arange(data.query_positions.shape[1])
     own = torch.arange(data.visible.shape[-1]) < torch.tensor(e.lens)[:, None, None]

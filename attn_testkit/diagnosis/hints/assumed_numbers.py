@@ -100,7 +100,7 @@ def other_scaling(e: Evidence) -> Iterator[Supposed]:
 
 
 def right_keys_and_a_wrong_number(e: Evidence) -> bool:
-    """The right KV tokens were attended to, as far as is known, and a row has a wrong number."""
+    """Whether the right KV tokens were attended to, as far as is known, and a row has a wrong number."""
     attended, judgement, case = e.attended, e.judgement, e.schedule.case
     if e.swapped or case.head_maps or max(e.lens, default=0) > LONGEST or not _finite_numbers_wrong(e):
         return False
@@ -122,7 +122,7 @@ def _with(e: Evidence, change: Callable[[AttentionLayer], AttentionLayer]) -> tu
 
 
 def _as_one_layer(e: Evidence, what: str, field: str) -> Iterator[Supposed]:
-    """What all layers would be with one layer's own."""
+    """Answers if all layers have one layer's value of a field."""
     for layer in make_layers(e.schedule.case):
         changed = {field: getattr(layer, field)}
         yield Supposed(

@@ -31,10 +31,10 @@ SAME_RESULTS = ("mean", "negative", "codes", "footprint")
 
 @dataclass(frozen=True)
 class Supposed:
-    """What a backend with some mistake would compute. What is not given is the step's own."""
+    """Answer of a backend with some mistake. Fields that are not given are the step's own."""
 
     text: str = ""
-    """What is told where the wrong rows are right for it."""
+    """Hint if the wrong rows are right for it."""
     data: StepData | None = None
     layers: Sequence[AttentionLayer] = ()
     as_given: bool | None = None
@@ -124,7 +124,7 @@ class Evidence:
 
     @property
     def branches(self) -> bool:
-        """Who sees whom among the new rows is no matter of their order."""
+        """Whether visibility among the new rows does not follow from their order (trees, drafts)."""
         return any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in self.step.requests)
 
     @property
@@ -134,7 +134,7 @@ class Evidence:
 
     @property
     def counts_alone(self) -> bool:
-        """Every element is within its limit, so that other limits say nothing: only counts of KV tokens are wrong."""
+        """Whether only counts of KV tokens are wrong: each element is within its limit, and other limits say nothing."""
         return self.judgement.all_finite and self.judgement.worst is None
 
     @property

@@ -1,4 +1,4 @@
-"""What a hint is: one object beside its function, and the order in which all are asked."""
+"""Hint objects, one beside each function, and the order in which they are asked."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from .evidence import Evidence, Supposed
 __all__ = ["HINTS", "Hint", "Level", "assumption", "hint", "in_order"]
 
 Found = str | Iterator[Supposed]
-"""A text, empty where the evidence does not fit; or answers that a mistake would give: the first that fits is told."""
+"""Text, empty if the evidence does not fit; or answers of supposed mistakes: the first that fits is reported."""
 
 
 class Level(IntEnum):
-    """How much a hint tells. What tells more is asked first."""
+    """Strength of a hint. Stronger hints are asked first."""
 
     CAUSE = 0
-    """Everything else follows from it."""
+    """Cause of everything else that is wrong."""
     SHOWN = 1
-    """The numbers are those of another place, or an experiment was right: nobody need guess."""
+    """Numbers of another place, or an experiment that was right: nothing is left to guess."""
     ANSWER = 2
-    """The oracle gives these numbers when it makes the mistake (an ``assumption``); one such mistake is enough."""
+    """Numbers that the oracle gives with one mistake in it (``assumption``). One such mistake is enough."""
     PATTERN = 3
-    """The wrong rows, heads or values have something in common."""
+    """Property that the wrong rows, heads or values share."""
     PLACE = 4
-    """The wrong requests or KV tokens have."""
+    """Property that the wrong requests or KV tokens share."""
     GUESS = 5
-    """What wrong KV tokens, or a wrong number, may come from."""
+    """Possible reasons for wrong KV tokens or for a wrong number."""
     REMARK = 6
-    """True, and seldom enough."""
+    """True statement that is rarely enough."""
 
 
 _SILENCED: Mapping[Level, Collection[Level]] = {
@@ -38,32 +38,32 @@ _SILENCED: Mapping[Level, Collection[Level]] = {
     Level.SHOWN: frozenset({Level.GUESS}),
     Level.ANSWER: frozenset({Level.ANSWER, Level.GUESS}),
 }
-"""Level of a hint that fits -> those of the hints that have nothing to say then."""
+"""Level of a hint that fits -> levels that are not asked any more."""
 
 
 @dataclass(frozen=True)
 class Hint:
-    """One named pattern of failure. Called with evidence it gives its text, or nothing."""
+    """One named pattern of failure. A call with evidence gives its text, or nothing."""
 
     find: Callable[[Evidence], Found]
     level: Level
     when: Callable[[Evidence], bool]
     silences: tuple[str | Level, ...]
-    """Names of hints, or levels of hints, that would guess at what this one knows; besides those of its level."""
+    """Names or levels of hints that would guess at what this one knows, in addition to ``_SILENCED``."""
 
     @property
     def name(self) -> str:
-        """That of its function."""
+        """Name of the function."""
         return self.find.__name__
 
     @property
     def place(self) -> tuple[str, int]:
-        """Where it is written: of two hints of a level the first in the first file is asked first."""
+        """File and line. Hints of one level are asked in this order."""
         code = self.find.__code__
         return code.co_filename, code.co_firstlineno
 
     def __call__(self, evidence: Evidence) -> str:
-        """Its text where it fits, else nothing."""
+        """Return the text if the evidence fits, else an empty string."""
         if not self.when(evidence):
             return ""
         found = self.find(evidence)
@@ -72,19 +72,19 @@ class Hint:
         return next((supposed.text for supposed in found if evidence.right_for(supposed)), "")
 
     def silences_other(self, other: Hint) -> bool:
-        """Whether the other one has nothing to say where this one fits."""
+        """Return whether the other hint is superfluous once this one fits."""
         by_level = other.level in _SILENCED.get(self.level, ())
         return other is not self and (by_level or other.name in self.silences or other.level in self.silences)
 
 
 HINTS: dict[str, Hint] = {}
-"""Name -> hint, of all that were imported."""
+"""Imported hints by name."""
 
 
 def hint(
     level: Level, *, when: Callable[[Evidence], bool] = lambda _: True, silences: tuple[str | Level, ...] = ()
 ) -> Callable[[Callable[[Evidence], Found]], Hint]:
-    """Make a hint of a function and put it into ``HINTS``. ``when``: whether there is anything to ask."""
+    """Turn a function into a hint and put it into ``HINTS``. ``when``: whether there is anything to ask."""
 
     def made(find: Callable[[Evidence], Found]) -> Hint:
         assert find.__name__ not in HINTS, f"two hints are named {find.__name__}"
@@ -97,14 +97,14 @@ def hint(
 def assumption(
     when: Callable[[Evidence], bool], *, silences: tuple[str | Level, ...] = ()
 ) -> Callable[[Callable[[Evidence], Found]], Hint]:
-    """Make a hint of a function that yields what a backend with some mistake would compute, and how that is told."""
+    """Turn a function that yields answers of supposed mistakes into a hint."""
     return hint(Level.ANSWER, when=when, silences=silences)
 
 
 def in_order(hints: Iterable[Hint]) -> tuple[Hint, ...]:
-    """By level and place; but who silences another comes before it.
+    """Sort by level and place; a hint comes before those that it silences by name.
 
-    Raises ``ValueError`` where a name in ``silences`` is no hint's, or two hints silence each other.
+    Raises ``ValueError`` if a name in ``silences`` is unknown, or if hints silence each other.
     """
     waiting = sorted(hints, key=lambda each: (each.level, each.place))
     unknown = {name for each in waiting for name in each.silences if isinstance(name, str)} - {h.name for h in waiting}
