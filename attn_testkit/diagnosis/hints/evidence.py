@@ -134,7 +134,7 @@ class Evidence:
 
     @property
     def counts_alone(self) -> bool:
-        """Whether only counts of KV tokens are wrong: each element is within its limit, and other limits say nothing."""
+        """Whether only counts of KV tokens are wrong: each element is within its limit, so no other limit helps."""
         return self.judgement.all_finite and self.judgement.worst is None
 
     @property
