@@ -38,10 +38,8 @@ from .swapped_rows import find_swapped
 __all__ = ["explain_numeric", "name_check"]
 
 
-def name_check(
-    rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation, passed: list[Observation]
-) -> Finding:
-    """The same finding under the check that it really fails; the arguments are those of ``explain_numeric``."""
+def name_check(rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation) -> Finding:
+    """The same finding under the check that it really fails, without its cause."""
     return _blamed(rerunner, finding, schedule, observed).named
 
 
@@ -158,7 +156,10 @@ def _alone(schedule: Schedule, step: Step, bucket: int) -> Schedule:
 def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str, str]:
     """(check, why): NaN was read in k and v that are stored already, in unowned slots, or nobody knows."""
     if step.stored and _right(_judged(schedule, rerunner.eager(schedule, replace(step, stored=False)))):
-        return "finite", "right with save_kv_cache=True; with False, k and v hold NaN, and they were read"
+        return (
+            "finite",
+            "with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True it is right",
+        )
     if rerunner.runs_eagerly(schedule):
         again = rerunner.eager(schedule, step, unowned=0.0)
     else:
@@ -173,18 +174,18 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
 _FINITE_WITH_ZEROS = "with zeros instead of NaN in unowned slots the result is finite"
 _RIGHT_WITH_ZEROS = f"{_FINITE_WITH_ZEROS}, and right"
 _NO_OTHER_INSTANCE = (
-    "it is right when no other instance is at work: something that all instances of the process share is replaced "
-    "before it is used"
+    "something that all instances of the process share is replaced before it is used: it is right when no other "
+    "instance is at work"
 )
 _NO_OTHER_MODE = (
-    "on an instance that runs its mode alone it is right: a step of another mode changes what the modes share, and a "
-    "plan keeps it"
+    "a step of another mode changes what the modes share, and a plan keeps it: on an instance that runs only this "
+    "mode it is right"
 )
 _AMONG = {
     "graphs": ("buckets-independent", "on a fresh instance, without graphs, the same eager step is right"),
     "steps": (
         "steps-independent",
-        "as the first step of a fresh instance it is right: something of an earlier step is kept",
+        "something of an earlier step is kept: as the first step of a fresh instance it is right",
     ),
     "instances": ("steps-independent", _NO_OTHER_INSTANCE),
     "modes": ("steps-independent", _NO_OTHER_MODE),
@@ -227,16 +228,16 @@ def _where_wrong(judgement: Judgement) -> torch.Tensor:
 
 
 _RIGHT_AGAIN = (
-    "run again on a fresh instance it is right, with nothing else changed: a race, an order that nothing keeps, or "
-    "memory that nobody wrote"
+    "probably a race, an order that is not enforced, or memory that was never written: run again on a fresh instance "
+    "it is right, with nothing else changed"
 )
 _RIGHT_IF_CLEAR = (
-    "with zeros in fresh memory it is right: a counter, a flag, a work list or a scratch is taken for cleared, and "
-    "nobody clears it"
+    "a counter, a flag, a work list or a scratch is taken for cleared, and is never cleared: with zeros in fresh "
+    "memory it is right"
 )
 _OTHER_ROWS = (
-    "run again it is wrong in other rows or heads, with nothing changed: a race, an order that nothing keeps, or "
-    "memory that nobody wrote"
+    "probably a race, an order that is not enforced, or memory that was never written: run again it is wrong in "
+    "other rows or heads, with nothing changed"
 )
 
 
@@ -275,8 +276,8 @@ def _with_other_fill(
     if not again.all_finite:
         return computed, ""
     return computed, (
-        "with numbers instead of NaN in fresh memory it is finite: it reads memory that nobody wrote, such as a "
-        "workspace or the partial results of splits that are empty"
+        "it reads memory that was never written, such as a workspace or the partial results of empty splits: with "
+        "numbers instead of NaN in fresh memory it is finite"
     )
 
 
@@ -335,13 +336,16 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
     if step.bucket > least:
         exact = rerunner.graph(_alone(schedule, step, least))
         if exact is not None and _right(_judged(schedule, _last(exact))):
-            return "padding-inert", f"in a bucket of exactly {least} it is right: {_PADDED_ROWS_REACH_LIVE_ONES}"
-    return _NOTHING_ELSE, "in eager it is right: something of the capture-time batch is still in force"
+            return "padding-inert", f"{_PADDED_ROWS_REACH_LIVE_ONES}: in a bucket of exactly {least} it is right"
+    return (
+        _NOTHING_ELSE,
+        "the graph still uses a value from capture time (a length, stride, grid size or pointer): in eager it is right",
+    )
 
 
 _PADDED_ROWS_REACH_LIVE_ONES = (
-    "what padded rows hold reaches live ones, by a sum, a largest value or a work list over all rows, or by offsets "
-    "and counts that are not those of live ones"
+    "data of padded rows reach real ones, by a sum, a maximum or a work list over all rows, or by offsets and counts "
+    "of the padded batch"
 )
 _AS_THE_ONLY_REPLAY = "as the only replay of the only bucket it is right"
 """Why, where the replays before it are the cause."""
@@ -361,7 +365,7 @@ def _blame_without_eager(
     if finding.check == "finite" and not why:
         return _blame_nan(rerunner, schedule, step)
     return finding.check, why or (
-        f"{schedule.case.mode} is claimed in graphs alone: whether it is the capture's or wrong anyhow is not known"
+        f"{schedule.case.mode} is declared only in graphs, so it is not known whether eager would be wrong too"
     )
 
 

@@ -16,20 +16,20 @@ _WITHOUT: tuple[tuple[Callable[[Case], Case], Callable[[Case], str]], ...] = (
     (
         lambda case: replace(case, layers=replace(case.layers, first=0)),
         lambda case: (
-            f"the ids of this case's layers begin at {case.layers.first}; where they begin at 0, nothing is "
-            "raised: an id is no index, and the first layer need not have id 0"
+            "layer_id is used as an index, and the first layer need not have id 0: the ids of this case's layers "
+            f"begin at {case.layers.first}; if they begin at 0, nothing is raised"
         ),
     ),
     (
         FEATURES["shapes"],
         lambda case: (
-            "nothing is raised where all layers have the same heads: look at what is sized or planned by those of "
-            "another layer, as by the first one's"
+            "something is sized or planned by the heads of another layer, as by the first one's: nothing is raised "
+            "if all layers have the same heads"
         ),
     ),
     (
         FEATURES["groups"],
-        lambda case: "nothing is raised where all layers share one KV group",
+        lambda case: "nothing is raised if all layers share one KV group",
     ),
     (
         FEATURES["sinks"],
@@ -65,8 +65,8 @@ def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) ->
         return "" if case.mixed else _without(_graph_raises, rerunner, schedule)
     if case.mixed:
         return (
-            "on an instance that no other mode uses nothing is raised: another mode raises by itself, or what is kept "
-            "of one mode, such as metadata by batch size alone, is taken for another's"
+            "another mode raises by itself, or what is kept of one mode, such as metadata by batch size only, is "
+            "taken for another's: on an instance that no other mode uses nothing is raised"
         )
     return ""
 

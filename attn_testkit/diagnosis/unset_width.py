@@ -28,9 +28,9 @@ def blame_unset_width(rerunner: Rerunner, schedule: Schedule) -> str:
     case = schedule.case
     unset = -1 if case.pick("num-tokens-per-req") else 0
     return (
-        f"num_tokens_per_req is {unset} while this graph is captured, as the backend claims to take it "
-        f"(takes_unset_width); with {case.width} there it is right. Take the width from the context "
-        f"({WIDTH_OF[case.mode]}), or do not claim it"
+        f"num_tokens_per_req is {unset} while this graph is captured, which the backend declares to take "
+        f"(takes_unset_width); with {case.width} it is right. Take the width from the context "
+        f"({WIDTH_OF[case.mode]}), or do not declare it"
     )
 
 

@@ -35,7 +35,7 @@ class DraftExtendV2PrefixOnly(DenseBackend):
     source="sglang KNOWN_FAILURES.md C.1",
     modes=_EXTENDS,
     checks=("matches-oracle",),
-    hint="slots need not increase",
+    hint="slots are taken to increase",
 )
 class NonMonotonicSlots(DenseBackend):
     """The step's keys are read in ascending slot order, as if out_cache_loc always increased inside a request."""
@@ -166,7 +166,7 @@ class VTilePageNotAdvanced(DenseBackend):
     source="rtp-llm 668448b61",
     modes=_ALL,
     checks=("reads-own-kv", "matches-oracle"),
-    hint="the table's stride|request 0 is right|a page or slot computed wrongly",
+    hint="the table's stride|request 0 is right|a wrong page or slot",
 )
 class TableRowWidthFromMaxLen(DenseBackend):
     """The stride between rows of the page table is taken as the longest length instead of the table's own width."""

@@ -231,7 +231,7 @@ class TreeMaskOfRequestZero(DenseBackend):
     source="general",
     modes=_VERIFY,
     checks=("matches-oracle",),
-    hint="no ancestors are visible",
+    hint="not ancestors are visible",
 )
 class TreeMaskByDepth(DenseBackend):
     """Visibility is rebuilt from positions: a node sees all nodes that stand above it, not its ancestors alone."""

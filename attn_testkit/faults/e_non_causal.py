@@ -38,7 +38,7 @@ class BlockBackend(DenseBackend):
     source="general; causal=False of vLLM's common metadata, ENCODER_ONLY layers of sglang",
     modes=_MODES,
     checks=("matches-oracle",),
-    hint="KV tokens after its own position are missing",
+    hint="KV tokens after the row's own position are missing",
 )
 class CausalMaskInLayersThatAreNot(DenseBackend):
     """Layers that are not causal are claimed, and nobody looks whether one is."""
@@ -51,7 +51,7 @@ class CausalMaskInLayersThatAreNot(DenseBackend):
     source="general; draft blocks (DFlash)",
     modes=(ForwardMode.TARGET_VERIFY,),
     checks=("matches-oracle",),
-    hint="KV tokens after its own position are missing",
+    hint="KV tokens after the row's own position are missing",
 )
 class DraftBlockCausalInVerify(BlockBackend):
     """Extend looks at the layer, and verify, which builds a mask of its own, does not."""

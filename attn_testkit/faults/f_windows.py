@@ -19,7 +19,7 @@ _CAUSAL = (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
     source="sglang #32087, MUTATION_FIXES.md M5",
     modes=(ForwardMode.DECODE,),
     checks=("matches-oracle",),
-    hint="the first KV token is missing|a window that is nowhere in the request",
+    hint="the first KV token is missing|a window that lies outside the request",
 )
 class DecodeWindowOneShort(DenseBackend):
     """W is a radius with both ends inside, and the decode gather keeps W keys instead of W + 1."""

@@ -61,7 +61,7 @@ class ScaleHardcoded(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="a scale that is applied twice",
+    hint="the scale is applied twice",
 )
 class ScaleAppliedTwice(DenseBackend):
     """q is scaled before the kernel, and the kernel scales again."""

@@ -42,7 +42,7 @@ class CombineAllMinusInf(PlannedBackend):
     source="aiter #4117, #3641",
     modes=_ALL,
     checks=("finite", "repeatable", "matches-oracle", "replay-follows-batch"),
-    hint="partial results of splits that are empty",
+    hint="partial results of empty splits",
 )
 class EmptySplitsNotWritten(PlannedBackend):
     """Every request gets all splits; those without keys write nothing, and the combine takes what the workspace
@@ -180,7 +180,7 @@ class TailPagesFoldToPageZero(PlannedBackend):
     source="flashinfer #3393",
     modes=_EXTENDS,
     checks=("matches-oracle", "finite"),
-    hint="share what each should have",
+    hint="share what each needs",
     modelled="the last row's statistics are what the others find",
 )
 class PartialStatsCollide(PlannedBackend):

@@ -19,7 +19,7 @@ _FROM_REQUESTS, _FROM_TOKENS = 8, 256
     modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
     executions=(Execution.EAGER,),
     checks=("matches-oracle",),
-    hint="KV tokens that it has in common with other requests are missing",
+    hint="KV tokens that it shares with other requests are missing",
 )
 class CascadePlannedForAllRequests(DenseBackend):
     """The common prefix is planned for as many requests as the batch has, where it is one: the first alone gets it."""

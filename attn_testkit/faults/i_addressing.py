@@ -51,7 +51,7 @@ class PageTimesStrideOverflows(DenseBackend):
     source="vLLM #47671, #50427; aiter #4474; tokenspeed #748",
     modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
     checks=("reads-own-kv", "matches-oracle", "finite"),
-    hint="right where the KV pool is small",
+    hint="right if the KV pool is small",
 )
 class SlotTimesStrideIn32Bits(DenseBackend):
     """A slot times its stride is a product of 32-bit integers: beyond 2^31 elements it is negative."""

@@ -95,7 +95,7 @@ class WrapperInitsSecondChildOnly(HybridBackend):
     modes=_VERIFY,
     executions=("graph",),
     checks=("buckets-independent", "matches-oracle"),
-    hint="alone|no ancestors",
+    hint="only in the graph|alone|not ancestors",
 )
 class LeftoverFallbackFlag(PlannedBackend):
     """Draft-extend sets a fallback flag, and verify on the same instance still honours it: causal, no tree."""

@@ -284,7 +284,7 @@ class KeepsTheRejectedDraft(SpeculativeBackend):
     source="sglang 0.5.23 (TritonMultiStepDraftBackend)",
     modes=_DRAFT,
     checks=("matches-oracle", "reads-own-kv", "finite"),
-    hint="only requests without a prefix differ",
+    hint="only requests without a prefix are wrong",
 )
 class CountsOnAPrefix(MultiStepBackend):
     """An empty prefix is planned as one of a key, and the claims do not say that servers have none."""

@@ -132,13 +132,13 @@ _ABOUT_A_ROW = re.compile(r"requests? \d")
 """Begins the headline of a wrong number: it names one request of one case, and no cause."""
 
 RESTATES_THE_CHECK = (
-    "in eager it is right: something of the capture-time batch is still in force",
+    "the graph still uses a value from capture time",
     "with zeros instead of NaN in unowned slots the result is finite",
     "as the only replay of the only bucket it is right",
     "it is right when no other mode and no eager step uses the instance",
-    "in a bucket of exactly N it is right",
+    "data of padded rows reach real ones",
     "on a fresh instance, without graphs, the same eager step is right",
-    "as the first step of a fresh instance it is right",
+    "something of an earlier step is kept",
 )
 """Hints that every failure of a check has: what diagnosis found out to blame that check."""
 

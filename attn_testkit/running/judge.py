@@ -313,7 +313,6 @@ def _first_of_each_check(findings: Sequence[Finding]) -> dict[str, Finding]:
 
 def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Finding]:
     """One finding a check, wrong numbers under the check that they really fail; with their cause, if that is asked."""
-    explain = explain_numeric if cause else name_check
     explained: list[Finding] = []
     diagnosed = False
     for check, finding in _first_of_each_check(outcome.findings).items():
@@ -321,7 +320,8 @@ def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Fi
         if check in NUMERIC and steps and not diagnosed:
             diagnosed = True
             observed = steps[0]
-            finding = explain(rerunner, finding, observed.schedule, observed, outcome.passed)
+            asked = (rerunner, finding, observed.schedule, observed)
+            finding = explain_numeric(*asked, outcome.passed) if cause else name_check(*asked)
         elif check in NUMERIC and diagnosed:
             continue
         explained.append(_with_other_steps(finding, [seen.label for seen in steps]))

@@ -172,7 +172,7 @@ def evidence(case: str = CASE, used: int | None = None, worst: float = 9.0, **kn
 )
 def test_right_keys_are_right_without_something_that_makes_weights(name: str, said: str) -> None:
     assert hints(evidence(without=(name,))) == [right_without(evidence(without=(name,)))]
-    assert right_without(evidence(without=(name,))).startswith(said)
+    assert said in right_without(evidence(without=(name,)))
     assert right_without(evidence(used=20, without=(name,))) == "", "KV tokens are missing: that is not what makes it"
 
 
@@ -194,15 +194,15 @@ def test_missing_keys_follow_from_a_far_context_and_from_uneven_rows() -> None:
     )
     assert right_without(evidence(far, without=("far",))) == "", "the right keys"
     v1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9.14-n3a2.3x2-shuffled-gauss-b3prod"
-    assert right_without(evidence(v1, used=3, without=("counts",))).startswith(
-        "right where every request has 3 new rows, and wrong with 2, 3, 3"
+    assert right_without(evidence(v1, used=3, without=("counts",))).endswith(
+        "right if every request has 3 new rows, and wrong with 2, 3, 3"
     )
 
 
 def test_a_boundary_of_tokens_is_told_as_a_merge_or_as_splits_that_are_left_out() -> None:
     assert later_tiles(evidence()) == ""
     merged = later_tiles(evidence(right_up_to=16))
-    assert merged.startswith("right where requests are cut to 16 KV tokens, and wrong from 17 on: look at rescaling")
+    assert merged.startswith("right if requests are cut to 16 KV tokens, and wrong from 17 on: look at rescaling")
     left_out = later_tiles(evidence(right_up_to=16, used=32))
     assert "no length that is off, but later splits or tiles" in left_out
     assert "no length that is off" in later_tiles(evidence(right_up_to=16, used=16)), "other numbers than those of 16"
@@ -213,7 +213,7 @@ def test_a_boundary_of_tokens_is_told_as_a_merge_or_as_splits_that_are_left_out(
     capacity = replace(full, judgement=Judgement(observed(full.schedule, out), full.expected))
     assert later_tiles(capacity).startswith("KV tokens from 16 on are missing: a fixed capacity of 16, or later splits")
     sinks = later_tiles(evidence(right_up_to_without_sinks=16))
-    assert sinks.startswith("without sinks right where requests are cut to 16 KV tokens, and wrong from 17 on")
+    assert sinks.startswith("without sinks right if requests are cut to 16 KV tokens, and wrong from 17 on")
     assert later_tiles(evidence(right_up_to_without_sinks=16, used=32)) == ""
     assert hints(evidence(right_up_to=16)) == [merged]
     assert hints(evidence(right_up_to=16, used=32)) == [left_out]
@@ -221,7 +221,7 @@ def test_a_boundary_of_tokens_is_told_as_a_merge_or_as_splits_that_are_left_out(
 
 def test_a_batch_that_is_right_without_one_of_its_like_is_told_by_its_size() -> None:
     told = right_with_fewer_requests(evidence(right_with_fewer=True))
-    assert told.startswith("right with 2 requests, and wrong with 3")
+    assert "right with 2 requests, and wrong with 3" in told
     assert right_with_fewer_requests(evidence()) == ""
 
 
@@ -289,7 +289,7 @@ RANK = "decode-gqa2x2-d32-fp32-p16-k5.9-shuffled-gauss-w4-cap1.5-sink-layers3fro
     ],
 )
 def test_what_raises_with_one_thing_alone_is_told_by_it(has: Callable[[Case], Any], said: str) -> None:
-    assert raising(RANK, lambda case: None if has(case) else False).startswith(said)
+    assert said in raising(RANK, lambda case: None if has(case) else False)
 
 
 def test_what_raises_always_or_in_no_eager_run_is_told_by_nothing() -> None:

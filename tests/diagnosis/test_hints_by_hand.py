@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,32 +14,19 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation, copies_of
+from attn_testkit.diagnosis import hints as package
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
-from attn_testkit.diagnosis.hints import (
-    _PATTERNS,
-    _SAYS_MORE,
-    Evidence,
-    changed,
-    drafts,
-    heads,
-    hints,
-    keys,
-    lengths,
-    memory,
-    numbers,
-    parameters,
-    parts,
-    rows,
-    unwritten,
-    values,
-    visibility,
-)
+from attn_testkit.diagnosis.hints import ORDER, Evidence, hints
+from attn_testkit.diagnosis.hints.batch import later_by_number
+from attn_testkit.diagnosis.hints.evidence import Supposed
+from attn_testkit.diagnosis.hints.heads import part_of_a_head
+from attn_testkit.diagnosis.hints.hint import Hint, Level, hint, in_order
 from attn_testkit.diagnosis.hints.keys import key_range, pool_layout, read_twice
 from attn_testkit.diagnosis.hints.numbers import right_keys
-from attn_testkit.diagnosis.hints.rows import later_by_number, part_of_a_head
 from attn_testkit.oracle.expect import expect
 
 SCHEDULE = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p16-k299.40-shuffled-gauss-b2prod"))
+FULL = re.MULTILINE | re.DOTALL
 LENGTH = 300
 """KV tokens of request 0."""
 
@@ -87,7 +76,9 @@ def test_the_layout_of_the_pool_is_named_where_it_is_not_the_usual_one_and_keys_
     name = SCHEDULE.case.id.replace("-gauss", "-gauss-kvhnd")
     other = make_schedule(parse_case(name))
     wrong, right = attended(range(5)), attended(range(LENGTH))
-    assert "this case has layout hnd: if cases of other layouts pass" in pool_layout(evidence(wrong, schedule=other))
+    assert "this case has layout hnd, and if cases of other layouts pass" in pool_layout(
+        evidence(wrong, schedule=other)
+    )
     for found in (evidence(wrong), evidence(right, schedule=other), evidence(None, schedule=other)):
         assert pool_layout(found) == ""
     assert pool_layout(replace(evidence(wrong, schedule=other), in_graph=True)) == ""
@@ -104,13 +95,13 @@ def test_the_layout_of_the_pool_is_named_where_it_is_not_the_usual_one_and_keys_
         (range(LENGTH - 1), "the last KV token is missing"),
         (range(LENGTH - 2), "the last 2 KV tokens are missing"),
         (range(288), "the KV tokens of the last page are missing"),
-        (range(256), "KV tokens from 256 on are missing: a fixed capacity of 256"),
+        (range(256), "KV tokens from 256 on are missing: probably a fixed capacity of 256"),
         (range(255), "the last 45 KV tokens are missing"),
         (range(128), "the last 172 KV tokens are missing"),
         (range(1, LENGTH), "the first KV token is missing"),
         (range(2, LENGTH), "the first 2 KV tokens are missing"),
         (set(range(LENGTH)) - {7}, "KV tokens in the middle are missing"),
-        ({LENGTH - 1}, "the whole prefix is missing, new tokens alone are attended to: a path for requests without a"),
+        ({LENGTH - 1}, "the whole prefix is missing, only new tokens are attended to: probably a path for requests"),
         (set(), "all KV tokens are missing, none is read"),
     ],
 )
@@ -200,30 +191,94 @@ def test_a_part_of_a_head_is_some_of_its_values_and_not_all() -> None:
     assert part_of_a_head(whole) == ""
 
 
-def test_every_pattern_that_is_written_is_asked_once() -> None:
-    modules = (
-        changed,
-        drafts,
-        heads,
-        keys,
-        lengths,
-        memory,
-        numbers,
-        parameters,
-        parts,
-        rows,
-        unwritten,
-        values,
-        visibility,
-    )
-    written = [name for module in modules for name in module.__all__]
-    assert sorted(pattern.__name__ for pattern in _PATTERNS) == sorted(written)
+def named(name: str, level: Level, *silences: str | Level, when: bool = True) -> Hint:
+    def find(e: Evidence) -> str:
+        return name
+
+    find.__name__ = name
+    return Hint(find, level, lambda _: when, silences)
 
 
-def test_a_pattern_silences_only_those_behind_it() -> None:
-    order = {pattern: place for place, pattern in enumerate(_PATTERNS)}
-    for pattern, silent in _SAYS_MORE.items():
-        assert silent is _PATTERNS or all(order[pattern] < order[other] for other in silent)
+def test_every_hint_that_is_written_is_asked_once() -> None:
+    texts = [path.read_text() for path in Path(package.__file__).parent.glob("*.py")]
+    written = [name for text in texts for name in re.findall(r"^@(?:hint|assumption)\b.*?^def (\w+)", text, FULL)]
+    assert len(written) > 50
+    assert sorted(each.name for each in ORDER) == sorted(written)
+
+
+def test_hints_are_asked_by_level_and_who_silences_another_before_it() -> None:
+    late, early = named("late", Level.GUESS), named("early", Level.CAUSE)
+    silenced, silencing = named("silenced", Level.SHOWN), named("silencing", Level.PLACE, "silenced")
+    assert in_order([late, silenced, silencing, early]) == (early, silencing, silenced, late)
+    for place, each in enumerate(ORDER):
+        assert all(before.name not in each.silences for before in ORDER[:place])
+
+
+def test_a_hint_that_silences_nobody_or_in_a_circle_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="silence nobody, and no hint is named so"):
+        in_order([named("one", Level.GUESS, "nobody")])
+    with pytest.raises(ValueError, match="silence each other: one, two"):
+        in_order([named("one", Level.GUESS, "two"), named("two", Level.GUESS, "one")])
+    with pytest.raises(AssertionError, match="two hints are named key_range"):
+        hint(Level.GUESS)(key_range.find)
+
+
+@pytest.mark.parametrize(
+    ("level", "silent"),
+    [
+        (Level.CAUSE, set(Level)),
+        (Level.SHOWN, {Level.GUESS}),
+        (Level.ANSWER, {Level.ANSWER, Level.GUESS}),
+        (Level.PATTERN, set()),
+        (Level.PLACE, set()),
+        (Level.GUESS, set()),
+        (Level.REMARK, set()),
+    ],
+)
+def test_what_is_shown_leaves_nothing_to_guess(level: Level, silent: set[Level]) -> None:
+    mine = named("mine", level)
+    assert {other for other in Level if mine.silences_other(named("other", other))} == silent
+    assert not mine.silences_other(mine)
+    by_name, by_level = named("mine", level, "other"), named("mine", level, Level.REMARK)
+    assert all(by_name.silences_other(named("other", other)) for other in Level)
+    assert by_level.silences_other(named("other", Level.REMARK))
+
+
+def test_a_silenced_hint_is_not_asked_and_one_that_does_not_fit_silences_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = named("first", Level.PATTERN, "second"), named("second", Level.PLACE)
+    for fits, told in ((True, ["first"]), (False, ["second"])):
+        monkeypatch.setattr(package, "ORDER", (replace(first, when=lambda _, fits=fits: fits), second))
+        assert hints(evidence(None)) == told
+
+
+@pytest.mark.parametrize(
+    ("row", "every_row", "text"),
+    [(None, False, "no values"), (None, True, "no values"), (0, False, "no values"), (0, True, ""), (1, False, "")],
+    ids=["all", "all of all", "the wrong row", "but not the right one", "neither"],
+)
+def test_an_assumption_gives_the_first_text_whose_answer_every_wrong_row_has(
+    row: int | None, every_row: bool, text: str
+) -> None:
+    """``row``: the one that has no values, or something else where it is 1; None: all."""
+    expected = expect(SCHEDULE, SCHEDULE.steps[0])
+    out = expected.attention.float().clone()
+    out[:, row if row is not None else slice(None)] = 0.5 if row else 0.0
+    copies = copies_of([("attention", str(layer), each) for layer, each in enumerate(out.unbind(0))])
+    seen = Observation(SCHEDULE, SCHEDULE.steps[0], "", copies)
+    found = Evidence(SCHEDULE, Judgement(seen, expected), None, [], in_graph=False)
+
+    def suppose(e: Evidence) -> Iterator[Supposed]:
+        data = e.expected.data
+        assert data.stored_values is not None
+        none = replace(data, stored_values=data.stored_values * 0)
+        yield Supposed("its own", every_row=every_row)
+        yield Supposed("no values", none, every_row=every_row)
+        yield Supposed("nor keys", none)
+
+    assert Hint(suppose, Level.ANSWER, lambda _: True, ())(found) == (text or ("nor keys" if row == 0 else ""))
+    assert Hint(suppose, Level.ANSWER, lambda _: False, ())(found) == ""
 
 
 def test_every_pattern_that_fits_is_a_hint_and_the_most_telling_comes_first() -> None:
@@ -247,4 +302,4 @@ def test_a_shift_of_a_later_row_may_be_the_masks() -> None:
     due = set(range(20, 30))
     for row, text in ((0, "that they count from is off"), (3, "that they count from, or the row of a mask is off")):
         found = attended({key + 1 for key in due}, row=row, wanted=frozenset(due))
-        assert key_range(evidence(found)) == f"all KV tokens are shifted by 1: the length or position {text}"
+        assert key_range(evidence(found)) == f"all KV tokens are shifted by 1: probably the length or position {text}"

@@ -12,7 +12,7 @@ from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.numeric import finite, matches_oracle, output_written
 from attn_testkit.checks.observation import Observation, copies_of
-from attn_testkit.diagnosis.hints import Evidence, rows
+from attn_testkit.diagnosis.hints import Evidence, heads
 from attn_testkit.diagnosis.swapped_rows import find_swapped
 from attn_testkit.oracle.expect import expect
 
@@ -71,18 +71,20 @@ def test_a_row_whose_norm_alone_is_wrong_is_wrong_in_what_the_layer_has() -> Non
 def test_a_row_of_nan_is_whole_though_the_case_is_wider() -> None:
     outs = right()
     outs[0][0, 1] = torch.nan
-    assert rows.part_of_a_head(evidence(judged(outs))) == ""
+    assert heads.part_of_a_head(evidence(judged(outs))) == ""
     outs = right()
     outs[0][0, 1, 16:] = torch.nan
-    assert rows.part_of_a_head(evidence(judged(outs))).startswith("only a part of a head's values")
+    assert heads.part_of_a_head(evidence(judged(outs))).startswith("only a part of a head's values")
 
 
 def test_dims_to_the_last_are_those_of_the_wrong_layer() -> None:
     outs = right()
     outs[0][..., 16:] += 9
-    assert rows.some_dims(evidence(judged(outs))).startswith("only dims from 16 on are wrong: a head dim of 32")
+    assert heads.some_dims(evidence(judged(outs))).startswith(
+        "only dims from 16 on are wrong: probably a head dim of 32"
+    )
     outs[1][..., 16:] += 9
-    assert rows.some_dims(evidence(judged(outs))) == "", "of which head dim?"
+    assert heads.some_dims(evidence(judged(outs))) == "", "of which head dim?"
 
 
 @pytest.mark.parametrize(("wrong", "said"), [((1,), True), ((0,), False), ((2,), False), ((0, 1), False)])
@@ -92,10 +94,10 @@ def test_layers_of_other_heads_than_the_first_are_named_where_they_alone_are_wro
     outs = right()
     for place in wrong:
         outs[place] += 9
-    found = rows.other_shape(evidence(judged(outs)))
+    found = heads.other_shape(evidence(judged(outs)))
     assert bool(found) is said
     if said:
-        assert found.startswith(
+        assert found.endswith(
             "only layers of 8 query and 4 KV heads of 64 are wrong, and the first layer has 4 and 2 of 32"
         )
 

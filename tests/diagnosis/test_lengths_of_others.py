@@ -11,8 +11,8 @@ from test_other_places_by_hand import attended, evidence, right, schedule_of, wi
 
 from attn_testkit.cases.schedule import Schedule
 from attn_testkit.diagnosis.hints import hints
+from attn_testkit.diagnosis.hints.assumed_keys import lengths_of_others
 from attn_testkit.diagnosis.hints.keys import key_range
-from attn_testkit.diagnosis.hints.lengths import lengths_of_others
 from attn_testkit.oracle.expect import expect
 
 DECODE = schedule_of("decode-gqa2x2-d32-fp32-p4-k3.9.20.5.40-shuffled-gauss-b5prod")
@@ -50,7 +50,7 @@ def told(schedule: Schedule, lens: list[int], **more: Any) -> str:
 )
 def test_lengths_of_others_are_named_where_each_wrong_request_has_one(lens: list[int], text: str) -> None:
     said = told(DECODE, lens)
-    assert said.startswith(text)
+    assert text in said
     assert bool(said) is bool(text)
 
 
@@ -62,7 +62,7 @@ def test_all_longer_ones_cut_to_a_tile_are_no_length_of_another() -> None:
 
 
 def test_new_rows_are_the_least_that_a_length_may_be() -> None:
-    assert told(EXTEND, [5, 5, 5, 5]).startswith("every wrong request is right with the length of request 2, 5")
+    assert "every wrong request is right with the length of request 2, 5" in told(EXTEND, [5, 5, 5, 5])
     assert told(EXTEND, [1, 1, 2, 3]) == "", "all have their new rows alone: the prefix is lost"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from wrong_steps import observed
+from wrong_steps import assumed, observed
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import Schedule, make_schedule
@@ -15,17 +15,10 @@ from attn_testkit.checks import Judgement
 from attn_testkit.checks.judgement import BITS
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence, hints
-from attn_testkit.diagnosis.hints.heads import heads_not_computed, results_of_other_heads
-from attn_testkit.diagnosis.hints.keys import key_range, own_rows_mixed
-from attn_testkit.diagnosis.hints.parameters import other_parameters
-from attn_testkit.diagnosis.hints.rows import some_heads
-from attn_testkit.diagnosis.hints.values import nothing_computed
-from attn_testkit.diagnosis.hints.visibility import (
-    entered_at_query_offsets,
-    last_rows_right,
-    rows_of_a_later_tile,
-    window_of_another_layer,
-)
+from attn_testkit.diagnosis.hints.assumed_keys import entered_at_query_offsets, rows_of_a_later_tile
+from attn_testkit.diagnosis.hints.heads import heads_not_computed, results_of_other_heads, some_heads
+from attn_testkit.diagnosis.hints.keys import key_range, own_rows_mixed, window_of_another_layer
+from attn_testkit.diagnosis.hints.values import last_rows_right, nothing_computed
 from attn_testkit.diagnosis.swapped_rows import SwappedRow
 from attn_testkit.oracle.expect import attend_with_limit, expect
 
@@ -74,11 +67,11 @@ def test_heads_of_zeros_are_computed_by_nothing() -> None:
     out = right(DECODE)
     out[:, :, 4:] = 0.0
     found = evidence(DECODE, out, attended=attended(DECODE, 0, used=(), heads=(4, 5)))
-    assert heads_not_computed(found).startswith("heads 4-5 of 6 are 0 throughout, in every row: nothing computed them")
+    assert heads_not_computed(found).endswith(": heads 4-5 of 6 are 0 throughout, in every row")
     assert hints(found) == [heads_not_computed(found)]
     out = right(DECODE)
     out[:, :, 5] = 0.0
-    assert heads_not_computed(evidence(DECODE, out)).startswith("head 5 of 6 is 0 throughout, in every row")
+    assert heads_not_computed(evidence(DECODE, out)).endswith(": head 5 of 6 is 0 throughout, in every row")
 
 
 def test_zeros_of_all_heads_of_some_rows_or_beside_numbers_are_no_heads_that_are_left_out() -> None:
@@ -101,7 +94,7 @@ def test_results_that_lie_at_another_stride_of_heads_are_named() -> None:
         for head in range(4):
             out.flatten(1, 2)[:, row + head] = want[:, row, head]
     found = evidence(schedule, out)
-    assert results_of_other_heads(found).startswith("request 0 head 1 holds the result of request 1 head 0 and so on")
+    assert results_of_other_heads(found).endswith("request 0 head 1 holds the result of request 1 head 0 and so on")
 
 
 def test_results_of_other_heads_are_not_told_of_noise_of_one_row_or_where_a_row_is_known() -> None:
@@ -122,17 +115,15 @@ def test_results_of_other_heads_are_not_told_of_noise_of_one_row_or_where_a_row_
 def test_the_query_of_another_head_is_named_head_by_head() -> None:
     q = expect(DECODE, DECODE.steps[0]).data.q
     out = with_data(DECODE, q=q[:, :, [0, 1, 2, 4, 5, 5]])
-    assert other_parameters(evidence(DECODE, out)).startswith(
-        "right with the query of head 4 in head 3, of head 5 in head 4: heads of q"
-    )
+    assert assumed(evidence(DECODE, out)).endswith("right with the query of head 4 in head 3, of head 5 in head 4")
     many = with_data(DECODE, q=q[:, :, [1, 2, 3, 4, 5, 0]])
-    assert "of head 3 in head 2 and so on: heads of q" in other_parameters(evidence(DECODE, many))
+    assert "of head 3 in head 2 and so on" in assumed(evidence(DECODE, many))
 
 
 def test_heads_that_are_nobodys_are_not_told_by_those_that_are_somebodys() -> None:
     out = with_data(DECODE, q=expect(DECODE, DECODE.steps[0]).data.q[:, :, [0, 1, 2, 4, 5, 5]])
     out[0, 0, 0] += 9.0
-    assert other_parameters(evidence(DECODE, out)) == ""
+    assert assumed(evidence(DECODE, out)) == ""
 
 
 # What rows see.
@@ -147,14 +138,17 @@ def tiles_of(tile: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("tile", "said"),
     [
-        (1, "right where every row of a request sees what its first one should: a tile has 1 row of a request"),
-        (2, "right where row i sees what row i % 2 should: a tile has 2 rows of a request"),
+        (
+            1,
+            "(tiles of 1 row): the result is right if every row of a request sees what its first one should",
+        ),
+        (2, "of the request (tiles of 2 rows): the result is right if row i sees what row i % 2 should"),
     ],
 )
 def test_rows_that_are_counted_from_their_tile_are_told_by_it(tile: int, said: str) -> None:
     short = attended(ROWS, 0, tile, used=range(5))
     found = evidence(ROWS, tiles_of(tile), attended=short)
-    assert rows_of_a_later_tile(found).startswith(said)
+    assert rows_of_a_later_tile(found).endswith(said)
     assert hints(found) == [rows_of_a_later_tile(found)]
     assert rows_of_a_later_tile(replace(found, attended=attended(ROWS, 0))) == "", "the right KV tokens"
     assert rows_of_a_later_tile(replace(found, in_graph=True)) == ""
@@ -184,7 +178,7 @@ def entered(schedule: Schedule, starts: list[int]) -> torch.Tensor:
 def test_a_list_of_tokens_that_is_entered_at_query_offsets_is_told_as_that() -> None:
     theirs = (SwappedRow(1, 0, 0, None, 10),)
     found = evidence(DECODE, entered(DECODE, [0, 1, 2]), swapped=theirs)
-    assert entered_at_query_offsets(found).startswith("right for KV tokens that are looked up from the offset of a")
+    assert "right for KV tokens that are looked up from the offset of a" in entered_at_query_offsets(found)
     assert hints(found) == [entered_at_query_offsets(found)]
     assert entered_at_query_offsets(replace(found, swapped=())) == "", "nothing of another request was seen"
     other = replace(attended(DECODE, 1), elsewhere={"others": 1.0})
@@ -219,7 +213,7 @@ def test_the_last_row_of_each_request_that_alone_is_right_is_what_others_hold(
     rows: tuple[int, ...], said: bool
 ) -> None:
     found = evidence(ROWS, wrong_rows(*rows), attended=attended(ROWS, 0))
-    assert last_rows_right(found).startswith("of each wrong request the last row is right") is said
+    assert ("of each wrong request the last row is right" in last_rows_right(found)) is said
 
 
 def test_rows_that_see_other_tokens_share_no_statistics() -> None:
@@ -253,9 +247,7 @@ def test_the_window_of_another_layer_is_named_where_exactly_that_is_seen() -> No
     out[:, 0] += 9.0
     seen = attended(WINDOW, 0, used=range(36, 41), window=-1)
     found = evidence(WINDOW, out, attended=seen)
-    assert window_of_another_layer(found).startswith(
-        "it attends to what a window of 4 lets it see, which another layer"
-    )
+    assert "the row attended to what a window of 4 lets it see, which another layer" in window_of_another_layer(found)
     assert hints(found) == [window_of_another_layer(found)]
     for other in (
         replace(seen, used=frozenset(range(35, 41))),
@@ -286,7 +278,7 @@ def test_new_tokens_that_open_a_page_are_told_by_the_page() -> None:
     out[:, 0] += 9.0
     fresh = attended(ROWS, 0, used={0, 1, 2, 3, 4, 8})
     assert own_rows_mixed(evidence(ROWS, out, attended=fresh, reads_foreign=True)).startswith(
-        "new tokens are looked for from the start of the next page on, and lie behind the last one of the prefix: slot"
+        "new tokens are looked up from the start of the next page on, and lie behind the last one of the prefix: slot"
     )
     other = attended(ROWS, 0, used={0, 1, 2, 3, 4, 7})
     assert "mixed up with each other" in own_rows_mixed(evidence(ROWS, out, attended=other, reads_foreign=True))

@@ -17,8 +17,9 @@ from attn_testkit.checks.judgement import BITS
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence, hints
-from attn_testkit.diagnosis.hints.memory import stored_elsewhere
-from attn_testkit.diagnosis.hints.values import computed_nan, nothing_computed, one_row_each, rows_of_other_layers
+from attn_testkit.diagnosis.hints.keys import stored_elsewhere
+from attn_testkit.diagnosis.hints.numbers import computed_nan
+from attn_testkit.diagnosis.hints.values import nothing_computed, one_row_each, rows_of_other_layers
 from attn_testkit.diagnosis.swapped_rows import SwappedRow
 from attn_testkit.oracle.expect import expect
 
@@ -42,10 +43,12 @@ def test_rows_of_zeros_are_computed_by_nothing_and_the_text_says_how_far_that_go
     assert nothing_computed(evidence(out)) == "", "nothing is wrong"
     out[:, 1] = 0.0
     assert nothing_computed(evidence(out)).startswith(
-        "the wrong rows are 0 throughout: nothing computed them. A grid or"
+        "nothing computed the wrong rows, which are 0 throughout: probably a grid or"
     )
-    assert "capture-time batch" in nothing_computed(evidence(out, in_graph=True))
-    assert "0 throughout, in every layer: nothing was computed" in nothing_computed(evidence(torch.zeros_like(out)))
+    assert "captured batch" in nothing_computed(evidence(out, in_graph=True))
+    assert "nothing was computed, the output is 0 throughout, in every layer: what" in nothing_computed(
+        evidence(torch.zeros_like(out))
+    )
     some = out.clone()
     some[0, 1, 0, 0] = 9.0
     assert nothing_computed(evidence(some)) == "", "a value of the row is no 0"
@@ -54,12 +57,33 @@ def test_rows_of_zeros_are_computed_by_nothing_and_the_text_says_how_far_that_go
     assert nothing_computed(evidence(other)) == "", "another wrong row has numbers"
 
 
+def test_zeros_at_every_replay_are_a_counter_that_no_replay_resets() -> None:
+    schedule, said = v1(), "and no replay of the case is right: probably a counter, a semaphore or a work list"
+    zeros = torch.zeros_like(right())
+    step_of, replayed = expect(schedule, schedule.steps[0]), observed(schedule, zeros, replay=True)
+
+    def told(passed: bool | None, out: torch.Tensor = zeros, in_graph: bool = True) -> str:
+        """``passed``: whether the step that is right is a replay; None: none is."""
+        seen = [] if passed is None else [observed(schedule, right(), replay=passed)]
+        judgement = Judgement(replace(replayed, copies=observed(schedule, out).copies), step_of)
+        return nothing_computed(Evidence(schedule, judgement, None, seen, in_graph=in_graph))
+
+    assert said in told(False)
+    assert said in told(None)
+    assert said not in told(True), "another replay is right"
+    assert "other steps of the case are right" in told(True)
+    assert said not in told(False, in_graph=False), "in eager it is wrong too"
+    some = right()
+    some[:, 1] = 0.0
+    assert said not in told(False, some), "other rows are computed"
+
+
 def test_zeros_in_all_layers_but_the_first_are_what_the_first_used_up() -> None:
     out = right()
     out[1, 1] = 0.0
-    assert nothing_computed(evidence(out)).startswith("0 throughout in every layer but the first")
+    assert nothing_computed(evidence(out)).endswith("0 throughout in every layer but the first")
     out[0, 2] = 0.0
-    assert nothing_computed(evidence(out)).startswith("the wrong rows are 0 throughout")
+    assert nothing_computed(evidence(out)).startswith("nothing computed the wrong rows, which are 0 throughout")
 
 
 def test_nan_that_is_computed_is_told_by_the_window_or_the_parts_of_the_case() -> None:
@@ -94,7 +118,7 @@ def test_as_many_rows_as_requests_are_a_grid_of_one_row_each(written: list[int],
     left = [row for row in range(out.shape[1]) if row not in written]
     out.view(BITS[4])[:, left] = -1
     said = one_row_each(evidence(out, schedule))
-    assert said.startswith(text)
+    assert said.endswith(text)
     assert bool(said) is bool(text)
 
 
@@ -104,18 +128,19 @@ def test_one_row_each_is_all_that_a_decode_has() -> None:
     lone = make_schedule(parse_case("draft-extend-gqa2x2-d32-fp32-p4-k5-n3a3-shuffled-gauss-b1prod"))
     out = right(lone)
     out.view(BITS[4])[:, 1:] = -1
-    assert one_row_each(evidence(out, lone)).startswith("only row 0 of the output is written")
+    assert "only row 0 of the output is written" in one_row_each(evidence(out, lone))
 
 
 def test_a_row_with_a_result_of_another_layer_says_whose() -> None:
     out, want = right(), right()
     out[0, 2] = want[1, 0]
     text = rows_of_other_layers(evidence(out))
-    assert text.startswith(
-        "request 1 row 0 of layer 0 holds the result of request 0 row 0 of layer 1: outputs of layers"
+    assert text == (
+        "outputs of layers lie in the same memory or overlap: request 1 row 0 of layer 0 holds the result of request 0 "
+        "row 0 of layer 1"
     )
     out[0, 3] = want[1, 1]
-    assert " and so on: outputs of layers" in rows_of_other_layers(evidence(out))
+    assert "of layer 1 and so on" in rows_of_other_layers(evidence(out))
     swapped = (SwappedRow(1, 0, 0, 0),)
     assert rows_of_other_layers(evidence(out, swapped=swapped)) == "", "it is known to be a row of its own layer"
     out[0, 4] += 9.0
@@ -185,7 +210,8 @@ def of_nobody(slots: torch.Tensor, rows: torch.Tensor, step: Any) -> Any:
 )
 def test_kv_tokens_that_do_not_lie_as_stored_are_named_where_their_request_is_wrong(change: Any, tokens: str) -> None:
     text = stored_elsewhere(pooled(change, (1,)))
-    assert text.startswith(tokens)
+    assert text.endswith("as stored") is bool(tokens)
+    assert f"fix writes-own-kv first: {tokens}" in text or not tokens
     assert bool(text) is bool(tokens)
     assert stored_elsewhere(pooled(change, ())) == "", "no number is wrong"
     assert stored_elsewhere(pooled(change, (0, 1))) == "", "request 0 is wrong for another reason"

@@ -14,13 +14,13 @@ from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.patterns import FAINT_RUN
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.diagnosis.hints import hints
-from attn_testkit.diagnosis.hints.numbers import vanished_weights
+from attn_testkit.diagnosis.hints.assumed_numbers import vanished_weights
 from attn_testkit.oracle.attention import attend
 from attn_testkit.oracle.expect import expect
 
 CASE = "decode-gqa3x2-d32-bf16-p4-k1200-shuffled-{}-kvfp8e4m3-b1prod"
 FAINT = make_schedule(parse_case(CASE.format("faint")), "fp8_e4m3")
-NAMED = "right where weights below 2^-10 of the largest are 0"
+NAMED = "small weights vanish when they are rounded to FP8 without a factor"
 
 
 def of_large_keys(counted: float, schedule: Any = FAINT) -> torch.Tensor:

@@ -46,13 +46,13 @@ def told(case: str, *without: str, layers: tuple[int, ...] = (0, 1), **more: Any
 @pytest.mark.parametrize(
     ("case", "feature", "said"),
     [
-        (SHAPES, "shapes", "right where all layers have the same heads, and wrong where they differ"),
-        (GROUPS, "groups", "right where all layers share one KV group, and wrong with two: page tables"),
+        (SHAPES, "shapes", "right if all layers have the same heads, and wrong if they differ"),
+        (GROUPS, "groups", "right if all layers share one KV group, and wrong with two"),
     ],
 )
 def test_it_is_told_where_the_case_is_right_without(case: str, feature: str, said: str) -> None:
     found = told(case, feature)
-    assert hints(found)[-1].startswith(said)
+    assert said in hints(found)[-1]
     assert right_with_other_layers(told(case)) == "", "wrong without as well"
     assert right_with_other_layers(told(PLAIN, feature)) == "", "the case has nothing of the kind"
     assert right_with_other_layers(replace(found, in_graph=True)) == ""
@@ -68,9 +68,9 @@ def test_the_kv_group_whose_layers_alone_are_wrong_is_named(layers: tuple[int, .
 
 def test_a_window_is_told_where_its_layers_alone_are_wrong_and_others_slots_are_read() -> None:
     own = windowed(WINDOW)
-    said = "right without a sliding window; with one, the layers that have it (4) are wrong and no others"
+    said = "right without a sliding window; with one, only the layers that have it (4) are wrong"
     found = told(WINDOW, "window", layers=(own,), reads_foreign=True)
-    assert right_with_other_layers(found).startswith(said)
+    assert right_with_other_layers(found).endswith(said)
     assert right_with_other_layers(replace(found, reads_foreign=False)) == "", "a range, and no table"
     assert right_with_other_layers(told(WINDOW, "window", layers=(1 - own,), reads_foreign=True)) == ""
     assert right_with_other_layers(told(WINDOW, "window", reads_foreign=True)) == ""
@@ -99,8 +99,8 @@ class Graphs(Backend):
 @pytest.mark.parametrize(
     ("case", "feature", "said"),
     [
-        (SHAPES, "shapes", "nothing is raised where all layers have the same heads"),
-        (GROUPS, "groups", "nothing is raised where all layers share one KV group"),
+        (SHAPES, "shapes", "nothing is raised if all layers have the same heads"),
+        (GROUPS, "groups", "nothing is raised if all layers share one KV group"),
     ],
 )
 def test_what_raises_in_an_eager_run_or_in_graphs_alone_is_asked_about_there(
@@ -111,7 +111,7 @@ def test_what_raises_in_an_eager_run_or_in_graphs_alone_is_asked_about_there(
 
     schedule = make_schedule(parse_case(case))
     eager = Backend(lambda case: None if has(case) else False)
-    assert explain_raised(eager, schedule, in_graph=False).startswith(said)  # type: ignore[arg-type]
-    assert explain_raised(Graphs(has), schedule, in_graph=True).startswith(said)  # type: ignore[arg-type]
+    assert explain_raised(eager, schedule, in_graph=False).endswith(said)  # type: ignore[arg-type]
+    assert explain_raised(Graphs(has), schedule, in_graph=True).endswith(said)  # type: ignore[arg-type]
     assert explain_raised(Graphs(has), schedule, in_graph=False) == ""  # type: ignore[arg-type]
     assert explain_raised(Graphs(lambda case: True), schedule, in_graph=True) == ""  # type: ignore[arg-type]

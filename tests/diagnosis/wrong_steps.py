@@ -8,6 +8,8 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation, copies_of
+from attn_testkit.diagnosis.hints import ORDER, Evidence
+from attn_testkit.diagnosis.hints.hint import Level
 from attn_testkit.oracle.expect import expect
 
 V1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9.14-n3a2.3x2-shuffled-{}-b3prod"
@@ -15,6 +17,12 @@ V1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9.14-n3a2.3x2-shuffled-{}-b3prod"
 
 def v1(data: str = "gauss") -> Schedule:
     return make_schedule(parse_case(V1.format(data)))
+
+
+def assumed(evidence: Evidence) -> str:
+    """The first assumption that fits, whatever else is known."""
+    texts = (hint(evidence) for hint in ORDER if hint.level is Level.ANSWER)
+    return next((text for text in texts if text), "")
 
 
 def own_heads(schedule: Schedule, out: torch.Tensor) -> list[torch.Tensor]:

@@ -131,7 +131,7 @@ def finding(check: str = "matches-oracle") -> Finding:
         "request 3 differs from the oracle, 56x over the limit",
         where="out[request 3, head 5, dim 17] = 0.4121, want 0.1870",
         spread="request 3 wrong in 33 of 1024 values",
-        hint="only requests with a partly filled last page differ",
+        hint="only requests with a partly filled last page are wrong",
         step="replay 4 of 6",
     )
 

@@ -65,7 +65,7 @@ def window(number: int) -> Finding:
         where=f"out[layer 1, request {number % 3}, head 5, dim 17] = 0.4121, want 0.187 (limit 0.004)",
         spread=f"request {number % 3} wrong in 33 of 1024 values (1 of 1 rows); others right",
         attended=f"request {number % 3} attended to KV tokens {number}..64, expected 0..64",
-        hint=f"the first {keys} missing: the start of a window, or an offset into the table",
+        hint=f"the first {keys} missing: probably the start of a window, or an offset into the table",
         errors=ErrorMap(((0.2, 0.3, 1.0, 0.9), (56.0, 1.5, 900.0, 1e9), (0.1, 0.1, 0.1, 0.1)), (0, 1, 2), 3, 4),
         keys=KeyMap(1, 0, 5, 65, ((number, 64),), ((0, 64),)),
     )
@@ -78,9 +78,10 @@ def stale(number: int) -> Finding:
         f"request {number % 4} differs from the oracle, {900 + number}x over the limit at a replay, and is right in "
         "eager",
         where=f"out[layer 0, request {number % 4}, head 0, dim 0] = nan, want 0.4477",
-        hint="in eager it is right: something of the capture-time batch is still in force\n"
-        f"requests of up to {number} KV tokens are right, of {number + 5} and more are wrong: a maximum length, a grid "
-        "or a number of splits of the capture-time batch is still in force",
+        hint="the graph still uses a value from capture time (a length, stride, grid size or pointer): in eager it is "
+        "right\n"
+        "the graph probably still uses a maximum length, a grid or a number of splits of the captured batch: "
+        f"requests of up to {number} KV tokens are right, of {number + 5} and more are wrong",
         step=f"replay {number % 6} of 8 (own batch), bucket 4, 3 live",
     )
 

@@ -91,26 +91,28 @@ def test_what_has_not_the_first_groups_line_is_grouped_by_its_own():
 
 
 def test_a_hint_that_only_says_why_the_check_is_blamed_is_no_cause_unless_it_is_all_there_is():
-    why = "in eager it is right: something of the capture-time batch is still in force"
+    why = (
+        "the graph still uses a value from capture time (a length, stride, grid size or pointer): in eager it is right"
+    )
     check = {"check": "replay-follows-batch"}
     assert causes(failed(wrong(f"{why}\nonly replays with padded rows are wrong", **check))) == [
         (1, "only replays with padded rows are wrong")
     ]
     assert causes(failed(wrong(why, **check)), failed(wrong(why, 2, **check))) == [(2, why)]
-    exact = "in a bucket of exactly {} it is right"
+    exact = "data of padded rows reach real ones: in a bucket of exactly {} it is right"
     assert causes(failed(wrong(exact.format(1))), failed(wrong(exact.format(3)))) == [(2, exact.format("N"))]
 
 
 @pytest.mark.parametrize(
     "why",
     [
-        "in eager it is right: something of the capture-time batch is still in force",
+        "the graph still uses a value from capture time (a length, stride, grid size or pointer): in eager it is right",
         "with zeros instead of NaN in unowned slots the result is finite",
         "as the only replay of the only bucket it is right",
         "it is right when no other mode and no eager step uses the instance, and no other instance is at work",
-        "in a bucket of exactly 3 it is right",
+        "data of padded rows reach real ones, by a sum: in a bucket of exactly 3 it is right",
         "on a fresh instance, without graphs, the same eager step is right",
-        "as the first step of a fresh instance it is right: something of an earlier step is kept",
+        "something of an earlier step is kept: as the first step of a fresh instance it is right",
     ],
 )
 def test_each_reason_to_blame_a_check_is_known(why):

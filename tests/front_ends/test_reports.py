@@ -342,7 +342,7 @@ def test_a_page_of_many_failures_stays_small():
     report = run_of(",".join(["wrong"] * 200))
     page = html_page(report)
     text = Page(page).text
-    assert "800 case-runs : only requests with a partly filled last page differ" in text
+    assert "800 case-runs : only requests with a partly filled last page are wrong" in text
     assert page.count('<div class="repro">') == MOST_OF_A_CAUSE
     assert page.count('<button type="button" class="script" data-run=') == MOST_NAMED
     assert f"And {800 - MOST_OF_A_CAUSE - MOST_NAMED} more" in page

@@ -33,7 +33,7 @@ TEXTS = [
     ("ReadsNoKV", GAUSS, "the output is 0 throughout, in every layer", "seq_lens of this mode"),
     ("CapacityOf256", LONG, "KV tokens from 256 on are missing: a fixed capacity", "seq_lens of this mode"),
     ("CapacityOf2048", LONGEST, "KV tokens from 2048 on are missing: a fixed capacity of 2048", "in the middle"),
-    ("LastKeyLostInSomeHeads", GAUSS, "only heads 0, 2 of 4 attended to other KV tokens", "seq_lens of this mode"),
+    ("LastKeyLostInSomeHeads", GAUSS, "only heads 0, 2 of 4 attended to the wrong KV tokens", "seq_lens of this mode"),
     ("SecondTileOfRows", WIDE, "rows from 16 on are wrong", "seq_lens of this mode"),
     ("PaddedHeadDim", GAUSS, "only dims from 32 on are wrong", "missing"),
     ("RoundsWeights", GAUSS, "precision", "scale"),
@@ -64,7 +64,7 @@ def test_nan_from_k_and_v_that_are_stored_already_is_not_called_something_kept()
         "another eager step on the instance (lengths of the first step, other requests, save_kv_cache=False)"
     )
     assert finding.check == "finite"
-    assert "with False, k and v hold NaN, and they were read" in finding.hint
+    assert "with save_kv_cache=False k and v hold NaN, and they are read" in finding.hint
     assert "kept" not in finding.hint
 
 
@@ -81,7 +81,7 @@ def test_the_spread_names_rows_heads_and_dims_that_are_a_part_of_all() -> None:
 
 
 def test_two_wrong_requests_of_which_the_longest_is_right_are_no_stride() -> None:
-    assert "look at the strides" not in finding_of("CapacityOf256", LONG).hint
+    assert "a stride is probably wrong" not in finding_of("CapacityOf256", LONG).hint
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_with_an_eager_run_the_two_are_compared() -> None:
 @pytest.mark.parametrize(
     ("backend", "check", "hint"),
     [
-        (faults.CapturedLengthsInGraphsAlone, "matches-oracle", "whether it is the capture's or wrong anyhow is not"),
+        (faults.CapturedLengthsInGraphsAlone, "matches-oracle", "it is not known whether eager would be wrong too"),
         (faults.PaddedRowsCountInGraphsAlone, "padding-inert", "in a bucket of exactly 4 it is right"),
         (faults.GraphsAloneAndNothingChecked, "refuses-undeclared", "call super().__init__(context) first"),
     ],

@@ -9,33 +9,28 @@ import torch
 from ...cases.kv_groups import group_of_place, pages_in_pool
 from ...cases.ways import way_of
 from ..changed_case import ChangedCases, most_rows
-from .evidence import Evidence
-from .suspects import DATA_SUSPECTS, RESCALING
+from .evidence import Evidence, Supposed
+from .hint import Level, hint
+from .numbers import DATA_SUSPECTS, RESCALING
 from .values import with_a_window_alone
-
-__all__ = [
-    "beyond_32_bits",
-    "later_tiles",
-    "right_with_fewer_requests",
-    "right_with_other_layers",
-    "right_without",
-]
 
 _NOT_SMALL = 5.0
 """Errors up to so many limits are those of rounding, and may be gone for other numbers."""
 
 
+@hint(Level.CAUSE)
 def beyond_32_bits(e: Evidence) -> str:
     """In a small pool the same case is right."""
     if e.changed is None or not e.changed.right_without("big pool"):
         return ""
     narrow = ", or a page number is kept in 16 bits" if pages_in_pool(e.schedule) >> 16 else ""
     return (
-        "right where the KV pool is small, and wrong where it has elements beyond 2^31: a slot or a page times a "
-        f"stride takes 64 bits (.to(tl.int64), int64_t){narrow}"
+        "an address overflows 32 bits, since a slot or a page times a stride takes 64 (.to(tl.int64), "
+        f"int64_t){narrow}: right if the KV pool is small, and wrong if it has elements beyond 2^31"
     )
 
 
+@hint(Level.SHOWN, silences=("some_heads", "elsewhere", "read_twice", "later_requests", "last_page"))
 def right_with_other_layers(e: Evidence) -> str:
     """What layers have of their own, as heads, a KV group or a window: right without, whatever was attended to."""
     if e.changed is None or e.in_graph or e.judgement.right:
@@ -43,19 +38,19 @@ def right_with_other_layers(e: Evidence) -> str:
     layers = e.schedule.case.layers
     if layers.shapes and e.changed.right_without("shapes"):
         return (
-            "right where all layers have the same heads, and wrong where they differ: a workspace, buffer, stride, "
-            "plan, group or scale is that of another layer"
+            "a workspace, buffer, stride, plan, group or scale is another layer's: right if all layers have the same "
+            "heads, and wrong if they differ"
         )
     if layers.groups and e.changed.right_without("groups"):
         return (
-            f"right where all layers share one KV group, and wrong with two{_groups_alone(e)}: page tables, slots and "
-            "the pool are those of a layer's own group"
+            "page tables, slots or the pool are not those of the layer's own KV group: right if all layers share one "
+            f"KV group, and wrong with two{_groups_alone(e)}"
         )
     widths = with_a_window_alone(e)
     if widths and (e.reads_foreign or (e.attended and e.attended.elsewhere)) and e.changed.right_without("window"):
         return (
-            f"right without a sliding window; with one, the layers that have it ({widths}) are wrong and no others: "
-            "look at the table, slots or range that they are given"
+            "the table, slots or range of layers with a sliding window is wrong: right without a sliding window; "
+            f"with one, only the layers that have it ({widths}) are wrong"
         )
     return ""
 
@@ -66,6 +61,7 @@ def _groups_alone(e: Evidence) -> str:
     return f", in layers of KV group {groups.pop()} alone" if len(groups) == 1 else ""
 
 
+@hint(Level.GUESS, silences=("right_with_fewer_requests", "later_tiles", "key_range", "right_keys"))
 def right_without(e: Evidence) -> str:
     """Something that the case has and others have not: it is right without."""
     asked = _asked(e)
@@ -115,19 +111,19 @@ def _of_counts(e: Evidence) -> str:
     case = e.schedule.case
     counts = ", ".join(str(request.new) for request in e.step.requests)
     return (
-        f"right where every request has {most_rows(case)} new rows, and wrong with {counts}: rows or lengths are "
-        "aligned as if all had the most"
+        f"rows or lengths are aligned as if all requests had the most: right if every request has {most_rows(case)} "
+        f"new rows, and wrong with {counts}"
     )
 
 
 _WITHOUT = {
     "cap": lambda e: (
-        "right without the soft cap (layer.logit_cap), and wrong with it: look at where it comes. It comes before the "
-        "mask: capped after it, minus infinity is -logit_cap, and masked KV tokens have weight"
+        "the soft cap probably comes after the mask, where minus infinity becomes -logit_cap and masked KV tokens "
+        "have weight: right without the soft cap (layer.logit_cap), and wrong with it"
     ),
     "sinks": lambda e: (
         "right without sinks (layer.sinks), and wrong with them: look at how a sink joins the denominator, and which "
-        "maximum it goes by"
+        "maximum it uses"
     ),
     "fp8": lambda e: (
         "right with a KV pool of the model's dtype, and wrong with this one of FP8: look at k_scale and v_scale, and "
@@ -138,8 +134,8 @@ _WITHOUT = {
     ),
     "data": _of_data,
     "layers": lambda e: (
-        f"right with two layers, and wrong with {e.schedule.case.layers.count}: what a layer has of its own is kept "
-        "for two, or taken by turns"
+        "something that each layer needs for itself is kept for two layers, or alternates: right with two layers, "
+        f"and wrong with {e.schedule.case.layers.count}"
     ),
     "far": _of_far,
     "counts": _of_counts,
@@ -147,17 +143,32 @@ _WITHOUT = {
 """Feature -> what is said where the case is right without it."""
 
 
+@hint(Level.GUESS, silences=("key_range", "right_keys"))
+def right_with_fewer_requests(e: Evidence) -> str:
+    """The batch without a request, which is like another one of it, is right."""
+    asked = _asked(e)
+    if asked is None or not asked.right_with_fewer:
+        return ""
+    bs = e.schedule.case.bs
+    return (
+        "what is chosen by the number of requests, such as a kernel, and the plan probably change at different "
+        f"numbers: right with {bs - 1} requests, and wrong with {bs}, the last of them like others"
+    )
+
+
+@hint(Level.GUESS, silences=("key_range", "right_keys"))
 def later_tiles(e: Evidence) -> str:
     """With requests cut to one number of KV tokens it is right, and to one more wrong."""
     asked = _asked(e)
     if asked is None:
         return ""
     most = asked.right_up_to
-    known = f"right where requests are cut to {most} KV tokens, and wrong from {most + 1} on"
+    known = f"right if requests are cut to {most} KV tokens, and wrong from {most + 1} on"
     if not most and _right_keys(e) and (most := asked.right_up_to_without_sinks):
         return (
-            f"without sinks right where requests are cut to {most} KV tokens, and wrong from {most + 1} on; with sinks "
-            "always wrong: look at the log-sum-exps of splits or tiles of keys, by which they and sinks are merged"
+            f"without sinks right if requests are cut to {most} KV tokens, and wrong from {most + 1} on; with sinks "
+            "always wrong: look at the log-sum-exps of splits or tiles of keys, which are used to merge them and "
+            "sinks"
         )
     if not most:
         return ""
@@ -166,18 +177,6 @@ def later_tiles(e: Evidence) -> str:
         return f"{known}: look at {suspects}, and at how splits are merged by their log-sum-exps"
     left_out = "later splits or tiles of keys that are left out, such as partial results that are not merged"
     data = e.expected.data
-    if e.right_for(replace(data, visible=data.visible & (torch.arange(data.visible.shape[-1]) < most))):
+    if e.right_for(Supposed(data=replace(data, visible=data.visible & (torch.arange(data.visible.shape[-1]) < most)))):
         return f"KV tokens from {most} on are missing: a fixed capacity of {most}, or {left_out} ({known})"
     return f"{known}: no length that is off, but {left_out}"
-
-
-def right_with_fewer_requests(e: Evidence) -> str:
-    """The batch without a request, which is like another one of it, is right."""
-    asked = _asked(e)
-    if asked is None or not asked.right_with_fewer:
-        return ""
-    bs = e.schedule.case.bs
-    return (
-        f"right with {bs - 1} requests, and wrong with {bs}, the last of them like others: what is chosen by the "
-        "number of requests, such as a kernel, and a plan that changes at another number"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,13 +11,13 @@ from ...cases.data import StepData
 from ...cases.schedule import Schedule, Step
 from ...checks import Judgement
 from ...checks.observation import Observation
-from ...contract import HeadShape
+from ...contract import AttentionLayer, HeadShape
 from ...oracle.expect import Expected, attend_with_limit
 from ..attended_keys import AttendedKeys
 from ..changed_case import ChangedCases
 from ..swapped_rows import SwappedRow
 
-__all__ = ["LONGEST", "SMALLEST_TILE", "SMALL_ERROR", "Evidence", "places_of"]
+__all__ = ["LONGEST", "SAME_RESULTS", "SMALLEST_TILE", "SMALL_ERROR", "Evidence", "Supposed", "places_of"]
 
 SMALLEST_TILE = 16
 """No kernel's tile of keys is smaller."""
@@ -25,6 +25,26 @@ SMALL_ERROR = 5.0
 """Errors up to so many limits are what one rounding too many gives."""
 LONGEST = 8192
 """KV tokens of a request up to which it is asked what other data give: each mistake costs an answer of the oracle."""
+SAME_RESULTS = ("mean", "negative", "codes", "footprint")
+"""Patterns of data in which heads of a group, rows, or many KV tokens may give the same."""
+
+
+@dataclass(frozen=True)
+class Supposed:
+    """Answer of a backend with some mistake. Fields that are not given are the step's own."""
+
+    text: str = ""
+    """Hint if the wrong rows are right for it."""
+    data: StepData | None = None
+    layers: Sequence[AttentionLayer] = ()
+    as_given: bool | None = None
+    """Whether new rows are attended as given, not as the pool stores them."""
+    products: str = ""
+    """A ``matmul_dtype``."""
+    q_scale: str = ""
+    """A ``q_scale``."""
+    every_row: bool = False
+    """Whether rows that are right have to be right for it as well."""
 
 
 @dataclass(frozen=True)
@@ -105,26 +125,46 @@ class Evidence:
         return self.step.lens
 
     @property
+    def branches(self) -> bool:
+        """Whether visibility among the new rows does not follow from their order (trees, drafts)."""
+        return any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in self.step.requests)
+
+    @property
+    def may_be_nan(self) -> bool:
+        """Whether what has the bits of poison is known to be a NaN that was read or computed."""
+        return self.reads_foreign or self.computes_nan
+
+    @property
+    def counts_alone(self) -> bool:
+        """Whether only counts of KV tokens are wrong: each element is within its limit, so no other limit helps."""
+        return self.judgement.all_finite and self.judgement.worst is None
+
+    @property
     def can_be_asked(self) -> bool:
-        """Whether ``right_for`` can tell anything: of wrong, finite results of an eager step without long requests."""
+        """Whether asking of other KV tokens tells anything: of wrong, finite, eager results and no long request."""
         judgement = self.judgement
         asked = not self.schedule.case.head_maps and max(self.lens, default=0) <= LONGEST
         wrong = judgement.all_finite and not judgement.right and judgement.worst is not None
         return asked and wrong and not self.in_graph
 
-    def right_for(self, data: StepData, *, right_too: bool = False, of_rows: torch.Tensor | None = None) -> bool:
-        """Whether every wrong row of a layer is what attention on other data gives; ``right_too``: every row.
-
-        ``of_rows`` [T] bool: of these alone.
-        """
-        given = self.schedule.new_rows_as_given and not self.step.stored
-        want, limit = attend_with_limit(self.schedule, data, given)
+    def near(self, supposed: Supposed) -> torch.Tensor:
+        """[L, T, Hq] bool: which heads of rows are what the supposed backend gives."""
+        schedule, given = self.schedule, supposed.as_given
+        if given is None:
+            given = schedule.new_rows_as_given and not self.step.stored
+        if supposed.products:
+            schedule = replace(schedule, matmul_dtype=supposed.products)
+        if supposed.q_scale:
+            schedule = replace(schedule, q_scale=supposed.q_scale)
+        want, limit = attend_with_limit(schedule, supposed.data or self.expected.data, given, supposed.layers)
         out = self.judgement.out.double()
         # Of a row that sees no KV token the oracle has NaN, and a backend 0.
-        near = (((out - want.out).abs() <= limit) | (want.out.isnan() & (out == 0))).flatten(2).all(-1)
-        if of_rows is not None:
-            near = near | ~of_rows
-        return bool((near if right_too else near[self.judgement.wrong.flatten(2).any(-1)]).all())
+        return (((out - want.out).abs() <= limit) | (want.out.isnan() & (out == 0))).all(-1)
+
+    def right_for(self, supposed: Supposed) -> bool:
+        """Whether every wrong row of a layer is what the supposed backend gives, or every row."""
+        near = self.near(supposed).all(-1)
+        return bool((near if supposed.every_row else near[self.judgement.wrong.flatten(2).any(-1)]).all())
 
 
 def places_of(counts: Sequence[int]) -> list[tuple[int, int, int]]:

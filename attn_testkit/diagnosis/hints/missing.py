@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from ...cases.schedule import Request
 from ...cases.ways import way_of
 from ..attended_keys import AttendedKeys, ranges
+from .batch import length_threshold
 from .evidence import SMALLEST_TILE, Evidence
-from .rows import length_threshold, uneven_offsets
+from .rows import uneven_offsets
 
 __all__ = ["missing_keys"]
 
@@ -44,7 +45,7 @@ def missing_keys(e: Evidence, attended: AttendedKeys, missing: list[int]) -> str
     """The first of the known causes that fits."""
     known = (cause(_Missing(e, attended, missing)) for cause in _CAUSES)
     found = next((text for text in known if text is not None), None)
-    return "KV tokens in the middle are missing: a page or a split is skipped" if found is None else found
+    return "KV tokens in the middle are missing: probably a page or a split is skipped" if found is None else found
 
 
 def _in_a_tree(m: _Missing) -> str | None:
@@ -53,11 +54,13 @@ def _in_a_tree(m: _Missing) -> str | None:
         return None
     if m.attended.row == 0 and m.keys == [prefix]:
         return (
-            "a draft node does not see its own KV token: a mask of ancestors without the diagonal, or lengths that "
-            "leave the draft out, so that it lies over the end of the prefix"
+            "a draft node does not see its own KV token: probably a mask of ancestors without the diagonal, or "
+            "lengths that leave the draft out, so that it lies over the end of the prefix"
         )
     if m.keys[0] >= prefix and m.request.new > 1:
-        return "draft nodes that should be visible are not: the tree mask is stale, at another offset, or cut off"
+        return (
+            "draft nodes that should be visible are not: probably the tree mask is stale, at another offset, or cut off"
+        )
     return None
 
 
@@ -66,8 +69,8 @@ def _later_ones(m: _Missing) -> str | None:
     if m.keys != later or way_of(m.e.schedule.case).causal:
         return None
     return (
-        "KV tokens after its own position are missing: a causal mask, and the layers of this case are not causal "
-        "(layer.causal is False)"
+        "the mask is causal, and the layers of this case are not (layer.causal is False): KV tokens after the row's "
+        "own position are missing"
     )
 
 
@@ -79,8 +82,8 @@ def _none_is_read(m: _Missing) -> str | None:
     if m.attended.length < 2:
         return None
     return (
-        "all KV tokens are missing, none is read: a length of zero or below, an early exit, a row that nothing "
-        "computes, a window that is nowhere in the request, or KV that is not read"
+        "all KV tokens are missing, none is read: probably a length of zero or below, an early exit, a row that "
+        "nothing computes, a window that lies outside the request, or KV that is not read"
     )
 
 
@@ -88,8 +91,8 @@ def _not_stored_yet(m: _Missing) -> str | None:
     if not m.e.reads_foreign or m.keys[0] < m.request.prefix or m.attended.elsewhere:
         return None
     return (
-        "its new KV tokens are read, and nothing is stored in their slots yet: attention comes before the store, "
-        "or does not wait for it"
+        "attention comes before the store, or does not wait for it: new KV tokens are read, and nothing is stored in "
+        "their slots yet"
     )
 
 
@@ -97,8 +100,8 @@ def _as_captured(m: _Missing) -> str | None:
     if m.attended.used != {0} or m.request.new != 1 or not m.e.observed.replay:
         return None
     return (
-        "KV token 0 alone is attended to, as if the length were 1, which is what lengths are while a graph is "
-        "captured: look at what a replay leaves as it was then, or at positions that begin at 0"
+        "only KV token 0 is attended to, as if the length were 1, as at capture: probably a replay leaves lengths as "
+        "they were then, or positions begin at 0"
     )
 
 
@@ -108,8 +111,8 @@ def _without_prefix(m: _Missing) -> str | None:
         return None
     in_pages = row == 0 and 1 in _pages(m) and not m.e.in_graph
     return (
-        f"row {row} attends to KV tokens 0..{row}, as if there were no prefix: a causal mask that is aligned to the "
-        "first KV token and not to the last, or positions that begin at 0"
+        f"row {row} attends to KV tokens 0..{row}, as if there were no prefix: probably a causal mask that is aligned "
+        "to the first KV token instead of the last, or positions that begin at 0"
         + (", or a length that is counted in pages" if in_pages else "")
     )
 
@@ -120,8 +123,8 @@ def _counted_in_pages(m: _Missing) -> str | None:
     if len(m.attended.used) not in _pages(m) - others or not m.read_from_the_first_on:
         return None
     return (
-        f"KV tokens 0..{len(m.attended.used) - 1} alone are attended to, as many as the request has pages: a length "
-        "that is counted in pages"
+        f"only KV tokens 0..{len(m.attended.used) - 1} are attended to, as many as the request has pages: probably a "
+        "length that is counted in pages"
     )
 
 
@@ -134,8 +137,8 @@ def _shared_prefix(m: _Missing) -> str | None:
     if not shared or m.keys != sorted(key for key in m.attended.wanted if key < shared):
         return None
     return (
-        f"the {shared} KV tokens that it has in common with other requests are missing, and its own are read: what "
-        "is planned for a common prefix (a cascade), or a merge of the two"
+        f"the {shared} KV tokens that it shares with other requests are missing, and its own are read: probably the "
+        "plan for a shared prefix (a cascade), or the merge of the two"
     )
 
 
@@ -144,8 +147,8 @@ def _whole_prefix(m: _Missing) -> str | None:
         return None
     lone = ", or of each tile of KV tokens the last one stands for all" if m.attended.used == {m.last} else ""
     return (
-        "the whole prefix is missing, new tokens alone are attended to: a path for requests without a prefix, or "
-        f"a prefix that is taken for none{lone}"
+        "the whole prefix is missing, only new tokens are attended to: probably a path for requests without a "
+        f"prefix, or a prefix length of 0{lone}"
     )
 
 
@@ -164,8 +167,8 @@ def _pages_of_a_branch(m: _Missing) -> str | None:
     if m.request.draft is None or m.keys[0] < first_own or m.keys[-1] - m.keys[0] < len(m.keys):
         return None
     return (
-        f"KV tokens {ranges(m.keys)} are missing, which a branch has in pages of its own: entries of its row that "
-        "are another branch's, or were never filled"
+        f"KV tokens {ranges(m.keys)} are missing, which a branch has in its own pages: probably entries of its row "
+        "that are another branch's, or were never filled"
     )
 
 
@@ -179,33 +182,36 @@ def _cut_off(m: _Missing) -> str | None:
     if length_threshold(e):
         return ""
     if count % (1 << 16) == 0:
-        return f"the last {_are(count)} missing: a length or position that is kept in 16 bits"
+        return f"the last {_are(count)} missing: probably a length or position that is kept in 16 bits"
     if first - 1 > before and attended.not_asked:
         narrow = ", or a length or position that is kept in 16 bits" if last >> 16 else ""
         return (
-            f"KV tokens are missing from somewhere between {before + 1} and {first} on: a fixed capacity, a page table "
-            f"or grid that is too small for this length{narrow}"
+            f"KV tokens are missing from somewhere between {before + 1} and {first} on: probably a fixed capacity, a "
+            f"page table or grid that is too small for this length{narrow}"
         )
     if (first >= _ROUND and first & (first - 1) == 0) or (first >= 1024 and first % 1024 == 0):
-        return f"KV tokens from {first} on are missing: a fixed capacity of {first}, or of so many tiles or splits"
+        return (
+            f"KV tokens from {first} on are missing: probably a fixed capacity of {first}, or of so many tiles or "
+            "splits"
+        )
     if SMALLEST_TILE <= first < page and first & (first - 1) == 0:
         return (
-            f"KV tokens from {first} on are missing, and a page has {page}: tiles of {first} whose offset in their "
-            f"page is left out, so that all read its first one, or a capacity of {first}"
+            f"KV tokens from {first} on are missing, and a page has {page}: probably tiles of {first} whose offset in "
+            f"their page is left out, so that all read its first one, or a capacity of {first}"
         )
     if page > 1 and first == last // page * page:
         if count == 1:
             return (
-                "the last KV token is missing, which is alone in the last page: seq_lens of this mode, an end that is "
-                "off by 1, or a partly filled page that is dropped"
+                "the last KV token is missing, which is alone in the last page: probably seq_lens of this mode, an "
+                "end that is off by 1, or a partly filled page that is dropped"
             )
         return "the KV tokens of the last page are missing"
     if e.in_graph:
         return (
-            f"the last {_are(count)} missing in the graph alone: a length, a maximum length or a grid that was fixed "
-            "when it was captured"
+            f"the last {_are(count)} missing, only in the graph: probably a length, a maximum length or a grid that "
+            "was fixed when it was captured"
         )
-    text = f"the last {_are(count)} missing: seq_lens of this mode, or an end that is off by {count}"
+    text = f"the last {_are(count)} missing: probably seq_lens of this mode, or an end that is off by {count}"
     alike = [i for i, length in enumerate(e.lens) if i != attended.request and -(-length // page) * page == first]
     if page > 1 and alike and count > page:
         return f"{text}; {first} is what the pages of request {alike[0]} hold: its length or its part of a schedule"
@@ -223,7 +229,7 @@ def _are(count: int) -> str:
 def _first_ones(m: _Missing) -> str | None:
     if m.keys != sorted(key for key in m.attended.wanted if key <= m.keys[-1]):
         return None
-    return f"the first {_are(len(m.keys))} missing: the start of a window, or an offset into the table"
+    return f"the first {_are(len(m.keys))} missing: probably the start of a window, or an offset into the table"
 
 
 _CAUSES: tuple[Callable[[_Missing], str | None], ...] = (

@@ -1,108 +1,49 @@
-"""The right KV tokens, and still a wrong result."""
+"""The right KV tokens, and still a wrong result: what makes such a number."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-
-import torch
 
 from ...cases.choices import CONTIGUOUS
 from ...cases.data import make_layers
-from ...cases.patterns import FAINT_RUN
-from ...contract import FP8_PRODUCTS, AttentionLayer
-from ...oracle.attention import attend
-from ...oracle.expect import attend_with_limit
-from ...oracle.limits import attention_limit
+from ...contract import FP8_PRODUCTS
 from ..attended_keys import AttendedKeys
 from .evidence import SMALL_ERROR, SMALLEST_TILE, Evidence
-from .suspects import DATA_SUSPECTS, LARGE_VALUES, RESCALING
+from .heads import part_of_a_head
+from .hint import Level, hint
 
-__all__ = ["narrow_products", "new_rows", "other_scaling", "right_keys", "vanished_weights"]
+__all__ = ["DATA_SUSPECTS", "RESCALING"]
 
-
-def new_rows(e: Evidence) -> str:
-    """The step is right for a backend that says the other thing of new rows in an FP8 pool."""
-    schedule, step = e.schedule, e.step
-    if schedule.case.kv_dtype == "same" or step.stored or _counts_alone(e):
-        return ""
-    given = schedule.new_rows_as_given
-    other, limit = attend_with_limit(schedule, e.expected.data, not given)
-    if not ((e.judgement.out.double() - other.out).abs() <= limit).all():
-        return ""
-    mode = str(schedule.case.mode)
-    if given:
-        return f"right for new rows as the pool stores them, and new_rows_as_given claims {mode}"
-    return f"right for new rows as given, not as the pool stores them: claim new_rows_as_given={{{mode!r}}}"
-
-
-def narrow_products(e: Evidence) -> str:
-    """A float32 step is right for a backend that multiplies in tf32, and its error is too large for float32 alone."""
-    schedule, step = e.schedule, e.step
-    if schedule.case.dtype != "fp32" or schedule.matmul_dtype != "model" or _counts_alone(e):
-        return ""
-    in_tf32 = replace(schedule, matmul_dtype="tf32")
-    want, limit = attend_with_limit(in_tf32, e.expected.data, schedule.new_rows_as_given and not step.stored)
-    if not ((e.judgement.out.double() - want.out).abs() <= limit).all():
-        return ""
-    return (
-        "right for float32 products in tf32, and not for float32: ask for more (input_precision='ieee' of tl.dot, "
-        "torch.backends.cuda.matmul.allow_tf32 False), or claim fp32_products='tf32'"
-    )
-
-
-def vanished_weights(e: Evidence) -> str:
-    """The step is right where the small weights of ``faint`` data are 0, and counted in the denominator or not."""
-    schedule, data = e.schedule, e.expected.data
-    if schedule.case.data != "faint" or not e.judgement.all_finite or _counts_alone(e):
-        return ""
-    visible = data.visible.clone()
-    visible[..., torch.arange(visible.shape[-1]) % FAINT_RUN != 0] = False
-    layers = make_layers(schedule.case)
-    whole, large = attend(data, layers, flat=True), attend(data, layers, visible, flat=True)
-    limit = attention_limit(large, schedule.case.dtype, schedule.matmul_dtype)
-    counted = torch.exp(large.lse - whole.lse)[..., None]
-    if not any(((e.judgement.out.double() - large.out * part).abs() <= limit).all() for part in (1.0, counted)):
-        return ""
-    return (
-        "right where weights below 2^-10 of the largest are 0: they are rounded to FP8 without a factor; multiply them "
-        "before (by 256, say), or claim matmul_dtype='fp8_e4m3_unscaled'"
-    )
+RESCALING = "rescaling of what was summed when a later tile of keys has a larger maximum"
+DATA_SUSPECTS = {
+    "negative": [
+        "a finite value that stands for minus infinity (all logits of this case are near -6e4)",
+        "overflow of q k before it is scaled",
+    ],
+    "peaked": ["overflow or saturation of large logits"],
+    "swamped": ["sums kept in 16 bits, which lose small terms beside a large one (values of this case)"],
+    "saturated": ["a store in FP8 that does not stop at its largest number (values of this case are beyond it)"],
+    "loud": ["the range of q: queries that are limited, or rounded to FP8 (those of this case are large)"],
+    "large_and_small_queries": [
+        "the scale of queries (q_scale): one that is missing, of another token or step, or not multiplied back (rows "
+        "of this case are beyond what FP8 holds, or below it)"
+    ],
+    "towering": ["products of weights and values in 16 bits that are not yet divided by the sum of the weights"],
+    "colossal": ["rows of bf16 that are converted to fp16, whose largest number is 65,504"],
+    "faint": [
+        "weights rounded to FP8 without a factor, where small ones vanish (matmul_dtype has to say fp8_e4m3_unscaled)"
+    ],
+    "cliff": [
+        f"{RESCALING} (logits of this case climb and fall by hundreds along the keys)",
+        "overflow or saturation of large logits",
+    ],
+}
+"""Pattern of the data -> what to look at where they are in the case."""
+LARGE_VALUES = ("towering", "colossal")
+"""Patterns whose logits are 0, and whose values are large."""
 
 
-def other_scaling(e: Evidence) -> str:
-    """The step is right for another scaling than that of its layers, and not for their own."""
-    layers = make_layers(e.schedule.case)
-    if e.judgement.right or not e.judgement.all_finite or _counts_alone(e):
-        return ""
-    if e.attended is not None and not e.attended.right:
-        # Of a token that is missing, little may be left within limits that another scaling makes wider.
-        return ""
-    if all(layer.scaling == layers[0].scaling for layer in layers):
-        return ""
-    usual = tuple(replace(layer, scaling=layer.head_dim**-0.5) for layer in layers)
-    if _right_for(e, usual):
-        return (
-            "right for a scaling of 1/sqrt(head_dim), which these layers do not have: take layer.scaling, or claim "
-            "any_scaling=False"
-        )
-    for layer in layers:
-        if _right_for(e, tuple(replace(each, scaling=layer.scaling) for each in layers)):
-            return f"right with the scaling of layer {layer.layer_id} in all layers: it is kept from one to the others"
-    return ""
-
-
-def _right_for(e: Evidence, layers: tuple[AttentionLayer, ...]) -> bool:
-    given = e.schedule.new_rows_as_given and not e.step.stored
-    want, limit = attend_with_limit(e.schedule, e.expected.data, given, layers)
-    return bool(((e.judgement.out.double() - want.out).abs() <= limit).all())
-
-
-def _counts_alone(e: Evidence) -> bool:
-    """Every element is within its limit, so that other limits say nothing: only counts of KV tokens are wrong."""
-    return e.judgement.all_finite and e.judgement.worst is None
-
-
+@hint(Level.GUESS)
 def right_keys(e: Evidence) -> str:
     """What else makes a number: softmax, scales, rounding, the mapping of heads."""
     attended = e.attended
@@ -119,27 +60,28 @@ def right_keys(e: Evidence) -> str:
     if not attended.normalised:
         if more := _counted_besides(attended):
             return (
-                f"weights of the right KV tokens sum to {attended.total:.3g}, as if {more} more of logit 0 and value 0 "
-                "were there: splits or tiles without KV tokens that count as a log-sum-exp of 0, or masked KV tokens "
-                "in the denominator"
+                f"weights of the right KV tokens sum to {attended.total:.3g}, as if {more} more of logit 0 and value "
+                "0 were there: probably splits or tiles without KV tokens that count as a log-sum-exp of 0, or "
+                "masked KV tokens in the denominator"
             )
         fp8 = "FP8 scales, " if case.kv_dtype != "same" else ""
         cap = " (a soft cap comes before the mask)" if case.logit_cap else ""
         return (
-            f"weights of the right KV tokens sum to {attended.total:.3g} instead of 1: look at {fp8}a denominator that "
-            f"counts masked KV tokens or misses some{cap}, saturation, or partial results that are combined wrongly"
+            f"weights of the right KV tokens sum to {attended.total:.3g} instead of 1: look at {fp8}a denominator "
+            f"that counts masked KV tokens or misses some{cap}, saturation, or partial results that are combined "
+            "wrongly"
         )
     if _rounded_to_fp8(e):
         return (
-            "every value is within 1/16 of the right one: the output is rounded to FP8 on its way, as in a scratch of "
-            "the pool's dtype"
+            "the output is rounded to FP8 on its way, probably in a scratch of the pool's dtype: every value is "
+            "within 1/16 of the right one"
         )
     few, free = e.judgement.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype not in FP8_PRODUCTS
     if few < SMALL_ERROR and case.data != "negative":
         fp8 = ", or q and weights rounded to FP8, which matmul_dtype has to say" if free else ""
         return (
-            f"the right KV tokens, and an error of only {few:.2g} times the limit: precision, such as q, logits, "
-            f"weights or partial sums rounded to the model's dtype{fp8}"
+            f"the right KV tokens, and an error of only {few:.2g} times the limit: probably precision, such as q, "
+            f"logits, weights or partial sums rounded to the model's dtype{fp8}"
         )
     suspects = ["log-sum-exps of the parts, and their merge"] if case.parts else []
     suspects += [_rescaling(e)] if _rescaling(e) and case.data != "cliff" else []
@@ -201,7 +143,7 @@ def _asked_a_wrong_head(e: Evidence, attended: AttendedKeys) -> bool:
     """What a right head attended to says nothing of the wrong ones."""
     row = sum(request.new for request in e.step.requests[: attended.request]) + attended.row
     wrong = e.judgement.wrong[:, row].any(-1).any(0)
-    return bool(wrong[attended.head]) or not wrong.any() or _counts_alone(e)
+    return bool(wrong[attended.head]) or not wrong.any() or e.counts_alone
 
 
 def _strides(e: Evidence) -> list[str]:
@@ -240,3 +182,26 @@ _NAN_SUSPECTS = {
     ],
 }
 """Of a NaN, where they are not those of a number."""
+
+
+@hint(Level.REMARK)
+def computed_nan(e: Evidence) -> str:
+    """NaN out of a request's own KV tokens."""
+    if not e.computes_nan or part_of_a_head(e):
+        return ""
+    if e.attended is not None and e.attended.right and e.schedule.case.data in _LARGE_LOGITS:
+        return ""
+    text = (
+        "the NaN is computed, not read from foreign memory. Probably 0 / 0, or -inf minus -inf: a split, a tile or a "
+        "row that sees no KV token"
+    )
+    if e.schedule.case.parts:
+        return f"{text}, or a KV part: in this case KV tokens come in parts, and some requests have none in one"
+    widest = max(layer.sliding_window_size for layer in make_layers(e.schedule.case))
+    if widest >= 0 and e.wrong and all(e.lens[request] > widest + 1 for request in e.wrong):
+        return f"{text}, as when a window leaves out the first ones: only requests longer than it are wrong"
+    return f"{text}; or an overflow"
+
+
+_LARGE_LOGITS = ("peaked", "negative", "cliff")
+"""Data of which ``right_keys`` says what makes NaN."""

@@ -1,17 +1,16 @@
-"""The right KV tokens, and queries that were rounded to FP8 under another scale than the backend declares."""
+"""Queries that a backend rounds to FP8 under another scale than it declares."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from ...cases.query_scales import E4M3, LARGEST_FP8, group_largest
 from ...contract import FP8_PRODUCTS
-from ...oracle.expect import attend_with_limit
-from .evidence import Evidence
-
-__all__ = ["other_query_scale"]
+from .evidence import Evidence, Supposed
+from .hint import assumption
 
 _ROUNDED = {
     "none": "as they are, where those beyond 448 are cut off and those below 2^-9 vanish",
@@ -22,26 +21,22 @@ _ROUNDED = {
 """``Capabilities.q_scale`` -> how queries are rounded to FP8."""
 
 
-def other_query_scale(e: Evidence) -> str:
+@assumption(lambda e: e.schedule.case.kv_dtype != "same" and e.schedule.matmul_dtype in FP8_PRODUCTS)
+def other_query_scale(e: Evidence) -> Iterator[Supposed]:
     """The step is right for queries that are rounded under another ``q_scale``."""
-    schedule = e.schedule
-    counts_alone = e.judgement.all_finite and e.judgement.worst is None
-    if schedule.case.kv_dtype == "same" or schedule.matmul_dtype not in FP8_PRODUCTS or counts_alone:
-        return ""
-    data, own = e.expected.data, schedule.q_scale
+    data, own = e.expected.data, e.schedule.q_scale
+    if e.counts_alone or not e.judgement.all_finite:
+        return
     for q_scale, words in _ROUNDED.items():
         rounded = replace(data, q=_rounded(data.q.float(), q_scale))
         if q_scale == own or torch.equal(rounded.q, data.q.float()):
             continue
-        # What is rounded already is off no more.
-        want, limit = attend_with_limit(
-            replace(schedule, q_scale="none"), rounded, schedule.new_rows_as_given and not e.step.stored
+        text = (
+            f"queries are rounded to FP8 {words}: declare q_scale={q_scale!r}, or scale them as {own!r} says. The "
+            "result is right for queries that are rounded so"
         )
-        if ((e.judgement.out.double() - want.out).abs() <= limit).all():
-            return (
-                f"right for queries rounded to FP8 {words}: declare q_scale={q_scale!r}, or scale them as {own!r} says"
-            )
-    return ""
+        # Queries that are rounded already are not rounded a second time.
+        yield Supposed(text, rounded, q_scale="none", every_row=True)
 
 
 def _rounded(q: torch.Tensor, q_scale: str) -> torch.Tensor:

@@ -1,20 +1,18 @@
-"""What stands in the wrong rows: another layer's result, nothing but zeros, NaN."""
+"""What stands in the wrong rows: another layer's result, or nothing but zeros."""
 
 from __future__ import annotations
 
 from ...cases.data import make_layers
 from ...checks.describe import row_name
+from .batch import length_threshold
 from .evidence import Evidence
-from .rows import length_threshold, part_of_a_head, row_tile
+from .hint import Level, hint
+from .rows import row_tile
 
-__all__ = ["computed_nan", "nothing_computed", "one_row_each", "rows_of_other_layers"]
-
-_MOST_ROWS = 12
-"""Wrong rows that are compared."""
-_LARGE_LOGITS = ("peaked", "negative", "cliff")
-"""Data of which ``right_keys`` says what makes NaN."""
+__all__ = ["with_a_window_alone"]
 
 
+@hint(Level.SHOWN, silences=("later_requests", "elsewhere"))
 def rows_of_other_layers(e: Evidence) -> str:
     """Wrong rows hold what a row of another layer should: results of layers lie in each other's memory."""
     if e.swapped or e.judgement.right or e.schedule.case.head_maps:
@@ -35,18 +33,47 @@ def rows_of_other_layers(e: Evidence) -> str:
     if not found:
         return ""
     more = " and so on" if len(found) > 1 else ""
-    return f"{found[0]}{more}: outputs of layers lie in the same memory or overlap"
+    return f"outputs of layers lie in the same memory or overlap: {found[0]}{more}"
 
 
+_MOST_ROWS = 12
+"""Wrong rows that are compared."""
+
+
+@hint(Level.PATTERN, silences=(Level.GUESS,))
+def last_rows_right(e: Evidence) -> str:
+    """Of each wrong request the last row alone is right, and what is wrong is no KV token that is left out."""
+    attended, data = e.attended, e.expected.data
+    if attended is None or attended.used != attended.wanted or attended.elsewhere or attended.heads or e.swapped:
+        return ""
+    if attended.faint or e.reads_foreign or not e.judgement.all_finite:
+        return ""
+    wrong, shown = set(e.rows), 0
+    for request in range(e.step.bs):
+        *before, last = (data.row_request == request).nonzero().flatten().tolist()
+        if last in wrong or (request in e.wrong and not wrong.issuperset(before)):
+            return ""
+        shown += len(before) * (request in e.wrong)
+    if shown < 2:
+        return ""
+    return (
+        "rows of a request probably share what each needs for itself, such as the statistics of partial results, and "
+        "the last row's are kept: of each wrong request the last row is right, and those before it are wrong with "
+        "the right KV tokens"
+    )
+
+
+@hint(Level.PATTERN)
 def one_row_each(e: Evidence) -> str:
     """As many rows are written as there are requests, and those are the first."""
     written = (~e.judgement.unwritten).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
     if e.step.tokens <= e.step.bs or written != list(range(e.step.bs)):
         return ""
     rows = f"rows 0-{e.step.bs - 1} of the output are" if e.step.bs > 1 else "row 0 of the output is"
-    return f"only {rows} written, as many as there are requests: a plan or a grid of one row a request"
+    return f"a plan or a grid probably has one row per request: only {rows} written, as many as there are requests"
 
 
+@hint(Level.PATTERN, silences=("key_range",))
 def nothing_computed(e: Evidence) -> str:
     """Wrong rows are zero throughout, which no attention over the values of a case gives."""
     wrong = e.judgement.wrong.flatten(2).any(-1)
@@ -55,45 +82,52 @@ def nothing_computed(e: Evidence) -> str:
         return ""
     if widths := with_a_window_alone(e):
         return (
-            f"the layers with a sliding window ({widths}) are 0 throughout where they are wrong, and no others: "
-            "it lies where the request has no KV token, as by positions, a length or a prefix of another request"
+            "the sliding window probably lies where the request has no KV token, as with positions, a length or a "
+            f"prefix of another request: only the layers with a sliding window ({widths}) are wrong, and 0 throughout"
         )
     if len(wrong) > 1 and wrong[1:].any(1).all() and not wrong[0].any():
         return (
-            "0 throughout in every layer but the first: a counter, a semaphore or a list of work that a plan sets and "
-            "the first layer uses up"
+            "a counter, a semaphore or a work list is probably set by a plan and used up by the first layer: the "
+            "result is 0 throughout in every layer but the first"
         )
     if e.before is not None:
         which = "the output is 0 throughout, in every layer" if zero.all() else "the wrong rows are 0 throughout"
         return (
-            f"{which}, and right without the steps before it: nothing was computed, or 0 was written over it. A "
-            "counter, a flag or a list of work is left from before, or padded rows have an older batch's offsets"
+            "a counter, a flag or a work list is left from before, or padded rows have an older batch's offsets: "
+            f"{which}, and right without the steps before it, so nothing was computed, or 0 was written over it"
         )
     if e.schedule.case.parts:
         return (
-            "what merge_state made of the parts is 0 throughout where it is wrong: their weights are lost, as where "
-            "exp is taken of a log-sum-exp without the larger one, or nothing merges them"
+            "the weights of the parts are lost, as when exp is taken of a log-sum-exp without subtracting the larger "
+            "one, or nothing merges the parts: what merge_state made of them is 0 throughout"
+        )
+    if zero.all() and e.in_graph and e.observed.replay and not any(seen.replay for seen in e.passed):
+        return (
+            "nothing was computed, the output is 0 throughout, in every layer, and no replay of the case is right: "
+            "probably a counter, a semaphore or a work list that a warm-up or an earlier launch leaves used up and no "
+            "replay resets, or a grid or a number of tiles of the captured batch"
         )
     if zero.all() and e.passed:
         lone = ": here one new row, and no KV token before it" if e.lens == [1] else ""
         return (
-            "the output is 0 throughout, in every layer, and other steps of the case are right: nothing was computed. "
-            "What is chosen by the number of requests, rows or KV tokens may have nothing for these, or the kernel "
-            f"returns early{lone}"
+            "nothing was computed, the output is 0 throughout, in every layer, and other steps of the case are "
+            "right: what is chosen by the number of requests, rows or KV tokens may have nothing for these, or the "
+            f"kernel returns early{lone}"
         )
     if zero.all():
         return (
-            "the output is 0 throughout, in every layer: nothing was computed. What chooses a kernel by head dim, "
+            "nothing was computed, the output is 0 throughout, in every layer: what chooses a kernel by head dim, "
             "page size, dtype, group or rows may have none for this case, or the kernel returns early or reads no KV"
         )
     if e.in_graph:
         return (
-            "the wrong rows are 0 throughout: nothing computed them. A grid, a number of tiles or a list of work of "
-            "the capture-time batch is still in force"
+            "nothing computed the wrong rows, which are 0 throughout: the graph probably still uses a grid, a number "
+            "of tiles or a work list of the captured batch"
         )
     return (
-        "the wrong rows are 0 throughout: nothing computed them. A grid or a number of tiles that is too small, an "
-        "early exit, a loop over KV tokens that ends before it begins, or a counter that is not 0 when a kernel begins"
+        "nothing computed the wrong rows, which are 0 throughout: probably a grid or a number of tiles that is too "
+        "small, an early exit, a loop over KV tokens that ends before it begins, or a counter that is not 0 when a "
+        "kernel begins"
     )
 
 
@@ -103,18 +137,3 @@ def with_a_window_alone(e: Evidence) -> str:
     if all(e.wrong_layers) or e.wrong_layers != [window >= 0 for window in windows]:
         return ""
     return ", ".join(str(window) for window in sorted(set(windows)) if window >= 0)
-
-
-def computed_nan(e: Evidence) -> str:
-    """NaN out of a request's own KV tokens."""
-    if not e.computes_nan or part_of_a_head(e):
-        return ""
-    if e.attended is not None and e.attended.right and e.schedule.case.data in _LARGE_LOGITS:
-        return ""
-    text = "nothing foreign is read. 0 / 0, or -inf minus -inf: a split, a tile or a row that sees no KV token"
-    if e.schedule.case.parts:
-        return f"{text}, or a part: in this case KV tokens come in parts, and some requests have none in one"
-    widest = max(layer.sliding_window_size for layer in make_layers(e.schedule.case))
-    if widest >= 0 and e.wrong and all(e.lens[request] > widest + 1 for request in e.wrong):
-        return f"{text}, as where a window leaves out the first ones: only requests longer than it are wrong"
-    return f"{text}; or an overflow"
