@@ -14,14 +14,15 @@ from itertools import combinations, cycle, islice
 from typing import Any
 
 from ..contract import Capabilities, ForwardMode
-from .case import LAYOUTS, PADDINGS, Case
-from .companions import accepted
+from .case import Case
+from .dimensions.padding import PADDINGS
+from .dimensions.rows import accepted, most_rows
+from .dimensions.slot_order import LAYOUTS
 from .draft import Draft
 from .extend import room_for
 from .layers import PERIOD, Layers
 from .plans import context_len
 from .trees import Tree, chain
-from .untried import most_rows
 from .ways import WAYS
 
 __all__ = ["enriched", "varied"]

@@ -8,9 +8,9 @@ from dataclasses import replace
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
 from .companions import many_heads
+from .dimensions.rows import most_rows
 from .extend import room_for
 from .layers import Layers
-from .untried import most_rows
 
 __all__ = ["large_cases", "too_large_for_a_cpu"]
 

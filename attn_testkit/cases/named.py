@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
-from .companions import MOST_USUAL_RATIO, branching, head_layouts
+from .companions import branching
+from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
+from .dimensions.rows import MOST_NEW_TOKENS, most_rows
 from .draft import Draft
 from .extend import room_for
 from .layer_options import with_options
-from .small_cases import MOST_NEW_TOKENS
 from .trees import Tree, chain
-from .untried import most_rows
 
 __all__ = ["MOST_USUAL_ROWS", "named_cases", "named_from", "smallest_of", "without_options_of"]
 
@@ -105,7 +105,7 @@ def _long_with_options(claims: Capabilities, plain: Case) -> Case:
 
 def _heads_like(claims: Capabilities, plain: Case) -> list[Heads]:
     """The claimed layouts that can take the place of ``plain``'s: MLA for MLA, any other for any other."""
-    return [heads for heads in head_layouts(claims) if (heads.family == "mla") == (plain.heads.family == "mla")]
+    return [heads for heads in typical_heads(claims) if (heads.family == "mla") == (plain.heads.family == "mla")]
 
 
 def smallest_of(claims: Capabilities, plain: Case) -> Case:

@@ -12,9 +12,9 @@ from typing import Any
 from ..cases.as_claimed import as_claimed
 from ..cases.case import Case, Heads
 from ..cases.claimed import not_claimed
+from ..cases.dimensions.kv_layout import usual_layout
 from ..cases.draft import Draft
 from ..cases.extend import room_for
-from ..cases.pool_layouts import usual_layout
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 
