@@ -85,7 +85,7 @@ def companions(
         if mode is ForwardMode.DRAFT_DECODE:
             if steps > 1:
                 draft = Draft(min(2, max_draft_branches), steps)
-                others.append(replace(case, **{**changes, "draft": draft, "width": len(draft)}))
+                others.append(replace(case, **{**changes, "draft": draft}))
             continue
         if mode is ForwardMode.DECODE:
             changes["width"] = 1

@@ -18,6 +18,7 @@ __all__ = ["covering_array"]
 _AT_ONCE = 256
 """Combinations that are counted together: the first that is good enough is seldom far."""
 Ints = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int32]
 
 
 def covering_array(sizes: tuple[int, ...], strength: int, salt: str) -> list[list[int]]:
@@ -29,26 +30,26 @@ def covering_array(sizes: tuple[int, ...], strength: int, salt: str) -> list[lis
     firsts = np.cumsum([0, *sizes])
     serials = [range(first, first + size) for first, size in zip(firsts.tolist(), sizes, strict=False)]
     every = [each for some in combinations(serials, strength) for each in product(*some)]
-    order: Ints = np.array(by_hash.sort(every, salt=salt), dtype=np.int64).reshape(-1, strength)
+    order: Ints = np.array(by_hash.sort(every, salt=salt), dtype=np.int64).reshape(-1, strength).T
     dimensions = np.searchsorted(firsts, order, side="right") - 1
     missing = np.zeros((int(firsts[-1]),) * strength, dtype=np.int32)
     for axes in permutations(range(strength)):
-        missing[tuple(order[:, axis] for axis in axes)] = 1
+        missing[tuple(order[axis] for axis in axes)] = 1
     rows = []
-    while len(order):
+    while order.size:
         row = _row(order, dimensions, missing, firsts)
         rows.append((row - firsts[:-1]).tolist())
-        for some in combinations(row.tolist(), strength):
-            for each in permutations(some):
-                missing[each] = 0
-        left = missing[tuple(order.T)] > 0
-        order, dimensions = order[left], dimensions[left]
+        missing[np.ix_(*[row] * strength)] = 0
+        left = missing[tuple(order)] > 0
+        order, dimensions = order[:, left], dimensions[:, left]
     return rows
 
 
-def _row(order: Ints, dimensions: Ints, missing: npt.NDArray[np.int32], firsts: Ints) -> Ints:
+def _row(order: Ints, dimensions: Ints, missing: Counts, firsts: Ints) -> Ints:
     """The serials of one row. Combinations are put into it one after the other: the first one that completes as many
     as it can of those that are missing, or the one that completes most; what is left open is the first of its values.
+
+    ``order``, ``dimensions`` [strength, combinations]: what is missing, and the dimensions of its values.
     """
     row = np.full(len(firsts) - 1, -1)
     strength = missing.ndim
@@ -56,7 +57,7 @@ def _row(order: Ints, dimensions: Ints, missing: npt.NDArray[np.int32], firsts: 
     tables = [np.zeros(missing.shape[:count], np.int32) for count in range(1, strength)] + [missing]
     best = 0
     while True:
-        for dimension, serial in zip(dimensions[best].tolist(), order[best].tolist(), strict=True):
+        for dimension, serial in zip(dimensions[:, best].tolist(), order[:, best].tolist(), strict=True):
             if row[dimension] < 0:
                 row[dimension] = serial
                 for table, larger in pairwise(tables):
@@ -64,18 +65,18 @@ def _row(order: Ints, dimensions: Ints, missing: npt.NDArray[np.int32], firsts: 
         # Of those that are missing, what the row leaves room for.
         chosen = row[dimensions]
         free = chosen < 0
-        near = np.flatnonzero((free | (chosen == order)).all(1) & free.any(1))
+        near = np.flatnonzero((free | (chosen == order)).all(0) & free.any(0))
         if not len(near):
             return np.where(row < 0, firsts[:-1], row)
-        order, dimensions = order[near], dimensions[near]
-        best = _best(order, free[near], tables, int((row >= 0).sum()))
+        order, dimensions = order[:, near], dimensions[:, near]
+        best = _best(order, free[:, near], tables, int((row >= 0).sum()))
 
 
-def _best(order: Ints, free: npt.NDArray[np.bool_], tables: list[npt.NDArray[np.int32]], filled: int) -> int:
-    most, best, enough = 0, 0, filled * free.sum(1)
-    for start in range(0, len(order), _AT_ONCE):
+def _best(order: Ints, free: npt.NDArray[np.bool_], tables: list[Counts], filled: int) -> int:
+    most, best, enough = 0, 0, filled * free.sum(0)
+    for start in range(0, order.shape[1], _AT_ONCE):
         some = slice(start, start + _AT_ONCE)
-        completed = _completed(order[some], free[some], tables)
+        completed = _completed(order[:, some], free[:, some], tables)
         full = np.flatnonzero(completed > enough[some])
         if len(full):
             return start + int(full[0])
@@ -84,11 +85,11 @@ def _best(order: Ints, free: npt.NDArray[np.bool_], tables: list[npt.NDArray[np.
     return best
 
 
-def _completed(order: Ints, free: npt.NDArray[np.bool_], tables: list[npt.NDArray[np.int32]]) -> Ints:
+def _completed(order: Ints, free: npt.NDArray[np.bool_], tables: list[Counts]) -> Ints:
     """How many combinations that are missing a row has with the free values of each of ``order``, and not without."""
-    found = np.zeros(len(order), dtype=np.int64)
+    found = np.zeros(order.shape[1], dtype=np.int64)
     for count, table in enumerate(tables, start=1):
         for places in combinations(range(len(tables)), count):
-            numbers = table[tuple(order[:, place] for place in places)]
-            found += numbers * free[:, places].all(1)
+            chosen = list(places)
+            found += table[tuple(order[chosen])] * free[chosen].all(0)
     return found

@@ -64,15 +64,15 @@ class Fields:
     """Draft-extend: accepted tokens of each request, 1 .. width. Extend: new tokens of each. Empty elsewhere."""
     width: int = 1
     """Rows a request in the graph: 1, N (verify, v2) or S + 1 (v1). Extend: a graph of B requests has B times as many,
-    and a step shares them out. Draft-decode: those of all forwards."""
+    and a step shares them out. Of a tree as many as it has nodes, of a draft those of all forwards: not given."""
     chunks: int = 1
     """Extend: steps in which the prompts of the own batch come; it is the first of them. 1 elsewhere."""
     rounds: int = 0
     """Draft-decode: rounds of a lossless loop (``cases/loop.py``), run beside the steps. 0 elsewhere."""
     tree: Tree | None = None
-    """Target-verify: the draft tree, of ``width`` nodes. None elsewhere."""
+    """Target-verify: the draft tree. None elsewhere."""
     draft: Draft | None = None
-    """Draft-decode: the branches, of ``width`` rows together. None elsewhere."""
+    """Draft-decode: the branches. None elsewhere."""
     prefixed: bool = False
     """Draft-decode: no request of any step has an empty prefix."""
     layout: str = "shuffled"
@@ -119,6 +119,9 @@ class Fields:
     ``companions`` makes such a case, and the id of the host rebuilds it."""
 
     def __post_init__(self) -> None:
+        rows = self.tree or self.draft
+        if rows is not None:
+            object.__setattr__(self, "width", len(rows))
         if not self.prefixes:
             raise ValueError("a case needs at least one request")
         if self.bucket < len(self.prefixes):

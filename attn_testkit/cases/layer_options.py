@@ -56,4 +56,4 @@ def _branching(claims: Capabilities, case: Case) -> Case:
     claimed = claims.max_topk >= _TREE.topk and claims.max_q_rows >= nodes >= case.width
     if case.tree is None or case.topk > 1 or not claimed or case.way in _OF_CHAINS:
         return case
-    return replace(case, tree=_TREE, width=nodes)
+    return replace(case, tree=_TREE)

@@ -9,7 +9,6 @@ from ..contract import Capabilities, ForwardMode
 from .as_claimed import as_claimed
 from .case import Case
 from .dimensions.heads import smallest_heads_first
-from .dimensions.rows import tree_fields
 from .draft import Draft
 from .fields import Changes
 from .trees import chain
@@ -43,9 +42,9 @@ def plainest_case(claims: Capabilities, mode: ForwardMode) -> Case:
 
 def _rows(mode: ForwardMode) -> Changes:
     if mode is ForwardMode.TARGET_VERIFY:
-        return tree_fields(chain(1))
+        return {"tree": chain(1)}
     if mode is ForwardMode.DRAFT_DECODE:
-        return tree_fields(Draft(1, 2))
+        return {"draft": Draft(1, 2)}
     return {} if mode is ForwardMode.DECODE else {"new": (1,)}
 
 

@@ -41,6 +41,9 @@ def small_cases(
     while left:
         case, tried = plain_case(claims, mode).with_seed(cases[0].seed), list[_Entry]()
         for name, value in left:
+            # Of one kind a case tries one value.
+            if any(name == kept for kept, _ in tried):
+                continue
             covered = CLAIMS[name]
             changed = replace(case, **_made(covered, claims, case, covered.capped(value)))
             most = _MOST_WORK_OF_ROWS if dict(tried).keys() & {"rows", "extend"} else _MOST_WORK

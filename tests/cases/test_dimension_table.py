@@ -11,7 +11,10 @@ from attn_testkit.cases import catalogue
 from attn_testkit.cases.dimensions.dimension import Dimension, Without
 from attn_testkit.cases.dimensions.sinks import SINKS
 from attn_testkit.cases.dimensions.table import DIMENSIONS, forgotten
+from attn_testkit.cases.draft import Draft
 from attn_testkit.cases.fields import Fields, Heads
+from attn_testkit.cases.trees import Tree, chain
+from attn_testkit.cases.ways import WAYS
 from attn_testkit.contract import Capabilities, ForwardMode
 
 MEMBERS = [member.name for member in fields(Dimension)]
@@ -64,3 +67,17 @@ def test_columns_of_the_array_keep_their_order_and_new_ones_come_behind_them(mon
     added = replace(DIMENSIONS[0], values=replace(SINKS.values, values=values))
     monkeypatch.setattr(catalogue, "DIMENSIONS", (added, *DIMENSIONS))
     assert list(catalogue._columns(claims, ForwardMode.DECODE, "core")) == [*before, "new"]
+
+
+def test_rows_follow_from_a_tree_and_from_a_draft_whatever_is_said_of_them() -> None:
+    verify = replace(FIELDS, mode=ForwardMode.TARGET_VERIFY, tree=chain(5), width=2)
+    assert verify.width == 5
+    assert replace(verify, tree=Tree((0, 0))).width == 3
+    drafted = replace(FIELDS, mode=ForwardMode.DRAFT_DECODE, draft=Draft(2, 4))
+    assert drafted.width == 6
+    assert replace(drafted, mode=ForwardMode.DRAFT_EXTEND, draft=None, width=4, new=(1, 4)).width == 4
+
+
+def test_what_goes_with_other_things_says_with_what() -> None:
+    assert [word for word, way in WAYS.items() if not way.combines] == ["far", "shapes", "bigpool"]
+    assert [word for word, way in WAYS.items() if not way.reaches_kernels] == ["idle", "norows"]

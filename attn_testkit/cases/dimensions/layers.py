@@ -82,8 +82,8 @@ def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
     groups = claims.kv_groups and not so_far["mode"].is_draft_decode() and draws.one_of([False, True])
     layers = Layers(count, first, groups and count >= PERIOD)
     pairs = claimed_shapes(claims) if claims.heads_by_layer and claims.families - {"mla"} else []
-    # Drawn whatever else is: what needs fewer draws would be taken for simpler.
-    shapes = draws.one_of([None, *pairs])
+    # Drawn whatever else is: what needs fewer draws would be taken for simpler. Parts are not drawn with them.
+    shapes = draws.one_of([*[None] * (2 * len(pairs) or 1), *pairs])
     return fields_with_shapes(layers, shapes) if shapes and count >= PERIOD else {"layers": layers}
 
 

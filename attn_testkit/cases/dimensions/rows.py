@@ -14,18 +14,8 @@ from ..trees import Tree, chain
 from .dimension import Asked, Columns, Covered, Dimension, Draws, OnSteps, Outside, Row, Simpler, Size, Without, Word
 from .numbers import listed, nearer_numbers, numbers_word, read_numbers
 
-__all__ = [
-    "MOST_NEW_TOKENS",
-    "MOST_ROWS",
-    "MOST_USUAL_ROWS",
-    "ROWS",
-    "accepted",
-    "keys_of",
-    "most_rows",
-    "rows_of",
-    "tree_fields",
-    "two_requests",
-]
+__all__ = ["MOST_NEW_TOKENS", "MOST_ROWS", "MOST_USUAL_ROWS", "ROWS", "accepted", "keys_of", "most_rows", "rows_of",
+           "two_requests"]  # fmt: skip
 
 MOST_USUAL_ROWS = 6
 """Rows of a request that a covering array goes up to."""
@@ -62,11 +52,6 @@ def most_rows(claims: Capabilities, mode: ForwardMode) -> int:
     return claims.max_q_rows if mode.is_speculative() else 1
 
 
-def tree_fields(tree: Tree | Draft) -> Changes:
-    """Fields of a case whose requests have this tree, or these branches."""
-    return {"tree" if isinstance(tree, Tree) else "draft": tree, "width": len(tree)}
-
-
 def accepted(pattern: str, width: int, bs: int) -> tuple[int, ...]:
     """Accepted tokens of each of ``bs`` requests with ``width`` rows: ``one``, ``all`` or ``uneven``."""
     if pattern == "one":
@@ -81,10 +66,10 @@ def two_requests(mode: ForwardMode, rows: int, topk: int) -> Changes:
     if mode is ForwardMode.DECODE:
         return {}
     if mode is ForwardMode.DRAFT_DECODE:
-        return tree_fields(Draft(1, 3))
+        return {"draft": Draft(1, 3)}
     if mode is ForwardMode.TARGET_VERIFY:
         # The root has ``topk`` children, and each of them a chain.
-        return {"width": rows, "tree": Tree(tuple(max(0, node - topk) for node in range(1, rows)))}
+        return {"tree": Tree(tuple(max(0, node - topk) for node in range(1, rows)))}
     new = (rows, min(3, rows - 1 or 1))
     return {"width": room_for(new) if mode is ForwardMode.EXTEND else rows, "new": new}
 
@@ -112,7 +97,7 @@ def _of_row(claims: Capabilities, row: Row, so_far: Changes) -> Changes:
         return {"new": new, "width": room_for(new)}
     if "accepted" in row:
         return {"new": accepted(row["accepted"], row["width"], requests)}
-    return next((tree_fields(row[name]) for name in ("tree", "draft") if name in row), {})
+    return {}
 
 
 def _declared(claims: Capabilities, case: Fields) -> bool:
@@ -169,11 +154,11 @@ def _size(case: Fields, plain: Fields) -> Size:
 
 def _fewer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
     if case.tree:
-        yield from map(tree_fields, _smaller_trees(case.tree))
+        yield from ({"tree": tree} for tree in _smaller_trees(case.tree))
     elif case.draft:
         branches, steps = case.draft.branches, case.draft.steps
-        yield from (tree_fields(Draft(fewer, steps)) for fewer in (1, *nearer_numbers(branches, 1)))
-        yield from (tree_fields(Draft(branches, fewer)) for fewer in (2, *nearer_numbers(steps, 2)))
+        yield from ({"draft": Draft(fewer, steps)} for fewer in (1, *nearer_numbers(branches, 1)))
+        yield from ({"draft": Draft(branches, fewer)} for fewer in (2, *nearer_numbers(steps, 2)))
     elif case.mode is ForwardMode.EXTEND:
         # One count of several less, the largest first.
         for old in sorted(set(case.new), reverse=True):
@@ -223,10 +208,10 @@ def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
         for node in range(1, draws.number(1, most)):
             room = [parent for parent in range(node - 1, -1, -1) if parents.count(parent) < claims.max_topk]
             parents.append(draws.one_of(room))
-        return tree_fields(Tree(tuple(parents)))
+        return {"tree": Tree(tuple(parents))}
     if mode is ForwardMode.DRAFT_DECODE:
         branches = draws.number(1, min(claims.max_draft_branches, _MOST_RANDOM_BRANCHES))
-        return tree_fields(Draft(branches, draws.number(2, 7)))
+        return {"draft": Draft(branches, draws.number(2, 7))}
     if mode is ForwardMode.EXTEND:
         new = draws.numbers((requests, requests), (1, min(claims.max_extend_tokens, _MOST_RANDOM_NEW)))
         return {"new": new, "width": room_for(new)}
@@ -271,13 +256,13 @@ ROWS = Dimension(
     words=(
         Word(
             r"chain(\d+)",
-            lambda match: tree_fields(chain(int(match[1]))),
+            lambda match: {"tree": chain(int(match[1]))},
             lambda case: f"chain{len(case.tree)}" if case.tree and _is_chain(case.tree) else "",
         ),
-        Word(r"t(\d+(?:\.\d+)*)", lambda match: tree_fields(Tree(tuple(map(int, match[1].split("."))))), _write_tree),
+        Word(r"t(\d+(?:\.\d+)*)", lambda match: {"tree": Tree(tuple(map(int, match[1].split("."))))}, _write_tree),
         Word(
             r"topk(\d+)steps(\d+)",
-            lambda match: tree_fields(Draft(int(match[1]), int(match[2]))),
+            lambda match: {"draft": Draft(int(match[1]), int(match[2]))},
             lambda case: f"topk{case.draft.branches}steps{case.draft.steps}" if case.draft else "",
         ),
         Word(
@@ -333,7 +318,7 @@ ROWS = Dimension(
             "branches of a draft",
             lambda claims, mode: (claims.max_draft_branches,) if mode is ForwardMode.DRAFT_DECODE else (),
             lambda claims, case: case.draft.branches if case.draft else 0,
-            lambda claims, case, branches: tree_fields(Draft(branches, 3)),
+            lambda claims, case, branches: {"draft": Draft(branches, 3)},
             bound=True,
             most=MOST_ROWS,
         ),

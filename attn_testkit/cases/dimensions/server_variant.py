@@ -31,7 +31,7 @@ def _declared(claims: Capabilities, case: Fields) -> bool:
 
 
 def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
-    """A third of the cases have one, whatever else is drawn, so that it can be made simple by itself; it takes the
+    """Half of the draws have one, whatever else is drawn, so that it can be made simple by itself; it takes the
     place of what no variant goes with. Layers that are not causal have no window and no tree, which few cases happen
     to be without.
     """
@@ -40,7 +40,7 @@ def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
     chained = replace(alone, window=-1, tree=chain(len(alone.tree)) if alone.tree else None)
     minimal = replace(chained, layout="contiguous", chunks=1)
     words = [word for word, way in WAYS.items() if way.fits(claims, minimal)]
-    word = draws.one_of([""] * (2 * len(words) or 1) + words)
+    word = draws.one_of([""] * (len(words) or 1) + words)
     found = next((case for case in (alone, chained) if word and WAYS[word].fits(claims, case)), None)
     if found is None:
         return {}

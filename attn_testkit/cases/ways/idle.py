@@ -42,4 +42,5 @@ IDLE = Way(
     _cases,
     _fits,
     _plans,
+    reaches_kernels=False,
 )

@@ -30,4 +30,5 @@ NO_ROWS = Way(
     _cases,
     _fits,
     says={"padded_requests": "nothing"},
+    reaches_kernels=False,
 )

@@ -34,7 +34,7 @@ def _cases(claims: Capabilities, small: C) -> Iterator[C]:
         found = [replace(small, prefixes=_LENS, new=new, width=room_for(new), bucket=len(_LENS))]
     else:
         blocks = dict.fromkeys(min(rows, claims.max_q_rows) for rows in _BLOCKS)
-        found = [replace(small, prefixes=_LENS, tree=chain(n), width=n, bucket=len(_LENS) + 1) for n in blocks]
+        found = [replace(small, prefixes=_LENS, tree=chain(n), bucket=len(_LENS) + 1) for n in blocks]
     for case in found:
         yield replace(case, data="gauss", way="noncausal")
 

@@ -17,7 +17,7 @@ _LENS = (9, 70, 1)
 
 def _verify(claims: Capabilities, small: C) -> C:
     rows = min(4, claims.max_q_rows)
-    return replace(small, prefixes=_LENS, tree=chain(rows), width=rows, data="gauss", bucket=4)
+    return replace(small, prefixes=_LENS, tree=chain(rows), data="gauss", bucket=4)
 
 
 def _fits_with_new(claims: Capabilities, case: Fields) -> bool:

@@ -54,7 +54,14 @@ class Way:
     """Something else than lengths on the host is None: the tree of a target-verify."""
     causal: bool = True
     """``AttentionLayer.causal`` of all layers."""
+    reaches_kernels: bool = True
+    """Whether the kernel of a layer sees it, and not only who plans and launches: options of a layer go with it."""
     needs_no_claim: bool = False
     """Whether any backend may be asked for it in the modes of ``cases``, whatever ``fits`` says."""
     pool_elements: int = 0
     """Elements that K of a layer has at the least, used or not; 0: as the requests need them."""
+
+    @property
+    def combines(self) -> bool:
+        """Whether a case that was made for something else may be of this way too."""
+        return self.fits is not _fits_none
