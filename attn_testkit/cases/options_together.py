@@ -16,7 +16,7 @@ from .companions import unlike
 from .layer_options import with_options, without_options
 from .layers import Layers
 from .plans import context_len
-from .ways import WAYS, usual_page
+from .ways import WAYS, usual_page, way_of
 
 __all__ = ["options_together_cases"]
 
@@ -60,7 +60,7 @@ def _together(case: Case) -> tuple[str, bool, bool, bool, bool]:
 def _with_options(claims: Capabilities, plain: Case) -> Case:
     """With all options of a layer that are claimed, in some of two layers; without a window where nothing is causal."""
     optional = with_options(claims, replace(plain, layers=Layers()), _WINDOW)
-    return replace(optional, window=-1) if plain.way == "noncausal" else optional
+    return replace(optional, window=-1) if not way_of(plain).causal else optional
 
 
 def _full_context(claims: Capabilities, small: Case) -> Iterator[Case]:
