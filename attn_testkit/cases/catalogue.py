@@ -19,16 +19,15 @@ from .case import Case
 from .claimed import within_claims
 from .claimed_pairs import claimed_pair_cases
 from .code_cases import code_cases
-from .company import company_cases
 from .covering import covering_array
 from .dimensions.dimension import Without
 from .dimensions.table import DIMENSIONS
 from .enriched import enriched, varied
 from .extremes import extreme_cases
-from .large_cases import large_cases
+from .kv_head_counts import one_head_cases, three_kv_heads_cases
+from .large_cases import company_cases, large_cases, switch_cases
 from .layer_cases import layer_cases
 from .named import named_cases, named_from, smallest_of, without_options_of
-from .one_head import one_head_cases
 from .options_together import options_together_cases
 from .page_counts import page_count_cases
 from .pair_array import layout_array_cases, pair_array_cases
@@ -37,8 +36,6 @@ from .pool_layouts import pool_layout_cases
 from .row_edges import row_edge_cases
 from .shared_prefixes import shared_prefix_cases
 from .small_cases import plain_case, small_cases
-from .switches import switch_cases
-from .three_kv_heads import three_kv_heads_cases
 from .uniform_batches import uniform_batch_cases
 from .ways import big_pool_cases, way_cases
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 
 import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases import catalogue
+from attn_testkit.cases.case import WORDS
 from attn_testkit.cases.dimensions.dimension import Dimension, Without
 from attn_testkit.cases.dimensions.sinks import SINKS
 from attn_testkit.cases.dimensions.table import DIMENSIONS, forgotten
@@ -81,3 +83,12 @@ def test_rows_follow_from_a_tree_and_from_a_draft_whatever_is_said_of_them() -> 
 def test_what_goes_with_other_things_says_with_what() -> None:
     assert [word for word, way in WAYS.items() if not way.combines] == ["far", "shapes", "bigpool"]
     assert [word for word, way in WAYS.items() if not way.reaches_kernels] == ["idle", "norows"]
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_every_word_of_an_id_is_that_of_one_dimension(mode: ForwardMode) -> None:
+    claims = TorchNativeBackend.capabilities
+    ids = [case.id.removeprefix(f"{mode}-") for case in catalogue.generate(claims, mode, "core")]
+    assert len(ids) > 100
+    for word in {word for each in ids for word in each.split("-")}:
+        assert len([kind for kind in WORDS if re.fullmatch(kind.pattern, word)]) == 1, word
