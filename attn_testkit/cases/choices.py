@@ -12,75 +12,11 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 from ..contract import Execution, ForwardMode
+from .fields import Fields
 
 __all__ = ["CHOICES", "CONTIGUOUS", "Choice", "Value", "chosen", "pick", "shallow_depth"]
-
-
-class Chooses(Protocol):
-    """What a choice looks at: a ``Case``, which asks here and so is not known here."""
-
-    @property
-    def id(self) -> str:
-        """Its name: hashed."""
-
-    @property
-    def mode(self) -> ForwardMode:
-        """The forward mode."""
-
-    @property
-    def bs(self) -> int:
-        """Live requests."""
-
-    @property
-    def bucket(self) -> int:
-        """Batch size of its graph."""
-
-    @property
-    def new(self) -> tuple[int, ...]:
-        """Accepted tokens of each request, in the draft-extends; new ones, in extend."""
-
-    @property
-    def width(self) -> int:
-        """Rows a request in the graph."""
-
-    @property
-    def chunks(self) -> int:
-        """Steps in which prompts come."""
-
-    @property
-    def rounds(self) -> int:
-        """Rounds of a lossless loop."""
-
-    @property
-    def layout(self) -> str:
-        """How tokens lie in the KV pool."""
-
-    @property
-    def padding(self) -> str:
-        """What fills rows between live requests and the bucket."""
-
-    @property
-    def window(self) -> int:
-        """W of a layer; -1 for none."""
-
-    @property
-    def layer_windows(self) -> str:
-        """How the windows of layers may differ."""
-
-    @property
-    def logit_cap(self) -> float:
-        """Soft cap of a layer; 0 for none."""
-
-    @property
-    def mixed(self) -> bool:
-        """Whether all modes share the instance."""
-
-    @property
-    def is_mla(self) -> bool:
-        """Whether v is a part of k."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +36,7 @@ class Choice:
     """What is decided, in plain words."""
     values: tuple[Value, ...]
     """In the order of what ``pick`` returns. Empty: whoever asks says how many there are."""
-    applies: Callable[[Chooses], bool] = lambda case: True
+    applies: Callable[[Fields], bool] = lambda case: True
     execution: Execution | None = None
     """The only execution that it changes; None: both."""
 
@@ -110,16 +46,16 @@ class Choice:
         return sum(value.weight for value in self.values)
 
 
-def shallow_depth(case: Chooses) -> int:
+def shallow_depth(case: Fields) -> int:
     """S of the shallowest draft tree that allows the case's accepted counts. Draft-extend only."""
     return min(case.width - 1, max(1, max(case.new) - 1))
 
 
-def _one_layer_has_it(case: Chooses) -> bool:
+def _one_layer_has_it(case: Fields) -> bool:
     return case.window >= 0 and case.layer_windows != "same"
 
 
-def _others_may_have_one(case: Chooses) -> bool:
+def _others_may_have_one(case: Fields) -> bool:
     return case.window >= 0 and case.layer_windows == "any"
 
 
@@ -281,7 +217,7 @@ def _hashed(case_id: str, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{case_id}\n{name}".encode(), digest_size=8).digest(), "little")
 
 
-def pick(case: Chooses, name: str, n: int | None = None) -> int:
+def pick(case: Fields, name: str, n: int | None = None) -> int:
     """See ``Case.pick``."""
     choice = _BY_NAME.get(name)
     if choice is None:
@@ -305,7 +241,7 @@ def pick(case: Chooses, name: str, n: int | None = None) -> int:
     raise AssertionError("weights are positive")
 
 
-def chosen(case: Chooses) -> Iterator[tuple[Choice, Value | None]]:
+def chosen(case: Fields) -> Iterator[tuple[Choice, Value | None]]:
     """Every choice that applies to a case, and its value; None where the values are not known without a backend."""
     for choice in CHOICES:
         if choice.applies(case):

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
-from .companions import head_layouts, many_heads, nearest, some_of
+from .companions import many_heads
+from .dimensions.heads import typical_heads
+from .dimensions.numbers import nearest, some_of
 from .layer_options import with_options
 from .layers import Layers
 from .page_counts import groups_of_pages
@@ -82,7 +84,7 @@ def _groups_with_options(claims: Capabilities, one: Case) -> Iterator[Case]:
 
 def _dims_with_splits(claims: Capabilities, one: Case) -> Iterator[Case]:
     """A kernel is compiled for a head dim and a dtype, and its partial results have strides of both."""
-    grouped = [heads for heads in head_layouts(claims) if heads.family == "gqa"]
+    grouped = [heads for heads in typical_heads(claims) if heads.family == "gqa"]
     heads = one.heads if one.is_mla or not grouped else grouped[0]
     for dim in some_of(claims.head_dims, _MOST_DIMS):
         for kv_dtype in sorted(claims.kv_dtypes):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import CODES, Case
-from .companions import nearest, some_of
+from .dimensions.numbers import nearest, some_of
 from .layer_options import with_options
 
 __all__ = ["code_cases"]

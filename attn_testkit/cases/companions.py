@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
 from ..contract import Capabilities, ForwardMode
 from .as_claimed import as_claimed
 from .case import Case, Heads
+from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
+from .dimensions.rows import accepted
 from .draft import Draft
 from .trees import Tree, chain
 
 __all__ = [
-    "MOST_USUAL_RATIO",
-    "accepted",
     "branching",
     "claimed_companions",
     "companions",
-    "head_layouts",
     "many_heads",
-    "nearest",
     "neighbour_of",
-    "some_of",
     "unlike",
 ]
 
-MOST_USUAL_RATIO = 8
-"""Query heads a KV head that a covering array goes up to."""
 _MOST_PAGE = 64
 _MOST_DIM = 128
-
-
-def head_layouts(claims: Capabilities) -> list[Heads]:
-    """The layouts of heads that a covering array tries of these claims."""
-    ratios = sorted(claims.gqa_ratios - {1})
-    heads: list[Heads] = []
-    if "mha" in claims.families:
-        heads.append(Heads("mha", 2, 2))
-    if "gqa" in claims.families and ratios:
-        # The smallest, one that is no power of two, and one large enough to matter.
-        odd = [r for r in ratios if r & (r - 1) and r <= MOST_USUAL_RATIO]
-        large = [r for r in ratios if r <= MOST_USUAL_RATIO]
-        heads += [Heads("gqa", 2 * r, 2) for r in dict.fromkeys([*ratios[:1], *odd[:1], *large[-1:]])]
-    if "mqa" in claims.families and ratios:
-        heads.append(Heads("mqa", nearest(ratios, 4), 1))
-    if "mla" in claims.families:
-        wanted = [r for r in sorted(claims.gqa_ratios) if r in (2, 16)] or sorted(claims.gqa_ratios)[:1]
-        heads += [Heads("mla", r, 1) for r in wanted]
-    return heads
 
 
 def many_heads(claims: Capabilities, like: Heads, most: int) -> Heads:
@@ -68,7 +44,7 @@ def unlike(claims: Capabilities, case: Case) -> Case:
     """``case`` with other heads, numbers and head dim, where they are claimed: several KV heads, where small cases have
     one, so that a stride of heads counts. MLA stays MLA.
     """
-    layouts = [heads for heads in head_layouts(claims) if (heads.family == "mla") == case.is_mla]
+    layouts = [heads for heads in typical_heads(claims) if (heads.family == "mla") == case.is_mla]
     of_several = [heads for heads in layouts if heads.family == "gqa"] or layouts
     others = sorted((heads for heads in of_several if heads != case.heads), key=lambda heads: heads.q_heads)
     dims = [] if case.is_mla else [dim for dim in claims.head_dims if case.head_dim < dim <= _MOST_DIM]
@@ -80,32 +56,9 @@ def unlike(claims: Capabilities, case: Case) -> Case:
     )
 
 
-def nearest(values: Collection[int], to: int) -> int:
-    """Of what is claimed, the one that is nearest to a usual one; the smaller of two."""
-    return min(values, key=lambda value: (abs(value - to), value))
-
-
-def some_of(values: Collection[int], count: int) -> list[int]:
-    """The smallest, the largest, and some between."""
-    values = sorted(values)
-    if len(values) <= count:
-        return values
-    step = (len(values) - 1) / (count - 1)
-    return [values[round(i * step)] for i in range(count)]
-
-
 def branching(width: int) -> Tree:
     """``width`` nodes, two children each: nothing that takes it for a chain gets it right."""
     return Tree(tuple((node - 1) // 2 for node in range(1, width)))
-
-
-def accepted(pattern: str, width: int, bs: int) -> tuple[int, ...]:
-    """Accepted tokens of each of ``bs`` requests with ``width`` rows: ``one``, ``all`` or ``uneven``."""
-    if pattern == "one":
-        return (1,) * bs
-    if pattern == "all":
-        return (width,) * bs
-    return tuple(1 + (i * 2) % width for i in range(bs))
 
 
 def companions(
@@ -132,7 +85,7 @@ def companions(
         if mode is ForwardMode.DRAFT_DECODE:
             if steps > 1:
                 draft = Draft(min(2, max_draft_branches), steps)
-                others.append(replace(case, **{**changes, "draft": draft, "width": len(draft)}))
+                others.append(replace(case, **{**changes, "draft": draft}))
             continue
         if mode is ForwardMode.DECODE:
             changes["width"] = 1
@@ -159,7 +112,7 @@ def neighbour_of(claims: Capabilities, case: Case) -> Case:
     It has other heads and other pages, where others are claimed.
     """
     own = case.heads
-    layouts = [heads for heads in head_layouts(claims) if (heads.family == "mla") == (own.family == "mla")]
+    layouts = [heads for heads in typical_heads(claims) if (heads.family == "mla") == (own.family == "mla")]
     heads = next((each for each in layouts if each.q_heads != own.q_heads), own)
     pages = sorted(claims.page_sizes, key=lambda size: (size == case.page_size, size > _MOST_PAGE, size))
     return as_claimed(claims, replace(case, heads=heads, page_size=pages[0]))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,10 @@ from cachetools.keys import hashkey
 
 from ..contract import FP8_PRODUCTS, AttentionLayer, ForwardMode, HeadShape
 from .case import Case
+from .dimensions.dimension import OnLayers
+from .dimensions.table import DIMENSIONS
+from .fields import Fields
 from .kv_groups import outgrown
-from .layers import PERIOD, SETTINGS
 from .patterns import LARGE_AND_SMALL, draw, mark_keys, normals, probe_values
 from .places import marked_slots, tail_slots, values_of_place
 from .query_scales import LARGEST_FP8, held_queries, large_or_small
@@ -57,52 +60,19 @@ VOCAB = 48
 
 
 @lru_cache(maxsize=16)
-def make_layers(case: Case) -> tuple[AttentionLayer, ...]:
+def make_layers(case: Fields) -> tuple[AttentionLayer, ...]:
     """The layers of the test model. They differ in everything that a layer may differ in.
 
     ``sinks`` are host tensors; the drive moves copies of them to the device.
     """
     case = case.host or case
-    rng = np.random.default_rng(case.digest ^ 0x51)
-    is_mla = case.is_mla
-    shapes = case.layers.shapes or (case.head_shape,) * PERIOD
-    fp8 = case.kv_dtype != "same"
-    layers = []
-    windows, caps = _windows(case), [0.0] * PERIOD
-    if case.logit_cap:
-        caps[case.pick("capped-layer")] = case.logit_cap
-    for index, own in enumerate(SETTINGS[: case.layers.count]):
-        heads, kv_heads, row = shapes[index % PERIOD]
-        sinks = normals((heads,), rng) * 1.5 + own.sink if case.sinks else None
-        if sinks is not None:
-            # Some heads of a long request must feel their sink too.
-            sinks[::2] += math.log(1 + max(case.prefixes))
-        layers.append(
-            AttentionLayer(
-                layer_id=case.layers.first + index,
-                tp_q_head_num=heads,
-                tp_k_head_num=kv_heads,
-                head_dim=row,
-                v_head_dim=row - case.rope_dim,
-                scaling=1 / math.sqrt(row) * (1.0 if case.usual_scaling else own.factor),
-                sliding_window_size=windows[index % PERIOD],
-                logit_cap=caps[index % PERIOD],
-                k_scale=own.k_scale if fp8 else 1.0,
-                v_scale=(own.k_scale if is_mla else own.v_scale) if fp8 else 1.0,
-                sinks=sinks,
-                causal=way_of(case).causal,
-                kv_lora_rank=case.head_dim if is_mla else 0,
-            )
-        )
-    return tuple(layers)
-
-
-def _windows(case: Case) -> tuple[int, int]:
-    """By turns. Either may be the one with the case's window; sometimes the other has a wider one."""
-    if case.window < 0 or case.layer_windows == "same":
-        return (case.window, case.window)
-    other = 2 * case.window + 3 if case.layer_windows == "any" and case.pick("other-window") else -1
-    return (other, case.window) if case.pick("windowed-layer") else (case.window, other)
+    layers: list[dict[str, Any]] = [{} for _ in range(case.layers.count)]
+    for dimension in DIMENSIONS:
+        for meaning in dimension.apply:
+            if isinstance(meaning, OnLayers):
+                for layer, changes in zip(layers, meaning.of_layers(case), strict=True):
+                    layer.update(changes)
+    return tuple(AttentionLayer(**layer) for layer in layers)
 
 
 KEPT_BYTES = 1 << 27

@@ -14,22 +14,22 @@ from itertools import combinations, cycle, islice
 from typing import Any
 
 from ..contract import Capabilities, ForwardMode
-from .case import LAYOUTS, PADDINGS, Case
-from .companions import accepted
+from .case import Case
+from .dimensions.padding import PADDINGS
+from .dimensions.rows import accepted, most_rows
+from .dimensions.slot_order import LAYOUTS
 from .draft import Draft
 from .extend import room_for
 from .layers import PERIOD, Layers
 from .plans import context_len
 from .trees import Tree, chain
-from .untried import most_rows
-from .ways import WAYS
+from .ways import WAYS, Way
 
 __all__ = ["enriched", "varied"]
 
 _DRAWS = 60
 """Of each case. Twice as many meet hardly more."""
 _FEWEST = 12
-_WAYS = ("idle", "norows", "withnew", "bare", "lent", "morerows", "noncausal", "ahead")
 _PARTS = {"whole": ("whole",), "prefix": ("prefix",), "pages": ("pages2", "pages3"), "tokens": ("tokens3", "tokens2")}
 _DATA = ("gauss", "shifted", "peaked", "footprint")
 """Each shows a wrong key, position or head."""
@@ -148,7 +148,11 @@ def _batches(case: Case) -> dict[str, tuple[int, ...]]:
 
 def _kinds(claims: Capabilities, case: Case) -> list[tuple[str, str]]:
     """("way", word), ("parts", text), ("own", text) for those that the backend merges, ("layers", name)."""
-    found = [("way", ""), *(("way", word) for word in _WAYS if _may_fit(claims, case, word)), ("layers", "rank")]
+    found = [
+        ("way", ""),
+        *(("way", way.word) for way in WAYS.values() if way.combines and _may_fit(claims, case, way)),
+        ("layers", "rank"),
+    ]
     found += [("layers", "groups")] * (claims.kv_groups and not case.draft)
     as_given = case.kv_dtype != "same" and case.mode in claims.new_rows_as_given
     if claims.lse and not as_given:
@@ -158,9 +162,9 @@ def _kinds(claims: Capabilities, case: Case) -> list[tuple[str, str]]:
     return found
 
 
-def _may_fit(claims: Capabilities, case: Case, word: str) -> bool:
-    plain = replace(case, window=-1, tree=chain(2) if case.tree else None, width=2 if case.tree else case.width)
-    return WAYS[word].fits(claims, plain)
+def _may_fit(claims: Capabilities, case: Case, way: Way) -> bool:
+    plain = replace(case, window=-1, tree=chain(2) if case.tree else None)
+    return way.fits(claims, plain)
 
 
 def _rows(claims: Capabilities, mode: ForwardMode) -> list[Any]:
@@ -212,9 +216,9 @@ def _changed(claims: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case
 def _fields_of_rows(claims: Capabilities, rows: Any, count: int) -> dict[str, Any]:
     """Fields of a case with ``count`` requests."""
     if isinstance(rows, Tree):
-        return {"tree": rows, "width": len(rows)}
+        return {"tree": rows}
     if isinstance(rows, Draft):
-        return {"draft": rows, "width": len(rows)}
+        return {"draft": rows}
     if isinstance(rows, str):
         pattern = _NEW[rows]
         new = tuple(min(pattern[min(at, len(pattern) - 1)], claims.max_extend_tokens) for at in range(count))

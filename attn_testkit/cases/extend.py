@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .case import Case
+from .fields import Fields
 from .plan import Plan
 
 __all__ = ["NEW_TOKENS", "chunks_of", "new_tokens", "room_for", "with_new_tokens"]
@@ -54,7 +54,7 @@ def room_for(new: Sequence[int]) -> int:
     return -(-sum(new) // len(new))
 
 
-def chunks_of(case: Case, count: int) -> list[tuple[int, ...]]:
+def chunks_of(case: Fields, count: int) -> list[tuple[int, ...]]:
     """New tokens of each request in each chunk, the case's own batch first.
 
     ``count``: requests of the batch; those beyond the case's have 1. A chunk is never longer than the one before it.
@@ -69,7 +69,7 @@ def chunks_of(case: Case, count: int) -> list[tuple[int, ...]]:
     return [first, *[middle] * (case.chunks - 2), last]
 
 
-def with_new_tokens(case: Case, plans: Sequence[Plan]) -> list[Plan]:
+def with_new_tokens(case: Fields, plans: Sequence[Plan]) -> list[Plan]:
     """The plans of an extend: each with its new tokens, and the own batch's further chunks right behind it."""
     rng = np.random.default_rng(case.digest ^ 0xE7)
     own = plans[0]
@@ -85,7 +85,7 @@ def with_new_tokens(case: Case, plans: Sequence[Plan]) -> list[Plan]:
     return made
 
 
-def _new_of(case: Case, plan: Plan, before: Plan, rng: np.random.Generator) -> tuple[int, ...]:
+def _new_of(case: Fields, plan: Plan, before: Plan, rng: np.random.Generator) -> tuple[int, ...]:
     count, bucket = len(plan.prefixes), max(plan.bucket, len(plan.prefixes))
     if plan.rotated is not None:
         return before.new[plan.rotated :] + before.new[: plan.rotated]

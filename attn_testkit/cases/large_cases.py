@@ -1,4 +1,7 @@
-"""More requests times heads, and more rows, than one side of a CUDA grid holds; as many keys as long contexts have."""
+"""Sizes of batches: more requests times heads, and more rows, than one side of a CUDA grid holds; as many keys as long
+contexts have; a large batch of long requests for whoever claims batch invariance; both sides of the sizes at which a
+backend says that its kernel changes.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from dataclasses import replace
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
 from .companions import many_heads
+from .dimensions.rows import most_rows
 from .extend import room_for
 from .layers import Layers
-from .untried import most_rows
 
-__all__ = ["large_cases", "too_large_for_a_cpu"]
+__all__ = ["company_cases", "large_cases", "switch_cases", "too_large_for_a_cpu"]
 
 _GRID = 65_535
 """The largest y and z of a grid: a launch with more fails, and what it was to write stays as it was (sglang #34941)."""
@@ -21,6 +24,12 @@ _KEYS = 130_900
 _MANY_HEADS, _MOST_HEADS = 32, 128
 _ROWS = 65
 _PREFIXES = (1, 3, 9)
+_COMPANY, _OF_EACH = (3, 40, 77, 114, 151, 188), 11
+"""Of up to a few tiles, in more than 64 requests."""
+_BY_BITS = ("fp32", "fp16", "bf16")
+"""An output of more bits shows a sum of another order more often."""
+_SPLIT_OR_NOT = (9, 70, 1, 33)
+"""Keys of the requests, in turn: several splits, and none."""
 
 
 def large_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
@@ -50,3 +59,27 @@ def _beyond_a_grid(wide: Case) -> Case:
     requests = _GRID // wide.heads.q_heads + 1
     lens = tuple(sorted((_PREFIXES * requests)[:requests]))
     return replace(wide, prefixes=lens, new=wide.new[:1] * requests, bucket=requests)
+
+
+def company_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """More requests than kernels for few take, with keys of several tiles each (pegainfer #623). Made of ``small``."""
+    if not claims.batch_invariant:
+        return
+    prefixes = tuple(prefix for prefix in _COMPANY for _ in range(_OF_EACH))
+    yield replace(
+        small,
+        dtype=next(dtype for dtype in _BY_BITS if dtype in claims.dtypes),
+        prefixes=prefixes,
+        new=small.new[:1] * len(prefixes),
+        layers=Layers(1),
+        data="gauss",
+        layout="shuffled",
+        bucket=len(prefixes),
+    )
+
+
+def switch_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with as little work for each row as is claimed. The graph is as large as the batch."""
+    for bs in sorted({size for at in claims.kernel_changes_at for size in (at - 1, at)}):
+        lens = tuple(_SPLIT_OR_NOT[i % len(_SPLIT_OR_NOT)] for i in range(bs))
+        yield replace(small, prefixes=lens, new=small.new[:1] * bs, data="gauss", bucket=bs)

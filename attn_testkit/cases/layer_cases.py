@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode, HeadShape
-from .case import Case, Heads
+from .as_claimed import as_claimed
+from .case import Case
 from .companions import unlike
+from .dimensions.layers import fields_with_shapes
+from .dimensions.rows import most_rows
 from .extend import room_for
 from .head_shapes import claimed_shapes
 from .layer_options import with_options, without_options
 from .layers import Layers
-from .untried import most_rows
 
 __all__ = ["layer_cases", "with_shapes"]
 
@@ -31,7 +33,7 @@ def layer_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """Without options, and with all that are claimed; made of ``small``, which has little work for each row."""
     new = small.new[:1] * len(_LENS)
     plain = replace(small, prefixes=_LENS, new=new, data="gauss", bucket=len(_LENS) + 1, layers=_RANK)
-    window = max(_WINDOW, claims.min_window)
+    window = as_claimed(claims, replace(small, window=_WINDOW)).window
     options = replace(with_options(claims, unlike(claims, plain), window), kv_dtype=min(claims.kv_dtypes))
     options = _behind_rows_that_decode(claims, options)
     plain = without_options(claims, plain)
@@ -73,13 +75,4 @@ def _head_cases(claims: Capabilities, plain: Case, *options: Case) -> Iterator[C
 
 def with_shapes(case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case:
     """``case`` with two layer shapes by turns, and the heads and head dim that hold both."""
-    most = max(shape.num_qo_heads for shape in shapes)
-    ratio = min(shape.num_qo_heads // shape.num_kv_heads for shape in shapes)
-    family = "mha" if ratio == 1 else "mqa" if most == ratio else "gqa"
-    return replace(
-        case,
-        heads=Heads(family, most, most // ratio),
-        head_dim=max(shape.head_dim for shape in shapes),
-        rope_dim=0,
-        layers=replace(case.layers, shapes=shapes),
-    )
+    return replace(case, **fields_with_shapes(case.layers, shapes))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ..contract import Capabilities
 from .case import Case
 from .trees import Tree
+from .ways import way_of
 
 __all__ = ["takes_window", "with_options", "without_options"]
 
@@ -16,8 +17,6 @@ _CAP = 1.5
 """Of the size of the logits that the data give."""
 _TREE = Tree((0, 0, 1, 2))
 """Two branches of two nodes."""
-_OF_CHAINS = ("bare", "noncausal")
-"""Ways that have no tree."""
 
 
 def takes_window(claims: Capabilities, case: Case) -> bool:
@@ -54,6 +53,6 @@ def _branching(claims: Capabilities, case: Case) -> Case:
     """With a tree that branches in place of a short chain, where that is claimed."""
     nodes = len(_TREE)
     claimed = claims.max_topk >= _TREE.topk and claims.max_q_rows >= nodes >= case.width
-    if case.tree is None or case.topk > 1 or not claimed or case.way in _OF_CHAINS:
+    if case.tree is None or case.topk > 1 or not claimed or way_of(case).gives_none:
         return case
-    return replace(case, tree=_TREE, width=nodes)
+    return replace(case, tree=_TREE)

@@ -69,6 +69,11 @@ class Layers:
         shapes = f", with {heads} by turns" if heads else ""
         return f"{self.count}, of ids {self.first} to {self.first + self.count - 1}{groups}{shapes}"
 
+    @property
+    def turns(self) -> str:
+        """Which layers have an option that layers have by turns."""
+        return "one layer" if self.count <= PERIOD else "every second layer"
+
     def name(self, place: int) -> str:
         """Of the layer that runs as number ``place``, from 0 on: as messages have it, by its id."""
         return f"layer {self.first + place}"

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
-from .companions import MOST_USUAL_RATIO, branching, head_layouts
+from .companions import branching
+from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
+from .dimensions.rows import MOST_NEW_TOKENS, most_rows
 from .draft import Draft
 from .extend import room_for
 from .layer_options import with_options
-from .small_cases import MOST_NEW_TOKENS
 from .trees import Tree, chain
-from .untried import most_rows
 
 __all__ = ["MOST_USUAL_ROWS", "named_cases", "named_from", "smallest_of", "without_options_of"]
 
@@ -39,7 +39,7 @@ def without_options_of(claims: Capabilities, base: Case) -> Case:
     if not plain.draft:
         return plain
     draft = Draft(min(2, claims.max_draft_branches), 3)
-    return replace(plain, draft=draft, width=len(draft))
+    return replace(plain, draft=draft)
 
 
 def named_cases(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
@@ -52,8 +52,7 @@ def named_cases(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) 
     if mode in hosts and len(claimed) > 1 and not alone:
         # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
         tree = branching(4) if plain.tree and claims.max_topk > 1 and claims.max_q_rows >= 4 else plain.tree
-        width = len(tree) if tree else plain.width
-        yield replace(plain, mixed=True, tree=tree, width=width, bucket=len(plain.prefixes) + 1, padding="prod")
+        yield replace(plain, mixed=True, tree=tree, bucket=len(plain.prefixes) + 1, padding="prod")
     if plain.draft:
         yield from _loops(claims, plain, tier)
     if tier == "smoke":
@@ -77,7 +76,7 @@ def named_cases(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) 
         two = (9, 40)
         for tree in (_BIG_TREE, chain(17)):
             if len(tree) <= claims.max_q_rows and tree.topk <= claims.max_topk:
-                yield replace(plain, prefixes=two, tree=tree, width=len(tree), bucket=3)
+                yield replace(plain, prefixes=two, tree=tree, bucket=3)
     if mode is ForwardMode.DRAFT_EXTEND and claims.max_q_rows >= 4:
         # The sum divides by the batch size, so a view as [bs, sum / bs] succeeds and is wrong.
         yield replace(plain, prefixes=(5, 9), new=(1, 3), width=4, bucket=2)
@@ -105,7 +104,7 @@ def _long_with_options(claims: Capabilities, plain: Case) -> Case:
 
 def _heads_like(claims: Capabilities, plain: Case) -> list[Heads]:
     """The claimed layouts that can take the place of ``plain``'s: MLA for MLA, any other for any other."""
-    return [heads for heads in head_layouts(claims) if (heads.family == "mla") == (plain.heads.family == "mla")]
+    return [heads for heads in typical_heads(claims) if (heads.family == "mla") == (plain.heads.family == "mla")]
 
 
 def smallest_of(claims: Capabilities, plain: Case) -> Case:
@@ -118,7 +117,7 @@ def smallest_of(claims: Capabilities, plain: Case) -> Case:
         head_dim=plain.head_dim if plain.heads.family == "mla" else min(claims.head_dims),
         page_size=min(claims.page_sizes),
         new=(rows,) * plain.bs if plain.new else (),
-        width=len(draft) if draft else rows,
+        width=rows,
         tree=chain(rows) if plain.tree else None,
         draft=draft,
         padding="prod",
@@ -160,7 +159,7 @@ def _loops(claims: Capabilities, plain: Case, tier: str) -> Iterator[Case]:
     for draft in (Draft(1, 3), Draft(2, 3))[: 1 if tier == "smoke" else 2]:
         most = min(claims.max_topk, claims.max_draft_branches)
         if draft.branches <= most and 1 + draft.branches * draft.steps <= claims.max_q_rows:
-            yield replace(small, draft=draft, width=len(draft), prefixes=prefixes, bucket=4)
+            yield replace(small, draft=draft, prefixes=prefixes, bucket=4)
 
 
 def _wide_heads(claims: Capabilities, plain: Case) -> Iterator[Case]:

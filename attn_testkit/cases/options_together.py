@@ -16,12 +16,10 @@ from .companions import unlike
 from .layer_options import with_options, without_options
 from .layers import Layers
 from .plans import context_len
-from .ways import WAYS, usual_page
+from .ways import WAYS, usual_page, way_of
 
 __all__ = ["options_together_cases"]
 
-_WAYS = ("withnew", "bare", "lent", "morerows", "noncausal", "ahead")
-"""Those that a kernel of a layer sees."""
 _WINDOW = 7
 """Shorter than most of the requests."""
 _LONG, _LONG_OF_MLA = 66_000, 8_192
@@ -40,8 +38,8 @@ def options_together_cases(claims: Capabilities, small: Case, arrays: Sequence[C
     """
     there = {_together(case) for case in arrays if case.heads.kv_heads > 1}
     small = replace(small, page_size=usual_page(claims), data="gauss")
-    for word in _WAYS:
-        for alone in WAYS[word].cases(claims, small):
+    for way in (way for way in WAYS.values() if way.combines and way.reaches_kernels):
+        for alone in way.cases(claims, small):
             twin = unlike(claims, alone)
             optional = _with_options(claims, twin)
             if _together(optional) not in there:
@@ -62,7 +60,7 @@ def _together(case: Case) -> tuple[str, bool, bool, bool, bool]:
 def _with_options(claims: Capabilities, plain: Case) -> Case:
     """With all options of a layer that are claimed, in some of two layers; without a window where nothing is causal."""
     optional = with_options(claims, replace(plain, layers=Layers()), _WINDOW)
-    return replace(optional, window=-1) if plain.way == "noncausal" else optional
+    return replace(optional, window=-1) if not way_of(plain).causal else optional
 
 
 def _full_context(claims: Capabilities, small: Case) -> Iterator[Case]:

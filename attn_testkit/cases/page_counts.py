@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
-from .companions import head_layouts, nearest
+from .dimensions.heads import typical_heads
+from .dimensions.numbers import nearest
 from .layers import Layers
 
 __all__ = ["groups_of_pages", "page_count_cases"]
@@ -54,6 +55,6 @@ def groups_of_pages(claims: Capabilities) -> set[int]:
 
 
 def _layouts(claims: Capabilities, *, mla: bool) -> Iterator[Heads]:
-    yield from (heads for heads in head_layouts(claims) if (heads.family == "mla") == mla)
+    yield from (heads for heads in typical_heads(claims) if (heads.family == "mla") == mla)
     if not mla and "gqa" in claims.families and _WIDE in claims.gqa_ratios:
         yield Heads("gqa", 2 * _WIDE, 2)

@@ -11,11 +11,13 @@ from typing import TypeVar
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
-from .companions import head_layouts, some_of
 from .covering import covering_array
+from .dimensions.heads import typical_heads
+from .dimensions.kv_layout import usual_layout
+from .dimensions.numbers import some_of
 from .layer_options import with_options
 from .layers import Layers
-from .pool_layouts import other_layouts, usual_layout
+from .pool_layouts import other_layouts
 from .trees import chain
 
 __all__ = ["layout_array_cases", "pair_array_cases"]
@@ -71,7 +73,7 @@ def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
     new = plain.new and (*plain.new[:2], plain.new[0])
     one = replace(plain, layout="shuffled", prefixes=(0,) * 3, new=new, bucket=4, data="gauss")
     chained = replace(one, tree=chain(one.width)) if one.tree and not claims.window_in_trees else one
-    alone = [each for each in head_layouts(claims) if (each.family == "mla") == plain.is_mla]
+    alone = [each for each in typical_heads(claims) if (each.family == "mla") == plain.is_mla]
     if not alone:
         return
     of_family = [of for of in _families(claims, plain, _LAYOUT_GROUPS) if (of[2] > 0) == plain.is_mla]

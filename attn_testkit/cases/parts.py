@@ -6,45 +6,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..contract import Capabilities, ForwardMode, KVPart
+from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
-from .companions import many_heads, nearest, unlike
+from .companions import many_heads, unlike
+from .dimensions.kv_splits import parts_of
+from .dimensions.numbers import nearest
 from .extend import room_for
 from .layer_options import takes_window, with_options, without_options
 
-__all__ = ["claims_of_parts", "part_cases", "parts_of", "parts_text", "tried_of_parts"]
+__all__ = ["part_cases", "parts_of"]
 
 _RANKS = {"pages": 2, "tokens": 3}
 """Ranks of a kind's cases."""
 _MANY_HEADS, _MANY_MLA_HEADS, _MOST_WIDTH = 64, 128, 256
 _PROMPT, _MOST_WIDTH_OF_PROMPTS = 70, 128
 """More rows than a tile of 64. Twice the head dim of prompts made one case a tenth of core's time on a CPU."""
-_OWN = "merged by the backend"
-
-
-def _kind(case: Case) -> str:
-    """One of ``contract.merging.PART_KINDS``; empty for a case without parts."""
-    return case.parts.rstrip("0123456789")
-
-
-def parts_of(case: Case) -> tuple[KVPart, ...]:
-    """In the order in which they are attended. The first stores the new rows, and has the sinks."""
-    kind = _kind(case)
-    if kind == "prefix":
-        # As servers do it: the new rows first.
-        return KVPart("new"), KVPart("prefix", sinks=False)
-    if kind in _RANKS:
-        ranks = int(case.parts.removeprefix(kind))
-        interleave = case.page_size if kind == "pages" else 1
-        return tuple(KVPart("rank", rank, ranks, interleave, sinks=rank == 0) for rank in range(ranks))
-    return (KVPart(),) if kind else ()
-
-
-def claims_of_parts(claims: Capabilities, mode: ForwardMode) -> tuple[str, ...]:
-    """What a mode's cases have to try of ``Capabilities.lse``."""
-    kinds = claims.lse.kinds(mode) if claims.lse else ()
-    merged = claims.lse is not None and claims.lse.merges and any(kind != "whole" for kind in kinds)
-    return (*kinds, _OWN) if merged else kinds
 
 
 def part_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
@@ -154,16 +130,3 @@ def _other_heads(claims: Capabilities, small: Case) -> Iterator[dict[str, Any]]:
         yield {"heads": Heads("mla", few, 1), "rope_dim": min(claims.mla_rope_dims)}
     if small.heads.family != "gqa" and "gqa" in claims.families and groups:
         yield {"heads": Heads("gqa", 2 * groups[0], 2), "rope_dim": 0}
-
-
-def tried_of_parts(case: Case) -> str | None:
-    """Which of ``claims_of_parts`` a case tries."""
-    return _OWN if case.own_merge else _kind(case) or None
-
-
-def parts_text(case: Case) -> str:
-    """What ``explain`` says."""
-    if not case.parts:
-        return ""
-    merged = "" if case.parts == "whole" else f"; merged by {'the backend' if case.own_merge else 'the kit'}"
-    return ", ".join(map(str, parts_of(case))) + ", each with its log-sum-exp" + merged

@@ -4,39 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from ..contract import Capabilities, ForwardMode
 from .as_claimed import as_claimed
-from .case import Case, Heads
+from .case import Case
+from .dimensions.heads import smallest_heads_first
 from .draft import Draft
-from .pool_layouts import usual_layout
+from .fields import Changes
 from .trees import chain
 
-__all__ = ["head_layouts", "plain_cases", "plainest_case"]
+__all__ = ["plain_cases", "plainest_case"]
 
-_MOST_HEADS = 64
 _FEW_KEYS, _SOME_KEYS = 5, 21
-
-
-def head_layouts(claims: Capabilities) -> list[Heads]:
-    """What is claimed, with few KV heads, the plainest first; empty where a family is claimed without its numbers."""
-    groups = [ratio for ratio in sorted(claims.gqa_ratios) if ratio > 1]
-    found = [Heads("mha", count, count) for count in (2, 1, 4)] if "mha" in claims.families else []
-    if "gqa" in claims.families:
-        found += [Heads("gqa", ratio * count, count) for ratio in groups for count in (2, 4)]
-    if "mqa" in claims.families:
-        found += [Heads("mqa", ratio, 1) for ratio in groups]
-    if "mla" in claims.families and claims.mla_rope_dims:
-        found += [Heads("mla", count, 1) for count in sorted(claims.gqa_ratios)]
-    return [heads for heads in found if heads.q_heads <= _MOST_HEADS] or found[:1]
 
 
 def plainest_case(claims: Capabilities, mode: ForwardMode) -> Case:
     """One request of no key before the step and of one row, and the least of every other claim. Raises ``ValueError``
     where the claims leave no head layout.
     """
-    layouts = head_layouts(claims)
+    layouts = smallest_heads_first(claims)
     if not layouts:
         raise ValueError(f"{mode} is claimed, and no head layout with it")
     case = Case(
@@ -46,7 +32,6 @@ def plainest_case(claims: Capabilities, mode: ForwardMode) -> Case:
         rope_dim=min(claims.mla_rope_dims) if layouts[0].family == "mla" else 0,
         dtype=min(claims.dtypes),
         kv_dtype=max(claims.kv_dtypes),
-        kv_layout=usual_layout(claims),
         page_size=min(claims.page_sizes),
         prefixes=(0,),
         layout="contiguous",
@@ -55,11 +40,11 @@ def plainest_case(claims: Capabilities, mode: ForwardMode) -> Case:
     return as_claimed(claims, case)
 
 
-def _rows(mode: ForwardMode) -> dict[str, Any]:
+def _rows(mode: ForwardMode) -> Changes:
     if mode is ForwardMode.TARGET_VERIFY:
         return {"tree": chain(1)}
     if mode is ForwardMode.DRAFT_DECODE:
-        return {"draft": Draft(1, 2), "width": len(Draft(1, 2))}
+        return {"draft": Draft(1, 2)}
     return {} if mode is ForwardMode.DECODE else {"new": (1,)}
 
 

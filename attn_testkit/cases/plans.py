@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..contract import ForwardMode
-from .case import Case
-from .extend import with_new_tokens
+from .dimensions.dimension import OnSteps
+from .dimensions.table import DIMENSIONS
+from .fields import Fields
 from .plan import Plan
 from .ways import way_of
 
@@ -19,7 +19,7 @@ _MAX_OTHER_TOKENS = 512
 """Steps beside the case's own batch have at most this many prefix tokens, so that one long request stays one."""
 
 
-def make_plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], list[Plan]]:
+def make_plans(case: Fields, rng: np.random.Generator) -> tuple[tuple[int, ...], list[Plan]]:
     """Buckets, largest first, and the steps of a drive; last the eager one with more requests than any graph.
 
     ``rng`` is drawn from in a fixed order: the same state, the same lengths.
@@ -59,10 +59,10 @@ def make_plans(case: Case, rng: np.random.Generator) -> tuple[tuple[int, ...], l
         rotated.append(Plan("lengths in another order", big, elsewhere[1:] + elsewhere[:1], rotated=1))
     oversized = Plan("more requests than any graph", big + 2, others(big + 2, lambda k: k // 3 + 2))
     plans = [*plans[:5], *rotated, *plans[5:], oversized]
-    plans = with_new_tokens(case, plans) if case.mode is ForwardMode.EXTEND else plans
-    if case.prefixed:
-        plans = [replace(plan, prefixes=tuple(max(1, prefix) for prefix in plan.prefixes)) for plan in plans]
-    return buckets, way_of(case).plans(case, plans)
+    for dimension in DIMENSIONS:
+        for meaning in dimension.apply:
+            plans = meaning.plans(case, plans) if isinstance(meaning, OnSteps) else plans
+    return buckets, plans
 
 
 def _filled_up(plan: Plan, rng: np.random.Generator) -> Plan:
@@ -70,7 +70,7 @@ def _filled_up(plan: Plan, rng: np.random.Generator) -> Plan:
     return replace(plan, prefixes=plan.prefixes + extra)
 
 
-def lens_of(case: Case, plan: Plan) -> tuple[int, ...]:
+def lens_of(case: Fields, plan: Plan) -> tuple[int, ...]:
     """Columns of the request table that each request of a step takes: its keys, its own rows included.
 
     At most, where rows are ragged and not yet drawn.
@@ -80,7 +80,7 @@ def lens_of(case: Case, plan: Plan) -> tuple[int, ...]:
     return tuple(p + n for p, n in zip(plan.prefixes, plan.new or (case.width,) * len(plan.prefixes), strict=True))
 
 
-def context_len_of(case: Case, plans: Sequence[Plan]) -> int:
+def context_len_of(case: Fields, plans: Sequence[Plan]) -> int:
     """``max_context_len``, in tokens, of a schedule that has these steps."""
     if way_of(case).context_len:
         return way_of(case).context_len
@@ -91,6 +91,6 @@ def context_len_of(case: Case, plans: Sequence[Plan]) -> int:
     return -(-(longest + case.page_size + 1) // case.page_size) * case.page_size
 
 
-def context_len(case: Case) -> int:
+def context_len(case: Fields) -> int:
     """``max_context_len`` of the case's schedule, in tokens, without laying it out."""
     return context_len_of(case, make_plans(case, np.random.default_rng(case.digest))[1])

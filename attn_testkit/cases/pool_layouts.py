@@ -7,13 +7,9 @@ from dataclasses import replace
 
 from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
 from .case import Case
+from .dimensions.kv_layout import usual_layout
 
-__all__ = ["other_layouts", "pool_layout_cases", "usual_layout"]
-
-
-def usual_layout(claims: Capabilities) -> str:
-    """The layout of all cases but those below: the first that is claimed."""
-    return next(name for name in KV_LAYOUTS if name in claims.kv_layouts)
+__all__ = ["other_layouts", "pool_layout_cases"]
 
 
 def other_layouts(claims: Capabilities) -> list[str]:

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import CODES, Case, Heads
+from .dimensions.rows import most_rows
 from .extend import room_for
 from .trees import chain
-from .untried import most_rows
 
 __all__ = ["row_edge_cases"]
 

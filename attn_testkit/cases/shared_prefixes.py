@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ..contract import Capabilities
 from .case import Case
-from .companions import nearest, unlike
+from .companions import unlike
+from .dimensions.numbers import nearest
 from .layer_options import with_options
 from .layers import Layers
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
 from .companions import many_heads, unlike
+from .dimensions.rows import most_rows
 from .extend import room_for
 from .layer_options import with_options
 from .layers import PERIOD, Layers
-from .untried import most_rows
 from .ways import WAYS, usual_page
 
 __all__ = ["uniform_batch_cases"]

@@ -6,7 +6,9 @@ The first two steps are as the case says: an eager run has the first, and what f
 
 from __future__ import annotations
 
-from .case import LAYOUTS, PADDINGS, Case
+from .dimensions.padding import PADDINGS
+from .dimensions.slot_order import LAYOUTS
+from .fields import Fields
 
 __all__ = ["layout_at", "padding_at"]
 
@@ -17,14 +19,14 @@ _LAYOUTS = tuple(layout for layout in LAYOUTS if layout != "shared")
 _PADDINGS = tuple(padding for padding in PADDINGS if padding != "small")
 
 
-def layout_at(case: Case, index: int) -> str:
+def layout_at(case: Fields, index: int) -> str:
     """How tokens lie in step ``index``; a shared layout stays one."""
     if case.layout not in _LAYOUTS or index < _AS_NAMED:
         return case.layout
     return _turned(_LAYOUTS, case.layout, index, backwards=case.pick("layout-turns") == 1)
 
 
-def padding_at(case: Case, index: int) -> str:
+def padding_at(case: Fields, index: int) -> str:
     """What fills the rows behind the live ones of step ``index``; ``small`` has none and stays so."""
     if case.padding not in _PADDINGS or index < _AS_NAMED:
         return case.padding

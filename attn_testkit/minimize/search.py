@@ -7,18 +7,24 @@ first one, the claims and the results alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from ..cases.case import Case, parse_case
 from ..cases.claimed import not_claimed
+from ..cases.dimensions.dimension import Simpler
+from ..cases.dimensions.table import DIMENSIONS as ALL
+from ..cases.extend import room_for
+from ..cases.fields import Changes
 from ..cases.plainest import plain_cases
-from ..contract import Capabilities
+from ..contract import Capabilities, ForwardMode
 from ..results import BAD, CaseResult, Status, failed_check
-from .dimensions import DIMENSIONS, Changes, changed
 
-__all__ = ["Need", "Search", "TimeUp", "needs", "odd_dimensions"]
+__all__ = ["DIMENSIONS", "Need", "Search", "TimeUp", "changed", "needs", "odd_dimensions"]
+
+DIMENSIONS: Mapping[str, Simpler] = {each.name: each.simpler for each in ALL if isinstance(each.simpler, Simpler)}
+"""By name, in the order in which they are printed: that of a case id's words."""
 
 _SEEDS = (1, 2, 3)
 _MOST_FOR_SEEDS = 5
@@ -41,6 +47,16 @@ class Need:
         return f"{self.name} {self.value} (plain: {self.plain})"
 
 
+def changed(case: Case, changes: Changes) -> Case:
+    """The case with other values, and in extend with the room in its graph that its new tokens need. Raises
+    ``ValueError`` if there is no such case.
+    """
+    values = {"new": case.new, "width": case.width, "bucket": case.bucket, **changes}
+    if case.mode is ForwardMode.EXTEND and sum(values["new"]) > values["bucket"] * values["width"]:
+        values["width"] = room_for(values["new"])
+    return replace(case, **values)
+
+
 def odd_dimensions(case: Case, plain: Case) -> list[str]:
     """Names of ``DIMENSIONS`` in which a case differs from the plain one."""
     return [name for name, dimension in DIMENSIONS.items() if dimension.of(case) != dimension.of(plain)]
@@ -48,7 +64,7 @@ def odd_dimensions(case: Case, plain: Case) -> list[str]:
 
 def needs(case: Case, plain: Case) -> list[Need]:
     """The same with their values."""
-    found = ((name, DIMENSIONS[name].words) for name in odd_dimensions(case, plain))
+    found = ((name, DIMENSIONS[name].value) for name in odd_dimensions(case, plain))
     return [Need(name, words(case), words(plain)) for name, words in found]
 
 
@@ -167,7 +183,7 @@ class Search:
         assert self.plain is not None
         found = False
         for name in DIMENSIONS:
-            while name in self.odd() and self._one_nearer(DIMENSIONS[name].nearer(self.claims, self.case, self.plain)):
+            while name in self.odd() and self._one_nearer(DIMENSIONS[name].steps(self.claims, self.case, self.plain)):
                 found = True
         return found
 

@@ -12,9 +12,9 @@ from typing import Any
 from ..cases.as_claimed import as_claimed
 from ..cases.case import Case, Heads
 from ..cases.claimed import not_claimed
+from ..cases.dimensions.kv_layout import usual_layout
 from ..cases.draft import Draft
 from ..cases.extend import room_for
-from ..cases.pool_layouts import usual_layout
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 
@@ -197,11 +197,11 @@ def _rows(mode: ForwardMode, line: Mapping[str, Any], differs: list[str]) -> dic
         return {"prefixes": _less(lens, 1)}
     if mode is ForwardMode.TARGET_VERIFY:
         tree = _tree(spec, differs)
-        return {"prefixes": tuple(lens), "tree": tree, "width": len(tree)}
+        return {"prefixes": tuple(lens), "tree": tree}
     if mode is ForwardMode.DRAFT_DECODE:
         steps = spec.get("num_steps") or line.get("steps") or _unknown("the number of draft steps")
         draft = Draft(spec.get("topk") or spec.get("num_tokens_per_req") or 1, steps)
-        return {"prefixes": tuple(lens), "draft": draft, "width": len(draft)}
+        return {"prefixes": tuple(lens), "draft": draft}
     return _draft_extend(mode, line, differs)
 
 

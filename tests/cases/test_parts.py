@@ -8,8 +8,8 @@ from as_made import as_made
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.parts import claims_of_parts, parts_of, parts_text, tried_of_parts
-from attn_testkit.cases.untried import says_untried, untried
+from attn_testkit.cases.dimensions.kv_splits import KV_SPLITS, parts_of
+from attn_testkit.cases.untried import CLAIMS, says_untried, untried
 from attn_testkit.contract import Capabilities, ForwardMode, KVPart, LogSumExp
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
@@ -51,8 +51,8 @@ def test_parts_of_a_case_have_every_key_once_and_the_sinks_once(case: object) ->
 
 def test_each_claimed_kind_is_tried_in_each_mode_from_core_on_and_smoke_says_what_it_leaves() -> None:
     for mode in ForwardMode:
-        wanted = set(claims_of_parts(ALL, mode))
-        assert {tried_of_parts(case) for case in as_made(ALL, mode, "core")} - {None} == wanted
+        wanted = set(CLAIMS["parts"].declared(ALL, mode))
+        assert {CLAIMS["parts"].tried(ALL, case) for case in as_made(ALL, mode, "core")} - {None} == wanted
         assert not [case for case in as_made(ALL, mode, "smoke") if case.parts]
         assert {value for name, value in untried(ALL, mode, as_made(ALL, mode, "smoke")) if name == "parts"} == wanted
         assert "parts" not in dict(untried(ALL, mode, as_made(ALL, mode, "core")))
@@ -60,7 +60,7 @@ def test_each_claimed_kind_is_tried_in_each_mode_from_core_on_and_smoke_says_wha
     assert "log-sum-exp: merged by the backend, pages, prefix, tokens, whole" in said
 
 
-@pytest.mark.parametrize("mode", [mode for mode in ForwardMode if "pages" in claims_of_parts(ALL, mode)])
+@pytest.mark.parametrize("mode", [mode for mode in ForwardMode if "pages" in CLAIMS["parts"].declared(ALL, mode)])
 @pytest.mark.parametrize(("sizes", "tried"), [({1, 16, 64}, {1, 16}), ({1, 4}, {4}), ({1}, {1}), ({32, 64}, {32})])
 def test_ranks_have_pages_of_several_keys_where_any_are_claimed(
     mode: ForwardMode, sizes: set[int], tried: set[int]
@@ -122,9 +122,12 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_explain_says_which_parts() -> None:
     case = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-lsepages2own-b1prod")
-    assert parts_text(case) == "rank 0 of 2, rank 1 of 2, each with its log-sum-exp; merged by the backend"
+    assert (
+        KV_SPLITS.describe(case)["parts"]
+        == "rank 0 of 2, rank 1 of 2, each with its log-sum-exp; merged by the backend"
+    )
     whole = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-lsewhole-b1prod")
-    assert parts_text(whole) == "all keys, each with its log-sum-exp"
+    assert KV_SPLITS.describe(whole) == {"parts": "all keys, each with its log-sum-exp"}
 
 
 @pytest.mark.parametrize(

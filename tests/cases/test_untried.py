@@ -14,8 +14,9 @@ from later import came_later
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.dimensions.rows import MOST_ROWS
 from attn_testkit.cases.plans import context_len
-from attn_testkit.cases.small_cases import MOST_ROWS, MOST_VALUES
+from attn_testkit.cases.small_cases import MOST_VALUES
 from attn_testkit.cases.trees import Tree, chain
 from attn_testkit.cases.untried import CLAIMS, Value, says_untried, untried
 from attn_testkit.contract import Capabilities, ForwardMode
@@ -53,7 +54,7 @@ def tries(name: str, one: Case, **changes: object) -> list[Value]:
     """Values of a claim that a case tries."""
     claimed = claims(**changes)
     left = {value for found, value in untried(claimed, one.mode, [one]) if found == name}
-    return sorted(set(CLAIMS[name].claimed(claimed, one.mode)) - left, key=str)
+    return sorted(set(CLAIMS[name].declared(claimed, one.mode)) - left, key=str)
 
 
 def lacking(tier: str, mode: ForwardMode, claimed: Capabilities) -> dict[str, list[Value]]:
@@ -136,7 +137,7 @@ def test_rows_are_tried_by_a_request_of_that_many() -> None:
     assert tries("rows", case(V2, new=(1, 1), width=4)) == [4]
     assert tries("rows", case(V1, new=(1, 3), width=4)) == []
     assert tries("rows", case(V1, new=(1, 4), width=4)) == [4]
-    assert list(CLAIMS["rows"].claimed(claims(), DECODE)) == []
+    assert list(CLAIMS["rows"].declared(claims(), DECODE)) == []
 
 
 def test_a_tree_is_as_wide_as_claimed_or_as_rows_allow() -> None:
@@ -158,7 +159,7 @@ def test_groups_are_those_of_gqa_or_where_it_is_not_claimed_of_mqa() -> None:
     assert tries("group", gqa, families={"gqa", "mqa"}, gqa_ratios={1, 4, 8}) == [4]
     assert tries("group", mqa, families={"gqa", "mqa"}, gqa_ratios={1, 4, 8}) == []
     assert tries("group", mqa, families={"mqa"}, gqa_ratios={1, 4, 8}) == [8]
-    assert list(CLAIMS["group"].claimed(claims(gqa_ratios={1, 4}), DECODE)) == []
+    assert list(CLAIMS["group"].declared(claims(gqa_ratios={1, 4}), DECODE)) == []
 
 
 def test_widths_of_mla_and_of_other_families_are_tried_apart() -> None:
@@ -177,7 +178,7 @@ def test_a_window_is_tried_where_it_leaves_a_key_out() -> None:
     tree = case(VERIFY, tree=Tree((0, 0)), width=3, window=4)
     assert tries("sliding window in trees", tree, **windows) == ["sliding window in trees"]
     assert tries("sliding window in trees", replace(tree, tree=chain(3)), **windows) == []
-    assert not list(CLAIMS["sliding window in trees"].claimed(claims(**{**windows, "max_q_rows": 2}), VERIFY))
+    assert not list(CLAIMS["sliding window in trees"].declared(claims(**{**windows, "max_q_rows": 2}), VERIFY))
 
 
 def test_more_rows_than_cases_are_made_of_are_named() -> None:

@@ -12,7 +12,7 @@ from by_hand import DECODE, schedule_of
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers
-from attn_testkit.checks import claims as ways
+from attn_testkit.checks import claims as module
 from attn_testkit.checks.claims import outside_claims, refuses_undeclared
 from attn_testkit.contract import (
     KV_LAYOUTS,
@@ -370,7 +370,7 @@ def test_unsupported_is_right_and_anything_else_is_not(monkeypatch: pytest.Monke
     (finding,) = refuses_undeclared(Raises, schedule_of(DECODE), context())
     assert finding.headline.endswith("and the constructor raised KeyError instead of Unsupported: 'x'")
     assert finding.where.endswith("in __init__: raise self.error")
-    monkeypatch.setattr(ways, "_WAYS", ())
+    monkeypatch.setattr(module, "DIMENSIONS", ())
     assert refuses_undeclared(Raises, schedule_of(DECODE), context()) == []
 
 

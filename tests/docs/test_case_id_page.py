@@ -8,8 +8,8 @@ from dataclasses import fields
 import pytest
 from transcript import ROOT
 
-from attn_testkit.cases import case as grammar
-from attn_testkit.cases.case import DATA, LAYOUTS, PADDINGS, WAYS, Case, parse_case
+from attn_testkit.cases.case import DATA, LAYOUTS, PADDINGS, WORDS, Case, parse_case
+from attn_testkit.cases.ways import WAYS
 from attn_testkit.contract import ForwardMode
 
 PAGE = (ROOT / "docs" / "case-ids.md").read_text()
@@ -41,7 +41,7 @@ OPTIONAL = [(word, "decode") for row in table("Where there are any") for word in
 
 def kinds() -> list[re.Pattern[str]]:
     """The words that the parser knows: a pattern each."""
-    return [re.compile(pattern) for pattern, _ in grammar._WORDS]
+    return [re.compile(word.pattern) for word in WORDS]
 
 
 def kind_of(word: str) -> re.Pattern[str]:

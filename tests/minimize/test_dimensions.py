@@ -9,10 +9,10 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
+from attn_testkit.cases.dimensions.numbers import nearer_numbers
 from attn_testkit.cases.plainest import plainest_case
 from attn_testkit.contract import ForwardMode
-from attn_testkit.minimize.dimensions import DIMENSIONS, changed, nearer_numbers
-from attn_testkit.minimize.search import needs, odd_dimensions
+from attn_testkit.minimize.search import DIMENSIONS, changed, needs, odd_dimensions
 
 CLAIMS = TorchNativeBackend.capabilities
 
@@ -116,7 +116,7 @@ def test_what_is_nearer_differs_in_no_dimension_in_which_the_case_does_not() -> 
     for case in every_case("smoke"):
         plain = plainest_case(CLAIMS, case.mode)
         for name, dimension in DIMENSIONS.items():
-            for changes in dimension.nearer(CLAIMS, case, plain) if name in odd_dimensions(case, plain) else ():
+            for changes in dimension.steps(CLAIMS, case, plain) if name in odd_dimensions(case, plain) else ():
                 try:
                     near = changed(case, changes)
                 except ValueError:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ...contract import DIALECTS, Capabilities, Dialect
-from ..case import Case
+from ..fields import C, Fields
 from .ahead import AHEAD
 from .big_pool import BIG_POOL, big_pool_cases
 from .far import FAR
@@ -33,12 +33,12 @@ _USUAL = Way("", "as all servers do it")
 _PAGE = 16
 
 
-def way_of(case: Case) -> Way:
+def way_of(case: Fields) -> Way:
     """The way of a case."""
     return WAYS[case.way] if case.way else _USUAL
 
 
-def dialect_of(claims: Capabilities, case: Case) -> Dialect:
+def dialect_of(claims: Capabilities, case: Fields) -> Dialect:
     """How the server of a case speaks to a backend with these claims: as the case has it, else in the usual way, else
     in the one that the backend knows.
     """
@@ -47,7 +47,7 @@ def dialect_of(claims: Capabilities, case: Case) -> Dialect:
     return Dialect(**{**usual, **says})
 
 
-def ways_that_fit(claims: Capabilities, case: Case) -> list[str]:
+def ways_that_fit(claims: Capabilities, case: Fields) -> list[str]:
     """Words of the ways that a case may have too, on a backend with these claims; none beside parts and KV groups."""
     if case.parts or case.layers.groups or case.rounds or case.mixed:
         return []
@@ -59,7 +59,7 @@ def usual_page(claims: Capabilities) -> int:
     return max((size for size in claims.page_sizes if size <= _PAGE), default=min(claims.page_sizes))
 
 
-def way_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def way_cases(claims: Capabilities, small: C) -> Iterator[C]:
     """A case for each way that a backend with these claims takes in the mode of ``small``.
 
     ``small``: a case with as little work for each row and key as is claimed.

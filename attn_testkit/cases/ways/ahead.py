@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...contract import Capabilities
-from ..case import Case
+from ..fields import C, Fields
 from .way import Way
 
 __all__ = ["AHEAD"]
@@ -14,11 +14,11 @@ __all__ = ["AHEAD"]
 _LENS = (9, 70, 1, 33)
 
 
-def _fits(claims: Capabilities, case: Case) -> bool:
+def _fits(claims: Capabilities, case: Fields) -> bool:
     return not claims.waits_between_steps
 
 
-def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits(claims, small):
         new = small.new[:1] * len(_LENS)
         yield replace(small, prefixes=_LENS, new=new, layout="shuffled", data="gauss", bucket=5, way="ahead")

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
 from ...contract.kv_layouts import OWN
-from ..case import Case
+from ..dimensions.kv_layout import usual_layout
+from ..fields import C
 from ..layers import Layers
-from ..pool_layouts import usual_layout
 from .way import Way
 
 __all__ = ["BIG_POOL", "big_pool_cases"]
@@ -24,18 +24,18 @@ _NARROWEST = ("bf16", "fp16", "fp32")
 _CORE = (ForwardMode.DECODE, ForwardMode.EXTEND)
 
 
-def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     if small.mode in _CORE:
         yield from _case(claims, small)
 
 
-def big_pool_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def big_pool_cases(claims: Capabilities, small: C) -> Iterator[C]:
     """What is left for tier full: one in each other mode but draft-decode, made of ``small``."""
     if small.mode not in (*_CORE, ForwardMode.DRAFT_DECODE):
         yield from _case(claims, small)
 
 
-def _case(claims: Capabilities, small: Case) -> Iterator[Case]:
+def _case(claims: Capabilities, small: C) -> Iterator[C]:
     """With one layer: 2 to 9 GB, of which very little is used."""
     if usual_layout(claims) == OWN:
         return

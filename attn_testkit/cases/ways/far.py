@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
-from ..case import Case
+from ..fields import C, Fields
 from ..plan import Plan
 from .way import Way
 
@@ -18,13 +18,13 @@ _KEPT = ("own batch", "own batch, elsewhere", "same lengths, other requests")
 _MODES = (ForwardMode.DECODE, ForwardMode.EXTEND, *ForwardMode)
 
 
-def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     """One of a backend: its request table takes a megabyte a row."""
     if small.mode is next(mode for mode in _MODES if mode in claims.eager | claims.graph):
         yield replace(small, prefixes=(70,), new=small.new[:1], data="gauss", bucket=1, way="far")
 
 
-def _plans(case: Case, plans: list[Plan]) -> list[Plan]:
+def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
     """A few: backends whose work follows the context are slow."""
     *steps, oversized = plans
     return [*(replace(plan, eager_too=False) for plan in steps if plan.label in _KEPT), oversized]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...contract import Capabilities
-from ..case import Case
+from ..fields import C, Fields
 from ..plan import Plan
 from .way import Way
 
@@ -15,18 +15,18 @@ __all__ = ["IDLE"]
 _LENS = (9, 70, 1)
 
 
-def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     lens, new = _LENS, small.new[:1] * len(_LENS)
     own = replace(small, prefixes=lens, new=new, layout="shuffled", data="gauss", bucket=len(lens) + 1)
     yield replace(own, way="idle")
 
 
-def _fits(claims: Capabilities, case: Case) -> bool:
+def _fits(claims: Capabilities, case: Fields) -> bool:
     # Chunks follow each other, and nobody shares pages with nobody.
     return case.chunks == 1 and case.layout != "shared"
 
 
-def _plans(case: Case, plans: list[Plan]) -> list[Plan]:
+def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
     """Empty batches before the largest one and behind it, twice in a row, and in the other graph."""
     small = min(plan.bucket for plan in plans[:-1])
     first, longer, *others, oversized = plans
@@ -42,4 +42,5 @@ IDLE = Way(
     _cases,
     _fits,
     _plans,
+    reaches_kernels=False,
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...contract import Capabilities
-from ..case import Case
+from ..fields import C, Fields
 from .way import Way
 
 __all__ = ["LENT"]
@@ -14,11 +14,11 @@ __all__ = ["LENT"]
 _LENS = (9, 70, 1)
 
 
-def _fits(claims: Capabilities, case: Case) -> bool:
+def _fits(claims: Capabilities, case: Fields) -> bool:
     return claims.takes_out
 
 
-def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits(claims, small):
         yield replace(small, prefixes=_LENS, new=small.new[:1] * len(_LENS), data="gauss", bucket=4, way="lent")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
-from ..case import Case
+from ..fields import C, Fields
 from ..plan import Plan
 from .way import Way
 
@@ -19,13 +19,13 @@ _NEEDED = ("same lengths, other requests",)
 """The step that others are chosen in place of."""
 
 
-def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     """Where decode has graphs: a graph lives longer than an entry of a cache."""
     if small.mode is ForwardMode.DECODE and small.mode in claims.graph:
         yield replace(small, prefixes=_LENS, data="gauss", bucket=len(_LENS), way="shapes")
 
 
-def _plans(case: Case, plans: list[Plan]) -> list[Plan]:
+def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
     """The captured batch size, then a request of each length in the other graph and in eager, then the first again."""
     first, *others, oversized = plans
     small = min(plan.bucket for plan in plans[:-1])

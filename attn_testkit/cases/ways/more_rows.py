@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
-from ..case import Case
+from ..fields import C, Fields
 from .way import Way
 
 __all__ = ["MORE_ROWS"]
@@ -14,11 +14,11 @@ __all__ = ["MORE_ROWS"]
 _LENS = (9, 70, 1)
 
 
-def _fits(claims: Capabilities, case: Case) -> bool:
+def _fits(claims: Capabilities, case: Fields) -> bool:
     return claims.takes_more_rows and case.mode is not ForwardMode.DRAFT_DECODE
 
 
-def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits(claims, small):
         new = small.new[:1] * len(_LENS)
         yield replace(small, prefixes=_LENS, new=new, data="gauss", bucket=4, way="morerows")

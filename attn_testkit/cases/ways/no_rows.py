@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...contract import Capabilities
-from ..case import Case
+from ..fields import C, Fields
 from .way import Way
 
 __all__ = ["NO_ROWS"]
@@ -14,11 +14,11 @@ __all__ = ["NO_ROWS"]
 _LENS = (9, 70, 1)
 
 
-def _fits(claims: Capabilities, case: Case) -> bool:
+def _fits(claims: Capabilities, case: Fields) -> bool:
     return case.mode in claims.graph and set(claims.padded_requests) > {"nothing"}
 
 
-def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits(claims, small):
         yield replace(small, prefixes=_LENS, new=small.new[:1] * len(_LENS), data="gauss", bucket=6, way="norows")
 
@@ -30,4 +30,5 @@ NO_ROWS = Way(
     _cases,
     _fits,
     says={"padded_requests": "nothing"},
+    reaches_kernels=False,
 )

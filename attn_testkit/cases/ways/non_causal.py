@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
-from ..case import Case
 from ..extend import room_for
+from ..fields import C, Fields
 from ..trees import chain
 from .way import Way
 
@@ -21,12 +21,12 @@ _NEW = (20, 1, 3, 7)
 """New tokens in extend; the last request is a whole prompt, as an encoder's are."""
 
 
-def _fits(claims: Capabilities, case: Case) -> bool:
+def _fits(claims: Capabilities, case: Fields) -> bool:
     is_block = case.tree is None or case.tree == chain(len(case.tree))
     return case.mode in claims.non_causal and is_block and case.window < 0
 
 
-def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     if small.mode not in claims.non_causal:
         return
     if small.mode is ForwardMode.EXTEND:
@@ -34,7 +34,7 @@ def _cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         found = [replace(small, prefixes=_LENS, new=new, width=room_for(new), bucket=len(_LENS))]
     else:
         blocks = dict.fromkeys(min(rows, claims.max_q_rows) for rows in _BLOCKS)
-        found = [replace(small, prefixes=_LENS, tree=chain(n), width=n, bucket=len(_LENS) + 1) for n in blocks]
+        found = [replace(small, prefixes=_LENS, tree=chain(n), bucket=len(_LENS) + 1) for n in blocks]
     for case in found:
         yield replace(case, data="gauss", way="noncausal")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
-from ..case import Case
+from ..fields import C, Fields
 from ..trees import chain
 from .way import Way
 
@@ -15,25 +15,25 @@ __all__ = ["BARE", "WITH_NEW"]
 _LENS = (9, 70, 1)
 
 
-def _verify(claims: Capabilities, small: Case) -> Case:
+def _verify(claims: Capabilities, small: C) -> C:
     rows = min(4, claims.max_q_rows)
-    return replace(small, prefixes=_LENS, tree=chain(rows), width=rows, data="gauss", bucket=4)
+    return replace(small, prefixes=_LENS, tree=chain(rows), data="gauss", bucket=4)
 
 
-def _fits_with_new(claims: Capabilities, case: Case) -> bool:
+def _fits_with_new(claims: Capabilities, case: Fields) -> bool:
     return case.mode is ForwardMode.TARGET_VERIFY and set(claims.verify_lens) > {"all"}
 
 
-def _fits_bare(claims: Capabilities, case: Case) -> bool:
+def _fits_bare(claims: Capabilities, case: Fields) -> bool:
     return claims.takes_bare_chains and case.tree is not None and case.tree == chain(len(case.tree))
 
 
-def _with_new(claims: Capabilities, small: Case) -> Iterator[Case]:
+def _with_new(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits_with_new(claims, small):
         yield replace(_verify(claims, small), way="withnew")
 
 
-def _bare(claims: Capabilities, small: Case) -> Iterator[Case]:
+def _bare(claims: Capabilities, small: C) -> Iterator[C]:
     if small.mode is ForwardMode.TARGET_VERIFY and claims.takes_bare_chains:
         yield replace(_verify(claims, small), way="bare")
 

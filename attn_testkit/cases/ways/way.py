@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ...contract import Capabilities
-from ..case import Case
+from ..fields import C, Fields
 from ..plan import Plan
 
 __all__ = ["Way"]
 
 
-def _no_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+class _MakesCases(Protocol):
+    def __call__(self, claims: Capabilities, small: C, /) -> Iterator[C]: ...
+
+
+def _no_cases(claims: Capabilities, small: C) -> Iterator[C]:
     yield from ()
 
 
-def _as_they_are(case: Case, plans: list[Plan]) -> list[Plan]:
+def _as_they_are(case: Fields, plans: list[Plan]) -> list[Plan]:
     return plans
 
 
-def _fits_none(claims: Capabilities, case: Case) -> bool:
+def _fits_none(claims: Capabilities, case: Fields) -> bool:
     return False
 
 
@@ -34,12 +39,12 @@ class Way:
     """What the server does, in plain words."""
     claim: str = ""
     """Which claim has it tried, in plain words."""
-    cases: Callable[[Capabilities, Case], Iterator[Case]] = _no_cases
+    cases: _MakesCases = _no_cases
     """(claims, small): its cases, made of ``small``; none where it is not claimed in the mode of ``small``."""
-    fits: Callable[[Capabilities, Case], bool] = _fits_none
+    fits: Callable[[Capabilities, Fields], bool] = _fits_none
     """(claims, case): whether a case that was made for something else may be of this way too; the cases above are not
     asked."""
-    plans: Callable[[Case, list[Plan]], list[Plan]] = _as_they_are
+    plans: Callable[[Fields, list[Plan]], list[Plan]] = _as_they_are
     """(case, plans): the steps of a drive, the oversized one last, as it has them."""
     context_len: int = 0
     """``max_context_len``, in tokens; 0: as the longest request needs it."""
@@ -49,7 +54,14 @@ class Way:
     """Something else than lengths on the host is None: the tree of a target-verify."""
     causal: bool = True
     """``AttentionLayer.causal`` of all layers."""
+    reaches_kernels: bool = True
+    """Whether the kernel of a layer sees it, and not only who plans and launches: options of a layer go with it."""
     needs_no_claim: bool = False
     """Whether any backend may be asked for it in the modes of ``cases``, whatever ``fits`` says."""
     pool_elements: int = 0
     """Elements that K of a layer has at the least, used or not; 0: as the requests need them."""
+
+    @property
+    def combines(self) -> bool:
+        """Whether a case that was made for something else may be of this way too."""
+        return self.fits is not _fits_none

@@ -1,4 +1,6 @@
-"""A case of three KV heads, as SmolLM2-135M has them: several, and no power of two."""
+"""Cases of one KV head with one query head, as a rank of a small model has them: half of a pair, and no group; and of
+three KV heads, as SmolLM2-135M has them: several, and no power of two.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,20 @@ from dataclasses import replace
 from ..contract import Capabilities
 from .case import Case, Heads
 
-__all__ = ["three_kv_heads_cases"]
+__all__ = ["one_head_cases", "three_kv_heads_cases"]
 
 _KV_HEADS = 3
 _LENS = (9, 70)
+
+
+def one_head_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+    """Where ``mha`` is claimed; made of ``small``, a case with little work for each row."""
+    if "mha" in claims.families:
+        head_dim = min(claims.head_dims) if small.is_mla else small.head_dim
+        yield replace(
+            small, heads=Heads("mha", 1, 1), head_dim=head_dim, rope_dim=0, prefixes=_LENS,
+            new=small.new[:1] * len(_LENS), data="gauss", bucket=len(_LENS) + 1,
+        )  # fmt: skip
 
 
 def three_kv_heads_cases(claims: Capabilities, small: Case) -> Iterator[Case]:

@@ -1,0 +1,30 @@
+"""The data pattern: what queries, keys and values are drawn from. See ``cases/patterns.py``."""
+
+from __future__ import annotations
+
+from .dimension import Columns, Dimension, Without, listed_word, no_capability, of_fields
+
+__all__ = ["CODES", "DATA", "DATA_PATTERN", "EQUAL_LOGITS", "EXTREME_DATA"]
+
+DATA = ("gauss", "shifted", "peaked", "negative", "mean", "footprint", "cliff")
+"""Patterns of any case."""
+EXTREME_DATA = ("saturated", "swamped", "loud", "large_and_small_queries", "towering", "colossal", "faint")
+"""Patterns of magnitude, of the cases of ``cases/extremes.py`` only: they show nothing but what they are for."""
+CODES = "codes"
+"""Pattern of the cases that count keys: see ``cases/code_cases.py``."""
+EQUAL_LOGITS = ("mean", "negative")
+"""Patterns that show no error of a query or a key: their cases cover nothing that is declared."""
+_ALL = (*DATA, *EXTREME_DATA, CODES)
+
+DATA_PATTERN = Dimension(
+    name="data",
+    fields=("data",),
+    words=(listed_word(_ALL, "data"),),
+    describe=lambda case: {"data": case.data},
+    values=Columns(lambda claims, mode, tier: {"data": list(DATA)}),
+    simpler=of_fields("data"),
+    random=lambda draws, claims, so_far: {"data": draws.one_of(DATA)},
+    varies="step",
+    apply=Without("cases/patterns.py draws the numbers."),
+    **no_capability("Numbers are no capability: limits follow from them."),
+)

@@ -1,0 +1,260 @@
+"""``Dimension``: everything that is known of one thing in which cases differ.
+
+Each member is required. A member that has no meaning for a dimension is ``Without`` and a sentence why, so that a new
+dimension either answers everything or fails at its import with the name of what it lacks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Never, Protocol, TypeVar, final
+
+from ...contract import BackendContext, Capabilities, ForwardMode
+from ..fields import Changes, Fields
+from ..plan import Plan
+
+__all__ = ["Asked", "Columns", "Covered", "Dimension", "Draws", "OnLayers", "OnSteps", "Outside", "Row", "Simpler",
+           "Size", "Value", "Without", "Word", "flag_word", "listed_word", "no_capability", "nothing_simpler",
+           "of_fields", "of_flag", "of_number", "option"]  # fmt: skip
+
+Value = int | str | tuple[str, str]
+"""A value that a backend declares, as the count of what is covered names it."""
+Size = tuple[float, ...]
+Row = Mapping[str, Any]
+"""A row of a covering array: name of a column -> value."""
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True)
+class Without:
+    """A member that a dimension does not have."""
+
+    why: str
+
+    def __post_init__(self) -> None:
+        if not self.why:
+            raise ValueError("Without needs a sentence that says why the dimension has no such member")
+
+    def __iter__(self) -> Iterator[Never]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Word:
+    """One word of a case id."""
+
+    pattern: str
+    """A regular expression that matches the whole word."""
+    read: Callable[[re.Match[str]], Changes]
+    write: Callable[[Fields], str]
+    """Empty for a default, which is not written."""
+    spelled: tuple[str, ...] = ()
+    """Spellings that an error may suggest for an unknown word."""
+    always: bool = False
+    """Whether every id has it."""
+
+
+def listed_word(values: Sequence[str], field: str, *, always: bool = True) -> Word:
+    """The word of a field whose values are their own words."""
+    return Word(
+        "|".join(values),
+        lambda match: {field: match[0]},
+        lambda case: str(getattr(case, field)),
+        spelled=tuple(values),
+        always=always,
+    )
+
+
+def flag_word(word: str, field: str) -> Word:
+    """The word of a field that is True or False."""
+    return Word(word, lambda match: {field: True}, lambda case: word * getattr(case, field), spelled=(word,))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question about what a backend declares."""
+
+    words: Callable[[Fields], str]
+    """What the case needs."""
+    declared: Callable[[Capabilities, Fields], bool]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns that a dimension has in the covering array of a mode, and the fields that a row of it gives."""
+
+    values: Callable[[Capabilities, ForwardMode, str], Mapping[str, Sequence[Any]]]
+    """(capabilities, mode, tier) -> name of a column -> its values, the plainest first. Empty: no column."""
+    fields: Callable[[Capabilities, Row, Changes], Changes] = lambda claims, row, so_far: {}
+    """(capabilities, row, fields of the dimensions before): the dimension's. A column that has the name of a field is
+    that field, and needs nothing here."""
+
+
+@dataclass(frozen=True)
+class Covered:
+    """One kind of declared value, each of which some case has to try."""
+
+    name: str
+    words: str
+    """Before its values; of a bound, behind its number."""
+    declared: Callable[[Capabilities, ForwardMode], Iterable[Value]]
+    """Every value that is declared in a mode; of a bound the largest only."""
+    tried: Callable[[Capabilities, Fields], Value | None]
+    """The value that a case would show to be wrong; None: none."""
+    make: Callable[[Capabilities, Fields, Any], Changes] | Without
+    """(capabilities, case, value): what makes the case try the value."""
+    largest_first: bool = False
+    """Whether small cases are made for large values first, so that one of them has the most rows."""
+    bound: bool = False
+    """A larger value that is tried covers the smaller ones."""
+    most: int | None = None
+    """Of a bound: no case is made for more."""
+
+    def covers(self, found: Value | None, value: Value) -> bool:
+        """Whether a case that tries ``found`` tries ``value``."""
+        if self.bound and isinstance(found, int) and isinstance(value, int):
+            return found >= value
+        return found == value
+
+    def capped(self, value: Value) -> Value:
+        """As much of a bound as cases are made of."""
+        return min(value, self.most) if self.most is not None and isinstance(value, int) else value
+
+
+def option(
+    name: str,
+    declared: Callable[[Capabilities, ForwardMode], bool],
+    has: Callable[[Fields], bool],
+    made_by: str = "The covering array has it.",
+) -> Covered:
+    """An option that is declared or is not, and which cases have or have not."""
+    return Covered(
+        name,
+        "",
+        lambda claims, mode: (name,) if declared(claims, mode) else (),
+        lambda claims, case: name if has(case) else None,
+        Without(made_by),
+    )
+
+
+def no_capability(why: str) -> dict[str, Any]:
+    """Members of a dimension of which a backend declares nothing, and why not."""
+    return dict.fromkeys(("declared", "fit", "covered", "undeclared"), Without(why))
+
+
+def nothing_simpler(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
+    """No value lies between the case's and the minimal case's."""
+    yield from ()
+
+
+@dataclass(frozen=True)
+class Simpler:
+    """How a failing case comes nearer to the minimal case of its mode (``plain``) in this dimension."""
+
+    value: Callable[[Fields], str]
+    """The value for people, in a word or two."""
+    of: Callable[[Fields], Any]
+    """The value: the minimal case's if the case does not differ in it, whatever the number of requests."""
+    reset: Callable[[Fields, Fields], Changes]
+    """(case, plain): what gives the case the minimal value."""
+    size: Callable[[Fields, Fields], Size] = lambda case, plain: (0,)
+    """(case, plain): the distance from the minimal value."""
+    steps: Callable[[Capabilities, Fields, Fields], Iterator[Changes]] = nothing_simpler
+    """(capabilities, case, plain): what may bring it nearer without resetting it; what is worth most comes first."""
+
+
+def of_fields(*names: str, **more: Any) -> Simpler:
+    """``Simpler`` of a field, and of those that mean nothing without it."""
+    values: dict[str, Any] = {
+        "value": lambda case: str(getattr(case, names[0]) or "none"),
+        "of": lambda case: tuple(getattr(case, each) for each in names),
+        "reset": lambda case, plain: {each: getattr(plain, each) for each in names},
+    }
+    return Simpler(**values | more)
+
+
+def of_flag(name: str) -> Simpler:
+    """The same if the field is True or False."""
+    return of_fields(name, value=lambda case: "yes" if getattr(case, name) else "no")
+
+
+def of_number(*names: str, **more: Any) -> Simpler:
+    """The same where the first field is a number."""
+    values: dict[str, Any] = {
+        "value": lambda case: str(getattr(case, names[0])),
+        "size": lambda case, plain: (abs(getattr(case, names[0]) - getattr(plain, names[0])),),
+    }
+    return of_fields(*names, **values | more)
+
+
+Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
+"""(capabilities, a context that was accepted): its name and a context that asks for more; None: there is none."""
+
+
+class Draws(Protocol):
+    """A source of random values; what it gives first is the simplest."""
+
+    def one_of(self, values: Sequence[T], /) -> T:
+        """One of ``values``, the simplest of which comes first."""
+
+    def number(self, low: int, high: int, /) -> int:
+        """A number from ``low`` to ``high``, both included."""
+
+    def numbers(self, count: tuple[int, int], *ranges: tuple[int, int]) -> tuple[int, ...]:
+        """Fewest to most numbers, each out of one of ``ranges``."""
+
+
+@dataclass(frozen=True)
+class OnLayers:
+    """What the dimension changes of the attention layers."""
+
+    of_layers: Callable[[Fields], Sequence[Changes]]
+    """Fields of ``AttentionLayer``, layer by layer."""
+
+
+@dataclass(frozen=True)
+class OnSteps:
+    """What the dimension changes of the steps of a schedule."""
+
+    plans: Callable[[Fields, list[Plan]], list[Plan]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimension:
+    """One thing in which cases differ. ``TypeError`` for one without a member, ``ValueError`` for one without a field
+    or a reason.
+    """
+
+    name: str
+    fields: tuple[str, ...] | Without
+    """Of the record, which the dimension's word says."""
+    words: tuple[Word, ...] | Without
+    """How they are written in a case id."""
+    describe: Callable[[Fields], Mapping[str, str]] | Without
+    """Label -> phrase for people, empty for what the case does not have."""
+    declared: tuple[Asked, ...] | Without
+    """Does a backend declare this value?"""
+    fit: Callable[[Capabilities, Fields], Changes] | Without
+    """What brings a case to the nearest declared value; empty if it has a declared one."""
+    values: Columns | Without
+    """What the covering array of a tier tries."""
+    covered: tuple[Covered, ...] | Without
+    """Which declared values a case tries, and a small case for each that no other case tries."""
+    simpler: Simpler | Without
+    """Steps of a failing case toward the minimal case."""
+    undeclared: tuple[Outside, ...] | Without
+    """Contexts that ask for more than is declared, which a constructor has to refuse."""
+    random: Callable[[Draws, Capabilities, Changes], Changes] | Without
+    """(draws, capabilities, fields so far): random fields, for fuzzing."""
+    varies: Literal["instance", "layer", "step"]
+    """What may have a value of its own: only a backend instance, each layer of it, or each step."""
+    apply: tuple[OnLayers | OnSteps, ...] | Without
+    """What the value means for layers or steps. ``Without`` names the file that knows."""
+
+    def __post_init__(self) -> None:
+        for name in self.fields:
+            if name not in Fields.__dataclass_fields__:
+                raise ValueError(f"dimension {self.name!r}: no case has a field {name!r}; add it to cases/fields.py")

@@ -1,0 +1,52 @@
+"""Draft-decode: the greedy-equivalence loop, whose rounds run beside the steps."""
+
+from __future__ import annotations
+
+from ...contract import Capabilities, ForwardMode
+from ..fields import Fields
+from .dimension import Asked, Dimension, Without, Word, of_number
+from .numbers import nearer_numbers
+
+__all__ = ["GREEDY_LOOP"]
+
+
+def _loop_declared(claims: Capabilities, case: Fields) -> bool:
+    if not case.rounds or not case.draft:
+        return True
+    modes = claims.eager | claims.graph
+    extends = {ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2}
+    nodes = 1 + case.draft.branches * case.draft.steps
+    return (
+        ForwardMode.TARGET_VERIFY in modes
+        and bool(extends & modes)
+        and case.draft.branches <= claims.max_topk
+        and nodes <= claims.max_q_rows
+    )
+
+
+GREEDY_LOOP = Dimension(
+    name="loop",
+    fields=("rounds",),
+    words=(
+        Word(
+            r"loop(\d+)",
+            lambda match: {"rounds": int(match[1])},
+            lambda case: f"loop{case.rounds}" if case.rounds else "",
+        ),
+    ),
+    describe=lambda case: {"rounds": f"{case.rounds} of a lossless loop, beside the steps" if case.rounds else ""},
+    declared=(Asked(lambda case: "a lossless loop of this draft", _loop_declared),),
+    fit=Without("The catalogue makes a loop only of modes that are declared."),
+    values=Without("cases/named.py makes its cases: a loop costs as much as a mode."),
+    covered=Without("A loop follows from the modes, and is no capability of its own."),
+    simpler=of_number(
+        "rounds",
+        steps=lambda claims, case, plain: (
+            {"rounds": rounds} for rounds in (1, *nearer_numbers(case.rounds, 0)) if case.rounds
+        ),
+    ),
+    undeclared=Without("A loop follows from the modes, and is no capability of its own."),
+    random=Without("A loop costs as much as a mode."),
+    varies="instance",
+    apply=Without("cases/loop.py lays the rounds out."),
+)

@@ -1,0 +1,111 @@
+"""The width of a head; in MLA that of the latent row, and of the rope part behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...contract import BackendContext, Capabilities, ForwardMode
+from ..fields import Changes, Fields
+from .dimension import Asked, Columns, Covered, Dimension, Draws, OnLayers, Row, Without, Word, of_number
+from .heads import of_mla, of_others
+from .numbers import smaller_declared, some_of
+from .outside import first_undeclared, pool_like, with_layers
+
+__all__ = ["HEAD_DIM"]
+
+_WIDEST, _WIDEST_OF_OTHERS = 512, 256
+"""Wider rows than the second are those of MLA."""
+
+
+def _columns(claims: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[int]]:
+    dims = [dim for dim in claims.head_dims if dim <= _WIDEST]
+    if claims.families != {"mla"}:
+        dims = [dim for dim in dims if dim <= _WIDEST_OF_OTHERS] or dims
+    found = {"head_dim": some_of(dims, 2 if tier == "smoke" else 3)}
+    return {**found, "rope_dim": sorted(claims.mla_rope_dims)} if "mla" in claims.families else found
+
+
+def _of_row(claims: Capabilities, row: Row, so_far: Changes) -> Changes:
+    return {"rope_dim": row["rope_dim"] if so_far["heads"].family == "mla" else 0}
+
+
+def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
+    # As in the catalogue: wider rows are those of MLA.
+    widest = max(_WIDEST, min(claims.head_dims))
+    dim = draws.one_of([dim for dim in sorted(claims.head_dims) if dim <= widest])
+    mla = so_far["heads"].family == "mla"
+    return {"head_dim": dim, "rope_dim": draws.one_of(sorted(claims.mla_rope_dims)) if mla else 0}
+
+
+def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    dim = first_undeclared((48, 80, 24), claims.head_dims)
+    if dim is None or context.layers[0].is_mla:
+        return None
+    other = with_layers(context, head_dim=dim, v_head_dim=dim)
+    pool = pool_like(other)
+    return (f"head dim {dim}", replace(other, kv_pool=pool)) if pool else None
+
+
+def _layers(case: Fields) -> Sequence[Mapping[str, Any]]:
+    rank = case.head_dim if case.is_mla else 0
+    widths = [shape.head_dim for shape in case.layer_shapes]
+    return [{"head_dim": row, "v_head_dim": row - case.rope_dim, "kv_lora_rank": rank} for row in widths]
+
+
+HEAD_DIM = Dimension(
+    name="head dim",
+    fields=("head_dim", "rope_dim"),
+    words=(
+        Word(
+            r"d(\d+)(?:r(\d+))?",
+            lambda match: {"head_dim": int(match[1]), "rope_dim": int(match[2] or 0)},
+            lambda case: f"d{case.head_dim}" + (f"r{case.rope_dim}" if case.rope_dim else ""),
+            always=True,
+        ),
+    ),
+    describe=lambda case: {"head_dim": str(case.head_dim), "rope_dim": str(case.rope_dim or "")},
+    declared=(
+        Asked(
+            lambda case: f"head dim {case.head_dim}",
+            lambda claims, case: all(
+                dim in claims.head_dims for dim in ([shape.head_dim for shape in case.layers.shapes] or [case.head_dim])
+            ),
+        ),
+        Asked(
+            lambda case: f"MLA rope width {case.rope_dim}",
+            lambda claims, case: case.rope_dim in (claims.mla_rope_dims if case.is_mla else {0}),
+        ),
+    ),
+    fit=Without("Cases are made of declared head dims."),
+    values=Columns(_columns, _of_row),
+    covered=(
+        Covered(
+            "head_dim",
+            "head dim",
+            lambda claims, mode: claims.head_dims if claims.families - {"mla"} else (),
+            lambda claims, case: None if case.is_mla else case.head_dim,
+            lambda claims, case, dim: of_others(claims, case, head_dim=dim),
+        ),
+        Covered(
+            "latent",
+            "MLA latent width",
+            lambda claims, mode: claims.head_dims if "mla" in claims.families else (),
+            lambda claims, case: case.head_dim if case.is_mla else None,
+            lambda claims, case, dim: of_mla(claims, case, head_dim=dim),
+        ),
+        Covered(
+            "rope",
+            "MLA rope width",
+            lambda claims, mode: claims.mla_rope_dims if "mla" in claims.families else (),
+            lambda claims, case: case.rope_dim if case.is_mla else None,
+            lambda claims, case, dim: of_mla(claims, case, rope_dim=dim),
+        ),
+    ),
+    simpler=of_number("head_dim", steps=smaller_declared("head_dim", "head_dims")),
+    undeclared=(_undeclared,),
+    random=_random,
+    varies="layer",
+    apply=(OnLayers(_layers),),
+)

@@ -1,0 +1,49 @@
+"""The dtype of the KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..fields import Changes, Fields
+from ..layers import SETTINGS
+from .dimension import Asked, Columns, Covered, Dimension, OnLayers, Without, Word, of_fields
+
+__all__ = ["KV_DTYPE"]
+
+
+def _layers(case: Fields) -> Sequence[Changes]:
+    own = SETTINGS[: case.layers.count]
+    if case.kv_dtype == "same":
+        return [{} for _ in own]
+    return [{"k_scale": each.k_scale, "v_scale": each.k_scale if case.is_mla else each.v_scale} for each in own]
+
+
+KV_DTYPE = Dimension(
+    name="KV dtype",
+    fields=("kv_dtype",),
+    words=(
+        Word(
+            r"kvfp8e4m3",
+            lambda match: {"kv_dtype": "fp8_e4m3"},
+            lambda case: "" if case.kv_dtype == "same" else "kv" + case.kv_dtype.replace("_", ""),
+        ),
+    ),
+    describe=lambda case: {"kv_dtype": "" if case.kv_dtype == "same" else case.kv_dtype},
+    declared=(Asked(lambda case: f"KV dtype {case.kv_dtype}", lambda claims, case: case.kv_dtype in claims.kv_dtypes),),
+    fit=Without("Cases are made of declared dtypes."),
+    values=Columns(lambda claims, mode, tier: {"kv_dtype": sorted(claims.kv_dtypes, reverse=True)}),
+    covered=(
+        Covered(
+            "dtypes",
+            "dtype and KV dtype",
+            lambda claims, mode: ((dtype, kv_dtype) for dtype in claims.dtypes for kv_dtype in claims.kv_dtypes),
+            lambda claims, case: (case.dtype, case.kv_dtype),
+            lambda claims, case, pair: {"dtype": pair[0], "kv_dtype": pair[1]},
+        ),
+    ),
+    simpler=of_fields("kv_dtype"),
+    undeclared=Without("No context asks for a pool of an undeclared dtype so far, but with the model's."),
+    random=lambda draws, claims, so_far: {"kv_dtype": draws.one_of(sorted(claims.kv_dtypes, reverse=True))},
+    varies="instance",
+    apply=(OnLayers(_layers),),
+)

@@ -1,0 +1,120 @@
+"""How many layers there are, under which ids, in how many KV groups, and with which heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ...contract import BackendContext, Capabilities, HeadShape, KVGroup
+from ..fields import Changes, Fields, Heads
+from ..head_shapes import claimed_shapes
+from ..layers import LAYERS_WORD, PERIOD, SETTINGS, Layers, read_layers
+from .dimension import Asked, Dimension, Draws, OnLayers, Size, Without, Word, of_fields, option
+from .outside import pool_like
+
+__all__ = ["LAYERS", "fields_with_shapes"]
+
+_MOST_FIRST = 6
+"""Id of the first layer of a random case."""
+
+
+def fields_with_shapes(layers: Layers, shapes: tuple[HeadShape, HeadShape]) -> Changes:
+    """Layers of two shapes by turns, and the heads and head dim that hold both."""
+    most = max(shape.num_qo_heads for shape in shapes)
+    ratio = min(shape.num_qo_heads // shape.num_kv_heads for shape in shapes)
+    family = "mha" if ratio == 1 else "mqa" if most == ratio else "gqa"
+    return {
+        "heads": Heads(family, most, most // ratio),
+        "head_dim": max(shape.head_dim for shape in shapes),
+        "rope_dim": 0,
+        "layers": replace(layers, shapes=shapes),
+    }
+
+
+def _nearer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
+    count, first = case.layers.count, case.layers.first
+    alone = Layers(count, first)
+    one_thing = (replace(alone, groups=case.layers.groups), replace(alone, shapes=case.layers.shapes))
+    for layers in (alone, *one_thing, replace(case.layers, first=0), replace(case.layers, count=2)):
+        yield {"layers": layers}
+
+
+def _size(case: Fields, plain: Fields) -> Size:
+    layers = case.layers
+    return (bool(layers.shapes) + layers.groups, abs(layers.count - plain.layers.count), layers.first)
+
+
+def _second_group(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    # Of three layers and more: what a case of two has to choose from stays what it was.
+    if claims.kv_groups or len(context.layers) < 3:
+        return None
+    first, *rest = context.layers
+    groups = tuple(
+        KVGroup(index, tuple(layer.layer_id for layer in layers), context.kv_pool, context.req_to_token)
+        for index, layers in enumerate(((first,), rest))
+    )
+    return "a second KV group", replace(context, kv_groups=groups)
+
+
+def _other_heads(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    # Of three layers and more, as above. Another layer has heads that are declared by themselves.
+    first = context.layers[0]
+    if claims.heads_by_layer or len(context.layers) < 3 or first.is_mla or len(context.head_shapes) > 1:
+        return None
+    other = next((dim for dim in sorted(claims.head_dims) if dim != first.head_dim), None)
+    changed: dict[str, Any] = {"head_dim": other, "v_head_dim": other} if other else {
+        "tp_q_head_num": 2 * first.tp_q_head_num, "tp_k_head_num": 2 * first.tp_k_head_num,
+    }  # fmt: skip
+    if not other and first.q_per_kv > 1 and first.tp_k_head_num == 1:
+        return None
+    layers = (*context.layers[:-1], replace(context.layers[-1], sinks=None, **changed))
+    pool = pool_like(context, layers=layers)
+    if pool is None:
+        return None
+    return "a layer of other heads than the first", replace(context, layers=layers, kv_pool=pool)
+
+
+def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
+    """The simplest are two layers from 0, in one KV group."""
+    counts = sorted(range(1, len(SETTINGS) + 1), key=lambda count: abs(count - Layers().count))
+    count, first = draws.one_of(counts), draws.number(0, _MOST_FIRST)
+    groups = claims.kv_groups and not so_far["mode"].is_draft_decode() and draws.one_of([False, True])
+    layers = Layers(count, first, groups and count >= PERIOD)
+    pairs = claimed_shapes(claims) if claims.heads_by_layer and claims.families - {"mla"} else []
+    # Drawn whatever else is: what needs fewer draws would be taken for simpler. Parts are not drawn with them.
+    shapes = draws.one_of([*[None] * (2 * len(pairs) or 1), *pairs])
+    return fields_with_shapes(layers, shapes) if shapes and count >= PERIOD else {"layers": layers}
+
+
+LAYERS = Dimension(
+    name="layers",
+    fields=("layers",),
+    words=(Word(LAYERS_WORD, read_layers, lambda case: "" if case.layers == Layers() else str(case.layers)),),
+    describe=lambda case: {"layers": "" if case.layers == Layers() else case.layers.words},
+    declared=(
+        Asked(lambda case: "KV groups", lambda claims, case: claims.kv_groups or not case.layers.groups),
+        Asked(lambda case: "heads by layer", lambda claims, case: claims.heads_by_layer or not case.layers.shapes),
+    ),
+    fit=Without("Cases are made of declared layers."),
+    values=Without("cases/layer_cases.py makes its cases, and cases/enriched.py combines them."),
+    covered=(
+        option(
+            "KV groups",
+            lambda claims, mode: claims.kv_groups and not mode.is_draft_decode(),
+            lambda case: case.layers.groups,
+            "cases/layer_cases.py has them.",
+        ),
+        option(
+            "heads by layer",
+            lambda claims, mode: claims.heads_by_layer and bool(claims.families - {"mla"}),
+            lambda case: bool(case.layers.shapes),
+            "cases/layer_cases.py has them.",
+        ),
+    ),
+    simpler=of_fields("layers", size=_size, steps=_nearer, value=lambda case: str(case.layers)),
+    undeclared=(_second_group, _other_heads),
+    random=_random,
+    varies="instance",
+    apply=(OnLayers(lambda case: [{"layer_id": case.layers.first + place} for place in range(case.layers.count)]),),
+)

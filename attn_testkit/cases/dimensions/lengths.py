@@ -1,0 +1,79 @@
+"""Keys of each request before the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from ...contract import Capabilities
+from ..fields import Changes, Fields
+from .dimension import Columns, Dimension, Row, Simpler, Without, Word, no_capability
+from .numbers import listed, nearer_numbers, numbers_word, read_numbers
+
+__all__ = ["KEYS"]
+
+_MOST_REQUESTS = 5
+_MOST_PREFIX = 400
+"""Tokens of a random case; catalogues try the long ones, and there a case is to be quick."""
+
+_PATTERNS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
+    "edges": lambda page, width: (page - 1, page, page + 1),
+    "zero": lambda page, width: (0, 1, page),
+    "ragged": lambda page, width: (3, 2 * page + 5, page // 2 + 1, 17),
+    "one": lambda page, width: (page + 5,),
+    "same": lambda page, width: (7, 7),
+    "wide": lambda page, width: (1, 2, 5, 9, 14, 2, 30),
+    "long": lambda page, width: (300, 70, 12),
+    # The rows of a request lie on both sides of a multiple of the usual key tiles.
+    "tiles": lambda page, width: (32 - width // 2, 128 - width // 2, 64 - width // 2, 16 - width // 2),
+}
+"""Name -> prefixes for a page of so many slots (8 at least) and so many rows of a request."""
+
+
+def _of_row(claims: Capabilities, row: Row, so_far: Changes) -> Changes:
+    width = row["draft"].steps if "draft" in row else len(row.get("tree", ())) or row.get("width", 1)
+    return {"prefixes": _PATTERNS[row["prefixes"]](max(so_far["page_size"], 8), width)}
+
+
+def _fewer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
+    """All requests as the shortest; some minimal; the longest shorter; each length shorter."""
+    lens, of_plain = case.prefixes, plain.prefixes[0]
+
+    def with_lens(length_of: Callable[[int], int]) -> Changes:
+        return {"prefixes": tuple(map(length_of, lens))}
+
+    yield with_lens(lambda _: min(lens))
+    kinds = list(dict.fromkeys(length for length in lens if length != of_plain))
+    for kind in kinds:
+        yield with_lens(lambda each, kind=kind: of_plain if each == kind else each)  # type: ignore[misc]
+    for cap in nearer_numbers(max(lens), of_plain):
+        yield with_lens(lambda each, cap=cap: min(each, cap))  # type: ignore[misc]
+    for kind in kinds if len(kinds) > 1 else ():
+        for near in nearer_numbers(kind, of_plain):
+            yield with_lens(lambda each, kind=kind, near=near: near if each == kind else each)  # type: ignore[misc]
+
+
+KEYS = Dimension(
+    name="keys",
+    fields=("prefixes",),
+    words=(
+        Word(
+            r"k([\d.x]+)",
+            lambda match: {"prefixes": read_numbers(match[1])},
+            lambda case: "k" + numbers_word(case.prefixes),
+            always=True,
+        ),
+    ),
+    describe=lambda case: {"prefixes": f"{listed(case.prefixes)} keys before this step"},
+    values=Columns(lambda claims, mode, tier: {"prefixes": list(_PATTERNS)}, _of_row),
+    simpler=Simpler(
+        value=lambda case: ".".join(map(str, case.prefixes)),
+        of=lambda case: frozenset(case.prefixes),
+        reset=lambda case, plain: {"prefixes": plain.prefixes * case.bs},
+        size=lambda case, plain: (len(set(case.prefixes)), sum(abs(n - plain.prefixes[0]) for n in case.prefixes)),
+        steps=_fewer,
+    ),
+    random=lambda draws, claims, so_far: {"prefixes": draws.numbers((1, _MOST_REQUESTS), (0, 20), (0, _MOST_PREFIX))},
+    varies="step",
+    apply=Without("cases/plans.py makes the lengths of all steps from the case's own."),
+    **no_capability("The context, of which all steps take a part, is asked about instead."),
+)

@@ -1,0 +1,35 @@
+"""The forward mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...contract import BackendContext, Capabilities, ForwardMode
+from .dimension import Asked, Dimension, Without
+
+__all__ = ["MODE"]
+
+
+def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    missing = frozenset(ForwardMode) - claims.eager - claims.graph
+    if not missing:
+        return None
+    mode = min(missing)
+    return f"mode {mode}", replace(context, modes=frozenset({mode}))
+
+
+MODE = Dimension(
+    name="mode",
+    fields=("mode",),
+    words=Without("Every id begins with the mode, whose name may have the dashes that separate words."),
+    describe=lambda case: {"mode": case.mode.value},
+    declared=(Asked(lambda case: f"mode {case.mode}", lambda claims, case: case.mode in claims.eager | claims.graph),),
+    fit=Without("Rows have a meaning in one mode only, so no other mode is the nearest."),
+    values=Without("Each mode has a covering array of its own."),
+    covered=Without("A mode that is declared has cases."),
+    simpler=Without("A failing case is made small in its own mode."),
+    undeclared=(_undeclared,),
+    random=Without("Whoever draws a case names the mode."),
+    varies="instance",
+    apply=Without("Each mode is a file of runner_modes/."),
+)

@@ -1,0 +1,73 @@
+"""Numbers: some of many, those between two, and how lists of them are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import groupby
+
+from ...contract import Capabilities
+from ..fields import Changes, Fields
+
+__all__ = ["listed", "nearer_numbers", "nearest", "numbers_word", "read_numbers", "smaller_declared", "some_of"]
+
+_FEW = 8
+"""Declared values below the case's own that are all tried; of more, powers of two and the two largest."""
+_MOST_LISTED = 8
+"""Longer lists of numbers are shortened to so many runs."""
+
+
+def nearest(values: Collection[int], to: int) -> int:
+    """Of what is declared, the one that is nearest to a usual one; the smaller of two."""
+    return min(values, key=lambda value: (abs(value - to), value))
+
+
+def some_of(values: Collection[int], count: int) -> list[int]:
+    """The smallest, the largest, and some between."""
+    values = sorted(values)
+    if len(values) <= count:
+        return values
+    step = (len(values) - 1) / (count - 1)
+    return [values[round(i * step)] for i in range(count)]
+
+
+def nearer_numbers(value: int, plain: int) -> Iterator[int]:
+    """Numbers from half way on, back to the one next to the value: a bisection, if it is asked after each step."""
+    step = abs(value - plain) // 2
+    while step:
+        yield value - step if value > plain else value + step
+        step //= 2
+
+
+def smaller_declared(name: str, declared: str) -> Callable[[Capabilities, Fields, Fields], Iterator[Changes]]:
+    """``Simpler.steps`` of a field whose values a backend lists."""
+
+    def steps(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
+        below = [value for value in sorted(getattr(claims, declared)) if value < getattr(case, name)]
+        few = len(below) <= _FEW
+        yield from ({name: value} for value in below if few or not value & (value - 1) or value in below[-2:])
+
+    return steps
+
+
+def numbers_word(values: tuple[int, ...]) -> str:
+    """(5, 5, 9) -> ``5x2.9``."""
+    runs = [(value, len(list(same))) for value, same in groupby(values)]
+    return ".".join(str(value) if times == 1 else f"{value}x{times}" for value, times in runs)
+
+
+def read_numbers(text: str) -> tuple[int, ...]:
+    """``5x2.9`` -> (5, 5, 9)."""
+    values: list[int] = []
+    for part in text.split("."):
+        value, _, times = part.partition("x")
+        values += [int(value)] * int(times or 1)
+    return tuple(values)
+
+
+def listed(values: Sequence[int]) -> str:
+    """1, 3, 3, 3 -> ``1, 3 x 3``: the second number counts."""
+    runs = [(value, len(list(same))) for value, same in groupby(values)]
+    words = [f"{value} x {times}" if times > 2 else ", ".join([str(value)] * times) for value, times in runs]
+    if len(words) <= _MOST_LISTED:
+        return ", ".join(words)
+    return f"{', '.join(words[:_MOST_LISTED])}, ... ({len(values)} in all, {min(values)} to {max(values)})"

@@ -1,0 +1,40 @@
+"""Contexts that ask for more than a backend declares: the pool that goes with what is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...contract import AttentionLayer, BackendContext, KVPool
+
+__all__ = ["first_undeclared", "pool_like", "with_layers"]
+
+
+def first_undeclared(candidates: tuple[int, ...], declared: Set[int]) -> int | None:
+    """The first number that is not declared; None: all are."""
+    return next((value for value in candidates if value not in declared), None)
+
+
+def with_layers(context: BackendContext, **changes: Any) -> BackendContext:
+    """The same context, all layers of which differ in ``changes``."""
+    return replace(context, layers=tuple(replace(layer, **changes) for layer in context.layers))
+
+
+def pool_like(
+    context: BackendContext,
+    size: int | None = None,
+    page_size: int | None = None,
+    layers: tuple[AttentionLayer, ...] | None = None,
+    dtype: torch.dtype | None = None,
+    layout: str | None = None,
+) -> KVPool | None:
+    """A pool as that of ``context``, or one that differs in what is given; None if the backend makes no such pool."""
+    pool, page_size = context.kv_pool, page_size or context.page_size
+    layout, layers, dtype = layout or pool.layout, layers or context.layers, dtype or pool.dtype
+    try:
+        return KVPool(size or page_size, page_size, layers, dtype, context.device, layout, pool.own)
+    except Exception:
+        return None

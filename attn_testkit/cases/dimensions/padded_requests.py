@@ -1,0 +1,52 @@
+"""Requests of the graph behind the live ones of the case's own batch."""
+
+from __future__ import annotations
+
+from ..fields import Fields
+from .dimension import Columns, Dimension, Simpler, Without, Word, no_capability
+from .numbers import nearer_numbers
+from .padding import PADDINGS
+
+__all__ = ["PADDED_REQUESTS"]
+
+_MOST_SLACK = 4
+"""Of a random case."""
+
+
+def _padded(case: Fields) -> int:
+    return case.bucket - case.bs
+
+
+def _phrase(case: Fields) -> str:
+    padding = f", {_padded(case)} of them padding ({case.padding})" if _padded(case) else ""
+    return f"{case.bucket} request{'s'[: case.bucket - 1]} in the graph{padding}"
+
+
+PADDED_REQUESTS = Dimension(
+    name="padded requests",
+    fields=("bucket",),
+    words=(
+        Word(
+            r"b(\d+)(" + "|".join(PADDINGS) + ")",
+            lambda match: {"bucket": int(match[1]), "padding": match[2]},
+            lambda case: f"b{case.bucket}{case.padding}",
+            always=True,
+        ),
+    ),
+    describe=lambda case: {"bucket": _phrase(case)},
+    values=Columns(
+        lambda claims, mode, tier: {"slack": [0, 1, 3]},
+        lambda claims, row, so_far: {"bucket": len(so_far["prefixes"]) + row["slack"]},
+    ),
+    simpler=Simpler(
+        value=lambda case: str(_padded(case)),
+        of=_padded,
+        reset=lambda case, plain: {"bucket": case.bs},
+        size=lambda case, plain: (_padded(case),),
+        steps=lambda claims, case, plain: ({"bucket": case.bs + padded} for padded in nearer_numbers(_padded(case), 0)),
+    ),
+    random=lambda draws, claims, so_far: {"bucket": len(so_far["prefixes"]) + draws.number(0, _MOST_SLACK)},
+    varies="step",
+    apply=Without("cases/plans.py gives each step one of the two buckets."),
+    **no_capability("No capability bounds the size of a graph."),
+)

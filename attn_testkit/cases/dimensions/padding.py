@@ -1,0 +1,28 @@
+"""What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
+
+from __future__ import annotations
+
+from .dimension import Columns, Dimension, Without, no_capability, of_fields
+
+__all__ = ["PADDING", "PADDINGS"]
+
+PADDINGS = ("prod", "nan", "stale", "small")
+"""``prod``: what servers fill in. ``small``: small live requests. ``stale``: what was there before."""
+
+PADDING = Dimension(
+    name="padding",
+    fields=("padding",),
+    words=Without("It is written in the word of the bucket."),
+    describe=Without("The phrase of the bucket says it where there is any padding."),
+    values=Columns(
+        lambda claims, mode, tier: {"padding": list(PADDINGS)},
+        lambda claims, row, so_far: {"padding": row["padding"] if row["slack"] else "prod"},
+    ),
+    simpler=of_fields("padding"),
+    random=lambda draws, claims, so_far: {
+        "padding": draws.one_of(PADDINGS) if so_far["bucket"] > len(so_far["prefixes"]) else "prod"
+    },
+    varies="step",
+    apply=Without("cases/variety.py gives each step one, and runner_modes/ fill the rows."),
+    **no_capability("Every backend takes every padding; the dialect has what padded requests are."),
+)

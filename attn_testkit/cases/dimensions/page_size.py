@@ -1,0 +1,60 @@
+"""KV slots a page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...contract import BackendContext, Capabilities
+from ..fields import Fields
+from .dimension import Asked, Columns, Covered, Dimension, Without, Word, of_number
+from .numbers import smaller_declared, some_of
+from .outside import first_undeclared, pool_like
+from .rows import keys_of
+
+__all__ = ["PAGE_SIZE", "lens_beyond_a_page"]
+
+
+def lens_beyond_a_page(page: int) -> tuple[int, ...]:
+    """Prefixes of two requests: more than a page and than a tile of 16 keys, and a few."""
+    return (max(page, 16) + 5, 3)
+
+
+def _tried(claims: Capabilities, case: Fields) -> int | None:
+    return case.page_size if max(keys_of(case)) > case.page_size else None
+
+
+def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    page = first_undeclared((48, 3, 5, 256), claims.page_sizes)
+    if page is None:
+        return None
+    pool = pool_like(context, page * 2, page)
+    return (f"page size {page}", replace(context, page_size=page, kv_pool=pool)) if pool else None
+
+
+PAGE_SIZE = Dimension(
+    name="page size",
+    fields=("page_size",),
+    words=(
+        Word(r"p(\d+)", lambda match: {"page_size": int(match[1])}, lambda case: f"p{case.page_size}", always=True),
+    ),
+    describe=lambda case: {"page_size": str(case.page_size)},
+    declared=(
+        Asked(lambda case: f"page size {case.page_size}", lambda claims, case: case.page_size in claims.page_sizes),
+    ),
+    fit=Without("Cases are made of declared page sizes."),
+    values=Columns(lambda claims, mode, tier: {"page_size": some_of(claims.page_sizes, 3 if tier == "smoke" else 5)}),
+    covered=(
+        Covered(
+            "page",
+            "page size",
+            lambda claims, mode: claims.page_sizes,
+            _tried,
+            lambda claims, case, page: {"page_size": page, "prefixes": lens_beyond_a_page(page)},
+        ),
+    ),
+    simpler=of_number("page_size", steps=smaller_declared("page_size", "page_sizes")),
+    undeclared=(_undeclared,),
+    random=lambda draws, claims, so_far: {"page_size": draws.one_of(sorted(claims.page_sizes))},
+    varies="instance",
+    apply=Without("cases/schedule.py lays requests out in pages, and the harness makes the pool of them."),
+)

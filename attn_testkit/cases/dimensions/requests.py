@@ -1,0 +1,47 @@
+"""The number of requests in the case's own batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...contract import Capabilities
+from ..fields import Changes, Fields
+from .dimension import Dimension, Simpler, Without, no_capability
+
+__all__ = ["REQUESTS"]
+
+
+def _keep(case: Fields, which: Sequence[int]) -> Changes:
+    new = tuple(case.new[i] for i in which) if case.new else ()
+    prefixes = tuple(case.prefixes[i] for i in which)
+    return {"prefixes": prefixes, "new": new, "bucket": len(which) + case.bucket - case.bs}
+
+
+def _fewer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
+    """One of each kind alone; one of each kind; a half; all but one of a kind."""
+    entries = list(zip(case.prefixes, case.new or case.prefixes, strict=True))
+    kinds = [entries.index(kind) for kind in dict.fromkeys(entries)]
+    everyone, half = range(case.bs), case.bs // 2
+    groups = [*([i] for i in kinds), kinds, everyone[:half], everyone[half:]]
+    groups += [[i for i in everyone if i != left] for left in kinds]
+    yield from (_keep(case, which) for which in groups if which)
+
+
+REQUESTS = Dimension(
+    name="requests",
+    fields=Without("`prefixes` and `new` have an entry for each request."),
+    words=Without("The words of keys and rows have an entry for each request."),
+    describe=Without("The phrases of keys and rows list the requests."),
+    values=Without("The pattern of the prefixes says how many requests there are."),
+    simpler=Simpler(
+        value=lambda case: str(case.bs),
+        of=lambda case: case.bs,
+        reset=lambda case, plain: _keep(case, [0]),
+        size=lambda case, plain: (case.bs,),
+        steps=_fewer,
+    ),
+    random=Without("Random prefixes say how many requests there are."),
+    varies="step",
+    apply=Without("cases/plans.py makes the batches of all steps from the case's own."),
+    **no_capability("No capability bounds the size of a batch."),
+)

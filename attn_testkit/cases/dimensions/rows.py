@@ -1,0 +1,342 @@
+"""Rows of each request: a tree, a draft, accepted tokens, or new tokens in a graph that has room for so many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...contract import BackendContext, Capabilities, ForwardMode
+from ..draft import Draft
+from ..extend import NEW_TOKENS, new_tokens, room_for, with_new_tokens
+from ..fields import Changes, Fields
+from ..trees import Tree, chain
+from .dimension import Asked, Columns, Covered, Dimension, Draws, OnSteps, Outside, Row, Simpler, Size, Without, Word
+from .numbers import listed, nearer_numbers, numbers_word, read_numbers
+
+__all__ = ["MOST_NEW_TOKENS", "MOST_ROWS", "MOST_USUAL_ROWS", "ROWS", "accepted", "keys_of", "most_rows", "rows_of",
+           "two_requests"]  # fmt: skip
+
+MOST_USUAL_ROWS = 6
+"""Rows of a request that a covering array goes up to."""
+MOST_ROWS = 256
+"""Query rows of a request: where more are declared, so many are tried."""
+MOST_NEW_TOKENS = 260
+"""The same for new tokens of a request in extend: more than two tiles of 128 rows."""
+_MOST_RANDOM_ROWS, _MOST_RANDOM_NEW, _MOST_RANDOM_BRANCHES = 12, 70, 4
+_ROW_MODES = frozenset({ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2})
+_MOST_ASKED = 1024
+"""No context asks for more rows than so many."""
+
+_TREES: tuple[Tree, ...] = (chain(4), Tree((0, 0, 1, 1, 3)), Tree((0, 1, 0, 3, 0, 5, 1)), Tree((0, 0, 0)))
+_DRAFTS = (Draft(1, 4), Draft(2, 3), Draft(1, 2), Draft(4, 2), Draft(3, 6), Draft(1, 7))
+
+
+def rows_of(case: Fields) -> tuple[int, ...]:
+    """Query rows of each request of the case's own batch."""
+    return case.new if case.mode.is_ragged() else (case.width,) * case.bs
+
+
+def keys_of(case: Fields) -> Iterator[int]:
+    """Keys that the last row of each request sees."""
+    if case.draft:
+        # No row sees another branch.
+        return (prefix + case.draft.forwards for prefix in case.prefixes)
+    return (prefix + rows for prefix, rows in zip(case.prefixes, rows_of(case), strict=True))
+
+
+def most_rows(claims: Capabilities, mode: ForwardMode) -> int:
+    """As many query rows of one request as are declared in a mode."""
+    if mode is ForwardMode.EXTEND:
+        return claims.max_extend_tokens
+    return claims.max_q_rows if mode.is_speculative() else 1
+
+
+def accepted(pattern: str, width: int, bs: int) -> tuple[int, ...]:
+    """Accepted tokens of each of ``bs`` requests with ``width`` rows: ``one``, ``all`` or ``uneven``."""
+    if pattern == "one":
+        return (1,) * bs
+    if pattern == "all":
+        return (width,) * bs
+    return tuple(1 + (i * 2) % width for i in range(bs))
+
+
+def two_requests(mode: ForwardMode, rows: int, topk: int) -> Changes:
+    """``rows`` a request; in the modes that list them the second request has fewer than the first."""
+    if mode is ForwardMode.DECODE:
+        return {}
+    if mode is ForwardMode.DRAFT_DECODE:
+        return {"draft": Draft(1, 3)}
+    if mode is ForwardMode.TARGET_VERIFY:
+        # The root has ``topk`` children, and each of them a chain.
+        return {"tree": Tree(tuple(max(0, node - topk) for node in range(1, rows)))}
+    new = (rows, min(3, rows - 1 or 1))
+    return {"width": room_for(new) if mode is ForwardMode.EXTEND else rows, "new": new}
+
+
+def _columns(claims: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
+    rows = claims.max_q_rows
+    if mode is ForwardMode.DECODE:
+        return {}
+    if mode is ForwardMode.EXTEND:
+        return {"new_tokens": list(NEW_TOKENS)}
+    if mode is ForwardMode.DRAFT_DECODE:
+        return {"draft": [draft for draft in _DRAFTS if draft.branches <= claims.max_draft_branches]}
+    if mode is ForwardMode.TARGET_VERIFY:
+        chains = [chain(min(n, rows)) for n in (2, 4, 7)]
+        trees = [tree for tree in _TREES if len(tree) <= rows and tree.topk <= claims.max_topk]
+        return {"tree": list(dict.fromkeys([*chains, *trees]))}
+    widths = sorted({min(n, rows) for n in (2, 4, MOST_USUAL_ROWS)})
+    return {"width": widths, "accepted": ["uneven", "one", "all"]}
+
+
+def _of_row(claims: Capabilities, row: Row, so_far: Changes) -> Changes:
+    requests = len(so_far["prefixes"])
+    if "new_tokens" in row:
+        new = new_tokens(row["new_tokens"], requests, so_far["page_size"], claims.max_extend_tokens)
+        return {"new": new, "width": room_for(new)}
+    if "accepted" in row:
+        return {"new": accepted(row["accepted"], row["width"], requests)}
+    return {}
+
+
+def _declared(claims: Capabilities, case: Fields) -> bool:
+    if case.draft:
+        return case.draft.branches <= claims.max_draft_branches
+    # The width of an extend is the room of its graph, and not what a request has.
+    rows = max(case.new) if case.mode is ForwardMode.EXTEND else case.width
+    return rows <= most_rows(claims, case.mode)
+
+
+def _widest_tree(claims: Capabilities, mode: ForwardMode) -> tuple[int, ...]:
+    # The children of a node are rows next to it.
+    return (max(1, min(claims.max_topk, claims.max_q_rows - 1)),) if mode is ForwardMode.TARGET_VERIFY else ()
+
+
+def _write_tree(case: Fields) -> str:
+    return "" if not case.tree or _is_chain(case.tree) else "t" + ".".join(map(str, case.tree.parents))
+
+
+def _is_chain(tree: Tree) -> bool:
+    return tree == chain(len(tree))
+
+
+def _phrases(case: Fields) -> Mapping[str, str]:
+    if case.tree:
+        kind = "a chain" if case.topk == 1 else "parents " + listed(case.tree.parents)
+        return {"tree": f"{len(case.tree)} nodes, {kind}"}
+    if case.draft:
+        return {"draft": f"{case.draft.branches} branches, {case.draft.steps} steps"}
+    if case.mode is ForwardMode.EXTEND:
+        rows = f"{sum(case.new)} of {case.bucket * case.width} rows of the graph"
+        return {"new": f"new tokens of each request: {listed(case.new)}; {rows}"}
+    return {"new": f"accepted tokens of each request: {listed(case.new)} of {case.width} rows"} if case.new else {}
+
+
+def _value(case: Fields) -> str:
+    if case.tree:
+        return f"chain of {len(case.tree)}" if _is_chain(case.tree) else "tree " + ".".join(map(str, case.tree.parents))
+    if case.draft:
+        return f"top-k {case.draft.branches} of {case.draft.steps} steps"
+    new = ".".join(map(str, case.new))
+    return new if case.mode is ForwardMode.EXTEND else f"{new} of {case.width}"
+
+
+def _size(case: Fields, plain: Fields) -> Size:
+    if case.tree:
+        return (case.topk, len(case.tree))
+    if case.draft:
+        return (case.draft.branches, case.draft.steps)
+    if case.mode is ForwardMode.EXTEND:
+        return (max(case.new), sum(case.new), case.width)
+    return (len({*case.new, case.width}), case.width, sum(case.width - count for count in case.new))
+
+
+def _fewer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
+    if case.tree:
+        yield from ({"tree": tree} for tree in _smaller_trees(case.tree))
+    elif case.draft:
+        branches, steps = case.draft.branches, case.draft.steps
+        yield from ({"draft": Draft(fewer, steps)} for fewer in (1, *nearer_numbers(branches, 1)))
+        yield from ({"draft": Draft(branches, fewer)} for fewer in (2, *nearer_numbers(steps, 2)))
+    elif case.mode is ForwardMode.EXTEND:
+        # One count of several less, the largest first.
+        for old in sorted(set(case.new), reverse=True):
+            for count in (1, *nearer_numbers(old, 1)):
+                new = tuple(count if each == old else each for each in case.new)
+                yield {"new": new, "width": room_for(new)}
+        yield {"width": room_for(case.new)}
+    elif case.new:
+        yield from _fewer_accepted(case)
+
+
+def _smaller_trees(tree: Tree) -> Iterator[Tree]:
+    """A chain; fewer nodes; without one of its leaves."""
+    sizes = [2, *nearer_numbers(len(tree), 1)]
+    yield chain(len(tree))
+    yield from (chain(size) for size in sizes)
+    yield from (Tree(tree.parents[: size - 1]) for size in sizes)
+    for leaf in reversed([node for node in range(1, len(tree)) if node not in tree.parents]):
+        kept = (parent - (parent > leaf) for node, parent in enumerate(tree.parents, start=1) if node != leaf)
+        yield Tree(tuple(kept))
+
+
+def _fewer_accepted(case: Fields) -> Iterator[Changes]:
+    """All rows of everyone; fewer rows, of which everyone accepts as many, or leaves out as many; the same count for
+    everyone; one count more.
+    """
+    width, new = case.width, case.new
+    yield {"new": (width,) * case.bs}
+    for fewer in dict.fromkeys((2, max(new), *nearer_numbers(width, 1))):
+        yield {"width": fewer, "new": tuple(min(count, fewer) for count in new)}
+        yield {"width": fewer, "new": tuple(max(1, count - width + fewer) for count in new)}
+    yield from ({"new": (count,) * case.bs} for count in sorted(set(new), reverse=True))
+    for old in sorted(set(new)):
+        yield {"new": tuple(width if count == old else count for count in new)}
+    for old in sorted(set(new)):
+        for more in (width - 1, *nearer_numbers(old, width)):
+            yield {"new": tuple(more if count == old else count for count in new)}
+
+
+def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
+    mode, requests = so_far["mode"], len(so_far["prefixes"])
+    most = min(claims.max_q_rows, _MOST_RANDOM_ROWS)
+    if mode is ForwardMode.DECODE:
+        return {}
+    if mode is ForwardMode.TARGET_VERIFY:
+        parents: list[int] = []
+        for node in range(1, draws.number(1, most)):
+            room = [parent for parent in range(node - 1, -1, -1) if parents.count(parent) < claims.max_topk]
+            parents.append(draws.one_of(room))
+        return {"tree": Tree(tuple(parents))}
+    if mode is ForwardMode.DRAFT_DECODE:
+        branches = draws.number(1, min(claims.max_draft_branches, _MOST_RANDOM_BRANCHES))
+        return {"draft": Draft(branches, draws.number(2, 7))}
+    if mode is ForwardMode.EXTEND:
+        new = draws.numbers((requests, requests), (1, min(claims.max_extend_tokens, _MOST_RANDOM_NEW)))
+        return {"new": new, "width": room_for(new)}
+    width = draws.number(1, most)
+    return {"width": width, "new": draws.numbers((requests, requests), (1, width))}
+
+
+def _undeclared_rows(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    rows = claims.max_q_rows + 1
+    if not context.modes & _ROW_MODES or rows > _MOST_ASKED:
+        return None
+    more = replace(context, num_draft_tokens=rows, max_num_tokens=context.max_bs * rows)
+    return f"{rows} query rows per request", more
+
+
+def _undeclared_tokens(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    tokens = claims.max_extend_tokens + 1
+    if ForwardMode.EXTEND not in context.modes or tokens > _MOST_ASKED:
+        return None
+    more = replace(context, max_extend_tokens=tokens, max_num_tokens=max(context.max_num_tokens, tokens))
+    return f"{tokens} new tokens per request", more
+
+
+def _undeclared_children(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if ForwardMode.TARGET_VERIFY not in context.modes or claims.max_topk >= _MOST_ASKED:
+        return None
+    return f"topk {claims.max_topk + 1}", replace(context, topk=claims.max_topk + 1)
+
+
+def _undeclared_branches(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    branches = claims.max_draft_branches + 1
+    if ForwardMode.DRAFT_DECODE not in context.modes or branches > _MOST_ASKED:
+        return None
+    more = replace(context, draft_branches=branches, max_num_tokens=context.max_bs * branches)
+    return f"draft branches {branches}", more
+
+
+_UNDECLARED: tuple[Outside, ...] = (_undeclared_rows, _undeclared_children, _undeclared_tokens, _undeclared_branches)
+ROWS = Dimension(
+    name="rows",
+    fields=("tree", "draft", "width", "new"),
+    words=(
+        Word(
+            r"chain(\d+)",
+            lambda match: {"tree": chain(int(match[1]))},
+            lambda case: f"chain{len(case.tree)}" if case.tree and _is_chain(case.tree) else "",
+        ),
+        Word(r"t(\d+(?:\.\d+)*)", lambda match: {"tree": Tree(tuple(map(int, match[1].split("."))))}, _write_tree),
+        Word(
+            r"topk(\d+)steps(\d+)",
+            lambda match: {"draft": Draft(int(match[1]), int(match[2]))},
+            lambda case: f"topk{case.draft.branches}steps{case.draft.steps}" if case.draft else "",
+        ),
+        Word(
+            r"n(\d+)a([\d.x]+)",
+            lambda match: {"width": int(match[1]), "new": read_numbers(match[2])},
+            lambda case: (
+                f"n{case.width}a{numbers_word(case.new)}"
+                if not (case.tree or case.draft or case.mode is ForwardMode.DECODE)
+                else ""
+            ),
+        ),
+    ),
+    describe=_phrases,
+    declared=(
+        Asked(lambda case: "as many rows of a request", _declared),
+        Asked(
+            lambda case: f"a tree with {case.topk} children of a node",
+            lambda claims, case: case.topk <= claims.max_topk,
+        ),
+    ),
+    fit=Without("Cases are made of no more rows than are declared."),
+    values=Columns(_columns, _of_row),
+    covered=(
+        Covered(
+            "rows",
+            "query rows",
+            lambda claims, mode: (claims.max_q_rows,) if mode.is_speculative() else (),
+            lambda claims, case: max(rows_of(case)),
+            lambda claims, case, rows: two_requests(case.mode, rows, max(1, case.topk)),
+            bound=True,
+            most=MOST_ROWS,
+        ),
+        Covered(
+            "extend",
+            "new tokens of a request",
+            lambda claims, mode: (claims.max_extend_tokens,) if mode is ForwardMode.EXTEND else (),
+            lambda claims, case: max(case.new, default=0),
+            lambda claims, case, tokens: two_requests(case.mode, tokens, 0),
+            bound=True,
+            most=MOST_NEW_TOKENS,
+        ),
+        Covered(
+            "topk",
+            "children of a tree node",
+            _widest_tree,
+            lambda claims, case: case.topk,
+            lambda claims, case, topk: two_requests(case.mode, max(case.width, topk + 1), topk),
+            bound=True,
+            most=MOST_ROWS - 1,
+        ),
+        Covered(
+            "branches",
+            "branches of a draft",
+            lambda claims, mode: (claims.max_draft_branches,) if mode is ForwardMode.DRAFT_DECODE else (),
+            lambda claims, case: case.draft.branches if case.draft else 0,
+            lambda claims, case, branches: {"draft": Draft(branches, 3)},
+            bound=True,
+            most=MOST_ROWS,
+        ),
+    ),
+    simpler=Simpler(
+        value=_value,
+        of=lambda case: (case.width, frozenset(case.new), case.tree, case.draft),
+        reset=lambda case, plain: {
+            "width": plain.width,
+            "new": plain.new * case.bs,
+            "tree": plain.tree,
+            "draft": plain.draft,
+        },
+        size=_size,
+        steps=_fewer,
+    ),
+    undeclared=_UNDECLARED,
+    random=_random,
+    varies="step",
+    apply=(OnSteps(lambda case, plans: with_new_tokens(case, plans) if case.mode is ForwardMode.EXTEND else plans),),
+)

@@ -1,0 +1,50 @@
+"""The scaling of the logits: 1/sqrt(head_dim) in all layers, or another in each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...contract import BackendContext, Capabilities
+from ..fields import Changes, Fields
+from ..layers import SETTINGS
+from .dimension import Asked, Dimension, OnLayers, Without, flag_word, of_flag
+
+__all__ = ["SCALING"]
+
+
+def _other_scaling(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if claims.any_scaling or context.layers[0].is_mla:
+        return None
+    layers = tuple(replace(layer, scaling=layer.scaling / 2) for layer in context.layers)
+    return "a scaling other than 1/sqrt(head_dim)", replace(context, layers=layers)
+
+
+def _scalings(case: Fields) -> Sequence[Changes]:
+    return [
+        {"scaling": 1 / math.sqrt(shape.head_dim) * (1.0 if case.usual_scaling else own.factor)}
+        for shape, own in zip(case.layer_shapes, SETTINGS, strict=False)
+    ]
+
+
+SCALING = Dimension(
+    name="usual scale",
+    fields=("usual_scaling",),
+    words=(flag_word("usualscale", "usual_scaling"),),
+    describe=lambda case: {"scaling": "1/sqrt(head_dim) in all layers" if case.usual_scaling else ""},
+    declared=(
+        Asked(
+            lambda case: "a softmax scale that is not 1/sqrt(head_dim)",
+            lambda claims, case: claims.any_scaling or case.usual_scaling or case.is_mla,
+        ),
+    ),
+    fit=lambda claims, case: {"usual_scaling": not claims.any_scaling and not case.is_mla},
+    values=Without("The nearest declared case has it, and no other."),
+    covered=Without("All cases of a backend have the same."),
+    simpler=of_flag("usual_scaling"),
+    undeclared=(_other_scaling,),
+    random=Without("The nearest declared case has it, and no other."),
+    varies="layer",
+    apply=(OnLayers(_scalings),),
+)

@@ -1,0 +1,20 @@
+"""The seed: other data, slots, schedule and derived parameters for the same shapes."""
+
+from __future__ import annotations
+
+from .dimension import Dimension, Without, Word, no_capability, of_number
+
+__all__ = ["SEED"]
+
+SEED = Dimension(
+    name="seed",
+    fields=("seed",),
+    words=(Word(r"s(\d+)", lambda match: {"seed": int(match[1])}, lambda case: f"s{case.seed}" if case.seed else ""),),
+    describe=lambda case: {"seed": str(case.seed or "")},
+    values=Without("Whoever runs a tier says it, for all cases."),
+    simpler=of_number("seed"),
+    random=lambda draws, claims, so_far: {"seed": draws.number(0, 99)},
+    varies="instance",
+    apply=Without("It is a word of the id, of which everything random is a hash."),
+    **no_capability("A backend does not know it."),
+)

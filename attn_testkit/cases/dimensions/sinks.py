@@ -1,0 +1,66 @@
+"""Attention sinks: one more logit for each query head, which takes weight and gives no value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ...contract import BackendContext, Capabilities
+from ..fields import Changes, Fields
+from ..layers import SETTINGS
+from ..patterns import normals
+from .dimension import (
+    Asked,
+    Columns,
+    Dimension,
+    OnLayers,
+    Without,
+    flag_word,
+    of_flag,
+    option,
+)
+
+__all__ = ["SINKS"]
+
+
+def _undeclared_sinks(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if claims.sinks:
+        return None
+    layers = tuple(
+        replace(layer, sinks=torch.zeros(layer.tp_q_head_num, device=context.device)) for layer in context.layers
+    )
+    return "attention sinks", replace(context, layers=layers)
+
+
+def _sinks(case: Fields) -> Sequence[Changes]:
+    """Host tensors, one logit a query head."""
+    if not case.sinks:
+        return [{}] * case.layers.count
+    rng, found = np.random.default_rng(case.digest ^ 0x51), []
+    for shape, own in zip(case.layer_shapes, SETTINGS, strict=False):
+        sinks = normals((shape.num_qo_heads,), rng) * 1.5 + own.sink
+        # Some heads of a long request must feel their sink too.
+        sinks[::2] += math.log(1 + max(case.prefixes))
+        found.append({"sinks": sinks})
+    return found
+
+
+SINKS = Dimension(
+    name="sinks",
+    fields=("sinks",),
+    words=(flag_word("sink", "sinks"),),
+    describe=lambda case: {"sinks": "one more logit for each query head" if case.sinks else ""},
+    declared=(Asked(lambda case: "sinks", lambda claims, case: claims.sinks or not case.sinks),),
+    fit=Without("Cases are made of declared options."),
+    values=Columns(lambda claims, mode, tier: {"sinks": [False, True] if claims.sinks else [False]}),
+    covered=(option("sinks", lambda claims, mode: claims.sinks, lambda case: case.sinks),),
+    simpler=of_flag("sinks"),
+    undeclared=(_undeclared_sinks,),
+    random=lambda draws, claims, so_far: {"sinks": draws.one_of([False, True])} if claims.sinks else {},
+    varies="layer",
+    apply=(OnLayers(_sinks),),
+)

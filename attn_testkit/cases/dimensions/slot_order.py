@@ -1,0 +1,24 @@
+"""How a request's tokens lie in the KV pool."""
+
+from __future__ import annotations
+
+from .dimension import Columns, Dimension, Without, listed_word, no_capability, of_fields
+
+__all__ = ["LAYOUTS", "SLOT_ORDER"]
+
+LAYOUTS = ("contiguous", "shuffled", "interleaved", "reversed", "shared")
+"""``reversed``: pages descend inside a request (non-monotonic slots). ``shared``: requests have the whole pages that
+their prefixes have in common, as after a hit in a prefix cache."""
+
+SLOT_ORDER = Dimension(
+    name="layout",
+    fields=("layout",),
+    words=(listed_word(LAYOUTS, "layout"),),
+    describe=lambda case: {"layout": case.layout},
+    values=Columns(lambda claims, mode, tier: {"layout": list(LAYOUTS)}),
+    simpler=of_fields("layout"),
+    random=lambda draws, claims, so_far: {"layout": draws.one_of(LAYOUTS)},
+    varies="step",
+    apply=Without("cases/schedule.py gives requests their pages, and cases/variety.py each step another order."),
+    **no_capability("Every backend takes every order of slots."),
+)

@@ -1,0 +1,163 @@
+"""The sliding window of a layer, and how the windows of a model's layers may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ...contract import LAYER_WINDOWS, BackendContext, Capabilities, ForwardMode
+from ..fields import Changes, Fields
+from ..layers import PERIOD
+from .dimension import Asked, Columns, Covered, Dimension, Draws, OnLayers, Row, Word, of_number, option
+from .numbers import nearer_numbers
+from .outside import with_layers
+from .rows import keys_of
+
+__all__ = ["WINDOW", "branches"]
+
+_WINDOWS = (0, 4, 11, 46, 4000)
+"""46: W + 1 keys end just below a multiple of 16, and W + the rows of a request lie beyond it."""
+_MOST_RANDOM = 80
+
+
+def branches(tree: object) -> bool:
+    """Whether rows are a tree that branches: whoever declares ``window_in_trees`` takes a window with it."""
+    return getattr(tree, "topk", 1) > 1
+
+
+def _write(case: Fields) -> str:
+    if case.window < 0:
+        return ""
+    return f"w{case.window}{'' if case.layer_windows == 'any' else case.layer_windows}"
+
+
+def _phrase(case: Fields) -> str:
+    if case.window < 0:
+        return ""
+    if case.layer_windows == "same":
+        return f"{case.window} keys back, in all layers"
+    turns = case.layers.turns
+    return f"{case.window} keys back, in {turns}" + ("; the others have none" if case.layer_windows == "one" else "")
+
+
+def _declared(claims: Capabilities, case: Fields) -> bool:
+    if case.window < 0:
+        return True
+    wider = LAYER_WINDOWS.index(claims.layer_windows) <= LAYER_WINDOWS.index(case.layer_windows)
+    return case.mode in claims.sliding_window and case.window >= claims.min_window and wider
+
+
+def _fit(claims: Capabilities, case: Fields) -> Changes:
+    if case.window < 0:
+        return {"layer_windows": "any"}
+    return {"window": max(case.window, claims.min_window), "layer_windows": claims.layer_windows}
+
+
+def _columns(claims: Capabilities, mode: ForwardMode) -> list[int]:
+    windows = dict.fromkeys(max(window, claims.min_window) for window in _WINDOWS)
+    return [-1, *windows] if mode in claims.sliding_window else [-1]
+
+
+def _of_row(claims: Capabilities, row: Row, so_far: Changes) -> Changes:
+    return {"window": -1} if branches(row.get("tree")) and not claims.window_in_trees else {}
+
+
+def _windowed(case: Fields) -> bool:
+    return case.window >= 0 and case.window + 1 < max(keys_of(case))
+
+
+def _in_trees(claims: Capabilities, mode: ForwardMode) -> bool:
+    trees = mode is ForwardMode.TARGET_VERIFY and min(claims.max_topk, claims.max_q_rows - 1) > 1
+    return trees and mode in claims.sliding_window and claims.window_in_trees
+
+
+def _smaller(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
+    if case.window > claims.min_window:
+        yield {"window": claims.min_window}
+        yield from ({"window": window} for window in nearer_numbers(case.window, claims.min_window))
+
+
+def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
+    fits = claims.window_in_trees or not branches(so_far.get("tree"))
+    if so_far["mode"] not in claims.sliding_window or not fits or not draws.one_of([False, True]):
+        return {}
+    return {"window": draws.number(claims.min_window, max(_MOST_RANDOM, claims.min_window))}
+
+
+def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if context.modes <= claims.sliding_window:
+        return None
+    return "a sliding window", with_layers(context, sliding_window_size=4)
+
+
+def _takes_windows(claims: Capabilities, context: BackendContext) -> bool:
+    return context.modes <= claims.sliding_window and (context.topk <= 1 or claims.window_in_trees)
+
+
+def _narrower(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if not claims.min_window or not _takes_windows(claims, context):
+        return None
+    window = claims.min_window - 1
+    return f"a sliding window of size {window}", with_layers(context, sliding_window_size=window)
+
+
+def _two(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if claims.layer_windows == "any" or len(context.layers) < 2 or not _takes_windows(claims, context):
+        return None
+    first = max(claims.min_window, 4)
+    other = first + 1 if claims.layer_windows == "one" else -1
+    by_turns = (replace(each, sliding_window_size=(first, other)[at % 2]) for at, each in enumerate(context.layers))
+    return f"layers with sliding windows {first} and {other}", replace(context, layers=tuple(by_turns))
+
+
+def _layers(case: Fields) -> Sequence[Changes]:
+    """By turns. Either may be the one with the case's window; sometimes the other has a wider one."""
+    windows = [case.window, case.window]
+    if case.window >= 0 and case.layer_windows != "same":
+        wider = case.layer_windows == "any" and case.pick("other-window")
+        windows[1 - case.pick("windowed-layer")] = 2 * case.window + 3 if wider else -1
+    return [{"sliding_window_size": windows[place % PERIOD]} for place in range(case.layers.count)]
+
+
+WINDOW = Dimension(
+    name="window",
+    fields=("window", "layer_windows"),
+    words=(
+        Word(r"w(\d+)(one|same)?", lambda match: {"window": int(match[1]), "layer_windows": match[2] or "any"}, _write),
+    ),
+    describe=lambda case: {"window": _phrase(case)},
+    declared=(
+        Asked(lambda case: f"sliding window {case.window} ({case.layer_windows})", _declared),
+        Asked(
+            lambda case: "a sliding window with a branching tree",
+            lambda claims, case: claims.window_in_trees or case.window < 0 or not branches(case.tree),
+        ),
+    ),
+    fit=_fit,
+    values=Columns(lambda claims, mode, tier: {"window": _columns(claims, mode)}, _of_row),
+    covered=(
+        option("sliding window", lambda claims, mode: mode in claims.sliding_window, _windowed),
+        option("sliding window in trees", _in_trees, lambda case: _windowed(case) and branches(case.tree)),
+        # The smallest, if it is not the usual one.
+        Covered(
+            "window",
+            "sliding window of size",
+            lambda claims, mode: {claims.min_window} - {0} if mode in claims.sliding_window else (),
+            lambda claims, case: case.window if _windowed(case) else None,
+            lambda claims, case, window: {
+                "window": window,
+                "prefixes": (max(case.prefixes[0], window + 1), *case.prefixes[1:]),
+            },
+        ),
+    ),
+    simpler=of_number(
+        "window",
+        "layer_windows",
+        value=lambda case: "none" if case.window < 0 else f"{case.window}{case.layer_windows.removeprefix('any')}",
+        steps=_smaller,
+    ),
+    undeclared=(_undeclared, _narrower, _two),
+    random=_random,
+    varies="layer",
+    apply=(OnLayers(_layers),),
+)

@@ -1,0 +1,245 @@
+"""The record behind a case: plain data, checked, without a name. Dimensions read it and say how it is written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+from ..contract import LAYER_WINDOWS, ForwardMode, HeadShape
+from .draft import Draft
+from .head_shapes import HeadMap, wrong_with_shapes
+from .layers import PERIOD, Layers
+from .trees import Tree
+
+__all__ = ["C", "Changes", "Fields", "Heads"]
+
+Changes = Mapping[str, Any]
+"""Names of fields and their new values."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head layout of one rank."""
+
+    family: str
+    """``mha``, ``gqa``, ``mqa`` or ``mla``."""
+    q_heads: int
+    kv_heads: int
+    """A divisor of ``q_heads``: as many (mha), fewer (gqa), 1 (mqa, mla)."""
+
+    def __str__(self) -> str:
+        ratio = self.q_heads // self.kv_heads
+        return f"gqa{ratio}x{self.kv_heads}" if self.family == "gqa" else f"{self.family}{self.q_heads}"
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a case and what follows from them. ``Case`` adds the id, which dimensions write.
+
+    Lengths are in tokens; every tuple has one entry per request.
+
+    Raises ``ValueError`` for a batch that is empty or larger than its bucket, accepted counts that are not one per
+    request and 1 .. width, new tokens that are not one or more per request or more than their graph holds, chunks in
+    another mode than extend, a tree in another mode than target-verify, or none there, a draft in another mode than
+    draft-decode, or none there, a loop without a draft, with an FP8 pool, or with other layers than two from 0, parts
+    that a draft cannot have, KV groups in draft-decode or beside parts or a way, layers that share a window where
+    there is none, and MLA with the usual scaling; also for layers whose heads do not lie in those of the case
+    (``cases/head_shapes.py``), which are of MLA, or which stand beside parts or a way.
+    """
+
+    mode: ForwardMode
+    heads: Heads
+    head_dim: int
+    """Width of a value row (MLA: of the latent part)."""
+    dtype: str
+    """Of q, k, v and the output: ``fp16``, ``bf16`` or ``fp32``."""
+    page_size: int
+    """KV slots a page."""
+    prefixes: tuple[int, ...]
+    """Keys of each request before this step."""
+    new: tuple[int, ...] = ()
+    """Draft-extend: accepted tokens of each request, 1 .. width. Extend: new tokens of each. Empty elsewhere."""
+    width: int = 1
+    """Rows a request in the graph: 1, N (verify, v2) or S + 1 (v1). Extend: a graph of B requests has B times as many,
+    and a step shares them out. Of a tree as many as it has nodes, of a draft those of all forwards: not given."""
+    chunks: int = 1
+    """Extend: steps in which the prompts of the own batch come; it is the first of them. 1 elsewhere."""
+    rounds: int = 0
+    """Draft-decode: rounds of a lossless loop (``cases/loop.py``), run beside the steps. 0 elsewhere."""
+    tree: Tree | None = None
+    """Target-verify: the draft tree. None elsewhere."""
+    draft: Draft | None = None
+    """Draft-decode: the branches. None elsewhere."""
+    prefixed: bool = False
+    """Draft-decode: no request of any step has an empty prefix."""
+    layout: str = "shuffled"
+    """One of ``LAYOUTS`` (``dimensions/slot_order.py``)."""
+    data: str = "gauss"
+    """A data pattern (``dimensions/data_pattern.py``)."""
+    rope_dim: int = 0
+    """MLA: width of the part of a key that is no value. 0 elsewhere."""
+    kv_dtype: str = "same"
+    """Of the KV pool: ``same`` as ``dtype``, or ``fp8_e4m3``."""
+    kv_layout: str = "nhd"
+    """How the KV pool lies in memory: one of ``KV_LAYOUTS``."""
+    window: int = -1
+    """W of every second layer; the others have none, or a wider one: see ``make_layers``."""
+    layer_windows: str = "any"
+    """One of ``LAYER_WINDOWS``. ``one``: the others have none. ``same``: all layers have it. ``any`` without a
+    window."""
+    usual_scaling: bool = False
+    """All layers have the scaling 1/sqrt(head_dim). Without it no two have the same, and none has that; MLA always is
+    without."""
+    logit_cap: float = 0.0
+    """Soft cap of every second layer; 0.0: none."""
+    sinks: bool = False
+    """All layers have attention sinks, one logit a query head."""
+    layers: Layers = field(default=Layers())
+    """How many there are, under which ids, and whether they share a KV group."""
+    parts: str = ""
+    """Keys are attended in parts, each with its log-sum-exp: ``whole``, ``prefix`` for the prefix and the new rows,
+    ``pagesR`` or ``tokensR`` for R ranks (``cases/parts.py``). Empty: they are not."""
+    own_merge: bool = False
+    """The backend merges the parts; otherwise the kit does."""
+    bucket: int = 1
+    """Batch size of the graph that the case's own batch runs in."""
+    padding: str = "prod"
+    """One of ``PADDINGS`` (``dimensions/padding.py``)."""
+    mixed: bool = False
+    """Graph drives of all claimed modes share one backend instance and run interleaved."""
+    way: str = ""
+    """Word of a server variant (``ways/``); empty: as all servers do it."""
+    seed: int = 0
+    """Other data, slots, schedule and choices for the same shapes."""
+    host: Fields | None = field(default=None, repr=False)
+    """The mixed case whose backend instance, and so whose layers, this one shares. No word of the id, because only
+    ``companions`` makes such a case, and the id of the host rebuilds it."""
+
+    def __post_init__(self) -> None:
+        rows = self.tree or self.draft
+        if rows is not None:
+            object.__setattr__(self, "width", len(rows))
+        if not self.prefixes:
+            raise ValueError("a case needs at least one request")
+        if self.bucket < len(self.prefixes):
+            raise ValueError(f"bucket {self.bucket} is smaller than the batch of {len(self.prefixes)} requests")
+        if self.mode is ForwardMode.EXTEND:
+            self._check_new_tokens()
+        elif self.new and (len(self.new) != len(self.prefixes) or not all(1 <= n <= self.width for n in self.new)):
+            raise ValueError(f"accepted counts {self.new} must be one per request, each 1..{self.width}")
+        if self.chunks < 1 or (self.chunks > 1 and self.mode is not ForwardMode.EXTEND):
+            raise ValueError(f"{self.chunks} chunks: prompts come in one or more, and in extend alone")
+        if (self.tree is not None) != (self.mode is ForwardMode.TARGET_VERIFY):
+            raise ValueError("a tree goes with target-verify, and only with it")
+        if (self.draft is not None) != (self.mode is ForwardMode.DRAFT_DECODE):
+            raise ValueError("a draft goes with draft-decode, and only with it")
+        if self.prefixed and (not self.draft or 0 in self.prefixes):
+            raise ValueError(f"prefixed, with keys {self.prefixes}: in draft-decode alone, and one key or more of each")
+        if self.rounds < 0 or (self.rounds and (not self.draft or self.kv_dtype != "same")):
+            raise ValueError(f"{self.rounds} rounds: a loop goes with draft-decode, and a KV pool of the model's dtype")
+        if self.own_merge and self.parts in ("", "whole"):
+            raise ValueError("a backend merges parts, and the case has none")
+        if self.parts and (self.mixed or self.rounds or (self.draft and self.parts != "whole")):
+            raise ValueError(f"parts {self.parts!r}: of no mixed case and of no loop, and of a draft the whole alone")
+        if self.rounds and self.layers != Layers():
+            raise ValueError(f"{self.layers}: the model of a loop has two layers, from id 0 on")
+        if self.layer_windows not in LAYER_WINDOWS or (self.layer_windows != "any" and self.window < 0):
+            raise ValueError(
+                f"layer_windows {self.layer_windows!r}: one of {LAYER_WINDOWS}, and 'any' without a window"
+            )
+        if self.usual_scaling and self.is_mla:
+            raise ValueError("MLA has a scaling of its own, and never the usual one of its rows")
+        if self.layers.groups and self.draft:
+            raise ValueError(f"{self.layers}: in draft-decode all layers share one KV group")
+        if self.layers.groups and (self.parts or self.way):
+            beside = f"parts {self.parts!r}" if self.parts else f"way {self.way!r}"
+            raise ValueError(f"{self.layers}: KV groups go neither with parts nor with a way, here {beside}")
+        if self.layers.shapes:
+            self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        beside = "mla" if self.is_mla else self.parts or self.way
+        if beside:
+            raise ValueError(f"{self.layers}: heads that differ go neither with MLA, parts nor a way, here {beside!r}")
+        wrong = wrong_with_shapes(self.head_shape, self.layers.shapes)
+        if wrong:
+            raise ValueError(f"{self.layers} in a case of {self.heads} and head dim {self.head_dim}: {wrong}")
+
+    def _check_new_tokens(self) -> None:
+        if len(self.new) != len(self.prefixes) or min(self.new) < 1:
+            raise ValueError(f"new tokens {self.new} must be one or more per request")
+        if sum(self.new) > self.bucket * self.width:
+            raise ValueError(
+                f"{sum(self.new)} new tokens are more than the {self.bucket} x {self.width} of their graph"
+            )
+
+    @property
+    def head_shape(self) -> HeadShape:
+        """What holds the heads of every layer: see ``cases/head_shapes.py``."""
+        return HeadShape(self.heads.q_heads, self.heads.kv_heads, self.head_dim + self.rope_dim)
+
+    @cached_property
+    def head_maps(self) -> tuple[HeadMap, ...]:
+        """Where the heads of each layer lie in ``head_shape``; empty where all layers have that."""
+        shapes = self.layers.shapes
+        return tuple(HeadMap(shapes[i % PERIOD], self.head_shape) for i in range(self.layers.count)) if shapes else ()
+
+    @property
+    def layer_shapes(self) -> tuple[HeadShape, ...]:
+        """Heads of each layer."""
+        by_turns = self.layers.shapes or (self.head_shape,)
+        return tuple(by_turns[i % len(by_turns)] for i in range(self.layers.count))
+
+    @property
+    def bs(self) -> int:
+        """Live requests of the case's own batch."""
+        return len(self.prefixes)
+
+    @property
+    def most_new(self) -> int:
+        """Most rows of a request in any step."""
+        return max(self.width, *self.new) if self.new else self.width
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows a request in one forward of the model."""
+        return self.draft.branches if self.draft else self.width
+
+    @property
+    def topk(self) -> int:
+        """K of the draft tree; 0 without one."""
+        return self.tree.topk if self.tree else 0
+
+    @property
+    def id(self) -> str:
+        """The name of the case. ``Case`` has it."""
+        raise NotImplementedError("Fields have no name; make a Case")
+
+    def pick(self, name: str, n: int | None = None) -> int:
+        """The value of a derived parameter. ``Case`` has it."""
+        raise NotImplementedError("Fields have no name, which derived parameters follow from; make a Case")
+
+    @property
+    def context_len(self) -> int:
+        """``max_context_len`` of the schedule, in tokens. ``Case`` has it."""
+        raise NotImplementedError("Fields have no name, which lengths of steps follow from; make a Case")
+
+    @cached_property
+    def digest(self) -> int:
+        """Seed of everything random in the case: 64 bits from its id, the same on every machine.
+
+        For data and slots alone; what a case decides comes from ``pick``.
+        """
+        return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little")
+
+    @property
+    def is_mla(self) -> bool:
+        """Whether v is a part of k."""
+        return self.heads.family == "mla"
+
+
+C = TypeVar("C", bound=Fields)
+"""A function of any record gives back the kind that it was given."""

@@ -1,0 +1,94 @@
+"""A dimension answers everything that is asked of dimensions, and no field of a case is without one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+
+import pytest
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases import catalogue
+from attn_testkit.cases.case import WORDS
+from attn_testkit.cases.dimensions.dimension import Dimension, Without
+from attn_testkit.cases.dimensions.sinks import SINKS
+from attn_testkit.cases.dimensions.table import DIMENSIONS, forgotten
+from attn_testkit.cases.draft import Draft
+from attn_testkit.cases.fields import Fields, Heads
+from attn_testkit.cases.trees import Tree, chain
+from attn_testkit.cases.ways import WAYS
+from attn_testkit.contract import Capabilities, ForwardMode
+
+MEMBERS = [member.name for member in fields(Dimension)]
+FIELDS = Fields(ForwardMode.DECODE, Heads("mha", 2, 2), 64, "bf16", 16, (20, 3), bucket=2)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_a_dimension_without_a_member_does_not_construct_and_the_member_is_named(member: str) -> None:
+    others = {name: getattr(SINKS, name) for name in MEMBERS if name != member}
+    with pytest.raises(TypeError, match=f"'{member}'"):
+        Dimension(**others)
+
+
+def test_a_member_that_has_no_meaning_comes_with_a_reason() -> None:
+    assert not list(Without("Every backend takes it."))
+    with pytest.raises(ValueError, match="says why"):
+        Without("")
+
+
+def test_a_dimension_of_a_field_that_no_case_has_is_refused_with_the_place_to_add_it() -> None:
+    with pytest.raises(ValueError, match=r"no case has a field 'sink'; add it to cases/fields.py"):
+        replace(SINKS, fields=("sink",))
+
+
+@pytest.mark.parametrize("name", sorted(set(Fields.__dataclass_fields__) - {"host"}))
+def test_a_field_that_no_dimension_has_is_noticed(name: str) -> None:
+    assert forgotten(DIMENSIONS) == set()
+    assert name in forgotten(tuple(each for each in DIMENSIONS if name not in each.fields))
+
+
+def test_each_dimension_has_a_name_of_its_own() -> None:
+    assert len({each.name for each in DIMENSIONS}) == len(DIMENSIONS)
+
+
+def test_fields_without_a_name_have_nothing_that_follows_from_one() -> None:
+    for ask in (lambda: FIELDS.id, lambda: FIELDS.digest, lambda: FIELDS.context_len, lambda: FIELDS.pick("data")):
+        with pytest.raises(NotImplementedError, match="make a Case"):
+            ask()
+
+
+def test_columns_of_the_array_keep_their_order_and_new_ones_come_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = TorchNativeBackend.capabilities
+    every = {name for mode in ForwardMode for name in catalogue._columns(claims, mode, "core")}
+    assert every == set(catalogue._COLUMNS)
+    before = list(catalogue._columns(claims, ForwardMode.DECODE, "core"))
+
+    def values(claims: Capabilities, mode: ForwardMode, tier: str) -> dict[str, list[bool]]:
+        return {"new": [False, True]}
+
+    added = replace(DIMENSIONS[0], values=replace(SINKS.values, values=values))
+    monkeypatch.setattr(catalogue, "DIMENSIONS", (added, *DIMENSIONS))
+    assert list(catalogue._columns(claims, ForwardMode.DECODE, "core")) == [*before, "new"]
+
+
+def test_rows_follow_from_a_tree_and_from_a_draft_whatever_is_said_of_them() -> None:
+    verify = replace(FIELDS, mode=ForwardMode.TARGET_VERIFY, tree=chain(5), width=2)
+    assert verify.width == 5
+    assert replace(verify, tree=Tree((0, 0))).width == 3
+    drafted = replace(FIELDS, mode=ForwardMode.DRAFT_DECODE, draft=Draft(2, 4))
+    assert drafted.width == 6
+    assert replace(drafted, mode=ForwardMode.DRAFT_EXTEND, draft=None, width=4, new=(1, 4)).width == 4
+
+
+def test_what_goes_with_other_things_says_with_what() -> None:
+    assert [word for word, way in WAYS.items() if not way.combines] == ["far", "shapes", "bigpool"]
+    assert [word for word, way in WAYS.items() if not way.reaches_kernels] == ["idle", "norows"]
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_every_word_of_an_id_is_that_of_one_dimension(mode: ForwardMode) -> None:
+    claims = TorchNativeBackend.capabilities
+    ids = [case.id.removeprefix(f"{mode}-") for case in catalogue.generate(claims, mode, "core")]
+    assert len(ids) > 100
+    for word in {word for each in ids for word in each.split("-")}:
+        assert len([kind for kind in WORDS if re.fullmatch(kind.pattern, word)]) == 1, word
