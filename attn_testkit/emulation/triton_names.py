@@ -67,7 +67,9 @@ def range_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     """Python's `range`, whose counters are numbers that a kernel may take for tensors."""
     number = python_number(module)
 
-    def counted_range(*args: Any) -> Any:
+    def counted_range(*args: Any, **ignored: Any) -> Any:
+        # Triton's compiler takes keywords of Python's range and ignores them: FlagGems' kernels write
+        # range(n, warp_specialize=True).
         parts = _parts(module, args)
         if not any(type(value) is Number for value in parts):
             return map(number, stock(*args))

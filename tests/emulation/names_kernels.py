@@ -48,7 +48,7 @@ def counters_as_tensors(x, out, counts, scale, N: tl.constexpr):
     row = tl.program_id(0)
     at = tl.arange(0, N)
     total = tl.load(x + row * N + at)
-    for i in range(0, N, 4):
+    for i in range(0, N, 4, warp_specialize=True):  # Triton's compiler ignores keywords of Python's range
         total += i.to(tl.float32) + (i // 2 + 1).to(tl.int64) + (-i).to(tl.int32)
     count = tl.load(counts + row)
     for i in range(count):
