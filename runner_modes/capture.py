@@ -13,7 +13,6 @@ from attn_testkit.cases.schedule import Schedule
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import side_stream
 from attn_testkit.graphs.capture import Captured, record, warm_up
-from attn_testkit.graphs.compilers import while_compilers_work
 from attn_testkit.graphs.held_tensors import block_of, tensors_held_by
 from attn_testkit.graphs.poison import poisoned
 from attn_testkit.model import Trace
@@ -170,7 +169,7 @@ def _capture_bucket(
     with blame("plan before capture", label):
         backend.init_forward_metadata_before_capture(batch)
     before = set(blocks_held(harness).values())
-    with blame("capture", label), while_compilers_work(harness.compiled_in_captures.append, lambda: None):
+    with blame("capture", label):
         captured = record(run_once, side, pool)
     held = tensors_held_by(backend, (harness.context,)).items()
     allocated = [Allocated(path, label, weakref.ref(t)) for path, t in held if block_of(t) not in before]

@@ -171,8 +171,6 @@ class ServerHarness:
         """Called when all graphs are captured."""
         self.compiled: list[str] = []
         """What compilers and tuners did inside of plans and eager forwards, in that order."""
-        self.compiled_in_captures: list[str] = []
-        """The same inside of captures, which warm-ups have not come to."""
         self.copies_pool = True
         """Whether observations hold the KV pool."""
         self.follow: Callable[[torch.Tensor, Trace], torch.Tensor] = self._next_rows
