@@ -1,53 +1,101 @@
-"""``explain``: what a check means, or what a case is."""
+"""``explain``: what a check, a word or a case means."""
 
 from __future__ import annotations
 
+import difflib
+
 import click
 
+from ..glossary import Entry, all_entries, entry_of
 from ..registry import UsageError, did_you_mean
+from ..results import CHECK_IDS, MODES
 
 __all__ = ["explain"]
 
+_LEAST_HYPHENS = 5
+"""Of what is read as a case id though it begins with no mode: no check and no word has as many."""
+
 
 @click.command(
-    short_help="Say what a check or a case is.",
+    short_help="Explain a check, a word or a case.",
     epilog="""\b
 Examples:
   attn-testkit explain
   attn-testkit explain replay-follows-batch
+  attn-testkit explain bucket
+  attn-testkit explain --list
   attn-testkit explain decode-gqa4x2-d64-bf16-p16-k33-shuffled-gauss-b1prod""",
 )
-@click.argument("what", required=False, metavar="[CHECK|CASE]")
-def explain(what: str | None) -> int:
-    """Say what a check means and what usually breaks it, or what a case id stands for.
+@click.argument("what", nargs=-1, metavar="[CHECK|WORD|CASE]")
+@click.option("--list", "show_words", is_flag=True, help="List every word of the glossary.")
+def explain(what: tuple[str, ...], show_words: bool) -> int:
+    """Explain a check and what usually breaks it, a word of case ids, failures and tables, or a case id.
 
     Without an argument: every check in one line.
     """
-    from ..checks import CHECKS
+    name = " ".join(what)
+    if show_words:
+        if name:
+            raise UsageError(f"--list prints every word; leave out {name!r}, or leave out --list")
+        _list_words()
+    elif not name or name in CHECK_IDS:
+        _explain_check(name)
+    elif entry := entry_of(name):
+        _print_entry(entry)
+    else:
+        _explain_case(name)
+    return 0
 
-    if what is None:
+
+def _list_words() -> None:
+    group = ""
+    for entry in all_entries():
+        if entry.group != group:
+            click.secho(("\n" if group else "") + entry.group, bold=True)
+            group = entry.group
+        click.echo(f"  {', '.join((entry.word, *entry.also))}")
+
+
+def _explain_check(name: str) -> None:
+    from ..checks import CHECKS  # comes with torch, which words do not need
+
+    if not name:
         width = max(map(len, CHECKS))
         for check in CHECKS.values():
             click.echo(f"{click.style(check.id.ljust(width), bold=True)}  {check.text}")
-        return 0
-    if what in CHECKS:
-        check = CHECKS[what]
-        click.secho(check.id, bold=True)
-        rows = (("check", check.text), ("cause", check.cause), ("source", check.source), ("reading", check.how_to_read))
-        for name, text in rows:
-            click.echo(f"  {name:<8} {text}")
-        return 0
-    return _explain_case(what, tuple(CHECKS))
+        return
+    check = CHECKS[name]
+    click.secho(check.id, bold=True)
+    rows = [("check", check.text), ("cause", check.cause), ("source", check.source), ("reading", check.how_to_read)]
+    entry = entry_of(name)
+    for label, text in [*rows, *([("word", entry.text)] if entry else [])]:
+        click.echo(f"  {label:<8} {text}")
 
 
-def _explain_case(what: str, checks: tuple[str, ...]) -> int:
+def _print_entry(entry: Entry) -> None:
+    click.secho(entry.word, bold=True)
+    for label, text in (("meaning", entry.text), ("also", ", ".join(entry.also)), ("page", f"docs/{entry.page}")):
+        if text:
+            click.echo(f"  {label:<8} {text}")
+
+
+def _explain_case(name: str) -> None:
+    if name.count("-") < _LEAST_HYPHENS and not name.startswith(tuple(f"{mode}-" for mode in MODES)):
+        near = _near(name) or "; attn-testkit explain --list prints every word"
+        raise UsageError(f"no check, word or case id {name!r}{near}")
     from ..cases.case import parse_case
     from .explain_case import explain_case
 
-    hint = did_you_mean(what, checks)
     try:
-        case = parse_case(what)
+        case = parse_case(name)
     except ValueError as error:
-        raise UsageError(f"no check {what!r}{hint}" if hint else str(error)) from error
+        raise UsageError(str(error)) from error
     explain_case(case)
-    return 0
+
+
+def _near(name: str) -> str:
+    """The word that was probably meant, and up to two others that are near."""
+    words = [*CHECK_IDS, *(word for entry in all_entries() for word in (entry.word, *entry.also))]
+    first = did_you_mean(name, words)
+    others = [word for word in difflib.get_close_matches(name, words, n=3, cutoff=0.7) if repr(word) not in first]
+    return first + (f" Also near: {', '.join(others)}" if first and others else "")

@@ -13,6 +13,7 @@ from ..cases.dimensions.numbers import listed
 from ..cases.dimensions.table import DIMENSIONS
 from ..cases.schedule import Schedule, Step, make_schedule
 from ..contract import ForwardMode
+from ..glossary import entry_of
 
 __all__ = ["explain_case"]
 
@@ -36,7 +37,13 @@ def _print_rows(rows: Sequence[tuple[str, str]]) -> None:
 def _phrases(case: Case) -> Iterator[tuple[str, str]]:
     for dimension in DIMENSIONS:
         if not isinstance(dimension.describe, Without):
-            yield from ((label, phrase) for label, phrase in dimension.describe(case).items() if phrase)
+            yield from ((label, _with_meaning(phrase)) for label, phrase in dimension.describe(case).items() if phrase)
+
+
+def _with_meaning(phrase: str) -> str:
+    """A phrase that is nothing but a word of the glossary, such as ``cliff``, with what the glossary says."""
+    entry = entry_of(phrase)
+    return f"{phrase}: {entry.text}" if entry and phrase in (entry.word, *entry.also) else phrase
 
 
 def _steps(schedule: Schedule) -> Iterator[tuple[str, str]]:

@@ -296,6 +296,53 @@ def test_explain_gives_a_check_its_cause_and_the_right_spelling(call):
     assert "matches-oracle" in out
 
 
+def test_explain_gives_a_word_of_ids_failures_and_tables_its_meaning(call):
+    code, out, _ = call("explain", "spread")
+    assert code == 0
+    assert out.splitlines()[0] == "spread"
+    assert "which requests, how many values and rows" in out
+    for spelled in (["ran on"], ["ran", "on"], ["RAN_ON"]):
+        assert call("explain", *spelled)[1].splitlines()[0] == "ran on"
+    _, out, _ = call("explain", "way")
+    assert out.splitlines()[0] == "server variant", "the standard word, with the kit's present one below"
+    assert "also     way" in out
+    assert call("explain", "b7nan")[1] == call("explain", "b4nan")[1]
+    _, out, _ = call("explain", "log-sum-exp")
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["check", "cause", "source", "reading", "word"]
+
+
+def test_explain_suggests_near_words_and_lists_all(call):
+    code, _, err = call("explain", "spred")
+    assert code == 4
+    assert "no check, word or case id 'spred'; did you mean 'spread'?" in err
+    code, _, err = call("explain", "xyzzy")
+    assert code == 4
+    assert "attn-testkit explain --list" in err
+    code, out, _ = call("explain", "--list")
+    assert code == 0
+    assert "  server variant, way, ways, dialect" in out.splitlines()
+    code, _, err = call("explain", "--list", "spread")
+    assert code == 4
+    assert "leave out" in err
+
+
+def test_explain_reads_a_misspelt_case_id_as_one(call):
+    for case_id in ("decode-gqa4x2-d64", "decod-gqa4x2-d64-bf16-p16-k33-shuffled-gauss-b1prod"):
+        code, _, err = call("explain", case_id)
+        assert code == 4
+        assert "no check, word" not in err
+        assert "case id" in err
+
+
+def test_explain_needs_torch_for_no_word():
+    code = (
+        "import sys; from attn_testkit.cli import main\n"
+        "code = main(['explain', 'spread']) or main(['explain', 'spred'])\n"
+        "sys.exit(99 if 'torch' in sys.modules else code)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 4
+
+
 def test_explain_says_what_a_case_id_stands_for(call):
     from attn_testkit.cases.case import Case, Heads
     from attn_testkit.contract import ForwardMode
@@ -306,7 +353,10 @@ def test_explain_says_what_a_case_id_stands_for(call):
     fields, steps, choices = [part.splitlines()[1:] for part in out.split("\n\n")]
     assert any(line.split()[:2] == ["step", "8"] for line in steps)
     assert any(line.split()[:2] == ["grad-mode", "torch.no_grad"] for line in choices) is not case.inference_mode
-    assert [line.split(None, 1) for line in fields] == [
+    assert any("shuffled: The pages of all requests are in random places" in line for line in fields)
+    # A phrase that is only a word is followed by a colon and its text in the glossary.
+    phrases = [line.split(None, 1) for line in fields]
+    assert [[label, phrase if label == "heads" else phrase.split(":")[0]] for label, phrase in phrases] == [
         ["mode", "decode"],
         ["heads", "gqa: 8 query heads, 2 KV heads"],
         ["head_dim", "64"],
