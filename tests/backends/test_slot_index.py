@@ -106,4 +106,4 @@ class SaysNothing(RaggedPrefillBackend):
 def test_without_the_claim_it_is_told_what_to_claim() -> None:
     found = check_backend(SaysNothing, device="cpu", modes=["extend"], executions=["eager"], tier="smoke")
     assert not found.ok
-    assert any("claim new_rows_as_given={'extend'}" in finding.hint for row in found for finding in row.findings)
+    assert any("declare new_rows_as_given={'extend'}" in finding.hint for row in found for finding in row.findings)
