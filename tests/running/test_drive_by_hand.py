@@ -14,8 +14,8 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.checks import Stage
 from attn_testkit.contract import Unsupported
-from attn_testkit.running import case_run
-from attn_testkit.running.case_run import _Drive, in_other_company
+from attn_testkit.running.case_runs import case_run
+from attn_testkit.running.case_runs.case_run import _Drive, in_other_company
 
 PLAIN = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
 MIXED = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod-mixed"

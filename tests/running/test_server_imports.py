@@ -13,9 +13,9 @@ import torch
 from in_process import check_backend, plan_run
 
 from attn_testkit.examples import MinimalBackend
-from attn_testkit.running import server_imports
-from attn_testkit.running.process_state import changes, restore, take_state
-from attn_testkit.running.server_imports import ServerImports
+from attn_testkit.running.hygiene import server_imports
+from attn_testkit.running.hygiene.process_state import changes, restore, take_state
+from attn_testkit.running.hygiene.server_imports import ServerImports
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.9-shuffled-gauss-b2prod"
 OFF = "import torch\ntorch.backends.cuda.enable_cudnn_sdp(False)\n"

@@ -9,38 +9,38 @@ from functools import partial
 
 import torch
 
-from ..cases.case import Case, parse_case
-from ..cases.claimed import not_claimed
-from ..cases.data import StepData, make_step_data, new_kv, pool_image
-from ..cases.loop import make_loop, said
-from ..cases.schedule import Schedule, Step
-from ..cases.ways import dialect_of, way_of
-from ..checks import NUMERIC, Judgement, Stage, judged
-from ..checks.graphs import at_capture
-from ..checks.lossless import lossless, ran_to_its_end
-from ..checks.observation import Observation, StepInputs
-from ..checks.sameness import batch_invariant, repeatable
-from ..checks.step import judge_step
-from ..contract import Capabilities, Execution, ForwardMode
-from ..diagnosis.blame import explain_numeric, name_check
-from ..diagnosis.raised import explain_raised
-from ..diagnosis.rerun import Rerunner
-from ..diagnosis.strided_heads import blame_strided_heads
-from ..diagnosis.unset_width import WIDTH_OF, blame_unset_width
-from ..environment import Environment, resolve
-from ..model import pack
-from ..oracle.expect import expect, expect_of
-from ..results import CaseResult, Finding, Status
-from ..runner_modes.graphs import in_graphs, last_live
-from ..runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
+from ...cases.case import Case, parse_case
+from ...cases.claimed import not_claimed
+from ...cases.data import StepData, make_step_data, new_kv, pool_image
+from ...cases.loop import make_loop, said
+from ...cases.schedule import Schedule, Step
+from ...cases.ways import dialect_of, way_of
+from ...checks import NUMERIC, Judgement, Stage, judged
+from ...checks.graphs import at_capture
+from ...checks.lossless import lossless, ran_to_its_end
+from ...checks.observation import Observation, StepInputs
+from ...checks.sameness import batch_invariant, repeatable
+from ...checks.step import judge_step
+from ...contract import Capabilities, Execution, ForwardMode
+from ...diagnosis.blame import explain_numeric, name_check
+from ...diagnosis.raised import explain_raised
+from ...diagnosis.rerun import Rerunner
+from ...diagnosis.strided_heads import blame_strided_heads
+from ...diagnosis.unset_width import WIDTH_OF, blame_unset_width
+from ...environment import Environment, resolve
+from ...model import pack
+from ...oracle.expect import expect, expect_of
+from ...results import CaseResult, Finding, Status
+from ...runner_modes.graphs import in_graphs, last_live
+from ...runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
+from ..planning.request import Item, Plan, bare_result
+from ..processes.worker_process import WorkerLost
 from .case_run import in_other_company, loop_of, schedule_for, schedules_of
-from .pool import WorkerLost
-from .request import Item, Plan, bare_result
 
 __all__ = ["Drive", "fails", "judge_item"]
 
 Drive = Callable[[DriveCase | Rerun], Driven]
-"""Has a worker drive something. May raise ``pool.WorkerLost``."""
+"""Has a worker drive something. May raise ``WorkerLost``."""
 
 
 @dataclass

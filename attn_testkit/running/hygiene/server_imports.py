@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
-from ..registry import BRIDGES
+from ...registry import BRIDGES
 from .process_state import Accepted, ProcessState, accepted, changes, take_state, unchanged
 
 __all__ = ["ServerImports"]
