@@ -35,7 +35,7 @@ class Notes:
     def harness(self, backend_class: Any, schedules: Any, device: Any, *, claims: Any = None) -> Any:
         if self.error:
             raise self.error
-        self.made.append(Of(schedules=list(schedules), device=device, backend=None, context=None))
+        self.made.append(Of(schedules=list(schedules), device=device, backend=None, context=None, compiled=[]))
         return self.made[-1]
 
     def run_eager(

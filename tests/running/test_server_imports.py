@@ -78,6 +78,16 @@ def test_an_import_inside_another_belongs_to_the_outer_one(watch: ServerImports)
     assert changes(watch.accept_into(before)) == []
 
 
+def test_of_two_watches_in_a_process_the_later_one_has_what_an_import_changed(watch: ServerImports) -> None:
+    later = ServerImports("my_backends.triton:Another")
+    later.install()
+    try:
+        importlib.import_module("pretend_server.cuda")
+    finally:
+        later.remove()
+    assert (later.told, watch.told) == ([f"importing pretend_server.cuda changed the process: {CHANGE}"], [])
+
+
 @pytest.mark.parametrize("name", ["pretend_author", "pretend_library"])
 def test_an_import_of_somebody_else_is_not_accepted(watch: ServerImports, name: str) -> None:
     before = take_state()
