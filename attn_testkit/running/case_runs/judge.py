@@ -136,7 +136,7 @@ def _judged(
         missing = _missing(schedules, case, execution, claims, outcome.observed)
         outcome.findings += missing or _said(driven, case, execution, claims, environment)
         if execution is Execution.EAGER and not missing:
-            outcome.findings += _compared(case, claims, outcome.observed)
+            outcome.findings += _compared(claims, outcome.observed)
         elif execution is Execution.GRAPH and not outcome.failed:
             # What is wrong at a replay as well is reported there, with a place.
             outcome.findings += _not_finite([schedules[i] for i in driven.not_finite_in_warm_up], driven.fill, claims)
@@ -186,7 +186,7 @@ def step_inputs(schedule: Schedule, step: Step, claims: Capabilities) -> StepInp
     data = make_step_data(schedule, step)
     tails = schedule.case.kv_dtype in claims.finite_page_tails
     image = partial(_pool, schedule, step, data, tails)
-    slots, rows = new_kv(step, data)
+    slots, rows = new_kv(data)
     if step.stored:
         # They are in the pool already, and k and v are not to be looked at.
         slots, rows = slots[:0], rows[:, :, :0]
@@ -256,7 +256,7 @@ def _due(
             yield schedule.case.id, last_live(schedule).name, False
 
 
-def _compared(case: Case, claims: Capabilities, observed: Sequence[Observation]) -> list[Finding]:
+def _compared(claims: Capabilities, observed: Sequence[Observation]) -> list[Finding]:
     """Eager runs of the same numbers, held against each other."""
     first, again, *others = observed
     found = repeatable(first, again) if claims.deterministic else []
