@@ -68,6 +68,7 @@ def schedule_for(case: Case, claims: Capabilities) -> Schedule:
     others = {"lse_dtype": "model"} if lse_in_model else {}
     if in_fp8 and claims.q_scale != "none":
         others["q_scale"] = claims.q_scale
+    # Defaults are left out: the cache of make_schedule would keep a second object for the other spelling of a call.
     if products == "model" and not as_given:
         return make_schedule(case, **others)
     return make_schedule(case, products, as_given, **others)
