@@ -32,7 +32,7 @@ from rich.table import Table
 from attn_testkit.results import Status
 
 if TYPE_CHECKING:
-    from attn_testkit.running.request import Item, Judge, Plan
+    from attn_testkit.running.planning.request import Item, Judge, Plan
 
 CASES = {
     "decode": "decode-gqa4x2-d64-bf16-p16-k15.16.17-shuffled-gauss-b4prod",
@@ -122,8 +122,8 @@ def _check_same(here: Mapping[str, str], before: Record | None) -> None:
 
 
 def _of_backend(backend: str, how: _How, console: Console) -> Record:
-    from attn_testkit.running.judge_process import judge_for
-    from attn_testkit.running.request import Options, Request
+    from attn_testkit.running.planning.request import Options, Request
+    from attn_testkit.running.processes.judge_process import judge_for
 
     device = how.device
     found: dict[Item, tuple[float, float, dict[str, float]]] = {}
@@ -187,7 +187,7 @@ def _steps(plan: Plan, items: Sequence[Item]) -> dict[Item, tuple[int, int]]:
 
     from attn_testkit.contract import Execution
     from attn_testkit.environment import resolve
-    from attn_testkit.running.pool import Worker
+    from attn_testkit.running.processes.worker_process import Worker
 
     resolve(plan.device).prepare_process()
     counts: dict[Item, tuple[int, int]] = {}

@@ -29,7 +29,7 @@ STEPS = {
     ("capture.py", "record"): "captures",
     ("replay.py", "replay"): "plans and replays",
     ("observe.py", "observe"): "read back",
-    ("worker.py", "_changed"): "process compared",
+    ("worker_main.py", "_changed"): "process compared",
     ("claims.py", "refuses_undeclared"): "what is not claimed is refused",
     ("environment.py", "active"): "device entered and left",
     ("judge.py", "_judge_step"): "oracle and checks",

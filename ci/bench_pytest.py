@@ -24,13 +24,13 @@ from pathlib import Path
 import click
 
 from attn_testkit.results import CaseResult, RunHeader, Status
-from attn_testkit.running.request import Item, Options, Plan, Request
+from attn_testkit.running.planning.request import Item, Options, Plan, Request
 
 _ID = "decode-gqa4x2-d64-bf16-p16-k15.16.17x2-shuffled-gauss-b4prod-s{}"
 _BACKEND = "bench:{}"
 """Of so many case-runs."""
 _CONFTEST = """
-    import attn_testkit.running.judge_process as judge_process
+    import attn_testkit.running.processes.judge_process as judge_process
     judge_process.RUNNER = "bench_pytest"
 """
 _OWN = """
@@ -146,8 +146,8 @@ def _planned(tier: str) -> str:
     code = f"""
         import time; t = time.process_time(); import torch; t = time.process_time() - t
         from attn_testkit.backends.torch_native import TorchNativeBackend as Backend
-        from attn_testkit.running.plan import plan_run
-        from attn_testkit.running.request import Request
+        from attn_testkit.running.planning.plan import plan_run
+        from attn_testkit.running.planning.request import Request
         s = time.process_time()
         plan = plan_run(Request(("torch_native",), tier={tier!r}, device="cpu"), lambda _: Backend.capabilities)
         s = time.process_time() - s

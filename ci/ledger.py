@@ -39,7 +39,7 @@ from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode
 from attn_testkit.environment import missing_here, resolve
 from attn_testkit.oracle.expect import expect
 from attn_testkit.registry import load_backend
-from attn_testkit.running.case_run import gradients_off, schedule_for
+from attn_testkit.running.case_runs.case_run import gradients_off, schedule_for
 
 BACKENDS = (
     "torch_native", "triton", "flashinfer", "flashinfer_mla", "flashinfer_mla_fa3", "flashinfer_mla_fp8", "trtllm_mha",

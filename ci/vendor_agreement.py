@@ -35,9 +35,9 @@ from attn_testkit.contract import AttentionBackend, Execution, ForwardMode
 from attn_testkit.environment import Environment, resolve
 from attn_testkit.oracle.expect import expect
 from attn_testkit.registry import load_backend
-from attn_testkit.running.case_run import gradients_off, schedule_for
-from attn_testkit.running.plan import plan_run
-from attn_testkit.running.request import Item, Request
+from attn_testkit.running.case_runs.case_run import gradients_off, schedule_for
+from attn_testkit.running.planning.plan import plan_run
+from attn_testkit.running.planning.request import Item, Request
 
 
 def _flashinfer(case: Case) -> str:

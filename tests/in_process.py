@@ -1,6 +1,6 @@
 """Running a backend in the test's own process: quick, and what most tests of judging and diagnosis need.
 
-How a backend in a process of its own is judged is held by ``tests/running/test_pool.py`` and its neighbours.
+How a backend in a process of its own is judged is held by ``tests/running/test_worker_process.py`` and its neighbours.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import attn_testkit
 from attn_testkit import Results
 from attn_testkit.results import CaseResult
-from attn_testkit.running.candidate import candidate_for
-from attn_testkit.running.loop import Runner
-from attn_testkit.running.request import Item, Options, Plan, Request
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.candidate import candidate_for
+from attn_testkit.running.planning.request import Item, Options, Plan, Request
 
 __all__ = ["check_backend", "plan_run", "run", "run_item"]
 

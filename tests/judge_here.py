@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import NoReturn
 
 from attn_testkit.results import CaseResult
-from attn_testkit.running.loop import Runner
-from attn_testkit.running.request import Item, Options, Plan
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.request import Item, Options, Plan
 
 __all__ = ["Call", "JudgeHere", "interrupting", "sent_here"]
 

@@ -125,6 +125,42 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not circle, " imports ".join(reversed(circle))
 
 
+RUNNING = re.findall(r"^\| `(\w+)/` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+"""Packages of `running/`, the lowest first. ARCHITECTURE.md has the table."""
+
+
+def part_of_running(module: str) -> str:
+    """Package of `running/` that a module lies in, its own name where it lies in none, empty outside of `running/`."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["attn_testkit", "running"] and len(parts) > 2 else ""
+
+
+def imports_up(graph: dict[str, set[str]]) -> list[str]:
+    """Imports of `running/` that go to a later package of the table, or to what stands on top of all of them."""
+    floors = {name: floor for floor, name in enumerate(RUNNING)}
+    return [
+        f"{module} imports {other}"
+        for module, others in graph.items()
+        for other in others
+        if (part := part_of_running(module)) and (goal := part_of_running(other)) not in {"", part}
+        if floors.get(goal, len(floors)) >= floors.get(part, len(floors))
+    ]
+
+
+def test_packages_of_running_import_one_way() -> None:
+    assert set(RUNNING) == {path.parent.name for path in (KIT / "running").glob("*/__init__.py")}
+    assert {path.name for path in (KIT / "running").glob("*.py")} == {"__init__.py", "check_backend.py"}
+    assert imports_up({name: imported_modules(name, path) for name, path in MODULES.items()}) == []
+
+
+def test_an_import_to_a_later_package_of_running_is_seen() -> None:
+    within = "attn_testkit.running"
+    wire, plan = f"{within}.processes.wire", f"{within}.planning.plan"
+    assert imports_up({wire: {plan, "attn_testkit.results"}, f"{within}.check_backend": {wire}}) == []
+    assert imports_up({plan: {wire}}) == [f"{plan} imports {wire}"]
+    assert imports_up({wire: {f"{within}.check_backend"}}) == [f"{wire} imports {within}.check_backend"]
+
+
 def test_an_import_for_types_or_inside_a_function_closes_a_circle(tmp_path: Path) -> None:
     lower, upper = "attn_testkit.emulation.session", "attn_testkit.emulation.graph"
     (tmp_path / "a.py").write_text(f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import {upper}\n")

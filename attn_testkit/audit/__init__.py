@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..environment import resolve
 from ..faults import all_faults
-from ..running.forking import begin_forking, preload
-from ..running.loop import JUDGED_HERE, Runner
-from ..running.merging import merged
-from ..running.request import Options
+from ..running.case_runs.loop import JUDGED_HERE, Runner
+from ..running.planning.request import Options
+from ..running.processes.forking import begin_forking, preload
+from ..running.processes.merging import merged
 from .hostile import FrontEnd, run_hostile
 from .tasks import run_task, tasks_for
 from .verdicts import Audit, FaultVerdict, HostileVerdict, Settings, Task, Verdict

@@ -7,8 +7,8 @@ import time
 from ..faults.hostile import Hostile, all_hostile
 from ..registry import UsageError
 from ..results import BAD, CaseResult
-from ..running.judge_process import JudgeError, JudgeProcess
-from ..running.request import Options, Request, final_code
+from ..running.planning.request import Options, Request, final_code
+from ..running.processes.judge_process import JudgeError, JudgeProcess
 from .verdicts import HostileVerdict, Settings, Task
 
 __all__ = ["FrontEnd", "run_hostile"]

@@ -16,10 +16,10 @@ from ..faults import all_controls, all_faults
 from ..faults.hostile import all_hostile
 from ..registry import UsageError, did_you_mean
 from ..results import BAD, CaseResult, Status, format_failure
-from ..running.candidate import Candidate
-from ..running.loop import Runner
-from ..running.plan import plan_run
-from ..running.request import Item, Plan, Request
+from ..running.case_runs.loop import Runner
+from ..running.planning.candidate import Candidate
+from ..running.planning.plan import plan_run
+from ..running.planning.request import Item, Plan, Request
 from .verdicts import ControlVerdict, FaultVerdict, Settings, Task, Verdict
 
 __all__ = ["kill_order", "run_task", "tasks_for"]

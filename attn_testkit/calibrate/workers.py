@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 from ..results import Status
-from ..running.child import Child, ChildLost
-from ..running.forking import preload
+from ..running.processes.child import Child, ChildLost
+from ..running.processes.forking import preload
 from .jobs import Job, run
 
 SERVE = __name__

@@ -473,7 +473,7 @@ def forget_data() -> None:
     pool_image.cache_clear()
 
 
-def new_kv(step: Step, data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
+def new_kv(data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
     """What a step stores: its slots [n] int64, ascending, and [L, 2 or 1, n, Hk, Dqk] in the pool's dtype for them."""
     b, at = data.row_request, data.row_key
     stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])

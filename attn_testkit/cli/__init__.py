@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from ..registry import UsageError, unknown
-from ..running.judge_process import JudgeError
+from ..running.processes.judge_process import JudgeError
 from .audit import audit
 from .compare import compare
 from .doctor import doctor

@@ -13,7 +13,7 @@ import click
 
 from ..registry import UsageError
 from ..reports.record import cannot_write
-from ..running.request import TIERS
+from ..running.planning.request import TIERS
 from .audit_mutants import hunt_mutants, mutant_options
 from .files import write_text
 from .options import Seconds, Spelled, device_option

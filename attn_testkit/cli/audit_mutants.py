@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from ..registry import UsageError
-from ..running.request import MODES
+from ..running.planning.request import MODES
 from .files import write_text
 from .options import F, Spelled
 

@@ -15,10 +15,10 @@ import click
 from ..registry import registered_backends
 from ..reports.record import plain
 from ..results import BAD, CANNOT_IMPORT, NO_CASE, CaseResult, RunHeader, Status
-from ..running.gpus import visible_gpus
-from ..running.judge_process import JudgeError, JudgeProcess
-from ..running.machine import GIGABYTE, Package, Resources, packages, resources, slow_because
-from ..running.request import Judge, Options, Request
+from ..running.planning.request import Judge, Options, Request
+from ..running.processes.gpus import visible_gpus
+from ..running.processes.judge_process import JudgeError, JudgeProcess
+from ..running.processes.machine import GIGABYTE, Package, Resources, packages, resources, slow_because
 from .options import Seconds, device_option
 
 __all__ = ["doctor"]

@@ -17,7 +17,7 @@ import click
 from ..registry import UsageError
 from ..reports.record import Record
 from ..results import BAD, FUZZ, CaseResult, RunHeader, Status, exit_code, failed_check, format_failure
-from ..running.request import EXECUTIONS, MODES, Request
+from ..running.planning.request import EXECUTIONS, MODES, Request
 from .one_by_one import OneByOne
 from .options import Seconds, Spelled, command_line, device_option, execution_option
 from .run import Interrupts, terminated_like_interrupted

@@ -7,9 +7,9 @@ import datetime
 
 import click
 
-from ..running.judge_process import JudgeProcess
-from ..running.known_failures import load_known
-from ..running.request import Request, prepare
+from ..running.planning.known_failures import load_known
+from ..running.planning.request import Request, prepare
+from ..running.processes.judge_process import JudgeProcess
 from .options import backend_option
 
 __all__ = ["known"]

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from ..registry import BackendInfo, UsageError, registered_backends
 from ..reports.record import plain
-from ..running.judge_process import JudgeProcess
-from ..running.request import Request, prepare
+from ..running.planning.request import Request, prepare
+from ..running.processes.judge_process import JudgeProcess
 from .options import request_from, selection_options
 from .show import out
 

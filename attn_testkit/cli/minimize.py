@@ -11,8 +11,8 @@ import click
 
 from ..registry import UsageError
 from ..results import BAD, CaseResult, RunHeader, Status, failed_check, format_failure
-from ..running.judge_process import JudgeError
-from ..running.request import Item, Request
+from ..running.planning.request import Item, Request
+from ..running.processes.judge_process import JudgeError
 from .one_by_one import OneByOne
 from .options import Seconds, command_line, device_option, execution_option
 from .run import terminated_like_interrupted

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..results import CaseResult
-from ..running.candidate import Candidate
-from ..running.judge_process import JudgeError, JudgeProcess
-from ..running.request import Explains, Item, Options, Plan, Request, kit_error
+from ..running.planning.candidate import Candidate
+from ..running.planning.request import Explains, Item, Options, Plan, Request, kit_error
+from ..running.processes.judge_process import JudgeError, JudgeProcess
 
 if TYPE_CHECKING:
     from ..cases.case import Case

@@ -11,7 +11,7 @@ import click
 
 from ..registry import UsageError, unknown
 from ..results import program
-from ..running.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
+from ..running.planning.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
 
 __all__ = ["case_option", "command_line", "device_option", "request_from", "selection_options"]
 

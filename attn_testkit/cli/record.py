@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ..registry import UsageError
-from ..running.candidate import Candidate
-from ..running.judge_process import JudgeProcess
+from ..running.planning.candidate import Candidate
+from ..running.processes.judge_process import JudgeProcess
 
 if TYPE_CHECKING:
     from ..contract import Capabilities

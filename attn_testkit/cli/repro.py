@@ -8,8 +8,8 @@ import click
 
 from ..registry import UsageError, unknown
 from ..results import EXECUTIONS, CaseResult, Status, format_failure
-from ..running.judge_process import judge_for
-from ..running.request import Options, Plan, Request, final_code
+from ..running.planning.request import Options, Plan, Request, final_code
+from ..running.processes.judge_process import judge_for
 from .options import backend_option, device_option, execution_option
 from .run import NO_GATE
 from .show import echo_header

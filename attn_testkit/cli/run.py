@@ -18,9 +18,9 @@ import click
 from ..registry import UsageError
 from ..reports.record import Record, Report, read_report
 from ..results import BAD, RAN, CaseResult
-from ..running.gpus import visible_gpus
-from ..running.judge_process import JudgeError, judge_for
-from ..running.request import Options, Prepared, Request, final_code, prepare
+from ..running.planning.request import Options, Prepared, Request, final_code, prepare
+from ..running.processes.gpus import visible_gpus
+from ..running.processes.judge_process import JudgeError, judge_for
 from .files import write_text
 from .options import Seconds, request_from, selection_options
 from .show import Watch, echo_header, print_summary

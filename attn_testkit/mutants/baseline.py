@@ -12,10 +12,10 @@ from typing import Any
 
 from ..registry import UsageError
 from ..results import BAD, CaseResult, Status, repro_command
-from ..running.candidate import Candidate
-from ..running.loop import Runner
-from ..running.other_sources import OtherSources
-from ..running.request import Item, Options, Plan
+from ..running.case_runs.loop import Runner
+from ..running.hygiene.other_sources import OtherSources
+from ..running.planning.candidate import Candidate
+from ..running.planning.request import Item, Options, Plan
 from .journal import Journal, Run
 from .order import name_of
 

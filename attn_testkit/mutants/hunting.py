@@ -17,12 +17,12 @@ from ..contract import Capabilities
 from ..environment import resolve
 from ..registry import UsageError
 from ..results import BAD, CaseResult, Status
-from ..running.candidate import Candidate
-from ..running.forking import begin_forking
-from ..running.loop import JUDGED_HERE, Runner
-from ..running.merging import merged
-from ..running.other_sources import OtherSources
-from ..running.request import Item, Options, Plan
+from ..running.case_runs.loop import JUDGED_HERE, Runner
+from ..running.hygiene.other_sources import OtherSources
+from ..running.planning.candidate import Candidate
+from ..running.planning.request import Item, Options, Plan
+from ..running.processes.forking import begin_forking
+from ..running.processes.merging import merged
 from .baseline import MEMORY, read_sources, run_baseline
 from .equivalents import read_equivalents
 from .journal import CLAIMS, KILLED, KIT, OPEN, SURVIVED, TIMED_OUT, UNREACHED, Journal, Verdict

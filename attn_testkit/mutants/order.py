@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..cases.case import parse_case
-from ..running.request import Item
+from ..running.planning.request import Item
 from .operators import Mutant
 
 __all__ = ["Order", "name_of"]

@@ -10,9 +10,9 @@ from ..cases.case import Case, parse_case
 from ..cases.layers import Layers
 from ..contract import Capabilities
 from ..registry import UsageError
-from ..running.most_valuable import pairs_of, richest_first
-from ..running.plan import plan_run
-from ..running.request import Item, Plan, Request
+from ..running.planning.most_valuable import pairs_of, richest_first
+from ..running.planning.plan import plan_run
+from ..running.planning.request import Item, Plan, Request
 from .order import name_of
 from .settings import Settings
 

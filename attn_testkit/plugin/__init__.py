@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ..running.gpus import visible_gpus
+from ..running.processes.gpus import visible_gpus
 from . import options as plugin_options
 from .own_tests import MARK, OWN_TESTS, CaseRun, Check, OwnTests, parametrize, uncalled
 from .reporting import Run, complete, text_only
 from .session import SESSION, Session, param_id, pickled_plan
 
 if TYPE_CHECKING:
-    from ..running.request import Item
+    from ..running.planning.request import Item
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

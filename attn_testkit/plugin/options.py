@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 
 from ..registry import UsageError, unknown
-from ..running.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
+from ..running.planning.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ import pytest
 from ..registry import UsageError
 from ..reports.outcome import Results, verdict
 from ..results import BAD, CaseResult, RunHeader, Status, format_failure
-from ..running.candidate import candidate_for
-from ..running.judge_process import JudgeError, JudgeProcess
-from ..running.request import Item, Judge, Options, Prepared, Request, kit_error, prepare
+from ..running.planning.candidate import candidate_for
+from ..running.planning.request import Item, Judge, Options, Prepared, Request, kit_error, prepare
+from ..running.processes.judge_process import JudgeError, JudgeProcess
 from .reporting import CaseFailed, properties
 from .session import param_id
 

@@ -14,7 +14,7 @@ from ..results import BAD, CaseResult, Status, format_failure
 from .session import Session
 
 if TYPE_CHECKING:
-    from ..running.request import Item
+    from ..running.planning.request import Item
 
 __all__ = ["CaseFailed", "Run", "complete", "properties", "text_only"]
 

@@ -16,8 +16,19 @@ from ..reports.outcome import verdict
 from ..reports.record import Record, result_from_plain
 from ..reports.tally import text_table
 from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, left_lines, note_lines, untried_lines
-from ..running.judge_process import JudgeError, JudgeProcess
-from ..running.request import Item, Judge, Options, Plan, Prepared, Request, final_code, kit_error, not_started, prepare
+from ..running.planning.request import (
+    Item,
+    Judge,
+    Options,
+    Plan,
+    Prepared,
+    Request,
+    final_code,
+    kit_error,
+    not_started,
+    prepare,
+)
+from ..running.processes.judge_process import JudgeError, JudgeProcess
 
 __all__ = ["SESSION", "Session", "param_id", "pickled_plan"]
 

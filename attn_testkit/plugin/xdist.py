@@ -12,8 +12,8 @@ import pytest
 
 from ..reports.record import plain
 from ..results import format_failure
-from ..running.gpus import GpuSlots, visible_gpus
-from ..running.request import kit_error
+from ..running.planning.request import kit_error
+from ..running.processes.gpus import GpuSlots, visible_gpus
 from .reporting import properties
 from .session import Session
 

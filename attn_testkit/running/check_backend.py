@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..reports.outcome import NotConformant, Results
-from .candidate import candidate_for
-from .judge_process import judge_for
-from .request import Options, Request, prepare
+from .planning.candidate import candidate_for
+from .planning.request import Options, Request, prepare
+from .processes.judge_process import judge_for
 
 if TYPE_CHECKING:
     from ..contract import AttentionBackend

@@ -8,7 +8,7 @@ import pytest
 
 if TYPE_CHECKING:
     from ..plugin.reporting import Run
-    from ..running.request import Item
+    from ..running.planning.request import Item
 
 
 @pytest.mark.attn_mode("decode")

@@ -24,9 +24,9 @@ from attn_testkit.cases.case import parse_case  # noqa: E402
 from attn_testkit.cases.claimed import not_claimed  # noqa: E402
 from attn_testkit.contract import Capabilities  # noqa: E402
 from attn_testkit.results import RAN, CaseResult, Status  # noqa: E402
-from attn_testkit.running.candidate import Candidate  # noqa: E402
-from attn_testkit.running.judge_process import JudgeProcess  # noqa: E402
-from attn_testkit.running.request import Item, Judge, Options, Plan, Request  # noqa: E402
+from attn_testkit.running.planning.candidate import Candidate  # noqa: E402
+from attn_testkit.running.planning.request import Item, Judge, Options, Plan, Request  # noqa: E402
+from attn_testkit.running.processes.judge_process import JudgeProcess  # noqa: E402
 from side.results import BUGS, SHIPPED, Bug  # noqa: E402
 
 DEVICE = "cpu"
@@ -104,7 +104,7 @@ def _checked(plan: Plan, items: Sequence[Item]) -> int:
 
     from attn_testkit.contract import Execution
     from attn_testkit.environment import resolve
-    from attn_testkit.running.pool import Worker
+    from attn_testkit.running.processes.worker_process import Worker
 
     resolve(plan.device).prepare_process()
     with contextlib.closing(Worker(plan.candidates[0], plan.device, timeout_s=300.0)) as worker:

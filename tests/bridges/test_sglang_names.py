@@ -19,7 +19,7 @@ from attn_testkit.bridges.sglang.versions import CURRENT, OLDER
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.registry import BRIDGES, BackendNotFound, load_backend
-from attn_testkit.running.known_failures import load_known
+from attn_testkit.running.planning.known_failures import load_known
 
 ROOT = Path(__file__).resolve().parents[2]
 

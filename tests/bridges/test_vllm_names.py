@@ -21,7 +21,7 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.claimed import not_claimed
 from attn_testkit.contract import Capabilities
 from attn_testkit.registry import BackendNotFound, load_backend
-from attn_testkit.running.known_failures import KnownFailure, load_known
+from attn_testkit.running.planning.known_failures import KnownFailure, load_known
 
 ROOT = Path(__file__).resolve().parents[2]
 

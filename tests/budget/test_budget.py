@@ -22,10 +22,10 @@ from attn_testkit.results import (
     exit_code,
     left_lines,
 )
-from attn_testkit.running import loop
-from attn_testkit.running.candidate import Candidate
-from attn_testkit.running.loop import Runner
-from attn_testkit.running.request import Item, Options, Plan, not_started
+from attn_testkit.running.case_runs import loop
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.candidate import Candidate
+from attn_testkit.running.planning.request import Item, Options, Plan, not_started
 
 HEADER = RunHeader("1", "2026-01-01T00:00:00", "attn-testkit run -b m:B", "core", 0, "cuda", "GPU", {}, {"m:B": "1"}, 4)
 
@@ -219,7 +219,7 @@ SUITE = ("--pyargs", "attn_testkit.suite", "-Wignore::pytest.PytestAssertRewrite
 INSTALL_FAKE = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[1] / "front_ends")!r})
-import attn_testkit.running.judge_process as judge_process
+import attn_testkit.running.processes.judge_process as judge_process
 judge_process.RUNNER = "fake_runner"
 import fake_runner
 """

@@ -10,9 +10,9 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.contract import ForwardMode
-from attn_testkit.running.most_valuable import most_valuable_first, pairs_of, richest_first, values_of, work_of
-from attn_testkit.running.plan import plan_run
-from attn_testkit.running.request import Item, Plan, Request
+from attn_testkit.running.planning.most_valuable import most_valuable_first, pairs_of, richest_first, values_of, work_of
+from attn_testkit.running.planning.plan import plan_run
+from attn_testkit.running.planning.request import Item, Plan, Request
 
 CLAIMS = TorchNativeBackend.capabilities
 ONE, TWO = "attn_testkit.backends.torch_native:TorchNativeBackend", "torch_native"

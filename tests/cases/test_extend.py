@@ -223,7 +223,7 @@ def test_a_chunk_has_its_rows_of_the_whole_and_every_row_comes_once() -> None:
     for step in steps:
         data = make_step_data(schedule, step)
         assert data.q.shape[1] == data.hidden.shape[0] == step.tokens
-        slots, _ = new_kv(step, data)
+        slots, _ = new_kv(data)
         expected = np.concatenate([r.slots[r.prefix :] for r in step.requests])
         assert slots.tolist() == sorted(expected.tolist())
         assert data.out_cache_loc.tolist() == expected.tolist()

@@ -361,7 +361,7 @@ def test_a_message_of_any_length_is_cut_and_says_by_how_much() -> None:
         ("C:\\site-packages\\torch\\a.py", True),
         ("/x/site-packages/torchvision/a.py", False),
         ("/home/me/mine.py", False),
-        ("KIT/running/loop.py", True),
+        ("KIT/running/case_runs/loop.py", True),
         ("KIT/backends/triton.py", False),
         ("KIT/examples/minimal.py", False),
         ("KIT/faults/dense.py", False),

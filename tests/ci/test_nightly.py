@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "front_ends"
-INSTALL_FAKE = "import attn_testkit.running.judge_process as judge_process\njudge_process.RUNNER = 'fake_runner'\n"
+INSTALL_FAKE = "from attn_testkit.running.processes import judge_process\njudge_process.RUNNER = 'fake_runner'\n"
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 
 from attn_testkit.audit.tasks import run_task
 from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, Settings, Task
-from attn_testkit.running.loop import Runner
-from attn_testkit.running.request import Options
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.request import Options
 
 FAULTS = [
     "item-in-the-captured-forward",

@@ -160,7 +160,7 @@ def pooled(change: Any, wrong: tuple[int, ...], schedule: Schedule | None = None
     """A step whose KV pool was changed as ``change(slots, rows, step)`` makes of what was due."""
     schedule = schedule or v1()
     step, expected = schedule.steps[0], expect(schedule, schedule.steps[0])
-    slots, rows = new_kv(step, expected.data)
+    slots, rows = new_kv(expected.data)
     slots, rows = change(slots.clone(), rows.view(BITS[rows.dtype.itemsize]).clone(), step)
     out = right(schedule)
     flat = [row for row, request in enumerate(expected.data.row_request.tolist()) if request in wrong]

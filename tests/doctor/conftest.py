@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "front_ends"))
 
-from attn_testkit.running import judge_process
+from attn_testkit.running.processes import judge_process
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_testkit.running.machine import GIGABYTE, Resources, packages, resources, slow_because
+from attn_testkit.running.processes.machine import GIGABYTE, Resources, packages, resources, slow_because
 
 HERE = Resources(4, None, 100 * GIGABYTE, limited=False, threads="", caches={"/triton": 3, "/flashinfer": 1})
 

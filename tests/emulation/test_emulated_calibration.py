@@ -15,7 +15,7 @@ from attn_testkit.calibrate import jobs, store, workers
 from attn_testkit.calibrate.jobs import Job
 from attn_testkit.emulation import emulated_cuda, rules
 from attn_testkit.emulation.rule import Rule
-from attn_testkit.running.child import ChildLost
+from attn_testkit.running.processes.child import ChildLost
 
 MOST_FALSE_ALARMS = 2
 RACES = {"side stream: not forked, used", "side stream: event, unjoined", ".to(cpu,nb)"}

@@ -26,8 +26,8 @@ from attn_testkit.faults import all_controls, all_faults, catalogue
 from attn_testkit.faults.catalogue import Control, Fault
 from attn_testkit.faults.parent import PlannedBackend
 from attn_testkit.registry import UsageError
-from attn_testkit.running.loop import Runner
-from attn_testkit.running.request import Item, Options
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.request import Item, Options
 
 
 class AssertingBackend(PlannedBackend):

@@ -10,8 +10,8 @@ from attn_testkit.audit import Settings
 from attn_testkit.audit.tasks import run_task
 from attn_testkit.audit.verdicts import FaultVerdict, Task
 from attn_testkit.faults import all_faults
-from attn_testkit.running.loop import Runner
-from attn_testkit.running.request import Options
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.request import Options
 
 SAMPLE = (
     "qlens-packed-vs-uniform-stride",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_testkit.running import judge_process
+from attn_testkit.running.processes import judge_process
 
 sys.path.insert(0, str(Path(__file__).parent))
 

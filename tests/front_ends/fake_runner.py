@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 
 from attn_testkit.registry import BackendNotFound, UsageError
 from attn_testkit.results import CaseResult, Finding, RunHeader, Status
-from attn_testkit.running.candidate import Candidate
-from attn_testkit.running.request import Item, Options, Plan, Request, bare_result, kit_error, unloadable
+from attn_testkit.running.planning.candidate import Candidate
+from attn_testkit.running.planning.request import Item, Options, Plan, Request, bare_result, kit_error, unloadable
 
 MODES = ("decode", "target-verify")
 EXECUTIONS = ("eager", "graph")
@@ -83,7 +83,7 @@ def plan_run(
 
 
 class Runner:
-    """What ``attn_testkit.running.loop.Runner`` is for real."""
+    """What ``attn_testkit.running.case_runs.loop.Runner`` is for real."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -432,7 +432,7 @@ def test_checks_are_spelled_as_they_are_defined_and_in_their_order():
 def test_the_modes_are_spelled_as_the_contract_spells_them():
     from attn_testkit.cases.catalogue import TIERS as catalogue_tiers
     from attn_testkit.contract import Execution, ForwardMode
-    from attn_testkit.running.request import EXECUTIONS, TIERS
+    from attn_testkit.running.planning.request import EXECUTIONS, TIERS
 
     assert tuple(mode.value for mode in ForwardMode) == MODES
     assert tuple(execution.value for execution in Execution) == EXECUTIONS
@@ -442,7 +442,7 @@ def test_the_modes_are_spelled_as_the_contract_spells_them():
 SCRIPT = """
 import sys
 sys.path.insert(0, {here!r})
-import attn_testkit.running.judge_process as judge_process
+import attn_testkit.running.processes.judge_process as judge_process
 judge_process.RUNNER = "fake_runner"
 from attn_testkit.cli import main
 sys.exit(main())

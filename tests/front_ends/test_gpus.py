@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attn_testkit.running.gpus import GpuSlots, visible_gpus
+from attn_testkit.running.processes.gpus import GpuSlots, visible_gpus
 
 
 @pytest.mark.parametrize(

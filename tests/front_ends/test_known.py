@@ -10,9 +10,9 @@ import pytest
 
 from attn_testkit.registry import UsageError
 from attn_testkit.results import CaseResult, Finding, Status, exit_code
-from attn_testkit.running import known_failures
-from attn_testkit.running.known_failures import KnownFailure, Ledger, load_known
-from attn_testkit.running.request import kit_error
+from attn_testkit.running.planning import known_failures
+from attn_testkit.running.planning.known_failures import KnownFailure, Ledger, load_known
+from attn_testkit.running.planning.request import kit_error
 
 TODAY = datetime.date(2026, 11, 21)
 GOOD = {

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 INSTALL_FAKE = f"""
 import sys
 sys.path.insert(0, {str(HERE)!r})
-import attn_testkit.running.judge_process as judge_process
+import attn_testkit.running.processes.judge_process as judge_process
 judge_process.RUNNER = "fake_runner"
 """
 

@@ -20,7 +20,7 @@ SUITE = ("--pyargs", "attn_testkit.suite")
 INSTALL_FAKE = """
 import sys
 sys.path.insert(0, {here!r})
-import attn_testkit.running.judge_process as judge_process
+import attn_testkit.running.processes.judge_process as judge_process
 judge_process.RUNNER = "fake_runner"
 """
 

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from attn_testkit.plugin.session import Session, param_id
-from attn_testkit.running.request import Item, Request
+from attn_testkit.running.planning.request import Item, Request
 
 INSTALL_FAKE = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-import attn_testkit.running.judge_process as judge_process
+import attn_testkit.running.processes.judge_process as judge_process
 judge_process.RUNNER = "fake_runner"
 """
 SUITE = ("--pyargs", "attn_testkit.suite")

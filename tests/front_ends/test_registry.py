@@ -10,8 +10,8 @@ import textwrap
 import pytest
 
 from attn_testkit.registry import BackendNotFound, load_backend, origin_of, registered_backends
-from attn_testkit.running.loop import Runner
-from attn_testkit.running.request import Options
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.request import Options
 
 MODULE = """
 from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode, KernelBackend, LegacyGraphHooks

@@ -18,9 +18,9 @@ from attn_testkit.reports.outcome import Results
 from attn_testkit.reports.record import Record, Report, read_report, schema
 from attn_testkit.reports.render import html_page, markdown_summary
 from attn_testkit.results import untried_lines
-from attn_testkit.running.candidate import Candidate
-from attn_testkit.running.known_failures import Ledger
-from attn_testkit.running.request import Prepared, Request
+from attn_testkit.running.planning.candidate import Candidate
+from attn_testkit.running.planning.known_failures import Ledger
+from attn_testkit.running.planning.request import Prepared, Request
 
 SPEC = "fake:ok"
 LEFT = {SPEC: ("head dim 96, 512", "more than 7 of 64 query rows (target-verify)")}

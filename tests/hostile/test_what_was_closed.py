@@ -16,9 +16,9 @@ from attn_testkit.audit.verdicts import Task
 from attn_testkit.checks.claims import refuses_undeclared
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.graphs.host_syncs import host_syncs_forbidden
-from attn_testkit.running import pool
-from attn_testkit.running.candidate import Candidate
-from attn_testkit.running.pool import Worker, WorkerLost
+from attn_testkit.running.planning.candidate import Candidate
+from attn_testkit.running.processes import worker_process
+from attn_testkit.running.processes.worker_process import Worker, WorkerLost
 
 
 class Mode(TorchFunctionMode):
@@ -57,7 +57,7 @@ def test_the_oracle_answers_nobody_in_a_process_that_runs_a_backend() -> None:
     code = """
 import gc
 from attn_testkit.oracle import attention, expect
-from attn_testkit.running.oracle_sealed import seal_oracle
+from attn_testkit.running.hygiene.oracle_sealed import seal_oracle
 held = attention.attend, expect.expect, expect._answer.__wrapped__, expect.attend_with_limit
 seal_oracle()
 for function in (*held, attention.attend):
@@ -106,7 +106,7 @@ class Answers:
 
     def answer(self) -> object:
         answer = self.said.pop(0)
-        return (self.told[-1][0], answer) if isinstance(answer, pool.Driven) else answer
+        return (self.told[-1][0], answer) if isinstance(answer, worker_process.Driven) else answer
 
     def last_words(self) -> str:
         return ""
@@ -116,28 +116,28 @@ class Answers:
 
     def spoke_for_itself(self, what: str) -> Exception:
         self.ended = True
-        return pool.ChildLost(pool.Status.CRASHED, f"the process spoke for itself: {what}")
+        return worker_process.ChildLost(worker_process.Status.CRASHED, f"the process spoke for itself: {what}")
 
 
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (pool.Driven(), ""),
-        ((7, pool.Driven()), "it sent an answer to another question"),
-        (("7", pool.Driven()), "it sent an answer to another question"),
+        (worker_process.Driven(), ""),
+        ((7, worker_process.Driven()), "it sent an answer to another question"),
+        (("7", worker_process.Driven()), "it sent an answer to another question"),
         (7, "it sent a int, which is no answer"),
         ((1, 2, 3), "it sent a tuple, which is no answer"),
-        (pool.Driven(stage=6), "it sent a drive that came as far as 6"),
-        (pool.Driven(stage=-1), "it sent a drive that came as far as -1"),
-        (pool.Driven(stage=5), ""),
+        (worker_process.Driven(stage=6), "it sent a drive that came as far as 6"),
+        (worker_process.Driven(stage=-1), "it sent a drive that came as far as -1"),
+        (worker_process.Driven(stage=5), ""),
     ],
 )
 def test_an_answer_has_the_number_of_its_question(said: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     child = Answers(said)
-    monkeypatch.setattr(pool, "Child", lambda *_: child)
+    monkeypatch.setattr(worker_process, "Child", lambda *_: child)
     worker = Worker(Candidate("any"), "cpu", 1.0)
     worker.described = object()  # type: ignore[assignment]
-    request = pool.DriveCase("c", "eager")  # type: ignore[arg-type]
+    request = worker_process.DriveCase("c", "eager")  # type: ignore[arg-type]
     if not reason:
         assert worker.drive(request) == said
         return

@@ -17,7 +17,7 @@ import alone
 import pytest
 
 from attn_testkit.registry import load_backend
-from attn_testkit.running.known_failures import load_known
+from attn_testkit.running.planning.known_failures import load_known
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

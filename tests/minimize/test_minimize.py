@@ -22,7 +22,7 @@ from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cli import main
 from attn_testkit.results import CaseResult, Finding, RunHeader, Status
-from attn_testkit.running.request import Item, Plan
+from attn_testkit.running.planning.request import Item, Plan
 
 PACKED = "attn_testkit.faults.a_query_offsets:QlensPackedVsUniformStride"
 LAST_PAGE = "attn_testkit.faults.d_kv_extent:PartialLastPageDropped"

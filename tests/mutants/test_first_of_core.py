@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attn_testkit.mutants.stages import most_valuable
-from attn_testkit.running.request import Item
+from attn_testkit.running.planning.request import Item
 
 SMOKE = "decode-mha2-d64-fp16-p16-k7x2-reversed-gauss-b3prod"
 PAIR = "decode-mha2-d64-fp16-p16-k7x2-reversed-peaked-b4prod"

@@ -12,7 +12,7 @@ from attn_testkit.mutants.journal import KILLED, SURVIVED, Journal, Run, Verdict
 from attn_testkit.mutants.operators import Mutant, mutants_of
 from attn_testkit.mutants.order import Order, name_of
 from attn_testkit.registry import UsageError
-from attn_testkit.running.request import Item
+from attn_testkit.running.planning.request import Item
 
 
 def items(*cases: str, execution: str = "eager") -> list[Item]:

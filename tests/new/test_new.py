@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from attn_testkit.cli import main
-from attn_testkit.running.known_failures import load_known
+from attn_testkit.running.planning.known_failures import load_known
 
 WRITTEN = {"my_attention.py", "test_my_attention.py", "known_failures.toml", ".github/workflows/conformance.yml"}
 

@@ -15,7 +15,7 @@ from attn_testkit.oracle.attention import attend
 from attn_testkit.oracle.expect import attend_with_limit
 from attn_testkit.oracle.limits import UNIT_ROUNDOFF, row_limit
 from attn_testkit.oracle.parts import part_sums
-from attn_testkit.running.case_run import schedule_for
+from attn_testkit.running.case_runs.case_run import schedule_for
 
 CASE = "decode-gqa2x2-d64-{}-p16-k9.70.300-shuffled-{}-b4prod"
 IEEE = TorchNativeBackend.capabilities

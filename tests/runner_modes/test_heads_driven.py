@@ -26,7 +26,7 @@ from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.faults.controls_of_layouts import KeysInPiecesOfEight
 from attn_testkit.oracle.expect import expect
-from attn_testkit.running.judge import step_inputs
+from attn_testkit.running.case_runs.judge import step_inputs
 
 WINDOWED = "decode-gqa2x4-d64-bf16-p4-k19.40.6-shuffled-gauss-w7-layers3from5by8x4d32.8x2d64-b4prod"
 DRAFT = WINDOWED.replace("by8x4d32.8x2d64", "by4x2d32.8x4d64")

@@ -13,8 +13,8 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Execution
-from attn_testkit.running.candidate import candidate_for
-from attn_testkit.running.worker import LocalWorker
+from attn_testkit.running.case_runs.worker_main import LocalWorker
+from attn_testkit.running.planning.candidate import candidate_for
 
 AHEAD = "decode-gqa2x2-d32-fp32-p16-k9.70.1.33-shuffled-gauss-b5prod-ahead"
 USUAL = AHEAD.removesuffix("-ahead")

@@ -23,7 +23,7 @@ from attn_testkit.contract import Execution
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.environment import resolve
 from attn_testkit.examples import MinimalBackend
-from attn_testkit.running.case_run import drive_case
+from attn_testkit.running.case_runs.case_run import drive_case
 
 CASE = "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool"
 SCHEDULE = make_schedule(parse_case(CASE))

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 from attn_testkit.runner_modes.messages import DriveCase
-from test_pool import results_of
+from test_worker_process import results_of
 
 from attn_testkit.cli import main
 from attn_testkit.contract import Execution
 from attn_testkit.registry import UsageError
 from attn_testkit.results import CaseResult, Finding, Status, format_failure, repro_command
-from attn_testkit.running import loop
-from attn_testkit.running.between_cases import MOST_PREDECESSORS, explained_by_what_was_kept
-from attn_testkit.running.loop import Runner
-from attn_testkit.running.request import Options, Request
+from attn_testkit.running.case_runs import loop
+from attn_testkit.running.case_runs.between_cases import MOST_PREDECESSORS, explained_by_what_was_kept
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.request import Options, Request
 
 HERE = Path(__file__).parent
 FAILED = CaseResult("b", "decode", "eager", "z", Status.FAILED, (Finding("finite", "NaN", hint="look"),))

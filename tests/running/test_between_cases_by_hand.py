@@ -9,7 +9,7 @@ from attn_testkit.runner_modes.messages import DriveCase
 
 from attn_testkit.contract import Execution
 from attn_testkit.results import CaseResult, Finding, Status
-from attn_testkit.running.between_cases import MOST_PREDECESSORS, explained_by_what_was_kept
+from attn_testkit.running.case_runs.between_cases import MOST_PREDECESSORS, explained_by_what_was_kept
 
 FAILED = CaseResult("m:A", "decode", "eager", "c", Status.FAILED, findings=(Finding("finite", "NaN", hint="a hint"),))
 

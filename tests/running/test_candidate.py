@@ -13,7 +13,13 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.registry import UsageError
-from attn_testkit.running.candidate import Candidate, _made_by_python, candidate_for, fingerprint_of, resolve_candidate
+from attn_testkit.running.planning.candidate import (
+    Candidate,
+    _made_by_python,
+    candidate_for,
+    fingerprint_of,
+    resolve_candidate,
+)
 
 SPEC = "attn_testkit.backends.torch_native:TorchNativeBackend"
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from attn_testkit.results import CaseResult, Status
-from attn_testkit.running.candidate import Candidate
-from attn_testkit.running.request import Options, Request
+from attn_testkit.running.planning.candidate import Candidate
+from attn_testkit.running.planning.request import Options, Request
 
 check_backend = importlib.import_module("attn_testkit.running.check_backend")
 

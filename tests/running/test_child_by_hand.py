@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from attn_testkit.results import Status
-from attn_testkit.running import child
-from attn_testkit.running.child import Child, ChildLost
+from attn_testkit.running.processes import child
+from attn_testkit.running.processes.child import Child, ChildLost
 
 AMPLE = 120.0
 

@@ -11,7 +11,7 @@ from attn_testkit.runner_modes.messages import Driven
 from attn_testkit.checks.failures import from_exception
 from attn_testkit.graphs.allocator import give_back_idle_memory
 from attn_testkit.graphs.poison import Canaries, churn
-from attn_testkit.running.worker import given_up
+from attn_testkit.running.case_runs.worker_main import given_up
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -14,8 +14,8 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.checks import Stage
 from attn_testkit.contract import Unsupported
-from attn_testkit.running import case_run
-from attn_testkit.running.case_run import _Drive, in_other_company
+from attn_testkit.running.case_runs import case_run
+from attn_testkit.running.case_runs.case_run import _Drive, in_other_company
 
 PLAIN = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
 MIXED = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod-mixed"
@@ -35,7 +35,7 @@ class Notes:
     def harness(self, backend_class: Any, schedules: Any, device: Any, *, claims: Any = None) -> Any:
         if self.error:
             raise self.error
-        self.made.append(Of(schedules=list(schedules), device=device, backend=None, context=None))
+        self.made.append(Of(schedules=list(schedules), device=device, backend=None, context=None, compiled=[]))
         return self.made[-1]
 
     def run_eager(

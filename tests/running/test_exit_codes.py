@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_pool import THREE, TWO
+from test_worker_process import THREE, TWO
 
 from attn_testkit.registry import BackendNotFound
-from attn_testkit.running import pool
-from attn_testkit.running.pool import import_seconds
+from attn_testkit.running.processes import worker_process
+from attn_testkit.running.processes.worker_process import import_seconds
 
 HERE = Path(__file__).parent
 CLI = ("-m", "attn_testkit")
@@ -88,9 +88,9 @@ def test_no_ending_of_the_process_is_a_green(front_end: str, spec: str, code: in
 
 
 def test_a_module_that_hangs_is_given_up_and_where_it_hangs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_pool import results_of
+    from test_worker_process import results_of
 
-    monkeypatch.setattr(pool, "_IMPORT_SECONDS", 6.0)
+    monkeypatch.setattr(worker_process, "_IMPORT_SECONDS", 6.0)
     with pytest.raises(BackendNotFound, match=r"importing it: no result after 6 s\n.*in wait_for_a_licence_server"):
         results_of("hangs_at_import:Backend", timeout_s=2.0)
 

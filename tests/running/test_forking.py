@@ -12,12 +12,12 @@ import pytest
 
 PRELOAD = """
 import gc, importlib, sys
-from attn_testkit.running import forking
+from attn_testkit.running.processes import forking
 asked = []
 server = type(forking.multiprocessing.get_context("forkserver"))
 server.set_forkserver_preload = lambda _, names: asked.extend(names)
 forking.fork_context()
-assert asked[-1] == "attn_testkit.running.ready", asked
+assert asked[-1] == "attn_testkit.running.processes.ready", asked
 for name in asked:
     importlib.import_module(name)
 assert gc.get_freeze_count() > 100_000, gc.get_freeze_count()
@@ -25,8 +25,8 @@ assert gc.get_freeze_count() > 100_000, gc.get_freeze_count()
 DRIVE = """
 import sys
 from attn_testkit.contract import Execution
-from attn_testkit.running.candidate import Candidate
-from attn_testkit.running.worker import LocalWorker
+from attn_testkit.running.planning.candidate import Candidate
+from attn_testkit.running.case_runs.worker_main import LocalWorker
 from attn_testkit.runner_modes.messages import DriveCase
 before = set(sys.modules)
 worker = LocalWorker(Candidate("torch_native"), "cpu")
@@ -65,7 +65,7 @@ def test_no_package_is_imported_in_the_middle_of_a_drive_where_nothing_was_prelo
 
 FORKED = """
 import os, sys
-from attn_testkit.running import forking
+from attn_testkit.running.processes import forking
 pipe = os.fstat(os.pipe()[1]).st_ino
 forking.fork_off()
 assert "torch" in sys.modules

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from attn_testkit.running import host_memory
-from attn_testkit.running.host_memory import Trimmer
+from attn_testkit.running.processes import host_memory
+from attn_testkit.running.processes.host_memory import Trimmer
 
 EIGHTH = 1 << 27
 

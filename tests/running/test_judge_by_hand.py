@@ -19,14 +19,14 @@ from attn_testkit.checks.observation import Copies
 from attn_testkit.contract import Execution, Requires
 from attn_testkit.environment import resolve
 from attn_testkit.results import CaseResult, Finding, Status
-from attn_testkit.running import judge
-from attn_testkit.running.candidate import candidate_for
-from attn_testkit.running.case_run import request_to_isolate, schedule_for, schedules_of
-from attn_testkit.running.judge import _Outcome, judge_item
-from attn_testkit.running.plan import plan_run
-from attn_testkit.running.pool import WorkerLost
-from attn_testkit.running.request import Item, Plan, Request
-from attn_testkit.running.worker import LocalWorker
+from attn_testkit.running.case_runs import judge
+from attn_testkit.running.case_runs.case_run import request_to_isolate, schedule_for, schedules_of
+from attn_testkit.running.case_runs.judge import _Outcome, judge_item
+from attn_testkit.running.case_runs.worker_main import LocalWorker
+from attn_testkit.running.planning.candidate import candidate_for
+from attn_testkit.running.planning.plan import plan_run
+from attn_testkit.running.planning.request import Item, Plan, Request
+from attn_testkit.running.processes.worker_process import WorkerLost
 
 CASE = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
 ONE = "decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-b2prod"

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from attn_testkit.registry import UsageError
-from attn_testkit.running import judge_process
-from attn_testkit.running.judge_process import JudgeError, JudgeProcess, _answer, _environment
-from attn_testkit.running.request import Options
+from attn_testkit.running.planning.request import Options
+from attn_testkit.running.processes import judge_process
+from attn_testkit.running.processes.judge_process import JudgeError, JudgeProcess, _answer, _environment
 
 Made = Callable[..., Any]
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from attn_testkit.running import left_running
-from attn_testkit.running.left_running import Running
+from attn_testkit.running.hygiene import left_running
+from attn_testkit.running.hygiene.left_running import Running
 
 OWN = __name__.partition(".")[0]
 

@@ -14,16 +14,17 @@ from attn_testkit.runner_modes.messages import Described, DriveCase, Driven, Rer
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, Finding, RunHeader, Status
-from attn_testkit.running import forking, judge_process, loop, pool, worker
-from attn_testkit.running.candidate import Candidate, candidate_for
-from attn_testkit.running.child import MOST_BYTES, _last_lines, _tail, ending
-from attn_testkit.running.gpus import GpuSlots
-from attn_testkit.running.judge_process import judge_for
-from attn_testkit.running.loop import Runner, _groups
-from attn_testkit.running.place import Place
-from attn_testkit.running.pool import WorkerLost
-from attn_testkit.running.request import Item, Options, Plan, Request
-from attn_testkit.running.worker import LocalWorker, given_up
+from attn_testkit.running.case_runs import loop, worker_main
+from attn_testkit.running.case_runs.loop import Runner, _groups
+from attn_testkit.running.case_runs.place import Place
+from attn_testkit.running.case_runs.worker_main import LocalWorker, given_up
+from attn_testkit.running.planning.candidate import Candidate, candidate_for
+from attn_testkit.running.planning.request import Item, Options, Plan, Request
+from attn_testkit.running.processes import forking, judge_process, worker_process
+from attn_testkit.running.processes.child import MOST_BYTES, _last_lines, _tail, ending
+from attn_testkit.running.processes.gpus import GpuSlots
+from attn_testkit.running.processes.judge_process import judge_for
+from attn_testkit.running.processes.worker_process import WorkerLost
 
 HEADER = RunHeader("1", "", "", "smoke", 0, "emulated", "CPU", {}, {}, 0)
 A, B = Candidate("m:A"), Candidate("m:B")
@@ -31,7 +32,7 @@ CLAIMS = Capabilities(eager={"decode"})
 
 
 class FakeWorker:
-    """In the place of ``pool.Worker``."""
+    """In the place of ``worker_process.Worker``."""
 
     made: list[FakeWorker]
     begun: list[object]
@@ -175,7 +176,7 @@ def test_a_worker_that_cannot_start_ahead_fails_no_plan(
     class FirstAlone(FakeWorker):
         def __init__(self, *given: Any, **more: Any) -> None:
             if FakeWorker.made:
-                raise pool.WorkerStartError("no process could be started")
+                raise worker_process.WorkerStartError("no process could be started")
             super().__init__(*given, **more)
 
     monkeypatch.setattr(loop, "Worker", FirstAlone)
@@ -506,7 +507,7 @@ def test_of_a_stack_dump_the_innermost_frames_of_the_thread_that_matters_are_kep
     timer = ["Timeout (0:00:01)!", *other, "Thread 0x3 (most recent call first):", *frames("main", 9)]
     assert _last_lines(["said", *timer]) == ["said", *frames("main", 5)], "a timer's dump has the main thread last"
     kit = [
-        '  File "/x/attn_testkit/running/worker.py", line 1 in serve',
+        '  File "/x/attn_testkit/running/case_runs/worker_main.py", line 1 in serve',
         '  File "<string>", line 1 in <module>',
         '  File "/lib/multiprocessing/spawn.py", line 1 in main',
     ]
@@ -530,7 +531,7 @@ Process Fork-3:
 Traceback (most recent call last):
   File "/lib/python3.11/multiprocessing/process.py", line 314, in _bootstrap
     self.run()
-  File "/x/attn_testkit/running/child.py", line 170, in _run
+  File "/x/attn_testkit/running/processes/child.py", line 170, in _run
     serve(connection, *arguments)
   File "/x/site-packages/attn_testkit/runner_modes/eager.py", line 50, in run_eager
     harness.backend.init_forward_metadata(batch)
@@ -584,22 +585,22 @@ def state_of(monkeypatch: pytest.MonkeyPatch, *found: list[str]) -> list[object]
         del answers[:1]
         return True
 
-    monkeypatch.setattr(worker, "unchanged", unchanged)
-    monkeypatch.setattr(worker, "changes", lambda before, skip=(): answers.pop(0) if answers else [])
-    monkeypatch.setattr(worker, "restore", lambda before, skip=(): restored.append((before, skip)))
+    monkeypatch.setattr(worker_main, "unchanged", unchanged)
+    monkeypatch.setattr(worker_main, "changes", lambda before, skip=(): answers.pop(0) if answers else [])
+    monkeypatch.setattr(worker_main, "restore", lambda before, skip=(): restored.append((before, skip)))
     return restored
 
 
 def test_it_is_asked_for_all_that_a_process_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "drive_case", lambda *_: Driven())
+    monkeypatch.setattr(worker_main, "drive_case", lambda *_: Driven())
     monkeypatch.setattr(loop, "judge_item", driving)
     runner = Runner(Options(in_process=True))
     items = [Item(SPEC, "decode", "eager", case) for case in ("x", "y")]
     found = list(runner.run(replace(plan(*items), candidates=(Candidate(SPEC),)), items))
     assert [(result.status, result.reason) for result in found] == [(Status.PASSED, "")] * 2
-    assert {name for name in vars(pool.Worker) if not name.startswith("_")} - {"pid"} <= set(dir(LocalWorker)) | {
-        "ended"
-    }
+    assert {name for name in vars(worker_process.Worker) if not name.startswith("_")} - {"pid"} <= set(
+        dir(LocalWorker)
+    ) | {"ended"}
 
 
 def test_what_importing_changes_is_described_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -614,7 +615,7 @@ def test_what_importing_changes_is_described_and_put_back(monkeypatch: pytest.Mo
 
 def test_what_a_drive_changes_is_added_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     found = LocalWorker(candidate_for(SPEC), "cpu")
-    monkeypatch.setattr(worker, "drive_case", lambda *_: Driven(changed=("a",), stage=5))
+    monkeypatch.setattr(worker_main, "drive_case", lambda *_: Driven(changed=("a",), stage=5))
     restored = state_of(monkeypatch, [], ["b"])
     assert found.drive("any") == Driven(changed=("a",), stage=5)  # type: ignore[arg-type]
     assert restored == []
@@ -633,7 +634,7 @@ def test_what_is_raised_in_a_changed_process_is_the_backends_and_else_the_kits(
         raise error
 
     found = LocalWorker(Candidate(SPEC), "cpu")
-    monkeypatch.setattr(worker, "drive_case", drive)
+    monkeypatch.setattr(worker_main, "drive_case", drive)
     state_of(monkeypatch, [], ["b"])
     with pytest.raises(type(error)):
         found.drive("any")  # type: ignore[arg-type]
@@ -650,8 +651,8 @@ def test_survivors_are_set_aside_at_the_first_the_fourth_and_every_sixteenth_cas
 ) -> None:
     found, settled = LocalWorker(Candidate(SPEC), "cpu"), list[int]()
     state_of(monkeypatch)
-    monkeypatch.setattr(worker, "drive_case", lambda *_: Driven())
-    monkeypatch.setattr(worker, "settle", lambda: settled.append(found._cases))
+    monkeypatch.setattr(worker_main, "drive_case", lambda *_: Driven())
+    monkeypatch.setattr(worker_main, "settle", lambda: settled.append(found._cases))
     for number in range(33):
         for execution in Execution:
             found.drive(DriveCase(f"case {number}", execution))
@@ -727,7 +728,7 @@ def test_every_worker_drives_first_what_every_process_is_to_drive_first(
 
 
 def test_importing_may_take_a_minute_or_as_long_as_a_case_run() -> None:
-    assert (pool.import_seconds(7.0), pool.import_seconds(61.0)) == (60.0, 61.0)
+    assert (worker_process.import_seconds(7.0), worker_process.import_seconds(61.0)) == (60.0, 61.0)
 
 
 def test_closing_a_runner_waits_for_a_worker_that_a_thread_is_ending(judging: list[Judging]) -> None:

@@ -9,9 +9,9 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.registry import UsageError
-from attn_testkit.running.order import ordered
-from attn_testkit.running.plan import plan_run
-from attn_testkit.running.request import Item, Plan, Request
+from attn_testkit.running.planning.order import ordered
+from attn_testkit.running.planning.plan import plan_run
+from attn_testkit.running.planning.request import Item, Plan, Request
 
 PLAIN = "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-gauss-b2prod"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from attn_testkit.registry import UsageError
-from attn_testkit.running.other_sources import OtherSources, use_other_sources
+from attn_testkit.running.hygiene.other_sources import OtherSources, use_other_sources
 
 MODULE = """
 import functools
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 USE = """
 import sys; sys.path.insert(0, "")
-from attn_testkit.running.other_sources import OtherSources, use_other_sources
+from attn_testkit.running.hygiene.other_sources import OtherSources, use_other_sources
 notes = use_other_sources(OtherSources((("given", "elsewhere/other.py"),), notes={notes!r}, memory={memory}))
 import given
 """

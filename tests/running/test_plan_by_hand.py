@@ -12,10 +12,19 @@ from attn_testkit.contract import Capabilities, Requires
 from attn_testkit.environment import Environment
 from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, Finding, RunHeader, Status
-from attn_testkit.running import plan as planning
-from attn_testkit.running.candidate import Candidate
-from attn_testkit.running.plan import _unsatisfiable, plan_run
-from attn_testkit.running.request import Item, Options, Plan, Request, bare_result, final_code, kit_error, prepare
+from attn_testkit.running.planning import plan as planning
+from attn_testkit.running.planning.candidate import Candidate
+from attn_testkit.running.planning.plan import _unsatisfiable, plan_run
+from attn_testkit.running.planning.request import (
+    Item,
+    Options,
+    Plan,
+    Request,
+    bare_result,
+    final_code,
+    kit_error,
+    prepare,
+)
 
 ONE, TWO = "attn_testkit.backends.torch_native:TorchNativeBackend", "attn_testkit.examples:MinimalBackend"
 CLAIMS = TorchNativeBackend.capabilities

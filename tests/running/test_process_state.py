@@ -18,8 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_testkit.running import process_state
-from attn_testkit.running.process_state import ProcessState, changes, restore, take_state, unchanged
+from attn_testkit.running.hygiene import process_state
+from attn_testkit.running.hygiene.process_state import ProcessState, changes, restore, take_state, unchanged
 
 
 @pytest.fixture

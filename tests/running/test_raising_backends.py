@@ -6,12 +6,12 @@ import json
 from dataclasses import asdict
 
 import pytest
-from test_pool import THREE
+from test_worker_process import THREE
 
 from attn_testkit.reports.record import plain
 from attn_testkit.results import CaseResult, Finding, Status
-from attn_testkit.running.loop import Runner
-from attn_testkit.running.request import Options, Request
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.request import Options, Request
 
 IN_BOTH = pytest.mark.parametrize("in_process", [False, True], ids=["processes", "in-process"])
 

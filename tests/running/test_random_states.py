@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_testkit.running import random_states
-from attn_testkit.running.random_states import (
+from attn_testkit.running.hygiene import random_states
+from attn_testkit.running.hygiene.random_states import (
     numpy_random,
     python_random,
     reseeded,

@@ -13,9 +13,9 @@ import torch
 from in_process import check_backend, plan_run
 
 from attn_testkit.examples import MinimalBackend
-from attn_testkit.running import server_imports
-from attn_testkit.running.process_state import changes, restore, take_state
-from attn_testkit.running.server_imports import ServerImports
+from attn_testkit.running.hygiene import server_imports
+from attn_testkit.running.hygiene.process_state import changes, restore, take_state
+from attn_testkit.running.hygiene.server_imports import ServerImports
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.9-shuffled-gauss-b2prod"
 OFF = "import torch\ntorch.backends.cuda.enable_cudnn_sdp(False)\n"
@@ -76,6 +76,16 @@ def test_an_import_inside_another_belongs_to_the_outer_one(watch: ServerImports)
     assert CHANGE in line
     assert "matmul precision" in line, "a library that the server imports is the server's, too"
     assert changes(watch.accept_into(before)) == []
+
+
+def test_of_two_watches_in_a_process_the_later_one_has_what_an_import_changed(watch: ServerImports) -> None:
+    later = ServerImports("my_backends.triton:Another")
+    later.install()
+    try:
+        importlib.import_module("pretend_server.cuda")
+    finally:
+        later.remove()
+    assert (later.told, watch.told) == ([f"importing pretend_server.cuda changed the process: {CHANGE}"], [])
 
 
 @pytest.mark.parametrize("name", ["pretend_author", "pretend_library"])

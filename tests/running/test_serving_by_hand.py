@@ -12,9 +12,9 @@ from attn_testkit.runner_modes.messages import DriveCase
 
 from attn_testkit.contract import Execution
 from attn_testkit.registry import UsageError
-from attn_testkit.running import worker
-from attn_testkit.running.other_sources import OtherSources
-from attn_testkit.running.worker import serve
+from attn_testkit.running.case_runs import worker_main
+from attn_testkit.running.case_runs.worker_main import serve
+from attn_testkit.running.hygiene.other_sources import OtherSources
 
 
 class Named(str):
@@ -54,11 +54,11 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         dump_traceback_later=lambda seconds, exit: taken.append(("will say where in", seconds, exit)),
         cancel_dump_traceback_later=lambda: taken.append("in time"),
     )
-    monkeypatch.setattr(worker, "LocalWorker", Local)
-    monkeypatch.setattr(worker, "faulthandler", watch)
+    monkeypatch.setattr(worker_main, "LocalWorker", Local)
+    monkeypatch.setattr(worker_main, "faulthandler", watch)
     # It would seal the oracle of the tests' own process.
-    monkeypatch.setattr(worker, "seal_oracle", lambda: taken.append("seals the oracle"))
-    monkeypatch.setattr(worker.os, "_exit", ended)
+    monkeypatch.setattr(worker_main, "seal_oracle", lambda: taken.append("seals the oracle"))
+    monkeypatch.setattr(worker_main.os, "_exit", ended)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: taken.append(("threads", count)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
     return taken
@@ -114,7 +114,7 @@ def test_what_the_harness_raises_is_an_answer_and_the_next_request_is_served(not
 
 
 def test_schedules_are_kept_until_another_case_is_driven(notes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "make_schedule", Of(cache_clear=lambda: notes.append("forgets")))
+    monkeypatch.setattr(worker_main, "make_schedule", Of(cache_clear=lambda: notes.append("forgets")))
     eager, graph = (DriveCase("a", execution) for execution in (Execution.EAGER, Execution.GRAPH))
     other = DriveCase("b", Execution.EAGER)
     with pytest.raises(Ended):

@@ -6,12 +6,12 @@ import contextlib
 
 import pytest
 from in_process import check_backend
-from test_pool import THREE, results_of
+from test_worker_process import THREE, results_of
 
 from attn_testkit import check_backend as check_in_processes
 from attn_testkit.results import Status, exit_code
-from attn_testkit.running.loop import Runner
-from attn_testkit.running.request import Options, Request
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.request import Options, Request
 
 WRONG = ("Wrong", "WrongAndReplacesJudge", "WrongAndExitsAtExit")
 

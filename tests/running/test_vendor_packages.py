@@ -12,7 +12,7 @@ import pytest
 
 from attn_testkit.contract import ForwardMode, Requires
 from attn_testkit.examples import MinimalBackend
-from attn_testkit.running.vendor_packages import broken_packages, module_of
+from attn_testkit.running.hygiene.vendor_packages import broken_packages, module_of
 
 BROKEN = "import os\n\nraise ImportError('libcudart.so.13: cannot open shared object file')\n"
 SAID = "vendor-kernels 1.2 is installed and cannot be imported: ImportError: libcudart.so.13: cannot open shared object"

@@ -16,7 +16,7 @@ from attn_testkit.checks.lossless import Said, Spoken
 from attn_testkit.checks.observation import Copies
 from attn_testkit.contract import Capabilities, Requires
 from attn_testkit.results import Finding
-from attn_testkit.running.wire import Unreadable, read
+from attn_testkit.running.processes.wire import Unreadable, read
 
 
 def test_messages_travel_whole() -> None:

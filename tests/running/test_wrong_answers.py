@@ -4,7 +4,7 @@ import pytest
 from in_process import plan_run, run
 
 from attn_testkit.results import Finding, Status
-from attn_testkit.running.request import final_code
+from attn_testkit.running.planning.request import final_code
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-fp16-p16-k29.125.61-t0.0.1.1.3-reversed-gauss-b5prod"

@@ -103,10 +103,10 @@ class WrongAndReplacesJudge(Wrong):
         import attn_testkit.checks.numeric
         import attn_testkit.checks.step
         import attn_testkit.results
-        import attn_testkit.running.judge
+        import attn_testkit.running.case_runs.judge
 
         attn_testkit.checks.step.judge_step = lambda *args: []
-        attn_testkit.running.judge.judge_step = lambda *args: []
+        attn_testkit.running.case_runs.judge.judge_step = lambda *args: []
         attn_testkit.checks.numeric.matches_oracle = lambda *args: []
         attn_testkit.results.BAD = frozenset()
         attn_testkit.results.exit_code = lambda *args, **more: 0

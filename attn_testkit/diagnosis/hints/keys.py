@@ -51,7 +51,7 @@ def _spoilt(e: Evidence) -> dict[int, list[int]]:
     if "slots" not in pool or e.step.stored:
         return {}
     slots, rows = pool["slots"], pool["rows"]
-    due, want = new_kv(e.step, e.expected.data)
+    due, want = new_kv(e.expected.data)
     held = {int(slot): rows[:, :, at] for at, slot in enumerate(slots)}
     new = {int(slot): want[:, :, at].view(rows.dtype) for at, slot in enumerate(due)}
     wrong = {slot for slot, row in new.items() if slot not in held or not torch.equal(held[slot], row)}

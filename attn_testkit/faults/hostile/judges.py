@@ -27,8 +27,8 @@ class ReplacesTheJudge(HostileBackend):
         places = [
             ("checks.step", "judge_step", lambda *_: []),
             ("checks.numeric", "matches_oracle", lambda *_: []),
-            ("running.judge", "judge_step", lambda *_: []),
-            ("running.request", "exit_code", lambda *_, **__: 0),
+            ("running.case_runs.judge", "judge_step", lambda *_: []),
+            ("running.planning.request", "exit_code", lambda *_, **__: 0),
             ("results", "exit_code", lambda *_, **__: 0),
             ("results", "BAD", frozenset()),
         ]

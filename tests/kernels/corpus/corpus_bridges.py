@@ -8,8 +8,8 @@ from attn_testkit.runner_modes.messages import DriveCase
 
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.contract.modes import Execution, ForwardMode
-from attn_testkit.running.candidate import Candidate
-from attn_testkit.running.worker import LocalWorker
+from attn_testkit.running.case_runs.worker_main import LocalWorker
+from attn_testkit.running.planning.candidate import Candidate
 
 _SPREAD = 3
 

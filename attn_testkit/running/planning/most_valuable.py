@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields
 
-from ..cases.case import Case
-from ..contract import Execution
+from ...cases.case import Case
+from ...contract import Execution
 from .request import Item
 
 __all__ = ["Entry", "most_valuable_first", "pairs_of", "richest_first", "values_of", "work_of"]

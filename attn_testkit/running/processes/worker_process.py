@@ -7,12 +7,12 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from ..checks import Stage
-from ..registry import BackendNotFound
-from ..results import Status
-from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
+from ...checks import Stage
+from ...registry import BackendNotFound
+from ...results import Status
+from ...runner_modes.messages import Described, DriveCase, Driven, Rerun
+from ..planning.candidate import Candidate
 from . import forking
-from .candidate import Candidate
 from .child import Child, ChildLost
 
 __all__ = ["Worker", "WorkerLost", "WorkerStartError", "import_seconds"]

@@ -13,17 +13,17 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from ..results import CaseResult
-from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
-from .child import Child, ChildLost
-from .host_memory import Trimmer
+from ...results import CaseResult
+from ...runner_modes.messages import Described, DriveCase, Driven, Rerun
+from ..planning.request import Item, Plan
+from ..processes.child import Child, ChildLost
+from ..processes.host_memory import Trimmer
+from ..processes.worker_process import WorkerLost
 from .judge import Drive, judge_item
-from .pool import WorkerLost
-from .request import Item, Plan
 
 __all__ = ["MODULE", "JudgingProcess", "serve"]
 
-MODULE = "attn_testkit.running.judging"
+MODULE = "attn_testkit.running.case_runs.judging_process"
 _PATIENCE = 3600.0
 """Seconds for one step of judging, far above what any takes."""
 

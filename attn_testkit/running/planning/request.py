@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ..registry import UsageError, did_you_mean
-from ..results import (
+from ...registry import UsageError, did_you_mean
+from ...results import (
     EXECUTIONS,
     KIT_ERROR,
     MODES,
@@ -88,7 +88,7 @@ class Request:
     """How it was asked for, for the record."""
     order: str = "listed"
     """In which order the plan's case-runs come: one of ``ORDERS``. ``listed``: as the catalogue has them. ``plainest``:
-    ``running/plainest.py``, where somebody stops at the first failure. ``most valuable``: ``running/most_valuable.py``,
+    ``planning/order.py``, where somebody stops at the first failure. ``most valuable``: ``planning/most_valuable.py``,
     where there may be no time for all."""
     failed_before: tuple[tuple[str, str], ...] = ()
     """(backend, case id) of what failed the last time: first among the most valuable."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
-from ..registry import BRIDGES
+from ...registry import BRIDGES
 from .process_state import Accepted, ProcessState, accepted, changes, take_state, unchanged
 
 __all__ = ["ServerImports"]
@@ -63,7 +63,8 @@ class ServerImports(importlib.abc.MetaPathFinder):
         if self._inside or not self._is_watched(name):
             return None
         for finder in list(sys.meta_path):
-            found = None if finder is self else finder.find_spec(name, path, target)
+            # Another watch, of another worker in this process, would ask this one again.
+            found = None if isinstance(finder, ServerImports) else finder.find_spec(name, path, target)
             if found is not None:
                 if found.loader is not None and hasattr(found.loader, "exec_module"):
                     found.loader = _Watching(found.loader, self)

@@ -12,25 +12,25 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from ..cases.data import forget_data
-from ..cases.schedule import make_schedule
-from ..checks.failures import device_full
-from ..contract import AttentionBackend, Capabilities
-from ..environment import Environment, resolve
-from ..graphs.capture import settle
-from ..registry import UsageError
-from ..results import message_of
-from ..runner_modes.messages import Described, DriveCase, Driven, Rerun
-from .candidate import Candidate, resolve_candidate
+from ...cases.data import forget_data
+from ...cases.schedule import make_schedule
+from ...checks.failures import device_full
+from ...contract import AttentionBackend, Capabilities
+from ...environment import Environment, resolve
+from ...graphs.capture import settle
+from ...registry import UsageError
+from ...results import message_of
+from ...runner_modes.messages import Described, DriveCase, Driven, Rerun
+from ..hygiene.left_running import Running
+from ..hygiene.oracle_sealed import seal_oracle
+from ..hygiene.other_sources import use_other_sources
+from ..hygiene.process_state import ProcessState, changes, restore, take_state, unchanged
+from ..hygiene.server_imports import ServerImports
+from ..hygiene.vendor_packages import NOT_HERE, broken_packages
+from ..planning.candidate import Candidate, resolve_candidate
+from ..processes.host_memory import Trimmer
+from ..processes.wire import read
 from .case_run import drive_case, rerun
-from .host_memory import Trimmer
-from .left_running import Running
-from .oracle_sealed import seal_oracle
-from .other_sources import use_other_sources
-from .process_state import ProcessState, changes, restore, take_state, unchanged
-from .server_imports import ServerImports
-from .vendor_packages import NOT_HERE, broken_packages
-from .wire import read
 
 __all__ = ["LocalWorker", "given_up", "serve"]
 

@@ -9,38 +9,38 @@ from functools import partial
 
 import torch
 
-from ..cases.case import Case, parse_case
-from ..cases.claimed import not_claimed
-from ..cases.data import StepData, make_step_data, new_kv, pool_image
-from ..cases.loop import make_loop, said
-from ..cases.schedule import Schedule, Step
-from ..cases.ways import dialect_of, way_of
-from ..checks import NUMERIC, Judgement, Stage, judged
-from ..checks.graphs import at_capture
-from ..checks.lossless import lossless, ran_to_its_end
-from ..checks.observation import Observation, StepInputs
-from ..checks.sameness import batch_invariant, repeatable
-from ..checks.step import judge_step
-from ..contract import Capabilities, Execution, ForwardMode
-from ..diagnosis.blame import explain_numeric, name_check
-from ..diagnosis.raised import explain_raised
-from ..diagnosis.rerun import Rerunner
-from ..diagnosis.strided_heads import blame_strided_heads
-from ..diagnosis.unset_width import WIDTH_OF, blame_unset_width
-from ..environment import Environment, resolve
-from ..model import pack
-from ..oracle.expect import expect, expect_of
-from ..results import CaseResult, Finding, Status
-from ..runner_modes.graphs import in_graphs, last_live
-from ..runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
+from ...cases.case import Case, parse_case
+from ...cases.claimed import not_claimed
+from ...cases.data import StepData, make_step_data, new_kv, pool_image
+from ...cases.loop import make_loop, said
+from ...cases.schedule import Schedule, Step
+from ...cases.ways import dialect_of, way_of
+from ...checks import NUMERIC, Judgement, Stage, judged
+from ...checks.graphs import at_capture
+from ...checks.lossless import lossless, ran_to_its_end
+from ...checks.observation import Observation, StepInputs
+from ...checks.sameness import batch_invariant, repeatable
+from ...checks.step import judge_step
+from ...contract import Capabilities, Execution, ForwardMode
+from ...diagnosis.blame import explain_numeric, name_check
+from ...diagnosis.raised import explain_raised
+from ...diagnosis.rerun import Rerunner
+from ...diagnosis.strided_heads import blame_strided_heads
+from ...diagnosis.unset_width import WIDTH_OF, blame_unset_width
+from ...environment import Environment, resolve
+from ...model import pack
+from ...oracle.expect import expect, expect_of
+from ...results import CaseResult, Finding, Status
+from ...runner_modes.graphs import in_graphs, last_live
+from ...runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
+from ..planning.request import Item, Plan, bare_result
+from ..processes.worker_process import WorkerLost
 from .case_run import in_other_company, loop_of, schedule_for, schedules_of
-from .pool import WorkerLost
-from .request import Item, Plan, bare_result
 
 __all__ = ["Drive", "fails", "judge_item"]
 
 Drive = Callable[[DriveCase | Rerun], Driven]
-"""Has a worker drive something. May raise ``pool.WorkerLost``."""
+"""Has a worker drive something. May raise ``WorkerLost``."""
 
 
 @dataclass
@@ -58,12 +58,13 @@ class _Outcome:
 
 def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> CaseResult:
     """Have one case driven, judge it, and ask further where numbers are wrong. Raises what ``drive`` raises."""
-    execution, environment = Execution(item.execution), resolve(plan.device)
-    outcome, seconds = _judged(drive, described, parse_case(item.case), execution, environment)
+    case, execution, environment = parse_case(item.case), Execution(item.execution), resolve(plan.device)
+    outcome, seconds = _judged(drive, described, case, execution, environment)
+    result = partial(_result, item, plan, described.claims, case, execution, outcome, seconds)
     if outcome.driven.not_here:
         return bare_result(item, Status.NOT_RUN_HERE, outcome.driven.not_here)
     if outcome.driven.lost:
-        return _result(item, plan, described.claims, outcome, Status.CRASHED, seconds, outcome.driven.lost)
+        return result(Status.CRASHED, outcome.driven.lost)
     if plan.explains == "nothing":
         explained = list(_first_of_each_check(outcome.findings).values())
     else:
@@ -71,21 +72,24 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
         rerunner = Rerunner(_unless_lost(drive), environment, claims.eager, lambda case: not not_claimed(claims, case))
         explained = _explained(outcome, rerunner, cause=plan.explains == "cause")
         if explained and plan.explains == "cause":
-            explained[0] = _with_cause(explained[0], outcome, rerunner, claims, item)
-    outcome.findings = [_of_way(finding, parse_case(item.case)) for finding in explained]
-    status = Status.FAILED if outcome.findings else Status.PASSED
-    result = _result(item, plan, described.claims, outcome, status, seconds)
-    if item.probe and not outcome.findings:
-        probed, _ = _judged(drive, described, parse_case(item.case), Execution.GRAPH, environment)
+            explained[0] = _with_cause(explained[0], outcome, rerunner, claims, case, execution)
+    outcome.findings = [_of_way(finding, case) for finding in explained]
+    if outcome.findings:
+        return result(Status.FAILED)
+    passed = result(Status.PASSED)
+    if item.probe:
+        probed, _ = _judged(drive, described, case, Execution.GRAPH, environment)
         if not probed.findings and not probed.driven.lost:
             hint = f"{item.backend}: {item.mode} captures and replays correctly under a graph, and is not claimed"
-            return replace(result, hints=(*result.hints, hint))
-    return result
+            return replace(passed, hints=(*passed.hints, hint))
+    return passed
 
 
-def _with_cause(finding: Finding, outcome: _Outcome, rerunner: Rerunner, claims: Capabilities, item: Item) -> Finding:
+def _with_cause(
+    finding: Finding, outcome: _Outcome, rerunner: Rerunner, claims: Capabilities, case: Case, execution: Execution
+) -> Finding:
     """With hints about what is no attention output."""
-    case, in_graph = parse_case(item.case), item.execution == Execution.GRAPH
+    in_graph = execution is Execution.GRAPH
     if in_graph:
         finding = _of_unset_width(finding, rerunner, case, claims)
     if finding.check in _OF_STRIDES and claims.takes_strided_heads and case.strided_heads:
@@ -132,7 +136,7 @@ def _judged(
         missing = _missing(schedules, case, execution, claims, outcome.observed)
         outcome.findings += missing or _said(driven, case, execution, claims, environment)
         if execution is Execution.EAGER and not missing:
-            outcome.findings += _compared(case, claims, outcome.observed)
+            outcome.findings += _compared(claims, outcome.observed)
         elif execution is Execution.GRAPH and not outcome.failed:
             # What is wrong at a replay as well is reported there, with a place.
             outcome.findings += _not_finite([schedules[i] for i in driven.not_finite_in_warm_up], driven.fill, claims)
@@ -182,7 +186,7 @@ def step_inputs(schedule: Schedule, step: Step, claims: Capabilities) -> StepInp
     data = make_step_data(schedule, step)
     tails = schedule.case.kv_dtype in claims.finite_page_tails
     image = partial(_pool, schedule, step, data, tails)
-    slots, rows = new_kv(step, data)
+    slots, rows = new_kv(data)
     if step.stored:
         # They are in the pool already, and k and v are not to be looked at.
         slots, rows = slots[:0], rows[:, :, :0]
@@ -252,7 +256,7 @@ def _due(
             yield schedule.case.id, last_live(schedule).name, False
 
 
-def _compared(case: Case, claims: Capabilities, observed: Sequence[Observation]) -> list[Finding]:
+def _compared(claims: Capabilities, observed: Sequence[Observation]) -> list[Finding]:
     """Eager runs of the same numbers, held against each other."""
     first, again, *others = observed
     found = repeatable(first, again) if claims.deterministic else []
@@ -360,16 +364,16 @@ def _result(
     item: Item,
     plan: Plan,
     claims: Capabilities,
+    case: Case,
+    execution: Execution,
     outcome: _Outcome,
-    status: Status,
     seconds: dict[str, float],
+    status: Status,
     reason: str = "",
 ) -> CaseResult:
     device = plan.header.device
     failed = [finding.check for finding in outcome.findings]
-    done, not_judged = judged(
-        claims, Execution(item.execution), Stage(outcome.driven.stage), failed, parse_case(item.case)
-    )
+    done, not_judged = judged(claims, execution, Stage(outcome.driven.stage), failed, case)
     return CaseResult(
         backend=item.backend,
         mode=item.mode,
@@ -381,7 +385,7 @@ def _result(
         not_judged=not_judged,
         margin=outcome.margin,
         seconds={name: round(value, 6) for name, value in seconds.items()},
-        graph=device if item.execution == "graph" else "",
+        graph=device if execution is Execution.GRAPH else "",
         device=device,
         kernels=outcome.driven.kernels,
         reason=reason,

@@ -19,26 +19,26 @@ from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING, Any
 
-from ..registry import UsageError
-from ..results import CaseResult
+from ...registry import UsageError
+from ...results import CaseResult
+from ..planning.request import Item, Judge, Options, Plan, Request
 from .forking import fork_off
 from .gpus import visible_gpus
-from .request import Item, Judge, Options, Plan, Request
 
 if TYPE_CHECKING:
-    from ..contract import Capabilities
-    from .candidate import Candidate
+    from ...contract import Capabilities
+    from ..planning.candidate import Candidate
 
 __all__ = ["RUNNER", "JudgeError", "JudgeProcess", "judge_for"]
 
-_LOOP = "attn_testkit.running.loop"
+_LOOP = "attn_testkit.running.case_runs.loop"
 RUNNER = _LOOP
 """Module whose ``Runner`` judges."""
 
 # The child has the parent's sys.path before it imports anything: a backend may stand anywhere the parent looks.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from attn_testkit.running.judge_process import _serve; _serve()"
+    "from attn_testkit.running.processes.judge_process import _serve; _serve()"
 )
 _PATIENCE = 10.0
 """Seconds for the judge to end its workers before it is killed."""

@@ -14,24 +14,24 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
-from ..cases.case import parse_case
-from ..contract import Capabilities, Execution
-from ..environment import resolve
-from ..registry import UsageError, capabilities_line
-from ..results import CaseResult, Status
-from ..runner_modes.messages import Described, DriveCase
+from ...cases.case import parse_case
+from ...contract import Capabilities, Execution
+from ...environment import resolve
+from ...registry import UsageError, capabilities_line
+from ...results import CaseResult, Status
+from ...runner_modes.messages import Described, DriveCase
+from ..planning.candidate import Candidate
+from ..planning.plan import plan_run
+from ..planning.request import Item, Options, Plan, Request, bare_result, kit_error, not_started
+from ..processes.exits import refuse_success_by_exit
+from ..processes.host_memory import Trimmer
+from ..processes.merging import merged
+from ..processes.worker_process import Worker, WorkerLost, WorkerStartError
 from .between_cases import explained_by_what_was_kept
-from .candidate import Candidate
-from .exits import refuse_success_by_exit
-from .host_memory import Trimmer
 from .judge import fails, judge_item
-from .judging import JudgingProcess
-from .merging import merged
+from .judging_process import JudgingProcess
 from .place import Place, turns_back
-from .plan import plan_run
-from .pool import Worker, WorkerLost, WorkerStartError
-from .request import Item, Options, Plan, Request, bare_result, kit_error, not_started
-from .worker import LocalWorker
+from .worker_main import LocalWorker
 
 __all__ = ["JUDGED_HERE", "Runner"]
 

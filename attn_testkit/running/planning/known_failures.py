@@ -25,8 +25,8 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from ..registry import UsageError, did_you_mean
-from ..results import CHECK_IDS, CaseResult, RunHeader, Status
+from ...registry import UsageError, did_you_mean
+from ...results import CHECK_IDS, CaseResult, RunHeader, Status
 
 __all__ = ["KnownFailure", "Ledger", "load_known"]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from ..registry import UsageError
+from ...registry import UsageError
 
 __all__ = ["Notes", "OtherSources", "use_other_sources"]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 
 from packaging.requirements import Requirement
 
-from ..contract import Capabilities
-from ..registry import import_failure
-from ..results import CANNOT_IMPORT
+from ...contract import Capabilities
+from ...registry import import_failure
+from ...results import CANNOT_IMPORT
 
 __all__ = ["NOT_HERE", "broken_packages", "module_of"]
 

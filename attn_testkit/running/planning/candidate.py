@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..registry import UsageError
-from .other_sources import OtherSources
+from ...registry import UsageError
+from ..hygiene.other_sources import OtherSources
 
 __all__ = ["Candidate", "candidate_for", "fingerprint_of", "resolve_candidate"]
 
@@ -136,7 +136,7 @@ def _code(code: types.CodeType) -> Iterator[str]:
 
 def resolve_candidate(candidate: Candidate) -> type[Any]:
     """The class, in the process that is to run it. Raises ``BackendNotFound`` (a ``UsageError``) in one clear line."""
-    from ..registry import checked_class, load_backend
+    from ...registry import checked_class, load_backend
 
     if candidate.here is not None:
         return checked_class(candidate.spec, candidate.here)

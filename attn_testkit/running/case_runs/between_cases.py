@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from ..results import CaseResult, Finding
-from ..runner_modes.messages import DriveCase
+from ...results import CaseResult, Finding
+from ...runner_modes.messages import DriveCase
 
 __all__ = ["Fails", "explained_by_what_was_kept", "named"]
 

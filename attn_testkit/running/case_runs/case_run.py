@@ -10,33 +10,33 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..cases.case import Case, parse_case
-from ..cases.companions import claimed_companions, neighbour_of
-from ..cases.data import DTYPES
-from ..cases.kv_groups import pages_in_pool
-from ..cases.loop import loop_modes, make_loop
-from ..cases.schedule import Schedule, Step, make_schedule, only, part
-from ..cases.ways import way_of
-from ..checks import Stage
-from ..checks.claims import refuses_undeclared
-from ..checks.failures import context_lost, first_line, from_exception, is_ctrl_c
-from ..checks.lossless import Spoken
-from ..checks.observation import Observation
-from ..contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
-from ..environment import Environment, compiled_regions_run, missing_here
-from ..graphs.compilers import make_room, room_left
-from ..results import NO_ROOM, NOT_COMPILED, Finding
-from ..runner_modes.clock import Clock
-from ..runner_modes.compiling import compiles_once
-from ..runner_modes.eager import eager_by_turns, run_eager
-from ..runner_modes.errors import DriveError, NoRoomError, out_of_memory
-from ..runner_modes.graphs import GraphRun, drive_graphs
-from ..runner_modes.harness import ServerHarness
-from ..runner_modes.hook_answers import kernels_of
-from ..runner_modes.lossless import run_loop
-from ..runner_modes.messages import DriveCase, Driven, Rerun, StepRecord
-from ..runner_modes.neighbour import EagerNeighbour
-from .memory_limit import no_more_than
+from ...cases.case import Case, parse_case
+from ...cases.companions import claimed_companions, neighbour_of
+from ...cases.data import DTYPES
+from ...cases.kv_groups import pages_in_pool
+from ...cases.loop import loop_modes, make_loop
+from ...cases.schedule import Schedule, Step, make_schedule, only, part
+from ...cases.ways import way_of
+from ...checks import Stage
+from ...checks.claims import refuses_undeclared
+from ...checks.failures import context_lost, first_line, from_exception, is_ctrl_c
+from ...checks.lossless import Spoken
+from ...checks.observation import Observation
+from ...contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
+from ...environment import Environment, compiled_regions_run, missing_here
+from ...graphs.compilers import make_room, room_left
+from ...results import NO_ROOM, NOT_COMPILED, Finding
+from ...runner_modes.clock import Clock
+from ...runner_modes.compiling import compiles_once
+from ...runner_modes.eager import eager_by_turns, run_eager
+from ...runner_modes.errors import DriveError, NoRoomError, out_of_memory
+from ...runner_modes.graphs import GraphRun, drive_graphs
+from ...runner_modes.harness import ServerHarness
+from ...runner_modes.hook_answers import kernels_of
+from ...runner_modes.lossless import run_loop
+from ...runner_modes.messages import DriveCase, Driven, Rerun, StepRecord
+from ...runner_modes.neighbour import EagerNeighbour
+from ..processes.memory_limit import no_more_than
 
 __all__ = [
     "drive_case",
@@ -68,6 +68,7 @@ def schedule_for(case: Case, claims: Capabilities) -> Schedule:
     others = {"lse_dtype": "model"} if lse_in_model else {}
     if in_fp8 and claims.q_scale != "none":
         others["q_scale"] = claims.q_scale
+    # Defaults are left out: the cache of make_schedule would keep a second object for the other spelling of a call.
     if products == "model" and not as_given:
         return make_schedule(case, **others)
     return make_schedule(case, products, as_given, **others)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..cases.case import parse_case
-from ..runner_modes.messages import DriveCase, Driven, Rerun
-from .candidate import Candidate
-from .pool import Worker, WorkerLost
-from .worker import LocalWorker
+from ...cases.case import parse_case
+from ...runner_modes.messages import DriveCase, Driven, Rerun
+from ..planning.candidate import Candidate
+from ..processes.worker_process import Worker, WorkerLost
+from .worker_main import LocalWorker
 
 __all__ = ["Place", "Staff", "turns_back"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 
-from ..cases.case import DATA, Case
-from ..contract import Execution
+from ...cases.case import DATA, Case
+from ...contract import Execution
 from .most_valuable import Entry, most_valuable_first
 from .request import Item
 

@@ -15,13 +15,13 @@ from attn_testkit.runner_modes.messages import Described, DriveCase, Driven, Rer
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.contract import AttentionBackend, AttentionLayer
 from attn_testkit.results import CaseResult, Status
-from attn_testkit.running.candidate import candidate_for
-from attn_testkit.running.judge import judge_item
-from attn_testkit.running.judging import JudgingProcess
-from attn_testkit.running.plan import plan_run
-from attn_testkit.running.pool import WorkerLost
-from attn_testkit.running.request import Item, Plan, Request
-from attn_testkit.running.worker import LocalWorker
+from attn_testkit.running.case_runs.judge import judge_item
+from attn_testkit.running.case_runs.judging_process import JudgingProcess
+from attn_testkit.running.case_runs.worker_main import LocalWorker
+from attn_testkit.running.planning.candidate import candidate_for
+from attn_testkit.running.planning.plan import plan_run
+from attn_testkit.running.planning.request import Item, Plan, Request
+from attn_testkit.running.processes.worker_process import WorkerLost
 
 CASE = "decode-gqa2x2-d32-fp32-p4-k9.6-shuffled-gauss-b2prod"
 SPEC = "attn_testkit.backends.torch_native:TorchNativeBackend"

@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 
 __all__ = ["SERVE", "begin_forking", "fork_context", "fork_off", "preload"]
 
-SERVE = "attn_testkit.running.worker"
+SERVE = "attn_testkit.running.case_runs.worker_main"
 """Module whose ``serve`` a worker runs."""
-_preloaded = [SERVE, "attn_testkit.running.judging"]
+_preloaded = [SERVE, "attn_testkit.running.case_runs.judging_process"]
 _EMULATED = ["torch.fx.experimental.symbolic_shapes", "triton.runtime.interpreter"]
 """What the emulation has every worker import: torch decomposes a product of matrices, and kernels are interpreted."""
-_LAST = "attn_testkit.running.ready"
+_LAST = "attn_testkit.running.processes.ready"
 _spawn = util.spawnv_passfds
 
 

@@ -15,10 +15,11 @@ import pytest
 
 from attn_testkit.registry import BackendNotFound
 from attn_testkit.results import KIT_ERROR, CaseResult, Status, exit_code
-from attn_testkit.running import forking, loop
-from attn_testkit.running.loop import Runner
-from attn_testkit.running.pool import WorkerStartError
-from attn_testkit.running.request import Options, Plan, Request
+from attn_testkit.running.case_runs import loop
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.request import Options, Plan, Request
+from attn_testkit.running.processes import forking
+from attn_testkit.running.processes.worker_process import WorkerStartError
 
 HERE = Path(__file__).parent
 THREE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
@@ -195,8 +196,8 @@ def test_workers_die_with_a_judge_that_is_killed(tmp_path: Path) -> None:
             f"""
             import sys
             sys.path[:0] = [{str(HERE)!r}]
-            from attn_testkit.running.loop import Runner
-            from attn_testkit.running.request import Options, Request
+            from attn_testkit.running.case_runs.loop import Runner
+            from attn_testkit.running.planning.request import Options, Request
             if __name__ == "__main__":
                 runner = Runner(Options())
                 backends = ("unruly_backends:ReportsPid",)

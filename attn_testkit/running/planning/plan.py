@@ -8,20 +8,20 @@ import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
-from ..cases.case import Case, parse_case
-from ..cases.catalogue import TIERS, generate
-from ..cases.claimed import not_claimed
-from ..cases.large_cases import too_large_for_a_cpu
-from ..cases.untried import says_untried
-from ..checks import CHECKS
-from ..contract import Capabilities, Execution, ForwardMode
-from ..environment import Environment, missing_here, resolve, versions
-from ..registry import UsageError, did_you_mean, origin_of
-from ..results import NO_CASE, CaseResult, Finding, RunHeader, Status, readable
+from ...cases.case import Case, parse_case
+from ...cases.catalogue import TIERS, generate
+from ...cases.claimed import not_claimed
+from ...cases.large_cases import too_large_for_a_cpu
+from ...cases.untried import says_untried
+from ...checks import CHECKS
+from ...contract import Capabilities, Execution, ForwardMode
+from ...environment import Environment, missing_here, resolve, versions
+from ...registry import UsageError, did_you_mean, origin_of
+from ...results import NO_CASE, CaseResult, Finding, RunHeader, Status, readable
+from ..hygiene.vendor_packages import NOT_HERE
 from .candidate import Candidate
 from .order import ordered
 from .request import Item, Plan, Request, unloadable
-from .vendor_packages import NOT_HERE
 
 __all__ = ["plan_run"]
 
