@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def room_of(path: Path) -> str:
     return inside.parts[0].removesuffix(".py")
 
 
+@cache
 def imported_rooms(path: Path) -> set[str]:
     """Rooms of the kit that a file imports, at run time or for types."""
     package = ["attn_testkit", *(["runner_modes"] if MODES in path.parents else path.relative_to(KIT).parent.parts)]
