@@ -27,6 +27,8 @@ SLOW: tuple[str, ...] = (
     "front_ends/test_loud_modules.py",
     "backends/test_slot_index.py",
     "backends/test_reserved_names.py::test_an_adapter_with_names_of_its_own_passes_in_every_mode_and_in_graphs",
+    "running/test_between_cases.py",
+    "running/test_exit_codes.py",
     "running/test_what_pages_need.py",
     "emulation/test_emulated_large_memory.py",
     "emulation/test_emulated_programs.py",
