@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up and runs what a pull request must pass, on a CPU. Further arguments go to pytest.
+# Sets everything up and runs what a pull request must pass, on a CPU. Further arguments go to pytest: `-m "not slow"` leaves
+# out what takes seconds (tests/slow_tests.py).
 # shellcheck source=ci/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$root"
@@ -27,4 +28,5 @@ echo "== tests"
 wait "$browser"
 # Two workers on two cores: more threads inside each only get in each other's way.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-"$python" -m pytest -n "${ATTN_WORKERS:-2}" "$@"
+# Slow tests start first (tests/conftest.py), and a worker that is through takes over what another has not begun.
+"$python" -m pytest -n "${ATTN_WORKERS:-2}" --dist worksteal "$@"

@@ -8,6 +8,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from slow_tests import slow_first
+
+    slow_first(items)
+
+
 @pytest.fixture
 def judged_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """``minimize`` and ``fuzz`` judge in the test's own process."""

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,7 @@ def room_of(path: Path) -> str:
     return inside.parts[0].removesuffix(".py")
 
 
+@cache
 def imported_rooms(path: Path) -> set[str]:
     """Rooms of the kit that a file imports, at run time or for types."""
     package = ["attn_testkit", *(["runner_modes"] if MODES in path.parents else path.relative_to(KIT).parent.parts)]
@@ -64,14 +67,17 @@ def imported_rooms(path: Path) -> set[str]:
 FILES = sorted([*KIT.rglob("*.py"), *MODES.rglob("*.py")])
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    room = room_of(path)
-    for other in imported_rooms(path) - {room}:
-        assert FLOORS[other] < FLOORS[room], f"{room} (floor {FLOORS[room]}) imports {other} (floor {FLOORS[other]})"
-        assert room not in ONLY or other in ONLY[room], (
-            f"{room} may import {ONLY[room] or 'nothing of ours'}, not {other}"
-        )
+def test_imports_point_down() -> None:
+    """All at once: several hundred tests of one line each are collected longer than they run."""
+    up, beyond = [], []
+    for path in FILES:
+        room = room_of(path)
+        for other in sorted(imported_rooms(path) - {room}):
+            arrow = f"{path.relative_to(ROOT)}: {room} (floor {FLOORS[room]}) imports {other} (floor {FLOORS[other]})"
+            up += [arrow] if FLOORS[other] >= FLOORS[room] else []
+            beyond += [arrow] if other not in ONLY.get(room, FLOORS) else []
+    assert up == []
+    assert beyond == [], "ONLY says what these rooms may import"
 
 
 def test_architecture_names_every_room_and_counts_right() -> None:
@@ -184,6 +190,12 @@ def test_docs_name_tests_that_exist() -> None:
     }
     assert named
     assert named <= defined, named - defined
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by their names alone: the second of a name is an error of the collection, and is not run."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1 and name != "conftest.py"] == []
 
 
 def test_the_package_list_is_complete() -> None:

@@ -18,7 +18,7 @@ from attn_testkit.glossary import all_entries, entry_of
 from attn_testkit.reports.outcome import verdict
 from attn_testkit.reports.tally import text_table
 from attn_testkit.results import CHECK_IDS, EXECUTIONS, MODES, CaseResult, Finding, Status, format_failure
-from attn_testkit.running.request import TIERS
+from attn_testkit.running.planning.request import TIERS
 
 BANNED = re.compile(
     r"\b(by turns|of its own|as ever|(is|are) told|told|says so|stands? (in|at|behind)|beside|who claims|is no|are none"

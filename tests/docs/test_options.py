@@ -13,7 +13,6 @@ from attn_testkit.cli import commands
 from attn_testkit.plugin import options as plugin_options
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _OURS = re.compile(r"(?:attn-testkit|-m attn_testkit) +([a-z]+)(?![\w.])")
 ELSEWHERE = {
@@ -65,17 +64,19 @@ def wrong_in(line: str) -> list[str]:
     return [f"attn-testkit {match[1]} {word}" for word in _OPTION.findall(rest) if word not in known[match[1]]]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_the_options_of_every_shown_command_are_its_own(page: Path) -> None:
+def commands_of(page: Path) -> list[str]:
     shown = [line for fence in fences(page) if not fence.title for line in lines_of(fence.body)]
-    inline = re.findall(r"`([^`\n]*attn-testkit [^`\n]*)`", page.read_text())
-    assert [wrong for line in (*shown, *inline) for wrong in wrong_in(line)] == []
+    return [*shown, *re.findall(r"`([^`\n]*attn-testkit [^`\n]*)`", page.read_text())]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_option_that_is_named_exists_somewhere(page: Path) -> None:
+def test_the_options_of_every_shown_command_are_its_own() -> None:
+    assert [f"{page.name}: {wrong}" for page in PAGES for line in commands_of(page) for wrong in wrong_in(line)] == []
+
+
+def test_every_option_that_is_named_exists_somewhere() -> None:
     known = set().union(*options_of().values()) | of_pytest() | of_scripts() | ELSEWHERE
-    assert sorted(set(_OPTION.findall(page.read_text())) - known) == []
+    named = [(page.name, option) for page in PAGES for option in sorted(set(_OPTION.findall(page.read_text())))]
+    assert [f"{name}: {option}" for name, option in named if option not in known] == []
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,12 @@ def test_a_wrong_scale_is_caught_by_its_check_and_named(slug: str, case: str, gr
 
 
 @pytest.mark.parametrize("name", sorted(CONTROLS.keys() - {DRAFT}))
-@pytest.mark.parametrize("graph", [False, True])
-def test_every_right_scale_passes_with_queries_of_every_size(name: str, graph: bool) -> None:
-    results = run(CONTROLS[name], UNEVEN, VERIFY, PADDED, *EVEN, graph=graph)
-    assert [result.status for result in results] == [Status.PASSED] * 8
+@pytest.mark.parametrize(
+    ("graph", "even"), [(False, EVEN), (True, EVEN[:1])], ids=["eager", "graph"]
+)  # In a graph scales may be those of the capture, or of padded rows; other numbers are no other graph.
+def test_every_right_scale_passes_with_queries_of_every_size(name: str, graph: bool, even: tuple[str, ...]) -> None:
+    results = run(CONTROLS[name], UNEVEN, VERIFY, PADDED, *even, graph=graph)
+    assert [result.status for result in results] == [Status.PASSED] * (3 + len(even))
 
 
 def test_each_forward_of_a_draft_may_have_a_scale_of_its_own() -> None:

@@ -21,12 +21,6 @@ class Bug:
     of_a_tier: str
     """The case of smoke or core that catches it: ``case``, or a longer one."""
 
-    @property
-    def healthy(self) -> type[AttentionBackend]:
-        """What the bug was put into, claiming as much."""
-        (parent,) = self.backend.__bases__
-        return type(f"Without{self.backend.__name__}", (parent,), {"capabilities": self.backend.capabilities})
-
 
 BUGS: list[Bug] = []
 """In the order of their definition."""

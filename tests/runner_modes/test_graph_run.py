@@ -93,7 +93,7 @@ class NaNInWarmUp(MinimalBackend):
 def test_of_a_healthy_backend_only_what_its_graphs_write_themselves_is_reported() -> None:
     run = drive(MinimalBackend, DriveOptions(watch_replaced=True))
     assert (run.not_finite_in_warm_up, run.replaced) == ((), ())
-    assert {memory.path.split(".")[0] for memory in run.allocated_in_capture} == {"_step"}
+    assert {memory.path.split(".")[0] for memory in run.allocated_in_capture} == {"_kit_step"}
     assert run.fill == 1
     assert wrong_steps(run) == []
 

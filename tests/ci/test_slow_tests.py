@@ -1,0 +1,78 @@
+"""Slow tests are those of the table, start first, and are left out where a pull request asks for the others."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import slow_tests
+import yaml
+from slow_tests import SLOW, slow_first
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOWS = ROOT / ".github" / "workflows"
+
+
+class Named:
+    """An item of pytest as far as ``slow_first`` knows it."""
+
+    def __init__(self, nodeid: str) -> None:
+        self.nodeid = f"tests/{nodeid}"
+        self.marks: list[str] = []
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks.append(mark.name)
+
+
+def test_slow_items_are_marked_and_come_first_slowest_first_and_the_others_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slow_tests, "_SLOW", ("tests/b.py::test_slowest", "tests/a.py::"))
+    names = ["c.py::test_1", "a.py::test_x", "b.py::test_0", "b.py::test_slowest[1]", "a.py::test_y", "c.py::test_0"]
+    items = [Named(name) for name in names]
+    slow_first(items)  # type: ignore[arg-type]
+    slow = ["b.py::test_slowest[1]", "a.py::test_x", "a.py::test_y"]
+    assert [item.nodeid.removeprefix("tests/") for item in items] == [
+        *slow, "c.py::test_1", "b.py::test_0", "c.py::test_0",
+    ]  # fmt: skip
+    assert [item.nodeid.removeprefix("tests/") for item in items if item.marks == ["slow"]] == slow
+    assert [item.marks for item in items[len(slow) :]] == [[], [], []]
+
+
+def test_every_row_names_a_file_or_a_test_that_is_there_once() -> None:
+    assert [row for row, count in Counter(SLOW).items() if count > 1] == []
+    for row in SLOW:
+        path, _, test = row.partition("::")
+        file = ROOT / "tests" / path
+        assert file.is_file() or (file.is_dir() and not test), row
+        assert not test or re.search(rf"^def {re.escape(test.partition('[')[0])}\(", file.read_text(), re.M), row
+
+
+@pytest.mark.parametrize(("marks", "there"), [("slow", True), ("not slow", False)])
+def test_pytest_chooses_by_the_marks_of_the_table(marks: str, there: bool) -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", marks]
+    file, _, test = next(row for row in SLOW if row.startswith("new/test_new.py::")).partition("::")
+    found = subprocess.run([*command, f"tests/{file}"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = re.findall(r"::(test_\w+)", found)
+    assert (test in listed) is there
+    assert (len(set(listed)) > 1) is not there
+
+
+def commands(flow: str, job: str) -> list[str]:
+    steps = yaml.safe_load((FLOWS / flow).read_text())["jobs"][job]["steps"]
+    return [step["run"] for step in steps if "run" in step]
+
+
+def test_a_pull_request_runs_every_test_and_the_nightly_all_of_them_on_every_python() -> None:
+    assert commands("pr.yml", "cpu") == ['bash ci/pr.sh -m "not slow"']
+    assert commands("pr.yml", "slow") == ["bash ci/pr.sh -m slow"]
+    assert commands("nightly.yml", "tests") == ["bash ci/pr.sh"]
+    pythons = [
+        yaml.safe_load((FLOWS / flow).read_text())["jobs"][job]["strategy"]["matrix"]["python"]
+        for flow, job in (("pr.yml", "cpu"), ("nightly.yml", "tests"))
+    ]
+    assert pythons[0] == pythons[1]
