@@ -1,4 +1,4 @@
-"""What a run produces: plain values, picklable, JSON-ready, with no tensor and no knowledge of who shows them."""
+"""The results of a run: plain values that can be pickled and written as JSON, without tensors."""
 
 from __future__ import annotations
 
@@ -44,22 +44,23 @@ __all__ = [
 ]
 
 
-# The spellings of contract/modes.py, which comes with torch: reports and --help must not wait for it. A test compares.
+# The spellings of contract/modes.py, repeated here because it imports torch, for which reports and --help must not
+# wait. A test compares them.
 MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2", "extend", "draft-decode")
 EXECUTIONS = ("eager", "graph")
 
 
 KIT_ERROR = "the kit itself failed: "
-"""How the reason of a result begins when the fault is ours, not the backend's."""
+"""Beginning of a result's reason if the kit itself failed, not the backend."""
 NO_ROOM = "no room "
-"""How the reason begins where the machine has not the memory that a case takes."""
+"""Beginning of a result's reason if the machine lacks the memory that the case takes."""
 NOT_STARTED = "not started: "
-"""How the reason of a result begins that the budget of the run left no time for."""
+"""Beginning of a result's reason if the budget of the run left no time for it."""
 PYTHON_VARIABLE = "ATTN_TESTKIT_PYTHON"
-"""Set by ``attn-testkit --python PATH`` for the process that it continues in: PATH."""
+"""Environment variable that ``attn-testkit --python PATH`` sets to PATH for the process that it continues in."""
 CANNOT_IMPORT = "is installed and cannot be imported"
-"""In the reason of what is not run because a package is broken."""
-# The ids of checks/, which comes with torch, in its reading order. A test compares.
+"""Part of the reason of what is not run because a package is broken."""
+# The ids of checks/ in its reading order, repeated here because it imports torch. A test compares them.
 CHECK_IDS = (
     "completes",
     "output-contract",
@@ -89,24 +90,23 @@ CHECK_IDS = (
     "lossless",
 )
 FUZZ = "fuzz"
-"""The tier of a record of random cases, of which none was due."""
+"""The tier of a results file of random cases, which have no planned number."""
 NO_CASE = "(no case)"
-"""Stands for a case in the row of a mode that is claimed and that no case can satisfy, or of a backend that cannot be
-imported."""
+"""The case of a row for a declared mode that no case can satisfy, or for a backend that cannot be imported."""
 WIDTH = 120
 """Columns of a failure's prose."""
 
 
 MOST_CHARACTERS = {"headline": 600, "reason": 8000}
-"""Of a text in a result; of others ``MOST_OTHERS``."""
+"""Longest text of a field of a result; other fields have ``MOST_OTHERS``."""
 MOST_OTHERS = 4000
 _UNREADABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
-"""Control characters and lone surrogates: they move a terminal's cursor, and no file takes them."""
+"""Control characters and lone surrogates: they move a terminal's cursor, and cannot be written to a file."""
 
 
 def readable(text: str, most: int = MOST_OTHERS) -> str:
-    """The text as it travels and is recorded: no control characters, and of a long one the beginning and the end, with
-    the number of characters left out between them. At most ``most`` characters.
+    """The text as it is sent and recorded: without control characters, at most ``most`` characters. A longer text keeps
+    its beginning and its end, with the number of characters left out between them.
     """
     text = _UNREADABLE.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
     if len(text) <= most:
@@ -121,7 +121,7 @@ def _left_out(count: int) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says, also where its own ``__str__`` raises."""
+    """The message of an exception, even if its own ``__str__`` raises."""
     try:
         return str.__str__(str(error))
     except BaseException as broken:
@@ -140,12 +140,12 @@ _GENERATED = re.compile(
 
 
 def is_generated(filename: str) -> bool:
-    """Whether a compiler wrote this file, as far as its path tells: none of its lines is an author's."""
+    """True if a compiler wrote this file, judging by its path: no line of it belongs to an author."""
     return bool(_GENERATED.search(filename.replace("\\", "/")))
 
 
 class Status(StrEnum):
-    """How one case-run ended. Never merged: each of these means something else to the reader."""
+    """How one case-run ended. Each status means something else to the reader, so they are never merged."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -153,15 +153,15 @@ class Status(StrEnum):
     """The process died, or the device's context was lost."""
     TIMED_OUT = "timed out"
     KNOWN_FAILURE = "known failure"
-    """It failed as an entry of the known-failures file says it does."""
+    """The case-run failed as an entry of the known-failures file describes."""
     UNEXPECTEDLY_PASSED = "unexpectedly passed"
-    """The known-failures file says it fails, and it did not: the entry is out of date."""
+    """The known-failures file expects a failure, and there was none: the entry is out of date."""
     QUARANTINED = "quarantined"
-    """The known-failures file says not to launch it. Accounted for, and never green."""
+    """The known-failures file forbids to launch the case-run. It counts as accounted for, not as passed."""
     UNSUPPORTED = "unsupported"
-    """Not claimed by the backend."""
+    """The backend does not declare it."""
     NOT_RUN_HERE = "not run here"
-    """Claimed, but this machine lacks the hardware or a package."""
+    """The backend declares it, but this machine lacks the hardware or a package."""
 
 
 BAD = frozenset({Status.FAILED, Status.CRASHED, Status.TIMED_OUT, Status.UNEXPECTEDLY_PASSED})
@@ -172,56 +172,56 @@ RAN = frozenset({Status.PASSED, Status.KNOWN_FAILURE}) | BAD
 
 @dataclass(frozen=True)
 class ErrorMap:
-    """Where a wrong step is wrong: error over limit by row and head, the largest over layers and dims.
+    """Error over limit of a wrong step by row and head, the largest over layers and dims.
 
-    At most 32 by 32 cells: of more rows or heads, neighbours share one, and it holds the largest.
+    There are at most 32 by 32 cells: with more rows or heads, neighbors share a cell, which holds the largest value.
     """
 
     ratios: tuple[tuple[float, ...], ...]
-    """[rows, heads]; up to 1 is right, 1e9 stands for more than that, NaN and Inf included."""
+    """[rows, heads]; up to 1 is right, and 1e9 means more than that, NaN or Inf."""
     requests: tuple[int, ...]
     """The request of each cell's first row."""
     rows: int
-    """Live rows of the step."""
+    """Number of live rows of the step."""
     heads: int
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """KV tokens that a wrong row attended to, by position, each as runs of (first, last)."""
+    """KV tokens that a wrong row attended to, as position ranges (first, last)."""
 
     request: int
     row: int
-    """Row inside the request."""
+    """Index of the row inside the request."""
     head: int
     length: int
-    """KV tokens of the request."""
+    """Number of KV tokens of the request."""
     used: tuple[tuple[int, int], ...]
     wanted: tuple[tuple[int, int], ...]
     doubled: tuple[tuple[int, int], ...] = ()
-    """Counted more than once."""
+    """KV tokens that were counted more than once."""
     not_asked: tuple[tuple[int, int], ...] = ()
-    """Whether they had weight is unknown."""
+    """KV tokens of which it is unknown whether they had weight."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One failed check, written for a tired person: what, where, how far it spreads, what to look at first."""
+    """One failed check for a tired reader: what is wrong, where, how far it spreads, what to look at first."""
 
     check: str
     """Id of the check, as ``attn-testkit explain`` knows it."""
     headline: str
-    """Stands alone: ``request 3 differs from the oracle, 56x over the limit``."""
+    """One line that can be read alone: ``request 3 differs from the oracle, 56x over the limit``."""
     where: str = ""
     spread: str = ""
     attended: str = ""
     hint: str = ""
     step: str = ""
-    """Which step of the case: empty for a single eager step, else for instance ``replay 4 of 6, bucket 4, 3 live``."""
+    """The step of the case: empty for a single eager step, else for instance ``replay 4 of 6, bucket 4, 3 live``."""
     errors: ErrorMap | None = None
-    """For plots, where diagnosis looked at wrong numbers."""
+    """Data for a plot, if diagnosis looked at wrong numbers."""
     keys: KeyMap | None = None
-    """What ``attended`` says, for plots."""
+    """Data of ``attended`` for a plot."""
 
     def __post_init__(self) -> None:
         for name, text in vars(self).items():
@@ -234,35 +234,35 @@ class CaseResult:
     """One case-run: a backend, a mode, an execution and a case."""
 
     backend: str
-    """The spec it was named by."""
+    """The spec that named it."""
     mode: str
     execution: str
     case: str
-    """The case id, or ``""`` for a row that stands for a whole mode (unsupported, not run here)."""
+    """The case id, or ``""`` for the row of a whole mode (unsupported, not run here)."""
     status: Status
     findings: tuple[Finding, ...] = ()
     checks: tuple[str, ...] = ()
-    """Ids of the checks that were judged, passed or failed, in reading order."""
+    """Ids of the checks that were evaluated, passed or failed, in reading order."""
     not_judged: tuple[str, ...] = ()
-    """Ids of checks that apply and could not be judged, because the case-run ended before, or because the attention
-    outputs that they look behind are wrong."""
+    """Ids of checks that apply and could not be evaluated, because the case-run ended before, or because they depend on
+    attention outputs that are wrong."""
     margin: float | None = None
-    """Largest error / limit over all outputs; a passing case is below 1."""
+    """Largest error / limit over all outputs; a passing case is at most 1."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by phase: setup, eager, capture, replay, oracle, checks."""
     graph: str = ""
-    """``cuda`` or ``emulated``; empty in eager."""
+    """One of ``cuda`` and ``emulated``; empty in eager."""
     device: str = ""
-    """``cuda`` or ``emulated`` (a CPU that emulates a device)."""
+    """One of ``cuda`` and ``emulated`` (a CPU that emulates a device)."""
     kernels: str = "real"
-    """``real``, ``stores`` or ``emulated``: see ``AttentionBackend.kernels``. ``not compiled``: regions that
-    torch.compile would have compiled ran eagerly."""
+    """One of ``real``, ``stores`` and ``emulated``: see ``AttentionBackend.kernels``. Also ``not compiled``: regions
+    that torch.compile would have compiled ran eagerly."""
     reason: str = ""
-    """Why it did not run or crashed, or the issue behind a known failure."""
+    """The reason why it did not run or crashed, or the issue of a known failure."""
     after: tuple[str, ...] = ()
-    """``eager:CASE`` or ``graph:CASE``: what has to run before it in the same process for it to end like this."""
+    """Case-runs, as ``eager:CASE`` or ``graph:CASE``, that must run before it in the same process for this result."""
     hints: tuple[str, ...] = ()
-    """Remarks that are no failure, such as graph support that works but is not claimed."""
+    """Remarks that are not failures, such as graph support that works but is not declared."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", readable(self.reason, MOST_CHARACTERS["reason"]))
@@ -270,42 +270,42 @@ class CaseResult:
 
     @property
     def emulated(self) -> bool:
-        """Something in this case-run was emulated: it is no proof about hardware."""
+        """True if something in this case-run was emulated, so that it proves nothing about hardware."""
         return bool(emulated_parts(self))
 
     @property
     def is_case_run(self) -> bool:
-        """It stands for a case that is claimed, and not for a whole mode."""
+        """True for a case that is declared, false for the row of a whole mode."""
         return bool(self.case) and self.status is not Status.UNSUPPORTED
 
     @property
     def left_out(self) -> bool:
-        """The budget of the run left no time for it."""
+        """True if the budget of the run left no time for it."""
         return self.status is Status.NOT_RUN_HERE and self.reason.startswith(NOT_STARTED)
 
     @property
     def had_no_room(self) -> bool:
-        """The machine has not the memory that it takes: nothing is known of it, and nobody is to blame."""
+        """True if the machine lacks the memory that it takes, so that nothing is known of it."""
         return self.status is Status.NOT_RUN_HERE and self.reason.startswith(NO_ROOM)
 
     @property
     def of_the_kit(self) -> bool:
-        """Our own code failed here: this says nothing about the backend."""
+        """True if the kit itself failed, so that the result says nothing about the backend."""
         return self.reason.startswith(KIT_ERROR)
 
 
 NOT_COMPILED = "not compiled"
-"""``CaseResult.kernels`` where torch.compile was kept from compiling."""
+"""Value of ``CaseResult.kernels`` if torch.compile was kept from compiling."""
 
 
 def failed_check(result: CaseResult) -> str:
-    """The first check that failed, or how the case-run ended: failures that share it are taken to have one cause."""
+    """The first check that failed, or the status: failures that share it are taken to have one cause."""
     return result.findings[0].check if result.findings else result.status.value
 
 
 def emulated_parts(result: CaseResult) -> list[str]:
-    """Which of device, graph and kernels were emulated; ``stores`` where torch stored new keys and values, and
-    ``compiled regions`` where these ran eagerly.
+    """The emulated ones of device, graph and kernels; ``stores`` if torch stored new keys and values, and ``compiled
+    regions`` if these ran eagerly.
     """
     parts = (("device", result.device), ("graph", result.graph), ("kernels", result.kernels))
     emulated = [name for name, how in parts if how == "emulated"]
@@ -314,12 +314,12 @@ def emulated_parts(result: CaseResult) -> list[str]:
 
 
 _EMULATED_PART = {"stores": "stores", NOT_COMPILED: "compiled regions"}
-"""``CaseResult.kernels`` where only a part of what ran is emulated -> that part."""
+"""Value of ``CaseResult.kernels`` if only a part is emulated -> that part."""
 
 
 @dataclass(frozen=True)
 class RunHeader:
-    """What every report must say about the run as a whole."""
+    """Facts about the whole run that every report needs."""
 
     kit: str
     """Version of the kit."""
@@ -329,37 +329,37 @@ class RunHeader:
     tier: str
     seed: int
     device: str
-    """``cuda`` or ``emulated``."""
+    """One of ``cuda`` and ``emulated``."""
     device_name: str
-    """``NVIDIA H200 sm90``, or ``CPU (emulated CUDA)``."""
+    """Name of the device: ``NVIDIA H200 sm90``, or ``CPU (emulated CUDA)``."""
     versions: Mapping[str, str]
-    """python, torch, and triton / flashinfer where installed."""
+    """Versions of python, torch, and of triton and flashinfer if they are installed."""
     backends: Mapping[str, str]
     """Spec -> version or origin."""
     planned: int
-    """Case-runs that were claimed and planned: the denominator."""
+    """Number of case-runs that were planned: the denominator of the verdict."""
     limits: tuple[str, ...] = ()
-    """What the emulation cannot show; empty on hardware."""
+    """Limits of the emulation; empty on hardware."""
     untried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Spec -> what is claimed in the modes that ran and what no case of the run tries, in words. Empty where cases were
-    named by hand."""
+    """Spec -> declared values, in the modes that ran, that no case of the run covers. Empty if cases were named by
+    hand."""
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Spec -> what a reader must know of the backend on this machine: what importing its server changed in the process,
-    and what of it is missing and done in torch."""
+    """Spec -> remarks on the backend on this machine: what importing its server changed in the process, and which parts
+    of it are missing and done in torch."""
     explained: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Id of each check -> ``text``, ``cause``, ``source`` and ``how_to_read``: a page explains it without the kit."""
+    """Id of each check -> ``text``, ``cause``, ``source`` and ``how_to_read``, so that a page can explain it."""
 
 
 CUT = 7
-"""Exit code of a run that its budget cut short and that is good as far as it came. pytest has 6 for warnings."""
+"""Exit code of a run that its budget cut short and in which nothing failed. pytest uses 6 for warnings."""
 
 
 def exit_code(
     planned: int, results: Iterable[CaseResult], interrupted: bool = False, problems: Sequence[str] = ()
 ) -> int:
-    """pytest's numbers: 0 conformant, 1 not (or claimed case-runs did not run), 2 interrupted, 3 the kit itself failed,
-    5 nothing to run; and 7 where nothing failed and the budget of the run left something out. ``problems``: what fails
-    the run besides its case-runs.
+    """The exit code, in pytest's numbers: 0 conformant, 1 not (or planned case-runs did not run), 2 interrupted, 3 the
+    kit itself failed, 5 nothing to run; 7 if nothing failed and the budget left something out. ``problems``: what else
+    fails the run.
     """
     runs = [result for result in results if result.is_case_run]
     if interrupted:
@@ -372,7 +372,7 @@ def exit_code(
     counts = Counter(result.status for result in runs)
     accounted = sum(counts[status] for status in RAN | {Status.QUARANTINED})
     accounted += sum(result.had_no_room for result in runs)
-    # Known failures alone are no green: then nothing is known to work.
+    # A run with only known failures does not pass: nothing is known to work.
     good = counts[Status.PASSED] and accounted + left >= planned and not any(counts[status] for status in BAD)
     if not good or problems:
         return 1
@@ -380,7 +380,7 @@ def exit_code(
 
 
 def format_failure(result: CaseResult, header: RunHeader | None = None, *, first_only: bool = False) -> str:
-    """The text of a case-run that did not pass. Line 1 stands alone."""
+    """The text of a case-run that did not pass. Its first line can be read alone."""
     if not result.case:
         return f"{result.backend} {result.mode} {result.execution}: {result.status}: {result.reason}"
     lines: list[str] = []
@@ -421,7 +421,7 @@ _KERNELS = {
 
 
 def _row(name: str, text: str) -> list[str]:
-    # Values are left whole, to be searched for and copied; prose is made to fit a line.
+    # Values are not wrapped, so that they can be searched for and copied; prose is.
     lines = text.splitlines()
     if name in ("hint", "unjudged"):
         return [
@@ -433,32 +433,32 @@ def _row(name: str, text: str) -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    """All of a few names, the first of many and how many more there are."""
+    """All names if they are few, else the first ones and the number of the rest."""
     shown = names if len(names) <= MOST_UNJUDGED + 1 else names[:MOST_UNJUDGED]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 MOST_UNJUDGED = 5
-"""Checks that were not judged and that a failure's text names; the record has them all."""
+"""Number of unevaluated checks that a failure's text names; the results file has them all."""
 
 
 def untried_lines(untried: Mapping[str, Sequence[str]]) -> list[str]:
-    """What is claimed and not tried, from ``RunHeader.untried``: a line for each backend that has any of it."""
+    """Declared values that were not covered, from ``RunHeader.untried``: one line per backend that has any."""
     return [
-        f"claimed and not tried{f' ({spec})' if len(untried) > 1 else ''}: {'; '.join(phrases)}"
+        f"not covered{f' ({spec})' if len(untried) > 1 else ''}: {'; '.join(phrases)}"
         for spec, phrases in untried.items()
         if phrases
     ]
 
 
 def note_lines(notes: Mapping[str, Sequence[str]]) -> list[str]:
-    """``RunHeader.notes``, a line for each."""
+    """Lines of ``RunHeader.notes``, one per remark."""
     return [f"{spec}: {text}" for spec, texts in notes.items() for text in texts]
 
 
 def left_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:
-    """What the budget has left out, by mode and execution, and the command that runs it; empty for nothing."""
+    """Lines about what the budget left out, by mode and execution, and the command that runs it; empty for nothing."""
     left = Counter((result.mode, result.execution) for result in results if result.left_out)
     if not left:
         return []
@@ -470,7 +470,7 @@ _OF_A_BUDGET = ("--budget", "--attn-budget", "--last", "--html")
 
 
 def _without_budget(command: str) -> str:
-    """The command of a run without its budget; where that kept a record, only what this lacks."""
+    """The command of a run without its budget; if it kept results, only what they lack."""
     words = iter(shlex.split(command))
     kept: list[str] = []
     for word in words:
@@ -485,13 +485,13 @@ def _without_budget(command: str) -> str:
 
 
 def program() -> tuple[str, ...]:
-    """The words before the verb of a command that does the same again."""
+    """The words before the verb of a command that repeats this one."""
     python = os.environ.get(PYTHON_VARIABLE)
     return ("attn-testkit", "--python", python) if python else ("attn-testkit",)
 
 
 def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
-    """The command that shows this result again; for a class that no import gives, the call."""
+    """The command that shows this result again; for a class that cannot be imported, the Python call."""
     if result.backend.startswith("__main__:") or "<locals>" in result.backend:
         name = result.backend.rpartition(":")[2].rpartition(".")[2]
         return f"check_backend({name}, executions=[{result.execution!r}], cases=[{result.case!r}])"
@@ -501,7 +501,7 @@ def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
     if not result.case.endswith(NO_CASE):
         rest += [f"--after {each}" for each in result.after]
         return " ".join([shlex.join(program()), "repro --backend", result.backend, *rest, result.case])
-    # There is no case to name: planning the mode again shows it.
+    # There is no case to name; planning the mode again shows the failure.
     if header and header.tier != "smoke":
         rest.append(f"--tier {header.tier}")
     mode = ["--mode", result.mode] if result.mode else []

@@ -30,7 +30,7 @@ STEPS = {
     ("replay.py", "replay"): "plans and replays",
     ("observe.py", "observe"): "read back",
     ("worker_main.py", "_changed"): "process compared",
-    ("claims.py", "refuses_undeclared"): "what is not claimed is refused",
+    ("claims.py", "refuses_undeclared"): "what is not declared is refused",
     ("environment.py", "active"): "device entered and left",
     ("judge.py", "_judge_step"): "oracle and checks",
 }

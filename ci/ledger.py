@@ -205,7 +205,7 @@ def _backend(
     claims = loaded.capabilities
     absent = missing_here(claims, environment, ForwardMode.DECODE)
     if absent or ForwardMode.DECODE not in claims.eager:
-        click.echo(f"{name:<20} not run here: {absent or 'decode is not claimed'}")
+        click.echo(f"{name:<20} not run here: {absent or 'decode is not declared'}")
         return 0, 0
     tried = bad = 0
     for length in lengths:

@@ -85,7 +85,7 @@ def drive_graphs(
 
     Eager steps run on the same instance, right after their replay; and a batch that is larger than any graph is run
     between replays. In half of the cases one comes before there are graphs: a small one, so that what grows on demand
-    still grows under the graphs. A mode that is not claimed in eager has none of these.
+    still grows under the graphs. A mode that is not declared in eager has none of these.
 
     Raises ``DriveError`` for whatever the backend raises.
     """

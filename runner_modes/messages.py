@@ -81,7 +81,7 @@ class Driven:
     records: tuple[StepRecord, ...] = ()
     """In the order in which their messages should come."""
     findings: tuple[Finding, ...] = ()
-    """What was raised, and what the constructor accepted though it is not claimed."""
+    """What was raised, and what the constructor accepted though it is not declared."""
     stage: int = 0
     """How far it came: a ``checks.Stage``."""
     not_here: str = ""

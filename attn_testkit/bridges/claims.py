@@ -1,6 +1,6 @@
 """How a bridge says what a server's backend is able to do: a claim a line, with the place in the server that says so.
 
-A claim is tried and what is not claimed is not: a line that is too wide shows as a failure of the server's that is
+A claim is tried and what is not declared is not: a line that is too wide shows as a failure of the server's that is
 none, a line that is too narrow hides one. So a test holds that each place is there.
 """
 

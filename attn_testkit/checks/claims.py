@@ -15,7 +15,7 @@ __all__ = ["CHECKS", "outside_claims", "refuses_undeclared"]
 
 
 def outside_claims(claims: Capabilities, context: BackendContext) -> Iterator[tuple[str, BackendContext]]:
-    """Contexts that differ from ``context`` in one thing that is not claimed, with its name."""
+    """Contexts that differ from ``context`` in one thing that is not declared, with its name."""
     found = (outside(claims, context) for dimension in DIMENSIONS for outside in dimension.undeclared)
     yield from (each for each in found if each is not None)
 
@@ -49,7 +49,7 @@ def refuses_undeclared(
     return [
         Finding(
             "refuses-undeclared",
-            f"{name} is not claimed, {what}",
+            f"{name} is not declared, {what}",
             where=where,
             hint="call super().__init__(context) first: it compares the context with the claims",
         )
@@ -77,7 +77,7 @@ CHECKS = (
     ),
     Check(
         "claims-honest",
-        "Graph support that is claimed captures and replays; what works and is not claimed is reported as a hint.",
+        "Graph support that is claimed captures and replays; what works and is not declared is reported as a hint.",
         "A claim copied from another class.",
         "sglang #29858",
         "A claim that no case can satisfy together with the others, or that does not hold.",
@@ -86,7 +86,7 @@ CHECKS = (
     ),
     Check(
         "refuses-undeclared",
-        "What is not claimed raises Unsupported in the constructor.",
+        "What is not declared raises Unsupported in the constructor.",
         "A constructor that does not call super().__init__, or claims that are wider than the check.",
         "vllm-ascend #15503",
         "The constructor took what the claims exclude. Call `super().__init__`, or widen the claim and have it tested.",

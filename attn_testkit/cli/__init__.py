@@ -31,7 +31,7 @@ __all__ = ["main"]
 
 
 class _Commands(click.Group):
-    """A group that answers a misspelt verb with the right one, and hands a command to another interpreter."""
+    """A group that suggests the right verb for a misspelt one, and hands a command to another interpreter."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -45,7 +45,7 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        # In the order in which one meets them, not alphabetical.
+        # In the order in which a user needs them, not alphabetical.
         return list(self.commands)
 
 
@@ -58,18 +58,18 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog="Exit codes: 0 conformant, 1 not, 2 interrupted, 3 the kit itself failed, 4 usage, 5 nothing, 7 cut.",
+    epilog="Exit codes: 0 conformant, 1 not, 2 interrupted, 3 the kit failed, 4 wrong usage, 5 nothing ran, 7 cut short.",
 )
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
-    help="Show the version, and on what the emulation was measured.",
+    help="Show the version, and the devices that the emulation is compared with.",
 )  # fmt: skip
 @click.option(
     "--python", metavar="PATH",
-    help="Do it by this interpreter: of an environment that has a server.",
+    help="Run the command with another Python, for example one from an SGLang or vLLM environment.",
 )  # fmt: skip
 def commands(python: str | None) -> None:
-    """Tests whether an attention backend computes what it claims, eager and under CUDA graphs."""
+    """Check that an LLM attention backend returns the right numbers, in eager mode and under CUDA graphs."""
 
 
 for _command in (run, repro, minimize, fuzz, record, new, doctor, list_, explain, report, compare, known, audit):
@@ -78,7 +78,7 @@ for _command in (run, repro, minimize, fuzz, record, new, doctor, list_, explain
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    # Before torch is there to read it: waiting OpenMP threads spin, and the tensors are tiny.
+    # Set before torch reads it: waiting OpenMP threads spin, and the tensors are tiny.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         code = commands.main(args=argv and list(argv), prog_name="attn-testkit", standalone_mode=False)
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         click.echo("attn-testkit: interrupted", err=True)
         return 2
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`); python would complain once more while closing stdout.
+        # The reader of our output has closed it (`| head`); Python would complain once more while closing stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception:

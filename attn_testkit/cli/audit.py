@@ -1,4 +1,4 @@
-"""``audit``: whether the kit catches what it claims to catch."""
+"""``audit``: test the kit itself on seeded bugs, known-good backends and adversarial backends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOG_SECONDS = 15.0
 
 
 @click.command(
-    short_help="Judge the kit by its catalogue of broken backends.",
+    short_help="Test the kit itself on its catalogue of broken backends.",
     epilog="""\b
 Examples:
   attn-testkit audit --device cpu --html audit.html
@@ -35,36 +35,43 @@ Examples:
   attn-testkit audit --device cuda --class ABCJK
   attn-testkit audit --mutants my_pkg.attn:MyBackend --sample 100 --journal mutants.jsonl
 \b
-Exit code 1 when a fault survives, a healthy control fails, a check catches nothing that
-others do not, a hostile backend gets a green, or a mutant survives.""",
+Exit code 1: a seeded bug or a mutant survives, a known-good backend fails, an adversarial
+backend passes, or a check catches nothing that others do not.""",
 )
-@click.option("--tier", type=Spelled("tier", TIERS), default="core", show_default=True, help="How many cases.")
+@click.option("--tier", type=Spelled("tier", TIERS), default="core", show_default=True, help="Number of cases.")
 @click.option(
     "--fault",
     "faults",
     multiple=True,
     metavar="GLOB",
-    help="Only those so named; repeatable.",
+    help="Only broken or known-good backends with such a name; repeatable.",
 )
-@click.option("--class", "classes", default="", metavar="LETTERS", help="Only faults of these classes, as ABCJK.")
+@click.option("--class", "classes", default="", metavar="LETTERS", help="Only seeded bugs of these classes, as ABCJK.")
 @device_option
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Other random data.")
-@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes; default: what fits.")
-@click.option("--timeout", type=Seconds(), default=240.0, show_default=True, metavar="S", help="Seconds for one fault.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Random seed.")
+@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes; default: as many as fit.")
+@click.option(
+    "--timeout",
+    type=Seconds(),
+    default=240.0,
+    show_default=True,
+    metavar="S",
+    help="Time limit of one seeded bug in seconds.",
+)
 @click.option(
     "--last",
     type=click.Path(),
     metavar="FILE",
-    help="What --json wrote: tried first.",
+    help="Results of an earlier --json: the case that caught a bug is tried first.",
 )
-@click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write everything.")
+@click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results as JSON.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write the kill matrix as a page.")
-@click.option("--verbose", "-v", is_flag=True, help="Also the failure of every fault.")
+@click.option("--verbose", "-v", is_flag=True, help="Print the failure of every seeded bug.")
 @click.option(
     "--docs",
     type=click.Path(),
     metavar="FILE",
-    help="Write the checks' pages; run nothing.",
+    help="Write the docs pages of checks; run nothing.",
 )
 @mutant_options
 def audit(
@@ -82,9 +89,9 @@ def audit(
     docs: str | None,
     **hunting: Any,
 ) -> int:
-    """Run every broken backend until a case catches it, every healthy and hostile one.
+    """Test the kit itself: every broken or adversarial backend must fail, every known-good one must pass.
 
-    With --mutants: change a backend in one place at a time, and name what no case notices.
+    With --mutants: change a backend in one place at a time, and report the changes that no case notices.
     """
     shared = {"tier": tier, "device": device, "seed": seed, "jobs": jobs or min(2, os.cpu_count() or 1)}
     code = hunt_mutants(hunting, shared, json_file)
@@ -114,10 +121,12 @@ def audit(
 
 
 def _write_pages(index: Path, pages: dict[str, str]) -> None:
-    """The pages, by their paths from the folder of the index; and a word on those of a check that is gone."""
+    """Write the pages at their paths from the folder of the index, and name pages of checks that no longer exist."""
     folder = index.with_suffix("")
     if folder == index:
-        raise UsageError(f"--docs {index}: the file needs a suffix, as docs/checks.md; the folder has its name without")
+        raise UsageError(
+            f"--docs {index}: the file needs a suffix, as docs/checks.md; the pages go into the folder of that name without it"
+        )
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
@@ -126,7 +135,7 @@ def _write_pages(index: Path, pages: dict[str, str]) -> None:
         write_text(str(index.parent / name), text)
     for page in sorted(folder.glob("*.md")):
         if f"{folder.name}/{page.name}" not in pages:
-            click.echo(f"attn-testkit: {page} is the page of no check: remove it", err=True)
+            click.echo(f"attn-testkit: {page} belongs to no check; remove it", err=True)
 
 
 def _processes_that_fit() -> int:
@@ -140,12 +149,12 @@ def _processes_that_fit() -> int:
 
 def _bad_in_a_word(verdict: Any) -> tuple[bool, str]:
     if hasattr(verdict, "proves"):
-        return not verdict.proves, "a hostile backend is green" if verdict.green else "fails without its cheat"
+        return not verdict.proves, "an adversarial backend passes" if verdict.green else "fails without its cheat"
     return (not verdict.caught, "survived") if hasattr(verdict, "caught") else (bool(verdict.alarms), "false alarm")
 
 
 class _Progress:
-    """A bar on a terminal, a line now and then in a log."""
+    """Progress: a bar on a terminal, a line every few seconds in a log."""
 
     def __init__(self, settings: Settings) -> None:
         self._bar: Any = None
@@ -170,7 +179,7 @@ class _Progress:
             self._bar.stop()
 
     def see(self, verdict: Any, done: int, total: int) -> None:
-        """One more verdict."""
+        """Count one more verdict; print its name if it is bad."""
         bad, word = _bad_in_a_word(verdict)
         self._bad += bad
         name = getattr(verdict, "slug", getattr(verdict, "name", ""))

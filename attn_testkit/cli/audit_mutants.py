@@ -1,4 +1,4 @@
-"""``audit --mutants``: which lines of a backend no case would notice, were they wrong."""
+"""``audit --mutants``: find lines of a backend that could be wrong without any case failing."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _OWN = {
     "modules": "--mutate", "modes": "--mode", "sample": "--sample", "most": "--most", "minutes": "--minutes",
     "journal": "--journal", "equivalents": "--equivalent",
 }  # fmt: skip
-"""Options that mean something with --mutants alone."""
+"""Options that need --mutants."""
 
 
 def mutant_options(command: F) -> F:
-    """The options of a hunt."""
+    """Add the options of mutation testing to a command."""
     options = [
-        click.option("--mutants", metavar="BACKEND", help="Instead: change this backend."),
-        click.option("--mutate", "modules", multiple=True, metavar="MODULE", help="And this module; repeatable."),
-        click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="Of --mutants; default: all."),
-        click.option("--sample", type=click.IntRange(1), metavar="N", help="Only N mutants, drawn by lot."),
-        click.option("--most", type=click.IntRange(0), metavar="N", help="Most case-runs of core of each."),
-        click.option("--minutes", type=_Minutes, metavar="M", help="Begin no mutant later than that."),
-        click.option("--journal", type=click.Path(), metavar="FILE", help="Keep verdicts; go on from them."),
-        click.option("--equivalent", "equivalents", type=click.Path(), metavar="FILE", help="Mutants that are none."),
+        click.option("--mutants", metavar="BACKEND", help="Mutation-test this backend instead."),
+        click.option("--mutate", "modules", multiple=True, metavar="MODULE", help="Mutate this module too; repeatable."),
+        click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="With --mutants: only this mode."),
+        click.option("--sample", type=click.IntRange(1), metavar="N", help="Only N random mutants."),
+        click.option("--most", type=click.IntRange(0), metavar="N", help="At most N core case-runs per mutant."),
+        click.option("--minutes", type=_Minutes, metavar="M", help="Start no mutant after M minutes."),
+        click.option("--journal", type=click.Path(), metavar="FILE", help="Keep verdicts here, and resume."),
+        click.option("--equivalent", "equivalents", type=click.Path(), metavar="FILE", help="TOML file of equivalent mutants to ignore."),
     ]  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -48,28 +48,30 @@ _OTHERS = {
     "faults": "--fault", "classes": "--class", "timeout": "--timeout", "last": "--last", "html_file": "--html",
     "verbose": "--verbose", "docs": "--docs",
 }  # fmt: skip
-"""Options that mean nothing with it."""
+"""Options that --mutants excludes."""
 
 
 def hunt_mutants(values: dict[str, Any], shared: dict[str, Any], json_file: str | None) -> int | None:
-    """Judge the mutants of a backend: the exit code, or None where none was named.
+    """Run the mutants of a backend; return the exit code, or None if no backend was named.
 
     Args:
-        values: of the options of ``mutant_options``.
-        shared: of options that hunts and audits share.
-        json_file: where everything is written, if anywhere.
+        values: values of the options of ``mutant_options``.
+        shared: values of options that mutation tests and audits share.
+        json_file: the results file, or None.
 
     """
     backend = values.pop("mutants")
     if backend is None:
         if alone := [option for name, option in _OWN.items() if values[name] not in (None, ())]:
-            raise UsageError(f"{', '.join(alone)} without --mutants BACKEND: name the backend that is to be changed")
+            raise UsageError(f"{', '.join(alone)} needs --mutants BACKEND, the backend to change")
         return None
     source = click.get_current_context().get_parameter_source
     if others := [option for name, option in _OTHERS.items() if source(name) is ParameterSource.COMMANDLINE]:
-        raise UsageError(f"{', '.join(others)} with --mutants: those are for the catalogue of broken backends")
+        raise UsageError(
+            f"{', '.join(others)} cannot be used with --mutants: it is for the catalogue of broken backends"
+        )
     if shared["tier"] == "full":
-        raise UsageError("--tier full with --mutants: mutants go through smoke and core; take --tier smoke or core")
+        raise UsageError("--tier full cannot be used with --mutants; take --tier smoke or core")
     from ..mutants import Settings, hunt
     from ..mutants.report import exit_code, hunt_text, plain
 
@@ -84,13 +86,13 @@ def hunt_mutants(values: dict[str, Any], shared: dict[str, Any], json_file: str 
 
 
 class _Progress:
-    """A line now and then; on a terminal one that is written over."""
+    """Progress: a line every few seconds; on a terminal, one that is overwritten."""
 
     def __init__(self) -> None:
         self._begun = self._last = time.monotonic()
 
     def see(self, what: str, done: int, total: int) -> None:
-        """One more case-run of the backend as it is, or one more mutant."""
+        """Count one more case-run of the unchanged backend, or one more mutant."""
         now = time.monotonic()
         if sys.stderr.isatty():
             click.echo(f"\r\x1b[K  {done} of {total}  {what[:90]}", err=True, nl=done == total)

@@ -1,4 +1,4 @@
-"""``compare``: what changed between two records."""
+"""``compare``: show what changed between two results files."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["compare"]
 
 
 @click.command(
-    short_help="Say what changed between two records.",
+    short_help="Show what changed between two results files.",
     epilog="""\b
 Examples:
   attn-testkit compare yesterday.json today.json
   attn-testkit compare nights/ today.json
   attn-testkit compare yesterday.json today.json --json
 \b
-Exit code 1 when something newly fails or vanished.""",
+Exit code 1: something newly fails, or vanished.""",
 )
 @click.argument("old", type=click.Path())
 @click.argument("new", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(old: str, new: str, as_json: bool) -> int:
-    """Say what changed between two records: newly failing, newly passing, vanished, margins that shrank.
+    """Show what changed between two results files: newly failing, newly passing, vanished, margins that shrank.
 
-    OLD may be a folder of records: then it is the newest finished one before NEW, of the same tier, and as real or
-    emulated as that.
+    OLD may be a folder of results files. Then the newest finished one before NEW is taken, of the same tier and the
+    same kind of device, real or emulated.
     """
     from ..reports.compare import compare_reports, comparison_text
     from ..reports.history import last_night
@@ -38,7 +38,7 @@ def compare(old: str, new: str, as_json: bool) -> int:
     after = read_report(new)
     before = before or last_night(old, after)
     if before is None:
-        click.echo(f"no earlier night of this tier and device finished in {old}: nothing to compare with", err=True)
+        click.echo(f"nothing to compare with: {old} has no finished run of this tier and device before NEW", err=True)
         return 0
     found = compare_reports(before, after)
     click.echo(json.dumps(found.as_plain(), indent=1) if as_json else comparison_text(found))

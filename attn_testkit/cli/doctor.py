@@ -1,4 +1,4 @@
-"""``doctor``: what this machine can run, for real or emulated, what is missing, and what is slow."""
+"""``doctor``: check which backends run on this machine, what is missing, and what will be slow."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ __all__ = ["doctor"]
 
 FORMAT = "attn-testkit-doctor/1"
 PLAIN = "torch_native"
-"""Needs torch alone: where it does not pass, the kit cannot run."""
+"""A backend that needs only torch: if it does not pass, the kit cannot run."""
 _MODE = "decode"
-"""Every backend that comes along claims it."""
+"""A mode that every bundled backend declares."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What became of one backend here."""
+    """The state of one backend on this machine."""
 
     backend: str
     how: str
-    """``real``, ``emulated`` (its own kernels on emulated CUDA), ``fake`` (fakes of them), ``not run here``, or
-    ``broken`` where it ran and did not pass."""
+    """One of ``real``, ``emulated`` (its kernels on emulated CUDA), ``fake`` (torch instead of its kernels), ``not run
+    here``, or ``broken`` (it ran and did not pass)."""
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class _Diagnosis:
-    """All that there is to say."""
+    """Everything that ``doctor`` reports."""
 
     can_run: bool
     why_not: str
@@ -55,14 +55,14 @@ class _Diagnosis:
     slow: tuple[str, ...]
 
     def unimportable(self, package: Package) -> str:
-        """Why a package that is installed cannot be imported; empty where nothing says so."""
+        """The reason why an installed package cannot be imported; empty if nothing reported one."""
         said = f"{package.name} {package.installed} {CANNOT_IMPORT}: "
         reasons = (each.reason.partition(said)[2] for each in self.backends)
         return next(filter(None, reasons), "") if package.installed else ""
 
     @property
     def commands(self) -> list[str]:
-        """What installs the rest."""
+        """The commands that install what is missing."""
         again = [
             f"pip install --force-reinstall '{package.name}{package.wanted}'"
             for package in self.packages
@@ -72,23 +72,23 @@ class _Diagnosis:
 
 
 @click.command(
-    short_help="Say what this machine can run, what is missing, and what is slow.",
+    short_help="Check what this machine can run, what is missing, and what is slow.",
     epilog="""\b
 Examples:
   attn-testkit doctor
   attn-testkit doctor --device cpu --json
 \b
-Exit code 0: the kit can run here. 1: it cannot: torch cannot be imported, or the plain torch backend does not pass.""",
+Exit code 0: the kit can run here. 1: it cannot, because torch cannot be imported or torch_native does not pass.""",
 )
 @device_option
 @click.option(
     "--timeout", type=Seconds(), default=120.0, show_default=True, metavar="S",
-    help="Seconds that one backend may take; on a GPU it may have to compile its kernels.",
+    help="Time limit per backend in seconds; on a GPU it may first compile its kernels.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(device: str, timeout: float, as_json: bool) -> int:
-    """Say what this machine can run: device, versions, each backend that comes along in one small case, what to install
-    for the rest, and what makes runs slow here.
+    """Check this machine: which bundled backends can run (one small case each), what is missing and how to install it,
+    and what will be slow.
     """
     found = _diagnose(device, timeout)
     click.echo(json.dumps(_as_plain(found), indent=1) if as_json else "\n".join(_lines(found)))
@@ -104,10 +104,10 @@ def _diagnose(device: str, timeout: float) -> _Diagnosis:
                 header, found = _tried(judge, info.name, device)
                 backends.append(found)
     except JudgeError as error:
-        why_not = f"{error}; is torch whole? python -c 'import torch' says more"
+        why_not = f"{error}; is torch installed correctly? python -c 'import torch' shows why not"
     broken = next((each for each in backends if each.backend == PLAIN and each.how == "broken"), None)
     if broken:
-        why_not = f"the plain torch backend does not pass: {broken.reason}"
+        why_not = f"torch_native does not pass: {broken.reason}"
     slow = slow_because(here, emulated=header is None or header.device == "emulated")
     return _Diagnosis(
         not why_not, why_not, header, visible_gpus(os.environ), here, tuple(packages()), tuple(backends), tuple(slow)
@@ -115,15 +115,16 @@ def _diagnose(device: str, timeout: float) -> _Diagnosis:
 
 
 def _tried(judge: Judge, name: str, device: str) -> tuple[RunHeader, _Found]:
-    """One small case-run of a backend, eager. Raises ``UsageError`` for a device that there is not."""
+    """Run one small case of a backend in eager mode. Raises ``UsageError`` for a device that does not exist."""
     request = Request((name,), modes=(_MODE,), executions=("eager",), device=device, keep_unloadable=True)
     plan = judge.plan(request)
     if not plan.items:
-        # Not claimed, not importable, or without a package or a device; and claims that no case can meet are broken.
+        # The mode is not declared, the import failed, or a package or device is missing. Capabilities that no case
+        # can meet count as broken.
         own = [row for row in plan.preset if row.mode in ("", _MODE)]
         row = next((row for row in own if row.status is not Status.UNSUPPORTED), None)
         how = "broken" if row and row.status in BAD and row.case != NO_CASE else "not run here"
-        return plan.header, _Found(name, how, _why(row) if row else f"{_MODE} is not claimed")
+        return plan.header, _Found(name, how, _why(row) if row else f"{_MODE} is not declared")
     (result,) = judge.run(plan.to_run(), plan.items[:1])
     if result.status is not Status.PASSED:
         return plan.header, _Found(name, "broken", f"{result.case}: {_why(result)}")
@@ -160,26 +161,26 @@ def _as_plain(found: _Diagnosis) -> dict[str, object]:
 
 def _lines(found: _Diagnosis) -> list[str]:
     header = found.header
-    where = header.device_name if header else "no device was looked at"
+    where = header.device_name if header else "no device was checked"
     lines = [f"attn-testkit {metadata.version('attn-testkit')}, Python {platform.python_version()} ({sys.executable})"]
     lines.append(f"device: {where}" + (f"; torch {header.versions['torch']}" if header else ""))
     if header and header.device == "emulated" and found.gpus:
         lines.append(
-            f"  GPUs {', '.join(found.gpus)} are visible and were not used: --device cpu, or torch cannot use them"
+            f"  GPUs {', '.join(found.gpus)} are visible but were not used, because of --device cpu or because torch cannot use them"
         )
     lines.append(f"machine: {_machine(found.resources)}")
     lines += ["", "packages"]
     width = max(len(package.name) for package in found.packages)
     for package in found.packages:
         lines.append(f"  {package.name:<{width}}  {_state(package, found.unimportable(package))}")
-    lines += ["", "backends (one case of decode each)"]
+    lines += ["", "backends (one decode case each)"]
     width = max((len(each.backend) for each in found.backends), default=0)
     for each in found.backends:
         reason = each.reason if CANNOT_IMPORT not in each.reason else f"{each.reason.split()[0]} cannot be imported"
         what = _HOW[each.how] + (f": {reason}" if reason else "")
         lines.append(f"  {each.backend:<{width}}  {what}")
     if found.commands:
-        lines += ["", "for the rest", *(f"  {command}" for command in found.commands)]
+        lines += ["", "to install what is missing", *(f"  {command}" for command in found.commands)]
     if found.slow:
         lines += ["", "what is slow", *(f"  {text}" for text in found.slow)]
     lines += ["", "the kit can run here" if found.can_run else f"the kit cannot run here: {found.why_not}"]
@@ -189,7 +190,7 @@ def _lines(found: _Diagnosis) -> list[str]:
 _HOW = {
     "real": "real",
     "emulated": "its own kernels, on emulated CUDA",
-    "fake": "fake: torch in place of its kernels",
+    "fake": "fake: torch instead of its kernels",
     "not run here": "not run here",
     "broken": "did not pass",
 }

@@ -1,4 +1,4 @@
-"""``explain``: what a check, a word or a case means."""
+"""``explain``: describe a check or a word, or decode a case id."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..results import CHECK_IDS, MODES
 __all__ = ["explain"]
 
 _LEAST_HYPHENS = 5
-"""Of what is read as a case id though it begins with no mode: no check and no word has as many."""
+"""Least number of hyphens of what is read as a case id without a leading mode: no check and no word has as many."""
 
 
 @click.command(
-    short_help="Explain a check, a word or a case.",
+    short_help="Describe a check or a word, or decode a case id.",
     epilog="""\b
 Examples:
   attn-testkit explain
@@ -29,14 +29,14 @@ Examples:
 @click.argument("what", nargs=-1, metavar="[CHECK|WORD|CASE]")
 @click.option("--list", "show_words", is_flag=True, help="List every word of the glossary.")
 def explain(what: tuple[str, ...], show_words: bool) -> int:
-    """Explain a check and what usually breaks it, a word of case ids, failures and tables, or a case id.
+    """Describe a check and what usually breaks it, or a word of case ids, failures and tables, or decode a case id.
 
-    Without an argument: every check in one line.
+    Without an argument, every check is listed in one line.
     """
     name = " ".join(what)
     if show_words:
         if name:
-            raise UsageError(f"--list prints every word; leave out {name!r}, or leave out --list")
+            raise UsageError(f"--list lists every word; leave out {name!r}, or leave out --list")
         _list_words()
     elif not name or name in CHECK_IDS:
         _explain_check(name)
@@ -57,7 +57,7 @@ def _list_words() -> None:
 
 
 def _explain_check(name: str) -> None:
-    from ..checks import CHECKS  # comes with torch, which words do not need
+    from ..checks import CHECKS  # imports torch, which words do not need
 
     if not name:
         width = max(map(len, CHECKS))
@@ -81,7 +81,7 @@ def _print_entry(entry: Entry) -> None:
 
 def _explain_case(name: str) -> None:
     if name.count("-") < _LEAST_HYPHENS and not name.startswith(tuple(f"{mode}-" for mode in MODES)):
-        near = _near(name) or "; attn-testkit explain --list prints every word"
+        near = _near(name) or "; attn-testkit explain --list lists every word"
         raise UsageError(f"no check, word or case id {name!r}{near}")
     from ..cases.case import parse_case
     from .explain_case import explain_case
@@ -94,7 +94,7 @@ def _explain_case(name: str) -> None:
 
 
 def _near(name: str) -> str:
-    """The word that was probably meant, and up to two others that are near."""
+    """The word that was probably meant, and up to two similar ones."""
     words = [*CHECK_IDS, *(word for entry in all_entries() for word in (entry.word, *entry.also))]
     first = did_you_mean(name, words)
     others = [word for word in difflib.get_close_matches(name, words, n=3, cutoff=0.7) if repr(word) not in first]

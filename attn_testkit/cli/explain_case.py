@@ -1,4 +1,4 @@
-"""What ``explain`` says of a case id: its words, the steps of its schedule, and what it chose without saying so."""
+"""A case id in words for ``explain``: its fields, the steps of its schedule, and its derived parameters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["explain_case"]
 
 
 def explain_case(case: Case) -> None:
-    """Print a case in words: fields, then steps, then choices, one line each."""
+    """Print a case in words: fields, then steps, then derived parameters, one line each."""
     click.secho(case.id, bold=True)
     _print_rows(list(_phrases(case)))
     click.secho("\nSteps (keys include those of the step)", bold=True)
     _print_rows(list(_steps(make_schedule(case))))
-    click.secho("\nChoices that the id decides without saying so", bold=True)
+    click.secho("\nDerived parameters (a hash of the id decides them)", bold=True)
     _print_rows(list(_choices(case)))
 
 
@@ -41,7 +41,7 @@ def _phrases(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def _with_meaning(phrase: str) -> str:
-    """A phrase that is nothing but a word of the glossary, such as ``cliff``, with what the glossary says."""
+    """Append the glossary's text to a phrase that is only a word of the glossary, such as ``cliff``."""
     entry = entry_of(phrase)
     return f"{phrase}: {entry.text}" if entry and phrase in (entry.word, *entry.also) else phrase
 
@@ -72,5 +72,5 @@ def _in_words(step: Step, case: Case) -> str:
 
 def _choices(case: Case) -> Iterator[tuple[str, str]]:
     for choice, value in chosen(case):
-        where = f"; {choice.execution} runs alone" if choice.execution else ""
+        where = f"; only in {choice.execution} runs" if choice.execution else ""
         yield choice.name, f"{value.words} ({choice.about}{where})" if value else f"{choice.about}{where}"

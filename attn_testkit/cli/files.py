@@ -1,4 +1,4 @@
-"""Writing what a command was asked to write."""
+"""Writing the files that a command was asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["write_text"]
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file. Raises ``UsageError``, which says in one line why not."""
+    """Write a file. Raises ``UsageError`` with the reason in one line."""
     try:
         Path(path).write_text(text, "utf-8")
     except OSError as error:

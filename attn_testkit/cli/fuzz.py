@@ -1,4 +1,4 @@
-"""``fuzz``: random cases over everything that a backend claims, until the time is up."""
+"""``fuzz``: run random cases over everything that a backend declares, until the time is up."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MOST_MINUTES = 60.0 * 24 * 7
 
 
 class Minutes(click.ParamType[float]):
-    """How long to search."""
+    """The duration of a search in minutes."""
 
     name = "minutes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Accept a number of minutes or say what one is."""
+        """Accept a number of minutes, or show what one looks like."""
         try:
             minutes = float(value)
         except ValueError:
@@ -49,30 +49,30 @@ class Minutes(click.ParamType[float]):
 
 
 @click.command(
-    short_help="Try random cases until the time is up, and make what fails small.",
+    short_help="Run random cases until the time is up, and minimize failures.",
     epilog="""\b
 Examples:
   attn-testkit fuzz --backend my_pkg.attn:MyBackend --minutes 10
   attn-testkit fuzz --backend my_pkg.attn:MyBackend --minutes 5 --mode decode --seed 7 --json fuzz.json
 \b
-Exit code 0: nothing found, which is no CONFORMANT. 1: found. 2: interrupted. 5: nothing ran.""",
+Exit code 0: nothing found, which does not mean CONFORMANT. 1: found. 2: interrupted. 5: nothing ran.""",
 )
 @click.option("--backend", "-b", required=True, metavar="SPEC", help="Registered name or module:Class.")
 @click.option("--minutes", type=Minutes(), default=5.0, show_default=True, metavar="N", help="How long to search.")
-@click.option("--runs", type=click.IntRange(1), metavar="N", help="At most so many case-runs: the same ones each time.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Other cases.")
-@click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="Default: all that are claimed.")
+@click.option("--runs", type=click.IntRange(1), metavar="N", help="Run at most N case-runs, the same ones each time.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Random seed.")
+@click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="Default: all declared modes.")
 @execution_option
 @device_option
 @click.option(
     "--database", type=click.Path(path_type=Path), default=Path(".attn-testkit-fuzz"), show_default=True,
-    metavar="FOLDER", help="What failed, tried first the next time.",
+    metavar="FOLDER", help="Folder that remembers failures; they are retried first.",
 )  # fmt: skip
-@click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Record, complete at every moment.")
-@click.option("--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="For one case-run.")
+@click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results, updated as they come.")
+@click.option("--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="Of one case-run.")
 def fuzz(backend: str, minutes: float, database: Path, json_file: str | None, timeout: float, **values: Any) -> int:
-    """Try random cases over everything that a backend claims, and make what fails small: a case with few values that
-    are not plain, one for each mode and check.
+    """Run random cases over everything that a backend declares, and minimize failures: one case per mode and check, with
+    as few non-default values as possible.
     """
     if importlib.util.find_spec("hypothesis") is None:
         raise UsageError("fuzz needs Hypothesis: pip install 'hypothesis>=6.100,<7'")
@@ -105,7 +105,7 @@ class _Wanted:
 
 @dataclass
 class _Diary:
-    """What is told and kept while the search goes on."""
+    """The output, the results and the kept failures of a search in progress."""
 
     header: RunHeader
     database: Database
@@ -117,9 +117,9 @@ class _Diary:
     _kept: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def see(self, result: CaseResult, making_small: Found | None) -> None:
-        """One more case-run. Of those that make a failure small, the smallest alone is recorded, in the end.
+        """Count one more case-run. While a failure is minimized only its smallest case is recorded, at the end.
 
-        Raises ``KeyboardInterrupt`` where somebody asked for an end and nothing came of it.
+        Raises ``KeyboardInterrupt`` if a stop was requested and got lost.
         """
         self.interrupts.heed()
         if making_small is None or result.status not in BAD:
@@ -138,30 +138,30 @@ class _Diary:
             self.record.add(result)
 
     def smaller(self, found: Found) -> None:
-        """A failure that is new, or smaller than before: it is kept at once, whatever ends the search."""
+        """Keep a failure that is new or smaller than before, at once, whatever ends the search."""
         from ..fuzz.database import Entry
 
         if found.kind not in self._kept:
-            click.echo(f"found: {found.kind[1]} in {found.first.case} ({found.first.execution}); made small:", err=True)
+            click.echo(f"found: {found.kind[1]} in {found.first.case} ({found.first.execution}); minimizing:", err=True)
         small = found.smallest
         entry = Entry(small.backend, small.execution, small.case, found.kind[1])
         self.database.replace(self._kept.get(found.kind), entry)
         self._kept[found.kind] = entry
 
     def end(self, found: Sequence[Found], *, interrupted: bool) -> int:
-        """Print what was found and the verdict, close the record; the exit code."""
+        """Print the failures and the verdict, close the record, and return the exit code."""
         for each in found:
             if each.smallest is not each.first:
                 self.add(each.smallest)
             click.echo(format_failure(each.smallest, self.header))
-            click.echo(f"  plain    but for {', '.join(each.odd) or 'nothing'}\n")
+            click.echo(f"  needs    {', '.join(each.odd) or 'nothing: the minimal case fails'}\n")
         code = exit_code(0, self.results, interrupted)
         if self.record:
             self.record.finish(code, interrupted=interrupted)
         runs = len({(result.execution, result.case) for result in self.results})
         click.secho(_verdict(runs, found, self.results, interrupted), bold=True, fg="green" if code == 0 else "red")
         if found:
-            click.echo(f"they are kept in {self.database.file}, and tried first the next time", err=True)
+            click.echo(f"failures are kept in {self.database.file}; the next search retries them first", err=True)
         return code
 
 
@@ -172,7 +172,9 @@ def _verdict(runs: int, found: Sequence[Found], results: Sequence[CaseResult], i
     kinds = f"{len(found)} kind{'s' if len(found) != 1 else ''} of failure"
     words = f"FOUND: {kinds}" if found else "NOTHING FOUND"
     stopped = "INTERRUPTED; " if interrupted else ""
-    return f"{stopped}{words} in {runs} random case-runs" + ("" if found else "; that is no CONFORMANT: see run")
+    return f"{stopped}{words} in {runs} random case-runs" + (
+        "" if found else "; this does not mean CONFORMANT: see run"
+    )
 
 
 def _search(wanted: _Wanted, judge: OneByOne, diary: _Diary) -> int:
@@ -208,7 +210,7 @@ def _search(wanted: _Wanted, judge: OneByOne, diary: _Diary) -> int:
 
 
 def _again(search: Search, diary: _Diary, wanted: _Wanted) -> None:
-    """What failed the last time. What passes now is no longer kept."""
+    """Retry what failed in earlier searches, and forget what passes now."""
     entries = [
         entry
         for entry in diary.database.of(wanted.backend)

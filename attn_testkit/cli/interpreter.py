@@ -1,4 +1,4 @@
-"""``--python``: the same command by another interpreter, of an environment that has what this one lacks: a server."""
+"""``--python``: run the same command with another Python, from an environment that has a server."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..results import PYTHON_VARIABLE
 
 __all__ = ["continue_in"]
 
-_SERVERS = "`bash ci/servers.sh` in a checkout of the kit makes environments that have it and a server"
+_SERVERS = "`bash ci/servers.sh` in a checkout of the kit creates environments with the kit and a server"
 _ASK = "import attn_testkit, attn_testkit.cli; print(attn_testkit.__version__)"
 
 
 def continue_in(python: str, arguments: Sequence[str]) -> NoReturn:
     """Replace this process: ``python -m attn_testkit`` with these arguments.
 
-    Raises ``UsageError`` for an interpreter that is not there, has no kit, or has another version of it.
+    Raises ``UsageError`` for an interpreter that does not exist, lacks the kit, or has another version of it.
     """
     try:
         asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, check=False)
@@ -34,7 +34,9 @@ def continue_in(python: str, arguments: Sequence[str]) -> NoReturn:
     found = asked.stdout.strip()
     here = attn_testkit.__version__
     if found != here:
-        raise UsageError(f"--python {python}: attn-testkit {found} is there, and {here} here; install the same")
+        raise UsageError(
+            f"--python {python}: it has attn-testkit {found}, this Python has {here}; install the same version in both"
+        )
     sys.stdout.flush()
     os.environ[PYTHON_VARIABLE] = python
     os.execvp(python, [python, "-m", "attn_testkit", *arguments])

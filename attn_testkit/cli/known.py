@@ -1,4 +1,4 @@
-"""``known``: a file of known failures, looked at without running."""
+"""``known``: check a file of known failures without running a case."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ An entry:
 @click.argument("file", type=click.Path())
 @backend_option
 def known(file: str, backends: tuple[str, ...]) -> int:
-    """Check a file of known failures: its form, its dates, and with --backend that every entry matches a case."""
+    """Check the form and the dates of a file of known failures; with --backend, that every entry matches a case."""
     entries = load_known(file)
     today = datetime.datetime.now(datetime.UTC).date()
     for entry in entries:

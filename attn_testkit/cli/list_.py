@@ -30,13 +30,15 @@ Examples:
   attn-testkit list --cases --backend triton --mode target-verify --tier core
   attn-testkit list --json""",
 )
-@click.option("--cases", "show_cases", is_flag=True, help="The case ids that a run with these options would take.")
-@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+@click.option(
+    "--cases", "show_cases", is_flag=True, help="Print the case ids that a run with these options would take."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @selection_options
 def list_(show_cases: bool, as_json: bool, **values: Any) -> int:
-    """Show the registered backends and what they claim; with --cases the ids of the cases that a run would take.
+    """Show the registered backends and what they declare; with --cases, the ids of the cases that a run would take.
 
-    A backend that is not registered needs no listing: name it module:Class.
+    A backend need not be registered: you can name it module:Class.
     """
     request = request_from(values)
     if show_cases:
@@ -48,7 +50,7 @@ def list_(show_cases: bool, as_json: bool, **values: Any) -> int:
         click.echo(json.dumps([{**plain(dataclasses.asdict(b)), "origin": str(b.origin)} for b in backends], indent=1))
         return 0
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("backend", "from", "claims"):
+    for name in ("backend", "from", "declares"):
         table.add_column(name, overflow="fold")
     for backend in backends:
         claims = Text(backend.capabilities) if not backend.failure else Text(backend.failure, style="red")
@@ -58,7 +60,7 @@ def list_(show_cases: bool, as_json: bool, **values: Any) -> int:
 
 
 def _described(device: str) -> list[BackendInfo]:
-    """Every registered backend with its claims, each imported in a process of its own."""
+    """Every registered backend with its capabilities, each imported in its own process."""
     backends = registered_backends()
     with contextlib.closing(JudgeProcess(device=device)) as judge:
         lines = judge.claims_lines([backend.name for backend in backends], device)

@@ -1,4 +1,4 @@
-"""``minimize``: what of a failing case has to do with its failure."""
+"""``minimize``: find which settings of a failing case its failure needs."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ __all__ = ["minimize"]
 
 
 @click.command(
-    short_help="Make a failing case as plain as it can be and still fail.",
+    short_help="Reduce a failing case to the settings that its failure needs.",
     epilog="""\b
 Examples:
   attn-testkit minimize --backend my_pkg.attn:MyBackend CASE
   attn-testkit minimize --backend my_pkg.attn:MyBackend --execution graph --seconds 120 CASE
 \b
-Exit code 1: it fails, and was made small. 0: it passes. 2: interrupted. 5: it does not run here.""",
+Exit code 1: it fails, and was minimized. 0: it passes. 2: interrupted. 5: it does not run here.""",
 )
 @click.option("--backend", "-b", required=True, metavar="SPEC", help="Registered name or module:Class.")
 @click.argument("case")
 @execution_option
 @device_option
-@click.option("--any-failure", is_flag=True, help="Another check may fail than in CASE.")
+@click.option("--any-failure", is_flag=True, help="Accept a failure of another check than in CASE.")
 @click.option(
     "--seconds", type=Seconds("seconds"), default=600.0, show_default=True, metavar="S",
-    help="Begin no case-run after S seconds.",
+    help="Start no case-run after S seconds.",
 )  # fmt: skip
-@click.option("--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="For one case-run.")
+@click.option("--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="Of one case-run.")
 def minimize(
     backend: str,
     case: str,
@@ -54,10 +54,11 @@ def minimize(
     seconds: float,
     timeout: float,
 ) -> int:
-    """Make a failing case as plain as it can be and still fail the same check.
+    """Make a failing case as simple as possible while it fails the same check.
 
-    Each dimension of the case that is not as in the plain case of its mode is made plain or nearer to it, as long as
-    the case fails. What is left has to do with the failure. Without --execution: eager if CASE fails there, else graph.
+    Each setting that differs from the minimal case of the mode is set back, or moved toward it, as long as the case
+    fails. The settings that are left matter. Without --execution, the case is tried in eager mode first and, if that
+    passes, under a graph.
     """
     parsed = _parsed(case)
     request = Request((backend,), executions=executions, device=device, cases=(case,), command=command_line())
@@ -92,7 +93,7 @@ def _refuse_unclaimed(claims: Capabilities, case: Case) -> None:
 
     lacking = not_claimed(claims, case)
     if lacking:
-        raise UsageError(f"{case.id} asks for what the backend does not claim: {lacking}")
+        raise UsageError(f"{case.id} needs what the backend does not declare: {lacking}")
 
 
 def _minimize(case: Case, judge: OneByOne, limits: _Limits) -> int:
@@ -104,7 +105,7 @@ def _minimize(case: Case, judge: OneByOne, limits: _Limits) -> int:
             return _go_on(search, judge, item)
         click.echo(f"{case.id} ({item.execution}): {first.status}")
         passed.append(first.status is Status.PASSED)
-    click.echo("NOTHING TO MINIMISE: it does not fail")
+    click.echo("NOTHING TO MINIMIZE: it does not fail")
     return 0 if all(passed) else 5
 
 
@@ -112,7 +113,7 @@ def _search_for(item: Item, judge: OneByOne, limits: _Limits) -> Search:
     from ..minimize.search import Search
 
     def run(case: Case) -> CaseResult:
-        # Causes of the first and the smallest alone: to find one takes longer than many a case-run.
+        # The cause is looked for only in the first and the smallest case: it takes longer than a case-run.
         result = judge.run(case, item.execution, explains="check" if search.runs else "cause")
         if result.of_the_kit:
             raise JudgeError(result.reason)
@@ -124,7 +125,7 @@ def _search_for(item: Item, judge: OneByOne, limits: _Limits) -> Search:
 
 @dataclass
 class _Progress:
-    """Lines on stderr, now and then."""
+    """Progress lines on stderr."""
 
     _begun: float = field(default_factory=time.monotonic)
     _last: float = 0.0
@@ -137,24 +138,24 @@ class _Progress:
 
 
 def _go_on(search: Search, judge: OneByOne, item: Item) -> int:
-    """Make it small, try what was found in a fresh process, print it; the exit code."""
+    """Minimize, retry the result in a fresh process, print it, and return the exit code."""
     from ..minimize.search import TimeUp
 
     assert search.first is not None
-    click.echo(f"  fails {failed_check(search.first)} ({item.execution}); made small:", err=True)
-    ended = "MINIMISED"
+    click.echo(f"  fails {failed_check(search.first)} ({item.execution}); minimizing:", err=True)
+    ended = "MINIMIZED"
     try:
         try:
             search.go_on()
         except TimeUp:
             ended = "TIME IS UP"
-        # A backend that keeps something between case-runs may fail for what ran before.
+        # A backend that keeps something between case-runs may fail because of what ran before.
         judge.close()
         fresh = judge.run(search.case, item.execution, explains="cause")
         if fresh.status not in BAD:
-            click.echo(f"  {search.case.id} passes in a fresh process: it fails after other case-runs alone", err=True)
+            click.echo(f"  {search.case.id} passes in a fresh process: it fails only after other case-runs", err=True)
             search.forget()
-            ended = "NOT MINIMISED"
+            ended = "NOT MINIMIZED"
         elif search.smallest and failed_check(fresh) == failed_check(search.smallest):
             search.smallest = fresh
     except KeyboardInterrupt:
@@ -164,7 +165,7 @@ def _go_on(search: Search, judge: OneByOne, item: Item) -> int:
 
 
 def _print(search: Search, header: RunHeader, ended: str) -> None:
-    """The failure of the smallest case, what of it is not plain, and one line that says how the search ended."""
+    """Print the failure of the smallest case, its non-default settings, and one line on how the search ended."""
     from ..cases.case import parse_case
     from ..minimize.search import needs
 
@@ -172,11 +173,11 @@ def _print(search: Search, header: RunHeader, ended: str) -> None:
     assert search.smallest is not None
     click.echo(format_failure(search.smallest, header))
     if search.plain is None:
-        click.echo(f"{ended}: no case-run but that of the case itself")
+        click.echo(f"{ended}: only the case itself was run")
         return
     odd = needs(search.case, search.plain)
-    click.echo(f"  needs    {'; '.join(map(str, odd)) or 'nothing: the plain case fails'}")
-    click.echo(f"  plain    {search.plain.id} {'passes' if search.plain_passes else 'fails too'}")
+    click.echo(f"  needs    {'; '.join(map(str, odd)) or 'nothing: the minimal case fails'}")
+    click.echo(f"  minimal  {search.plain.id} {'passes' if search.plain_passes else 'fails too'}")
     before = len(needs(parse_case(search.first.case), search.plain))
-    words = f"{ended}: from {before} dimensions that are not plain to {len(odd)}, in {search.runs} case-runs"
+    words = f"{ended}: from {before} non-default settings to {len(odd)}, in {search.runs} case-runs"
     click.secho(f"\n{words}", bold=True, fg="red")

@@ -1,4 +1,4 @@
-"""``new``: the files that a new backend begins with."""
+"""``new``: write the first files of a new backend."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["new"]
 
 _FILES = {
     "{module}.py": ("new_adapter.py.j2", "the backend; `run` says where your kernel goes"),
-    "test_{module}.py": ("new_test.py.j2", "a pytest test for each case-run"),
-    "known_failures.toml": ("new_known_failures.toml.j2", "failures that are known, none yet"),
-    ".github/workflows/conformance.yml": ("new_workflow.yml.j2", "the same on every pull request, without a GPU"),
+    "test_{module}.py": ("new_test.py.j2", "one pytest test per case-run"),
+    "known_failures.toml": ("new_known_failures.toml.j2", "known failures, none yet"),
+    ".github/workflows/conformance.yml": ("new_workflow.yml.j2", "runs all of it on every pull request, without a GPU"),
 }
-"""Name of a file -> its template beside this module, and what it is."""
+"""Name of a file -> its template in this folder, and what it is."""
 _UNTIL_DAYS = 180
 _MOST_CHARACTERS = 40
-"""Of a name: with more of them, what is written is not formatted as ruff would."""
+"""Longest name of a module: with a longer one, ruff would format the files differently."""
 
 
 @click.command(
@@ -38,10 +38,10 @@ Examples:
 @click.argument("name")
 @click.option("--into", type=click.Path(path_type=Path), metavar="FOLDER", help="Default: a new folder called NAME.")
 def new(name: str, into: Path | None) -> int:
-    """Write the files that a new backend begins with: an adapter that conforms as it stands, a test, a file of known
-    failures, and a workflow.
+    """Write the first files of a new backend: an adapter that passes as it is, a test, a file of known failures, and a
+    CI workflow.
 
-    NAME is a module's name, such as my_attention. Nothing that exists is overwritten.
+    NAME is the name of a module, such as my_attention. Existing files are never overwritten.
     """
     module = _module_name(name)
     folder = into or Path(module)
@@ -62,13 +62,15 @@ def new(name: str, into: Path | None) -> int:
 def _module_name(name: str) -> str:
     module = name.replace("-", "_")
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", module) or keyword.iskeyword(module):
-        raise UsageError(f"{name!r} cannot be a module's name; expected letters, digits and _, such as my_attention")
+        raise UsageError(
+            f"{name!r} cannot be the name of a module; expected letters, digits and _, such as my_attention"
+        )
     if len(module) > _MOST_CHARACTERS:
-        raise UsageError(f"{name!r} has {len(module)} characters; a module's name may have {_MOST_CHARACTERS}")
+        raise UsageError(f"{name!r} has {len(module)} characters; the name of a module may have {_MOST_CHARACTERS}")
     if module.lower() != module:
-        raise UsageError(f"{name!r}: a module's name is written small; did you mean {_small(module)!r}?")
+        raise UsageError(f"{name!r}: the name of a module is in lower case; did you mean {_small(module)!r}?")
     if module in sys.stdlib_module_names or module in ("torch", "attn_testkit", "conftest"):
-        raise UsageError(f"{name!r} would hide the module of that name; write another, such as {module}_attention")
+        raise UsageError(f"{name!r} would hide the module of that name; take another, such as {module}_attention")
     return module
 
 
@@ -82,7 +84,7 @@ def _class_name(module: str) -> str:
 
 
 def _texts(module: str) -> dict[str, str]:
-    """File -> what is written into it."""
+    """Name of a file -> its text."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -107,9 +109,7 @@ def _refuse_what_exists(folder: Path, texts: dict[str, str]) -> None:
         raise UsageError(f"{folder} is a file; name another folder with --into")
     there = [file for file in texts if (folder / file).exists() or (folder / file).is_symlink()]
     if there:
-        raise UsageError(
-            f"{folder} has {', '.join(there)} already, and nothing is overwritten; name another folder with --into"
-        )
+        raise UsageError(f"{folder} has {', '.join(there)} already; name another folder with --into")
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Case-runs that are asked for one by one, each when the result of the one before is known."""
+"""Case-runs that are requested one by one, each after the result of the previous one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["OneByOne"]
 
 
 class OneByOne:
-    """The processes that judge one backend, each replaced where it died.
+    """The processes that judge one backend, each replaced if it dies.
 
-    One for cases under no_grad and one for those under inference_mode: a worker does not go back from the one to the
-    other, and cases in no order would start a new one every time.
+    There is one for cases under no_grad and one for those under inference_mode: a worker cannot go back from one to
+    the other, and unordered cases would start a new worker every time.
     """
 
     def __init__(self, request: Request, timeout_s: float) -> None:
-        """``request``: of one backend; its plan holds the header, and what a case-run takes beside its item."""
+        """Plan ``request``, which names one backend. The plan holds the header and what each case-run needs."""
         self._request = request
         self._timeout_s = timeout_s
         self._processes: dict[bool, JudgeProcess] = {}
@@ -40,7 +40,7 @@ class OneByOne:
     def run(self, case: Case, execution: str, *, explains: Explains = "check") -> CaseResult:
         """The result of one case-run, whatever the backend does.
 
-        ``explains``: the cause of a failure takes as long to find as many case-runs.
+        ``explains``: how far a failure is diagnosed. Finding its cause takes as long as many case-runs.
         """
         item = Item(self._candidate.spec, case.mode.value, execution, case.id)
         plan = replace(self.plan.to_run(), explains=explains)

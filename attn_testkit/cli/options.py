@@ -1,4 +1,4 @@
-"""Options that several commands share, and the answers to wrong spellings of their values."""
+"""Options that several commands share, with suggestions for misspelt values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Spelled(click.ParamType[str]):
-    """One of a few words; a wrong one is answered with the nearest right one."""
+    """One of a few words; the error for a wrong one suggests the nearest right one."""
 
     name = "word"
 
@@ -27,33 +27,33 @@ class Spelled(click.ParamType[str]):
         self.what, self.words = what, words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Accept the word or say which it should be."""
+        """Accept the word, or name the one that was probably meant."""
         if value in self.words:
             return str(value)
         raise UsageError(unknown(self.what, value, self.words))
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        """The words themselves, where they are few and short."""
+        """The words themselves if they are few and short."""
         text = "|".join(self.words)
         return text if len(text) < 30 else self.what.upper()
 
 
 class Device(click.ParamType[str]):
-    """auto, cuda, cuda:N or cpu."""
+    """A device: auto, cuda, cuda:N or cpu."""
 
     name = "device"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Accept a device's name or say how it is spelled."""
+        """Accept the name of a device, or show how it is spelled."""
         return checked_device(str(value))
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        """The forms."""
+        """The forms that a device's name may have."""
         return "auto|cuda|cuda:N|cpu"
 
 
 class Seconds(click.ParamType[float]):
-    """How long a case-run, or another thing, may take."""
+    """A time limit in seconds, of a case-run or another thing."""
 
     name = "seconds"
 
@@ -61,7 +61,7 @@ class Seconds(click.ParamType[float]):
         self.what = what
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Accept a number of seconds or say what one is."""
+        """Accept a number of seconds, or show what one looks like."""
         try:
             return checked_seconds(float(value), self.what)
         except ValueError:
@@ -72,28 +72,30 @@ backend_option = click.option(
     "--backend", "-b", "backends", multiple=True, metavar="SPEC", help="Registered name or module:Class; repeatable."
 )
 device_option = click.option(
-    "--device", type=Device(), default="auto", show_default=True, help="cpu emulates CUDA, graphs included."
+    "--device", type=Device(), default="auto", show_default=True, help="cpu: emulate CUDA and its graphs."
 )
 execution_option = click.option(
     "--execution", "executions", multiple=True, type=Spelled("execution", EXECUTIONS), help="Default: both."
 )
 case_option = click.option(
-    "--case", "cases", multiple=True, metavar="GLOB", help="Only cases whose id matches; repeatable."
+    "--case", "cases", multiple=True, metavar="GLOB", help="Only cases whose id matches, as 'decode-*'; repeatable."
 )
 
 
 def selection_options(command: F) -> F:
-    """Which case-runs: the options of ``run`` and of ``list --cases``."""
+    """Add the options that select case-runs, of ``run`` and of ``list --cases``."""
     options = [
         backend_option,
         click.option(
             "--mode", "modes", multiple=True, type=Spelled("mode", MODES), help=f"{', '.join(MODES)}; default: all."
         ),
         execution_option,
-        click.option("--tier", type=Spelled("tier", TIERS), default="smoke", show_default=True, help="How many cases."),
+        click.option(
+            "--tier", type=Spelled("tier", TIERS), default="smoke", show_default=True, help="Number of cases."
+        ),
         case_option,
         device_option,
-        click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Other random data."),
+        click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Random seed."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -107,5 +109,5 @@ def request_from(values: dict[str, Any]) -> Request:
 
 
 def command_line() -> str:
-    """How this process was asked, for records."""
+    """The command line of this process, for records."""
     return shlex.join([*program(), *sys.argv[1:]])

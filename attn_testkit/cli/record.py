@@ -1,4 +1,4 @@
-"""``record``: what a running server asks of its backend, as cases."""
+"""``record``: turn the attention calls of a running server into cases."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["record"]
 
 STARTUP = Path(__file__).resolve().parents[1] / "record" / "startup"
-"""On PYTHONPATH it has every Python watch SGLang's backends."""
+"""The folder that, on PYTHONPATH, makes every Python process watch SGLang's backends."""
 
 
 @click.command(
-    short_help="Write down what a server asks of its backend, and make cases of it.",
+    short_help="Record the attention calls of a running server as test cases.",
     context_settings={"ignore_unknown_options": True},
     epilog="""\b
 Examples:
@@ -33,19 +33,19 @@ Examples:
   attn-testkit record --cases calls.jsonl > ids.txt
   attn-testkit run --backend sglang:triton --cases-from ids.txt""",
 )
-@click.option("--to", metavar="FILE", help="Where COMMAND's processes append what they see.")
-@click.option("--waits", is_flag=True, help="With --to: copy lengths that the device alone has, now and then.")
-@click.option("--cases", metavar="FILE", help="Print the cases that are nearest to what such a file holds.")
-@click.option("--backend", "-b", metavar="SPEC", help="With --cases: only those that this backend claims.")
+@click.option("--to", metavar="FILE", help="Append the calls of COMMAND's processes to this file.")
+@click.option("--waits", is_flag=True, help="With --to: now and then copy lengths that only the device has.")
+@click.option("--cases", metavar="FILE", help="Print the cases nearest to the calls in this file.")
+@click.option("--backend", "-b", metavar="SPEC", help="With --cases: only what this backend declares.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def record(to: str | None, waits: bool, cases: str | None, backend: str | None, command: tuple[str, ...]) -> int:
-    """Run COMMAND, a server on SGLang, and write down the shapes, lengths, hooks and flags of its attention calls.
+    """Record the attention calls of a running server and turn them into test cases.
 
-    No data is written. With --cases: print the ids of the cases that are nearest to them, which `run` takes by
-    --cases-from, and on stderr what no case says.
+    COMMAND starts a server on SGLang. Shapes, lengths, hooks and flags are recorded, no data. With --cases, the ids of
+    the nearest cases are printed, for `run --cases-from`; what no case can express is listed on stderr.
     """
     if bool(to and command) == bool(cases):
-        raise UsageError("give --to FILE -- COMMAND to record a server, or --cases FILE for the cases of a record")
+        raise UsageError("give --to FILE -- COMMAND to record a server, or --cases FILE to make cases of a recording")
     if to:
         return _run(Path(to), waits, command)
     assert cases is not None
@@ -53,7 +53,7 @@ def record(to: str | None, waits: bool, cases: str | None, backend: str | None, 
 
 
 def _run(file: Path, waits: bool, command: tuple[str, ...]) -> int:
-    """The command's own exit code."""
+    """Run the command under the recorder, and return its exit code."""
     try:
         file.open("ab").close()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``report``: a record as a page or a summary."""
+"""``report``: turn a results file into a page or a summary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["report"]
 
 
 @click.command(
-    short_help="Turn a record into a page or a summary.",
+    short_help="Turn a results file into a page or a summary.",
     epilog="""\b
 Examples:
   attn-testkit report out.json --html out.html
@@ -20,24 +20,24 @@ Examples:
   attn-testkit report out.json --markdown >> "$GITHUB_STEP_SUMMARY\"""",
 )
 @click.argument("file", type=click.Path())
-@click.option("--html", "html_file", type=click.Path(), metavar="OUT", help="Write a page that needs nothing else.")
+@click.option("--html", "html_file", type=click.Path(), metavar="OUT", help="Write an HTML report in one file.")
 @click.option("--markdown", is_flag=True, help="Print a summary for a CI job.")
-@click.option("--previous", type=click.Path(), metavar="RECORD", help="Say what changed since this night.")
+@click.option("--previous", type=click.Path(), metavar="RECORD", help="Show what changed since this results file.")
 @click.option(
     "--history", type=click.Path(), metavar="FOLDER",
-    help="Records of earlier nights: trends, and since when each failure is red; the newest that finished is the night "
-    "to compare with.",
+    help="Results files of earlier nights: show trends, and when each failure began. The newest finished one is the "
+    "previous night.",
 )  # fmt: skip
 def report(file: str, html_file: str | None, markdown: bool, previous: str | None, history: str | None) -> int:
-    """Turn the record of a run (run --json, or pytest --attn-report) into a page or a summary.
+    """Turn the results file of a run (run --json, or pytest --attn-report) into a page or a summary.
 
-    Earlier nights count if they are of the same tier, and as real or emulated as this run.
+    Earlier nights count if they have the same tier and ran on the same kind of device, real or emulated.
     """
     from ..reports.history import read_history
     from ..reports.render import html_page, markdown_summary
 
     if not html_file and not markdown:
-        raise UsageError("what should the report be? Give --html OUT or --markdown")
+        raise UsageError("no kind of report is named; give --html OUT or --markdown")
     loaded = read_report(file)
     nights = read_history(history, loaded) if history else None
     last = previous or (nights.last if nights else None)

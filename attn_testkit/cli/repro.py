@@ -1,4 +1,4 @@
-"""``repro``: one case again."""
+"""``repro``: run one case again."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ Examples:
 @device_option
 @click.option(
     "--after", multiple=True, metavar="CASE",
-    help="Another case that the same process drives first; eager:CASE or graph:CASE where it is not as this one; "
+    help="Run another case first in the same process; write eager:CASE or graph:CASE if its execution differs; "
     "repeatable.",
 )  # fmt: skip
-@click.option("--in-process", is_flag=True, help="No child process: a debugger, a sanitizer or a print works as usual.")
+@click.option(
+    "--in-process", is_flag=True, help="Run the backend in this process: debuggers, sanitizers and print work."
+)
 def repro(
     backends: tuple[str, ...],
     case: str,
@@ -43,10 +45,10 @@ def repro(
     after: tuple[str, ...],
     in_process: bool,
 ) -> int:
-    """Run one case again, as the run did that reported it: the backend has a process of its own.
+    """Run one case again, in a child process as the original run did.
 
-    CASE is the id that a failure names; it alone rebuilds the case, whatever the tier. --after is for what a backend
-    keeps from one case-run to the next.
+    CASE is the id in the failure; it is enough to rebuild the case, whatever the tier. --after is for a backend that
+    keeps something from one case-run to the next.
     """
     before = tuple(_with_execution(each, executions) for each in after)
     request = Request(backends, executions=executions, device=device, cases=(case,))
@@ -67,7 +69,7 @@ def repro(
 
 
 def _with_execution(name: str, executions: tuple[str, ...]) -> str:
-    """``eager:CASE``, of a name that may say which."""
+    """Put the execution before the name of a case, as in ``eager:CASE``, unless it is there already."""
     execution, separator, _ = name.partition(":")
     if not separator:
         return f"{executions[0] if len(executions) == 1 else 'eager'}:{name}"

@@ -1,4 +1,4 @@
-"""``run``: judge backends in every mode and execution that they claim."""
+"""``run``: test backends in every mode and execution that they declare."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["NO_GATE", "Interrupts", "run", "terminated_like_interrupted"]
 
 
 @click.command(
-    short_help="Judge backends in every mode and execution they claim.",
+    short_help="Test backends in every mode they declare.",
     epilog="""\b
 Examples:
   attn-testkit run --backend triton --device cpu
@@ -40,31 +40,40 @@ Examples:
 @selection_options
 @click.option(
     "--cases-from", type=click.Path(), metavar="FILE",
-    help="Only cases of a file, one a line.",
+    help="Only the cases listed in a file, one per line.",
 )  # fmt: skip
-@click.option("--known-failures", type=click.Path(), metavar="FILE", help="TOML of failures that are tolerated.")
-@click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Record, complete at every moment.")
-@click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="The same as a page.")
-@click.option("--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Processes.")
+@click.option("--known-failures", type=click.Path(), metavar="FILE", help="TOML file of failures to tolerate.")
+@click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results, updated as they come.")
+@click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write an HTML report.")
+@click.option(
+    "--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+    help="Worker processes; they share all visible GPUs.",
+)  # fmt: skip
 @click.option(
     "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S",
-    help="Seconds for one case-run.",
+    help="Time limit of one case-run in seconds.",
 )  # fmt: skip
 @click.option(
     "--budget", type=Seconds("budget"), metavar="S",
-    help="Begin no case-run after S seconds; the most valuable come first. Exit code 7: cut.",
+    help="Start no case-run after S seconds; run the most valuable ones first. Exit code 7: cut short.",
 )  # fmt: skip
-@click.option("--last", type=click.Path(), metavar="FILE", help="With --budget: first what failed there.")
-@click.option("--rest-of", type=click.Path(), multiple=True, metavar="FILE", help="Only what no such record ran.")
-@click.option("--in-process", is_flag=True, help="No child process: for debuggers, and no gate.")
-@click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N that did not pass.")
-@click.option("-x", "stop_first", is_flag=True, help="The same with N = 1, plain cases first.")
+@click.option(
+    "--last", type=click.Path(), metavar="FILE",
+    help="With --budget: run what failed in this results file first.",
+)  # fmt: skip
+@click.option(
+    "--rest-of", type=click.Path(), multiple=True, metavar="FILE",
+    help="Skip what already ran in this results file; repeatable.",
+)  # fmt: skip
+@click.option("--in-process", is_flag=True, help="Run the backend in this process, to debug it. Not for CI.")
+@click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures.")
+@click.option("-x", "stop_first", is_flag=True, help="Stop at the first failure; run the simplest cases first.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 def run(**values: Any) -> int:
-    """Judge backends in every mode and execution that they claim.
+    """Test one or more backends in every mode they declare.
 
-    Failures are printed as they come; at the end a table and one line of verdict. Each case-run happens in a child
-    process, so a backend that crashes or hangs costs one case-run.
+    Failures are printed as they occur, a table and a one-line verdict at the end. Each case-run happens in a child
+    process, so a crash or a hang costs one case-run.
     """
     request = request_from(values)
     if values["cases_from"]:
@@ -75,8 +84,8 @@ def run(**values: Any) -> int:
 
 
 def _cases_from(name: str) -> tuple[str, ...]:
-    """Ids and globs of a file. Raises ``UsageError`` for one that cannot be read, or that names none: the whole tier is
-    not meant.
+    """Ids and globs of a file. Raises ``UsageError`` for a file that cannot be read, or that is empty: the whole tier
+    would be run.
     """
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
@@ -84,7 +93,7 @@ def _cases_from(name: str) -> tuple[str, ...]:
         raise UsageError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
     found = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
     if not found:
-        raise UsageError(f"{name} names no case; expected an id or a glob a line")
+        raise UsageError(f"{name} names no case; expected one case id or glob per line")
     return found
 
 
@@ -94,9 +103,9 @@ def _refuse_clashes(values: dict[str, Any]) -> None:
     if values["stop_first"] and values["max_failures"]:
         raise UsageError("-x is --max-failures 1; give one of them")
     if values["last"] and not values["budget"]:
-        raise UsageError("--last says what comes first where not all may run; give it with --budget")
+        raise UsageError("--last orders the cases of a run with a time limit; give it with --budget")
     if values["json_file"] in values["rest_of"]:
-        raise UsageError("--json would overwrite the record that --rest-of reads; name another file")
+        raise UsageError("--json would overwrite the results file that --rest-of reads; name another file")
 
 
 def _run(request: Request, values: dict[str, Any]) -> int:
@@ -113,7 +122,7 @@ def _run(request: Request, values: dict[str, Any]) -> int:
     elif values["stop_first"]:
         request = replace(request, order="plainest")
     if not request.backends:
-        raise UsageError("which backend? Name one from `attn-testkit list`, or module:Class")
+        raise UsageError("no backend is named; give --backend module:Class, or a name from `attn-testkit list`")
     with contextlib.closing(judge_for(options, request.device)) as judge:
         prepared = prepare(judge, request, values["known_failures"])
         for name, before in earlier.items():
@@ -128,31 +137,31 @@ def _run(request: Request, values: dict[str, Any]) -> int:
 
 
 NO_GATE = (
-    "  --in-process is for debuggers and no gate: the backend shares this process with what judges it, and could "
+    "  --in-process is for debugging only: the backend shares this process with the code that judges it, and could "
     "change the verdict"
 )
 
 
 def _failed(record: str | None) -> tuple[tuple[str, str], ...]:
-    """(backend, case) of what did not pass in a record."""
+    """Backend and case of every failure in a results file."""
     results = read_report(record).results if record else ()
     return tuple(dict.fromkeys((r.backend, r.case) for r in results if r.case and r.status in BAD))
 
 
 def _rest_of(prepared: Prepared, before: Report, name: str) -> Prepared:
-    """Only what did not run in a record of the same request. Raises ``UsageError`` for one of another."""
+    """Leave out what ran in a results file of the same request. Raises ``UsageError`` for a file of another."""
     header, then = prepared.plan.header, before.header
     for what in ("kit", "tier", "seed", "device", "device_name", "backends", "versions"):
         if getattr(header, what) != getattr(then, what):
             raise UsageError(
-                f"{name} is no part of this run: its {what} is {getattr(then, what)!r}, here {getattr(header, what)!r}"
+                f"{name} is of another run: its {what} is {getattr(then, what)!r}, here {getattr(header, what)!r}"
             )
     ran = {(r.backend, r.execution, r.case) for r in before.results if r.case and r.status in RAN}
     items = tuple(item for item in prepared.items if (item.backend, item.execution, item.case) not in ran)
     tried = len(prepared.items) - len(items)
     if not items:
-        raise UsageError(f"{name} lacks nothing of this run: all {tried} case-runs ran")
-    untried = {spec: (*phrases, f"what {tried} case-runs in {name} try") for spec, phrases in header.untried.items()}
+        raise UsageError(f"nothing is left to run: all {tried} case-runs ran in {name}")
+    untried = {spec: (*phrases, f"what {tried} case-runs in {name} cover") for spec, phrases in header.untried.items()}
     header = replace(header, planned=header.planned - tried, untried=untried)
     return replace(prepared, items=items, plan=replace(prepared.plan, header=header))
 
@@ -167,13 +176,13 @@ def _gpus_to_share(request: Request, jobs: int) -> tuple[str, ...]:
 def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> int:
     header = prepared.plan.header
     if values["html_file"]:
-        # Now, not after hours, is the time to learn that it cannot be written.
+        # Written now, so that a path that cannot be written fails at once and not after hours.
         write_text(values["html_file"], "<!doctype html><title>running</title>The run has not ended yet.")
     record = Record(values["json_file"], header) if values["json_file"] else None
     _warn(record)
     results: list[CaseResult] = []
     interrupted = False
-    # Now: it asks the judge, who may be gone at the end.
+    # Asked now: the judge's process may have ended at the end of the run.
     problems = prepared.problems()
     try:
         source = prepared.judge.run(prepared.plan, prepared.items)
@@ -186,7 +195,7 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> in
                     record.add(result)
                     _warn(record)
                 if limit and sum(r.status in BAD for r in results) >= limit:
-                    click.echo(f"stopped after {limit} that did not pass", err=True)
+                    click.echo(f"stopped after {limit} failures", err=True)
                     break
     except KeyboardInterrupt:
         interrupted, problems = True, []
@@ -206,7 +215,7 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> in
 
 def _warn(record: Record | None) -> None:
     if record and record.failure:
-        click.echo(f"attn-testkit: the record is not complete: {record.failure}", err=True)
+        click.echo(f"attn-testkit: the results file is incomplete: {record.failure}", err=True)
 
 
 def _write_html(report: Report, values: dict[str, Any]) -> None:
@@ -215,7 +224,7 @@ def _write_html(report: Report, values: dict[str, Any]) -> None:
     try:
         write_text(values["html_file"], html_page(report))
     except UsageError as error:
-        # The verdict has been said, and holds without a page.
+        # The verdict is printed already, and holds without a page.
         click.echo(f"attn-testkit: {error}", err=True)
 
 
@@ -230,22 +239,22 @@ def _closing(source: Iterator[CaseResult]) -> Iterator[None]:
 
 @dataclass
 class Interrupts:
-    """Whether somebody asked for an end. Python drops a KeyboardInterrupt that meets a callback of its collector."""
+    """A request to stop. Python drops a KeyboardInterrupt that is raised in a callback of its garbage collector."""
 
     asked: bool = False
 
     def heed(self) -> None:
-        """Raise ``KeyboardInterrupt`` where one was asked for, and got lost."""
+        """Raise ``KeyboardInterrupt`` if one was requested and got lost."""
         if self.asked:
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def terminated_like_interrupted() -> Iterator[Interrupts]:
-    """Inside, SIGTERM is a KeyboardInterrupt, and of both it is known that they came."""
+    """Turn SIGTERM into a KeyboardInterrupt, and remember that either of them came."""
     interrupts = Interrupts()
 
-    # A CI job that is cancelled sends SIGTERM: its report must be closed like one that somebody interrupts.
+    # A cancelled CI job sends SIGTERM: its report must be closed like that of a run that a user interrupts.
     def stop(signum: int, frame: FrameType | None) -> None:
         interrupts.asked = True
         raise KeyboardInterrupt

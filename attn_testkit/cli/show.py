@@ -1,4 +1,4 @@
-"""What a run looks like on a terminal, and in a log."""
+"""The output of a run on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ LOG_SECONDS = 15.0
 
 
 def out() -> Console:
-    """For tables on stdout: as wide as it takes when nobody's terminal is there to wrap it."""
+    """A console for tables on stdout: wide enough not to wrap if stdout is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else 200, highlight=False, soft_wrap=False)
 
 
 def echo_header(header: RunHeader) -> None:
-    """What runs where, before it does."""
+    """Print backends, versions and device, before anything runs."""
     backends = ", ".join(f"{spec} {version}".strip() for spec, version in header.backends.items())
     versions = ", ".join(f"{name} {version}" for name, version in header.versions.items() if name != "python")
     click.echo(f"attn-testkit {header.kit}: {backends}", err=True)
-    planned = f", {header.planned} case-runs" if header.tier != FUZZ else ""  # nobody knows how many there will be
+    planned = f", {header.planned} case-runs" if header.tier != FUZZ else ""  # a search has no fixed number
     click.echo(f"  {header.device_name}; {versions}; tier {header.tier}, seed {header.seed}{planned}", err=True)
     for line in note_lines(header.notes):
         click.echo(f"  {line}", err=True)
 
 
 class Watch:
-    """Progress on stderr, failures on stdout as they come."""
+    """Progress on stderr, failures on stdout as they occur."""
 
     def __init__(self, total: int, header: RunHeader, *, verbose: bool = False) -> None:
         self._total = total
@@ -66,7 +66,7 @@ class Watch:
             self._bar.stop()
 
     def see(self, result: CaseResult) -> None:
-        """One more result, or a row that was known without running."""
+        """Count one more result, or a row that was known without running; print it if it is a failure."""
         ran = result.status in RAN
         self._done += ran
         if result.status in BAD:
@@ -74,7 +74,7 @@ class Watch:
             self._tell(result)
         now = time.monotonic()
         if self._bar:
-            trouble = f", {self._bad} bad" if self._bad else ""
+            trouble = f", {self._bad} did not pass" if self._bad else ""
             self._bar.update(self._task, advance=int(ran), description=f"{result.mode} {result.execution}{trouble}")
         elif now - self._last > LOG_SECONDS:
             self._last = now
@@ -98,7 +98,7 @@ def print_summary(
     interrupted: bool,
     code: int,
 ) -> None:
-    """The table, the remarks, and one line of verdict."""
+    """Print the table, the remarks, and the verdict in one line."""
     if results and sys.stdout.isatty():
         out().print(_table(results))
     elif results:

@@ -1,4 +1,4 @@
-"""``--version``: of the kit, and on what the emulation's facts were measured."""
+"""``--version``: the kit's version, and the devices that the emulation is compared with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VERDICTS = Path(__file__).parents[1] / "calibrate"
 
 @dataclass(frozen=True)
 class Calibration:
-    """One file of verdicts: what a real GPU answered to the questions that the emulation answers too."""
+    """One file of verdicts: a real GPU's answers to the questions that the emulation answers too."""
 
     device: str
     torch: str
@@ -27,7 +27,7 @@ class Calibration:
 
 
 def calibrations(folder: Path = _VERDICTS) -> list[Calibration]:
-    """All that come with the kit, the newest torch first. Read without torch."""
+    """Every calibration that comes with the kit, the newest torch first. Read without torch."""
     found = []
     for path in sorted(folder.glob("verdicts_*.json"), reverse=True):
         data = json.loads(path.read_text("utf-8"))
@@ -37,7 +37,7 @@ def calibrations(folder: Path = _VERDICTS) -> list[Calibration]:
 
 
 def version_text() -> str:
-    """What ``attn-testkit --version`` prints."""
+    """The text that ``attn-testkit --version`` prints."""
     lines = [f"attn-testkit, version {attn_testkit.__version__}"]
-    lines += [f"emulated CUDA is held against {each}" for each in calibrations()]
+    lines += [f"emulated CUDA is compared with {each}" for each in calibrations()]
     return "\n".join(lines)

@@ -165,7 +165,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
     ]  # fmt: skip
     for what, value, fine in checks:
         if not fine:
-            raise Unsupported(f"{what} {value} is not claimed")
+            raise Unsupported(f"{what} {value} is not declared")
 
 
 def _windows_agree(capabilities: Capabilities, context: BackendContext) -> bool:
@@ -180,7 +180,7 @@ def _family(layer: AttentionLayer) -> str:
 
 
 def _first_outside(values: Iterable[Any], claimed: Set[Any]) -> tuple[object, bool]:
-    """The first of ``values`` that is not claimed, and whether there is none."""
+    """The first of ``values`` that is not declared, and whether there is none."""
     found = next((value for value in values if value not in claimed), None)
     return found, found is None
 
@@ -247,7 +247,7 @@ class AttentionBackend(ABC):
     ==================================== ============================================================================
     hook                                 may do
     ==================================== ============================================================================
-    constructor                          allocate workspaces; refuse what is not claimed
+    constructor                          allocate workspaces; refuse what is not declared
     ``init_cuda_graph_state``            allocate every persistent graph buffer at its largest size, once
     ``init_forward_metadata_out_graph``  host work, plans, writes *into* persistent buffers; at capture also create
                                          the objects of this bucket; at replay never replace a tensor the graph reads

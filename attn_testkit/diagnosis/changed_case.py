@@ -128,7 +128,7 @@ class ChangedCases:
         return all(self._right(case.with_seed(case.seed + draw)) is right for draw in range(1, DRAWS + 1))
 
     def _right(self, case: Case) -> bool | None:
-        """None: the case is not claimed, or the backend raises."""
+        """None: the case is not declared, or the backend raises."""
         own = self._schedule
         if not self._rerunner.claims(case):
             return None

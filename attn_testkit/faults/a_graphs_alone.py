@@ -16,7 +16,7 @@ _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 
 
 class GraphsAlone(PlannedBackend):
-    """Nothing runs eagerly in modes that are not claimed there. Healthy."""
+    """Nothing runs eagerly in modes that are not declared there. Healthy."""
 
     capabilities = LEAN.with_changes(eager=(), graph=_ALL)
 

@@ -49,10 +49,10 @@ class NarrowestWindowIsNone(DenseBackend):
     modes=_ALL,
     executions=("eager",),
     checks=("refuses-undeclared",),
-    hint="a sliding window of size 0 is not claimed|the constructor accepted it",
+    hint="a sliding window of size 0 is not declared|the constructor accepted it",
 )
 class NarrowerWindowThanClaimedIsAccepted(ZeroIsNone):
-    """A window of 0 is not claimed, and a model that has it is served without a window."""
+    """A window of 0 is not declared, and a model that has it is served without a window."""
 
     capabilities = WINDOWED.with_changes(min_window=1)
 

@@ -89,12 +89,12 @@ def cases_of(lines: Iterable[Mapping[str, Any]], claims: Capabilities | None = N
 
 
 def _as_they_hold_it(claims: Capabilities, case: Case) -> Case:
-    """The case, in the KV layout that is claimed; one like it where that is not claimed."""
+    """The case, in the KV layout that is claimed; one like it where that is not declared."""
     case = replace(case, kv_layout=usual_layout(claims))
     case = as_claimed(claims, case) if not_claimed(claims, case) else case
     lacking = not_claimed(claims, case)
     if lacking:
-        raise _NoCase(f"not claimed: {lacking}")
+        raise _NoCase(f"not declared: {lacking}")
     return case
 
 

@@ -1,4 +1,4 @@
-"""Each backend's modes and executions against its checks."""
+"""Tables of each backend's modes and executions by check."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ __all__ = ["CheckCell", "CheckMatrix", "CheckRow", "check_matrices", "reading_or
 
 @dataclass(frozen=True)
 class CheckCell:
-    """One check in one mode and execution; in case-runs."""
+    """Numbers of case-runs for one check in one mode and execution."""
 
     judged: int
     failed: int
     not_judged: int
-    """It applies, and could not be judged."""
+    """Number of case-runs in which it applies and could not be evaluated."""
 
     @property
     def kind(self) -> str:
-        """``failed``, ``kept``, ``unjudged`` or ``none`` (it does not apply): the CSS class, and the mark."""
+        """The CSS class and mark: ``failed``, ``kept``, ``unjudged`` or ``none`` (it does not apply)."""
         return "failed" if self.failed else "kept" if self.judged else "unjudged" if self.not_judged else "none"
 
 
 @dataclass(frozen=True)
 class CheckRow:
-    """A mode and execution against every check."""
+    """The cells of one mode and execution, one per check."""
 
     mode: str
     execution: str
     cells: tuple[CheckCell, ...]
     lost: int
-    """Case-runs that crashed or timed out, and so judged nothing."""
+    """Number of case-runs that crashed or timed out before their checks could be evaluated."""
     emulated: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class CheckMatrix:
-    """Checks of one backend."""
+    """The checks of one backend."""
 
     backend: str
     checks: tuple[str, ...]
@@ -48,12 +48,12 @@ class CheckMatrix:
 
     @property
     def failed(self) -> int:
-        """Checks that failed anywhere."""
+        """Number of checks that failed anywhere."""
         return sum(any(row.cells[index].failed for row in self.rows) for index in range(len(self.checks)))
 
 
 def check_matrices(runs: Sequence[CaseResult]) -> list[CheckMatrix]:
-    """One for each backend that ran."""
+    """Make a matrix for each backend that ran."""
     groups: dict[str, dict[tuple[str, str], list[CaseResult]]] = {}
     for result in runs:
         if result.status in RAN:
@@ -68,9 +68,9 @@ def check_matrices(runs: Sequence[CaseResult]) -> list[CheckMatrix]:
 
 
 def reading_order(results: Iterable[CaseResult]) -> tuple[str, ...]:
-    """All ids in the order in which results list theirs, the fullest list first.
+    """Sort ids in the order in which results list them, the longest list first.
 
-    So a page needs no table of checks, which comes with torch, and knows those of another version of the kit.
+    A page then needs no table of checks, which imports torch, and can show those of another version of the kit.
     """
     lists = {kind for result in results for kind in (result.checks, result.not_judged, tuple(sorted(_failed(result))))}
     order: list[str] = []

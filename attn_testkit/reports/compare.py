@@ -1,4 +1,4 @@
-"""What changed between two runs: the real output of a nightly job."""
+"""Changes between two runs, which a nightly job reports."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .record import Report, plain
 __all__ = ["Change", "Comparison", "compare_reports", "comparison_text"]
 
 SHRUNK = 1.5
-"""An error that grew by this factor, relative to its limit, is worth a look ..."""
+"""Factor by which an error, relative to its limit, must grow to be reported."""
 WORTH_A_LOOK = 0.25
-"""... once it takes this part of the limit."""
+"""Part of the limit that an error must reach to be reported."""
 SHOWN = 20
-"""Changes of a kind that the text lists ..."""
+"""Number of changes of a kind that the text lists."""
 SHOWN_IN_FULL = 5
-"""... and shows in full."""
+"""Number of changes of a kind that the text shows in full."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Change:
     execution: str
     case: str
     old: str
-    """What it was: its status, or its margin."""
+    """The old status or margin."""
     new: str
-    """What it is now."""
+    """The new status or margin."""
     text: str = ""
-    """The failure's text, where it fails now."""
+    """The failure's text, if it fails now."""
 
     def __str__(self) -> str:
         return f"{self.backend} {self.execution} {self.case}: {self.old} -> {self.new}"
@@ -44,14 +44,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every case-run that is not as it was."""
+    """Every case-run whose result changed."""
 
     newly_failing: tuple[Change, ...]
     newly_passing: tuple[Change, ...]
     vanished: tuple[Change, ...]
-    """Ran before, and does not run now: a coverage that shrinks by itself."""
+    """Case-runs that ran before and do not run now, so that coverage shrinks."""
     not_reached: tuple[Change, ...]
-    """Ran before, and the new run's budget left no time for it: nothing is known of it."""
+    """Case-runs that ran before, and for which the new run's budget left no time."""
     appeared: tuple[Change, ...]
     shrunk_margins: tuple[Change, ...]
     still_failing: tuple[Change, ...]
@@ -60,11 +60,11 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """1 when the new run is worse."""
+        """The exit code: 1 if the new run is worse."""
         return 1 if self.newly_failing or self.vanished else 0
 
     def as_plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The comparison as plain values for JSON."""
         result: dict[str, Any] = plain({**asdict(self), "exit_code": self.exit_code})
         return result
 
@@ -95,7 +95,7 @@ def compare_reports(old: Report, new: Report) -> Comparison:
 
 
 def comparison_text(found: Comparison) -> str:
-    """For a terminal or a log, worst first, one line of verdict last."""
+    """The comparison as text for a terminal or a log: the worst first, the verdict last."""
     sections: list[tuple[str, Sequence[Change]]] = [
         ("newly failing", found.newly_failing),
         ("vanished", found.vanished),
@@ -138,7 +138,7 @@ def _margin(result: CaseResult) -> float:
 
 
 def _margin_shrank(old: CaseResult, new: CaseResult) -> bool:
-    # An emulated kernel and the real one differ by nature; only like is compared with like.
+    # An emulated kernel and the real one always differ, so only results of the same kind are compared.
     alike = (old.device, old.graph, old.kernels) == (new.device, new.graph, new.kernels)
     passed = old.status is new.status is Status.PASSED
     a, b = _margin(old), _margin(new)

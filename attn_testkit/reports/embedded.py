@@ -1,4 +1,4 @@
-"""All case-runs in the least text that a page's script can list and filter: columns of indices into tables of words."""
+"""All case-runs in compact form for a page's script, which lists and filters them: columns of indices into word tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CASE = "{case}"
 
 
 def embedded_runs(results: Iterable[CaseResult], header: RunHeader, cards: Sequence[Card]) -> Markup:
-    """JSON for a script element. A case id is written once, however many backends and executions ran it."""
+    """Return JSON for a script element. A case id is written once, however many backends and executions ran it."""
     runs = [result for result in results if result.case]
     backend, mode, execution, status, case = (_Words() for _ in range(5))
     card_of = {id(result): card.number for card in cards for result in card.group.results}
@@ -60,7 +60,7 @@ def embedded_runs(results: Iterable[CaseResult], header: RunHeader, cards: Seque
 
 
 def _repro_by_place(runs: Iterable[CaseResult], header: RunHeader) -> dict[str, str]:
-    """``backend execution`` -> the command, with ``{case}`` for the case."""
+    """Map ``backend execution`` to the repro command, with ``{case}`` for the case."""
     places = {f"{run.backend} {run.execution}": run for run in runs}
     return {place: repro_command(replace(run, case=_CASE, after=()), header) for place, run in places.items()}
 
@@ -70,7 +70,7 @@ def _short(number: float) -> float | str:
 
 
 class _Words:
-    """Words in the order in which they were met."""
+    """Words in the order in which they first occurred."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}

@@ -1,8 +1,9 @@
-"""Failures grouped by cause: what one bug breaks in forty case-runs is one thing to read, not forty.
+"""Failures grouped by cause, so that one bug in forty case-runs is read once.
 
-A case-run's cause is what its first finding says most tellingly, without what belongs to the case: numbers, rows,
-requests, and without what a compiler makes up: names of files, kernels, buffers and symbols, addresses. Case-runs of
-one backend and check that say the same are a group; of what was raised the type and the author's line count alone.
+The cause of a case-run is the most telling text of its first finding. What belongs to the case is taken out of it
+(numbers, rows, requests), and what a compiler makes up (names of files, kernels, buffers and symbols, addresses).
+Case-runs of one backend and check with equal texts are a group. For an exception, only its type and the author's line
+count.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ __all__ = ["Group", "cause_lines", "group_failures", "without_numbers"]
 
 @dataclass(frozen=True)
 class Group:
-    """Case-runs of one backend that failed for one cause, as far as their texts tell."""
+    """Case-runs of one backend that failed for one cause, judging by their texts."""
 
     backend: str
     check: str
-    """Id of the check that they fail first; the status in words where there is no finding."""
+    """Id of the first check that they fail; the status if there is no finding."""
     cause: str
-    """In words. Numbers that differ from case-run to case-run are ``N``."""
+    """The cause in words. Numbers that differ from case-run to case-run are ``N``."""
     results: tuple[CaseResult, ...]
-    """In the order of the record; never empty."""
+    """The case-runs in the order of the results file; never empty."""
 
 
 @dataclass(frozen=True)
 class _Line:
-    """One thing that a case-run says about its cause."""
+    """One text of a case-run about its cause."""
 
     key: str
-    """What case-runs of one cause have in common."""
+    """The part of the text that case-runs of one cause share."""
     text: str
-    """As the case-run says it."""
+    """The whole text."""
 
 
 def group_failures(results: Iterable[CaseResult]) -> list[Group]:
-    """Groups, the largest first. Every result is in exactly one of them."""
+    """Group failures, the largest group first. Every result is in exactly one group."""
     together: dict[tuple[str, str], list[tuple[CaseResult, tuple[_Line, ...]]]] = {}
     for result in results:
         check = result.findings[0].check if result.findings else result.status.value
@@ -52,19 +53,19 @@ def group_failures(results: Iterable[CaseResult]) -> list[Group]:
 
 
 def cause_lines(groups: Sequence[Group], most: int = 10) -> list[str]:
-    """For a terminal: a line each, with the number of case-runs; nothing where no two have one cause."""
+    """Lines for a terminal, one per cause with its number of case-runs; nothing if no two case-runs share a cause."""
     if all(len(group.results) == 1 for group in groups):
         return []
     width = len(str(len(groups[0].results)))
     lines = [f"  {len(g.results):>{width}}  {g.cause} [{g.check}; {g.backend}]" for g in groups[:most]]
     more = len(groups) - most
-    return ["did not pass, by cause:", *lines, *([f"  and {more} more causes"] if more > 0 else [])]
+    return ["failures by cause:", *lines, *([f"  and {more} more causes"] if more > 0 else [])]
 
 
 def _split(backend: str, check: str, members: Sequence[tuple[CaseResult, tuple[_Line, ...]]]) -> Iterable[Group]:
-    """The line that most case-runs share names the first group; what does not have it is split further.
+    """Split case-runs into groups: the line that most of them share names the first group; the rest is split further.
 
-    Not simply the first line: which pattern a case shows first depends on its shapes, and one bug shows several.
+    The first line of each will not do: which pattern a case shows first depends on its shapes, and one bug shows several.
     """
     rest = list(members)
     while rest:
@@ -74,7 +75,7 @@ def _split(backend: str, check: str, members: Sequence[tuple[CaseResult, tuple[_
             for place, key in enumerate(dict.fromkeys(line.key for line in lines)):
                 counts[key] += 1
                 places[key] += place
-        # Of two that are shared as widely, the one that stands first in the texts tells more.
+        # Of two lines that are shared equally often, the one that comes first in the texts tells more.
         key = max(counts, key=lambda each: (counts[each], -places[each]))
         mine = [(result, line.text) for result, lines in rest for line in lines if line.key == key]
         yield Group(backend, check, _in_words([text for _, text in mine]), tuple(result for result, _ in mine))
@@ -82,13 +83,13 @@ def _split(backend: str, check: str, members: Sequence[tuple[CaseResult, tuple[_
 
 
 def _in_words(texts: Sequence[str]) -> str:
-    """What most of them say: the text itself where it is one, else without what differs."""
+    """The text itself if all are equal, else the most common one without what differs."""
     alike = Counter(map(without_numbers, texts))
     return texts[0] if len(set(texts)) == 1 else alike.most_common(1)[0][0]
 
 
 def _lines(result: CaseResult) -> tuple[_Line, ...]:
-    """What a case-run says about its cause, the most telling first; never empty, no key twice."""
+    """The lines of a case-run about its cause, the most telling first; never empty, no key twice."""
     lines = _of_finding(result.findings[0]) if result.findings else _of_reason(result)
     return tuple({line.key: line for line in reversed(lines)}.values())[::-1]
 
@@ -96,8 +97,8 @@ def _lines(result: CaseResult) -> tuple[_Line, ...]:
 def _of_finding(finding: Finding) -> list[_Line]:
     raised = _RAISED_AT.match(finding.where)
     if raised and not is_generated(raised["file"]):
-        # One line of the author's that raises is one cause, in whichever phase it is reached, and whatever a compiler
-        # says of it for each shape.
+        # An author's line that raises is one cause, in whichever phase it is reached, and whatever message a compiler
+        # adds for each shape.
         kind = _PHASE.search(finding.headline)
         said = kind["kind"] if kind else without_numbers(finding.headline)
         return [_Line(f"{raised[0]} {said}", finding.headline)]
@@ -115,21 +116,21 @@ def _of_reason(result: CaseResult) -> list[_Line]:
     own = (each for each in written if not _OF_A_LIBRARY.search(each["path"]))
     frame = next(own, written[0] if written else None)
     text = f"{first}, in {frame['file']}:{frame['line']} {frame['function']}" if frame else first
-    # Its number is the frame's name: two lines that hang are two causes.
+    # The frame is part of the key: two lines that hang are two causes.
     return [_Line(without_numbers(first) + (f" {frame[0]}" if frame else ""), text)]
 
 
 _RAISED_AT = re.compile(r"(?P<file>\S+):\d+ in \S+?(?=:|$)", re.MULTILINE)
-"""Begins the ``where`` of what was raised, as ``checks/failures.py`` writes it: ``file.py:12 in function``."""
+"""Beginning of the ``where`` of an exception, as ``checks/failures.py`` writes it: ``file.py:12 in function``."""
 _FRAME = re.compile(r'File "(?P<path>(?:[^"]*/)?(?P<file>[^"/]+))", line (?P<line>\d+),? in (?P<function>\S+)')
-"""Of a stack that Python dumps when a process dies or is given up, the innermost first."""
+"""A frame of the stack that Python dumps when a process dies or is ended, the innermost first."""
 _OF_A_LIBRARY = re.compile(
     r"/lib/python3\.\d+/(?!(?:site|dist)-packages/)|/(?:site|dist)-packages/(?:torch|numpy|triton)/"
 )
-"""Somebody called it with what it died of: the caller's line tells the cause."""
+"""A frame of a library: the line that called the library tells the cause."""
 _PHASE = re.compile(r"^.*? raised (?P<kind>\w+): ")
 _ABOUT_A_ROW = re.compile(r"requests? \d")
-"""Begins the headline of a wrong number: it names one request of one case, and no cause."""
+"""Beginning of the headline of a wrong number: it names a request of one case, and not the cause."""
 
 RESTATES_THE_CHECK = (
     "the graph still uses a value from capture time",
@@ -163,7 +164,7 @@ _ALIKE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         *_MADE_UP,
         (r"\b(eager|graph):[\w.-]+", "another case-run"),
         (r"the \d+ case-runs that repro names", "another case-run"),
-        # What to look at follows from the case's features.
+        # What to look at depends on the case's features.
         (r": look at .*", ""),
         (r"(over a million times|just|[\d.]+x) over the limit", "over the limit"),
         (rf"(?<![\w.]){_NUMBER}(?![\w])(?:(?:, | and |\.\.|-){_NUMBER}(?![\w]))*", "N"),
@@ -179,7 +180,7 @@ _ALIKE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 @lru_cache(maxsize=4096)
 def without_numbers(text: str) -> str:
-    """A text without what belongs to one case: its numbers, ranges and lists are ``N``, however long."""
+    """A text without what belongs to one case: its numbers, ranges and lists become ``N``, however long they are."""
     for pattern, instead in _ALIKE:
         text = pattern.sub(instead, text)
     return text

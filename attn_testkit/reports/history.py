@@ -1,6 +1,6 @@
-"""Earlier nights: how many of a backend's case-runs passed in each, and since when a failure has been red.
+"""Earlier nights: how many of a backend's case-runs passed in each, and how long each failure has been red.
 
-A folder holds a record a night, whatever they are called. Nights are ordered by when they started.
+A folder holds one results file per night, under any name. Nights are ordered by when they started.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .record import FORMAT, Report, read_report
 __all__ = ["Age", "History", "Key", "Night", "age_of", "key_of", "last_night", "night_of", "read_history"]
 
 Key = tuple[str, str, str, str]
-"""Backend, mode, execution, and the case without the seed of its run: a seed changes data, slots and the last word of
-every id, and no case."""
+"""Backend, mode, execution, and the case without the seed of its run, which changes only data, slots and the last word
+of the id."""
 
 
 @dataclass(frozen=True)
 class Night:
-    """What is kept of a record."""
+    """The part of a results file that is kept."""
 
     started: str
     finished: bool
@@ -34,37 +34,37 @@ class Night:
     red: Mapping[str, int]
     """Backend -> case-runs that failed, crashed, timed out or passed unexpectedly."""
     claimed: Mapping[str, int]
-    """Backend -> case-runs that the record has; of a night that did not finish, fewer than were claimed."""
+    """Backend -> case-runs in the results file; fewer than planned if the night did not finish."""
     statuses: Mapping[Key, Status]
-    """Of the case-runs that were asked about."""
+    """Statuses of the case-runs in question."""
 
 
 @dataclass(frozen=True)
 class History:
-    """Nights before a report that can be held against it: the same tier, and both real or both emulated."""
+    """Earlier nights that can be compared with a report: the same tier, and both real or both emulated."""
 
     nights: tuple[Night, ...] = ()
-    """Oldest first."""
+    """The nights, oldest first."""
     last: Path | None = None
-    """The record of the newest night that finished."""
+    """The results file of the newest night that finished."""
     remarks: tuple[str, ...] = ()
-    """Files that were left out, and why."""
+    """Names of files that were left out, with the reason."""
 
 
 @dataclass(frozen=True)
 class Age:
-    """Since when a case-run has been red without a break."""
+    """The time for which a case-run has been red without a break."""
 
     since: str
-    """When the first of these nights started, ISO; empty: it is red tonight for the first time."""
+    """Start of the first of these nights, ISO; empty if it is red tonight for the first time."""
     nights: int
-    """Nights in which it was seen red, this one included."""
+    """Number of nights in which it was red, this one included."""
     or_earlier: bool
-    """No night before them knows it as anything else."""
+    """True if no earlier night has another status of it."""
 
 
 def key_of(result: CaseResult, seed: int) -> Key:
-    """What names a case-run from night to night. ``seed``: of its run."""
+    """The name of a case-run that stays the same from night to night. ``seed``: that of its run."""
     return _key(result.backend, result.mode, result.execution, result.case, seed)
 
 
@@ -73,9 +73,9 @@ def _key(backend: str, mode: str, execution: str, case: str, seed: int) -> Key:
 
 
 def age_of(nights: Sequence[Night], key: Key) -> Age | None:
-    """Since when a case-run that is red now has been so. ``nights``: oldest first; None: there are none.
+    """The age of a case-run that is red now; None if there are no nights. ``nights``: oldest first.
 
-    A night in which it did not run, because the night was cut off or the machine lacked something, tells nothing.
+    A night in which it did not run, because the night was cut off or the machine lacked something, is skipped.
     """
     if not nights:
         return None
@@ -90,11 +90,11 @@ def age_of(nights: Sequence[Night], key: Key) -> Age | None:
 
 
 _OTHERWISE = (Status.PASSED, Status.KNOWN_FAILURE, Status.QUARANTINED)
-"""Statuses that say that a case-run was not red."""
+"""Statuses of a case-run that was not red."""
 
 
 def night_of(report: Report) -> Night:
-    """A whole report as a night."""
+    """Make a night of a whole report."""
     statuses = {key_of(result, report.header.seed): result.status for result in report.results if result.case}
     return _night(report.header.started, report.finished, statuses.items(), statuses)
 
@@ -115,13 +115,13 @@ def _night(started: str, finished: bool, runs: Iterable[tuple[Key, Status]], ask
 
 
 def read_history(folder: str | Path, report: Report) -> History:
-    """The nights before ``report`` among the ``*.json`` of a folder; of statuses those of what is red in ``report``.
+    """Read the nights before ``report`` from the ``*.json`` of a folder, with statuses of what is red in ``report``.
 
-    A file that is no record costs a remark and not the page. Raises ``UsageError`` where there is no such folder.
+    A file that cannot be used becomes a remark. Raises ``UsageError`` if there is no such folder.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder} of earlier records")
+        raise UsageError(f"{folder} is not a folder; expected a folder of results files")
     red = {key_of(r, report.header.seed) for r in report.results if r.case and r.status in BAD}
     found: list[tuple[Night, Path]] = []
     remarks = []
@@ -141,9 +141,9 @@ def read_history(folder: str | Path, report: Report) -> History:
 
 
 def _not_comparable(data: Any, report: Report) -> str:
-    """Why a record is not held against ``report``; empty if it is."""
+    """The reason why a results file cannot be compared with ``report``; empty if it can."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        return "is no record that this kit reads"
+        return "is not a results file that this kit reads"
     header = data["header"]
     for name in ("tier", "device"):
         if header[name] != getattr(report.header, name):
@@ -152,7 +152,7 @@ def _not_comparable(data: Any, report: Report) -> str:
 
 
 def _night_of_plain(data: Mapping[str, Any], asked: Collection[Key]) -> Night:
-    # Of months of nights a few figures are wanted: their results are not made into objects.
+    # Only a few figures of months of nights are needed, so their results are not made into objects.
     header = data["header"]
     runs = (
         (_key(r["backend"], r["mode"], r["execution"], r["case"], header["seed"]), Status(r["status"]))
@@ -163,6 +163,6 @@ def _night_of_plain(data: Mapping[str, Any], asked: Collection[Key]) -> Night:
 
 
 def last_night(folder: str | Path, report: Report) -> Report | None:
-    """Of a folder of records the newest finished night before ``report``."""
+    """Return the newest finished night before ``report`` in a folder of results files."""
     last = read_history(folder, report).last
     return read_report(last) if last else None

@@ -1,4 +1,4 @@
-"""What a run adds up to: the sentence that every front end ends with, the texts before it, and both for Python."""
+"""The outcome of a run: the verdict that every front end ends with, the texts before it, and both for Python."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ __all__ = ["FailureTexts", "NotConformant", "Results", "verdict"]
 def verdict(
     header: RunHeader, results: Iterable[CaseResult], *, problems: Sequence[str] = (), interrupted: bool = False
 ) -> str:
-    """One line: does it conform, how many of how many, and what that is worth."""
+    """The verdict in one line: whether the backend conforms, how many case-runs that is based on, what was emulated."""
     rows = list(results)
     runs = [row for row in rows if row.is_case_run]
     counts = Counter(run.status for run in runs)
     ran = sum(counts[status] for status in RAN)
     no_room = sum(run.had_no_room for run in runs)
     accounted = ran + counts[Status.QUARANTINED] + no_room
-    of = f"of {header.planned} claimed case-runs"
+    of = f"of {header.planned} planned case-runs"
     ours = sum(run.of_the_kit for run in runs)
     counts[Status.CRASHED] -= ours
     left = sum(run.left_out for run in runs)
-    cut = f"; {left} were not started, the budget was over" if left else ""
+    cut = f"; {left} were not started because the budget was used up" if left else ""
     bad = [f"{counts[status]} {status}" for status in Status if status in BAD and counts[status]]
     if interrupted:
         return f"INTERRUPTED: {ran} {of} had run" + (f"; {', '.join(bad)}" if bad else "")
@@ -58,7 +58,7 @@ def verdict(
     if accounted + left < header.planned:
         return f"INCOMPLETE: {ran} {of} ran"
     other = [(counts[Status.KNOWN_FAILURE], "known failures"), (counts[Status.QUARANTINED], "quarantined")]
-    other.append((no_room, "not run here, for want of memory"))
+    other.append((no_room, "not run here for lack of memory"))
     text = ", ".join([f"{counts[Status.PASSED]} {of} passed", *(f"{n} {what}" for n, what in other if n)])
     if not counts[Status.PASSED]:
         return f"NOT CONFORMANT: {text}; nothing is known to work{cut}"
@@ -75,11 +75,11 @@ def _why_nothing(header: RunHeader, rows: Sequence[CaseResult]) -> str:
     reasons = ", ".join(dict.fromkeys(row.reason for row in absent if row.reason))
     if lacking:
         beside = f"; not runnable here: {reasons}" if reasons else ""
-        return f"no backend claims what the named cases ask for; {', '.join(lacking)}{beside}"
+        return f"no backend declares what the selected cases need; {', '.join(lacking)}{beside}"
     pairs = len(header.backends) * len(MODES) * len(EXECUTIONS)
     unclaimed = sum(row.status is Status.UNSUPPORTED for row in rows)
     counts = [
-        (unclaimed, "not claimed"),
+        (unclaimed, "not declared"),
         (len(absent), "not runnable here" + (f" ({reasons})" if reasons else "")),
         (pairs - unclaimed - len(absent), "not selected"),
     ]
@@ -87,14 +87,14 @@ def _why_nothing(header: RunHeader, rows: Sequence[CaseResult]) -> str:
 
 
 class FailureTexts:
-    """The texts of failures as they are printed: the first few of a kind in full, of the rest a line each."""
+    """The texts of failures as they are printed: the first few of a kind in full, the rest as one line each."""
 
     def __init__(self, header: RunHeader, *, verbose: bool = False) -> None:
         self._header, self._verbose = header, verbose
         self._shown: Counter[tuple[str, str, str, str]] = Counter()
 
     def of(self, result: CaseResult) -> tuple[str, str]:
-        """The first line, which stands alone, and what follows it."""
+        """The first line, which can be read alone, and the rest of the text."""
         check = result.findings[0].check if result.findings else result.status.value
         kind = (result.backend, result.mode, result.execution, check)
         self._shown[kind] += 1
@@ -105,37 +105,37 @@ class FailureTexts:
 
 
 IN_FULL = 3
-"""Failures of one backend, mode, execution and check that are printed in full."""
+"""Number of failures of one backend, mode, execution and check that are printed in full."""
 MOST_PRINTED = 60
-"""Failures that ``Results`` prints; of the rest it has the number."""
+"""Number of failures that ``Results`` prints; it counts the rest."""
 
 
 @dataclass(frozen=True, repr=False)
 class Results(Sequence[CaseResult]):
-    """What ``check_backend`` found: a sequence of ``CaseResult`` that is true only if the backend conforms.
+    """The result of ``check_backend``: a sequence of ``CaseResult`` that is true only if the backend conforms.
 
-    Printed, it is what a person wants to know: the failures, and one line of verdict.
+    Printing it shows the failures and the verdict in one line.
     """
 
     header: RunHeader
     rows: tuple[CaseResult, ...] = ()
-    """Every case-run, and a row for each mode and execution that is not claimed or cannot run here (``case`` is "")."""
+    """Every case-run, and a row per mode and execution that is not declared or cannot run here (``case`` is "")."""
     problems: tuple[str, ...] = ()
-    """What fails the run besides its case-runs, such as a known failure that expired."""
+    """Reasons besides its case-runs why the run fails, such as a known failure that expired."""
 
     @property
     def exit_code(self) -> int:
-        """What the command line would return: 0 conformant, 1 not, 3 the kit itself failed, 5 nothing to run."""
+        """The exit code of the command line: 0 conformant, 1 not, 3 the kit itself failed, 5 nothing to run."""
         return exit_code(self.header.planned, self.rows, problems=self.problems)
 
     @property
     def ok(self) -> bool:
-        """Conformant: something passed, every claimed case-run ran, and nothing failed."""
+        """True if the backend conforms: something passed, every planned case-run ran, and nothing failed."""
         return self.exit_code == 0
 
     @property
     def failures(self) -> tuple[CaseResult, ...]:
-        """Case-runs that failed, crashed, timed out, or passed though a known failure says they do not."""
+        """Case-runs that failed, crashed, timed out, or passed although a known failure expects otherwise."""
         return tuple(row for row in self.rows if row.status in BAD)
 
     @property
@@ -158,7 +158,7 @@ class Results(Sequence[CaseResult]):
 
     @property
     def texts(self) -> str:
-        """The failures as the command line prints them, and what did not run; empty where there is nothing to say."""
+        """The failures as the command line prints them, and what did not run; empty if there are neither."""
         texts = FailureTexts(self.header)
         lines = ["".join(texts.of(failure)) for failure in self.failures[:MOST_PRINTED]]
         if len(self.failures) > MOST_PRINTED:
@@ -179,7 +179,7 @@ class Results(Sequence[CaseResult]):
 
 
 class NotConformant(AssertionError):
-    """A backend is not known to conform. The message is the verdict, which summaries show, and then the failures."""
+    """Raised if a backend is not known to conform. The message is the verdict, then the failures."""
 
     def __init__(self, results: Results) -> None:
         super().__init__(results)
@@ -189,4 +189,4 @@ class NotConformant(AssertionError):
         return "\n".join(filter(None, (self.results.verdict, self.results.texts)))
 
 
-NotConformant.__module__ = "attn_testkit"  # where users find it, and what a traceback calls it
+NotConformant.__module__ = "attn_testkit"  # the name that users import and that tracebacks show

@@ -1,4 +1,4 @@
-"""What passed where: backends by modes and executions, what was real and what was emulated apart."""
+"""Tables of backends by mode and execution, separately for real and emulated case-runs."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ __all__ = ["Cell", "Overview", "OverviewRow", "is_emulated", "overviews"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One backend in one mode and execution; in case-runs."""
+    """Numbers of case-runs of one backend in one mode and execution."""
 
     mode: str
     execution: str
     starts: bool
-    """The first of its mode."""
+    """True for the first execution of its mode."""
     passed: int
     red: int
     known: int
-    """Known failures, quarantined ones among them."""
+    """Number of known failures, with quarantined ones."""
     missing: int
-    """Planned and not run."""
+    """Number of case-runs that were planned and did not run."""
     margin: float | None
     """Largest error / limit of those that passed."""
     absent: bool
-    """The whole mode is claimed, and cannot run here."""
+    """True if the whole mode is declared and cannot run here."""
     note: str
-    """Why the whole mode did not run."""
+    """The reason why the whole mode did not run."""
 
     @property
     def kind(self) -> str:
-        """``red``, ``missing``, ``known``, ``passed``, ``absent``, or ``none`` (not claimed, not asked for): the CSS
-        class, worst first.
+        """The CSS class, worst first: ``red``, ``missing``, ``known``, ``passed``, ``absent``, or ``none`` (not declared
+        or not selected).
         """
         kinds = ("red", "missing", "known", "passed", "absent")
         return next((kind for kind in kinds if getattr(self, kind)), "none")
 
     @property
     def claimed(self) -> int:
-        """All of them."""
+        """Number of all planned case-runs."""
         return self.passed + self.red + self.known + self.missing
 
     @property
     def words(self) -> str:
-        """Everything, as ``3 passed, 1 did not``."""
+        """All numbers in words, as ``3 passed, 1 did not run``."""
         counts = (
             (self.passed, "passed"),
             (self.red, "did not pass"),
@@ -54,12 +54,12 @@ class Cell:
             (self.missing, "did not run"),
         )
         said = [f"{count} {what}" for count, what in counts if count]
-        return ", ".join([*said, *([self.note] if self.note else [])]) or "not asked for"
+        return ", ".join([*said, *([self.note] if self.note else [])]) or "not selected"
 
 
 @dataclass(frozen=True)
 class OverviewRow:
-    """One backend in all modes and executions."""
+    """The cells of one backend in all modes and executions."""
 
     backend: str
     cells: tuple[Cell, ...]
@@ -67,18 +67,18 @@ class OverviewRow:
 
 @dataclass(frozen=True)
 class Overview:
-    """Backends by modes and executions, of what was real or of what was emulated."""
+    """A table of backends by mode and execution, of real or of emulated case-runs."""
 
     emulated: bool
     columns: tuple[tuple[str, tuple[str, ...]], ...]
-    """(mode, its executions), in the order in which a server meets them."""
+    """Pairs of mode and its executions, in the order in which a server uses them."""
     rows: tuple[OverviewRow, ...]
 
 
 def overviews(results: Sequence[CaseResult], *, emulated: bool, backends: Sequence[str] = ()) -> list[Overview]:
-    """Real and emulated case-runs apart, real ones first.
+    """Make one table for real case-runs and one for emulated ones.
 
-    ``emulated``: the run's device, for what did not run. ``backends``: in which order; others follow.
+    ``emulated``: the run's device, for what did not run. ``backends``: their order; others follow.
     """
     results = sorted(results, key=lambda r: backends.index(r.backend) if r.backend in backends else len(backends))
     ran = {result.backend for result in results if result.case}
@@ -90,7 +90,7 @@ def overviews(results: Sequence[CaseResult], *, emulated: bool, backends: Sequen
 
 
 def is_emulated(result: CaseResult, otherwise: bool) -> bool:
-    """Whether anything of it was emulated; ``otherwise`` for what did not come so far as to know."""
+    """True if anything of it was emulated; ``otherwise`` if it ended before that was known."""
     return result.emulated if result.status in RAN and result.device else otherwise
 
 

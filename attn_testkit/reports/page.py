@@ -1,4 +1,4 @@
-"""What a page shows of a record: everything that the template needs, counted, grouped and cut to size."""
+"""The content of an HTML report: everything that the template needs, counted, grouped and shortened."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from .tally import rows, seconds_of
 __all__ = ["Card", "FailedRun", "age_words", "cards", "page_model", "shares", "verdict_of"]
 
 MOST_CARDS = 150
-"""Causes that have a card; of the rest a line each."""
+"""Number of causes that have a card; the others have one line each."""
 MOST_IN_FULL = 200
-"""Failing case-runs that a page shows in full ..."""
+"""Number of failing case-runs that a page shows in full."""
 MOST_OF_A_CAUSE = 10
-"""... and of one cause."""
+"""Number of failing case-runs of one cause that a page shows in full."""
 MOST_NAMED = 25
-"""Further case-runs of one cause that have a line each; the list of all case-runs and the record have the rest."""
+"""Number of further case-runs of one cause that have one line each; the list of all case-runs has the rest."""
 MOST_LINES = 100
-"""Of a table."""
+"""Number of lines of a table."""
 MOST_NIGHTS = 60
 TOP = 8
 
@@ -53,14 +53,14 @@ class FailedRun:
     """One case-run that did not pass."""
 
     number: int
-    """Its place among the case-runs of the record, from 0."""
+    """Index among the case-runs of the results file, from 0."""
     result: CaseResult
     repro: str
     age: Age | None
 
     @property
     def headline(self) -> str:
-        """What it says first."""
+        """The first line of the failure."""
         if self.result.findings:
             return self.result.findings[0].headline
         return f"{self.result.status}: {self.result.reason.partition(chr(10))[0]}"
@@ -68,38 +68,38 @@ class FailedRun:
 
 @dataclass(frozen=True)
 class Card:
-    """One cause."""
+    """A cause with its case-runs."""
 
     number: int
     group: Group
     new: int
-    """Of its case-runs those that were not red before tonight."""
+    """Number of its case-runs that were not red before tonight."""
     age: Age | None
-    """Of the oldest of them."""
+    """Age of the oldest of them."""
     shown: tuple[FailedRun, ...]
-    """In full."""
+    """The case-runs that are shown in full."""
     named: tuple[FailedRun, ...]
     elsewhere: tuple[tuple[str, int], ...]
-    """(backend, number of the card) of the same cause and check."""
+    """Pairs of backend and card number with the same cause and check."""
 
     @property
     def count(self) -> str:
-        """``6 case-runs``."""
+        """Number of case-runs in words, as ``6 case-runs``."""
         return _case_runs(len(self.group.results))
 
     @property
     def more(self) -> int:
-        """Case-runs that are only in the list of all."""
+        """Number of case-runs that are only in the list of all."""
         return len(self.group.results) - len(self.shown) - len(self.named)
 
     @property
     def places(self) -> list[tuple[str, int]]:
-        """(mode and execution, case-runs)."""
+        """Pairs of mode with execution, and number of case-runs."""
         return list(Counter(f"{r.mode} {r.execution}".strip() for r in self.group.results).items())
 
     @property
     def emulated(self) -> list[str]:
-        """What was emulated in any of them."""
+        """Names of what was emulated in any of them."""
         return sorted({part for result in self.group.results for part in emulated_parts(result)})
 
 
@@ -108,7 +108,7 @@ def _case_runs(count: int) -> str:
 
 
 def cards(report: Report, nights: Sequence[Night]) -> list[Card]:
-    """One for each cause, those that are new tonight first, then the largest."""
+    """Make a card for each cause: those that are new tonight first, then the largest."""
     header = report.header
 
     numbers = {id(result): number for number, result in enumerate(r for r in report.results if r.case)}
@@ -120,7 +120,7 @@ def cards(report: Report, nights: Sequence[Night]) -> list[Card]:
     found = []
     for group in group_failures(r for r in report.results if r.case and r.status in BAD):
         runs = [failed(result) for result in group.results]
-        # What shows the cause best is what is new.
+        # New case-runs show the cause best.
         runs.sort(key=lambda run: not _is_new(run.age))
         found.append((group, runs, sum(_is_new(run.age) for run in runs)))
     found.sort(key=lambda entry: not entry[2])
@@ -149,7 +149,7 @@ def _is_new(age: Age | None) -> bool:
 
 
 def shares(sizes: Sequence[int], most: int = MOST_IN_FULL, of_each: int = MOST_OF_A_CAUSE) -> list[int]:
-    """How many of each group are shown in full: one of each before a second of any, ``most`` in all."""
+    """Number of case-runs of each group that are shown in full: one of each before a second of any, ``most`` in all."""
     given = [0] * len(sizes)
     left = most
     for turn in range(of_each):
@@ -161,7 +161,7 @@ def shares(sizes: Sequence[int], most: int = MOST_IN_FULL, of_each: int = MOST_O
 
 
 def age_words(age: Age | None) -> str:
-    """``new tonight``, ``red since 2026-11-14, 5 nights``; empty where no earlier night is known."""
+    """An age in words: ``new tonight``, ``red since 2026-11-14, 5 nights``; empty if no earlier night is known."""
     if age is None:
         return ""
     if not age.since:
@@ -170,13 +170,13 @@ def age_words(age: Age | None) -> str:
 
 
 def verdict_of(report: Report) -> str:
-    """The run in one line."""
+    """The verdict of a run in one line."""
     text = verdict(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
     return text if report.finished or report.interrupted else f"UNFINISHED: the run was cut off; until then: {text}"
 
 
 def page_model(report: Report, previous: Report | None, history: History) -> dict[str, Any]:
-    """What the templates read. ``previous``: the night to compare with; ``history``: nights before it as well."""
+    """Values for the templates. ``previous``: the night to compare with; ``history``: also the nights before it."""
     results = report.results
     runs = [result for result in results if result.case]
     counts = Counter(result.status for result in runs)
@@ -226,7 +226,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
 
 
 def _card_of(found: Sequence[Card], emulated: bool) -> dict[tuple[str, str, str, bool], list[int]]:
-    """(backend, mode, execution, emulated) -> the cards of what is red there, in the page's order."""
+    """Map (backend, mode, execution, emulated) to the cards of what is red there, in the page's order."""
     numbers: dict[tuple[str, str, str, bool], list[int]] = {}
     for card in found:
         places = ((r.backend, r.mode, r.execution, is_emulated(r, emulated)) for r in card.group.results)
@@ -236,12 +236,12 @@ def _card_of(found: Sequence[Card], emulated: bool) -> dict[tuple[str, str, str,
 
 
 def issue_parts(reason: str) -> list[tuple[str, bool]]:
-    """(text, whether it is an address) of a reason."""
+    """Split a reason into pairs of text and whether it is an address."""
     return [(part, part.startswith("http")) for part in re.split(r"(https?://[^\s;,]+)", reason) if part]
 
 
 def _trend(report: Report, nights: Sequence[Night]) -> list[tuple[str, str, Markup]]:
-    """(backend, passed of claimed tonight, a column for each night and tonight's)."""
+    """Triples of backend, passed and planned case-runs tonight, and a figure with one column per night."""
     all_nights = [*nights, night_of(report)]
     tonight = all_nights[-1]
     return [
@@ -260,11 +260,11 @@ def _column(night: Night, backend: str) -> tuple[str, int, int, int, bool]:
 
 
 _DTYPES = re.compile(r"-(fp16|bf16|fp32)-(?:.*-kv([a-z0-9]+)(?=-))?")
-"""Of a case id: its dtype, and that of the KV pool where it is another one."""
+"""The dtype in a case id, and that of the KV pool if it differs."""
 
 
 def dtype_of(case: str) -> str:
-    """``bf16``, ``bf16, KV fp8e4m3``; ``other`` for an id that this page cannot read."""
+    """The dtypes of a case in words: ``bf16``, ``bf16, KV fp8e4m3``; ``other`` for an id that cannot be read."""
     found = _DTYPES.search(case)
     if not found:
         return "other"
@@ -272,7 +272,7 @@ def dtype_of(case: str) -> str:
 
 
 def _margins(runs: Sequence[CaseResult]) -> list[tuple[str, Markup]]:
-    """(backend, margins by dtype and mode)."""
+    """Pairs of backend and a plot of its margins by dtype and mode."""
     by_backend: dict[str, dict[tuple[str, str], list[float]]] = {}
     for result in runs:
         if result.status is Status.PASSED and result.margin is not None:
@@ -295,7 +295,7 @@ def _tightest(runs: Sequence[CaseResult]) -> list[CaseResult]:
 
 
 def _emulation(runs: Sequence[CaseResult]) -> list[tuple[str, int, dict[str, int]]]:
-    """(backend, case-runs that ran, of these how many with an emulated device, graph, kernels), if any."""
+    """Triples of backend, case-runs that ran, and how many of them had an emulated device, graph or kernels."""
     ran: Counter[str] = Counter()
     parts: dict[str, Counter[str]] = {}
     for result in runs:

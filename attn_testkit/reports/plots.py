@@ -1,4 +1,4 @@
-"""Figures of a page as inline SVG: sizes in pixels, colours by class."""
+"""Figures of a page as inline SVG: sizes in pixels, colors by class."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..results import ErrorMap, KeyMap
 __all__ = ["LEVELS", "error_plot", "keys_plot", "level_of", "margin_plot", "nights_plot"]
 
 LEVELS = (1.0, 2.0, 10.0, 100.0, 10_000.0)
-"""Error / limit up to which a cell has colour 0, 1, ...; what is above the last has one more."""
+"""Error / limit up to which a cell has color 0, 1, ...; a larger one has one color more."""
 
 
 def level_of(ratio: float) -> int:
-    """Colour of a ratio to the limit; 0 is right."""
+    """The color of a ratio to the limit; 0 is right."""
     return sum(ratio > level for level in LEVELS)
 
 
 def error_plot(errors: ErrorMap) -> Markup:
-    """Rows down, heads across, a cell coloured by error / limit; the first row of each request has its number."""
+    """Plot error / limit: rows down, heads across; the first row of each request has the request's number."""
     size, left = 12, 26
     levels = [[level_of(ratio) for ratio in row] for row in errors.ratios]
     columns = len(levels[0])
@@ -49,7 +49,7 @@ def error_plot(errors: ErrorMap) -> Markup:
 
 
 def _runs_of(row: Sequence[int], level: int) -> Iterable[tuple[int, int]]:
-    """(start, length) of each run of ``level``."""
+    """Pairs of start and length of each run of ``level``."""
     at = 0
     for value, run in itertools.groupby(row):
         length = sum(1 for _ in run)
@@ -59,9 +59,9 @@ def _runs_of(row: Sequence[int], level: int) -> Iterable[tuple[int, int]]:
 
 
 def keys_plot(keys: KeyMap) -> Markup:
-    """The KV tokens of a request from left to right: expected above, attended to below."""
+    """Plot the KV tokens of a request from left to right: expected above, attended below."""
     width, lane = 600, 12
-    # One key of many is still to be seen.
+    # A single key of many must remain visible.
     thinnest = 2.0
 
     def bars(runs: Sequence[tuple[int, int]], kind: str, y: int) -> str:
@@ -80,12 +80,12 @@ def keys_plot(keys: KeyMap) -> Markup:
         bars(keys.doubled, "doubled", below),
         bars(keys.not_asked, "unknown", below),
     ]
-    label = f"KV tokens 0 to {keys.length - 1} of request {keys.request}: expected above, attended to below"
+    label = f"KV tokens 0 to {keys.length - 1} of request {keys.request}: expected above, attended below"
     return _svg("keys", width, below + lane, label, parts, stretch=True)
 
 
 def margin_plot(rows: Mapping[str, Sequence[float]]) -> Markup:
-    """Margins of case-runs that passed, a line for each name: all, the middle half, the median, and the largest."""
+    """Plot margins of case-runs that passed, one line per name: range, middle half, median, and the largest."""
     left, right, step = 195, 410, 20
     height = step * len(rows) + 18
 
@@ -120,7 +120,7 @@ def _quartiles(margins: Sequence[float]) -> tuple[float, float, float]:
 
 
 def nights_plot(nights: Sequence[tuple[str, int, int, int, bool]]) -> Markup:
-    """A column a night, oldest first: (name, passed, red, claimed, finished). What is red is never too thin to see."""
+    """Plot one column per night, oldest first: (name, passed, red, claimed, finished). Red is never too thin to see."""
     column, gap, height, thinnest = 8, 2, 30, 4.0
     parts = []
     for index, (name, passed, red, claimed, finished) in enumerate(nights):
@@ -142,7 +142,7 @@ def nights_plot(nights: Sequence[tuple[str, int, int, int, bool]]) -> Markup:
         kind = "" if finished else ' class="cut"'
         parts.append(f"<g{kind}><title>{escape(said)}</title>{column_parts}</g>")
     width = len(nights) * (column + gap) - gap
-    return _svg("nights", width, height, f"passed of claimed over {len(nights)} nights", parts)
+    return _svg("nights", width, height, f"passed case-runs of those planned, over {len(nights)} nights", parts)
 
 
 def _svg(kind: str, width: float, height: float, label: str, parts: Iterable[str], *, stretch: bool = False) -> Markup:

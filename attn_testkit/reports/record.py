@@ -1,4 +1,4 @@
-"""The record of a run: one JSON document that is complete and readable at every moment, also after a crash."""
+"""The results file of a run: one JSON document that is complete and readable at every moment, even after a crash."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from ..results import CaseResult, ErrorMap, Finding, KeyMap, RunHeader, Status
 __all__ = ["FORMAT", "Record", "Report", "cannot_write", "plain", "read_report", "result_from_plain", "schema"]
 
 FORMAT = "attn-testkit-report/1"
-"""Grows a number when a reader of the old form would misread the new one."""
+"""The format of a results file; its number grows if a reader of the old form would misread the new one."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A record, read back."""
+    """A results file, read back."""
 
     header: RunHeader
     results: tuple[CaseResult, ...]
     finished: bool
-    """False: the run was killed or crashed, and the results are what it had until then."""
+    """False if the run was killed or crashed: the results are those up to that point."""
     interrupted: bool = False
     exit_code: int | None = None
     problems: tuple[str, ...] = ()
-    """What failed the run besides its case-runs, such as a known failure that expired."""
+    """Reasons besides its case-runs why the run failed, such as a known failure that expired."""
 
 
 def plain(value: object) -> Any:
-    """Nothing but dict, list, str, int, float, bool and None: what JSON and execnet can carry.
+    """Convert to dict, list, str, int, float, bool and None, which JSON and execnet can carry.
 
-    Subclasses count as foreign: execnet refuses a ``numpy.float64`` and a ``str`` enum, and xdist then loses the test.
+    Subclasses are converted too: execnet refuses a ``numpy.float64`` and a ``str`` enum, and xdist then loses the test.
     """
     if isinstance(value, Enum):
         return plain(value.value)
@@ -65,7 +65,7 @@ def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
         "status": Status(values["status"]),
         "findings": tuple(map(_finding_from_plain, values["findings"])),
         "checks": tuple(values["checks"]),
-        "not_judged": tuple(values.get("not_judged", ())),  # a record of an earlier version lacks it
+        "not_judged": tuple(values.get("not_judged", ())),  # a file of an earlier version lacks it
         "hints": tuple(values["hints"]),
         "after": tuple(values.get("after", ())),
         "margin": None if margin is None else float(margin),
@@ -86,18 +86,17 @@ def _tuples(value: Any) -> Any:
 
 
 def cannot_write(path: Path, error: OSError) -> UsageError:
-    """One line that says why: a directory that is not there is more often misspelt than wanted."""
+    """Make an error with the reason in one line: a directory that does not exist was probably misspelt."""
     if not path.parent.is_dir():
-        return UsageError(f"cannot write {path}: there is no directory {path.parent}; make it, or mend the name")
+        return UsageError(f"cannot write {path}: there is no directory {path.parent}; create it, or fix the name")
     return UsageError(f"cannot write {path}: {error.strerror or error}")
 
 
 class Record:
-    """Writes results as they come. The file is a whole JSON document after every call; ``finished`` says the rest.
+    """A writer of results as they come. The file is a whole JSON document after every call; ``finished`` marks the end.
 
-    Raises ``UsageError`` where the file cannot be opened. Where it cannot be written any more, as on a full disk, it
-    stays as it was after the last result that fitted, ``failure`` says so, and nothing is raised: a record is no reason
-    to lose a run.
+    Raises ``UsageError`` if the file cannot be opened. If it cannot be written any more, as on a full disk, it stays as
+    it was after the last result that fitted, ``failure`` has the reason, and nothing is raised, so that the run goes on.
     """
 
     def __init__(self, path: str | Path, header: RunHeader) -> None:
@@ -106,9 +105,9 @@ class Record:
         self._written = 0
         self._tail, self._end = b"", 0
         self.failure = ""
-        """Why the file lacks what came last; empty while it lacks nothing."""
+        """The reason why the file lacks the last results; empty while it is complete."""
         try:
-            # Unbuffered: what does not fit is not to be tried again when the file is closed.
+            # Unbuffered: data that does not fit must not be written again when the file is closed.
             self._file: IO[bytes] = self._path.open("wb", buffering=0)
         except OSError as error:
             raise cannot_write(self._path, error) from error
@@ -124,12 +123,12 @@ class Record:
         self._written += not self.failure
 
     def finish(self, exit_code: int, *, interrupted: bool = False, problems: Iterable[str] = ()) -> None:
-        """The run is over: say how it ended, and close."""
+        """Record how the run ended, and close the file."""
         self._append(b"", finished=not interrupted, interrupted=interrupted, exit_code=exit_code, problems=problems)
         self._file.close()
 
     def close(self) -> None:
-        """Close without an end: the run broke."""
+        """Close the file of a run that broke off."""
         self._file.close()
 
     def _append(
@@ -141,8 +140,8 @@ class Record:
         exit_code: int | None = None,
         problems: Iterable[str] = (),
     ) -> None:
-        # The tail is written with every result and overwritten by the next, so that whatever kills the run leaves a
-        # document that can be read.
+        # The tail is written with every result and overwritten by the next, so that the document can be read whatever
+        # ends the run.
         if self.failure:
             return
         end = {
@@ -158,13 +157,13 @@ class Record:
         except OSError as error:
             self.failure = f"{self._path} lacks what came after {self._written} results: {error.strerror or error}"
             with contextlib.suppress(OSError):
-                # There was room for it before.
+                # There was room for the tail before.
                 self._put(self._tail)
             return
         self._tail, self._end = tail, self._end + len(body)
 
     def _put(self, data: bytes) -> None:
-        """Have the file end with ``data``, from where the last tail began."""
+        """Replace the last tail of the file by ``data``."""
         self._file.seek(self._end)
         view = memoryview(data)
         while view:
@@ -173,7 +172,7 @@ class Record:
 
 
 def read_report(path: str | Path) -> Report:
-    """Read a record; ``UsageError`` with one line for anything that is not one."""
+    """Read a results file; raises ``UsageError`` with one line for any other file."""
     path = Path(path)
     try:
         data = json.loads(path.read_bytes())
@@ -183,7 +182,7 @@ def read_report(path: str | Path) -> Report:
         raise UsageError(f"{path} is not JSON: {error}") from error
     found = data.get("format") if isinstance(data, dict) else None
     if found != FORMAT:
-        what = f"has format {found!r}" if found else "is no attn-testkit report"
+        what = f"has format {found!r}" if found else "is not a results file of attn-testkit"
         raise UsageError(f"{path} {what}; this kit reads {FORMAT}")
     try:
         header = RunHeader(**data["header"])
@@ -199,6 +198,6 @@ def read_report(path: str | Path) -> Report:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a record, shipped beside this file."""
+    """The JSON Schema of a results file, shipped next to this module."""
     loaded: dict[str, Any] = json.loads(Path(__file__).with_name("report.schema.json").read_text("utf-8"))
     return loaded

@@ -1,4 +1,4 @@
-"""A record as a page that needs nothing else, and as a summary for a CI job."""
+"""Results as an HTML report in one file, and as a summary for a CI job."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .record import Report
 __all__ = ["html_page", "markdown_summary"]
 
 MOST_IN_SUMMARY = 10
-"""Causes that a summary shows with a failure in full."""
+"""Number of causes that a summary shows with a failure in full."""
 
 
 def html_page(report: Report, previous: Report | None = None, history: History | None = None) -> str:
-    """The whole page as text.
+    """Render the HTML report.
 
-    ``previous``: the night before, for what changed since. ``history``: that and older ones, for trends.
+    ``previous``: the night to compare with. ``history``: it and older nights, for trends.
     """
     model = page_model(report, previous, history or History())
     present = [result for result in report.results if result.case]
@@ -45,12 +45,12 @@ def _present(known: tuple[str, ...], found: set[str]) -> list[str]:
 
 
 def _level_words() -> list[str]:
-    """``right``, ``up to 2x``, ..., ``more``: the legend of a plot of errors."""
+    """The legend of a plot of errors: ``right``, ``up to 2x``, ..., ``more``."""
     return ["right", *(f"up to {level:,.0f}x" for level in LEVELS[1:]), "more, NaN"]
 
 
 def markdown_summary(report: Report, previous: Report | None = None, history: History | None = None) -> str:
-    """The summary as Markdown."""
+    """Render the summary as Markdown."""
     model = page_model(report, previous, history or History())
     causes = [
         (card, format_failure(card.group.results[0], report.header)) for card in model["all_cards"][:MOST_IN_SUMMARY]
@@ -76,12 +76,12 @@ def _markdown_cell(text: object) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """A name that a line may end in, behind a dot or a colon; copied, it is what it was."""
+    """A name that may be wrapped after a dot or a colon, and is unchanged when it is copied."""
     return Markup("<wbr>").join(re.split(r"(?<=[.:])", name))
 
 
 def _quoted(text: str) -> Markup:
-    """Words in backquotes as code."""
+    """Render words in backquotes as code."""
     words = enumerate(text.split("`"))
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if index % 2 else escape(part) for index, part in words

@@ -1,4 +1,4 @@
-"""A run in one table: what every front end and every report shows at the end."""
+"""The table of a run that every front end and every report shows at the end."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Row:
     """Largest error / limit of the case-runs that passed."""
     seconds: float
     ran_on: str
-    """``CUDA``, or what was emulated."""
+    """The device: ``CUDA``, or what was emulated."""
     note: str = ""
-    """Why a whole mode did not run."""
+    """The reason why a whole mode did not run."""
 
     @property
     def planned(self) -> int:
-        """Case-runs in this row."""
+        """Number of case-runs in this row."""
         return sum(self.counts.values())
 
 
 def where_it_ran(results: Iterable[CaseResult]) -> str:
-    """``CUDA``, ``emulated: device, graph``, or both when results differ."""
+    """The device in words: ``CUDA``, ``emulated: device, graph``, or both if results differ."""
     labels: list[str] = []
     for result in results:
         if result.status not in RAN or not result.device:
@@ -52,7 +52,7 @@ def seconds_of(result: CaseResult) -> float:
 
 
 def rows(results: Iterable[CaseResult]) -> list[Row]:
-    """One row for each backend, mode and execution, in the order in which a server meets the modes."""
+    """Make one row per backend, mode and execution, in the order in which a server uses the modes."""
     groups: dict[tuple[str, str, str], list[CaseResult]] = {}
     for result in results:
         groups.setdefault((result.backend, result.mode, result.execution), []).append(result)
@@ -80,7 +80,7 @@ def _row(key: tuple[str, str, str], group: Sequence[CaseResult]) -> Row:
 
 
 def text_table(results: Iterable[CaseResult]) -> list[str]:
-    """The table as plain lines, for places that have no other."""
+    """The table as plain lines of text."""
     groups = rows(results)
     used = [status for status in Status if any(row.counts.get(status) for row in groups)]
     grid = [["backend", "mode", "execution", *(s.value for s in used), "margin", "seconds", "ran on"]]

@@ -34,7 +34,7 @@ class PlannedDecode(AttentionBackend):
     )
 
     def __init__(self, context: BackendContext) -> None:
-        super().__init__(context)  # refuses what is not claimed
+        super().__init__(context)  # refuses what is not declared
         self.metadata: Metadata
         self.of_graphs: dict[tuple[str, int], Metadata] = {}
 

@@ -42,7 +42,7 @@ def test_a_cut_run_is_neither_conformant_nor_a_failure() -> None:
     rows = [result(), result(number=1), left(2), left(3)]
     assert exit_code(4, rows) == CUT == 7
     assert verdict(HEADER, rows) == (
-        "CUT SHORT: 2 of 4 claimed case-runs passed; 2 were not started, the budget was over"
+        "CUT SHORT: 2 of 4 planned case-runs passed; 2 were not started because the budget was used up"
     )
     assert not Results(HEADER, tuple(rows)).ok
 
@@ -50,9 +50,9 @@ def test_a_cut_run_is_neither_conformant_nor_a_failure() -> None:
 @pytest.mark.parametrize(
     ("rows", "code", "words"),
     [
-        ([result(Status.FAILED), *map(left, (1, 2, 3))], 1, "NOT CONFORMANT: 1 failed of 4 claimed case-runs; 3 were"),
-        ([result(), left(1), left(2)], 1, "INCOMPLETE: 1 of 4 claimed case-runs ran"),
-        ([*map(left, range(4))], 1, "NOT CONFORMANT: 0 of 4 claimed case-runs passed; nothing is known to work; 4"),
+        ([result(Status.FAILED), *map(left, (1, 2, 3))], 1, "NOT CONFORMANT: 1 failed of 4 planned case-runs; 3 were"),
+        ([result(), left(1), left(2)], 1, "INCOMPLETE: 1 of 4 planned case-runs ran"),
+        ([*map(left, range(4))], 1, "NOT CONFORMANT: 0 of 4 planned case-runs passed; nothing is known to work; 4"),
         ([result(number=n) for n in range(4)], 0, "CONFORMANT: 4 of 4"),
     ],
 )  # fmt: skip
@@ -163,7 +163,7 @@ def test_the_rest_of_a_record_is_what_did_not_run_in_it(call):
     ran = [(r.execution, r.case) for r in read_report("b.json").results if r.case]
     assert ("eager", "decode-ok-k0") not in ran
     assert {("eager", "decode-notrun-k1"), ("eager", "target-verify-ok-k0")} <= set(ran)
-    assert out.splitlines()[-1] == "INCOMPLETE: 2 of 6 claimed case-runs ran"
+    assert out.splitlines()[-1] == "INCOMPLETE: 2 of 6 planned case-runs ran"
     header = read_report("b.json").header
     assert header.planned == 6
 
@@ -208,7 +208,7 @@ def cut_report(call) -> Path:
 def test_pages_and_summaries_say_what_was_left(call):
     report = read_report(cut_report(call))
     for text in (html_page(report), markdown_summary(report)):
-        assert "CUT SHORT: 2 of 4 claimed case-runs passed; 2 were not started, the budget was over" in text
+        assert "CUT SHORT: 2 of 4 planned case-runs passed; 2 were not started because the budget was used up" in text
         assert "left out by the budget: target-verify eager 1, target-verify graph 1" in text
         assert "--rest-of full.json" in text
         assert "<title>✓" not in text
@@ -245,5 +245,5 @@ session.time = Clock
     assert 0 < passed < 8
     found.assert_outcomes(passed=passed, skipped=8 - passed)
     assert found.ret == 7
-    found.stdout.fnmatch_lines([f"CUT SHORT: {passed} of 8 claimed case-runs passed; {8 - passed} were not started*"])
+    found.stdout.fnmatch_lines([f"CUT SHORT: {passed} of 8 planned case-runs passed; {8 - passed} were not started*"])
     found.stdout.fnmatch_lines(["*not started: the budget of 4 s was over*"])

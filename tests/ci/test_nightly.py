@@ -70,7 +70,7 @@ def test_a_backend_that_cannot_be_imported_any_more_is_a_failing_row_and_the_oth
     code, printed = night(ATTN_BACKENDS="fake:ok gone")
     assert code == 1, printed
     summary = (night.out / "summary.md").read_text()
-    assert summary.startswith("### ❌ NOT CONFORMANT: 1 failed of 5 claimed case-runs")
+    assert summary.startswith("### ❌ NOT CONFORMANT: 1 failed of 5 planned case-runs")
     assert "unknown backend 'gone'" in summary
     assert "unknown backend &#39;gone&#39;" in (night.out / "report.html").read_text()
 
@@ -84,7 +84,11 @@ def test_every_registered_backend_is_taken_also_one_that_does_not_load(night):
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [
-        ({"ATTN_BACKENDS": "fake:"}, 5, "NOTHING RAN: of 12 pairs of mode and execution 1 not claimed, 1 not runnable"),
+        (
+            {"ATTN_BACKENDS": "fake:"},
+            5,
+            "NOTHING RAN: of 12 pairs of mode and execution 1 not declared, 1 not runnable",
+        ),
         ({"ATTN_BACKENDS": "fake:ok", "ATTN_TIER": "smok"}, 4, "pytest ended with exit code 4 before it had a record"),
         ({"ATTN_PYTHON": "PYTHON_THAT_LISTS_NOTHING"}, 5, "no backend is registered, or attn-testkit list failed"),
     ],

@@ -47,7 +47,7 @@ def test_the_version_names_what_the_emulation_is_held_against() -> None:
     first, *lines = found.output.splitlines()
     assert first == f"attn-testkit, version {attn_testkit.__version__}"
     assert len(lines) == len(list((ROOT / "attn_testkit" / "calibrate").glob("verdicts_*.json"))) > 0
-    assert lines[0].startswith("emulated CUDA is held against NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0: ")
+    assert lines[0].startswith("emulated CUDA is compared with NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0: ")
 
 
 def test_each_file_of_verdicts_is_counted(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def red_night(
         results[-1], status=Status.CRASHED, reason="CUDA error: an illegal memory access was encountered", margin=None
     )
     results += [
-        CaseResult("triton", "draft-extend", "graph", "", Status.UNSUPPORTED, reason="not claimed"),
+        CaseResult("triton", "draft-extend", "graph", "", Status.UNSUPPORTED, reason="not declared"),
         CaseResult("flashinfer_mla", "decode", "graph", "", Status.NOT_RUN_HERE, reason="needs sm100"),
     ]
     return night(results, started, emulated=emulated)

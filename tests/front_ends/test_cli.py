@@ -44,7 +44,7 @@ def test_a_conformant_run_is_zero_and_says_what_it_is_worth(call):
     assert code == 0, err
     assert "fake:ok,ok  decode           graph           2    0.40      1.0  emulated: device, graph" in out
     assert out.splitlines()[-1] == (
-        "CONFORMANT: 8 of 8 claimed case-runs passed; emulated device, graph: no proof about hardware"
+        "CONFORMANT: 8 of 8 planned case-runs passed; emulated device, graph: no proof about hardware"
     )
     assert "attn-testkit 0.1.0: fake:ok,ok 1.0" in err
 
@@ -54,7 +54,7 @@ def test_a_failure_is_reported_in_full_with_its_command(call):
     assert code == 1
     assert out.startswith("decode-wrong-k0: request 3 differs from the oracle, 56x over the limit\n  check    matches-")
     assert "attn-testkit repro --backend fake:wrong --execution graph --device cpu decode-wrong-k0" in out
-    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 1 claimed case-runs"
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 1 planned case-runs"
 
 
 def test_cases_come_from_a_file_beside_those_of_the_command(call, tmp_path):
@@ -62,10 +62,10 @@ def test_cases_come_from_a_file_beside_those_of_the_command(call, tmp_path):
     code, out, _ = call("run", "--backend", "fake:ok,wrong", "--cases-from", "ids.txt", "--execution", "eager")
     assert code == 1
     assert "target-verify-wrong-k1: request 3" in out
-    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 2 claimed case-runs"
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 2 planned case-runs"
     both = ("--cases-from", "ids.txt", "--case", "decode-wrong-k1", "--execution", "eager")
     _, out, _ = call("run", "--backend", "fake:ok,wrong", *both)
-    assert out.splitlines()[-1] == "NOT CONFORMANT: 2 failed of 3 claimed case-runs"
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 2 failed of 3 planned case-runs"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_record_is_valid_and_says_how_it_ended(call):
 def test_a_full_disk_costs_the_record_and_not_the_verdict(call, words, verdict):
     code, out, err = call("run", "--backend", f"fake:{words}", "--json", "/dev/full")
     assert code == verdict
-    assert "of 8 claimed case-runs" in out.splitlines()[-1]
+    assert "of 8 planned case-runs" in out.splitlines()[-1]
     assert "attn-testkit: the record is not complete: /dev/full lacks what came after 0 results: No space left" in err
     assert "Traceback" not in err
 
@@ -143,7 +143,7 @@ def test_a_page_that_cannot_be_written_in_the_end_costs_no_verdict(call, monkeyp
 def test_a_run_that_stops_early_is_not_green(call):
     code, out, _ = call("run", "--backend", "fake:ok,wrong,ok", "--mode", "decode", "-x")
     assert code == 1
-    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 6 claimed case-runs; 4 did not run"
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 6 planned case-runs; 4 did not run"
 
 
 def test_in_process_says_that_it_is_no_gate(call):
@@ -158,7 +158,7 @@ def test_case_runs_that_were_not_run_are_not_green(call):
     code, out, _ = call("run", "--backend", "fake:lost,notrun,notrun", "--mode", "decode")
     assert code == 1
     assert "not run here" in out
-    assert out.splitlines()[-1] == "NOT CONFORMANT: 2 crashed of 6 claimed case-runs; 4 did not run"
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 2 crashed of 6 planned case-runs; 4 did not run"
 
 
 def test_a_judge_that_dies_is_three_and_leaves_a_record(call):
@@ -190,7 +190,7 @@ def test_known_failures_pass_and_outdated_entries_do_not(call):
     args = ("run", "--mode", "decode", "--known-failures", "known.toml", "--backend")
     code, out, _ = call(*args, "fake:ok,wrong,exit")
     assert code == 0
-    assert out.splitlines()[-1].startswith("CONFORMANT: 2 of 6 claimed case-runs passed, 4 known failure")
+    assert out.splitlines()[-1].startswith("CONFORMANT: 2 of 6 planned case-runs passed, 4 known failure")
     code, out, _ = call(*args, "fake:ok,exit")
     assert code == 1
     assert "problem: known failure 1 (cases = '*-wrong-*', https://example.org/issues/12) matches no case" in out
@@ -205,12 +205,12 @@ def test_known_failures_alone_and_errors_of_the_kit_are_no_green(call):
     args = ("run", "--mode", "decode", "--known-failures", "known.toml", "--backend")
     code, out, _ = call(*args, "fake:wrong,bug")
     assert code == 3
-    assert out.splitlines()[-1].startswith("KIT ERROR: the kit itself failed in 2 of 4 claimed case-runs")
+    assert out.splitlines()[-1].startswith("KIT ERROR: the kit itself failed in 2 of 4 planned case-runs")
     Path("known.toml").write_text(known("*-wrong-*"))
     code, out, _ = call(*args, "fake:wrong")
     assert code == 1
     assert out.splitlines()[-1] == (
-        "NOT CONFORMANT: 0 of 2 claimed case-runs passed, 2 known failures; nothing is known to work"
+        "NOT CONFORMANT: 0 of 2 planned case-runs passed, 2 known failures; nothing is known to work"
     )
 
 
@@ -237,7 +237,7 @@ def test_data_goes_to_stdout_and_nothing_else_does(call):
     ("argv", "message"),
     [
         (["rnu"], "unknown command 'rnu'; did you mean 'run'?"),
-        (["run"], "which backend? Name one from `attn-testkit list`, or module:Class"),
+        (["run"], "no backend is named; give --backend module:Class, or a name from `attn-testkit list`"),
         (["run", "--backend", "nofake"], "unknown backend 'nofake'; did you mean 'fake:ok'?"),
         (["run", "-b", "fake:ok", "--mode", "target_verify"], "'target_verify'; did you mean 'target-verify'?"),
         (["run", "-b", "fake:ok", "--mode", "v3"], "unknown mode 'v3' (decode, target-verify, draft-ext"),
@@ -466,7 +466,7 @@ def test_an_interrupted_run_is_two_leaves_a_record_and_no_process(tmp_path, numb
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "Traceback" not in out + err
-    assert out.splitlines()[-1] == "INTERRUPTED: 1 of 4 claimed case-runs had run"
+    assert out.splitlines()[-1] == "INTERRUPTED: 1 of 4 planned case-runs had run"
     report = read_report(record)
     assert report.interrupted
     assert not report.finished

@@ -218,7 +218,7 @@ def test_a_terminal_shows_the_causes_where_they_say_more_than_the_failures():
     assert cause_lines([]) == []
     many = [*single, *(failed(wrong("b")) for _ in range(9))]
     assert cause_lines(group_failures(many)) == [
-        "did not pass, by cause:",
+        "failures by cause:",
         "  10  b [matches-oracle; triton]",
         "   1  a [matches-oracle; triton]",
     ]

@@ -78,7 +78,7 @@ def test_what_cannot_be_compared_or_read_costs_a_remark_and_no_more(tmp_path):
         "audit.json cannot be read: KeyError",
         "folder.json cannot be read: IsADirectoryError",
         "laptop.json is of another device: emulated",
-        "list.json is no record that this kit reads",
+        "list.json is not a results file that this kit reads",
         "null.json cannot be read: TypeError",
         "odd.json cannot be read: ValueError",
         "smoke.json is of another tier: smoke",

@@ -124,7 +124,7 @@ def test_a_backend_of_which_nothing_runs_fails_one_test_and_says_why(own, given)
     assert found.ret == 1
     assert found.parseoutcomes()["failed"] == 1
     text = found.stdout.str()
-    assert "NOTHING RAN: of 12 pairs of mode and execution 1 not claimed, 1 not runnable here (needs sm100)" in text
+    assert "NOTHING RAN: of 12 pairs of mode and execution 1 not declared, 1 not runnable here (needs sm100)" in text
     assert "pytest.mark.skipif" in text
 
 

@@ -68,14 +68,14 @@ def test_the_margin_of_a_cell_is_the_largest_of_those_that_passed():
 def test_a_mode_that_did_not_run_says_why_and_one_that_is_not_claimed_is_no_failure():
     found = cells(
         PASSED,
-        of(Status.UNSUPPORTED, execution="graph", case="", reason="not claimed", device=""),
+        of(Status.UNSUPPORTED, execution="graph", case="", reason="not declared", device=""),
         of(Status.NOT_RUN_HERE, mode="target-verify", case="", reason="needs sm100", device=""),
     )
     both = cells(*(of(status, case="", reason="why") for status in (Status.UNSUPPORTED, Status.NOT_RUN_HERE)))
     assert both["b", "decode", "eager"].kind == "absent"
     assert both["b", "decode", "eager"].words == "unsupported: why; not run here: why"
     graph, verify = found["b", "decode", "graph"], found["b", "target-verify", "eager"]
-    assert (graph.kind, graph.words) == ("none", "unsupported: not claimed")
+    assert (graph.kind, graph.words) == ("none", "unsupported: not declared")
     assert (verify.kind, verify.words) == ("absent", "not run here: needs sm100")
 
 
@@ -348,8 +348,8 @@ def test_a_trend_has_a_column_for_each_of_the_last_nights_and_tonight():
 
 def test_what_is_claimed_and_not_tried_is_said_at_the_top_and_in_full():
     page = html_page(nights.green_night(40))
-    assert page.index("claimed and not tried: 4 backends") < page.index("<table")
-    assert "claimed and not tried (triton): head dim 96; group 4" in page
+    assert page.index("not covered: 4 backends") < page.index("<table")
+    assert "not covered (triton): head dim 96; group 4" in page
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_conformant_backend_is_green_with_its_denominator(empty, workers):
     found.assert_outcomes(passed=8)
     found.stdout.fnmatch_lines(["*attn-testkit 0.1.0: backend fake:ok,ok; tier smoke*"])
     found.stdout.fnmatch_lines(["fake:ok,ok  target-verify  *graph*2*0.40*emulated: device, graph*"])
-    found.stdout.fnmatch_lines(["CONFORMANT: 8 of 8 claimed case-runs passed; emulated device, graph: no proof*"])
+    found.stdout.fnmatch_lines(["CONFORMANT: 8 of 8 planned case-runs passed; emulated device, graph: no proof*"])
     report = report_of(empty)
     assert report.finished
     assert report.exit_code == 0
@@ -90,7 +90,7 @@ def test_case_runs_that_do_not_run_fail_the_session(empty, workers):
     found = session(empty, "--attn-backend=fake:ok", *workers)
     found.assert_outcomes(skipped=4)
     assert found.ret == 1
-    found.stdout.fnmatch_lines(["did not run: fake:ok-eager-decode-ok-k0", "INCOMPLETE: 0 of 4 claimed case-runs ran"])
+    found.stdout.fnmatch_lines(["did not run: fake:ok-eager-decode-ok-k0", "INCOMPLETE: 0 of 4 planned case-runs ran"])
 
 
 def test_a_result_that_a_worker_cannot_send_fails_the_session(empty):
@@ -109,7 +109,7 @@ def test_a_result_that_a_worker_cannot_send_fails_the_session(empty):
     args = ("--attn-backend=fake:ok", "--attn-mode=decode", "--attn-execution=eager", "-punsendable", "-n1")
     found = empty.runpytest_subprocess(*SUITE, *args, timeout=60)
     assert found.ret == 1
-    found.stdout.fnmatch_lines(["INCOMPLETE: 0 of 1 claimed case-runs ran"])
+    found.stdout.fnmatch_lines(["INCOMPLETE: 0 of 1 planned case-runs ran"])
 
 
 def test_foreign_property_values_are_made_plain(empty):
@@ -141,7 +141,7 @@ def test_a_full_disk_costs_the_record_and_not_the_session(empty):
 def test_deselected_case_runs_are_not_due(empty, workers):
     found = session(empty, "--attn-backend=fake:ok,wrong", "-k", "graph and ok-k0", *workers)
     assert found.ret == 0
-    found.stdout.fnmatch_lines(["CONFORMANT: 2 of 2 claimed case-runs passed*"])
+    found.stdout.fnmatch_lines(["CONFORMANT: 2 of 2 planned case-runs passed*"])
 
 
 @XDIST
@@ -211,7 +211,7 @@ def test_a_backend_that_cannot_be_imported_is_a_failing_row_where_that_is_asked_
         [
             "(no case): unknown backend 'nofake'; did you mean 'fake:ok'?",
             "  repro    attn-testkit run --backend nofake --device cpu",
-            f"NOT CONFORMANT: 1 failed of {passed + 1} claimed case-runs",
+            f"NOT CONFORMANT: 1 failed of {passed + 1} planned case-runs",
         ]
     )
     report = report_of(empty)
@@ -225,7 +225,7 @@ def test_quarantined_case_runs_are_never_launched(empty, workers):
     found = session(empty, "--attn-backend=fake:ok,segfault", "--attn-known-failures=known.toml", *workers)
     assert found.ret == 0
     found.assert_outcomes(passed=4)
-    found.stdout.fnmatch_lines(["CONFORMANT: 4 of 8 claimed case-runs passed, 4 quarantined*"])
+    found.stdout.fnmatch_lines(["CONFORMANT: 4 of 8 planned case-runs passed, 4 quarantined*"])
 
 
 def test_an_entry_that_matches_nothing_fails_the_session(empty):
@@ -289,7 +289,7 @@ def test_the_ini_says_as_much_as_the_command_line(empty):
     found.stdout.fnmatch_lines(
         [
             "problem: 16 case-runs ran, fewer than the 25 of attn-min-cases",
-            "NOT ACCEPTED: 16 of 20 claimed case-runs passed, 4 quarantined, but 16 case-runs ran, fewer*",
+            "NOT ACCEPTED: 16 of 20 planned case-runs passed, 4 quarantined, but 16 case-runs ran, fewer*",
         ]
     )
 

@@ -175,7 +175,7 @@ def test_only_plain_values_leave_the_process():
     ("text", "message"),
     [
         ("nothing", "is not JSON"),
-        ("[]", "is no attn-testkit report"),
+        ("[]", "is not a results file of attn-testkit"),
         ('{"format": "attn-testkit-report/9"}', "has format 'attn-testkit-report/9'; this kit reads attn-testkit-rep"),
         ('{"format": "attn-testkit-report/1", "header": {}}', "is damaged"),
     ],
@@ -432,21 +432,21 @@ def test_runs_with_other_seeds_are_compared_case_by_case():
 
 def test_the_verdict_always_has_its_denominator():
     report = run_of("ok,ok")
-    assert verdict(report.header, report.results).startswith("CONFORMANT: 8 of 8 claimed case-runs passed; emulated")
-    assert verdict(report.header, report.results[:-1]) == "INCOMPLETE: 7 of 8 claimed case-runs ran"
-    assert verdict(report.header, ()) == "INCOMPLETE: 0 of 8 claimed case-runs ran"
+    assert verdict(report.header, report.results).startswith("CONFORMANT: 8 of 8 planned case-runs passed; emulated")
+    assert verdict(report.header, report.results[:-1]) == "INCOMPLETE: 7 of 8 planned case-runs ran"
+    assert verdict(report.header, ()) == "INCOMPLETE: 0 of 8 planned case-runs ran"
     assert verdict(replace(report.header, planned=0), report.results[:2]).startswith("NOTHING RAN")
     assert verdict(report.header, report.results, problems=["x expired"]).startswith("NOT ACCEPTED")
 
 
 def test_a_named_case_that_is_not_claimed_is_no_verdict_on_the_backend():
     passed = CaseResult("b", "decode", "eager", "c", Status.PASSED)
-    unclaimed = replace(passed, case="d", status=Status.UNSUPPORTED, reason="not claimed: heads mha2")
+    unclaimed = replace(passed, case="d", status=Status.UNSUPPORTED, reason="not declared: heads mha2")
     header = replace(run_of("ok").header, planned=1)
     assert exit_code(1, [passed, unclaimed]) == 0
-    assert verdict(header, [passed, unclaimed]).startswith("CONFORMANT: 1 of 1 claimed case-runs passed")
+    assert verdict(header, [passed, unclaimed]).startswith("CONFORMANT: 1 of 1 planned case-runs passed")
     assert exit_code(0, [unclaimed]) == 5
-    text = "NOTHING RAN: no backend claims what the named cases ask for; not claimed: heads mha2"
+    text = "NOTHING RAN: no backend claims what the selected cases need; not declared: heads mha2"
     assert verdict(replace(header, planned=0), [unclaimed, unclaimed]) == text
     absent = replace(passed, case="", status=Status.NOT_RUN_HERE, reason="needs SM100")
     assert verdict(replace(header, planned=0), [unclaimed, absent]) == f"{text}; not runnable here: needs SM100"
@@ -473,8 +473,8 @@ def test_what_a_machine_has_no_room_for_is_told_and_costs_no_verdict():
     assert exit_code(2, [passed, replace(no_room, reason="another")]) == 1
     header = replace(run_of("ok").header, planned=2)
     text = verdict(header, [passed, no_room])
-    assert text.startswith("CONFORMANT: 1 of 2 claimed case-runs passed, 1 not run here, for want of memory")
-    assert verdict(replace(header, planned=3), [passed, no_room]) == "INCOMPLETE: 1 of 3 claimed case-runs ran"
+    assert text.startswith("CONFORMANT: 1 of 2 planned case-runs passed, 1 not run here for lack of memory")
+    assert verdict(replace(header, planned=3), [passed, no_room]) == "INCOMPLETE: 1 of 3 planned case-runs ran"
 
 
 def test_the_table_has_the_modes_in_a_servers_order():

@@ -89,7 +89,7 @@ def test_a_notebook_shows_the_failures_and_then_the_verdict():
     assert lines[0] == "decode-wrong-k1: request 3 differs from the oracle, 56x over the limit"
     assert any(line.startswith("  repro    attn-testkit repro --backend fake:ok,wrong") for line in lines)
     assert "not run: fake:ok,wrong draft-extend-v2 graph: not run here: needs sm100" in lines
-    assert lines[-1] == "NOT CONFORMANT: 1 failed of 2 claimed case-runs"
+    assert lines[-1] == "NOT CONFORMANT: 1 failed of 2 planned case-runs"
 
 
 def test_many_failures_of_a_kind_are_a_line_each_and_very_many_are_counted():
@@ -109,7 +109,7 @@ def test_assert_conformant_raises_with_what_the_command_line_prints():
         assert_conformant("fake:ok,wrong", modes=["decode"])
     assert isinstance(raised.value, AssertionError)
     verdict, _, texts = str(raised.value).partition("\n")
-    assert verdict == "NOT CONFORMANT: 2 failed of 4 claimed case-runs"
+    assert verdict == "NOT CONFORMANT: 2 failed of 4 planned case-runs"
     assert texts.splitlines()[0] == "decode-wrong-k1: request 3 differs from the oracle, 56x over the limit"
     assert "out[request 3, head 5, dim 17] = 0.4121, want 0.1870" in texts
     assert f"{texts}\n{verdict}" == str(raised.value.results)
@@ -125,7 +125,7 @@ def test_assert_conformant_raises_for_everything_that_is_not_conformant(words):
 
 
 def test_assert_conformant_gives_the_results_of_one_that_conforms():
-    assert assert_conformant("fake:ok").verdict.startswith("CONFORMANT: 4 of 4 claimed case-runs passed; emulated")
+    assert assert_conformant("fake:ok").verdict.startswith("CONFORMANT: 4 of 4 planned case-runs passed; emulated")
 
 
 def test_both_forms_take_the_same_arguments():
@@ -143,7 +143,7 @@ def test_known_failures_hold_in_python_too():
     assert not results
     assert results.problems == (f"known failure 2 (cases = '*-gone-*', {fake_runner.ISSUE}) matches no case",)
     assert f"problem: {results.problems[0]}" in str(results).splitlines()
-    assert results.verdict.startswith("NOT ACCEPTED: 4 of 8 claimed case-runs passed, 4 known failures, but known")
+    assert results.verdict.startswith("NOT ACCEPTED: 4 of 8 planned case-runs passed, 4 known failures, but known")
 
 
 def test_known_failures_alone_are_no_green():
@@ -153,21 +153,21 @@ def test_known_failures_alone_are_no_green():
     assert not results
     assert results.exit_code == 1
     assert results.verdict == (
-        "NOT CONFORMANT: 0 of 4 claimed case-runs passed, 4 known failures; nothing is known to work"
+        "NOT CONFORMANT: 0 of 4 planned case-runs passed, 4 known failures; nothing is known to work"
     )
 
 
 def test_the_kits_own_failure_is_no_verdict_on_the_backend():
     results = check_backend("fake:ok,wrong,bug", modes=["decode"])
     assert results.verdict == (
-        "KIT ERROR: the kit itself failed in 2 of 6 claimed case-runs, no verdict on the backend; 2 passed, 2 failed"
+        "KIT ERROR: the kit itself failed in 2 of 6 planned case-runs, no verdict on the backend; 2 passed, 2 failed"
     )
 
 
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({}, "of 12 pairs of mode and execution 1 not claimed, 1 not runnable here (needs sm100), 10 not selected"),
+        ({}, "of 12 pairs of mode and execution 1 not declared, 1 not runnable here (needs sm100), 10 not selected"),
         ({"cases": ["x*"]}, None),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_case_run_that_vanished_is_not_green(missing):
     results = check_backend("fake:ok")
     cut = replace(results, rows=results.rows[:-missing])
     assert not cut
-    assert cut.verdict == f"INCOMPLETE: {4 - missing} of 4 claimed case-runs ran"
+    assert cut.verdict == f"INCOMPLETE: {4 - missing} of 4 planned case-runs ran"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from attn_testkit.running.planning.request import Prepared, Request
 
 SPEC = "fake:ok"
 LEFT = {SPEC: ("head dim 96, 512", "more than 7 of 64 query rows (target-verify)")}
-LINE = "claimed and not tried: head dim 96, 512; more than 7 of 64 query rows (target-verify)"
+LINE = "not covered: head dim 96, 512; more than 7 of 64 query rows (target-verify)"
 
 
 def report(untried: dict[str, tuple[str, ...]]) -> Report:
@@ -35,10 +35,10 @@ def report(untried: dict[str, tuple[str, ...]]) -> Report:
 
 def test_a_line_for_each_backend_that_has_any_and_its_name_where_there_are_several() -> None:
     assert untried_lines({}) == untried_lines({"a:B": ()}) == []
-    assert untried_lines({"a:B": ("x", "y")}) == ["claimed and not tried: x; y"]
+    assert untried_lines({"a:B": ("x", "y")}) == ["not covered: x; y"]
     assert untried_lines({"a:B": ("x",), "c:D": (), "e:F": ("y",)}) == [
-        "claimed and not tried (a:B): x",
-        "claimed and not tried (e:F): y",
+        "not covered (a:B): x",
+        "not covered (e:F): y",
     ]
 
 
@@ -48,7 +48,7 @@ def test_the_terminal_has_it_above_the_verdict(capsys: pytest.CaptureFixture[str
         print_summary(made.header, made.results, problems=(), interrupted=False, code=0)
         *before, last = capsys.readouterr().out.splitlines()
         assert last.startswith("CONFORMANT")
-        assert [line for line in before if line.startswith("claimed and not tried")] == [LINE] * lines
+        assert [line for line in before if line.startswith("not covered")] == [LINE] * lines
         assert not lines or before[-1] == LINE
 
 
@@ -61,7 +61,7 @@ def test_the_record_and_the_pages_have_it(tmp_path: Path) -> None:
     for page in (html_page(made), markdown_summary(made)):
         assert LINE in page
     for page in (html_page(report({})), markdown_summary(report({}))):
-        assert "claimed and not tried" not in page
+        assert "not covered" not in page
 
 
 def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_results_print_it() -> None:
         found = report(untried)
         results = Results(found.header, tuple(found.results))
         assert (LINE in str(results).splitlines()) is shown
-        assert ("claimed and not tried" in str(results)) is shown
+        assert ("not covered" in str(results)) is shown
 
 
 def test_a_plan_counts_what_its_cases_leave_of_the_modes_it_runs() -> None:

@@ -55,7 +55,7 @@ class UnifiedTF32(Unified):
 
 class ChunkedPrefillPagedDecode(KernelBackend):
     """``chunked_prefill_paged_decode``: prefix prefill for requests of several rows, ``kernel_paged_attention_2d`` for
-    those of one. Graphs of extend have requests without rows, and are not claimed: see ``WithPaddedRequests``."""
+    those of one. Graphs of extend have requests without rows, and are not declared: see ``WithPaddedRequests``."""
 
     capabilities = Capabilities(
         eager=_MODES, graph=_MODES - {ForwardMode.EXTEND}, families={"mha", "gqa", "mqa"}, head_dims={64, 128},

@@ -107,9 +107,7 @@ def test_nothing_that_exists_is_overwritten_and_nothing_else_is_written_beside_i
     code, out, err = call("new", "my_attention", "--into", "here")
     assert code == 4
     assert not out
-    assert err == (
-        f"attn-testkit: here has {there} already, and nothing is overwritten; name another folder with --into\n"
-    )
+    assert err == (f"attn-testkit: here has {there} already; name another folder with --into\n")
     assert files_in(tmp_path / "here") == {there}
     assert path.read_text() == "mine"
 

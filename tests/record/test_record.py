@@ -337,7 +337,7 @@ def test_with_claims_only_what_they_hold_is_left_as_they_hold_it() -> None:
     wide = cases_of([batch(), layer(window=3, usual_scaling=True)], CLAIMS.with_changes(kv_layouts={"hnd"}))
     assert list(wide.cases) == ["decode-mha4-d64-bf16-p16-k6.29-shuffled-gauss-kvhnd-w3same-usualscale-b2prod"]
     none = cases_of(lines, CLAIMS.with_changes(page_sizes={1}))
-    assert dict(none.skipped) == {"not claimed: page size 16": 2}
+    assert dict(none.skipped) == {"not declared: page size 16": 2}
 
 
 def test_a_line_that_a_killed_process_did_not_end_is_left_out_and_others_are_errors(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_a_constructor_refuses_parts_that_are_not_claimed(
     if fine:
         refuse_unclaimed(claims, context)
         return
-    with pytest.raises(Unsupported, match=f"log-sum-exp of {part} is not claimed"):
+    with pytest.raises(Unsupported, match=f"log-sum-exp of {part} is not declared"):
         refuse_unclaimed(claims, context)
 
 

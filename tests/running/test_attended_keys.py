@@ -36,7 +36,7 @@ TEXTS = [
 
 
 def of_cases(results: Iterable[CaseResult]) -> list[CaseResult]:
-    """Without the rows of modes that are not claimed."""
+    """Without the rows of modes that are not declared."""
     return [result for result in results if result.case]
 
 

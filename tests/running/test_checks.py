@@ -30,7 +30,7 @@ BROKEN = [
     ("ZeroTimesNan", "eager", FAST, "reads-own-kv", "it read a slot that is not its own"),
     ("FiniteMinusInfinity", "eager", NEGATIVE, "matches-oracle", "differs from the oracle"),
     ("SwapsKeyAndValueOfLayer1", "eager", FAST, "writes-own-kv", "does not hold their K and V"),
-    ("AcceptsAnything", "eager", FAST, "refuses-undeclared", "is not claimed, yet the constructor accepted it"),
+    ("AcceptsAnything", "eager", FAST, "refuses-undeclared", "is not declared, yet the constructor accepted it"),
     ("TunesForEveryLength", "eager", FAST, "compiles-once", "each of 5 steps that differ in lengths alone compiles"),
     ("SumsInAnyOrder", "eager", FAST, "repeatable", "other bits the second time"),
     ("RoundsByBatchSize", "eager", FAST, "batch-invariant", "other bits alone"),
@@ -64,7 +64,7 @@ def test_a_claim_that_no_case_can_meet_fails() -> None:
     assert result.status is Status.FAILED
     assert "no case can satisfy" in result.findings[0].headline
     assert "gqa_ratios" in result.findings[0].hint
-    assert verdict(plan.header, [result]) == "NOT CONFORMANT: 1 failed of 1 claimed case-runs"
+    assert verdict(plan.header, [result]) == "NOT CONFORMANT: 1 failed of 1 planned case-runs"
     command = format_failure(result, plan.header).splitlines()[-1].split("attn-testkit ")[1]
     spec = "broken_backends:ClaimsWhatNoCaseCanMeet"
     assert command == f"run --backend {spec} --mode decode --execution eager --device cpu --tier core"
@@ -75,7 +75,7 @@ def test_a_claim_that_no_case_can_meet_fails() -> None:
     [
         ({"families": ()}, "families is empty"),
         ({"head_dims": {1024}}, "head_dims is empty, or holds only widths above 512"),
-        ({"families": {"gqa"}, "gqa_ratios": ()}, "gqa_ratios is empty, and mha is not claimed"),
+        ({"families": {"gqa"}, "gqa_ratios": ()}, "gqa_ratios is empty, and mha is not declared"),
         ({"max_context_len": 20}, "max_context_len 20 has no room"),
     ],
 )

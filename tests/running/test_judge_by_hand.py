@@ -288,7 +288,7 @@ def test_a_step_that_there_is_not_is_no_step() -> None:
 
 def test_a_graph_that_works_and_is_not_claimed_is_a_hint_and_no_more() -> None:
     eager, graph = recorded(), recorded(CASE, GRAPH)
-    hint = f"{SPEC}: decode captures and replays correctly under a graph, and is not claimed"
+    hint = f"{SPEC}: decode captures and replays correctly under a graph, and is not declared"
     at = next(i for i, record in enumerate(graph[1].records) if record.replay)
     lost = with_driven(graph, lost="gone")
     raised = with_driven(graph, findings=(Finding("completes", "it raised"),))
@@ -424,7 +424,7 @@ def test_what_a_drive_runs_beside_its_own_case_is_claimed_and_can_run_here() -> 
     assert topk(mixed) > 1
     assert topk(windowed) > 1
     assert topk(mixed, window_in_trees=False) > 1
-    assert topk(windowed, window_in_trees=False) == 1, "the window of a branching tree is not claimed"
+    assert topk(windowed, window_in_trees=False) == 1, "the window of a branching tree is not declared"
 
 
 @pytest.mark.parametrize(("value", "place"), [(0, 1), (1, 3), (2, 0), (3, 4)])

@@ -61,7 +61,7 @@ def test_what_is_not_claimed_is_a_row_and_no_item() -> None:
     found = planned(claims=CLAIMS.with_changes(eager={"decode"}, graph={"target-verify"}))
     assert {(item.mode, item.execution) for item in found.items} == {("decode", "eager"), ("target-verify", "graph")}
     assert len(found.preset) == 10
-    assert {(row.status, row.reason, row.case) for row in found.preset} == {(Status.UNSUPPORTED, "not claimed", "")}
+    assert {(row.status, row.reason, row.case) for row in found.preset} == {(Status.UNSUPPORTED, "not declared", "")}
     assert found.header.planned == len(found.items)
 
 
@@ -74,7 +74,7 @@ def test_a_named_case_that_is_not_claimed_is_a_row_and_no_item_beside_those_that
         (wide, "decode", "eager"),
         (wide, "decode", "graph"),
     ]
-    assert {(row.status, row.reason) for row in rows} == {(Status.UNSUPPORTED, "not claimed: head dim 256")}
+    assert {(row.status, row.reason) for row in rows} == {(Status.UNSUPPORTED, "not declared: head dim 256")}
     assert found.header.planned == 2
 
 
@@ -126,7 +126,7 @@ NONE = [
     ({"head_dims": ()}, "head_dims is empty, or holds only widths above 512"),
     ({"head_dims": (513,)}, "head_dims is empty, or holds only widths above 512"),
     ({"families": ("mla",), "mla_rope_dims": ()}, "mla_rope_dims is empty"),
-    ({"families": ("gqa",), "gqa_ratios": ()}, "gqa_ratios is empty, and mha is not claimed"),
+    ({"families": ("gqa",), "gqa_ratios": ()}, "gqa_ratios is empty, and mha is not declared"),
     ({"families": ("gqa", "mqa"), "gqa_ratios": (1,)}, "gqa and mqa need a number above 1 in gqa_ratios"),
     ({"max_context_len": 3}, "max_context_len 3 has no room for the shortest case"),
     ({"max_context_len": 3, "head_dims": (512,)}, "max_context_len 3 has no room"),

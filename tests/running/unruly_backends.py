@@ -327,7 +327,7 @@ class QuitsInAHook(TorchNativeBackend):
 
 
 class QuitsWhereItShouldRefuse(TorchNativeBackend):
-    """Ends the program for what is not claimed, instead of raising ``Unsupported``."""
+    """Ends the program for what is not declared, instead of raising ``Unsupported``."""
 
     def __init__(self, context: BackendContext) -> None:
         from attn_testkit.contract import Unsupported

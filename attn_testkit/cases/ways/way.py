@@ -40,7 +40,7 @@ class Way:
     claim: str = ""
     """Which claim has it tried, in plain words."""
     cases: _MakesCases = _no_cases
-    """(claims, small): its cases, made of ``small``; none where it is not claimed in the mode of ``small``."""
+    """(claims, small): its cases, made of ``small``; none where it is not declared in the mode of ``small``."""
     fits: Callable[[Capabilities, Fields], bool] = _fits_none
     """(claims, case): whether a case that was made for something else may be of this way too; the cases above are not
     asked."""

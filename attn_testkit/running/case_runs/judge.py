@@ -80,7 +80,7 @@ def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> Ca
     if item.probe:
         probed, _ = _judged(drive, described, case, Execution.GRAPH, environment)
         if not probed.findings and not probed.driven.lost:
-            hint = f"{item.backend}: {item.mode} captures and replays correctly under a graph, and is not claimed"
+            hint = f"{item.backend}: {item.mode} captures and replays correctly under a graph, and is not declared"
             return replace(passed, hints=(*passed.hints, hint))
     return passed
 

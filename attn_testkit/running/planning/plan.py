@@ -109,14 +109,14 @@ def _of_mode(
 ) -> tuple[list[tuple[Item, Case]], list[CaseResult]]:
     """Items of one mode and execution, and the rows that are known without running."""
     if not claims.offers(mode, execution):
-        return [], [_row(spec, mode, execution, Status.UNSUPPORTED, "not claimed")]
+        return [], [_row(spec, mode, execution, Status.UNSUPPORTED, "not declared")]
     absent = missing_here(claims, environment, mode) or _broken_here(claims, mode, broken)
     if absent:
         return [], [_row(spec, mode, execution, Status.NOT_RUN_HERE, absent)]
     found, refused = _cases_for(claims, mode, request, exact)
     rows = [] if found or request.cases else [_unsatisfiable(spec, claims, mode, execution)]
     rows += [
-        _row(spec, mode, execution, Status.UNSUPPORTED, f"not claimed: {lacking}", case_id)
+        _row(spec, mode, execution, Status.UNSUPPORTED, f"not declared: {lacking}", case_id)
         for case_id, lacking in refused.items()
     ]
     if environment.emulated:
@@ -124,7 +124,7 @@ def _of_mode(
         large = [case.id for case in found if case.id not in named and too_large_for_a_cpu(case)]
         found = [case for case in found if case.id not in large]
         rows += [_row(spec, mode, execution, Status.NOT_RUN_HERE, _TOO_LARGE, case_id) for case_id in large]
-    # Not on a real device: what is not claimed may crash it, and with it the other case-runs.
+    # Not on a real device: what is not declared may crash it, and with it the other case-runs.
     probe = environment.emulated and execution is Execution.EAGER and mode not in claims.graph
     return [
         (Item(spec, mode.value, execution.value, case.id, probe and case is found[0]), case) for case in found
@@ -163,7 +163,7 @@ def _exact_cases(patterns: Sequence[str]) -> list[Case]:
 def _cases_for(
     claims: Capabilities, mode: ForwardMode, request: Request, exact: Sequence[Case]
 ) -> tuple[list[Case], dict[str, str]]:
-    """Cases to run, and named ones that are not claimed: id -> what is not."""
+    """Cases to run, and named ones that are not declared: id -> what is not."""
     named = {case.id: case for case in exact if case.mode is mode}
     refused = {case_id: lacking for case_id, case in named.items() if (lacking := not_claimed(claims, case))}
     chosen = {case_id: case for case_id, case in named.items() if case_id not in refused}
@@ -197,7 +197,7 @@ _WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
     ("page_sizes is empty", lambda c: not c.page_sizes),
     ("head_dims is empty, or holds only widths above 512", lambda c: not any(d <= 512 for d in c.head_dims)),
     ("mla_rope_dims is empty", lambda c: "mla" in c.families and not c.mla_rope_dims),
-    ("gqa_ratios is empty, and mha is not claimed", lambda c: "mha" not in c.families and not c.gqa_ratios),
+    ("gqa_ratios is empty, and mha is not declared", lambda c: "mha" not in c.families and not c.gqa_ratios),
     (
         "gqa and mqa need a number above 1 in gqa_ratios; as many query heads as KV heads is mha",
         lambda c: c.families <= {"gqa", "mqa"} and c.gqa_ratios <= {1},

@@ -145,7 +145,7 @@ class Item:
     execution: str
     case: str
     probe: bool = False
-    """An eager case that also tries a graph which is not claimed; if that works a hint says so, and no more."""
+    """An eager case that also tries a graph which is not declared; if that works a hint says so, and no more."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def prepare(judge: Judge, request: Request, known: str | Path | None = None, pla
     """
     entries = load_known(known) if known else ()
     if not request.backends:
-        raise UsageError("which backend? Name one from `attn-testkit list`, or module:Class")
+        raise UsageError("no backend is named; give --backend module:Class, or a name from `attn-testkit list`")
     plan = plan or judge.plan(request)
     ledger = Ledger(entries, plan.header)
     launched: list[Item] = []
