@@ -61,7 +61,7 @@ class Bucket:
     warm_up_finite: bool
     """No logit of the last warm-up was NaN or Inf."""
     uneven_warm_ups: tuple[str, ...]
-    """Where another warm-up of the same plan gave other bits than the first. Empty where determinism is not declared."""
+    """Names of what differed in bits between warm-ups of one plan. Empty if determinism is not declared."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog="Exit codes: 0 conformant, 1 not, 2 interrupted, 3 the kit failed, 4 wrong usage, 5 nothing ran, 7 cut short.",
+    epilog="Exit codes: 0 conformant, 1 not, 2 interrupted, 3 kit error, 4 wrong usage, 5 nothing ran, 7 cut short.",
 )
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,

@@ -124,9 +124,7 @@ def _write_pages(index: Path, pages: dict[str, str]) -> None:
     """Write the pages at their paths from the folder of the index, and name pages of checks that no longer exist."""
     folder = index.with_suffix("")
     if folder == index:
-        raise UsageError(
-            f"--docs {index}: the file needs a suffix, as docs/checks.md; the pages go into the folder of that name without it"
-        )
+        raise UsageError(f"--docs {index}: the file needs a suffix, as docs/checks.md; the pages go into docs/checks")
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:

@@ -31,13 +31,13 @@ def mutant_options(command: F) -> F:
     """Add the options of mutation testing to a command."""
     options = [
         click.option("--mutants", metavar="BACKEND", help="Mutation-test this backend instead."),
-        click.option("--mutate", "modules", multiple=True, metavar="MODULE", help="Mutate this module too; repeatable."),
-        click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="With --mutants: only this mode."),
+        click.option("--mutate", "modules", multiple=True, metavar="MODULE", help="Mutate this one too; repeatable."),
+        click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="Only this mode; repeatable."),
         click.option("--sample", type=click.IntRange(1), metavar="N", help="Only N random mutants."),
         click.option("--most", type=click.IntRange(0), metavar="N", help="At most N core case-runs per mutant."),
         click.option("--minutes", type=_Minutes, metavar="M", help="Start no mutant after M minutes."),
         click.option("--journal", type=click.Path(), metavar="FILE", help="Keep verdicts here, and resume."),
-        click.option("--equivalent", "equivalents", type=click.Path(), metavar="FILE", help="TOML file of equivalent mutants to ignore."),
+        click.option("--equivalent", "equivalents", type=click.Path(), metavar="FILE", help="TOML of mutants to ignore."),
     ]  # fmt: skip
     for option in reversed(options):
         command = option(command)

@@ -165,9 +165,7 @@ def _lines(found: _Diagnosis) -> list[str]:
     lines = [f"attn-testkit {metadata.version('attn-testkit')}, Python {platform.python_version()} ({sys.executable})"]
     lines.append(f"device: {where}" + (f"; torch {header.versions['torch']}" if header else ""))
     if header and header.device == "emulated" and found.gpus:
-        lines.append(
-            f"  GPUs {', '.join(found.gpus)} are visible but were not used, because of --device cpu or because torch cannot use them"
-        )
+        lines.append(f"  GPUs {', '.join(found.gpus)} are visible but not used: --device cpu, or torch cannot use them")
     lines.append(f"machine: {_machine(found.resources)}")
     lines += ["", "packages"]
     width = max(len(package.name) for package in found.packages)

@@ -71,8 +71,8 @@ Exit code 0: nothing found, which does not mean CONFORMANT. 1: found. 2: interru
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results, updated as they come.")
 @click.option("--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="Of one case-run.")
 def fuzz(backend: str, minutes: float, database: Path, json_file: str | None, timeout: float, **values: Any) -> int:
-    """Run random cases over everything that a backend declares, and minimize failures: one case per mode and check, with
-    as few non-default values as possible.
+    """Run random cases over everything that a backend declares, and minimize failures: one case per mode and check,
+    with as few non-default values as possible.
     """
     if importlib.util.find_spec("hypothesis") is None:
         raise UsageError("fuzz needs Hypothesis: pip install 'hypothesis>=6.100,<7'")

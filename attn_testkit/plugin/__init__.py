@@ -1,6 +1,6 @@
 """The pytest plugin: ``pytest --pyargs attn_testkit.suite --attn-backend=SPEC``.
 
-It loads in every pytest run of every user, so nothing here imports torch before the suite is really collected.
+It is loaded in every pytest run of every user, so nothing here imports torch before the suite is really collected.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the session's state; on a worker, take the GPU that the controller assigned."""
+    """Store the session's state; on a worker, take the GPU that the controller assigned."""
     config.addinivalue_line("markers", "attn_mode(mode): the runner mode whose case-runs a test of the suite takes")
-    config.addinivalue_line(
-        "markers", f"{MARK}(backend, ..., tier=...): a test for each case-run, as by conformance_cases"
-    )
+    config.addinivalue_line("markers", f"{MARK}(backend, ..., tier=...): one test per case-run, like conformance_cases")
     config.stash[OWN_TESTS] = OwnTests()
     gpu = _workerinput(config).get("attn_gpu")
     if gpu:
@@ -69,7 +67,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """``-n auto``: a worker for each GPU, where case-runs use GPUs."""
+    """Return one worker per GPU for ``-n auto``, if case-runs use GPUs."""
     request = plugin_options.request(config)
     if not request.backends or request.device not in ("auto", "cuda"):
         return None
@@ -78,7 +76,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """With workers, refuse a wrong request before they start: a worker could only break over it."""
+    """Refuse a wrong request before workers start: a worker could only crash on it."""
     config = session.config
     distributed = getattr(config.option, "tx", None) and not _is_worker(config)
     named = config.option.attn_backend or any("attn_testkit.suite" in arg for arg in config.args)
@@ -87,7 +85,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """One line, only for somebody who asked for a backend."""
+    """Return one line, if a backend was requested."""
     request = config.stash[SESSION].request
     if not request.backends:
         return []
@@ -96,7 +94,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each case-run: of a decorated test, or of the mode that a test of the suite is marked with."""
+    """Make one test per case-run, of a decorated test or of the mode that a test of the suite is marked with."""
     parametrize(metafunc, metafunc.config.stash[OWN_TESTS])
     if "attn_item" not in metafunc.fixturenames:
         return
@@ -108,7 +106,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if items:
         metafunc.parametrize("attn_item", items, ids=[param_id(item) for item in items])
     else:
-        # pytest's own placeholder for an empty set is a skipped test, which would look like one that was meant to run.
+        # pytest's placeholder for an empty set is a skipped test, which would look like a test that should have run.
         metafunc.parametrize("attn_item", [None], ids=["nothing"])
 
 
@@ -125,7 +123,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """From here on it is known which case-runs are due."""
+    """Remember which case-runs are expected to run."""
     state = session.config.stash[SESSION]
     if state.prepared is not None and not _is_worker(session.config) and not session.config.option.collectonly:
         state.begin([item.nodeid for item in session.items if _is_ours(item)])
@@ -133,7 +131,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def attn_run(request: pytest.FixtureRequest) -> Run:
-    """Runs one case-run, keeps its result for the reports, and fails the test if a check fails."""
+    """Return a callable that runs one case-run, keeps its result, and fails the test if a check fails."""
     return Run(request.config.stash[SESSION], request.node)
 
 
@@ -145,7 +143,7 @@ def attn_case(request: pytest.FixtureRequest) -> CaseRun:
 
 @pytest.fixture
 def attn_check(request: pytest.FixtureRequest) -> Check:
-    """Call ``attn_check(backend, ...)`` to judge a backend inside a test; fails the test unless it conforms."""
+    """Return a callable, ``attn_check(backend, ...)``, that fails the test unless the backend conforms."""
     return Check(request.config.stash[OWN_TESTS], request.path.parent)
 
 
@@ -153,7 +151,7 @@ def attn_check(request: pytest.FixtureRequest) -> Check:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Give the report the result, as plain values, and the failure's own text instead of our traceback."""
+    """Give the report the result as plain values, and the failure's text instead of a traceback of the kit."""
     report = yield
     complete(item, call, report)
     if report.when == "call" and report.passed and (complaint := uncalled(item)):
@@ -163,13 +161,13 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Green needs a denominator: case-runs that are due and did not run fail the session."""
+    """Fail the session if planned case-runs did not run."""
     if not _is_worker(session.config):
         session.exitstatus = session.config.stash[SESSION].finish(int(exitstatus))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The table, the remarks, the verdict."""
+    """Print the table, the remarks and the verdict."""
     config.stash[SESSION].summarize(terminalreporter)
 
 

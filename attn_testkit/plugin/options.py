@@ -1,4 +1,4 @@
-"""The plugin's options, their ini values, and what they add up to."""
+"""The plugin's options, their ini values, and the request that they make."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["add", "known_file", "min_cases", "report_file", "request"]
 
 
 def add(parser: pytest.Parser) -> None:
-    """One group, every flag prefixed, an ini value for what people put into CI."""
+    """Add one group of prefixed options, and ini values for what is set in CI."""
     group = parser.getgroup("attn", "attention backend conformance (attn-testkit)")
     group.addoption(
         "--attn-backend", action="append", default=[], metavar="SPEC", dest="attn_backend",
-        help="Backend to judge: a name from `attn-testkit list`, or module:Class. Repeatable. ini: attn_backends.",
+        help="Backend to test: module:Class, or a name from `attn-testkit list`. Repeatable. ini: attn_backends.",
     )  # fmt: skip
     group.addoption(
         "--attn-tier", type=_word("tier", TIERS), metavar="TIER", dest="attn_tier",
-        help="How many cases: smoke (default), core or full. ini: attn_tier.",
+        help="Number of cases: smoke (default), core or full. ini: attn_tier.",
     )  # fmt: skip
     group.addoption(
         "--attn-mode", action="append", default=[], type=_word("mode", MODES), metavar="MODE", dest="attn_mode",
@@ -37,48 +37,48 @@ def add(parser: pytest.Parser) -> None:
     )  # fmt: skip
     group.addoption(
         "--attn-case", action="append", default=[], metavar="GLOB", dest="attn_case",
-        help="Only cases whose id matches. Repeatable.",
+        help="Only cases whose id matches, as 'decode-*'. Repeatable.",
     )  # fmt: skip
     group.addoption(
         "--attn-device", type=_device, default="auto", metavar="DEVICE", dest="attn_device",
-        help="auto (default), cuda, cuda:N, or cpu, which emulates CUDA with its graphs.",
+        help="auto (default), cuda, cuda:N, or cpu, which emulates CUDA and its graphs.",
     )  # fmt: skip
     group.addoption(
         "--attn-seed", type=_number("seed"), default=0, metavar="N", dest="attn_seed",
-        help="Other random data than seed 0.",
+        help="Random seed.",
     )  # fmt: skip
     group.addoption(
         "--attn-known-failures", metavar="FILE", dest="attn_known_failures",
-        help="TOML of failures that are tolerated. ini: attn_known_failures.",
+        help="TOML file of failures to tolerate. ini: attn_known_failures.",
     )  # fmt: skip
     group.addoption(
         "--attn-report", metavar="FILE", dest="attn_report",
-        help="Write every result as JSON; complete at every moment. See `attn-testkit report`.",
+        help="Write results as JSON, updated as they come. See `attn-testkit report`.",
     )  # fmt: skip
     group.addoption(
         "--attn-min-cases", type=_number("min-cases"), metavar="N", dest="attn_min_cases",
-        help="Fail when fewer case-runs than N ran. ini: attn_min_cases.",
+        help="Fail if fewer than N case-runs ran. ini: attn_min_cases.",
     )  # fmt: skip
     group.addoption(
         "--attn-timeout", type=_seconds, default=0.0, metavar="S", dest="attn_timeout",
-        help="Seconds that one case-run may take (default 300); it is then given up and reported as timed out.",
+        help="Time limit of one case-run in seconds (default 300); after that it is reported as timed out.",
     )  # fmt: skip
     group.addoption(
         "--attn-budget", type=_budget, metavar="S", dest="attn_budget",
-        help="Begin no case-run of the suite after so many seconds, and the most valuable ones first; exit code 7.",
+        help="Start no case-run of the suite after S seconds; the most valuable ones run first. Exit code 7: cut short.",
     )  # fmt: skip
     group.addoption(
         "--attn-keep-unloadable", action="store_true", dest="attn_keep_unloadable",
-        help="A backend that cannot be imported is a failing row, and the others are judged all the same.",
+        help="Report a backend that cannot be imported as a failing row, and test the others.",
     )  # fmt: skip
-    parser.addini("attn_backends", "Backends to judge.", type="linelist")
+    parser.addini("attn_backends", "Backends to test.", type="linelist")
     parser.addini("attn_tier", "smoke, core or full.", default="smoke")
-    parser.addini("attn_known_failures", "TOML of tolerated failures, relative to the ini file.", default="")
-    parser.addini("attn_min_cases", "Fail when fewer case-runs ran.", default="0")
+    parser.addini("attn_known_failures", "TOML file of failures to tolerate, relative to the ini file.", default="")
+    parser.addini("attn_min_cases", "Fail if fewer case-runs ran.", default="0")
 
 
 def request(config: pytest.Config) -> Request:
-    """What was asked for; ``pytest.UsageError`` for an ini value that does not exist."""
+    """Make the request of options and ini values; raises ``pytest.UsageError`` for a wrong ini value."""
     option = config.option
     tier = option.attn_tier or _from_ini(_word("tier", TIERS), "attn_tier", config)
     backends = tuple(option.attn_backend or config.getini("attn_backends"))
@@ -90,7 +90,7 @@ def request(config: pytest.Config) -> Request:
         device=option.attn_device,
         seed=option.attn_seed,
         cases=tuple(option.attn_case),
-        # Somebody reads the failures from the top, or stops at the first.
+        # A user reads the failures from the top, or stops at the first.
         order="plainest" if option.attn_budget is None else "most valuable",
         failed_before=_failed_before(config, backends) if option.attn_budget is not None else (),
         keep_unloadable=option.attn_keep_unloadable,
@@ -98,7 +98,7 @@ def request(config: pytest.Config) -> Request:
 
 
 def _failed_before(config: pytest.Config, backends: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """(backend, case) of what pytest's cache says failed the last time."""
+    """Pairs of backend and case that failed last time according to pytest's cache."""
     cache = getattr(config, "cache", None)
     names = [nodeid.partition("[")[2][:-1] for nodeid in (cache.get("cache/lastfailed", {}) if cache else {})]
     found = [
@@ -112,7 +112,7 @@ def _failed_before(config: pytest.Config, backends: Sequence[str]) -> tuple[tupl
 
 
 def known_file(config: pytest.Config) -> Path | None:
-    """The file of known failures, absolute, or None."""
+    """The absolute path of the known-failures file, or None."""
     given: str | None = config.option.attn_known_failures
     if given:
         return config.invocation_params.dir / given
@@ -121,13 +121,13 @@ def known_file(config: pytest.Config) -> Path | None:
 
 
 def report_file(config: pytest.Config) -> Path | None:
-    """Where the record goes, absolute, or None."""
+    """The absolute path of the results file, or None."""
     given: str | None = config.option.attn_report
     return config.invocation_params.dir / given if given else None
 
 
 def min_cases(config: pytest.Config) -> int:
-    """The fewest case-runs that make a session worth believing."""
+    """The number of case-runs that must run."""
     given: int | None = config.option.attn_min_cases
     return _from_ini(_number("min-cases"), "attn_min_cases", config) if given is None else given
 
@@ -136,7 +136,7 @@ def _word(what: str, words: Sequence[str]) -> Callable[[str], str]:
     def convert(value: str) -> str:
         if value in words:
             return value
-        # argparse would print its own sentence around any other exception; exit code 4 either way.
+        # argparse would wrap any other exception in its own sentence; the exit code is 4 either way.
         raise pytest.UsageError(unknown(what, value, words))
 
     return convert

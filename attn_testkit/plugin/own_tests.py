@@ -1,4 +1,4 @@
-"""Case-runs as tests of somebody's own suite: ``@attn_testkit.conformance_cases("my_pkg.attn:MyBackend")``."""
+"""Case-runs as tests in a user's own suite: ``@attn_testkit.conformance_cases("my_pkg.attn:MyBackend")``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIXTURE = "attn_case"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a decorator asks for."""
+    """The request of a decorator."""
 
     request: Request
     options: Options
@@ -55,19 +55,19 @@ def conformance_cases(
     timeout_s: float = 300.0,
     known_failures: str | Path | None = None,
 ) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Parametrise a test with the case-runs of one or more backends, an item of pytest each::
+    """Parametrize a test with the case-runs of one or more backends::
 
         @attn_testkit.conformance_cases("my_pkg.attn:MyBackend", tier="core")
         def test_conformance(attn_case):
             attn_case()
 
     Calling ``attn_case`` runs the case-run and fails, xfails (a known failure) or skips (not runnable here) the test;
-    a test that does not call it fails. It has ``backend``, ``mode``, ``execution`` and ``case``. The backend runs in a
-    process of its own, and a spec is never imported by pytest. Where no case-run can be run, one item fails and says
-    why. Arguments are those of ``check_backend``; ``known_failures`` is relative to the file of the test.
+    a test that does not call it fails. It has ``backend``, ``mode``, ``execution`` and ``case``. The backend runs in
+    its own process; pytest never imports a spec. If no case-run can run, one test fails with the reason. Arguments are
+    those of ``check_backend``; ``known_failures`` is relative to the file of the test.
 
-    Raises ``UsageError``; for what only planning can know (a backend that cannot be imported), collecting the test is
-    an error.
+    Raises ``UsageError``. An error that only planning can find, such as a backend that cannot be imported, is reported
+    when the test is collected.
     """
     wanted = _wanted(
         *backends,
@@ -94,9 +94,9 @@ def _wanted(
     timeout_s: float = 300.0,
     known_failures: str | Path | None = None,
 ) -> Wanted:
-    """What these arguments of the decorator, the mark and the fixture ask for. Raises ``UsageError``."""
+    """Make a request of the arguments of the decorator, the mark and the fixture. Raises ``UsageError``."""
     if not backends:
-        raise UsageError("which backend? Write conformance_cases('module:Class') or conformance_cases(MyBackend)")
+        raise UsageError("no backend is named; write conformance_cases('module:Class') or conformance_cases(MyBackend)")
     if isinstance(modes, str) or isinstance(executions, str) or isinstance(cases, str):
         raise UsageError("modes, executions and cases are lists of names: write modes=['decode']")
     request = Request(
@@ -114,7 +114,7 @@ def _wanted(
 
 
 def _of_mark(mark: pytest.Mark) -> Wanted:
-    """What a mark asks for: the decorator's, or one that was written out with the decorator's arguments."""
+    """Make a request of a mark, either the decorator's or one that was written with the decorator's arguments."""
     if len(mark.args) == 1 and isinstance(mark.args[0], Wanted):
         return mark.args[0]
     try:
@@ -125,12 +125,12 @@ def _of_mark(mark: pytest.Mark) -> Wanted:
 
 
 def parametrize(metafunc: pytest.Metafunc, own: OwnTests) -> None:
-    """Give a decorated test its parameters. Plans, so the first one starts the process that judges."""
+    """Give a decorated test its parameters. The first one starts the judge's process, for planning."""
     mark = metafunc.definition.get_closest_marker(MARK)
     if mark is None:
         return
     if FIXTURE not in metafunc.fixturenames:
-        pytest.fail(f"{metafunc.function.__name__} has conformance_cases, and takes no {FIXTURE}", pytrace=False)
+        pytest.fail(f"{metafunc.function.__name__} has conformance_cases but no parameter {FIXTURE}", pytrace=False)
     try:
         wanted = _of_mark(mark)
         if wanted.known:
@@ -146,9 +146,7 @@ def _params(prepared: Prepared, wanted: Wanted) -> Iterator[Param]:
     rows = [row for row in prepared.preset if row.status is not Status.UNSUPPORTED]
     if not prepared.items and not any(row.status in BAD for row in rows):
         why = verdict(header, prepared.preset)
-        yield Param(
-            "nothing-ran", header, f"{why}\n(where that is meant to be, skip the test: pytest.mark.skipif)", wanted
-        )
+        yield Param("nothing-ran", header, f"{why}\n(if this is expected, skip the test: pytest.mark.skipif)", wanted)
     for item in prepared.items:
         yield Param(param_id(item), header, item, wanted)
     for row in rows:
@@ -160,7 +158,7 @@ def _params(prepared: Prepared, wanted: Wanted) -> Iterator[Param]:
 
 
 class OwnTests:
-    """What decorated tests of one pytest process share: a plan for each request, and the processes that judge."""
+    """State that decorated tests of one pytest process share: a plan per request, and the judge's processes."""
 
     def __init__(self) -> None:
         self._judges: dict[tuple[Options, str], Judge] = {}
@@ -181,13 +179,13 @@ class OwnTests:
             self._drop(wanted)
             return kit_error(item, str(error))
         except BaseException:
-            # Given up in the middle, as by a timeout of pytest's own: the next test needs another process.
+            # Interrupted in the middle, as by a timeout of pytest: the next test needs another process.
             self._drop(wanted)
             raise
         return prepared.ledger.judge(result)
 
     def check(self, wanted: Wanted) -> Results:
-        """All of it at once. Raises ``UsageError`` and ``JudgeError``."""
+        """Run all case-runs of a request. Raises ``UsageError`` and ``JudgeError``."""
         prepared = self.prepared(wanted)
         try:
             found = tuple(map(prepared.ledger.judge, self._judge(wanted).run(prepared.plan, prepared.items)))
@@ -217,11 +215,11 @@ def _key(wanted: Wanted) -> tuple[Options, str]:
 
 
 class CaseRun:
-    """One case-run, as a decorated test is given it. To be called once."""
+    """One case-run, as a decorated test receives it. It is called once."""
 
     def __init__(self, own: OwnTests, node: pytest.Item, param: object) -> None:
         if not isinstance(param, Param):
-            pytest.fail(f"{FIXTURE} is given by @attn_testkit.conformance_cases(...) above the test", pytrace=False)
+            pytest.fail(f"{FIXTURE} needs the decorator @attn_testkit.conformance_cases(...)", pytrace=False)
         self._own, self._node, self._param = own, node, param
         self._node.stash[_CALLED] = False
         due = None if isinstance(param.due, str) else param.due
@@ -251,7 +249,7 @@ class CaseRun:
 
 
 class Check:
-    """The fixture ``attn_check``: judges a backend inside a test, on processes that all tests of the session share."""
+    """The fixture ``attn_check``: it tests a backend inside a test, in processes that all tests share."""
 
     def __init__(self, own: OwnTests, folder: Path) -> None:
         self._own, self._folder = own, folder
@@ -260,7 +258,7 @@ class Check:
         """Check backends; arguments are those of ``conformance_cases``.
 
         Fails the test with the verdict and the failures unless they conform; else returns the ``Results``. Raises
-        ``UsageError`` for a request that makes no sense, and ``JudgeError`` where the process that judges died.
+        ``UsageError`` for a wrong request, and ``JudgeError`` if the judge's process died.
         """
         __tracebackhide__ = True
         try:
@@ -269,7 +267,7 @@ class Check:
                 wanted = replace(wanted, known=self._folder / wanted.known)
             results = self._own.check(wanted)
         except (UsageError, JudgeError) as error:
-            # Of the traceback the test's own line tells something, and ours nothing.
+            # Only the test's own line of the traceback is of use, not those of the kit.
             raise error.with_traceback(None) from None
         if not results:
             raise CaseFailed("\n".join(filter(None, (results.verdict, results.texts))), results.verdict)
@@ -277,10 +275,10 @@ class Check:
 
 
 def uncalled(item: pytest.Item) -> str:
-    """What is wrong with a test that passed without running its case-run; empty if it ran."""
+    """Describe the mistake of a test that passed without running its case-run; empty if it ran."""
     if item.stash.get(_CALLED, True):
         return ""
-    return f"the test did not call {FIXTURE}(), so nothing was judged"
+    return f"the test did not call {FIXTURE}(), so nothing was tested"
 
 
 _CALLED: pytest.StashKey[bool] = pytest.StashKey()

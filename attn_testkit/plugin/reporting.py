@@ -1,4 +1,4 @@
-"""From a case-run to a pytest report, and never a traceback of ours in between."""
+"""Conversion of a case-run to a pytest report, without a traceback of the kit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
 
 
 class CaseFailed(AssertionError):
-    """A case-run did not pass; the message is the text of the failure, and ``short`` what a summary says of it."""
+    """Raised if a case-run did not pass. The message is the failure's text, and ``short`` the line for a summary."""
 
     def __init__(self, text: str, short: str = "") -> None:
         super().__init__(text)
@@ -30,7 +30,7 @@ class CaseFailed(AssertionError):
 
 
 class Run:
-    """Runs one case-run inside a test. The backend has a process of its own, and so has what judges it."""
+    """A callable that runs one case-run inside a test. Backend and judge each have their own process."""
 
     def __init__(self, session: Session, node: pytest.Item) -> None:
         self._session, self._node = session, node
@@ -51,7 +51,7 @@ class Run:
 
 
 def complete(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Put the result on the report, as plain values, and the failure's own text in place of a traceback."""
+    """Put the result on the report as plain values, and the failure's text instead of a traceback."""
     if not {"attn_item", "attn_case", "attn_check"} & {*getattr(item, "fixturenames", ())}:
         return
     report.user_properties = [(str(name), plain(value)) for name, value in report.user_properties]
@@ -63,7 +63,7 @@ def complete(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.Test
 
 
 def text_only(item: pytest.Item, text: str, short: str = "") -> ReprExceptionInfo:
-    """A failure that pytest shows as this text, and in its short summary as the first line, or as ``short``."""
+    """Make a failure that pytest shows as this text, and in its short summary as the first line or ``short``."""
     # This form, unlike a plain string, survives xdist with the one-line message of the short summary.
     first, _, _ = text.partition("\n")
     path, line, _ = item.location
@@ -73,7 +73,7 @@ def text_only(item: pytest.Item, text: str, short: str = "") -> ReprExceptionInf
 
 
 def properties(result: CaseResult) -> list[tuple[str, Any]]:
-    """What JUnit XML says of a case-run."""
+    """The properties of a case-run in JUnit XML."""
     values: dict[str, Any] = {
         "attn_backend": result.backend,
         "attn_mode": result.mode,

@@ -1,4 +1,4 @@
-"""What one pytest session knows: the plan, the case-runs that are due, the results, and how it all ends."""
+"""The state of one pytest session: the plan, the expected case-runs, the results, and the exit status."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ __all__ = ["SESSION", "Session", "param_id", "pickled_plan"]
 
 
 def param_id(item: Item) -> str:
-    """Id of a case-run inside a test's brackets: the same in every worker and from every directory."""
+    """The id of a case-run in a test's brackets: the same in every worker and from every directory."""
     return f"{item.backend}-{item.execution}-{item.case}"
 
 
 class _NoJudge:
-    """Stands where a plan is at hand and nobody is to be asked."""
+    """A judge for sessions whose plan exists already; it must not be called."""
 
     def plan(self, request: Request) -> Plan:
         raise UsageError("only the controller plans")
@@ -52,14 +52,14 @@ class _NoJudge:
 
 
 def pickled_plan(data: bytes | None) -> Plan | None:
-    """The plan that the controller of an xdist run has sent to this worker."""
+    """Unpickle the plan that the controller of an xdist run sent to this worker."""
     plan: Plan | None = pickle.loads(data) if data else None
     return plan
 
 
 @dataclass(eq=False)
 class Session:
-    """State of the plugin. On workers only the plan is used; results gather where the terminal is."""
+    """The state of the plugin. Workers use only the plan; results are collected where the terminal is."""
 
     request: Request
     known: Path | None = None
@@ -67,11 +67,11 @@ class Session:
     min_cases: int = 0
     command: str = ""
     refusal: str = ""
-    """Why the request cannot be planned."""
+    """The reason why the request cannot be planned."""
     timeout_s: float = 0.0
-    """Seconds that one case-run may take; 0: as on the command line."""
+    """Time limit of one case-run in seconds; 0 means that of the command line."""
     budget_s: float | None = None
-    """Seconds after which no case-run is begun any more, from the session's start."""
+    """Seconds from the session's start after which no case-run is started."""
     begun: float = field(default_factory=lambda: time.monotonic())
     planned: Plan | None = None
     """The controller's plan, on a worker of xdist."""
@@ -93,12 +93,14 @@ class Session:
         if self.prepared is None and not self.refusal:
             try:
                 if not self.request.backends:
-                    raise UsageError("which backend? Give --attn-backend=SPEC (`attn-testkit list` shows the names)")
+                    raise UsageError(
+                        "no backend is named; give --attn-backend=module:Class, or a name from `attn-testkit list`"
+                    )
                 if self.planned is None:
                     request = replace(self.request, command=self.command)
                     self.prepared = prepare(self.judge(), request, self.known)
                 else:
-                    # Its judge is started for the first case-run, not for collecting.
+                    # The judge is started for the first case-run, not for collection.
                     self.prepared = prepare(_NoJudge(), self.request, self.known, self.planned)
             except UsageError as error:
                 self.refusal = f"attn-testkit: {error}"
@@ -122,13 +124,13 @@ class Session:
             self._drop_judge()
             return kit_error(item, str(error))
         except BaseException:
-            # Given up in the middle, as by a timeout of pytest's own: the next case-run needs another process.
+            # Interrupted in the middle, as by a timeout of pytest: the next case-run needs another process.
             self._drop_judge()
             raise
         return prepared.ledger.judge(result)
 
     def sort(self, items: list[pytest.Item]) -> None:
-        """The tests of the suite in the plan's order, in the places that they have among others."""
+        """Put the tests of the suite into the plan's order, in the places that they have among other tests."""
         if self.prepared is None:
             return
         planned = {param_id(item): number for number, item in enumerate(self.prepared.items)}
@@ -139,7 +141,7 @@ class Session:
             items[place] = item
 
     def begin(self, nodeids: Iterable[str]) -> None:
-        """Collection is over: these tests were selected. What of them does not run will fail the session."""
+        """Note the selected tests after collection. The session fails if one of them does not run."""
         prepared = self.plan()
         if prepared is None or self.header is not None:
             return
@@ -152,9 +154,9 @@ class Session:
         header = prepared.plan.header
         untried = dict(header.untried)
         if deselected:
-            # What that was is not known here, where there is no torch.
+            # Which values those cover is not known here, without torch.
             untried = {
-                spec: (*phrases, f"what {deselected} deselected case-runs try") for spec, phrases in untried.items()
+                spec: (*phrases, f"what {deselected} deselected case-runs cover") for spec, phrases in untried.items()
             }
         self.header = replace(header, planned=header.planned - deselected, command=self.command, untried=untried)
         self.problems = prepared.problems()
@@ -167,13 +169,13 @@ class Session:
             self._keep(result)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the result that travelled with a report, here or from a worker."""
+        """Take the result that came with a report, from this process or a worker."""
         data: dict[str, Any] | None = getattr(report, "attn_result", None)
         if data is not None:
             self._keep(result_from_plain(data))
 
     def finish(self, exitstatus: int) -> int:
-        """The session's exit status: pytest's own, unless a case-run that was due did not run."""
+        """Return the session's exit status: pytest's own, unless an expected case-run did not run."""
         if self.prepared is not None and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and not self.collects_only:
             # Workers of xdist that collect nothing report nothing.
             self.begin([])
@@ -182,7 +184,7 @@ class Session:
         self.interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         ran = sum(result.status in RAN for result in self.results if result.case)
         if ran < self.min_cases:
-            self.problems.append(f"{ran} case-runs ran, fewer than the {self.min_cases} of attn-min-cases")
+            self.problems.append(f"{ran} case-runs ran, fewer than attn-min-cases = {self.min_cases}")
         self.code = final_code(self.header, self.results, self.problems, self.interrupted)
         if self._record:
             self._record.finish(self.code, interrupted=self.interrupted, problems=self.problems)
@@ -220,10 +222,10 @@ class Session:
         if self.report:
             terminal.line(f"report: {self.report}")
         if self._not_recorded:
-            terminal.line(f"the record is not complete: {self._not_recorded}", red=True)
+            terminal.line(f"the results file is incomplete: {self._not_recorded}", red=True)
 
     def close(self) -> None:
-        """End the judge. If the session broke, leave the record as it is, readable and unfinished."""
+        """End the judge. If the session broke off, leave the results file as it is, readable and unfinished."""
         if self._record:
             self._record.close()
         self._drop_judge()

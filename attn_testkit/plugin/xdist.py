@@ -1,4 +1,4 @@
-"""The plugin on the controller of an xdist run: GPUs for workers, what is due, workers that die."""
+"""The plugin on the controller of an xdist run: GPUs for workers, expected case-runs, workers that die."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ class XdistHooks:
         self._slots = GpuSlots(visible_gpus(os.environ) if shared else ())
 
     def pytest_configure_node(self, node: Any) -> None:
-        """Before a worker starts: its GPU, and what is planned."""
+        """Give a worker that starts its GPU and the plan."""
         worker = node.gateway.id
         node.workerinput["attn_gpu"] = self._slots.take(worker)
         prepared = self._session.prepared
         node.workerinput["attn_plan"] = pickle.dumps(prepared.plan) if prepared else b""
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """A worker has ended: its GPU is free for the next."""
+        """Free the GPU of a worker that ended."""
         self._slots.free(node.gateway.id)
 
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
-        """The first worker that has collected reports what is due; all collect the same."""
+        """Take the expected case-runs from the first worker that has collected; all collect the same."""
         if any("attn_testkit" in nodeid or "[" in nodeid for nodeid in ids):
             self._session.begin(ids)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport, sched: object) -> None:
-        """A worker of pytest died over a case-run. No backend runs in it: the fault is ours. The message is xdist's."""
+        """Report a pytest worker that died as an error of the kit: no backend runs in it. The message is xdist's."""
         item = self._session.due.get(crashitem)
         if item is None:
             return

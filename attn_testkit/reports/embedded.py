@@ -1,4 +1,4 @@
-"""All case-runs in compact form for a page's script, which lists and filters them: columns of indices into word tables."""
+"""All case-runs in compact form for a page's script, which lists and filters them: columns of word indices."""
 
 from __future__ import annotations
 

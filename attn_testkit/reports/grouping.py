@@ -65,7 +65,7 @@ def cause_lines(groups: Sequence[Group], most: int = 10) -> list[str]:
 def _split(backend: str, check: str, members: Sequence[tuple[CaseResult, tuple[_Line, ...]]]) -> Iterable[Group]:
     """Split case-runs into groups: the line that most of them share names the first group; the rest is split further.
 
-    The first line of each will not do: which pattern a case shows first depends on its shapes, and one bug shows several.
+    The first line alone will not do: the first pattern of a case depends on its shapes, and one bug shows several.
     """
     rest = list(members)
     while rest:

@@ -33,8 +33,8 @@ class Cell:
 
     @property
     def kind(self) -> str:
-        """The CSS class, worst first: ``red``, ``missing``, ``known``, ``passed``, ``absent``, or ``none`` (not declared
-        or not selected).
+        """The CSS class, worst first: ``red``, ``missing``, ``known``, ``passed``, ``absent``, or ``none`` (not
+        declared or not selected).
         """
         kinds = ("red", "missing", "known", "passed", "absent")
         return next((kind for kind in kinds if getattr(self, kind)), "none")

@@ -96,7 +96,7 @@ class Record:
     """A writer of results as they come. The file is a whole JSON document after every call; ``finished`` marks the end.
 
     Raises ``UsageError`` if the file cannot be opened. If it cannot be written any more, as on a full disk, it stays as
-    it was after the last result that fitted, ``failure`` has the reason, and nothing is raised, so that the run goes on.
+    it was after the last result that fitted, ``failure`` has the reason, and nothing is raised.
     """
 
     def __init__(self, path: str | Path, header: RunHeader) -> None:

@@ -1,1 +1,1 @@
-"""What ``pytest --pyargs attn_testkit.suite`` collects."""
+"""The suite that ``pytest --pyargs attn_testkit.suite`` collects."""

@@ -1,4 +1,4 @@
-"""One test for each runner mode; each of its parameters is a case-run (backend, execution, case)."""
+"""One test per runner mode; each of its parameters is a case-run (backend, execution, case)."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ if TYPE_CHECKING:
 
 @pytest.mark.attn_mode("decode")
 def test_decode(attn_run: Run, attn_item: Item) -> None:
-    """One new token for each request."""
+    """Decode: one new token per request."""
     attn_run(attn_item)
 
 
 @pytest.mark.attn_mode("target-verify")
 def test_target_verify(attn_run: Run, attn_item: Item) -> None:
-    """A draft tree for each request, judged by the target model."""
+    """Target-verify: a draft tree per request, checked by the target model."""
     attn_run(attn_item)
 
 
 @pytest.mark.attn_mode("draft-extend")
 def test_draft_extend(attn_run: Run, attn_item: Item) -> None:
-    """The accepted tokens of each request, packed (v1)."""
+    """Draft-extend v1: the accepted tokens of each request, packed."""
     attn_run(attn_item)
 
 
 @pytest.mark.attn_mode("draft-extend-v2")
 def test_draft_extend_v2(attn_run: Run, attn_item: Item) -> None:
-    """The same number of tokens for each request (v2)."""
+    """Draft-extend v2: the same number of tokens for each request."""
     attn_run(attn_item)
 
 
 @pytest.mark.attn_mode("extend")
 def test_extend(attn_run: Run, attn_item: Item) -> None:
-    """New tokens over a cached prefix, ragged and packed; prompts beside rows that decode."""
+    """Extend: new tokens over a cached prefix, ragged and packed; prompts along with rows that decode."""
     attn_run(attn_item)
 
 
 @pytest.mark.attn_mode("draft-decode")
 def test_draft_decode(attn_run: Run, attn_item: Item) -> None:
-    """All forwards of a draft, a row for each branch, in one graph."""
+    """Draft-decode: all forwards of a draft, one row per branch, in one graph."""
     attn_run(attn_item)

@@ -108,5 +108,5 @@ def test_what_pytest_deselects_is_not_tried_either(deselected: int) -> None:
     session = Session(request, prepared=Prepared(request, plan, plan.items, (), Ledger((), plan.header), judge))
     session.begin([f"test[{param_id(item)}]" for item in plan.items[deselected:]])
     assert session.header is not None
-    more = (f"what {deselected} deselected case-runs try",) if deselected else ()
+    more = (f"what {deselected} deselected case-runs cover",) if deselected else ()
     assert session.header.untried == {SPEC: (*LEFT[SPEC], *more)}

@@ -317,7 +317,7 @@ def test_a_batch_becomes_the_case_that_is_nearest(lines: list[dict[str, Any]], c
         ([batch(mode="extend"), layer()], "the host did not know its lengths"),
         ([batch(), layer(dtype="float64")], "dtype float64"),
         ([batch(), layer(kv_dtype="float8_e5m2")], "KV dtype float8_e5m2"),
-        ([batch(), layer(v_head_dim=128)], "values of 128 beside keys of 64, with 4 KV heads"),
+        ([batch(), layer(v_head_dim=128)], "values of 128 with keys of 64, and 4 KV heads"),
         ([batch(seq_lens=[7]), {"line": "layer", **layer(heads="4")}], "no case can be made of it: ValueError"),
     ],
 )
