@@ -1,8 +1,8 @@
 """Conformance tests for the attention backends of LLM servers.
 
-``check_backend`` runs them from Python, ``assert_conformant`` raises where a backend does not conform, and
-``conformance_cases`` makes a test of each case-run in somebody's own test suite. ``attn-testkit`` and the pytest plugin
-are the other front ends. Authors of backends import from ``attn_testkit.contract``.
+``check_backend`` runs them from Python, ``assert_conformant`` raises if a backend does not conform, and
+``conformance_cases`` makes a pytest test of each case-run. ``attn-testkit`` and the pytest plugin are the other front
+ends. Authors of backends import from ``attn_testkit.contract``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["NotConformant", "Results", "__version__", "assert_conformant", "check_backend", "conformance_cases"]
 
 __version__ = "0.1.0"
-"""The one place where it stands: pyproject.toml reads it from here."""
+"""The version; pyproject.toml reads it from here."""
 
 _HOMES = {
     "NotConformant": ".reports.outcome",
@@ -30,7 +30,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a front end only when it is asked for: pytest loads this package at every start."""
+    """Import a front end on first use: pytest loads this package at every start."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name], __name__), name)

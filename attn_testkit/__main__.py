@@ -1,4 +1,4 @@
-"""``python -m attn_testkit`` is ``attn-testkit``."""
+"""The command ``attn-testkit`` as ``python -m attn_testkit``."""
 
 import sys
 

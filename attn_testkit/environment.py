@@ -1,4 +1,4 @@
-"""Where a run happens: a real device, or a CPU that emulates one. The one place that asks which."""
+"""The device of a run, real or emulated on a CPU. Only this module distinguishes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Environment", "compiled_regions_run", "missing_here", "resolve", "si
 
 _VERSIONED = ("torch", "triton", "flashinfer-python", "tokenspeed-mla", "numpy")
 _MOST_CYCLES = 400_000_000
-"""Of the longest wait of ``keep_device_busy``: some 200 ms."""
+"""Cycles of the longest wait of ``keep_device_busy``: some 200 ms."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Environment:
 
     @property
     def device(self) -> torch.device:
-        """What kit and backends use: always a CUDA device."""
+        """The device that kit and backends use: always a CUDA device."""
         return torch.device("cuda", self.index)
 
     @property
     def kind(self) -> str:
-        """``cuda`` or ``emulated``, for labels."""
+        """Label of the device: ``cuda`` or ``emulated``."""
         return "emulated" if self.emulated else "cuda"
 
     @property
     def name(self) -> str:
-        """``NVIDIA H200 sm90``, or the CPU that emulates one."""
+        """Name of the device: ``NVIDIA H200 sm90``, or the CPU that emulates one."""
         if self.emulated:
             return "CPU (emulated CUDA)"
         major, minor = torch.cuda.get_device_capability(self.index)
@@ -54,7 +54,7 @@ class Environment:
 
     @property
     def sm(self) -> int | None:
-        """Compute capability as 90; None when there is no device."""
+        """Compute capability, as 90; None without a device."""
         if self.emulated:
             return None
         major, minor = torch.cuda.get_device_capability(self.index)
@@ -62,12 +62,12 @@ class Environment:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """What this environment cannot show."""
+        """Limits of what this environment can show."""
         return LIMITS if self.emulated else ()
 
     @property
     def poisons_fresh_memory(self) -> bool:
-        """Whether fresh memory holds ``fill`` in every run, and not only in controlled ones."""
+        """True if fresh memory holds ``fill`` in every run, and not only in controlled ones."""
         return self.emulated
 
     def prepare_process(self) -> None:
@@ -77,9 +77,9 @@ class Environment:
 
     @contextmanager
     def active(self, fill: int = 0xFF, *, controlled: bool = False) -> Iterator[None]:
-        """Inside, ordinary CUDA programs run.
+        """Enable ordinary CUDA programs inside the block.
 
-        ``fill``: byte of uninitialised memory. On a device only what the allocator has free is filled, unless the run
+        ``fill``: byte of uninitialized memory. On a device only the allocator's free memory is filled, unless the run
         is ``controlled``, which is slower.
         """
         if self.emulated:
@@ -97,12 +97,12 @@ _cycles = 30_000_000
 
 
 def keep_device_busy(wanted: bool) -> Callable[[], None]:
-    """Have the current stream do nothing for some 15 ms, if ``wanted``: what is launched next begins behind that.
+    """Have the current stream do nothing for some 15 ms, if ``wanted``, so that later launches start after that.
 
-    Whoever has done what was to come before calls what is returned. Where the device had gone on by then, the process's
-    next waits are twice as long, up to some 200 ms: a host that shares its cores is slow.
+    The caller calls the returned function when its host work is done. If the device went on before that, the next waits
+    of the process are twice as long, up to some 200 ms: a host that shares its cores is slow.
 
-    Emulated CUDA does all work at once; it holds what was to be late against what is there when the host waits.
+    Emulated CUDA does all work at once; it compares late data with the data that is there when the host waits.
     """
     if not wanted or is_active():
         return _nothing
@@ -123,14 +123,14 @@ def _wait_longer_where(over: torch.cuda.Event) -> None:
 
 
 def side_stream() -> torch.cuda.Stream:
-    """A side stream of the kit's own, which waits as it must: the emulation need not look for races because of it."""
+    """A side stream of the kit, which is ordered correctly: the emulation need not look for races because of it."""
     if is_active():
         return orderly_stream()  # type: ignore[return-value]
     return torch.cuda.Stream()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
 
 def resolve(name: str) -> Environment:
-    """``auto``, ``cuda``, ``cuda:N`` or ``cpu`` (emulated CUDA). Raises ``UsageError``."""
+    """Find the device ``auto``, ``cuda``, ``cuda:N`` or ``cpu`` (emulated CUDA). Raises ``UsageError``."""
     match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", name)
     if match is None:
         raise UsageError(f"unknown device {name!r}{did_you_mean(name, ('auto', 'cpu', 'cuda', 'cuda:0'))}")
@@ -139,7 +139,7 @@ def resolve(name: str) -> Environment:
         return Environment(emulated=True)
     if not real:
         raise UsageError(
-            f"device {name!r} was asked for, and torch {torch.__version__} sees no CUDA device; "
+            f"device {name!r} is not available: torch {torch.__version__} sees no CUDA device; "
             "use --device cpu for emulated CUDA"
         )
     index = int(match[1] or 0)
@@ -149,10 +149,10 @@ def resolve(name: str) -> Environment:
 
 
 def missing_here(capabilities: Capabilities, environment: Environment, mode: ForwardMode | None = None) -> str:
-    """Why the backend (in ``mode``) cannot run here, or nothing.
+    """The reason why the backend (in ``mode``) cannot run here, or nothing.
 
-    Without a device kernels are emulated, which needs the package and not the hardware. On a real device nothing is: a
-    mode without kernels for it is not run, and the report says so.
+    Without a device, kernels are emulated, which needs the package and not the hardware. On a real device nothing is
+    emulated: a mode without kernels for the device is reported as not run.
     """
     of_mode = capabilities.mode_requires.get(mode) if mode is not None else None
     for needs in (capabilities.requires, of_mode or Requires()):
@@ -176,7 +176,7 @@ def _package_missing(needs: Requires) -> str:
 
 @lru_cache
 def _missing(package: str) -> str:
-    """Kept for the process: it is asked twice in a case-run, and searching ``sys.path`` takes milliseconds."""
+    """Look for a package. The answer is cached: each case-run needs it twice, and a search takes milliseconds."""
     requirement = Requirement(package)
     try:
         version = importlib.metadata.version(requirement.name)
@@ -188,13 +188,13 @@ def _missing(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of everything a result may depend on."""
+    """Versions of everything that a result may depend on."""
     found = {"python": platform.python_version()}
     for name in _VERSIONED:
         try:
             found[name.split("-")[0]] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    # A plain string: unpickling a TorchVersion makes every front end import torch.
+    # Converted to a string: unpickling a TorchVersion makes every front end import torch.
     found["torch"] = str(torch.__version__)
     return found

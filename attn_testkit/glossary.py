@@ -1,6 +1,6 @@
-"""The glossary: one entry per word that readers meet, and the page that is written from the entries.
+"""The glossary: one entry per word of ids, texts and tables, and the page that is written from the entries.
 
-No import of the kit and none of torch: the command line prints entries before either is loaded.
+This module imports neither torch nor the rest of the kit: the command line prints entries before either is loaded.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _NUMBERS = re.compile(r"\d+(?:[.x]\d+)*")
 
 @dataclass(frozen=True)
 class Entry:
-    """What one word means."""
+    """The meaning of one word."""
 
     word: str
     """The standard word, or the word of a case id with an example of its number."""
     text: str
-    """Two sentences at most."""
+    """The meaning, in two sentences at most."""
     group: str
-    """Heading under which the page has it."""
+    """Heading of the entry on the page."""
     also: tuple[str, ...] = ()
     """Other words of the same meaning, the kit's present one among them."""
     page: str = ""
     """The page that says more, relative to ``docs/``."""
     numbers: bool = False
-    """The numbers in the word are examples: it is found with any others."""
+    """True if the numbers in the word are examples: the entry is found with any others."""
 
 
 @lru_cache(maxsize=1)
@@ -81,7 +81,7 @@ def page() -> str:
         "# Glossary",
         "",
         "What the words of case ids, failures and tables mean. `attn-testkit explain WORD` prints an entry, and",
-        "`attn-testkit explain --list` all words. A number in a word stands for any number.",
+        "`attn-testkit explain --list` all words. Numbers in words are examples.",
     ]
     title = ""
     for entry in all_entries():

@@ -1,8 +1,8 @@
 """The model that every mode runs: attention layers that differ, and a linear head.
 
-A row's q, k and v come out of a table by its ``input_ids``, one row of numbers per token; that is how a case decides
-what a backend receives. Each layer adds ``attention @ W`` to the hidden state in float32, and the head is linear, so
-that a limit on an attention output becomes a limit on hidden states and logits by |W| alone.
+A row's q, k and v are looked up in a table by its ``input_ids``, one row of numbers per token; so a case decides what a
+backend receives. Each layer adds ``attention @ W`` to the hidden state in float32, and the head is linear, so
+that a limit on an attention output becomes a limit on hidden states and logits through |W| only.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["VOCAB", "Attends", "Model", "Trace", "Weights", "joined", "make_weig
 
 @dataclass(frozen=True)
 class Weights:
-    """Float32."""
+    """Weights of the model, in float32."""
 
     out: torch.Tensor
-    """[L, Hq * Dv, hidden]."""
+    """Tensor [L, Hq * Dv, hidden]."""
     head: torch.Tensor
-    """[hidden, vocab]."""
+    """Tensor [hidden, vocab]."""
 
     def to(self, device: torch.device | str) -> Weights:
-        """The same numbers on a device."""
+        """Copy the weights to a device."""
         return Weights(self.out.to(device), self.head.to(device))
 
     def double(self) -> Weights:
-        """The same numbers in float64."""
+        """Convert the weights to float64."""
         return Weights(self.out.double(), self.head.double())
 
 
@@ -52,37 +52,37 @@ def make_weights(layers: int, width: int) -> Weights:
 
 @dataclass
 class Trace:
-    """Device tensors that one forward of the model produced. Under capture: the graph's own memory."""
+    """Device tensors that one forward of the model produced. Under capture they are the graph's own memory."""
 
     packed: torch.Tensor
-    """What the table gave: the memory that q, k and v are views of (or copies from)."""
+    """Rows from the table: the memory that q, k and v are views of (or copies from)."""
     dense: list[torch.Tensor]
-    """q, k, v of each layer where not all of them are views of ``packed``; else empty."""
+    """Tensors q, k, v of each layer if not all of them are views of ``packed``; else empty."""
     raw: list[torch.Tensor]
-    """What the backend returned for each layer. Some return one buffer for all layers."""
+    """Tensors that the backend returned for each layer. Some backends return one buffer for all layers."""
     attention: list[torch.Tensor]
-    """Copies of it, taken when all layers had run, or before the next one ran."""
+    """Copies of ``raw``, taken when all layers had run, or before the next one ran."""
     hidden: torch.Tensor
-    """[rows, hidden] float32; the mode's driver may prune rows."""
+    """Tensor [rows, hidden] float32; the mode's driver may prune rows."""
     logits: torch.Tensor | None = None
-    """[rows, vocab] float32, from the mode's driver, as what follows."""
+    """Tensor [rows, vocab] float32, from the mode's driver, like the next two."""
     topk_p: torch.Tensor | None = None
-    """[rows, K] float32."""
+    """Tensor [rows, K] float32."""
     topk_index: torch.Tensor | None = None
-    """[rows, K] int64."""
+    """Tensor [rows, K] int64."""
     lse: list[torch.Tensor] = field(default_factory=list)
-    """Where keys are attended in parts, for each layer: [T, P, Hq], as returned. One more part where the backend merges
-    them: what it gave for all."""
+    """Log-sum-exps [T, P, Hq] of each layer, as returned, for KV splits. One more split if the backend merges them: its
+    value for all keys."""
     part_finite: list[torch.Tensor] = field(default_factory=list)
-    """Likewise [T, P] bool: whether a part's output has neither NaN nor Inf in a row."""
+    """Tensors [T, P] bool for KV splits: true if a split's output has neither NaN nor Inf in a row."""
     of_parts: list[torch.Tensor] = field(default_factory=list)
-    """What the backend returned for each part of each layer, outputs and log-sum-exps."""
+    """Outputs and log-sum-exps that the backend returned for each KV split of each layer."""
     beside_out: list[torch.Tensor] = field(default_factory=list)
-    """Where outputs lie in memory of the caller: what lies before and behind that of each layer."""
+    """Memory before and after the output of each layer, if the caller owns the output's memory."""
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
-    """Several forwards as one, their rows one behind the other. Device work only; without logits and what follows."""
+    """Join several forwards into one, their rows in sequence. Device work only; without logits and top-k."""
 
     def rows(parts: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         return [torch.cat(each) for each in zip(*parts, strict=True)]
@@ -101,7 +101,7 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
 
 class Attends(Protocol):
-    """A backend, or what stands before one."""
+    """A backend, or a wrapper of one."""
 
     @property
     def forward(self) -> Callable[..., torch.Tensor]:
@@ -109,11 +109,11 @@ class Attends(Protocol):
 
 
 _Part = tuple[int, int, int, int]
-"""First element in a token's row of one layer, heads, elements from head to head, and those of a head that are its."""
+"""First element in a token's row of one layer, number of heads, stride of heads, and elements per head."""
 
 
 def _parts(layer: AttentionLayer) -> tuple[_Part, _Part, _Part]:
-    """Where q, k and v of a token lie. MLA: v is the first part of k."""
+    """Places of q, k and v of a token. MLA: v is the first part of k."""
     heads, dim = layer.tp_q_head_num, layer.head_dim
     q, k = (0, heads, dim, dim), (heads * dim, layer.tp_k_head_num, dim, dim)
     if layer.is_mla:
@@ -123,14 +123,14 @@ def _parts(layer: AttentionLayer) -> tuple[_Part, _Part, _Part]:
 
 
 def row_width(layers: tuple[AttentionLayer, ...]) -> int:
-    """Elements of q, k and v that a token has in one layer; where layers differ, in the widest."""
+    """Number of elements of q, k and v per token in one layer; in the widest if layers differ."""
     return max(start + heads * stride for layer in layers for start, heads, stride, _ in _parts(layer))
 
 
 def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mla: bool, maps: Sequence[HeadMap] = ()) -> torch.Tensor:
-    """[L, T, H, D] tensors -> [T, L, width] rows of the model's table (host). MLA: v is a part of k.
+    """Pack [L, T, H, D] tensors into [T, L, width] rows of the model's table (host). MLA: v is a part of k.
 
-    ``maps``: of each layer, where they differ in their heads. A row holds what is the layer's own, and NaN behind it.
+    ``maps``: one per layer, if layers have different heads. A row holds the layer's own heads, then NaN.
     """
     if not maps:
         return torch.cat([x.flatten(2).transpose(0, 1) for x in ((q, k) if mla else (q, k, v))], -1)
@@ -159,10 +159,11 @@ class Model:
         *,
         strided_heads: bool = False,
     ) -> None:
-        """``table`` [rows, L, width] in the model's dtype and ``hidden_table`` [rows, hidden] float32: one row a token.
+        """Take ``table`` [rows, L, width] in the model's dtype and ``hidden_table`` [rows, hidden] float32: a row is a
+        token.
 
-        Both are the caller's to fill; their last rows hold NaN. ``width``: see ``row_width``. ``strided_heads``: the
-        backend claims ``takes_strided_heads``.
+        The caller fills both; their last rows hold NaN. ``width``: see ``row_width``. ``strided_heads``: the backend
+        declares ``takes_strided_heads``.
         """
         self.layers, self.table, self.hidden_table = layers, table, hidden_table
         self._parts, self._width = [_parts(layer) for layer in layers], row_width(layers)
@@ -171,21 +172,21 @@ class Model:
             tuple(slice(start * size, (start + heads * w) * size) for start, heads, _, w in parts)
             for parts in self._parts
         )
-        """Of each layer: where q, k and v lie in a token's row."""
+        """Places of q, k and v in a token's row, per layer."""
         self.contiguous = case.pick("qkv-memory") == CONTIGUOUS
-        """In half the cases q, k, v are contiguous, in the others they are strided views of one packed tensor."""
+        """True in half the cases; in the others q, k, v are strided views of one packed tensor."""
         self._side_by_side = strided_heads and case.strided_heads
         weights = make_weights(len(layers), case.heads.q_heads * case.head_dim).to(table.device)
         self._out, self._head = weights.out.unbind(0), weights.head
         if case.head_maps:
-            # [hidden, Hq, Dv] of the case; what the layer lacks gives zeros, and is not multiplied.
+            # [hidden, Hq, Dv] of the case; heads that the layer lacks give zeros, and are not multiplied.
             by_head = [w.t().reshape(HIDDEN, case.heads.q_heads, case.head_dim) for w in self._out]
             own = [each.q_part(w) for each, w in zip(case.head_maps, by_head, strict=True)]
             self._out = tuple(part.flatten(1).t().contiguous() for part in own)
 
     @property
     def nan_row(self) -> int:
-        """Token id whose activations are NaN."""
+        """The token id whose activations are NaN."""
         return self.table.shape[0] - 1
 
     def forward(
@@ -199,18 +200,18 @@ class Model:
         at_once: bool = False,
         turned: bool = False,
     ) -> Trace:
-        """All layers. Device work only, so it may be captured. ``look`` is called after each layer.
+        """Run all layers. Device work only, so it may be captured. ``look`` is called after each layer.
 
         ``save_kv_cache`` False: the pool holds the new keys and values already; with ``none_kv`` the first layer gets
-        None for them. ``lend``: (layer, rows) -> the output's memory [rows, Hq, Dv]. ``at_once``: an output need not
-        hold until all layers have run. ``turned``: see ``Step.turned``. The trace has hidden states and no
-        logits. Raises what the backend and ``look`` raise.
+        None for them. ``lend``: (layer, rows) -> the output's memory [rows, Hq, Dv]. ``at_once``: an output may be
+        overwritten by the next layer. ``turned``: see ``Step.turned``. The trace has hidden states and no logits.
+        Exceptions of the backend and of ``look`` are passed on.
         """
         packed = self.table.index_select(0, batch.input_ids)
         hidden = self.hidden_table.index_select(0, batch.input_ids)
         trace = Trace(packed, [], [], [], hidden)
         rows = packed.shape[0]
-        # By name and only when it is False: servers leave the argument out elsewhere.
+        # Passed by name and only if it is False: otherwise servers leave the argument out.
         named: dict[str, Any] = {} if save_kv_cache else {"save_kv_cache": False}
         none_kv = none_kv and not save_kv_cache
         contiguous = self.contiguous != turned
@@ -224,7 +225,7 @@ class Model:
             if contiguous or self._side_by_side:
                 trace.dense += [q, k, v]
             if none_kv and index == 0:
-                # The contract's types say tensors: nobody else gets it.
+                # None contradicts the contract's types, so only backends that declare it get it.
                 k = v = cast(torch.Tensor, None)
             if lend is not None:
                 named["out"] = lend(layer, rows)
@@ -236,7 +237,7 @@ class Model:
             hidden = hidden + out.flatten(1).float() @ self._out[index]
         if not at_once:
             trace.attention += [_copy(out) for out in trace.raw]
-        # As they are now, in memory that can be read in one piece.
+        # Copies of the present values, in contiguous memory.
         trace.dense = [each.contiguous() for each in trace.dense]
         trace.hidden = hidden
         return trace
@@ -244,8 +245,8 @@ class Model:
     def _split(self, packed: torch.Tensor, layer: int, rows: int) -> list[torch.Tensor]:
         """q, k and v [rows, heads, dim] of one layer: views of ``packed`` [rows, L, width], which is contiguous.
 
-        The stride between rows is kept, as a server's ``split`` leaves it. ``view`` would tidy the stride of a lone
-        row, and ``contiguous`` never does: kernels have refused it (vLLM #32417).
+        The stride between rows is kept, as a server's ``split`` leaves it. ``view`` would normalize the stride of a
+        single row, and ``contiguous`` never does: kernels have refused it (vLLM #32417).
         """
         step, first = len(self.layers) * self._width, layer * self._width
         return [
@@ -254,5 +255,5 @@ class Model:
         ]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] float32 -> [rows, vocab] float32."""
+        """Map [rows, hidden] float32 to [rows, vocab] float32."""
         return hidden @ self._head

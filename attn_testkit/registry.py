@@ -1,4 +1,4 @@
-"""How a backend is named, found and refused: short names, ``module:Class``, and what to say about anything else."""
+"""Names of backends: short names, ``module:Class``, how they are found, and errors for anything else."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ GROUP = "attn_testkit.backends"
 """Entry-point group in which a distribution registers short names: ``triton = "pkg.module:Class"``."""
 
 BRIDGES: Mapping[str, str] = {"sglang": "attn_testkit.bridges.sglang", "vllm": "attn_testkit.bridges.vllm"}
-"""Server -> module whose ``backend_class(name)`` gives that server's own backend: ``sglang:triton``."""
+"""Server -> module whose ``backend_class(name)`` returns that server's own backend: ``sglang:triton``."""
 
 
 class UsageError(Exception):
-    """Asked for something that does not exist. The message is one line for the user; exit code 4."""
+    """Raised for a request that cannot be met. The message is one line for the user; exit code 4."""
 
 
 class BackendNotFound(UsageError):
-    """The spec names no usable backend class."""
+    """Raised if a spec does not name a usable backend class."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a backend comes from."""
+    """The distribution or file that a backend comes from."""
 
     distribution: str = ""
     version: str = ""
@@ -64,7 +64,7 @@ class Origin:
 
     @property
     def label(self) -> str:
-        """For headers: the version, else the file, else nothing."""
+        """Label for headers: the version, else the file, else nothing."""
         return self.version or (f"({Path(self.file).name})" if self.file else "")
 
     def __str__(self) -> str:
@@ -79,13 +79,13 @@ class BackendInfo:
     spec: str
     origin: Origin
     capabilities: str = ""
-    """One line; empty when the class could not be loaded."""
+    """Capabilities in one line; empty if the class could not be loaded."""
     failure: str = ""
-    """Why it could not be loaded; empty when it could."""
+    """The reason why it could not be loaded; empty if it could."""
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """``; did you mean 'x'?`` or nothing."""
+    """Suggest the nearest known word, as ``; did you mean 'x'?``; empty if none is near."""
     known = list(known)
     folded = word.strip().lower().replace("_", "-")
     close = [k for k in known if k.lower().replace("_", "-") == folded]
@@ -94,7 +94,7 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def unknown(what: str, word: str, known: Iterable[str]) -> str:
-    """``unknown mode 'decod'; did you mean 'decode'?``, or the whole list when nothing is near."""
+    """Text of an error: ``unknown mode 'decod'; did you mean 'decode'?``, or the whole list if nothing is near."""
     known = list(known)
     listed = ", ".join(known)
     return f"unknown {what} {word!r}{did_you_mean(word, known) or f' ({listed})'}"
@@ -103,8 +103,8 @@ def unknown(what: str, word: str, known: Iterable[str]) -> str:
 def load_backend(spec: str) -> type[AttentionBackend]:
     """The class that a short name, ``module:Class`` or ``server:name`` names.
 
-    Imports its module, and so torch. Raises ``BackendNotFound``, with one line that says what is wrong, when the name
-    is unknown, the module does not import, or what it names is no backend.
+    Imports its module, and so torch. Raises ``BackendNotFound`` with the reason in one line if the name is unknown, the
+    module cannot be imported, or the object is not a backend.
     """
     if ":" not in spec:
         spec = _registered_spec(spec)
@@ -122,12 +122,12 @@ def load_backend(spec: str) -> type[AttentionBackend]:
 
 
 def registered_backends() -> list[BackendInfo]:
-    """Every registered backend, sorted by name, and none of them imported: what each claims is left empty."""
+    """Every registered backend, sorted by name, without importing any: ``capabilities`` is left empty."""
     return [BackendInfo(name, p.value, _entry_origin(p)) for name, p in sorted(_entry_points().items())]
 
 
 def origin_of(spec: str) -> Origin:
-    """Distribution and version behind a spec, without importing it; its file when no distribution owns it."""
+    """Distribution and version of a spec, without importing it; its file if no distribution owns it."""
     point = _entry_points().get(spec)
     if point is not None:
         return _entry_origin(point)
@@ -140,7 +140,7 @@ def origin_of(spec: str) -> Origin:
 
 @lru_cache(maxsize=1)
 def _owners_of_packages() -> Mapping[str, Sequence[str]]:
-    # It reads the file lists of everything that is installed: up to a second.
+    # This reads the file lists of all installed packages, which takes up to a second.
     return metadata.packages_distributions()
 
 
@@ -158,10 +158,10 @@ def _registered_spec(name: str) -> str:
     if name in points:
         return points[name].value
     if name in BRIDGES:
-        raise BackendNotFound(f"backend {name!r} is a server; name one of its backends, {name}:NAME")
+        raise BackendNotFound(f"{name!r} is a server; name one of its backends, {name}:NAME")
     known = " (write module:Class)"
     if points:
-        own = "a name of your own is known once its package is installed"
+        own = "to add a name, install the package that registers it"
         known = f" (known: {', '.join(sorted(points))}; or module:Class; {own})"
     if "/" in name or name.endswith(".py"):
         raise BackendNotFound(_is_a_file(name, name, "Class"))
@@ -194,7 +194,7 @@ def _import(spec: str, module_name: str) -> ModuleType:
             raise BackendNotFound(_is_a_file(spec, module_name, spec.partition(":")[2])) from error
         if module_name == missing or module_name.startswith(missing + "."):
             hint = did_you_mean(missing, _siblings(missing), cutoff=0.75)
-            raise BackendNotFound(f"backend {spec!r}: there is no module {missing!r}{hint}") from error
+            raise BackendNotFound(f"backend {spec!r}: module {missing!r} does not exist{hint}") from error
         raise BackendNotFound(_import_failed(spec, module_name, error)) from error
     except KeyboardInterrupt:
         raise
@@ -213,8 +213,8 @@ def _import_failed(spec: str, module_name: str, error: BaseException) -> str:
 
 
 def import_failure(error: BaseException) -> str:
-    """What an import raised and where, in one line: ``ImportError: no libcudart (at /.../vendor/__init__.py:12)``."""
-    # The innermost frame that an author can mend: the line of the user's file that broke, or of a package it imports.
+    """The error of an import in one line: ``ImportError: no libcudart (at /.../vendor/__init__.py:12)``."""
+    # The innermost frame that an author can fix: the line of the user's file that broke, or of a package it imports.
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _MACHINERY.search(f.filename)]
     at = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     text = readable(" ".join(message_of(error).split()), MOST_OF_A_MESSAGE)
@@ -225,10 +225,10 @@ _KIT = re.escape(str(Path(__file__).parent))
 _MACHINERY = re.compile(
     rf"importlib|<string>|/site-packages/(torch|triton)/|{_KIT}/(\w+\.py|(contract|emulation|graphs)/)"
 )
-"""Files whose frames are no author's line: what imports, what refuses a claim, torch, the emulation in its place."""
+"""Files whose frames belong to no author: import machinery, torch, the emulation, the contract's refusals."""
 
 MOST_OF_A_MESSAGE = 1000
-"""Characters."""
+"""Longest message, in characters."""
 
 
 def _siblings(module_name: str) -> list[str]:
@@ -249,7 +249,7 @@ def _attribute(spec: str, owner: object, name: str) -> object:
 
 
 def checked_class(spec: str, found: object) -> type[AttentionBackend]:
-    """The backend class that ``spec`` named, if it is one; ``BackendNotFound`` says what it is instead or lacks."""
+    """Return the object that ``spec`` named if it is a backend class; else raise ``BackendNotFound``."""
     from .contract import AttentionBackend, Capabilities
 
     if not isinstance(found, type):
@@ -276,7 +276,7 @@ _OLDER_HOOKS = ("init_forward_metadata_capture_cuda_graph", "init_forward_metada
 
 
 def _wrong_older_hooks(found: type[AttentionBackend], claims: Capabilities) -> str:
-    """What keeps the older pair of graph hooks from being called, or nothing."""
+    """The reason why the older pair of graph hooks would not be called, or nothing."""
     from .contract import AttentionBackend, LegacyGraphHooks
 
     def inherits(name: str, owner: type) -> bool:
@@ -288,9 +288,9 @@ def _wrong_older_hooks(found: type[AttentionBackend], claims: Capabilities) -> s
     if not issubclass(found, LegacyGraphHooks):
         older = [name for name in _OLDER_HOOKS if hasattr(found, name)]
         unheard = bool(older) and plain and not plans_inside and bool(claims.graph)
-        return f"implements {older[0]}, which is called through LegacyGraphHooks alone; {order}" if unheard else ""
+        return f"implements {older[0]}, which is called only through LegacyGraphHooks; {order}" if unheard else ""
     if plain:
-        return f"mixes LegacyGraphHooks in after AttentionBackend, whose hooks hide it; {order}"
+        return f"inherits LegacyGraphHooks after AttentionBackend, whose hooks hide it; {order}"
     if not inherits("init_forward_metadata_out_graph", LegacyGraphHooks):
         return ""
     missing = [name for name in _OLDER_HOOKS if claims.graph and inherits(name, LegacyGraphHooks)]
@@ -300,7 +300,7 @@ def _wrong_older_hooks(found: type[AttentionBackend], claims: Capabilities) -> s
 
 
 def capabilities_line(claims: Capabilities) -> str:
-    """What a backend claims, in one line for ``list``."""
+    """Capabilities of a backend in one line, for ``list``."""
     from .contract import ForwardMode
 
     modes = [

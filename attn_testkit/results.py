@@ -140,12 +140,12 @@ _GENERATED = re.compile(
 
 
 def is_generated(filename: str) -> bool:
-    """True if a compiler wrote this file, judging by its path: no line of it belongs to an author."""
+    """True if a compiler wrote this file, according to its path: no line of it belongs to an author."""
     return bool(_GENERATED.search(filename.replace("\\", "/")))
 
 
 class Status(StrEnum):
-    """How one case-run ended. Each status means something else to the reader, so they are never merged."""
+    """Ending of one case-run. Each status means something else to the reader, so they are never merged."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -174,7 +174,7 @@ RAN = frozenset({Status.PASSED, Status.KNOWN_FAILURE}) | BAD
 class ErrorMap:
     """Error over limit of a wrong step by row and head, the largest over layers and dims.
 
-    There are at most 32 by 32 cells: with more rows or heads, neighbors share a cell, which holds the largest value.
+    There are at most 32 by 32 cells: with more rows or heads, adjacent ones share a cell, which has the largest value.
     """
 
     ratios: tuple[tuple[float, ...], ...]
@@ -211,7 +211,7 @@ class Finding:
     check: str
     """Id of the check, as ``attn-testkit explain`` knows it."""
     headline: str
-    """One line that can be read alone: ``request 3 differs from the oracle, 56x over the limit``."""
+    """One complete line: ``request 3 differs from the oracle, 56x over the limit``."""
     where: str = ""
     spread: str = ""
     attended: str = ""
@@ -380,7 +380,7 @@ def exit_code(
 
 
 def format_failure(result: CaseResult, header: RunHeader | None = None, *, first_only: bool = False) -> str:
-    """The text of a case-run that did not pass. Its first line can be read alone."""
+    """The text of a case-run that did not pass. Its first line is complete in itself."""
     if not result.case:
         return f"{result.backend} {result.mode} {result.execution}: {result.status}: {result.reason}"
     lines: list[str] = []
@@ -501,7 +501,7 @@ def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
     if not result.case.endswith(NO_CASE):
         rest += [f"--after {each}" for each in result.after]
         return " ".join([shlex.join(program()), "repro --backend", result.backend, *rest, result.case])
-    # There is no case to name; planning the mode again shows the failure.
+    # Without a case to name, planning the mode again shows the failure.
     if header and header.tier != "smoke":
         rest.append(f"--tier {header.tier}")
     mode = ["--mode", result.mode] if result.mode else []

@@ -35,8 +35,8 @@ Examples:
   attn-testkit audit --device cuda --class ABCJK
   attn-testkit audit --mutants my_pkg.attn:MyBackend --sample 100 --journal mutants.jsonl
 \b
-Exit code 1: a seeded bug or a mutant survives, a known-good backend fails, an adversarial
-backend passes, or a check catches nothing that others do not.""",
+Exit code 1: a bug or a mutant survives, a known-good backend fails, an adversarial one
+passes, or a check catches nothing that others do not.""",
 )
 @click.option("--tier", type=Spelled("tier", TIERS), default="core", show_default=True, help="Number of cases.")
 @click.option(
@@ -44,7 +44,7 @@ backend passes, or a check catches nothing that others do not.""",
     "faults",
     multiple=True,
     metavar="GLOB",
-    help="Only broken or known-good backends with such a name; repeatable.",
+    help="Only backends with such a name; repeatable.",
 )
 @click.option("--class", "classes", default="", metavar="LETTERS", help="Only seeded bugs of these classes, as ABCJK.")
 @device_option
@@ -56,13 +56,13 @@ backend passes, or a check catches nothing that others do not.""",
     default=240.0,
     show_default=True,
     metavar="S",
-    help="Time limit of one seeded bug in seconds.",
+    help="Time limit of one bug.",
 )
 @click.option(
     "--last",
     type=click.Path(),
     metavar="FILE",
-    help="Results of an earlier --json: the case that caught a bug is tried first.",
+    help="An earlier --json: what caught a bug is tried first.",
 )
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results as JSON.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write the kill matrix as a page.")
@@ -89,7 +89,7 @@ def audit(
     docs: str | None,
     **hunting: Any,
 ) -> int:
-    """Test the kit itself: every broken or adversarial backend must fail, every known-good one must pass.
+    """Test the kit itself: broken and adversarial backends must fail, known-good ones must pass.
 
     With --mutants: change a backend in one place at a time, and report the changes that no case notices.
     """

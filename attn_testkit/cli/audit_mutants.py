@@ -37,7 +37,7 @@ def mutant_options(command: F) -> F:
         click.option("--most", type=click.IntRange(0), metavar="N", help="At most N core case-runs per mutant."),
         click.option("--minutes", type=_Minutes, metavar="M", help="Start no mutant after M minutes."),
         click.option("--journal", type=click.Path(), metavar="FILE", help="Keep verdicts here, and resume."),
-        click.option("--equivalent", "equivalents", type=click.Path(), metavar="FILE", help="TOML of mutants to ignore."),
+        click.option("--equivalent", "equivalents", type=click.Path(), metavar="FILE", help="Mutants to ignore."),
     ]  # fmt: skip
     for option in reversed(options):
         command = option(command)

@@ -23,7 +23,7 @@ __all__ = ["list_"]
 
 @click.command(
     "list",
-    short_help="Show the registered backends, or the cases a run would take.",
+    short_help="Show the registered backends, or the cases of a run.",
     epilog="""\b
 Examples:
   attn-testkit list

@@ -71,14 +71,12 @@ class Seconds(click.ParamType[float]):
 backend_option = click.option(
     "--backend", "-b", "backends", multiple=True, metavar="SPEC", help="Registered name or module:Class; repeatable."
 )
-device_option = click.option(
-    "--device", type=Device(), default="auto", show_default=True, help="cpu: emulate CUDA and its graphs."
-)
+device_option = click.option("--device", type=Device(), default="auto", show_default=True, help="cpu emulates CUDA.")
 execution_option = click.option(
     "--execution", "executions", multiple=True, type=Spelled("execution", EXECUTIONS), help="Default: both."
 )
 case_option = click.option(
-    "--case", "cases", multiple=True, metavar="GLOB", help="Only cases whose id matches, as 'decode-*'; repeatable."
+    "--case", "cases", multiple=True, metavar="GLOB", help="Only cases whose id matches, as 'decode-*'."
 )
 
 

@@ -40,40 +40,39 @@ Examples:
 @selection_options
 @click.option(
     "--cases-from", type=click.Path(), metavar="FILE",
-    help="Only the cases listed in a file, one per line.",
+    help="Only the cases in a file, one per line.",
 )  # fmt: skip
 @click.option("--known-failures", type=click.Path(), metavar="FILE", help="TOML file of failures to tolerate.")
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results, updated as they come.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write an HTML report.")
 @click.option(
     "--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-    help="Worker processes; they share all visible GPUs.",
+    help="Processes; they share all GPUs.",
 )  # fmt: skip
 @click.option(
     "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S",
-    help="Time limit of one case-run in seconds.",
+    help="Time limit of one case-run.",
 )  # fmt: skip
 @click.option(
     "--budget", type=Seconds("budget"), metavar="S",
-    help="Start no case-run after S seconds; run the most valuable ones first. Exit code 7: cut short.",
+    help="Start no case-run after S seconds; the most valuable ones come first. Exit code 7.",
 )  # fmt: skip
 @click.option(
     "--last", type=click.Path(), metavar="FILE",
-    help="With --budget: run what failed in this results file first.",
+    help="With --budget: run what failed there first.",
 )  # fmt: skip
 @click.option(
     "--rest-of", type=click.Path(), multiple=True, metavar="FILE",
-    help="Skip what already ran in this results file; repeatable.",
+    help="Skip what ran in this results file.",
 )  # fmt: skip
-@click.option("--in-process", is_flag=True, help="Run the backend in this process, to debug it. Not for CI.")
+@click.option("--in-process", is_flag=True, help="Run in this process, to debug. Not for CI.")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures.")
-@click.option("-x", "stop_first", is_flag=True, help="Stop at the first failure; run the simplest cases first.")
+@click.option("-x", "stop_first", is_flag=True, help="Stop after the first, simplest cases first.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 def run(**values: Any) -> int:
     """Test one or more backends in every mode they declare.
 
-    Failures are printed as they occur, a table and a one-line verdict at the end. Each case-run happens in a child
-    process, so a crash or a hang costs one case-run.
+    Failures are printed as they occur. Each case-run happens in a child process, so that a crash costs one case-run.
     """
     request = request_from(values)
     if values["cases_from"]:
@@ -137,8 +136,8 @@ def _run(request: Request, values: dict[str, Any]) -> int:
 
 
 NO_GATE = (
-    "  --in-process is for debugging only: the backend shares this process with the code that judges it, and could "
-    "change the verdict"
+    "  --in-process is for debugging only: the backend shares this process with the checker, and could change "
+    "the verdict"
 )
 
 

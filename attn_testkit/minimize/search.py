@@ -1,7 +1,7 @@
-"""The search: dimensions are made plain in ever smaller groups, then values smaller, as long as the case still fails.
+"""The search: dimensions are reset in ever smaller groups, then values made smaller, as long as the case still fails.
 
-Each step keeps a case that fails and is nearer to the plain one, so it ends; which cases are tried follows from the
-first one, the claims and the results alone.
+Each step keeps a case that fails and is nearer to the minimal one, so the search ends. Its cases depend only on the
+first one, the capabilities and the results.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from ..results import BAD, CaseResult, Status, failed_check
 __all__ = ["DIMENSIONS", "Need", "Search", "TimeUp", "changed", "needs", "odd_dimensions"]
 
 DIMENSIONS: Mapping[str, Simpler] = {each.name: each.simpler for each in ALL if isinstance(each.simpler, Simpler)}
-"""By name, in the order in which they are printed: that of a case id's words."""
+"""Dimensions by name, in the order in which they are printed: that of a case id's words."""
 
 _SEEDS = (1, 2, 3)
 _MOST_FOR_SEEDS = 5
-"""Dimensions beyond which no other seeds are tried: each pair of them takes a case-run for each seed."""
+"""Number of dimensions beyond which no other seeds are tried: each pair of them takes one case-run per seed."""
 
 
 class TimeUp(Exception):
-    """No more case-runs."""
+    """Raised if there is no time for another case-run."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """A dimension in which the smallest case is not plain."""
+    """A dimension in which the smallest case differs from the minimal one."""
 
     name: str
     value: str
     plain: str
 
     def __str__(self) -> str:
-        return f"{self.name} {self.value} (plain: {self.plain})"
+        return f"{self.name} {self.value} (minimal: {self.plain})"
 
 
 def changed(case: Case, changes: Changes) -> Case:
-    """The case with other values, and in extend with the room in its graph that its new tokens need. Raises
-    ``ValueError`` if there is no such case.
+    """Change values of a case; in extend, also make room in its graph for its new tokens. Raises ``ValueError`` if
+    there is no such case.
     """
     values = {"new": case.new, "width": case.width, "bucket": case.bucket, **changes}
     if case.mode is ForwardMode.EXTEND and sum(values["new"]) > values["bucket"] * values["width"]:
@@ -58,39 +58,39 @@ def changed(case: Case, changes: Changes) -> Case:
 
 
 def odd_dimensions(case: Case, plain: Case) -> list[str]:
-    """Names of ``DIMENSIONS`` in which a case differs from the plain one."""
+    """Names of ``DIMENSIONS`` in which a case differs from the minimal one."""
     return [name for name, dimension in DIMENSIONS.items() if dimension.of(case) != dimension.of(plain)]
 
 
 def needs(case: Case, plain: Case) -> list[Need]:
-    """The same with their values."""
+    """Dimensions in which a case differs from the minimal one, with their values."""
     found = ((name, DIMENSIONS[name].value) for name in odd_dimensions(case, plain))
     return [Need(name, words(case), words(plain)) for name, words in found]
 
 
 @dataclass
 class Search:
-    """One failing case-run made small: ``begin``, then ``go_on``. Either may raise ``TimeUp``; ``smallest`` is then the
-    smallest so far.
+    """The search for the smallest failing case: ``begin``, then ``go_on``. Either may raise ``TimeUp``; ``smallest`` is
+    then the smallest so far.
     """
 
     claims: Capabilities
     run: Callable[[Case], CaseResult]
     """One case-run, whatever the backend does."""
     seconds: float
-    """From when the search is made; no case-run but the first begins after them."""
+    """Time limit from the construction of the search; only the first case-run may start after it."""
     any_failure: bool = False
-    """Whether another check may fail than in the first case."""
+    """True if another check may fail than in the first case."""
     on_result: Callable[[CaseResult, Search], None] = lambda result, search: None
-    """Called after each case-run that was new."""
+    """Function that is called after each new case-run."""
     clock: Callable[[], float] = time.monotonic
     first: CaseResult | None = None
     smallest: CaseResult | None = None
     """The smallest case that fails as the first did."""
     plain: Case | None = None
-    """What the case is made small towards: the plainest case of its mode that passes."""
+    """The goal: the minimal case of its mode that passes."""
     plain_passes: bool = False
-    """Whether there is one, as far as is known; without it ``plain`` is the plainest case, which fails."""
+    """True if such a case is known; else ``plain`` is the minimal case, which fails."""
     _results: dict[str, CaseResult] = field(default_factory=dict)
     _begun: float = field(init=False)
 
@@ -99,18 +99,18 @@ class Search:
 
     @property
     def runs(self) -> int:
-        """Case-runs so far."""
+        """Number of case-runs so far."""
         return len(self._results)
 
     def begin(self, case: Case) -> CaseResult:
-        """Run the case. Where it fails, ``go_on`` makes it small."""
+        """Run the case. If it fails, ``go_on`` minimizes it."""
         self.first = result = self._result(case)
         if result.status in BAD:
             self.smallest = result
         return result
 
     def go_on(self) -> None:
-        """Find the plain case, then make the failing one smaller until nothing nearer to it fails alike."""
+        """Find the minimal case, then move the failing one toward it until nothing nearer fails in the same way."""
         self._find_plain()
         while self._make_plain() | self._make_nearer() or self._make_plain_with_seeds():
             pass
@@ -124,7 +124,7 @@ class Search:
         self.plain = candidates[0]
 
     def forget(self) -> None:
-        """Take the first case for the smallest again."""
+        """Return to the first case as the smallest."""
         self.smallest = self.first
 
     @property
@@ -134,12 +134,12 @@ class Search:
         return parse_case(self.smallest.case)
 
     def odd(self) -> list[str]:
-        """In which dimensions the smallest case is not plain."""
+        """Names of dimensions in which the smallest case differs from the minimal one."""
         assert self.plain is not None
         return odd_dimensions(self.case, self.plain)
 
     def _make_plain(self) -> bool:
-        """All dimensions that are not plain at once, then halves of them, quarters, and each alone."""
+        """Reset all differing dimensions at once, then halves of them, quarters, and each by itself."""
         found = False
         size = len(self.odd())
         while size:
@@ -149,7 +149,7 @@ class Search:
         return found
 
     def _with_plain(self, names: Sequence[str]) -> Case | None:
-        """The smallest case with the plain values of some dimensions. Those that need another's first wait for it."""
+        """Reset some dimensions of the smallest case. A dimension that depends on another waits for it."""
         assert self.plain is not None
         case, waiting = self.case, list(names)
         while waiting:
@@ -165,8 +165,8 @@ class Search:
         return case
 
     def _make_plain_with_seeds(self) -> bool:
-        """Two dimensions at once for a seed. What an id decides beyond its words may be all that they have to do with
-        the failure, and a seed decides it anew.
+        """Replace two dimensions at once by a seed. Derived parameters may be all that they contribute to the failure,
+        and a seed changes those too.
         """
         odd = self.odd()
         if "seed" in odd or not 2 < len(odd) <= _MOST_FOR_SEEDS:
@@ -179,7 +179,7 @@ class Search:
         return False
 
     def _make_nearer(self) -> bool:
-        """Smaller values, of each dimension until none of them fails."""
+        """Try smaller values of each dimension until none of them fails."""
         assert self.plain is not None
         found = False
         for name in DIMENSIONS:
@@ -199,7 +199,7 @@ class Search:
         return False
 
     def _keeps(self, case: Case | None) -> bool:
-        """Whether a case is nearer to plain, is claimed, and fails like the first one; it is the smallest then."""
+        """Take a case as the smallest if it is declared, nearer to the minimal one, and fails like the first one."""
         if case is None or self._cost(case) >= self._cost(self.case) or not_claimed(self.claims, case):
             return False
         result = self._result(case)

@@ -65,7 +65,7 @@ def add(parser: pytest.Parser) -> None:
     )  # fmt: skip
     group.addoption(
         "--attn-budget", type=_budget, metavar="S", dest="attn_budget",
-        help="Start no case-run of the suite after S seconds; the most valuable ones run first. Exit code 7: cut short.",
+        help="Start no case-run of the suite after S seconds; the most valuable ones come first. Exit code 7.",
     )  # fmt: skip
     group.addoption(
         "--attn-keep-unloadable", action="store_true", dest="attn_keep_unloadable",

@@ -107,7 +107,7 @@ class Session:
         return self.prepared
 
     def judge(self) -> Judge:
-        """The process that judges, started on first use."""
+        """The judge's process, started on first use."""
         if self._judge is None:
             self._judge = JudgeProcess(Options(timeout_s=self.timeout_s or Options.timeout_s), self.request.device)
         return self._judge

@@ -1,9 +1,8 @@
 """Failures grouped by cause, so that one bug in forty case-runs is read once.
 
-The cause of a case-run is the most telling text of its first finding. What belongs to the case is taken out of it
-(numbers, rows, requests), and what a compiler makes up (names of files, kernels, buffers and symbols, addresses).
-Case-runs of one backend and check with equal texts are a group. For an exception, only its type and the author's line
-count.
+The cause of a case-run is the most telling text of its first finding, without words that belong to the case (numbers,
+rows, requests) or that a compiler makes up (names of files, kernels, buffers and symbols, addresses). Case-runs of one
+backend and check with equal texts are a group. For an exception, only its type and the author's line count.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["Group", "cause_lines", "group_failures", "without_numbers"]
 
 @dataclass(frozen=True)
 class Group:
-    """Case-runs of one backend that failed for one cause, judging by their texts."""
+    """Case-runs of one backend that failed for one cause, according to their texts."""
 
     backend: str
     check: str
@@ -65,7 +64,7 @@ def cause_lines(groups: Sequence[Group], most: int = 10) -> list[str]:
 def _split(backend: str, check: str, members: Sequence[tuple[CaseResult, tuple[_Line, ...]]]) -> Iterable[Group]:
     """Split case-runs into groups: the line that most of them share names the first group; the rest is split further.
 
-    The first line alone will not do: the first pattern of a case depends on its shapes, and one bug shows several.
+    The first line is not enough: the first pattern of a case depends on its shapes, and one bug shows several.
     """
     rest = list(members)
     while rest:
@@ -141,7 +140,7 @@ RESTATES_THE_CHECK = (
     "on a fresh instance, without graphs, the same eager step is right",
     "something of an earlier step is kept",
 )
-"""Hints that every failure of a check has: what diagnosis found out to blame that check."""
+"""Beginnings of hints that every failure of a check has: they repeat why diagnosis chose that check."""
 
 _NUMBER = r"-?(?:0x[0-9a-f]+|\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 _MADE_UP = (

@@ -94,7 +94,7 @@ class FailureTexts:
         self._shown: Counter[tuple[str, str, str, str]] = Counter()
 
     def of(self, result: CaseResult) -> tuple[str, str]:
-        """The first line, which can be read alone, and the rest of the text."""
+        """The first line, which is complete in itself, and the rest of the text."""
         check = result.findings[0].check if result.findings else result.status.value
         kind = (result.backend, result.mode, result.execution, check)
         self._shown[kind] += 1

@@ -54,9 +54,7 @@ def test_every_backend_is_tried_and_a_broken_one_does_not_keep_the_kit_from_runn
 def test_where_the_plain_backend_does_not_pass_the_kit_cannot_run(call):
     code, out, _ = call(backends=("fake:wrong", "fake:ok"), plain="fake:wrong")
     assert code == 1
-    assert out.splitlines()[-1].startswith(
-        "the kit cannot run here: the plain torch backend does not pass: decode-wrong"
-    )
+    assert out.splitlines()[-1].startswith("the kit cannot run here: torch_native does not pass: decode-wrong")
 
 
 def test_where_the_judge_ends_the_kit_cannot_run_and_the_machine_is_still_described(call):

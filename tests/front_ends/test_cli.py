@@ -70,7 +70,10 @@ def test_cases_come_from_a_file_beside_those_of_the_command(call, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "cannot read ids.txt: No such file or directory"), ("# none\n", "ids.txt names no case; expected an id")],
+    [
+        (None, "cannot read ids.txt: No such file or directory"),
+        ("# none\n", "ids.txt names no case; expected one case id"),
+    ],
 )
 def test_a_file_of_cases_that_names_none_is_wrong_usage_and_no_whole_tier(call, tmp_path, text, message):
     if text is not None:
@@ -119,7 +122,9 @@ def test_a_full_disk_costs_the_record_and_not_the_verdict(call, words, verdict):
     code, out, err = call("run", "--backend", f"fake:{words}", "--json", "/dev/full")
     assert code == verdict
     assert "of 8 planned case-runs" in out.splitlines()[-1]
-    assert "attn-testkit: the record is not complete: /dev/full lacks what came after 0 results: No space left" in err
+    assert (
+        "attn-testkit: the results file is incomplete: /dev/full lacks what came after 0 results: No space left" in err
+    )
     assert "Traceback" not in err
 
 
@@ -149,9 +154,9 @@ def test_a_run_that_stops_early_is_not_green(call):
 def test_in_process_says_that_it_is_no_gate(call):
     code, _, err = call("run", "--backend", "fake:ok", "--in-process")
     assert code == 0
-    assert "no gate" in err
-    assert "no gate" not in call("run", "--backend", "fake:ok")[2]
-    assert "no gate" in call("repro", "--backend", "fake:ok", "--in-process", "decode-ok-k0")[2]
+    assert "for debugging only" in err
+    assert "for debugging only" not in call("run", "--backend", "fake:ok")[2]
+    assert "for debugging only" in call("repro", "--backend", "fake:ok", "--in-process", "decode-ok-k0")[2]
 
 
 def test_case_runs_that_were_not_run_are_not_green(call):
@@ -260,13 +265,13 @@ def test_data_goes_to_stdout_and_nothing_else_does(call):
         (["run", "-b", "fake:ok", "-x", "--max-failures", "2"], "-x is --max-failures 1"),
         (["run", "-b", "fake:ok", "--json", "/proc/nope/x.json"], "cannot write /proc/nope/x.json"),
         (["run", "-b", "fake:ok", "--html", "/proc/nope/x.html"], "cannot write /proc/nope/x.html"),
-        (["run", "-b", "fake:ok", "--json", "reprots/x.json"], "there is no directory reprots; make it, or mend"),
+        (["run", "-b", "fake:ok", "--json", "reprots/x.json"], "there is no directory reprots; create it, or fix"),
         (["run", "-b", "fake:ok", "--html", "reprots/x.html"], "cannot write reprots/x.html: there is no directory"),
         (["run", "-b", "fake:ok", "--known-failures", "none.toml"], "none.toml; where none is known, leave it out"),
         (["repro", "-b", "fake:ok"], "Missing argument 'CASE'"),
         (["repro", "-b", "fake:ok", "decode-okk-k0"], "no case matches 'decode-okk-k0'"),
         (["report", "none.json", "--markdown"], "cannot read none.json"),
-        (["report", "none.json"], "what should the report be?"),
+        (["report", "none.json"], "no kind of report is named"),
         (["compare", "a.json", "b.json"], "cannot read a.json"),
         (["known", "none.toml"], "none.toml; where none is known, leave it out"),
         (["list", "--backend", "fake:ok"], "did you mean list --cases --backend SPEC?"),

@@ -178,7 +178,7 @@ def test_a_page_with_a_history_says_what_is_new_and_what_is_not(call, tmp_path):
     assert "red since 2026-11-11, 2 nights" in page
     assert "Over 3 nights" in page
     assert "nothing newly failing, 1 still failing." in page
-    assert "Since the last night (2026-11-11 02:17): 0 newly failing, 0 vanished, 0 newly passing, 1 still" in out
+    assert "Since the previous night (2026-11-11 02:17): 0 newly failing, 0 vanished, 0 newly passing, 1 still" in out
     assert "red since 2026-11-11, 2 nights" in out
 
 

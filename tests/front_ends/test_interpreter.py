@@ -83,4 +83,4 @@ def test_one_without_the_kit_is_answered_with_the_reason(tmp_path: Path, capsys:
 
 def test_another_version_of_the_kit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     python = _interpreter(tmp_path, "echo 0.0.7")
-    assert f"attn-testkit 0.0.7 is there, and {attn_testkit.__version__} here" in _said(capsys, python, "list")
+    assert f"it has attn-testkit 0.0.7, this Python has {attn_testkit.__version__}" in _said(capsys, python, "list")

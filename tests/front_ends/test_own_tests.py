@@ -95,7 +95,7 @@ def test_a_test_that_never_calls_its_case_run_is_not_green(own):
     found = own("'fake:wrong', modes=['decode']", body="assert attn_case.case")
     assert found.ret == 1
     found.assert_outcomes(failed=3)
-    assert "the test did not call attn_case(), so nothing was judged" in found.stdout.str()
+    assert "the test did not call attn_case(), so nothing was tested" in found.stdout.str()
 
 
 def test_a_test_that_fails_or_skips_by_itself_is_left_alone(own):
@@ -134,7 +134,7 @@ def test_a_backend_of_which_nothing_runs_fails_one_test_and_says_why(own, given)
         ("'nofake'", "attn-testkit: unknown backend 'nofake'; did you mean 'fake:ok'?"),
         ("'fake:ok', cases=['nope-*']", "attn-testkit: no case matches 'nope-*'"),
         ("'fake:ok', known_failures='none.toml'", "none.toml; where none is known"),
-        ("", "which backend? Write conformance_cases('module:Class')"),
+        ("", "no backend is named; write conformance_cases('module:Class')"),
         ("3", "expected a backend class or its spec, got an instance of int"),
     ],
 )
@@ -148,14 +148,14 @@ def test_a_wrong_request_is_an_error_of_collecting_the_test(own, given, message)
 def test_a_decorated_test_that_takes_no_case_run_is_refused(own):
     found = own("'fake:ok'", takes="", body="pass")
     assert found.ret == 2
-    assert "test_conformance has conformance_cases, and takes no attn_case" in found.stdout.str()
+    assert "test_conformance has conformance_cases but no parameter attn_case" in found.stdout.str()
 
 
 def test_a_case_run_without_the_decorator_is_refused(own, pytester):
     pytester.makepyfile(test_bare="def test_bare(attn_case): attn_case()")
     found = own("'fake:ok'")
     assert found.parseoutcomes()["errors"] == 1
-    assert "attn_case is given by @attn_testkit.conformance_cases(...) above the test" in found.stdout.str()
+    assert "attn_case needs the decorator @attn_testkit.conformance_cases(...)" in found.stdout.str()
 
 
 def test_known_failures_are_xfailed_and_an_entry_that_matches_nothing_fails(own, pytester):

@@ -265,14 +265,14 @@ def test_a_summary_names_causes_and_what_changed():
     assert causes[0].endswith("(matches-oracle, triton) <b>new tonight</b>")
     assert len(causes) == 3
     assert text.count("<details open>") == 1
-    assert "Since the last night (2026-11-20 02:17): 11 newly failing, 0 vanished" in text
+    assert "Since the previous night (2026-11-20 02:17): 11 newly failing, 0 vanished" in text
     assert "Since" not in markdown_summary(tonight)
 
 
 def test_known_failures_and_the_narrowest_name_their_backend_and_issues_are_links():
     page = html_page(nights.red_night(400))
     assert '<a href="https://example.org/issues/12">https://example.org/issues/12</a>' in page
-    for title in ("Known failures", "Nearest to the limit", "Slowest"):
+    for title in ("Known failures", "Closest to the limit", "Slowest"):
         section = page[page.index(f">{title}</h2>") :]
         assert "<th>backend</th>" in section[: section.index("</thead>")]
     assert issue_parts("see https://a.b/c; later") == [("see ", False), ("https://a.b/c", True), ("; later", False)]
@@ -297,7 +297,7 @@ def test_the_nearest_to_the_limit_passed_and_the_slowest_ran():
     results = [replace(PASSED, margin=n / 100, seconds={"eager": n / 10}) for n in range(12)]
     results += [of(Status.FAILED, margin=56.0, seconds={"eager": 3.0}), of(Status.QUARANTINED, margin=None)]
     page = html_page(nights.night([*results, replace(PASSED, margin=None)]))
-    assert lines_of(page, "Nearest to the limit") == [f"{n / 100:.3f}" for n in range(11, 3, -1)]
+    assert lines_of(page, "Closest to the limit") == [f"{n / 100:.3f}" for n in range(11, 3, -1)]
     assert lines_of(page, "Slowest") == ["3.00", *(f"{n / 10:.2f}" for n in range(11, 4, -1))]
 
 
@@ -330,7 +330,7 @@ def test_what_ran_emulated_is_counted_for_each_backend():
 def test_headings_count_what_did_not_pass():
     page = html_page(nights.red_night(400))
     failed = sum(result.status in (Status.FAILED, Status.CRASHED) for result in nights.red_night(400).results)
-    assert f"Did not pass: {failed} case-runs, 3 causes" in page
+    assert f"Failures: {failed} case-runs, 3 causes" in page
 
 
 def test_a_trend_has_a_column_for_each_of_the_last_nights_and_tonight():

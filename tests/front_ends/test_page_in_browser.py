@@ -276,7 +276,7 @@ def test_without_scripts_all_failures_are_there_and_nothing_that_would_not_work(
         assert all(result.case in text for result in failed)
         assert visible(page, ".card") == 3
         assert visible(page, "button, select, input, #list") == 0
-        assert "This list needs JavaScript. 1000 case-runs are in the record" in text
+        assert "This list needs JavaScript. 1000 case-runs are in the results file" in text
 
 
 def test_what_is_drawn_has_a_size(red):

@@ -42,7 +42,7 @@ def test_an_error_plot_has_a_cell_for_each_row_and_head_and_a_line_between_reque
 def test_a_keys_plot_draws_runs_to_scale():
     found = keys_plot(KeyMap(1, 0, 5, 60, ((0, 29),), ((0, 9), (30, 59)), ((3, 5),), ((30, 59),)))
     assert found == whole(
-        "keys", 600, 27, "KV tokens 0 to 59 of request 1: expected above, attended to below",
+        "keys", 600, 27, "KV tokens 0 to 59 of request 1: expected above, attended below",
         '<path class="lane" d="M0 0h600v12h-600zM0 15h600v12h-600z"/>'
         '<path class="wanted" d="M0.0 0h100.0v12h-100.0zM300.0 0h300.0v12h-300.0z"/>'
         '<path class="used" d="M0.0 15h300.0v12h-300.0z"/>'
@@ -102,7 +102,7 @@ def test_a_column_of_a_night_is_to_scale_but_for_what_would_be_too_thin_to_see(p
 def test_a_night_without_the_backend_is_a_gap_and_one_that_was_cut_off_is_pale():
     found = nights_plot([("a", 0, 0, 0, True), ("b", 5, 0, 5, False), ("c", 2, 2, 5, True)])
     assert found == whole(
-        "nights", 28, 30, "passed of claimed over 3 nights",
+        "nights", 28, 30, "passed case-runs of those planned, over 3 nights",
         '<path class="absent" d="M0 28h8v2h-8z"/>'
         '<g class="cut"><title>b: 5 of 5 passed; the night did not finish</title>'
         '<path class="good" d="M10 0.0h8V30.0h-8z"/></g>'

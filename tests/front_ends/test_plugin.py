@@ -133,7 +133,10 @@ def test_a_full_disk_costs_the_record_and_not_the_session(empty):
     found = session(empty, "--attn-backend=fake:ok", "--attn-report=/dev/full")
     assert found.ret == 0
     found.stdout.fnmatch_lines(
-        ["CONFORMANT: 4 of 4*", "the record is not complete: /dev/full lacks what came after 0 results: No space left*"]
+        [
+            "CONFORMANT: 4 of 4*",
+            "the results file is incomplete: /dev/full lacks what came after 0 results: No space left*",
+        ]
     )
 
 
@@ -152,10 +155,10 @@ def test_nothing_selected_is_five(empty, workers):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "which backend? Give --attn-backend=SPEC"),
+        ((), "no backend is named; give --attn-backend=module:Class"),
         (("--attn-backend=nofake",), "unknown backend 'nofake'; did you mean 'fake:ok'?"),
         (("--attn-backend=nofake", "-n2"), "unknown backend 'nofake'; did you mean 'fake:ok'?"),
-        (("-n2",), "which backend? Give --attn-backend=SPEC"),
+        (("-n2",), "no backend is named; give --attn-backend=module:Class"),
         (("--attn-backend=fake:ok", "--attn-tier=smok"), "unknown tier 'smok'; did you mean 'smoke'?"),
         (("--attn-backend=fake:ok", "--attn-mode=target_verify"), "did you mean 'target-verify'?"),
         (("--attn-backend=fake:ok", "--attn-device=cud"), "did you mean 'cuda'?"),
@@ -288,7 +291,7 @@ def test_the_ini_says_as_much_as_the_command_line(empty):
     assert found.ret == 1
     found.stdout.fnmatch_lines(
         [
-            "problem: 16 case-runs ran, fewer than the 25 of attn-min-cases",
+            "problem: 16 case-runs ran, fewer than attn-min-cases = 25",
             "NOT ACCEPTED: 16 of 20 planned case-runs passed, 4 quarantined, but 16 case-runs ran, fewer*",
         ]
     )

@@ -129,7 +129,7 @@ def test_the_mark_takes_what_the_decorator_takes(run):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("", "which backend? Write conformance_cases('module:Class')"),
+        ("", "no backend is named; write conformance_cases('module:Class')"),
         # Python 3.13 says between the two which argument it may be.
         ("'fake:ok', mode=['decode']", "got an unexpected keyword argument 'mode'"),
         ("'fake:ok', mode=['decode']", " (arguments: backends, tier, device,"),

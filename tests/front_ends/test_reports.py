@@ -253,7 +253,7 @@ def test_what_could_not_be_judged_is_shown_apart_and_never_as_kept():
     }
     text = Page(html_page(report)).text
     assert "? 1" in text
-    assert "? not judged in so many" in text
+    assert "? not evaluated, because" in text
 
 
 def test_what_was_judged_in_some_case_runs_and_not_in_others_shows_both_numbers():
@@ -297,7 +297,7 @@ def test_what_was_emulated_is_labelled_on_page_and_summary():
     emulated = replace(report.results[-1], kernels="emulated")
     report = replace(report, results=(*report.results[:-1], emulated))
     text = Page(html_page(report)).text
-    assert "Emulated: device, graph, kernels. Results that carry this tag are no proof about hardware." in text
+    assert "Emulated: device, graph, kernels. Results with this tag prove nothing about hardware." in text
     assert "emulated: device, graph, kernels" in text
     assert "timing is not emulated" in text
     summary = markdown_summary(report)
@@ -446,7 +446,7 @@ def test_a_named_case_that_is_not_claimed_is_no_verdict_on_the_backend():
     assert exit_code(1, [passed, unclaimed]) == 0
     assert verdict(header, [passed, unclaimed]).startswith("CONFORMANT: 1 of 1 planned case-runs passed")
     assert exit_code(0, [unclaimed]) == 5
-    text = "NOTHING RAN: no backend claims what the selected cases need; not declared: heads mha2"
+    text = "NOTHING RAN: no backend declares what the selected cases need; not declared: heads mha2"
     assert verdict(replace(header, planned=0), [unclaimed, unclaimed]) == text
     absent = replace(passed, case="", status=Status.NOT_RUN_HERE, reason="needs SM100")
     assert verdict(replace(header, planned=0), [unclaimed, absent]) == f"{text}; not runnable here: needs SM100"

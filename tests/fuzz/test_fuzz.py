@@ -54,7 +54,7 @@ def test_a_planted_fault_is_found_made_small_and_tried_first_the_next_time(fuzz,
     code, out, err = fuzz("--backend", FAULT, *FEW, "--runs", "90", "--json", "a.json")
     assert code == 1, out + err
     assert out.splitlines()[-1].startswith("FOUND: 1 kind of failure in ")
-    assert "  plain    but for page_size\n" in out
+    assert "  needs    page_size\n" in out
     (line,) = (tmp_path / ".attn-testkit-fuzz" / "failures.tsv").read_text().splitlines()
     backend, execution, case, check = line.split("\t")
     assert (backend, execution, check) == (FAULT, "eager", "matches-oracle")

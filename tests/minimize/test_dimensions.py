@@ -78,7 +78,7 @@ IDS = {
 @pytest.mark.parametrize("name", IDS)
 def test_a_word_of_the_id_is_a_dimension_that_is_made_plain_by_itself(name: str) -> None:
     odd, value, plain, of_plain = IDS[name]
-    assert list(map(str, needs(by_id(odd), plain))) == [f"{name} {value} (plain: {of_plain})"]
+    assert list(map(str, needs(by_id(odd), plain))) == [f"{name} {value} (minimal: {of_plain})"]
     assert changed(by_id(odd), DIMENSIONS[name].reset(by_id(odd), plain)) == plain
 
 
