@@ -1,4 +1,4 @@
-"""What is checked: one file for each kind of check, plain functions on host data, no pytest."""
+"""The checks: one file per kind of check, plain functions on host data, no pytest."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["CHECKS", "NUMERIC", "REPORTED_INSTEAD", "Check", "Judgement", "Stage
 _KINDS = (failures, numeric, counted_once, log_sum_exp, outputs, memory, graphs, state, _claims, sameness, lossless)
 
 CHECKS: Mapping[str, Check] = {check.id: check for kind in _KINDS for check in kind.CHECKS}
-"""By id, in the order in which they are worth reading."""
+"""Checks by id, in the order in which their failures are worth reading."""
 
 NUMERIC = ("output-written", "finite", "matches-oracle", "keys-counted-once")
-"""Ids of the checks of attention outputs: what diagnosis explains, and what silences what follows from them."""
+"""Ids of the checks of attention outputs. Diagnosis explains their failures, and they silence failures that follow."""
 
 REPORTED_INSTEAD = (
     "reads-own-kv",
@@ -36,12 +36,12 @@ REPORTED_INSTEAD = (
 def judged(
     claims: Capabilities, execution: Execution, stage: Stage, failed: Collection[str], case: Case | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(ids that were judged, ids that apply and could not be judged), each in reading order.
+    """Ids that were evaluated, and ids that apply and could not be evaluated, each in reading order.
 
-    ``stage``: how far the case-run came. ``failed``: ids of its findings; each of them counts as judged, as do ids that
-    this kit does not know. With wrong attention outputs among them, what is ``behind_outputs`` was not judged.
-    ``case``: leaves out what the case cannot show, either way; and what needs an eager run is not judged in a mode that
-    has none.
+    ``stage``: how far the case-run came. ``failed``: ids of its findings; each of them counts as evaluated, as do ids
+    that this kit does not know. If attention outputs are among them, checks ``behind_outputs`` were not evaluated.
+    ``case``: leaves out checks that the case cannot show. Checks that need an eager run are not evaluated in a mode
+    without one.
     """
     outputs_wrong = any(check in NUMERIC or check in REPORTED_INSTEAD for check in failed)
     done: list[str] = []

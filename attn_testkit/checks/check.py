@@ -1,4 +1,4 @@
-"""What a check is: an id, the words about it, when it applies, and from where on it was judged."""
+"""A check: its id, its texts, when it applies, and at which stage it has been evaluated."""
 
 from __future__ import annotations
 
@@ -16,67 +16,67 @@ __all__ = ["Check", "Run", "Stage", "always", "in_eager", "in_graphs"]
 
 
 class Stage(IntEnum):
-    """How far a case-run has come."""
+    """The stage that a case-run has reached."""
 
     STARTED = 0
     CONSTRUCTED = 1
     """The backend's constructor has returned."""
     OBSERVED = 2
-    """At least one step, eager or replayed, was observed and judged."""
+    """One or more steps, eager or replayed, were observed and evaluated."""
     CAPTURED = 3
     """All graphs are captured."""
     REPLAYED = 4
-    """At least one replay was observed and judged."""
+    """One or more replays were observed and evaluated."""
     COMPLETED = 5
-    """All that was due happened."""
+    """Everything that was planned happened."""
 
 
 Run = Callable[[Judgement, Schedule, Capabilities], list[Finding]]
-"""Judges one observed step. The schedule is the one that the step is of."""
+"""A function that evaluates one observed step, with the step's schedule."""
 
 
 def always(claims: Capabilities, execution: Execution) -> bool:
-    """Applies to every case-run."""
+    """True for every case-run."""
     return True
 
 
 def in_eager(claims: Capabilities, execution: Execution) -> bool:
-    """Applies to eager case-runs."""
+    """True for eager case-runs."""
     return execution is Execution.EAGER
 
 
 def in_graphs(claims: Capabilities, execution: Execution) -> bool:
-    """Applies to graph case-runs."""
+    """True for graph case-runs."""
     return execution is Execution.GRAPH
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that the kit checks, with all that is said about it anywhere."""
+    """One property that the kit checks, with all texts about it."""
 
     id: str
-    """Stable: files of known failures and records name it."""
+    """The stable id: known-failures files and results name it."""
     text: str
-    """What a backend must do."""
+    """The property that a backend must have."""
     cause: str
-    """What usually breaks it: where to look first."""
+    """Usual causes of a failure: where to look first."""
     source: str
     """Real bugs of the kind."""
     how_to_read: str
-    """How to read its failure."""
+    """Advice on reading its failure."""
     judged_from: Stage
-    """How far a case-run must have come for the check to have been judged at all."""
+    """The stage that a case-run must have reached for the check to have been evaluated at all."""
     applies: Callable[[Capabilities, Execution], bool] = always
     shown_by: Callable[[Case], bool] = lambda case: True
-    """Whether a case can show it: one request has no company in which it could give other bits."""
+    """True if a case can show it: a single request has no other requests that could change its bits."""
     behind_outputs: bool = False
-    """With wrong attention outputs it is not judged: what is wrong then follows from them, or has one cause."""
+    """True if it is not evaluated when attention outputs are wrong, because its failure would follow from them."""
     against_eager: bool = False
-    """It holds replays against eager runs: it is not judged in a mode that is claimed in graphs alone."""
+    """True if it compares replays with eager runs, so that a mode declared only for graphs cannot be evaluated."""
     run: Run | None = None
-    """None: found while driving, by comparing runs, or by diagnosis."""
+    """The function that evaluates a step; None if a run, a comparison of runs, or diagnosis finds failures."""
 
     @property
     def words(self) -> dict[str, str]:
-        """What is said about it, for those who have no kit at hand."""
+        """The texts of the check, for readers without the kit."""
         return {"text": self.text, "cause": self.cause, "source": self.source, "how_to_read": self.how_to_read}

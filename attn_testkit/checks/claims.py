@@ -1,4 +1,4 @@
-"""Checks of claims: what is not declared is refused, what is declared works."""
+"""Checks of capabilities: the backend refuses what it does not declare, and what it declares works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CHECKS", "outside_claims", "refuses_undeclared"]
 
 
 def outside_claims(claims: Capabilities, context: BackendContext) -> Iterator[tuple[str, BackendContext]]:
-    """Contexts that differ from ``context`` in one thing that is not declared, with its name."""
+    """Contexts that differ from ``context`` in one undeclared value, with the name of that value."""
     found = (outside(claims, context) for dimension in DIMENSIONS for outside in dimension.undeclared)
     yield from (each for each in found if each is not None)
 
@@ -26,10 +26,10 @@ def refuses_undeclared(
     context: BackendContext,
     claims: Capabilities | None = None,
 ) -> list[Finding]:
-    """One such context a case, another in each case: the constructor must raise ``Unsupported``.
+    """Construct the backend for one undeclared context, another one in each case: it must raise ``Unsupported``.
 
-    ``context`` is that of the case's own instance, which was accepted. ``claims``: as the judge knows them; None: as
-    the class says.
+    ``context`` is that of the case's own instance, which was accepted. ``claims``: the capabilities that the judge
+    knows; None: those of the class.
     """
     contexts = list(outside_claims(backend_class.capabilities if claims is None else claims, context))
     if not contexts:
@@ -51,7 +51,7 @@ def refuses_undeclared(
             "refuses-undeclared",
             f"{name} is not declared, {what}",
             where=where,
-            hint="call super().__init__(context) first: it compares the context with the claims",
+            hint="call super().__init__(context) first: it compares the context with the capabilities",
         )
     ]
 
@@ -59,39 +59,42 @@ def refuses_undeclared(
 CHECKS = (
     Check(
         "no-host-lengths",
-        "With needs_cpu_seq_lens false: CPU mirrors are None, and no plan waits for the device, nor an eager forward.",
-        "seq_lens.max().item(), .cpu() in a plan, a host list turned into a device tensor at each step.",
+        "With needs_cpu_seq_lens=False, host copies of lengths are None, and neither a plan nor an eager forward "
+        "waits for the device.",
+        "seq_lens.max().item() or .cpu() in a plan, a host list that becomes a device tensor at each step.",
         "sglang #27689, #28765, #26824",
-        "`where` is the line that waits for the device, or reads a host length that is not given.",
+        "`where` is the line that waits for the device, or that reads a host length which is None.",
         judged_from=Stage.REPLAYED,
         applies=lambda claims, execution: not claims.needs_cpu_seq_lens,
     ),
     Check(
         "compiles-once",
-        "Kernels are compiled and tuned for a model and its batches, and not anew for every length of a request.",
-        "torch.compile(dynamic=False) over a tensor as long as the longest request, a length among a tuner's keys.",
+        "Kernels are compiled and tuned once for a model and its batches, and not again for every length of a request.",
+        "torch.compile(dynamic=False) on a tensor as long as the longest request, a length among a tuner's keys.",
         "vLLM #27178; pytorch #141486; torchtitan #3898",
-        "`where` is what was compiled in every one of several steps, and the hint why, as torch says it.",
+        "`where` is what was compiled again in several steps, and the hint is torch's reason.",
         judged_from=Stage.COMPLETED,
         applies=in_eager,
     ),
     Check(
         "claims-honest",
-        "Graph support that is claimed captures and replays; what works and is not declared is reported as a hint.",
-        "A claim copied from another class.",
+        "Declared graph support captures and replays. Graph support that works and is not declared is reported as a "
+        "hint.",
+        "A capability copied from another class.",
         "sglang #29858",
-        "A claim that no case can satisfy together with the others, or that does not hold.",
+        "A declared capability that does not hold, or that no case can satisfy together with the others.",
         judged_from=Stage.COMPLETED,
         applies=in_graphs,
     ),
     Check(
         "refuses-undeclared",
-        "What is not declared raises Unsupported in the constructor.",
-        "A constructor that does not call super().__init__, or claims that are wider than the check.",
+        "The constructor raises Unsupported for everything that the backend does not declare.",
+        "A constructor that does not call super().__init__, or capabilities wider than its own check.",
         "vllm-ascend #15503",
-        "The constructor took what the claims exclude. Call `super().__init__`, or widen the claim and have it tested.",
+        "The constructor accepted an undeclared context. Call `super().__init__`, or declare the capability to have "
+        "it tested.",
         judged_from=Stage.COMPLETED,
         applies=lambda claims, execution: in_eager(claims, execution) or not claims.eager,
     ),
 )
-"""In the order in which they are worth reading. Found while planning and driving."""
+"""Checks in the order in which they are worth reading. Their failures are found while planning and running."""

@@ -1,4 +1,4 @@
-"""What a compiler of torch said when it gave up: its exceptions wrap each other, and end in the same advice."""
+"""The reason in an exception of a torch compiler: such exceptions wrap each other, and all end in the same advice."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _BOILERPLATE = re.compile(
     r"|^from user code:|^Hint: "
 )
 _GOT = re.compile(r"\bgot (\w+)\((['\"])(.*)\2\)", re.DOTALL)
-"""How Dynamo quotes what an operation raised on tensors without numbers."""
+"""Dynamo's quotation of what an operation raised on fake tensors."""
 _LAYERS = 8
-"""Of exceptions inside one another that are looked into."""
+"""Number of nested exceptions that are searched."""
 
 
 def said_by_compiler(error: BaseException) -> str:
-    """The innermost reason of an exception of torch.compile, in a line; empty for any other exception."""
+    """The innermost reason of an exception of torch.compile in one line; empty for any other exception."""
     for _ in range(_LAYERS):
         inner = inspect.getattr_static(error, "inner_exception", None)
         if not isinstance(inner, BaseException) or inner is error:
@@ -46,6 +46,6 @@ def _of_compiler(error: BaseException) -> bool:
 
 
 def _first(lines: list[str]) -> str:
-    """The first line that says something of this failure."""
+    """The first line that is about this failure."""
     kept = [line.strip() for line in lines if line.strip() and not _BOILERPLATE.search(line.strip())]
     return kept[0] if kept else "(no message)"

@@ -1,4 +1,4 @@
-"""The check of counts: every KV token of a row is attended to exactly once, at any length."""
+"""The check of counts: every KV token of a row is attended exactly once, at any length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CHECKS", "counted_once", "miscounts_text"]
 
 
 def counted_once(judgement: Judgement) -> list[Finding]:
-    """No count of a KV token is off by half of one, where every element and row is within its limit."""
+    """Check that no count of a KV token is off by half a token, if every element and row is within its limit."""
     if judgement.right or judgement.worst is not None or not judgement.all_finite:
         return []
     data, ratios = judgement.expected.data, judgement.key_ratio
@@ -37,9 +37,9 @@ def counted_once(judgement: Judgement) -> list[Finding]:
 
 
 def miscounts_text(found: Miscounts | None) -> str:
-    """``KV token 31234 was left out``, ``KV token 77 of request 3 was read instead of KV token 500``."""
+    """Miscounts in words: ``KV token 31 was left out``, ``KV token 77 of request 3 was read instead of token 50``."""
     if found is None:
-        return "many KV tokens are counted wrong, or with other weights"
+        return "many KV tokens are counted a wrong number of times, or with wrong weights"
     gone, others = found.left_out, found.of_others
     exchanged = len(gone) == len(others) == 1 and gone[0].length == others[0].length and others[0].extra == 1
     if exchanged:
@@ -76,17 +76,17 @@ def _count(runs: Sequence[Miscount]) -> int:
 CHECKS = (
     Check(
         "keys-counted-once",
-        "Every KV token that a row may see counts once in its output, and no other at all: to within half a token, at "
-        "any length.",
-        "A key at the edge of a split, a tile or a page that no split has, or two; a page of another request.",
+        "Every KV token that a row may see counts exactly once in its output, and no other token counts, to within "
+        "half a token at any length.",
+        "A key at the edge of a split, tile or page that no split or two splits cover; a page of another request.",
         "flashinfer #1206; sglang #26512",
-        "The headline names the KV tokens, found in this one output. One of thousands changes a result by less than a "
-        "rounding of ordinary values does; here values are codes of +1 and -1 that nearly cancel, and whose product "
-        "with the error says how often each was counted.",
+        "The headline names the KV tokens; they follow from this one output. With ordinary values, one token of "
+        "thousands changes a result by less than a rounding. Here values are codes of +1 and -1 that nearly cancel, "
+        "and their product with the error shows how often each token was counted.",
         judged_from=Stage.OBSERVED,
         shown_by=lambda case: case.data == CODES,
         behind_outputs=True,
         run=lambda judgement, *_: counted_once(judgement),
     ),
 )
-"""In the order in which they are worth reading."""
+"""Checks in the order in which they are worth reading."""

@@ -1,4 +1,4 @@
-"""Saying in words where a difference is and how far it spreads."""
+"""Descriptions of where a difference is and how far it spreads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["index_ranges", "number", "requests_wrong", "row_name", "spread_text"
 
 
 def number(value: float) -> str:
-    """Short, and never rounded to a lie: nan, inf and tiny values stay what they are."""
+    """Format a number in four digits; nan, inf and tiny values remain recognizable."""
     return f"{value:.4g}"
 
 
 def times(ratio: float) -> str:
-    """A ratio to the limit: ``56x``, ``3.4x``, ``1.02x``; how many millions does not matter."""
+    """Format a ratio to the limit: ``56x``, ``3.4x``, ``1.02x``, ``over a million times``."""
     if ratio >= 1e6:
         return "over a million times"
     if ratio < 2:
@@ -27,7 +27,7 @@ def times(ratio: float) -> str:
 
 
 def index_ranges(indices: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> ``0-2, 5``."""
+    """Format indices as ranges: [0, 1, 2, 5] -> ``0-2, 5``."""
     parts: list[list[int]] = []
     for i in indices:
         if parts and parts[-1][1] == i - 1:
@@ -38,14 +38,14 @@ def index_ranges(indices: Sequence[int]) -> str:
 
 
 def row_name(data: StepData, row: int) -> str:
-    """``request 1 row 0`` of a flat row, or ``request 1`` where that has one row alone."""
+    """Name a flat row: ``request 1 row 0``, or ``request 1`` if the request has only one row."""
     request, offset = int(data.row_request[row]), int(data.row_offset[row])
     several = int((data.row_request == request).sum()) > 1
     return f"request {request}" + (f" row {offset}" if several else "")
 
 
 def requests_wrong(wrong: torch.Tensor, row_request: torch.Tensor, count: int) -> list[int]:
-    """Of ``count`` requests those with a wrong value. ``wrong`` [T, ...] bool, ``row_request`` [T] int64."""
+    """List the requests, of ``count``, with a wrong value. ``wrong`` [T, ...] bool, ``row_request`` [T] int64."""
     rows = wrong.reshape(wrong.shape[0], -1).any(-1)
     hit = torch.zeros(count, dtype=torch.bool)
     hit[row_request[rows]] = True
@@ -53,9 +53,10 @@ def requests_wrong(wrong: torch.Tensor, row_request: torch.Tensor, count: int) -
 
 
 def spread_text(wrong: torch.Tensor, row_request: torch.Tensor, step: Step) -> str:
-    """``request 3 wrong in 33 of 1024 values (1 of 1 rows); requests 0-2 right``. ``wrong`` [T, H, D] bool.
+    """Describe a spread: ``request 3 wrong in 33 of 1024 values (1 of 1 rows); requests 0-2 right``.
 
-    Rows, heads and dims are named where they are a part of all, the same in every wrong request or row.
+    ``wrong`` [T, H, D] bool. Rows, heads and dims are named if only some are wrong, the same in every wrong request or
+    row.
     """
     bad = requests_wrong(wrong, row_request, step.bs)
     good = [i for i in range(step.bs) if i not in bad]
@@ -72,14 +73,14 @@ def spread_text(wrong: torch.Tensor, row_request: torch.Tensor, step: Step) -> s
 
 
 def _rows_text(wrong: torch.Tensor, row_request: torch.Tensor, bad: Sequence[int]) -> str:
-    """``: 8-15`` where every wrong request has the same wrong rows, and right ones beside them."""
+    """Name the wrong rows, as ``: 8-15``, if every wrong request has the same ones, and right ones too."""
     found = {tuple(wrong[row_request == i].nonzero().flatten().tolist()) for i in bad}
     some = all(len(rows) > 0 for rows in found) and all(not bool(wrong[row_request == i].all()) for i in bad)
     return f": {index_ranges(found.pop())}" if some and len(found) == 1 else ""
 
 
 def _parts_text(wrong: torch.Tensor) -> str:
-    """``; heads 3-5 of 6`` and ``; dims 64-95 of 96``, where the others are right in every row. [T, H, D] bool."""
+    """Name ``; heads 3-5 of 6`` and ``; dims 64-95 of 96`` if the others are right in every row. [T, H, D] bool."""
     _, heads, dims = wrong.shape
     text = ""
     at = wrong.any(-1).any(0).nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""Turning what a backend raised into a finding: which check it fails, in which phase, and what to do."""
+"""Conversion of an exception of a backend to a finding: which check it fails, in which phase, and what to do."""
 
 from __future__ import annotations
 
@@ -55,45 +55,45 @@ _PHASE_WORDS = {
     "kernels": "kernels",
 }
 _BEFORE_ANY_BATCH = ("constructor", "KV pool", "graph state", "verify mask", "fill value", "kernels")
-"""Where no lengths were given, so that a None is not theirs."""
+"""Phases in which no lengths are given yet, so that a None is not a missing length."""
 
 
 def is_ctrl_c(error: BaseException) -> bool:
-    """Whether it may be the user who interrupts, and not the backend that raises. A worker is reached by no Ctrl-C."""
+    """True if the user may have interrupted, and not the backend raised. Ctrl-C does not reach a worker."""
     return isinstance(error, KeyboardInterrupt) and multiprocessing.parent_process() is None
 
 
 def context_lost(error: BaseException) -> bool:
-    """Whether the device is unusable for the rest of the process."""
-    # The first line: every CUDA error of torch goes on to speak of device-side assertions.
+    """True if the device is unusable for the rest of the process."""
+    # Only the first line counts: every CUDA error of torch mentions device-side assertions further down.
     return bool(_LOST.search(first_line(error)))
 
 
 def device_full(error: BaseException) -> str:
-    """What to say when the device has no memory left; empty if that is not what happened."""
+    """Text for a device that ran out of memory; empty for any other error."""
     return f"{_asked_for(first_line(error))} {_FULL_HINT}" if type(error).__name__ == "OutOfMemoryError" else ""
 
 
 def _asked_for(message: str) -> str:
-    """Without what follows: a list of every process on the device."""
+    """Cut off the list of all processes on the device that follows a message."""
     return re.split(r" Process [0-9]+ has| Including ", message)[0]
 
 
 def from_exception(error: BaseException, phase: str, label: str, *, needs_cpu_lengths: bool) -> Finding:
-    """The finding for what was raised in ``phase`` (of ``DriveError``), in the step called ``label``.
+    """Make the finding for an exception in ``phase`` (of ``DriveError``), in the step called ``label``.
 
-    ``needs_cpu_lengths``: the claim, without which a None that is tripped over is a missing host length.
+    ``needs_cpu_lengths``: the capability. If it is False, an error about None is probably a missing host length.
     """
     kind, message = type(error).__name__, _said(error, "operation") or reason_of(error)
     check, headline, hint = _classify(error, kind, message, phase, needs_cpu_lengths)
-    # Errors of the emulation know what CUDA would have done and how such code is usually mended.
+    # Errors of the emulation know what CUDA would have done and how such code is usually fixed.
     lines = [_said(error, "cuda"), _said(error, "cure") or _forgotten_super(error) or hint]
     where = "\n".join(filter(None, (site_of(error, phase), _kernel_line(error))))
     return Finding(check, headline, where=where, hint="\n".join(line for line in lines if line), step=label)
 
 
 def _said(error: BaseException, name: str) -> str:
-    """An attribute that an error of the emulation has, and that one of a backend may have with any meaning."""
+    """Read an attribute of an emulation's error; errors of backends may use the same name for anything."""
     found = inspect.getattr_static(error, name, "")
     return found if isinstance(found, str) else ""
 
@@ -101,7 +101,7 @@ def _said(error: BaseException, name: str) -> str:
 def _classify(
     error: BaseException, kind: str, message: str, phase: str, needs_cpu_lengths: bool
 ) -> tuple[str, str, str]:
-    """(id of the check, headline, hint)."""
+    """Return the id of the check, the headline and the hint."""
     place = _PHASE_WORDS.get(phase, phase)
     raised = f"{place} raised {kind}: {message}"
     if kind in ("ShapeError", "ContractError"):
@@ -111,7 +111,7 @@ def _classify(
     if kind == "DanglingMemoryError":
         return (
             "addresses-stable",
-            f"the graph uses memory that is gone: {message}",
+            f"the graph uses memory that no longer exists: {message}",
             "allocate it once, in the constructor or init_cuda_graph_state, and fill it in place",
         )
     if phase == "capture":
@@ -120,26 +120,31 @@ def _classify(
         return (
             "no-host-lengths",
             f"{_WITHOUT_WAITS[phase]} waits for the device: {message}",
-            "needs_cpu_seq_lens is False: keep lengths on the device, or declare that they are needed"
-            + ("" if phase == "plan for replay" else " (or eager_waits, where only eager steps wait)"),
+            "needs_cpu_seq_lens is False: keep lengths on the device, or declare needs_cpu_seq_lens=True to get "
+            "seq_lens_cpu"
+            + ("" if phase == "plan for replay" else ", or eager_waits=True to allow the sync in eager mode"),
         )
     if phase == "forward without k and v" and "NoneType" in message:
-        return "completes", raised, "takes_none_kv: with save_kv_cache False k and v may be None, and are not read"
+        return (
+            "completes",
+            raised,
+            "takes_none_kv is declared: with save_kv_cache=False, k and v may be None and must not be read",
+        )
     hint = ""
     if not needs_cpu_lengths and "NoneType" in message and phase not in _BEFORE_ANY_BATCH:
         if _reads_host_lengths(_frames(error)):
             return "no-host-lengths", raised, f"{_NO_LENGTHS} are None"
         if _reads_host_lengths(_methods(error)):
-            hint = f"if it is a length: {_NO_LENGTHS} are None, also where they were kept by another hook"
+            hint = f"if it is a length: {_NO_LENGTHS} are None, even if another hook stored them"
     if any("custom_mask" in place for place in (site_of(error, phase), message)):
         hint = (
-            "custom_mask lies as verify_mask() says, and with whole prefixes (FULL_MASK) where that is None: a wrapper "
-            "has to hand out its child's"
+            "custom_mask has the layout that verify_mask() returns, or whole prefixes (FULL_MASK) if that is None: a "
+            "wrapper must return its child's"
         )
     elif phase == "plan for replay" and kind == "AttributeError":
-        hint = "at a replay the batch is a view without extend_* fields; take lengths from seq_lens and spec_info"
+        hint = "at a replay the batch is a view without extend_* fields; read lengths from seq_lens and spec_info"
     elif context_lost(error):
-        hint = "the device context is lost; errors of asynchronous kernels surface late, so the cause may be earlier"
+        hint = "the device context is lost; errors of asynchronous kernels appear late, so the cause may be earlier"
     return "completes", raised, hint
 
 
@@ -149,13 +154,13 @@ _WITHOUT_WAITS = {
     "forward": "an eager forward",
     "forward without k and v": "an eager forward",
 }
-"""Phases in which nothing may wait for the device, where CPU lengths are declared unneeded; and their words."""
+"""Phases in which nothing may wait for the device if CPU lengths are not needed, in words."""
 
 _NO_LENGTHS = "needs_cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and the *_cpu lists"
 
 
 def _reads_host_lengths(codes: Iterator[CodeType]) -> bool:
-    """Whether an author's function names a length on the host. A None may be anything else that is not there yet."""
+    """True if an author's function names a length on the host. Otherwise a None may be anything that is not set yet."""
     own = (code for code in codes if not _foreign(code.co_filename))
     return any(name.endswith("_cpu") or name == "seq_lens_sum" for code in own for name in _names_in(code))
 
@@ -172,7 +177,7 @@ def _frames(error: BaseException) -> Iterator[CodeType]:
 
 
 def _methods(error: BaseException) -> Iterator[CodeType]:
-    """All functions of the backends that the frames hold."""
+    """All functions of the backends in the frames of a traceback."""
     for backend in set(_backends_in(error)):
         for kind in backend.__mro__:
             for value in vars(kind).values():
@@ -181,7 +186,7 @@ def _methods(error: BaseException) -> Iterator[CodeType]:
 
 
 def _forgotten_super(error: BaseException) -> str:
-    """What to do when the missing attribute is one that a parent's constructor sets."""
+    """Advice if the missing attribute is one that a parent's constructor sets."""
     if not isinstance(error, AttributeError) or not isinstance(error.obj, AttentionBackend):
         return ""
     own, *parents = type(error.obj).__mro__
@@ -189,28 +194,28 @@ def _forgotten_super(error: BaseException) -> str:
         code = getattr(vars(parent).get("__init__"), "__code__", None)
         if code and any(i.opname == "STORE_ATTR" and i.argval == error.name for i in dis.get_instructions(code)):
             return (
-                f"{own.__name__}.__init__ did not run that of {parent.__name__}, which sets {error.name}: "
+                f"{own.__name__}.__init__ did not call that of {parent.__name__}, which sets {error.name}: "
                 "begin it with super().__init__(context)"
             )
     return ""
 
 
 _FULL_HINT = (
-    "If others use this device, or several processes of the kit do, that is no fault of the backend: "
-    "fewer --jobs, or a device of its own."
+    "If other programs or several processes of the kit use this device, the backend is not at fault: "
+    "use fewer --jobs, or a free device."
 )
-_CAPTURE_HINT = "no .item(), .cpu(), .tolist(), host copies or data-dependent shapes in a capture"
+_CAPTURE_HINT = "a capture allows no .item(), .cpu(), .tolist(), host copies or data-dependent shapes"
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message, without blank lines before it."""
+    """The first line of its message, without leading blank lines."""
     lines = message_of(error).strip().splitlines()
     return lines[0] if lines else "(no message)"
 
 
 def reason_of(error: BaseException) -> str:
-    """What of its message says why: the first line, and where that only announces what follows (``at 10:15:``, as
-    Triton's compiler does) the last one too. Of torch.compile's exceptions, what the innermost one says.
+    """The reason in its message: the first line, plus the last one if the first only announces it (``at 10:15:``, as
+    Triton's compiler does). For torch.compile, the message of the innermost exception.
     """
     said = said_by_compiler(error)
     if said:
@@ -230,9 +235,9 @@ def _kernel_line(error: BaseException) -> str:
 
 
 def site_of(error: BaseException, phase: str = "") -> str:
-    """The innermost line that is not torch's or the kit's drive: the author's. ``file:line in function: code``.
+    """The innermost line of the author, not of torch or the kit, as ``file:line in function: code``.
 
-    Where no such line was reached, as when a hook takes other arguments: the function that was called in ``phase``.
+    If no such line was reached, as when a hook takes other arguments: the function that was called in ``phase``.
     """
     site = inspect.getattr_static(error, "site", None)
     if isinstance(site, tuple) and len(site) == 3 and not is_generated(str(site[0])):
@@ -247,7 +252,7 @@ def site_of(error: BaseException, phase: str = "") -> str:
 
 
 def _raised_first(error: BaseException) -> list[BaseException]:
-    """The error, and behind which ones it was raised; the first one first. A compiler wraps an error several times."""
+    """The error and those that caused it, the first one first. A compiler wraps an error several times."""
     chain = [error]
     while (before := _behind(chain[-1])) is not None and all(before is not known for known in chain):
         chain.append(before)
@@ -274,11 +279,11 @@ _HOOKS = {
     "plan for replay": "init_forward_metadata_out_graph",
     "fill value": "get_cuda_graph_seq_len_fill_value",
 }
-"""Phase -> what of the backend is called in it."""
+"""Phase -> method of the backend that is called in it."""
 
 
 def _called(error: BaseException, phase: str) -> str:
-    """Where what the kit called is defined; empty if that is not the author's, or cannot be known."""
+    """Place of the function that the kit called; empty if it is not the author's, or unknown."""
     named = re.match(r"[\w.<>]*?(\w+)\(\) (takes|missing|got)", message_of(error))
     name = named[1] if named and isinstance(error, TypeError) else _HOOKS.get(phase, "")
     for backend in _backends_in(error):
@@ -290,7 +295,7 @@ def _called(error: BaseException, phase: str) -> str:
 
 
 def _backends_in(error: BaseException) -> Iterator[type]:
-    """Backends that the frames of a traceback hold, the innermost first."""
+    """Backends in the frames of a traceback, the innermost first."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         for value in list(frame.f_locals.values()):
             if isinstance(value, type) and issubclass(value, AttentionBackend):
@@ -307,8 +312,8 @@ _KIT = str(Path(__file__).resolve().parent.parent)
 
 
 def _foreign(filename: str) -> bool:
-    """Frames that an author cannot mend: torch, Triton, Python's own, what a compiler wrote, and the kit outside its
-    own backends and examples.
+    """True for frames that an author cannot fix: of torch, Triton, Python, generated code, and of the kit except its
+    backends and examples.
     """
     path = filename.replace("\\", "/")
     if "/runner_modes/" in path or _OF_A_LIBRARY.search(path) or is_generated(path):
@@ -319,19 +324,19 @@ def _foreign(filename: str) -> bool:
 CHECKS = (
     Check(
         "completes",
-        "A claimed case runs: constructor, planning and every forward finish without an exception.",
-        "An attribute that a replay view does not have, a shape that only full batches have, a missing kernel.",
+        "A declared case runs: constructor, planning and every forward finish without an exception.",
+        "An attribute that the batch of a replay lacks, a shape that only full batches have, a missing kernel.",
         "sglang #26019, #32269; vLLM #41841",
-        "The first line holds the exception; `where` is the last line of it that is yours.",
+        "The first line has the exception; `where` is the last line of its traceback in your code.",
         judged_from=Stage.COMPLETED,
     ),
     Check(
         "output-contract",
-        "The output has the live and padded rows of q, Hq * Dv values a row, the model's dtype, q's device.",
-        "squeeze() where q has one row, an output buffer of the largest batch returned whole, float32 returned.",
+        "The output has the live and padded rows of q, Hq * Dv values per row, the model's dtype and q's device.",
+        "squeeze() of a single row, returning the whole output buffer of the largest batch, returning float32.",
         "lmdeploy #4302; flashinfer #2876",
-        "Compare the shape, dtype or device in the headline with `Hq * Dv` values a row, in q's dtype.",
+        "Compare the shape, dtype or device in the headline with `Hq * Dv` values per row, in q's dtype.",
         judged_from=Stage.OBSERVED,
     ),
 )
-"""In the order in which they are worth reading. Found while driving."""
+"""Checks in the order in which they are worth reading. Their failures are found during a run."""

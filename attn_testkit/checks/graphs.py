@@ -17,10 +17,10 @@ __all__ = ["CHECKS", "addresses_stable", "at_capture", "graph_matches_eager"]
 
 
 def graph_matches_eager(judgement: Judgement, *, same_bits: bool = False) -> list[Finding]:
-    """A replay within the two limits of the eager run of the same step: each may be off by one.
+    """Check that a replay is within two limits of the eager run of the same step: each may be off by one.
 
-    ``same_bits``: it is claimed that a request's bits depend on nothing but the request, so they must be equal. That
-    alone shows a split count that a graph keeps from its capture (sglang #26019): any count is right within the limit.
+    ``same_bits``: batch invariance is declared, so the bits must be equal. Only that shows a split count that a graph
+    keeps from its capture (sglang #26019): any count is right within the limit.
     """
     observed, expected = judgement.observed, judgement.expected
     if judgement.right and judgement.as_in_eager:
@@ -36,7 +36,7 @@ def graph_matches_eager(judgement: Judgement, *, same_bits: bool = False) -> lis
     return [
         Finding(
             "graph-matches-eager",
-            f"request {int(expected.data.row_request[row])} gives another result under the graph than in eager",
+            f"request {int(expected.data.row_request[row])} gives another result under the graph than in eager mode",
             where=f"out[{judgement.name(layer)}, {row_name(expected.data, row)}, head {head}, dim {dim}]: replay "
             f"{number(float(out[at]))}, eager {number(float(eager[at]))}, want {number(float(expected.attention[at]))}",
             spread=spread_text(wrong.any(0), expected.data.row_request, observed.step),
@@ -46,7 +46,7 @@ def graph_matches_eager(judgement: Judgement, *, same_bits: bool = False) -> lis
 
 
 def _other_bits(judgement: Judgement, differs: torch.Tensor) -> list[Finding]:
-    """``differs`` [L, T, Hq, Dv] bool."""
+    """Report other bits, ``differs`` [L, T, Hq, Dv] bool."""
     if not differs.any():
         return []
     observed, row_request = judgement.observed, judgement.expected.data.row_request
@@ -54,17 +54,18 @@ def _other_bits(judgement: Judgement, differs: torch.Tensor) -> list[Finding]:
     return [
         Finding(
             "graph-matches-eager",
-            f"request {request} gives other bits under the graph than in eager, and batch invariance is claimed",
+            f"request {request} gives other bits under the graph than in eager mode, although batch invariance is "
+            "declared",
             where=f"{int(differs.sum())} of {differs.numel()} values differ, all within the limit",
             spread=spread_text(differs.any(0), row_request, observed.step),
-            hint="a split count, a tile size or a kernel that depends on the capture or on padded rows",
+            hint="probably a split count, tile size or kernel choice that depends on the capture or on padded rows",
             step=observed.label,
         )
     ]
 
 
 def addresses_stable(observed: Observation) -> list[Finding]:
-    """A replay wrote nothing into memory that was freed after capture."""
+    """Check that a replay wrote nothing into memory that was freed after capture."""
     if not observed.damaged:
         return []
     return [
@@ -73,24 +74,24 @@ def addresses_stable(observed: Observation) -> list[Finding]:
             "the graph writes into memory that was freed after capture",
             where="; ".join(observed.damaged),
             hint="a workspace or a metadata tensor of the capture was freed or re-allocated; on a server the block "
-            "belongs to somebody else by now. Allocate it once, in the constructor or in init_cuda_graph_state",
+            "may have another owner by now. Allocate it once, in the constructor or in init_cuda_graph_state",
             step=observed.label,
         )
     ]
 
 
 def at_capture(uneven: Sequence[str], written: Sequence[int]) -> list[Finding]:
-    """Warm-ups of one plan agree, and a dummy batch writes page 0 alone.
+    """Check that warm-ups of one plan agree, and that a dummy batch writes only page 0.
 
-    ``uneven``: places where they do not. ``written``: slots outside page 0, ascending. A server captures while
+    ``uneven``: places where they do not agree. ``written``: slots outside page 0, ascending. A server captures while
     requests are live (after a wake-up, or for a bucket that comes late), and any slot may be theirs.
     """
     found = [
         Finding(
             "captures-cleanly",
-            "the warm-ups before a capture do not agree, and determinism is claimed",
+            "the warm-ups before a capture do not agree, although determinism is declared",
             where=where,
-            hint="a counter, a semaphore or a workspace that a run leaves dirty and only a plan resets",
+            hint="probably a counter, semaphore or workspace that a run leaves dirty and only a plan resets",
         )
         for where in uneven[:1]
     ]
@@ -101,25 +102,26 @@ def at_capture(uneven: Sequence[str], written: Sequence[int]) -> list[Finding]:
                 "captures-cleanly",
                 f"warm-ups or captures of a dummy batch write {len(written)} KV slots outside page 0",
                 where=f"slots {slots}; every out_cache_loc of the batch is 0",
-                hint="slots that come from anything but out_cache_loc: a server captures while requests are live",
+                hint="store only at out_cache_loc: a server captures while requests are live, which may own these "
+                "slots",
             )
         )
     return found
 
 
 def _has_padded_replays(case: Case) -> bool:
-    """With small padding every bucket is filled up with live requests."""
+    """True if replays have padded requests: with small padding every bucket is filled with live requests."""
     return case.padding != "small"
 
 
 CHECKS = (
     Check(
         "graph-matches-eager",
-        "A replay gives what the backend's own eager run of the same batch gives.",
-        "Another kernel, another split or another rounding under capture than in eager.",
+        "A replay gives the same as the backend's own eager run of the same batch.",
+        "Another kernel, split or rounding under capture than in eager mode.",
         "sglang #26412; vLLM #25490",
-        "Both are within the limit and differ. Look for what depends on being captured: a split count, a kernel "
-        "choice, a rounding.",
+        "Both are within the limit and differ. Look for what depends on capture: a split count, a kernel choice, a "
+        "rounding.",
         judged_from=Stage.COMPLETED,
         applies=in_graphs,
         behind_outputs=True,
@@ -130,43 +132,43 @@ CHECKS = (
     ),
     Check(
         "captures-cleanly",
-        "Capture meets no host sync, no copy from pageable memory, and leaves no persistent tensor behind; its "
-        "warm-ups give the same bits where that is claimed, and write no KV slot outside page 0.",
+        "Capture has no host sync and no copy from pageable memory, and leaves no persistent tensor behind. Its "
+        "warm-ups write no KV slot outside page 0, and give the same bits if determinism is declared.",
         "int(lengths.max()), .tolist(), torch.tensor(list, device=...), a workspace allocated on first use, a counter "
         "that only a plan resets.",
         "sglang #25489; aiter #5393",
-        "`where` is the line that a capture cannot record, and the hint what to write instead.",
+        "`where` is the line that a capture cannot record; the hint says what to write instead.",
         judged_from=Stage.CAPTURED,
         applies=in_graphs,
     ),
     Check(
         "replay-follows-batch",
-        "Nothing of the capture-time batch leaks into a replay: lengths, widths, slots, mask, max length.",
-        "A Python number baked into a kernel launch, a plan that is not redone, strides of another layout.",
+        "A replay uses nothing of the batch it was captured with: lengths, widths, slots, mask, maximum length.",
+        "A Python number fixed in a kernel launch, a plan that is not redone, strides of another layout.",
         "sglang #21987, #27545; vLLM #42444; rtp-llm #378",
-        "Eager is right, and so is the plan: something of the capture is still in force. `attended` says which KV "
-        "tokens were read; a length in the hint is usually the capture's.",
+        "Eager mode and the plan are correct, so the graph still uses a value from capture time. `attended` says "
+        "which KV tokens were read; a length in the hint is usually that of the capture.",
         judged_from=Stage.REPLAYED,
         applies=in_graphs,
         behind_outputs=True,
     ),
     Check(
         "addresses-stable",
-        "A graph reads and writes only memory that is still alive and the same.",
-        "Metadata re-allocated at replay instead of filled in place, a workspace that grew or was freed.",
+        "A graph reads and writes only memory that still exists and was not replaced.",
+        "Metadata that a replay re-allocates instead of filling in place, a workspace that grew or was freed.",
         "vLLM #35175, #46067; TensorRT-LLM #16319",
-        "The hint names the attribute that a replay replaced, or the block that was freed. Allocate it once, and fill "
-        "it in place.",
+        "The hint names the attribute that a replay replaced, or the block that was freed. Allocate it once and "
+        "fill it in place.",
         judged_from=Stage.REPLAYED,
         applies=in_graphs,
         run=lambda judgement, *_: addresses_stable(judgement.observed),
     ),
     Check(
         "padding-inert",
-        "Padded rows change no real row and no slot outside page 0, whatever they hold.",
+        "Padded rows, whatever they contain, change no real row and no slot outside page 0.",
         "Metadata built before padding, a negative prefix, statistics over the whole batch, stale tails.",
         "vLLM #57094, #28579; sglang #31270",
-        "In a bucket of exactly that size it is right. Look for sums, maxima and tails over the padded batch.",
+        "Without padding the result is right. Look for sums, maxima and tails over the padded batch.",
         judged_from=Stage.COMPLETED,
         applies=in_graphs,
         shown_by=_has_padded_replays,
@@ -174,10 +176,10 @@ CHECKS = (
     ),
     Check(
         "buckets-independent",
-        "Graphs of several buckets and modes on one instance, eager steps between them, and another instance that "
-        "plans and runs meanwhile, do not disturb each other.",
-        "One metadata object for all buckets, a workspace that the next capture replaces, a flag left by another mode, "
-        "a planner's workspace that all instances of a process share.",
+        "Graphs of several buckets and modes on one instance, eager steps between them, and a co-resident instance "
+        "do not disturb each other.",
+        "One metadata object for all buckets, a workspace that the next capture replaces, a flag left by another "
+        "mode, a planner's workspace that all instances of a process share.",
         "lmdeploy #4661; vLLM #48261; sglang #33920, #27193",
         "As the only replay of the only bucket it is right. Look for what two graphs, two modes or an eager step "
         "share.",
@@ -186,4 +188,4 @@ CHECKS = (
         behind_outputs=True,
     ),
 )
-"""In the order in which they are worth reading."""
+"""Checks in the order in which they are worth reading."""

@@ -1,4 +1,4 @@
-"""One observed step beside what it should have given. What several checks ask of the two is computed once."""
+"""One observed step with its expected result. Values that several checks need are computed once."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Ratios(NamedTuple):
-    """Error over limit, float64. 1 is still right, NaN counts as infinitely wrong."""
+    """Error over limit, float64. Up to 1 is right, and NaN counts as infinite."""
 
     element: torch.Tensor
-    """[L, T, Hq, Dv]."""
+    """Ratio of each element, [L, T, Hq, Dv]."""
     row: torch.Tensor
-    """[L, T, Hq]: of the norm over one row of one head."""
+    """Ratio of the norm of each row of a head, [L, T, Hq]."""
 
 
 class Worst(NamedTuple):
-    """A place in the attention outputs, and by how much it misses its limit."""
+    """A place in the attention outputs, and how far it exceeds its limit."""
 
     layer: int
     row: int
-    """Flat: an index into the T live rows."""
+    """Index into the T live rows."""
     head: int
     dim: int
     ratio: float
@@ -42,18 +42,18 @@ class Worst(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """Attention outputs of one step, judged. L layers, T live rows, Hq query heads, Dv values a head; host tensors."""
+    """Evaluation of one step's attention outputs. L layers, T live rows, Hq query heads, Dv values; on the host."""
 
     observed: Observation
     expected: Expected
 
     def name(self, layer: int) -> str:
-        """Of the layer that ran as number ``layer``, by its id."""
+        """Name of the layer that ran as number ``layer``, by its id."""
         return self.observed.schedule.case.layers.name(layer)
 
     @cached_property
     def out(self) -> torch.Tensor:
-        """[L, T, Hq, Dv] in the backend's dtype: the outputs of all layers, stacked."""
+        """Stacked outputs of all layers, [L, T, Hq, Dv] in the backend's dtype."""
         maps, shape = self.observed.schedule.case.head_maps, self.expected.attention.shape[1:]
         if not maps:
             return torch.stack([out.reshape(shape) for out in self.observed.attention])
@@ -64,7 +64,7 @@ class Judgement:
 
     @cached_property
     def exists(self) -> torch.Tensor:
-        """[L, 1, Hq, Dv] bool: elements that a layer has, all but where layers differ in their heads."""
+        """Elements that a layer has, [L, 1, Hq, Dv] bool: all, unless layers have different heads."""
         whole = self.expected.attention
         exists = torch.ones(len(whole), 1, *whole.shape[2:], dtype=torch.bool)
         for layer, each in enumerate(self.observed.schedule.case.head_maps):
@@ -73,23 +73,23 @@ class Judgement:
 
     @cached_property
     def unwritten(self) -> torch.Tensor:
-        """[L, T, Hq, Dv] bool: elements that still hold the poison's bits, which no computation gives."""
+        """Elements that still hold the poison's bits, which no computation gives, [L, T, Hq, Dv] bool."""
         return self.out.view(BITS[self.out.dtype.itemsize]) == -1
 
     @cached_property
     def finite(self) -> torch.Tensor:
-        """[L, T, Hq, Dv] bool: neither NaN nor Inf. What is unwritten is NaN."""
+        """Elements that are neither NaN nor Inf, [L, T, Hq, Dv] bool. Unwritten ones are NaN."""
         return self.out.isfinite()
 
     @cached_property
     def all_finite(self) -> bool:
-        """No NaN and no Inf anywhere."""
+        """True if no element is NaN or Inf."""
         return bool(self.finite.all())
 
     @cached_property
     def ratios(self) -> Ratios:
         """Error over limit of each element, and of each row of a head."""
-        # In place: this is most of what judging a step costs.
+        # In place: this is most of the cost of evaluating a step.
         error = self.out.to(torch.float64, copy=True).sub_(self.expected.attention)
         by_row = torch.linalg.vector_norm(error, dim=-1).div_(self.expected.row_limit)
         by_element = error.abs_().div_(self.expected.attention_limit)
@@ -97,9 +97,9 @@ class Judgement:
 
     @cached_property
     def key_ratio(self) -> torch.Tensor:
-        """[L, T, Hq] float64: how far the count of any KV token is from what it should be, over half a token.
+        """Largest error of the count of any KV token, over half a token, [L, T, Hq] float64.
 
-        Of codes alone; 0 for other data, and in rows with NaN or Inf.
+        Only for codes; 0 for other data, and in rows with NaN or Inf.
         """
         if self.expected.key_sum is None:
             return torch.zeros_like(self.ratios.row)
@@ -112,15 +112,15 @@ class Judgement:
 
     @property
     def right(self) -> bool:
-        """Every element and every row is written, finite and within its limit, and of codes every KV token counted as
-        often as it should be. Poison is NaN, and NaN is out of its limit.
+        """True if every element and row is written, finite and within its limit, and, for codes, every KV token counted
+        as often as it should be. Poison is NaN, and NaN exceeds its limit.
         """
         return self.margin <= 1
 
     @cached_property
     def wrong(self) -> torch.Tensor:
-        """[L, T, Hq, Dv] bool: elements out of their limit, NaN included, and whole rows whose norm alone is, or whose
-        count of a KV token.
+        """Elements beyond their limit, NaN included, [L, T, Hq, Dv] bool; also whole rows of which only the norm or the
+        count of a KV token is.
         """
         wrong = self.ratios.element > 1
         lost = ((self.ratios.row > 1) | (self.key_ratio > 1)) & ~wrong.any(-1)
@@ -139,13 +139,13 @@ class Judgement:
 
     @cached_property
     def eager(self) -> torch.Tensor | None:
-        """[L, T, Hq, Dv] in the backend's dtype: ``out`` of the eager run of the same step, where there was one."""
+        """Outputs of the eager run of the same step, [L, T, Hq, Dv] in the backend's dtype, if there was one."""
         run = self.observed.eager_run
         return None if run is None else Judgement(run, self.expected).out
 
     @cached_property
     def as_in_eager(self) -> bool:
-        """Whether the eager run of the same step gave the same bits."""
+        """True if the eager run of the same step gave the same bits."""
         out, eager = self.out, self.eager
         if eager is None or out.dtype != eager.dtype:
             return False
@@ -154,7 +154,7 @@ class Judgement:
 
     @cached_property
     def ratio_to_eager(self) -> torch.Tensor | None:
-        """[L, T, Hq, Dv] float64: distance from the eager run, over two limits: each may be off by one."""
+        """Distance from the eager run over two limits, [L, T, Hq, Dv] float64: each may be off by one."""
         if self.eager is None:
             return None
         apart = (self.out.double() - self.eager.double()).abs()
@@ -188,5 +188,5 @@ class Judgement:
 
 
 def place_of_max(tensor: torch.Tensor) -> tuple[int, ...]:
-    """One index for each dimension: where ``tensor`` is largest."""
+    """Indices of the largest element of ``tensor``."""
     return tuple(int(i) for i in torch.unravel_index(tensor.argmax(), tensor.shape))

@@ -1,4 +1,4 @@
-"""How often each key of a row was counted, from one forward of codes.
+"""Counts of how often each key of a row was used, from one forward of codes.
 
 Keys of ``codes`` data weigh the same, 1 / n of a row that sees n, and the value of key j is a code c_j of +1 and -1 in
 D channels (``cases/patterns.py``). With w_j the times that it was counted, n times the error of an output is the sum of
@@ -25,11 +25,11 @@ __all__ = ["HALF_A_KEY", "code_sizes", "codes_of", "in_keys", "key_ratio"]
 
 HALF_A_KEY = 0.5
 _AT_ONCE = 1 << 24
-"""Estimates that are made in one product."""
+"""Number of estimates that are made in one product."""
 
 
 def codes_of(data: StepData, lens: Sequence[int], layer: int, kv_head: int) -> torch.Tensor:
-    """[N, D] float32, +1 and -1: the codes of all keys of the batch, request by request, ``lens`` keys each."""
+    """Codes of all keys of the batch, [N, D] float32 of +1 and -1, request by request, ``lens`` keys each."""
     stored = data.stored_values if data.stored_values is not None else data.stored_keys[..., : data.v.shape[-1]]
     one = torch.cat([stored[layer, b, :length, kv_head] for b, length in enumerate(lens)])
     if one.dtype.itemsize > 1:
@@ -39,17 +39,17 @@ def codes_of(data: StepData, lens: Sequence[int], layer: int, kv_head: int) -> t
 
 
 def code_sizes(data: StepData) -> torch.Tensor:
-    """[L] float64: of every code of a layer, 1 but where an FP8 pool's scale makes it another number."""
+    """Size of the codes of each layer, [L] float64: 1, unless an FP8 pool's scale changes it."""
     stored, which = (data.stored_keys, 0) if data.stored_values is None else (data.stored_values, 1)
     one = stored[:, :1, :1, :1, :1].contiguous()
     return dequantised(one, data.kv_scales[which]).abs().flatten()
 
 
 def in_keys(out: torch.Tensor, expected: Expected) -> torch.Tensor:
-    """[L, T, Hq, D] float64: the error of ``out``, likewise, in sums of codes. NaN where that is NaN or Inf, or no
-    key can be counted.
+    """Error of ``out`` [L, T, Hq, D] in sums of codes, float64. NaN if it is NaN or Inf, or no key can be counted.
 
-    Without what all keys have in common, up to where rounding may put it (``limits.key_factor``): that is no count.
+    The part that all keys have in common is removed, up to what rounding explains (``limits.key_factor``): it does not
+    come from a count.
     """
     assert expected.key_sum is not None
     assert expected.key_factor is not None
@@ -61,10 +61,10 @@ def in_keys(out: torch.Tensor, expected: Expected) -> torch.Tensor:
 
 
 def key_ratio(out: torch.Tensor, expected: Expected, lens: Sequence[int]) -> torch.Tensor:
-    """[L, T, Hq] float64: the largest distance of any key's count from what it should be, over half a key.
+    """Largest error of any key's count, over half a key, [L, T, Hq] float64.
 
-    Of every key of the batch, ``lens`` of each request, the row's own or not. 0 for rows with NaN or Inf, which other
-    checks are about, and for those whose keys cannot be counted.
+    All keys of the batch count, ``lens`` of each request, the row's own or not. It is 0 for rows with NaN or Inf, which
+    other checks report, and for those whose keys cannot be counted.
     """
     if not out.numel():
         return torch.zeros(out.shape[:-1], dtype=torch.float64)
@@ -83,5 +83,5 @@ def key_ratio(out: torch.Tensor, expected: Expected, lens: Sequence[int]) -> tor
 
 
 def _largest(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """[m] float32: the largest product, in size, of each of ``rows`` [m, D] with any of ``codes`` [N, D]."""
+    """Largest absolute product of each of ``rows`` [m, D] with any of ``codes`` [N, D], as [m] float32."""
     return (rows @ codes.mT).abs_().amax(1)

@@ -1,4 +1,4 @@
-"""The check of log-sum-exps: of each part of a request's keys, and of what a backend merged of them."""
+"""The check of log-sum-exps: of each KV split, and of the result that a backend merged."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["CHECKS", "log_sum_exp"]
 
 
 def log_sum_exp(judgement: Judgement, case: Case, claims: LogSumExp) -> list[Finding]:
-    """Every log-sum-exp within its limit, -inf exact; and no NaN in the output of a part without keys."""
+    """Check that every log-sum-exp is within its limit, -inf exactly, and that a KV split without keys gives no NaN."""
     observed, expected = judgement.observed, judgement.expected
     want, limit = expected.lse, expected.lse_limit
     assert want is not None
     assert limit is not None
     held = observed.copies.group("lse")
     if [tuple(lse.shape) for lse in held.values()] != [tuple(want.shape[1:])] * len(want):
-        return [Finding("log-sum-exp", "the step came without its log-sum-exps", step=observed.label)]
+        return [Finding("log-sum-exp", "the step has no log-sum-exps", step=observed.label)]
     stored = torch.stack(list(held.values()))
     found = stored.double() * (math.log(2) if claims.base == "2" else 1.0)
     ratio = ((found - want).abs() / limit).masked_fill(found == want, 0.0).nan_to_num(torch.inf, torch.inf)
@@ -54,7 +54,7 @@ def _what_is_wrong(name: str, found: torch.Tensor, want: torch.Tensor, ratio: to
     if found.isnan():
         return f"the log-sum-exp of {name} is nan"
     if want == -torch.inf:
-        return f"no key in {name}, and its log-sum-exp there is {number(float(found))}, not -inf"
+        return f"{name} has no key, but its log-sum-exp is {number(float(found))} instead of -inf"
     if found.isinf():
         return f"the log-sum-exp of {name} is {number(float(found))}"
     return f"the log-sum-exp of {name} differs from the oracle, {times(float(ratio))} over the limit"
@@ -62,11 +62,11 @@ def _what_is_wrong(name: str, found: torch.Tensor, want: torch.Tensor, ratio: to
 
 def _part_name(case: Case, index: int) -> str:
     parts = parts_of(case)
-    return str(parts[index]) if index < len(parts) else "what merge_state made of all parts"
+    return str(parts[index]) if index < len(parts) else "the merged result of merge_state"
 
 
 def _empty_parts(judgement: Judgement, case: Case, want: torch.Tensor) -> list[Finding]:
-    """NaN that a merge of the kit's, as servers do it, carries into the result. A backend's own may leave it out."""
+    """Find NaN that the kit's merge, as servers do it, carries into the result. A backend's merge may leave it out."""
     if case.own_merge:
         return []
     data = judgement.expected.data
@@ -78,9 +78,10 @@ def _empty_parts(judgement: Judgement, case: Case, want: torch.Tensor) -> list[F
             return [
                 Finding(
                     "log-sum-exp",
-                    f"request {int(data.row_request[row])} has no key in {name}, and its output there is NaN or Inf",
+                    f"request {int(data.row_request[row])} has no key in {name}, but its output there is NaN or Inf",
                     where=f"output of {name} [layer {layer}, {row_name(data, row)}]",
-                    hint="a merge gives it the weight 0, and 0 * NaN is NaN: return zeros where a row sees no key",
+                    hint="return zeros if a row sees no key: a merge gives this output the weight 0, and 0 * NaN is "
+                    "NaN",
                     step=judgement.observed.label,
                 )
             ]
@@ -94,17 +95,17 @@ def _run(judgement: Judgement, case: Case, claims: Capabilities) -> list[Finding
 CHECKS = (
     Check(
         "log-sum-exp",
-        "Where claimed: the log-sum-exp of every row and head, of each part of a request's keys, is within its own "
-        "computed limit, -inf where a part has no key; an empty part's output is finite.",
-        "Base 2 for e, a transposed layout, a part without keys that gives 0 or NaN, a sink that is counted in every "
-        "part, a log-sum-exp that is kept in bfloat16.",
+        "If declared: the log-sum-exp of every row and head, for each KV split, is within its own computed limit, "
+        "and -inf for a split without keys, whose output is finite.",
+        "Base 2 instead of e, a transposed layout, a KV split without keys that gives 0 or NaN, a sink that is "
+        "counted in every split, a log-sum-exp that is kept in bfloat16.",
         "sglang #35045, #40903, #22688; vLLM #22003; flashinfer #58",
-        "`where` gives it in natural units. The hint compares what came with log-sum-exps of usual mistakes: another "
-        "base, no sink or two, no scale, a maximum alone.",
+        "`where` gives the value in natural units. The hint compares it with log-sum-exps of usual mistakes: "
+        "another base, no sink or two, no scale, only the maximum.",
         judged_from=Stage.OBSERVED,
         applies=lambda claims, execution: claims.lse is not None,
         shown_by=lambda case: bool(case.parts),
         run=lambda judgement, schedule, claims: _run(judgement, schedule.case, claims),
     ),
 )
-"""In the order in which they are worth reading."""
+"""Checks in the order in which they are worth reading."""

@@ -1,4 +1,4 @@
-"""The check of the lossless loop: with a draft or without one, greedy decode says the same."""
+"""The check of the greedy-equivalence loop: greedy decode generates the same tokens with a draft and without one."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ __all__ = ["CHECKS", "Said", "Spoken", "lossless", "ran_to_its_end"]
 
 @dataclass(frozen=True, eq=False)
 class Said:
-    """What attention gave for one token of a request."""
+    """The attention outputs of one token of a request."""
 
     stage: str
-    """``round 2, target-verify``."""
+    """The round and the mode, as ``round 2, target-verify``."""
     request: int
     position: int
-    """Of the token."""
+    """Position of the token."""
     attention: npt.NDArray[np.float32] = field(repr=False)
-    """[L, Hq * Dv]."""
+    """Attention outputs, [L, Hq * Dv]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Spoken:
-    """What came of a loop."""
+    """The results of a loop."""
 
     tokens: tuple[tuple[int, ...], ...]
-    """Of each request, prompt included."""
+    """Tokens of each request, prompt included."""
     said: tuple[Said, ...]
     """Rows whose tokens were accepted: of draft-extend, draft-decode and verify."""
     accepted: tuple[tuple[int, ...], ...]
-    """Round by round, request by request: accepted tokens of the draft."""
+    """Number of accepted draft tokens, by round and request."""
 
 
 def ran_to_its_end(spoken: Spoken, loop: Loop) -> bool:
-    """Every row that was due is there, for tokens that go on from the prompts, and has the shape of one."""
+    """True if every expected row exists, with the right shape, for tokens that continue the prompts."""
     layers, heads = len(make_layers(loop.schedules[0].case)), loop.schedules[0].case.heads.q_heads
     shape = (layers, heads * loop.schedules[0].case.head_dim)
     if np.shape(spoken.accepted) != loop.kept.shape or not all(0 <= n <= loop.steps for n in np.ravel(spoken.accepted)):
@@ -61,9 +61,9 @@ def ran_to_its_end(spoken: Spoken, loop: Loop) -> bool:
 
 
 def lossless(spoken: Spoken, expected: Expected) -> list[Finding]:
-    """Every row of an accepted token is what plain decode computes, and every token that is said its likeliest.
+    """Check that every row of an accepted token is what plain decode computes, and every token the most likely one.
 
-    ``expected``: plain decode over ``spoken.tokens``, a row for each token of each request.
+    ``expected``: plain decode over ``spoken.tokens``, one row per token of each request.
     """
     starts = [0]
     for tokens in spoken.tokens:
@@ -84,7 +84,10 @@ def lossless(spoken: Spoken, expected: Expected) -> list[Finding]:
         logits, slack = expected.logits[row], 2 * float(expected.logits_limit[row].max())
         token = spoken.tokens[said.request][said.position + 1]
         if float(logits.max() - logits[token]) > slack:
-            text = f"request {said.request} says token {token}, and greedy decode {int(logits.argmax())}"
+            text = (
+                f"request {said.request} generates token {token} in the loop, but token {int(logits.argmax())} in "
+                "greedy decode"
+            )
             return [_finding(text, f"behind token {said.position}", said.stage)]
     return []
 
@@ -95,21 +98,21 @@ def _finding(headline: str, where: str, stage: str) -> Finding:
         headline,
         where=where,
         step=stage,
-        hint="in a step of its own a stage reads KV that the kit stored, and here what earlier stages wrote: tokens of "
-        "a rejected draft that are still seen, or something kept from one stage for the next",
+        hint="here a stage reads KV that earlier stages wrote, not KV that the kit stored: probably tokens of a "
+        "rejected draft are still visible, or something is kept from one stage for the next",
     )
 
 
 CHECKS = (
     Check(
         "lossless",
-        "Draft-decode, target-verify and draft-extend, round after round on one instance, say what plain greedy decode "
-        "says, whatever is accepted of a draft.",
+        "Draft-decode, target-verify and draft-extend, round after round on one instance, generate the tokens of plain "
+        "greedy decode, whatever is accepted of a draft.",
         "Something kept from one stage for the next; tokens of a rejected draft that are still visible.",
         "sglang #21987; vLLM #43810",
-        "`step` names the round and the stage that is the first to differ.",
+        "`step` names the first round and stage that differ.",
         judged_from=Stage.COMPLETED,
         shown_by=lambda case: case.rounds > 0,
     ),
 )
-"""In the order in which they are worth reading. Judged from what a loop said."""
+"""Checks in the order in which they are worth reading, evaluated on the tokens of a loop."""

@@ -1,4 +1,4 @@
-"""What a wrong log-sum-exp is: it is held against those that usual mistakes give."""
+"""Usual mistakes of log-sum-exps: a wrong one is compared with the values that they give."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ __all__ = ["MISTAKES", "LseEvidence"]
 
 @dataclass(frozen=True, eq=False)
 class LseEvidence:
-    """The log-sum-exps of one part in one layer."""
+    """The log-sum-exps of one KV split in one layer."""
 
     case: Case
     data: StepData
     layer: int
     part: int
-    """Place among the case's parts; behind the last one: what the backend merged."""
+    """Index among the case's KV splits; after the last one: the result that the backend merged."""
     found: torch.Tensor
-    """[T, Hq] float64, as natural logarithms."""
+    """Natural logarithms, [T, Hq] float64."""
     stored: torch.Tensor
-    """[T, Hq], as they came."""
+    """Values as the backend returned them, [T, Hq]."""
     base: str = "e"
-    """What is claimed: "e" or "2"."""
+    """The declared base: "e" or "2"."""
 
     @property
     def merged(self) -> bool:
-        """Whether it is of all parts."""
+        """True if it is of all KV splits."""
         return self.part >= len(parts_of(self.case))
 
     @cached_property
     def layers(self) -> tuple[AttentionLayer, ...]:
-        """The model's, both."""
+        """Both layers of the model."""
         return make_layers(self.case)
 
     def attended(self, *, sinks: bool, **changes: Any) -> Attention:
-        """Attention on the part's keys: with the sinks or without, and with something of the layers changed."""
+        """Attention on the split's keys: with or without the sinks, and with changed layers."""
         part = KVPart() if self.merged else parts_of(self.case)[self.part]
         return attend_part(self.data, [replace(layer, **changes) for layer in self.layers], replace(part, sinks=sinks))
 
     def lse(self, *, sinks: bool, **changes: Any) -> torch.Tensor:
-        """[T, Hq] float64."""
+        """Log-sum-exps [T, Hq] float64."""
         return self.attended(sinks=sinks, **changes).lse[self.layer]
 
     @property
     def has_sinks(self) -> bool:
-        """Whether the part counts the sinks of its layer."""
+        """True if the split counts the sinks of its layer."""
         has = self.layers[self.layer].sinks is not None
         return has and (self.merged or parts_of(self.case)[self.part].sinks)
 
     @property
     def sinks(self) -> torch.Tensor | None:
-        """[Hq] float64."""
+        """Sinks [Hq] float64."""
         sinks = self.layers[self.layer].sinks
         return None if sinks is None else sinks.double()
 
@@ -85,7 +85,7 @@ def _base_e_twice(e: LseEvidence) -> torch.Tensor | None:
 
 
 def _transposed(e: LseEvidence) -> torch.Tensor:
-    """What lies there where [Hq, T] is read as [T, Hq], of a step without padding."""
+    """Values that result if [Hq, T] is read as [T, Hq], in a step without padding."""
     right = e.lse(sinks=e.has_sinks)
     return right.t().reshape(right.shape)
 
@@ -96,7 +96,7 @@ def _untransposed(e: LseEvidence) -> torch.Tensor:
 
 
 def _sinks_added(e: LseEvidence) -> torch.Tensor | None:
-    """Once more than they should be."""
+    """Count sinks once more than they should be."""
     return None if e.sinks is None else torch.logaddexp(e.lse(sinks=e.has_sinks), e.sinks.expand_as(e.found))
 
 
@@ -130,7 +130,7 @@ def _sum_alone(e: LseEvidence) -> torch.Tensor:
 
 
 def _merged_in_the_other_base(e: LseEvidence) -> torch.Tensor | None:
-    """Base 2 of natural ones, or natural of those in base 2, whichever is claimed (sglang #33064)."""
+    """Merge natural values in base 2, or values in base 2 as natural ones, depending on the base (sglang #33064)."""
     if not e.merged:
         return None
     one = math.log(2) if e.base == "e" else 1 / math.log(2)
@@ -141,32 +141,33 @@ def _merged_in_the_other_base(e: LseEvidence) -> torch.Tensor | None:
 MISTAKES: Sequence[tuple[Callable[[LseEvidence], torch.Tensor | None], str]] = (
     (
         _base_2_for_e,
-        "it is in base 2, and a natural one is claimed: multiply it by ln 2, or claim base='2'",
+        "it is in base 2, but base e is declared: multiply it by ln 2, or declare base='2'",
     ),
     (
         _base_2_twice,
-        "it is log2(e) times what it should be in base 2, which is claimed: it is turned to base 2 twice",
+        "it is log2(e) times the value in base 2, which is declared: it is converted to base 2 twice",
     ),
     (
         _base_e_for_2,
-        "it is a natural one, and base 2 is claimed: divide it by ln 2, or claim base='e'",
+        "it is in base e, but base 2 is declared: divide it by ln 2, or declare base='e'",
     ),
     (
         _base_e_twice,
-        "it is ln 2 times the natural one, which is claimed: it is multiplied by ln 2 twice, or was natural before",
+        "it is ln 2 times the value in base e, which is declared: it is multiplied by ln 2 twice, or was natural "
+        "before",
     ),
     (
         _merged_in_the_other_base,
-        "parts of the claimed base are merged as if they were of the other one (base 2 or e): each has a wrong weight",
+        "KV splits are merged as if they were in the other base than declared (2 or e): each has a wrong weight",
     ),
-    (_transposed, "heads lie before rows in its memory: claim layout='[H, T]', or transpose it"),
-    (_untransposed, "rows lie before heads in its memory: claim layout='[T, H]', or transpose it"),
-    (_sinks_added, "the sink is counted once more than it should be: part.sinks is True in one of the parts alone"),
-    (_sinks_left_out, "the sink is left out: part.sinks says that it counts in this part"),
-    (_maximum, "it is the row's maximum: the logarithm of the sum is left out"),
-    (_sum_alone, "it is the logarithm of the sum alone: the row's maximum is left out"),
+    (_transposed, "heads come before rows in its memory: declare layout='[H, T]', or transpose it"),
+    (_untransposed, "rows come before heads in its memory: declare layout='[T, H]', or transpose it"),
+    (_sinks_added, "the sink is counted once more than it should be: part.sinks is True in only one of the KV splits"),
+    (_sinks_left_out, "the sink is left out: part.sinks is True, so it counts in this KV split"),
+    (_maximum, "it is only the row's maximum: the logarithm of the sum is left out"),
+    (_sum_alone, "it is only the logarithm of the sum: the row's maximum is left out"),
     (_unscaled, "its logits are not scaled"),
     (_uncapped, "its logits are not capped"),
     (_without_k_scale, "its logits lack the k_scale of the FP8 pool"),
 )
-"""A log-sum-exp that a mistake gives, None where it makes no difference; and what to say of it."""
+"""Pairs of the log-sum-exp that a mistake gives (None if it makes no difference), and the hint."""

@@ -1,4 +1,4 @@
-"""A wrong log-sum-exp that is right for another head, or for fewer KV tokens of its part."""
+"""A wrong log-sum-exp that is right for another head, or for fewer KV tokens of its KV split."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .lse_patterns import LseEvidence
 __all__ = ["of_fewer_keys", "of_other_heads"]
 
 _LONGEST = 8192
-"""KV tokens of a request up to which fewer of them are asked about: each answer is one of the oracle."""
+"""Largest number of KV tokens of a request for which fewer are tried: each try takes a run of the oracle."""
 
 
 def of_other_heads(found: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) -> str:
-    """Every wrong head has what another wrong one should have, each another one's, in all rows that are wrong.
+    """Find a permutation of the wrong heads that makes all wrong rows right.
 
     ``found``, ``want``, ``limit`` [T, Hq] float64.
     """
@@ -35,13 +35,13 @@ def of_other_heads(found: torch.Tensor, want: torch.Tensor, limit: torch.Tensor)
         return ""
     named = ", ".join(f"head {head} has that of head {of}" for head, of in list(whose.items())[:2])
     more = " and so on" if len(wrong) > 2 else ""
-    return f"right in another order of heads: {named}{more}; outputs and log-sum-exps have one order of heads"
+    return f"right in another order of heads: {named}{more}; outputs and log-sum-exps must have the same order of heads"
 
 
 def of_fewer_keys(e: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> str:
-    """Every wrong row has what it should if it saw the first KV tokens of its part alone, or none.
+    """Find for every wrong row the number of first KV tokens of its KV split that makes it right, maybe none.
 
-    A sum over the first n grows with n, so that n is found by halving.
+    A sum over the first n grows with n, so n is found by bisection.
     """
     data, bs = e.data, len(e.data.visible)
     first, longest = data.row_offset == 0, data.visible.shape[-1]
@@ -56,7 +56,7 @@ def of_fewer_keys(e: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> st
     most = places.amax(-1)
 
     def of_first(counts: torch.Tensor) -> torch.Tensor:
-        """[T, Hq]: with the first so many of its KV tokens for each row, ``counts`` [B, Tmax]."""
+        """Values [T, Hq] if each row sees the first ``counts`` [B, Tmax] of its KV tokens."""
         return replace(e, data=replace(data, visible=held & (places <= counts[..., None]))).lse(sinks=e.has_sinks)
 
     low, high = torch.zeros_like(most), most.clone()
@@ -72,21 +72,26 @@ def of_fewer_keys(e: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> st
     if not right or any(count >= whole for count, whole in zip(counts, due, strict=True)):
         return ""
     name = row_name(data, int(rows[0]))
-    what = f"{name} counts {f'the first {counts[0]}' if counts[0] else 'none'} of its {due[0]} KV tokens in this part"
+    what = (
+        f"{name} counts {f'the first {counts[0]}' if counts[0] else 'none'} of its {due[0]} KV tokens in this KV split"
+    )
     if any(counts):
         return (
-            f"right for fewer KV tokens: {what}. A length of the part, or causality by places in it: it goes by "
-            "positions"
+            f"right for fewer KV tokens: {what}. Probably a length of the split, or causality by indices in it "
+            "instead of positions"
         )
     return f"right for no KV token: {what}{_behind_an_empty_one(e, want, rows)}"
 
 
 def _behind_an_empty_one(e: LseEvidence, want: torch.Tensor, rows: torch.Tensor) -> str:
-    """Whether just those requests are wrong before whom one has no KV token in the part."""
+    """Text that depends on whether exactly those requests are wrong whose predecessor has no KV token in the split."""
     data, bs = e.data, len(e.data.visible)
     empty = [bool((want[data.row_request == request] == -torch.inf).all()) for request in range(bs)]
     wrong = sorted(set(data.row_request[rows].tolist()))
     behind = [request for request in range(1, bs) if empty[request - 1] and not empty[request]]
     if wrong != behind:
-        return ". A length or an offset of the part"
-    return f", and request {wrong[0] - 1} before it has none there: a list of requests or lengths that leaves it out"
+        return ". Probably a length or an offset of the split"
+    return (
+        f", and request {wrong[0] - 1} before it has none there: probably a list of requests or lengths that "
+        "leaves it out"
+    )

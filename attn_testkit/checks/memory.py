@@ -1,4 +1,4 @@
-"""Checks of memory that the kit owns: whose slots were read and written, which inputs were modified."""
+"""Checks of memory that the kit owns: slots that were read and written, inputs that were modified."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ def _raw(pool: torch.Tensor) -> torch.Tensor:
 
 
 def pool_is_right(observed: Observation, page_size: int) -> bool:
-    """The slots behind page 0 that changed are those of the batch, and hold its K and V bit for bit.
+    """True if the slots after page 0 that changed are those of the batch, and hold its K and V bit for bit.
 
-    In page 0 padding may write. ``page_size`` in slots. What a slot held before never equals what it should hold: it
-    was NaN.
+    Padding may write into page 0. ``page_size`` in slots. A slot held NaN before, which never equals its new value.
     """
     assert observed.inputs is not None
     if observed.outside:
@@ -39,7 +38,7 @@ def pool_is_right(observed: Observation, page_size: int) -> bool:
 
 
 def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: bool = False) -> list[Finding]:
-    """The pool outside page 0 is bit for bit what it should be. ``takes_strided_heads``: is claimed."""
+    """Check that the pool outside page 0 is right bit for bit. ``takes_strided_heads``: the capability."""
     page = case.page_size
     if pool_is_right(observed, page):
         return []
@@ -81,13 +80,13 @@ def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: boo
 
 
 def _outside(observed: Observation) -> Finding:
-    """Every slot is right, and memory between them is not what it was."""
+    """Report memory between slots that changed, although every slot is right."""
     return Finding(
         "writes-own-kv",
-        "KV memory is wrong after the step: memory of the pool that belongs to no slot was written",
+        "KV memory is wrong after the step: memory between slots of the pool was written",
         where=f"byte {observed.outside[0]} of the memory that a KV pool of layout "
         f"{observed.schedule.case.kv_layout} lies in",
-        hint="a row is stored by the strides of the pool, and no wider than it is; what is behind it may be padding",
+        hint="store a row by the strides of the pool and no wider than it is; the memory after it may be padding",
         step=observed.label,
     )
 
@@ -97,30 +96,30 @@ _KIND = {"new": "of this step's tokens", "old": "of earlier tokens", "unowned": 
 
 
 def _of_padding(kinds: Mapping[str, int], behind: int) -> str:
-    """Where all live rows are stored, other slots were written, and ``behind`` rows of padding are enough for them."""
+    """Hint for other slots that were written, if all live rows are stored and ``behind`` padded rows explain them."""
     more = kinds["unowned"] + kinds["old"]
     if kinds["new"] or not 0 < more <= behind:
         return ""
     return (
-        f"the new tokens lie where they should; slots written beside them: {more}; rows of padding: "
-        f"{behind}. {PADDING_GOES}"
+        f"the new tokens are in the right slots, but {more} other slots were written, probably by the {behind} padded "
+        f"rows. {PADDING_GOES}"
     )
 
 
 def _rows_behind(observed: Observation, case: Case) -> int:
-    """Rows of padding in the graph; 0 in an eager run."""
+    """Number of padded rows in the graph; 0 in an eager run."""
     return observed.step.bucket * case.width - observed.step.tokens if observed.replay else 0
 
 
-_WORK_ON_A_COPY = "work on a copy, or in a buffer of your own; the caller goes on using these tensors"
+_WORK_ON_A_COPY = "work on a copy or in your own buffer; the caller still uses these tensors"
 _BESIDE_OUT = (
-    "out is a part of a larger tensor, whose other rows are somebody else's: write its own rows alone, with a mask for "
+    "out is a part of a larger tensor, whose other rows have other owners: write only its own rows, with a mask for "
     "the rest of a tile"
 )
 
 
 def inputs_unchanged(observed: Observation) -> list[Finding]:
-    """Every input that belongs to the kit holds what it held."""
+    """Check that no input that belongs to the kit was modified."""
     if not observed.modified:
         return []
     return [
@@ -137,22 +136,24 @@ def inputs_unchanged(observed: Observation) -> list[Finding]:
 CHECKS = (
     Check(
         "reads-own-kv",
-        "A result depends on the request's own KV tokens alone: every other slot holds NaN, page tails and page 0 "
+        "A result depends only on the request's own KV tokens: every other slot holds NaN, page tails and page 0 "
         "included.",
-        "A load that is masked after the multiply (0 * NaN), a length rounded up to a page, page 0 read for padding.",
+        "A load that is masked after the multiplication (0 * NaN), a length rounded up to a page, page 0 read for "
+        "padding.",
         "flash-attention #1745; sglang #32477; aiter #4245",
-        "With zeros in unowned slots the result is finite. `attended` says where the foreign weight came from; if the "
-        "KV tokens are right, something is multiplied by 0 instead of masked.",
+        "With zeros in unowned slots the result is finite. `attended` shows which foreign slots had weight; if the KV "
+        "tokens are right, something is multiplied by 0 instead of masked.",
         judged_from=Stage.OBSERVED,
         behind_outputs=True,
     ),
     Check(
         "writes-own-kv",
-        "Exactly the batch's slots (and page 0) change, nothing beside slots does, and they hold the batch's K and V.",
-        "A slot of -1 for padding, slots frozen at capture, K and V swapped, a scale that is missing or applied twice.",
+        "Exactly the batch's slots (and page 0) change, no memory between slots does, and they hold the batch's K "
+        "and V.",
+        "A slot of -1 for padding, slots fixed at capture, K and V swapped, a scale that is missing or applied twice.",
         "vLLM #43810; TensorRT-LLM #17110; sglang #24243",
-        "`where` names the slot, its page, and whose it is. An unowned slot: padding. An earlier token: an offset. "
-        "This step's: frozen slots, the wrong numbers, or padding that was stored over them.",
+        "`where` names the slot, its page and its owner. Unowned slots point to padding, earlier tokens to an "
+        "offset, and this step's tokens to slots fixed at capture, wrong numbers, or padding stored over them.",
         judged_from=Stage.OBSERVED,
         run=lambda judgement, schedule, claims: writes_own_kv(
             judgement.observed, schedule.case, takes_strided_heads=claims.takes_strided_heads
@@ -160,12 +161,12 @@ CHECKS = (
     ),
     Check(
         "inputs-unchanged",
-        "q, k, v, the batch's tensors and the request table are not modified, nor is memory beside a lent out.",
+        "q, k, v, the batch's tensors, the request table and the memory around `out=` are not modified.",
         "In-place scaling or rotation of q, advancing seq_lens in place, a padded batch or a whole tile written back.",
         "sglang #23037",
-        "`where` lists the tensors that no longer hold what they held.",
+        "`where` lists the tensors that changed.",
         judged_from=Stage.OBSERVED,
         run=lambda judgement, *_: inputs_unchanged(judgement.observed),
     ),
 )
-"""In the order in which they are worth reading."""
+"""Checks in the order in which they are worth reading."""

@@ -1,9 +1,9 @@
-"""Which keys of a row were counted wrong: the few runs of keys whose codes add up to the error of its output.
+"""Miscounted keys of a row: the few runs of keys whose codes add up to the error of its output.
 
 The error in keys (``key_counts.py``) is a sum of codes. A run of keys adds the difference of two places of the walk, so
-that runs of any length are as easy to try as single keys. The run that explains most is taken away, and again, until
-what is left is rounding. Codes are whole numbers in many channels: that another few runs leave nothing but rounding,
-too, is not to be expected. Where a few runs leave more, nothing is named.
+that runs of any length are as easy to try as single keys. The run that explains most is removed, and again, until only
+rounding is left. Codes are whole numbers in many channels, so it is very unlikely that other runs would leave only
+rounding too. If a few runs leave more, nothing is named.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from .key_counts import HALF_A_KEY, code_sizes, codes_of, in_keys
 __all__ = ["Miscount", "Miscounts", "find_miscounts"]
 
 _MOST_RUNS = 4
-"""That are named. More is no miscount but a wrong softmax, or a wrong request."""
+"""Number of runs that are named. More would be a wrong softmax or a wrong request, and not a miscount."""
 _MOST_TRIES = 12
-"""Runs that are taken away: next to another one a run is first found with a key too many or too few."""
+"""Number of runs that are removed: next to another run, one is first found with a key too many or too few."""
 _SHORT = 128
-"""Keys of a run up to which one is looked for behind every key; of a longer one both ends stand out by themselves. A
-power of two."""
+"""Longest run that is looked for after every key; of a longer one both ends are conspicuous. A power of two."""
 _STARTS = 512
-"""Of short runs, those that are tried."""
+"""Number of short runs that are tried."""
 _ENDS_OF_A_START = 4
 _SOME = 1024
-"""Keys by which it is told how much one adds."""
+"""Number of keys that show how much one key adds."""
 _ENDS = 96
-"""Places that are tried as either end of a long run."""
+"""Number of places that are tried as either end of a long run."""
 _MOST_NUMBERS = 1 << 27
-"""Of the codes that are looked at together."""
+"""Number of code values that are processed together."""
 
 
 @dataclass(frozen=True)
@@ -47,27 +46,27 @@ class Miscount:
     first: int
     last: int
     extra: int
-    """How much more often than they should be: -1 is left out."""
+    """Number of extra counts: -1 is left out."""
 
     @property
     def length(self) -> int:
-        """Keys in it."""
+        """Number of keys."""
         return self.last - self.first + 1
 
 
 @dataclass(frozen=True, eq=False)
 class Miscounts:
-    """What explains the error of one row."""
+    """Runs of keys that explain the error of one row."""
 
     request: int
     row: int
-    """Row inside the request."""
+    """Index of the row inside the request."""
     layer: int
-    """The layer that was asked; others with as wide a window may have been asked beside it."""
+    """The layer that was examined; others with an equal window may have been examined too."""
     visible: torch.Tensor
-    """[keys of the request] bool: which it should count, once each."""
+    """Keys of the request that it should count once, as bool."""
     runs: tuple[Miscount, ...]
-    """Ascending, those of the row's own request first. Neighbours differ in ``extra``."""
+    """Runs in ascending order, those of the row's own request first. Adjacent runs differ in ``extra``."""
 
     @property
     def left_out(self) -> tuple[Miscount, ...]:
@@ -96,30 +95,30 @@ class Miscounts:
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """The error of a row, and the walks it is to be explained by. M channels: those of several heads and layers."""
+    """The error of a row, and the walks that may explain it. M channels: those of several heads and layers."""
 
     error: torch.Tensor
-    """[M] float32, in keys."""
+    """Error in keys, [M] float32."""
     total: float
-    """Of the weights that the row should have, in keys: with sinks more than it has keys."""
+    """Sum of the weights that the row should have, in keys: with sinks it is more than its number of keys."""
     walks: tuple[torch.Tensor, ...]
-    """[n + 1, M] float32 of each request: running sums of its codes, of which none, one, two, ... keys."""
+    """Running sums of each request's codes, [n + 1, M] float32: of none, one, two, ... keys."""
     request: int
     counted: torch.Tensor
-    """[n + 1] int64: how many of the request's first none, one, two, ... keys the row should count."""
+    """Number of the request's first none, one, two, ... keys that the row should count, [n + 1] int64."""
 
 
 def find_miscounts(judgement: Judgement, row: int) -> Miscounts | None:
-    """Of a flat row whose counts are wrong, by the layers and heads in which they are. None: no few runs explain it.
+    """Find the miscounts of a flat row, by its wrong layers and heads. None if a few runs do not explain its error.
 
     Raises ``ValueError`` for data other than codes.
     """
     expected, lens = judgement.expected, judgement.observed.step.lens
     if expected.key_factor is None:
-        raise ValueError("keys can be counted in codes alone; expected a judgement of the pattern 'codes'")
+        raise ValueError("keys can be counted only in codes; expected data of the pattern 'codes'")
     data, layers = expected.data, make_layers(judgement.observed.schedule.case)
     wrong = judgement.wrong[:, row].any(-1) & judgement.finite[:, row].all(-1) & expected.key_factor[:, row].isfinite()
-    # A head that nothing computed is 0 throughout: no weights of any keys give that, so runs of keys would be invented.
+    # A head that nothing computed is all zeros: no weights of any keys give that, so runs of keys would be invented.
     wrong &= (judgement.out[:, row] != 0).any(-1)
     if not wrong.any():
         return None
@@ -134,7 +133,7 @@ def find_miscounts(judgement: Judgement, row: int) -> Miscounts | None:
 
 
 def _ask(judgement: Judgement, row: int, wrong: torch.Tensor, layers: Sequence[int], visible: torch.Tensor) -> _Asked:
-    """``wrong`` [L, Hq] bool. KV heads of ``layers`` with a wrong head, as many as memory allows."""
+    """Collect KV heads of ``layers`` with a wrong head (``wrong`` [L, Hq] bool), as many as memory allows."""
     expected, lens = judgement.expected, judgement.observed.step.lens
     assert expected.key_sum is not None
     data = expected.data
@@ -148,7 +147,7 @@ def _ask(judgement: Judgement, row: int, wrong: torch.Tensor, layers: Sequence[i
         errors.append(every[layer, row, heads].mean(0))
         outs.append((judgement.out[layer, row, heads].double() / sizes[layer]).mean(0))
         codes.append(codes_of(data, lens, layer, kv_head))
-    # Who counts a key once more divides by one more: each key adds its code less the output.
+    # A row that counts a key once more also divides by one more: each key adds its code minus the output.
     out = torch.cat(outs).float()
     walks = tuple(_walk(part, out) for part in torch.split(torch.cat(codes, 1), list(lens)))
     counted = torch.nn.functional.pad(visible.cumsum(0), (1, 0))
@@ -157,13 +156,13 @@ def _ask(judgement: Judgement, row: int, wrong: torch.Tensor, layers: Sequence[i
 
 
 def _walk(codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """[n, M] -> [n + 1, M]."""
+    """Running sums of [n, M] codes, as [n + 1, M]."""
     walk = torch.nn.functional.pad(codes, (0, 0, 1, 0)).cumsum_(0)
     return walk.sub_(torch.arange(len(walk))[:, None] * out)
 
 
 def _explain(asked: _Asked) -> tuple[Miscount, ...] | None:
-    """Run by run, what explains most first."""
+    """Find runs one by one, the one that explains most first."""
     error, total = asked.error, asked.total
     found: list[Miscount] = []
     for _ in range(_MOST_TRIES):
@@ -183,13 +182,13 @@ def _explain(asked: _Asked) -> tuple[Miscount, ...] | None:
 
 
 def _in_order(asked: _Asked) -> list[int]:
-    """Requests, the row's own first."""
+    """List requests, the row's own first."""
     return sorted(range(len(asked.walks)), key=lambda request: request != asked.request)
 
 
 def _best_run(asked: _Asked, request: int, error: torch.Tensor, total: float) -> tuple[float, Miscount]:
-    """The run of a request's keys, left out or counted once more, that explains most of ``error`` [M], and the mean
-    square of what it leaves: of outputs, times the row's own total, so that a total that is off counts as well.
+    """Find the run of a request's keys, left out or counted once more, that explains most of ``error`` [M], and the
+    mean square of the rest: of outputs times the row's own total, so that a wrong total counts as well.
 
     ``total``: the row's weights as far as they are explained.
     """
@@ -212,15 +211,15 @@ def _best_run(asked: _Asked, request: int, error: torch.Tensor, total: float) ->
 def _candidates(
     walk: torch.Tensor, along: torch.Tensor, counted: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Starts and ends [P] int64 of runs that may explain most, from ``along`` [n + 1]: the walk times the error.
+    """Find starts and ends [P] int64 of runs that may explain most, from ``along`` [n + 1]: the walk times the error.
 
-    ``counted``: of the row's own request, whose keys may be left out; None: of another, whose may not.
+    ``counted``: set for the row's own request, whose keys may be left out; None for another, whose keys may not.
     """
-    # What a run explains is its product less half of its own size, and sizes grow with the number of keys.
+    # A run explains its product minus half of its own size, and sizes grow with the number of keys.
     price = walk[: _SOME + 1].diff(dim=0).square_().sum(1).mean() / 2 * torch.arange(len(along))
     pairs = [_both_ends(along), _short_runs(along - price)]
     if counted is not None:
-        # More than anything can explain, for each key that the row does not count and that can not be left out.
+        # More than any run can explain, for each key that the row does not count and that cannot be left out.
         never = (along.max() - along.min() + price[-1] + 1).double() * (torch.arange(len(along)) - counted)
         pairs.append(_short_runs(-along - price - never))
     first, last = torch.cat(pairs, 1)
@@ -228,7 +227,7 @@ def _candidates(
 
 
 def _short_runs(worth: torch.Tensor) -> torch.Tensor:
-    """[2, P] int64: starts and ends of the short runs between whose ends ``worth`` [n + 1] grows most."""
+    """Starts and ends [2, P] int64 of the short runs between whose ends ``worth`` [n + 1] grows most."""
     n = len(worth) - 1
     most = torch.nn.functional.pad(worth[1:], (0, _SHORT - 1), value=-math.inf)
     ahead = 1
@@ -245,7 +244,7 @@ def _short_runs(worth: torch.Tensor) -> torch.Tensor:
 
 
 def _both_ends(along: torch.Tensor) -> torch.Tensor:
-    """[2, P]: starts and ends of runs between places where ``along`` is largest and where it is smallest."""
+    """Starts and ends [2, P] of runs between places where ``along`` is largest and where it is smallest."""
     few = min(_ENDS, len(along))
     edges = torch.tensor([0, len(along) - 1])
     high, low = (torch.cat([along.topk(few, largest=up).indices, edges]) for up in (True, False))
@@ -255,7 +254,7 @@ def _both_ends(along: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(asked: _Asked, runs: Sequence[Miscount]) -> tuple[Miscount, ...] | None:
-    """Runs that may overlap -> ones that do not. None where a key would be counted less than not at all."""
+    """Convert runs that may overlap to ones that do not. None if a key would have a negative count."""
     found: list[Miscount] = []
     for request in _in_order(asked):
         mine = [run for run in runs if run.request == request]
@@ -272,7 +271,7 @@ def _joined(asked: _Asked, runs: Sequence[Miscount]) -> tuple[Miscount, ...] | N
 
 
 def _runs(request: int, extra: torch.Tensor, own: torch.Tensor) -> Iterator[Miscount]:
-    """Runs of one value other than 0 in ``extra`` [n], and of one value in ``own`` [n]: whether the row may see it."""
+    """Split keys into runs of one nonzero value in ``extra`` [n] and one value in ``own`` [n] (the row may see it)."""
     turns = ((extra.diff() != 0) | (own.diff() != 0)).nonzero().flatten() + 1
     starts = [0, *turns.tolist()]
     for first, end in zip(starts, [*starts[1:], len(extra)], strict=True):

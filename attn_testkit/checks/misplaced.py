@@ -1,4 +1,4 @@
-"""What a slot holds that should hold something else: whose row, how far off it lies, what was done to its numbers."""
+"""Contents of a wrong slot: the row of another token, how far it was moved, or how its numbers were changed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .observation import Observation
 __all__ = ["NEW", "OLD", "PADDING_GOES", "STRIDED_HEADS", "UNOWNED", "held_instead", "owner_text", "owners"]
 
 UNOWNED, NEW, OLD = 0, 1, 2
-"""Whose a slot is: nobody's, a token's of this step, an earlier token's."""
+"""Owners of a slot: none, a token of this step, an earlier token."""
 
 PADDING_GOES = (
-    "Padding belongs in slot 0: take out_cache_loc of the whole graph's batch, or reset the tail of your own buffer at "
+    "Padding belongs in slot 0: use out_cache_loc of the whole graph's batch, or reset the tail of your own buffer at "
     "every replay"
 )
 STRIDED_HEADS = (
     "in this case they are strided (takes_strided_heads), so head h is at token * stride(0) + h * stride(1), and not "
-    "at token * stride(0) + h * head_dim. Take both strides; or, where your server's heads lie one behind the other, "
-    "leave takes_strided_heads out"
+    "at token * stride(0) + h * head_dim. Use both strides; or, if the heads of your server are contiguous, do not "
+    "declare takes_strided_heads"
 )
 
 
@@ -35,16 +35,16 @@ def held_instead(
     padded: bool,
     strided_heads: bool = False,
 ) -> str:
-    """Whose row a wrong slot holds instead. ``got``, ``want`` [L, parts, slots after page 0, ...].
+    """Describe the contents of a wrong slot. ``got``, ``want`` [L, K and V, slots after page 0, ...].
 
-    ``padded``: whether rows of padding may be what stands there. ``strided_heads``: of new k and v.
+    ``padded``: true if a padded row may be there. ``strided_heads``: true if heads of new k and v are strided.
     """
     if observed.step.stored:
-        return "save_kv_cache was False: the pool held the new K and V, and k and v were not to be stored"
+        return "save_kv_cache was False, so k and v must not be stored: the pool held the new K and V already"
     (layer, part, slot), case = at, observed.schedule.case
     row, page = got[layer, part, slot], observed.pool.shape[2] - got.shape[2]
     new = (owner == NEW).nonzero().flatten()
-    padding = f"; or a row of padding was stored over it. {PADDING_GOES}" if padded else ""
+    padding = f"; or a padded row was stored over it. {PADDING_GOES}" if padded else ""
     same = (want[:, :, new] == row).flatten(3).all(-1).nonzero().tolist()
     if same:
         places = {(a, b): int(new[c]) for a, b, c in same}
@@ -52,49 +52,49 @@ def held_instead(
             whose = owner_text(observed, places[layer, part] + page)
             cause = (
                 _shifted(observed, got[layer, part], want[layer, part], new, page)
-                or "row order, a stride, or a wrong slot"
+                or "probably the row order, a stride, or a wrong slot"
             )
             return f"it holds the row of the {whose}: {cause}{_group_alone(observed, got, want, new)}{padding}"
-        other = "the other layer's row" if (layer, 1 - part) not in places else "K where V belongs, or V where K does"
+        other = "the other layer's row" if (layer, 1 - part) not in places else "K instead of V, or V instead of K"
         return f"it holds {other}"
     if owner[slot] == NEW and bool((row == got[layer, part][owner == UNOWNED][:1]).all()):
-        return f"it was not written, or written with the NaN of a padded row{_where_alone(observed, got, want, new)}"
+        return f"it was not written, or a padded row overwrote it with NaN{_where_alone(observed, got, want, new)}"
     if owner[slot] == NEW and _beyond_fp8(observed, row, want[layer, part, slot]):
-        return "it holds NaN where a value is beyond the largest FP8 number, and else the right row: a store saturates"
+        return "it holds NaN for values beyond the largest FP8 number, else the right row: a store must saturate"
     if owner[slot] == NEW and (scaled := _scaled(observed, row, want[layer, part, slot], layer, part)):
         return scaled
     if owner[slot] == NEW and _neighbours(observed, row, want[layer, part, slot]):
         return (
-            "it holds the FP8 numbers next to the right ones: rounding, as of a quotient that is first rounded to 16 "
-            "bits, or that is cut off"
+            "it holds the FP8 numbers next to the right ones: probably a quotient that is first rounded to 16 bits, or "
+            "truncated instead of rounded"
         )
     if owner[slot] == NEW and (some := _some_heads(row, want[layer, part, slot])):
         return f"{some}{padding}{_HEADS_ARE if strided_heads else ''}"
     if owner[slot] == NEW and row.view(observed.pool.dtype).float().isnan().all() and not padded:
         return (
-            "it holds NaN throughout, as unowned slots do, and not that of such a slot: what was in the slot is added "
-            "to, or scaled"
+            "it holds only NaN, with other bits than an unowned slot: the old contents of the slot were probably added "
+            "to or scaled"
         )
     if owner[slot] == NEW and not row.any() and not padded:
-        return "it holds 0 throughout: its row was not stored, or was cleared again"
+        return "it holds only zeros: its row was not stored, or was cleared again"
     if owner[slot] == NEW:
         layout = case.kv_layout
-        laid = "" if layout == "nhd" else f"; the KV pool of this case has layout {layout}: take all of its strides"
+        laid = "" if layout == "nhd" else f"; the KV pool of this case has layout {layout}: use all of its strides"
         fp8 = ", and an FP8 pool holds K / k_scale" if observed.pool.dtype.itemsize == 1 else ""
         views = f"k and v may be strided views of one tensor{fp8}{laid}{_HEADS_ARE if strided_heads else ''}"
         if padded:
-            return f"it holds no live row of this step: a row of padding was stored over it. {PADDING_GOES}. Or {views}"
+            return f"it holds no live row of this step: a padded row was stored over it. {PADDING_GOES}. Or {views}"
         return f"it holds no live row of this step: {views}"
     if case.kv_layout != "nhd":
-        return f"the KV pool of this case has layout {case.kv_layout}: take all of its strides"
+        return f"the KV pool of this case has layout {case.kv_layout}: use all of its strides"
     return ""
 
 
-_HEADS_ARE = f". Of heads of k and v: {STRIDED_HEADS}"
+_HEADS_ARE = f". As to the heads of k and v: {STRIDED_HEADS}"
 
 
 def _shifted(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: torch.Tensor, page: int) -> str:
-    """By how many positions or slots misplaced new rows are off, where that is the same for all that are found.
+    """Describe by how many positions or slots new rows are misplaced, if all have the same distance.
 
     ``got``, ``want`` [slots after page 0, Hk, D]; ``new``: slots of this step's tokens among them.
     """
@@ -108,21 +108,21 @@ def _shifted(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: 
     places = {slot: (i, at) for i, r in enumerate(observed.step.requests) for at, slot in enumerate(r.slots.tolist())}
     shift = _positions_off(places, moved)
     if shift:
-        count, way = abs(shift), "on" if shift > 0 else "back"
+        count, way = abs(shift), "forward" if shift > 0 else "back"
         return (
-            f"new rows lie {count} position{'s' if count > 1 else ''} too far {way}: a length or a prefix that they "
-            "are counted from"
+            f"new rows lie {count} position{'s' if count > 1 else ''} too far {way}: probably the length or prefix "
+            "that positions are counted from"
         )
     by_slot = {to - of for of, to in moved}
     if len(by_slot) == 1:
-        return f"new rows lie {by_slot.pop():+d} slots off: look at how out_cache_loc is made an address"
+        return f"new rows are {by_slot.pop():+d} slots off: look at how out_cache_loc becomes an address"
     return ""
 
 
 def _positions_off(places: dict[int, tuple[int, int]], moved: list[tuple[int, int]]) -> int:
-    """By how many positions all rows are off that still lie in their request; behind its end a table names any slot.
+    """Number of positions by which all rows that are still in their request are off; 0 if it differs.
 
-    ``places``: slot -> request and position. 0: there is no such number.
+    ``places``: slot -> request and position. After a request's end a table may name any slot.
     """
     slots = {place: slot for slot, place in places.items()}
     shifts = [places[to][1] - places[of][1] for of, to in moved if to in places and places[to][0] == places[of][0]]
@@ -135,36 +135,36 @@ def _positions_off(places: dict[int, tuple[int, int]], moved: list[tuple[int, in
 
 
 _MOST_MOVED = 16
-"""New rows that are looked for."""
+"""Number of new rows that are looked for."""
 _FEW_MOVED = 2
-"""Fewer say nothing of what they have in common."""
+"""Least number of rows that can have something in common."""
 
 
 def _where_alone(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: torch.Tensor) -> str:
-    """Which layers alone have new rows that are wrong, and of a pool that does not lie as usual how it lies."""
+    """Name the layers with wrong new rows if others are right, and the layout of the pool if it is not the default."""
     case = observed.schedule.case
     wrong = (got != want)[:, :, new].flatten(1).any(-1).nonzero().flatten().tolist()
     if len(wrong) < len(got):
         names = ", ".join(case.layers.name(layer) for layer in wrong)
-        return f", in {names} alone: look at what that has of its own, such as a window, a KV group or other slots"
+        return f", only in {names}: look at what is special there, such as a window, a KV group or other slots"
     if case.kv_layout == "nhd":
         return ""
-    return f"; the KV pool of this case has layout {case.kv_layout}: what is reshaped there may be a copy, not a view"
+    return f"; the KV pool of this case has layout {case.kv_layout}: reshaping such a pool may give a copy, not a view"
 
 
 def _group_alone(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: torch.Tensor) -> str:
-    """Whether the layers with wrong new rows are those of one KV group behind the first, and all of them."""
+    """Name the KV group, after the first, if exactly its layers have wrong new rows."""
     schedule = observed.schedule
     wrong = (got != want)[:, :, new].flatten(1).any(-1).tolist()
     groups = [group_of_place(schedule, layer) for layer in range(len(got))]
     found = {group for group, bad in zip(groups, wrong, strict=True) if bad}
     if len(found) != 1 or 0 in found or any(bad != (group in found) for group, bad in zip(groups, wrong, strict=True)):
         return ""
-    return f", in the layers of KV group {found.pop()} alone: new rows of a group go to its own group_cache_locs"
+    return f", only in the layers of KV group {found.pop()}: new rows of a group go to its own group_cache_locs"
 
 
 def _scaled(observed: Observation, row: torch.Tensor, want: torch.Tensor, layer: int, part: int) -> str:
-    """Whether every number is the right one with the scale of its FP8 pool once more, or not at all. Bits."""
+    """Describe a row of bits whose numbers are right but for the scale of the FP8 pool, missing or applied twice."""
     if observed.pool.dtype.itemsize > 1:
         return ""
     held, due = (each.view(torch.uint8).view(observed.pool.dtype).double() for each in (row, want))
@@ -188,19 +188,19 @@ def _scaled(observed: Observation, row: torch.Tensor, want: torch.Tensor, layer:
 _SOME_BITS = 2.0**-4
 """Numbers of FP8 below this have few bits."""
 _TELLING, _TWO_ROUNDINGS = 1.5, 0.2
-"""A scale that is far enough from 1, and how far two numbers may be from their ratio that were rounded to FP8."""
+"""Least distinct scale, and the error that rounding to FP8 may cause in the ratio of two numbers."""
 
 
 def _some_heads(row: torch.Tensor, want: torch.Tensor) -> str:
-    """Which KV heads of a row are wrong, where others are right. ``row``, ``want`` [Hk, D]: bits."""
+    """Name the wrong KV heads of a row if others are right. ``row``, ``want`` [Hk, D]: bits."""
     right = (row == want).all(-1)
     if not right.any():
         return ""
     wrong = (~right).nonzero().flatten().tolist()
     name = f"KV head{'s' if len(wrong) > 1 else ''} {index_ranges(wrong)} of {len(row)}"
     return (
-        f"{name} {'are' if len(wrong) > 1 else 'is'} wrong in it, and the others are right: a store of fewer heads "
-        "than there are, or with another stride of them"
+        f"{name} {'are' if len(wrong) > 1 else 'is'} wrong in it, and the others are right: probably a store of too "
+        "few heads, or with a wrong stride of heads"
     )
 
 
@@ -208,7 +208,7 @@ _NAN_OF_E4M3, _LARGEST_OF_E4M3 = 0x7F, 0x7E
 
 
 def _beyond_fp8(observed: Observation, row: torch.Tensor, want: torch.Tensor) -> bool:
-    """Whether ``row`` differs from ``want`` only in that NaN stands for the largest number. Bits of an FP8 pool."""
+    """True if ``row`` differs from ``want`` only by NaN instead of the largest number. Bits of an FP8 pool."""
     if observed.pool.dtype is not torch.float8_e4m3fn:
         return False
     off = row != want
@@ -217,7 +217,7 @@ def _beyond_fp8(observed: Observation, row: torch.Tensor, want: torch.Tensor) ->
 
 
 def _neighbours(observed: Observation, row: torch.Tensor, want: torch.Tensor) -> bool:
-    """Whether every number of ``row`` that differs from ``want`` is the next one. Bits of an FP8 pool."""
+    """True if every number of ``row`` that differs from ``want`` is the next one. Bits of an FP8 pool."""
     if observed.pool.dtype.itemsize > 1:
         return False
     off = row != want
@@ -229,7 +229,7 @@ _SIGN = 0x80
 
 
 def owners(observed: Observation, slots: int) -> torch.Tensor:
-    """[slots] int64: 0 unowned, 1 a token of this step, 2 an earlier token of a live request."""
+    """Owners [slots] int64: 0 none, 1 a token of this step, 2 an earlier token of a live request."""
     owner = torch.zeros(slots, dtype=torch.int64)
     for request in observed.step.requests:
         owner[torch.from_numpy(request.slots[: request.prefix])] = 2
@@ -239,7 +239,7 @@ def owners(observed: Observation, slots: int) -> torch.Tensor:
 
 
 def owner_text(observed: Observation, slot: int) -> str:
-    """Whose token a slot is."""
+    """Name the token that owns a slot."""
     for i, request in enumerate(observed.step.requests):
         found = (request.slots == slot).nonzero()[0]
         if len(found):

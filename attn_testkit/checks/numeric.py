@@ -11,7 +11,7 @@ __all__ = ["CHECKS", "finite", "matches_oracle", "output_written", "spread"]
 
 
 def output_written(judgement: Judgement) -> list[Finding]:
-    """No element of a real row still holds the poison that was there before."""
+    """Check that no element of a real row still holds the poison that was there before."""
     if judgement.right:
         return []
     missing = judgement.unwritten
@@ -31,7 +31,7 @@ def output_written(judgement: Judgement) -> list[Finding]:
 
 
 def finite(judgement: Judgement) -> list[Finding]:
-    """No NaN or Inf in a real row. What was never written is reported as that."""
+    """Check that no real row has NaN or Inf. Elements that were never written are left to ``output-written``."""
     if judgement.right or judgement.all_finite:
         return []
     bad = ~judgement.finite & ~judgement.unwritten
@@ -52,7 +52,7 @@ def finite(judgement: Judgement) -> list[Finding]:
 
 
 def matches_oracle(judgement: Judgement) -> list[Finding]:
-    """Every element within its limit, every row of every head within its norm's. NaN is left to other checks."""
+    """Check that every element is within its limit, and the norm of every row of a head too. NaN is left to others."""
     worst = judgement.worst
     if worst is None:
         return []
@@ -72,7 +72,7 @@ def matches_oracle(judgement: Judgement) -> list[Finding]:
 
 
 def spread(judgement: Judgement) -> str:
-    """How far everything spreads that is wrong, whichever check reports it: what is called right is right."""
+    """Describe how far all wrong values spread, whichever check reports them, so that the rest is really right."""
     wrong = judgement.wrong
     layers = [i for i in range(wrong.shape[0]) if wrong[i].any()]
     shown = wrong.any(0)
@@ -88,30 +88,30 @@ CHECKS = (
     Check(
         "matches-oracle",
         "Every real row of every layer call is within the computed limit of float64 attention.",
-        "Lengths off by one, wrong page or slot, scale, mask, window or head mapping.",
+        "A length that is off by one; a wrong page, slot, scale, mask, window or head mapping.",
         "sglang #26512; flashinfer #4059; lightllm #743",
-        "`attended` says which KV tokens a wrong row attended to and which it should have. The right ones with a wrong "
-        "result leave scale, soft cap, sinks and the mapping of heads.",
+        "`attended` shows which KV tokens a wrong row attended to and which it should have. If they are the right "
+        "ones, look at scale, soft cap, sinks and the mapping of heads.",
         judged_from=Stage.OBSERVED,
         run=lambda judgement, *_: matches_oracle(judgement),
     ),
     Check(
         "finite",
         "No NaN or Inf in a real row, nor in a warm-up of a decode or verify graph.",
-        "A softmax over nothing, a combine of splits that are all empty, a very negative logit.",
+        "A softmax over no key, a combination of splits that are all empty, a very negative logit.",
         "flashinfer #4401; sglang #26521",
-        "A NaN that is computed, not read: an empty sum, or memory that nobody wrote. The hint says which.",
+        "The NaN was computed, not read: an empty sum, or memory that was never written. The hint says which.",
         judged_from=Stage.OBSERVED,
         run=lambda judgement, *_: finite(judgement),
     ),
     Check(
         "output-written",
-        "Every real output row is written: outputs start full of poison.",
-        "An early exit for short requests, a grid that covers the capture batch only.",
+        "Every real output row is written. Output memory is filled with poison before.",
+        "An early exit for short requests, a grid that covers only the batch of the capture.",
         "lmdeploy #788; flashinfer #639",
-        "The place in `where` still holds what was there before the call: a grid that is too small, or an early exit.",
+        "The place in `where` still holds the poison: a grid that is too small, or an early exit.",
         judged_from=Stage.OBSERVED,
         run=lambda judgement, *_: output_written(judgement),
     ),
 )
-"""In the order in which they are worth reading."""
+"""Checks in the order in which they are worth reading."""

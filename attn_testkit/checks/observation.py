@@ -1,7 +1,7 @@
-"""What one step of a backend left behind, on the host, and what it should have.
+"""Results of one step of a backend, on the host, and the memory that it should have left.
 
-``Copies`` travel from the process that runs the backend; an ``Observation`` is what the judge makes of them, with a
-schedule, a step and inputs of its own.
+``Copies`` are sent by the process that runs the backend. The judge makes an ``Observation`` of them, with a schedule, a
+step and inputs that it computes itself.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ Bytes = npt.NDArray[np.uint8]
 
 Group = Literal["attention", "activations", "before", "now", "outputs", "pool", "lse", "finite parts", "beside"]
 Among = Literal["", "steps", "graphs", "instances", "modes"]
-"""What else ran on an instance, or beside it, before an eager run: nothing, other steps, graphs, another instance,
-steps of other modes."""
+"""Work that ran before an eager run, on its instance or on a co-resident one: nothing, other steps, graphs, another
+instance, steps of other modes."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the mode returns to its caller, live rows only. A field that the mode does not have is None."""
+    """Outputs that the mode returns to its caller, live rows only. A field that the mode does not have is None."""
 
     next_token_logits: torch.Tensor | None
-    """[rows, vocab] float32."""
+    """Tensor [rows, vocab] float32."""
     hidden_states: torch.Tensor | None
-    """[rows, hidden] float32."""
+    """Tensor [rows, hidden] float32."""
     topk_p: torch.Tensor | None = None
-    """[rows, k] float32."""
+    """Tensor [rows, k] float32."""
     topk_index: torch.Tensor | None = None
-    """[rows, k] int64."""
+    """Tensor [rows, k] int64."""
 
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """Host copies of one step, in one piece."""
+    """Host copies of one step, in one block of memory."""
 
     flat: Bytes = field(repr=False)
-    """All tensors, one after the other."""
+    """Bytes of all tensors in sequence."""
     layout: tuple[tuple[Group, str, str, tuple[int, ...], int], ...] = field(repr=False)
-    """(group, name, dtype, shape, first byte) of each, in the order in which they lie."""
+    """Group, name, dtype, shape and first byte of each tensor, in the order of their memory."""
 
     def group(self, group: Group) -> dict[str, torch.Tensor]:
-        """The tensors of one group by name: views. Empty for a group that there is not."""
+        """The tensors of one group by name, as views. Empty for a group that does not exist."""
         found: dict[str, torch.Tensor] = {}
-        # numpy may give an array of nothing a stride of 0, and torch then looks at it as no other dtype.
+        # numpy may give an empty array a stride of 0, and torch then cannot view it as another dtype.
         whole = torch.from_numpy(self.flat) if len(self.flat) else torch.empty(0, dtype=torch.uint8)
         for of, name, dtype_name, shape, start in self.layout:
             if of == group:
@@ -75,11 +75,11 @@ class Copies:
         return found
 
     def cut(self) -> dict[Group, dict[str, torch.Tensor]]:
-        """The tensors, by group and name: views."""
+        """The tensors by group and name, as views."""
         return {group: self.group(group) for group in dict.fromkeys(entry[0] for entry in self.layout)}
 
     def same(self, one: Group, other: Group) -> bool:
-        """Whether two groups hold the same names, dtypes, shapes and bits in the same order."""
+        """True if two groups hold the same names, dtypes, shapes and bits in the same order."""
         a, b = ([entry for entry in self.layout if entry[0] == group] for group in (one, other))
         if [entry[1:4] for entry in a] != [entry[1:4] for entry in b]:
             return False
@@ -87,7 +87,7 @@ class Copies:
 
 
 def _span(entries: list[tuple[Group, str, str, tuple[int, ...], int]]) -> slice:
-    """The bytes of neighbours in a layout."""
+    """The bytes of adjacent entries of a layout."""
     _, _, dtype, shape, last = entries[-1]
     return slice(entries[0][4], last + math.prod(shape) * int(getattr(torch, dtype).itemsize))
 
@@ -100,11 +100,11 @@ class Piece(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     raw: Bytes
-    """Its bytes."""
+    """Bytes of the tensor."""
 
 
 def copies_of(tensors: Iterable[tuple[Group, str, torch.Tensor]]) -> Copies:
-    """Copies of host tensors."""
+    """Make copies of host tensors."""
     return copies_from(
         Piece(group, name, tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy())
         for group, name, tensor in tensors
@@ -112,8 +112,8 @@ def copies_of(tensors: Iterable[tuple[Group, str, torch.Tensor]]) -> Copies:
 
 
 def copies_from(pieces: Iterable[Piece]) -> Copies:
-    """Copies of all of them, side by side."""
-    # What is compared as a whole lies together. Wide elements first, so that a piece stands at a multiple of its size.
+    """Make copies of all pieces, in one block."""
+    # Pieces that are compared as a whole are adjacent. Wide elements come first, so that each piece is aligned.
     ordered = sorted(pieces, key=lambda piece: (_TOGETHER.get(piece.group, 0), -piece.dtype.itemsize))
     raw: list[Bytes] = []
     layout: list[tuple[Group, str, str, tuple[int, ...], int]] = []
@@ -135,40 +135,40 @@ _PADDING = np.zeros(_WIDEST, np.uint8)
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
-    """What a step was given, made by the judge from the case: what the backend may not change, and what it should."""
+    """Inputs of a step, which the judge computes from the case: what must not change, and what should be written."""
 
     data: StepData
-    """With ``save_kv_cache`` False, ``k`` and ``v`` are NaN."""
+    """Values of the step. If ``save_kv_cache`` is False, ``k`` and ``v`` are NaN."""
     packed: torch.Tensor
-    """[T, L, width] in the model's dtype: the rows of the model's table that q, k and v are views of."""
+    """Rows of the model's table that q, k and v are views of, [T, L, width] in the model's dtype."""
     image: Callable[[bool], torch.Tensor] = field(repr=False)
-    """The KV pool before the step or, with True, as it should be after it. Made where somebody asks: it is large."""
+    """The KV pool before the step or, with True, as it should be after it. Computed on request: it is large."""
     new_slots: torch.Tensor
-    """[n] int64, ascending: slots that the step should write. None with ``save_kv_cache`` False."""
+    """Slots that the step should write, [n] int64, ascending. Empty if ``save_kv_cache`` is False."""
     new_rows: torch.Tensor
-    """[L, 2 or 1, n, Hk, Dqk] in the pool's dtype: what they should hold."""
+    """Contents that they should get, [L, 2 or 1, n, Hk, Dqk] in the pool's dtype."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Host copies taken right after a step, and where in its drive the step stood."""
+    """Host copies taken right after a step, with the step's place in the run."""
 
     schedule: Schedule = field(repr=False)
     step: Step
     label: str
-    """Empty for a lone eager step, else ``replay 4 of 7 (long beside short), bucket 4, 3 live``."""
+    """Name of the step: empty for a single eager step, else ``replay 4 of 7 (long beside short), bucket 4, 3 live``."""
     copies: Copies
     among: Among = ""
-    """What else ran on the instance before an eager run: nothing, other eager steps, or graphs."""
+    """Other work on the instance before an eager run: nothing, other eager steps, or graphs."""
     damaged: tuple[str, ...] = ()
     """Blocks that were freed after capture and that the replay wrote into."""
     replay: bool = False
     padded: int = 0
-    """Padded requests."""
+    """Number of padded requests."""
     eager_run: Observation | None = field(default=None, repr=False)
-    """The backend's own eager run of the same step, where there was one."""
+    """The backend's own eager run of the same step, if there was one."""
     inputs: StepInputs | None = field(default=None, repr=False)
-    """Set by the judge; None while the step travels, and where its memory is of no interest."""
+    """Inputs, set by the judge; None while the step is sent, and if its memory is not checked."""
 
     @cached_property
     def attention(self) -> tuple[torch.Tensor, ...]:
@@ -177,7 +177,7 @@ class Observation:
 
     @cached_property
     def outputs(self) -> Outputs:
-        """What the mode returns to its caller."""
+        """Outputs that the mode returns to its caller."""
         found: dict[str, Any] = {"next_token_logits": None, "hidden_states": None}
         return Outputs(**{**found, **self.copies.group("outputs")})
 
@@ -189,13 +189,13 @@ class Observation:
 
     @cached_property
     def outside(self) -> tuple[int, ...]:
-        """Bytes of the pool's memory that belong to no slot and changed, one for each piece of memory that has any."""
+        """Bytes of the pool's memory that belong to no slot and changed, one per block of memory that has any."""
         found = self.copies.group("pool").get("outside")
         return () if found is None else tuple(found.tolist())
 
     @cached_property
     def pool(self) -> torch.Tensor:
-        """[L, 2 or 1, slots, Hk, Dqk] in the pool's dtype: the KV pool after the step."""
+        """The KV pool after the step, [L, 2 or 1, slots, Hk, Dqk] in the pool's dtype."""
         assert self.inputs is not None
         pool = self.inputs.image(False).clone()
         slots, rows = self.written
@@ -205,13 +205,13 @@ class Observation:
 
     @cached_property
     def pool_after(self) -> torch.Tensor:
-        """[L, 2 or 1, slots, Hk, Dqk] in the pool's dtype: what the KV pool should hold after the step."""
+        """The expected KV pool after the step, [L, 2 or 1, slots, Hk, Dqk] in the pool's dtype."""
         assert self.inputs is not None
         return self.inputs.image(True)
 
     @cached_property
     def modified(self) -> tuple[str, ...]:
-        """Names of inputs that no longer hold what they held before the step."""
+        """Names of inputs that the step changed."""
         named = self._activations()
         if not self.copies.same("before", "now"):
             before, now = self.copies.group("before"), self.copies.group("now")
@@ -219,7 +219,7 @@ class Observation:
         return tuple(name for name, was, is_ in named if not _same_bits(was, is_))
 
     def _activations(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """What the model's tables gave against what they hold now: the packed rows; q, k, v where those were copies."""
+        """Names, expected and present values of the packed rows, and of q, k, v if those were copies."""
         rows, inputs = self.copies.group("activations"), self.inputs
         if inputs is None:
             return []

@@ -1,4 +1,4 @@
-"""The check of what a mode returns: which fields, which rows, which numbers."""
+"""The check of a mode's outputs: fields, rows and numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _finding(observed: Observation, headline: str, where: str = "", hint: str = 
 
 
 def mode_outputs(judgement: Judgement, case: Case) -> list[Finding]:
-    """Exactly the mode's fields, each within the limit carried through the weights."""
+    """Check that the mode returns exactly its fields, each within the limit carried through the weights."""
     observed, expected, topk = judgement.observed, judgement.expected, draft_topk(case)
     wanted = _FIELDS if topk else _FIELDS[:2]
     given = tuple(name for name in _FIELDS if getattr(observed.outputs, name) is not None)
@@ -47,7 +47,7 @@ def mode_outputs(judgement: Judgement, case: Case) -> list[Finding]:
 def _compare(
     observed: Observation, name: str, got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor
 ) -> list[Finding]:
-    """``got``, ``want``, ``limit`` [R, width]: every element within its limit."""
+    """Check that every element of ``got`` [R, width] is within its limit."""
     if got.shape != want.shape:
         return _finding(observed, f"{name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
     ratio = ((got.double() - want).abs() / limit).nan_to_num(torch.inf)
@@ -58,17 +58,17 @@ def _compare(
         observed,
         f"{name} differs from the model on the oracle, {times(float(ratio.max()))} over the limit",
         f"{name}[row {row}, {column}] = {number(float(got[row, column]))}, want {number(float(want[row, column]))}",
-        "every attention output is right; what its caller then reads is not: batch_size or num_accept_tokens, "
-        "overwritten or replaced",
+        "every attention output is right; probably the backend overwrote or replaced batch_size or "
+        "num_accept_tokens, which the caller reads",
     )
 
 
 _VANISHED = 87.0
-"""A logit that is so far below the largest has a probability below 2^-125, for which float32 may have 0."""
+"""Distance below the largest logit at which a probability is below 2^-125, and may be 0 in float32."""
 
 
 def _topk(observed: Observation, outputs: Outputs, expected: Expected, k: int) -> list[Finding]:
-    """Indices may differ from the oracle's only where logits tie within their limits, or both probabilities are 0."""
+    """Check top-k: indices may differ from the oracle's only if logits tie within limits or probabilities are 0."""
     p, index = outputs.topk_p, outputs.topk_index
     assert p is not None
     assert index is not None
@@ -104,14 +104,14 @@ def _topk(observed: Observation, outputs: Outputs, expected: Expected, k: int) -
 CHECKS = (
     Check(
         "mode-outputs",
-        "The mode returns exactly its fields, for exactly its rows: see the table of modes.",
-        "An attention output that is right in shape and wrong in row order; a buffer overwritten by the next layer.",
+        "The mode returns exactly its fields for exactly its rows: see the table of modes.",
+        "An attention output with the right shape and the wrong row order; a buffer that the next layer overwrites.",
         "sglang #25002, #35546",
-        "The attention of every layer is right. Look at what runs after it: pruning to the accepted row, the batch's "
-        "own tensors, buffers that a later layer shares.",
+        "The attention of every layer is right. Look at what runs after it: pruning to the accepted row, tensors of "
+        "the batch, buffers that a later layer shares.",
         judged_from=Stage.OBSERVED,
         behind_outputs=True,
         run=lambda judgement, schedule, claims: mode_outputs(judgement, schedule.case),
     ),
 )
-"""In the order in which they are worth reading."""
+"""Checks in the order in which they are worth reading."""

@@ -1,4 +1,4 @@
-"""Checks of bits: the same batch again, and the same request in other company."""
+"""Checks of bits: the same batch again, and the same request with other requests in the batch."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ __all__ = ["CHECKS", "batch_invariant", "repeatable"]
 
 
 def _differs(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Elements whose bits differ; ``a`` and ``b`` have one shape and dtype."""
+    """Count elements whose bits differ; ``a`` and ``b`` have one shape and dtype."""
     a, b = (tensor.contiguous().view(BITS[tensor.dtype.itemsize]) for tensor in (a, b))
     return int((a != b).sum())
 
 
 def repeatable(first: Observation, second: Observation) -> list[Finding]:
-    """Two runs of one step agree in every bit of every layer."""
+    """Check that two runs of one step agree in every bit of every layer."""
     for layer, (a, b) in enumerate(zip(first.attention, second.attention, strict=True)):
         count = _differs(a, b)
         if count:
             return [
                 Finding(
                     "repeatable",
-                    "the same batch gave other bits the second time, and determinism is claimed",
+                    "the same batch gave other bits the second time, although determinism is declared",
                     where=f"{first.schedule.case.layers.name(layer)}: {count} of {a.numel()} values differ",
-                    hint="atomics, a split count that varies, or a counter that the first run left dirty",
+                    hint="probably atomics, a split count that varies, or a counter that the first run left dirty",
                 )
             ]
     return []
 
 
 def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
-    """The requests of ``few``, a part of ``together`` (``Step.part_of``), give the bits that they gave there.
+    """Check that the requests of ``few``, a part of ``together`` (``Step.part_of``), give the same bits as there.
 
-    One finding at most, of the first request that does not.
+    At most one finding, for the first request that does not.
     """
     assert few.step.part_of is not None
     starts = np.cumsum([0, *(request.new for request in together.step.requests)])
@@ -50,13 +50,13 @@ def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
         for layer, (a, b) in enumerate(zip(together.attention, few.attention, strict=True)):
             count = _differs(a[rows], b[own])
             if count:
-                company = "alone" if few.step.bs == 1 else f"in a batch of {few.step.bs}"
+                company = "by itself" if few.step.bs == 1 else f"in a batch of {few.step.bs}"
                 return [
                     Finding(
                         "batch-invariant",
                         f"request {index} gives other bits {company} than in a batch of {together.step.bs}",
                         where=f"{few.schedule.case.layers.name(layer)}: {count} of {a[rows].numel()} values differ",
-                        hint="a kernel, tile size or split count that depends on the rest of the batch",
+                        hint="probably a kernel, tile size or split count that depends on the rest of the batch",
                     )
                 ]
     return []
@@ -65,23 +65,23 @@ def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
 CHECKS = (
     Check(
         "repeatable",
-        "Where claimed: the same batch gives the same bits each time.",
+        "If declared: the same batch gives the same bits each time.",
         "Atomic adds, a split count that depends on timing, a counter that is not reset.",
         "flash-attention 1a58058a; sglang #26412",
-        "The same step twice on one instance: look for counters left dirty, atomics, memory not cleared.",
+        "The same step ran twice on one instance: look for dirty counters, atomics, memory that is not cleared.",
         judged_from=Stage.COMPLETED,
         applies=lambda claims, execution: claims.deterministic and execution is Execution.EAGER,
     ),
     Check(
         "batch-invariant",
-        "Where claimed: a request gives the same bits whatever else is in the batch.",
-        "A split count or tile size chosen from the batch.",
+        "If declared: a request gives the same bits whatever else is in the batch.",
+        "A split count or tile size that depends on the batch.",
         "flash-attention #2450; aiter #4378; pegainfer #623",
-        "Every request again, one alone and the others in twos, fours and eights: look for kernels, sizes and splits"
-        " that are taken from the batch.",
+        "Every request ran again, one by itself and the others in twos, fours and eights: look for kernels, sizes and"
+        " splits that depend on the batch.",
         judged_from=Stage.COMPLETED,
         applies=lambda claims, execution: claims.batch_invariant and execution is Execution.EAGER,
         shown_by=lambda case: case.bs > 1,
     ),
 )
-"""In the order in which they are worth reading. Found by comparing two runs."""
+"""Checks in the order in which they are worth reading. Their failures are found by comparing two runs."""

@@ -1,4 +1,4 @@
-"""Judging one observed step: which checks, in which order, and what is not reported twice."""
+"""Evaluation of one observed step: which checks, in which order, and which failures are consequences."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _ORDER = (
     "inputs-unchanged",
     "addresses-stable",
 )
-"""First what others follow from: the first finding is the one that is diagnosed and read."""
+"""Checks in the order of evaluation, causes before consequences: the first finding is diagnosed and read."""
 
 
 def judge_step(judgement: Judgement, schedule: Schedule, claims: Capabilities) -> list[Finding]:
-    """Everything wrong with one step, most telling first.
+    """Find everything wrong with one step, the most telling first.
 
-    What follows from wrong attention outputs is not reported twice: checks that are ``behind_outputs`` are left out.
+    Consequences of wrong attention outputs are not reported: checks ``behind_outputs`` are left out.
     """
     found: list[Finding] = []
     for check in map(CHECKS.__getitem__, _ORDER):

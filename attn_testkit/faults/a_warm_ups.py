@@ -39,7 +39,7 @@ class DummyBatchWritesBehindPage0(PlannedBackend):
     modes=_DECODING,
     executions=_GRAPH,
     checks=("captures-cleanly",),
-    hint="come from anything but out_cache_loc",
+    hint="store only at out_cache_loc",
 )
 class WarmUpTunedOnLiveSlots(PlannedBackend):
     """The first plan for a capture times the cache writer on the last slots of the pool, and leaves them written."""

@@ -89,7 +89,11 @@ class LayerOffsetForgotten(StridedBackend):
 
 
 @fault(
-    slug="halves-of-a-row-swapped", source="general", modes=_ALL, checks=("writes-own-kv", *_READS), hint="K where V"
+    slug="halves-of-a-row-swapped",
+    source="general",
+    modes=_ALL,
+    checks=("writes-own-kv", *_READS),
+    hint="K instead of V",
 )
 class HalvesSwapped(StridedBackend):
     """Writer and kernel agree that V comes first in a row, and everyone else has K first."""

@@ -156,7 +156,7 @@ class WholeTileWrittenToLentOutput(LentOutput):
     source="general; an index of -1 for a request without rows",
     modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
     checks=("inputs-unchanged",),
-    hint="write its own rows alone",
+    hint="write only its own rows",
 )
 class RowBeforeLentOutputIsWritten(LentOutput):
     """The last row of the request before the first is written as well: row -1, which is the caller's."""

@@ -191,7 +191,7 @@ class AdvancesSeqLens(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("writes-own-kv",),
-    hint="K where V belongs|an FP8 pool holds K / k_scale",
+    hint="K instead of V|an FP8 pool holds K / k_scale",
 )
 class KAndVSwapped(PlannedBackend):
     """The store is called with v where k belongs."""

@@ -91,7 +91,7 @@ class AnotherKernelAbove32Requests(BatchInvariantBackend):
     modelled="every other call adds the splits backwards",
 )
 class OrderOfSumsVaries(PlannedBackend):
-    """Partial sums are added in the order in which they arrive, and determinism is claimed."""
+    """Partial sums are added in the order in which they arrive, although determinism is declared."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -20,7 +20,7 @@ _CHECKS = ("log-sum-exp", "matches-oracle")
     source="sglang #35045, #40903",
     modes=MODES,
     checks=_CHECKS,
-    hint="it is in base 2, and a natural one is claimed",
+    hint="it is in base 2, but base e is declared",
 )
 class LseInBase2(InPartsBackend):
     """The log-sum-exp comes as the kernel has it, in base 2, and the caller takes it for a natural one."""
@@ -35,7 +35,7 @@ class LseInBase2(InPartsBackend):
     source="general; cute-dsl's MLA beside the other MLA kernels of flashinfer",
     modes=MODES,
     checks=_CHECKS,
-    hint="it is a natural one, and base 2 is claimed",
+    hint="it is in base e, but base 2 is declared",
 )
 class LseNaturalForBase2(InPartsBackend):
     """Another kernel of the same package is called, whose log-sum-exp is natural."""
@@ -48,7 +48,7 @@ class LseNaturalForBase2(InPartsBackend):
     source="vLLM #22003",
     modes=MODES,
     checks=_CHECKS,
-    hint="heads lie before rows in its memory",
+    hint="heads come before rows in its memory",
 )
 class LseHeadsBeforeRows(InPartsBackend):
     """The kernel writes head by head into memory that is taken for rows of heads."""
@@ -63,7 +63,7 @@ class LseHeadsBeforeRows(InPartsBackend):
     source="flashinfer #353, #363, #440, #868",
     modes=MODES,
     checks=_CHECKS,
-    hint="a part without keys must have -inf",
+    hint="a KV split without keys must have -inf",
 )
 class EmptyPartHasLseZero(InPartsBackend):
     """A part without keys gives 0, which takes weight in a merge."""
@@ -79,7 +79,7 @@ class EmptyPartHasLseZero(InPartsBackend):
     source="flashinfer #4401",
     modes=MODES,
     checks=_CHECKS,
-    hint="a part without keys must have -inf",
+    hint="a KV split without keys must have -inf",
 )
 class EmptyPartHasSentinel(InPartsBackend):
     """A part without keys gives the finite number that stands for a masked logit, above what real logits may be."""
@@ -109,7 +109,7 @@ class EmptyPartOutputIsNan(InPartsBackend):
     source="sglang #22688, #22291; flashinfer #3047, #3779",
     modes=MODES,
     checks=_CHECKS,
-    hint="a part without keys must have -inf",
+    hint="a KV split without keys must have -inf",
 )
 class EmptyPartKeepsStatistics(InPartsBackend):
     """The kernel skips requests without keys in a part, and their statistics are those of the part before."""
@@ -182,7 +182,7 @@ class LseOfUnscaledLogits(InPartsBackend):
     source="general",
     modes=MODES,
     checks=_CHECKS,
-    hint="it is the row's maximum",
+    hint="it is only the row's maximum",
 )
 class LseIsTheMaximum(InPartsBackend):
     """The running maximum is stored where the log-sum-exp belongs."""
@@ -197,7 +197,7 @@ class LseIsTheMaximum(InPartsBackend):
     source="flashinfer #58, #50",
     modes=MODES,
     checks=_CHECKS,
-    hint="it is the logarithm of the sum alone",
+    hint="it is only the logarithm of the sum",
 )
 class LseWithoutItsMaximum(InPartsBackend):
     """The logarithm of the running sum is stored, and the maximum that it is relative to is not added."""
@@ -350,7 +350,7 @@ class MergeWithoutMaximum(InPartsBackend):
     source="general",
     modes=MODES,
     checks=_CHECKS,
-    hint="what merge_state made of all parts",
+    hint="the merged result of merge_state",
 )
 class MergedLseIsTheLarger(InPartsBackend):
     """A merge hands on the larger of both log-sum-exps, so that what is merged third weighs too much."""

@@ -75,7 +75,7 @@ FAULTS = [
     ("WindowOfW", "eager", WINDOW, "differs from the oracle"),
     ("PlansAtCaptureOnly", "graph", DECODE, "is right in eager"),
     ("FillsBuffersWithoutPlanning", "graph", TENSOR_CORES, "of 17 and more are wrong"),
-    ("NewWrapperAtReplay", "graph", DECODE, "the graph uses memory that is gone"),
+    ("NewWrapperAtReplay", "graph", DECODE, "the graph uses memory that no longer exists"),
     ("OneKindForAllLayers", "eager", DECODE, "differs from the oracle"),
     ("LastPageByRemainder", "eager", FULL_PAGE, "differs from the oracle"),
     ("LengthsOfTheFirstForward", "eager", DRAFT, "differs from the oracle"),

@@ -98,7 +98,7 @@ FAULTS = [
     ("LatentScaleForgotten", "eager", MLA_FP8, "look at k_scale and v_scale"),
 ]
 TOKENSPEED_FAULTS = [
-    ("WorkspaceMadeInForward", "graph", TS_MIXED, "the graph uses memory that is gone"),
+    ("WorkspaceMadeInForward", "graph", TS_MIXED, "the graph uses memory that no longer exists"),
     ("OutputScaleForgotten", "eager", TS_DECODE, "look at FP8 scales"),
     ("QueriesNotRounded", "eager", TS_DECODE, "must match query dtype"),
 ]

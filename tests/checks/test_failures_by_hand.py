@@ -135,7 +135,7 @@ TABLE: list[tuple[str, Exception, str, bool, str, str, str]] = [
         True,
         "completes",
         "forward raised R",
-        "surface late",
+        "appear late",
     ),
     ("an unknown phase", named("R"), "somewhere", True, "completes", "somewhere raised R: it broke", ""),
     ("no message", named("R", ""), "replay", True, "completes", "replay raised R: (no message)", ""),

@@ -118,7 +118,7 @@ def test_many_wrong_keys_are_not_named() -> None:
     judgement = judged(BF16, [Run(0, key, key, -1) for key in keys])
     assert find_miscounts(judgement, 0) is None
     (finding,) = counted_once(judgement)
-    assert finding.headline == "request 0: many KV tokens are counted wrong, or with other weights"
+    assert finding.headline == "request 0: many KV tokens are counted a wrong number of times, or with wrong weights"
 
 
 def test_wrong_weights_are_no_miscount() -> None:

@@ -74,7 +74,7 @@ def test_what_is_right_is_right_and_minus_infinity_is_exact() -> None:
     lse[0, EMPTY, PART_OF_PREFIX, 2] = -1e30
     (finding,) = judged(PREFIX, lse)
     assert finding.headline == "request 1: no key in the prefix, and its log-sum-exp there is -1e+30, not -inf"
-    assert finding.hint == "a part without keys must have -inf: anything else gives it weight in a merge"
+    assert finding.hint == "a KV split without keys must have -inf: anything else gives it weight in a merge"
 
 
 @pytest.mark.parametrize(("part", "request_"), [(NEW, 0), (NEW, 2), (PART_OF_PREFIX, 0)])
@@ -104,7 +104,7 @@ def test_what_is_not_finite_is_wrong_where_there_is_a_key(value: float) -> None:
     assert ("-inf minus -inf" in finding.hint) is math.isnan(value)
 
 
-@pytest.mark.parametrize(("part", "what"), [(2, "the larger of the parts' log-sum-exps"), (0, "the maximum")])
+@pytest.mark.parametrize(("part", "what"), [(2, "the larger log-sum-exp"), (0, "the maximum")])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
 def test_an_infinite_one_is_an_exponential_whose_maximum_was_left_in_where_logits_are_large(
     value: float, part: int, what: str
@@ -112,8 +112,7 @@ def test_an_infinite_one_is_an_exponential_whose_maximum_was_left_in_where_logit
     lse = sums(LARGE)
     assert lse[0, 0, part, 0].abs() > 80
     lse[0, 0, part, 0] = value
-    assert hint(LARGE, lse).startswith("an exponential of a large number is 0 or Inf")
-    assert f"take {what} out before exp" in hint(LARGE, lse)
+    assert hint(LARGE, lse).startswith(f"subtract {what} before exp")
     small = sums(OWN)
     small[0, 0, part, 0] = value
     assert hint(OWN, small) == "", "logits of normal numbers overflow in no exponential"
@@ -127,13 +126,13 @@ def test_base_2_is_compared_as_base_2() -> None:
 
 def test_usual_mistakes_are_named() -> None:
     lse = sums(SQUARE)
-    assert "it is in base 2, and a natural one is claimed" in hint(SQUARE, lse / math.log(2))
-    assert "it is a natural one, and base 2 is claimed" in hint(SQUARE, lse, BINARY)
-    assert "it is turned to base 2 twice" in hint(SQUARE, lse / math.log(2) ** 2, BINARY)
+    assert "it is in base 2, but base e is declared" in hint(SQUARE, lse / math.log(2))
+    assert "it is in base e, but base 2 is declared" in hint(SQUARE, lse, BINARY)
+    assert "it is converted to base 2 twice" in hint(SQUARE, lse / math.log(2) ** 2, BINARY)
     assert "it is multiplied by ln 2 twice" in hint(SQUARE, lse * math.log(2))
     transposed = lse.clone()
     transposed[:, :, 0] = lse[:, :, 0].mT.reshape(lse[:, :, 0].shape)
-    assert "heads lie before rows in its memory" in hint(SQUARE, transposed)
+    assert "heads come before rows in its memory" in hint(SQUARE, transposed)
     assert hint(SQUARE, lse + torch.rand(lse.shape)) == ""
 
 
@@ -154,7 +153,7 @@ def test_fewer_kv_tokens_of_a_part_are_named_by_their_number(counts: tuple[int, 
     lse = sums(SQUARE)
     rows = slice(2, 3) if "of its 7" in said else slice(0, 1)
     lse[:, rows, 0] = attend_with_limit(SQUARE, replace(data, visible=seen))[0].lse[:, rows]
-    assert f"counts {said} KV tokens in this part" in hint(SQUARE, lse)
+    assert f"counts {said} KV tokens in this KV split" in hint(SQUARE, lse)
     lse[:, rows, 0, :2] = 0.5
     assert hint(SQUARE, lse) == "", "no number of KV tokens gives this in all heads"
 
@@ -216,7 +215,7 @@ def test_logits_of_other_layers_are_named() -> None:
             ("its logits are not scaled", evidence.lse(sinks=False, scaling=1.0)),
             ("its logits are not capped", evidence.lse(sinks=False, logit_cap=0.0) if layer.logit_cap else None),
             ("lack the k_scale", evidence.lse(sinks=False, scaling=layer.scaling / layer.k_scale)),
-            ("it is the row's maximum", evidence.attended(sinks=False).top[index]),
+            ("it is only the row's maximum", evidence.attended(sinks=False).top[index]),
             ("the row's maximum is left out", expected.lse[index, :, 0] - evidence.attended(sinks=False).top[index]),
         ):
             if lse is not None:
@@ -243,9 +242,9 @@ def test_parts_that_are_merged_in_the_other_base_are_told(claims: LogSumExp, one
     lse = sums(OWN)
     lse[:, :, 2] = torch.logaddexp(lse[:, :, 0] * one, lse[:, :, 1] * one) / one
     stored = lse / math.log(2) if claims.base == "2" else lse
-    assert "parts of the claimed base are merged as if they were of the other one" in hint(OWN, stored, claims)
+    assert "KV splits are merged as if they were in the other base than declared" in hint(OWN, stored, claims)
     stored[:, :, 0] = stored[:, :, 2]
-    assert "of the other one" not in hint(OWN, stored, claims), "it is a part that is wrong"
+    assert "in the other base" not in hint(OWN, stored, claims), "it is a part that is wrong"
 
 
 def test_what_a_backend_merges_is_held_against_all_keys() -> None:
@@ -254,14 +253,14 @@ def test_what_a_backend_merges_is_held_against_all_keys() -> None:
     torch.testing.assert_close(lse[:, :, 2], torch.logaddexp(lse[:, :, 0], lse[:, :, 1]))
     lse[0, 0, 2, 0] += 1
     (finding,) = judged(OWN, lse)
-    assert "what merge_state made of all parts" in finding.headline
+    assert "the merged result of merge_state" in finding.headline
 
 
 def test_a_step_that_came_without_them_is_no_pass() -> None:
     lse = sums(PREFIX)
     for cut in (lse[:1], lse[:, :, :1], lse[:, :2]):
         (finding,) = judged(PREFIX, cut)
-        assert finding.headline == "the step came without its log-sum-exps"
+        assert finding.headline == "the step has no log-sum-exps"
 
 
 def test_the_claims_of_the_models_dtype_widen_the_limit() -> None:

@@ -275,7 +275,7 @@ def test_new_rows_that_are_all_as_far_off_say_by_how_much() -> None:
     free = set(far)
     step = next(n for n in range(-40, 40) if {first[9] + n, second[2] + n} <= free)
     apart = {first[9]: first[9] + step, second[2]: second[2] + step}
-    assert f"new rows lie {step:+d} slots off: look at how out_cache_loc is made an address" in moved_hint(apart)
+    assert f"new rows lie {step:+d} slots off: look at how out_cache_loc becomes an address" in moved_hint(apart)
 
 
 def padding_hint(*slots: int, bucket: int, replay: bool = True) -> str:
@@ -318,9 +318,9 @@ def test_whose_row_a_wrong_slot_holds_is_said() -> None:
     want = distinct()
     assert "row of the new token at position" in pool_hint((0, 0, NEW[0], 2.0), want=want)
     assert "of request 1: row order" in pool_hint((0, 0, NEW[0], 2.0), want=want)
-    assert pool_hint((0, 0, NEW[0], 6.0), want=want) == "it holds K where V belongs, or V where K does"
+    assert pool_hint((0, 0, NEW[0], 6.0), want=want) == "it holds K instead of V, or V instead of K"
     assert pool_hint((0, 0, NEW[0], 11.0), want=want) == "it holds the other layer's row"
-    assert pool_hint((0, 0, NEW[0], 0.0), want=want).startswith("it was not written, or written with the NaN")
+    assert pool_hint((0, 0, NEW[0], 0.0), want=want).startswith("it was not written, or a padded row")
     assert pool_hint((0, 0, NEW[0], 99.0), want=want).startswith(
         "it holds no live row of this step: k and v may be strided"
     )
@@ -330,7 +330,7 @@ def test_whose_row_a_wrong_slot_holds_is_said() -> None:
         "of its own, such as a window, a KV group or other slots"
     )
     both = ((0, 0, NEW[0], 0.0), (1, 0, NEW[0], 0.0))
-    assert pool_hint(*both, want=want) == "it was not written, or written with the NaN of a padded row"
+    assert pool_hint(*both, want=want) == "it was not written, or a padded row overwrote it with NaN"
     assert "row of the new token" in pool_hint((0, 0, OLD, 1.0), want=want)
     assert pool_hint((0, 0, NEW[0], 2.0), want=want, stored=True).startswith("save_kv_cache was False")
 
@@ -407,5 +407,7 @@ def test_new_rows_that_are_wrong_in_one_further_kv_group_alone_name_its_slots(
 def test_a_row_of_nan_that_is_not_an_unowned_slots_was_made_with_what_was_there() -> None:
     slot = NEW[0]
     other_nan = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32).item()
-    assert "what was in the slot is added to, or scaled" in pool_hint((0, 0, slot, other_nan), want=distinct())
+    assert "the old contents of the slot were probably added to or scaled" in pool_hint(
+        (0, 0, slot, other_nan), want=distinct()
+    )
     assert "no live row of this step" in pool_hint((0, 0, slot, 77.0), want=distinct())

@@ -156,7 +156,7 @@ TOLD = [
         "eager",
         "not finite where values are large: look at rows of bf16 that are converted to fp16",
     ),
-    ("lse-heads-before-rows", PARTS, "eager", "heads lie before rows in its memory"),
+    ("lse-heads-before-rows", PARTS, "eager", "heads come before rows in its memory"),
     # Which KV tokens.
     (
         "causal-bound-of-row-tile",
@@ -201,7 +201,7 @@ TOLD = [
         "fp8-store-does-not-saturate",
         "extend-gqa2x2-d64-bf16-p1-k2x2-n2a2x2-interleaved-saturated-kvfp8e4m3-b2prod",
         "eager",
-        "it holds NaN where a value is beyond the largest FP8 number",
+        "it holds NaN for values beyond the largest FP8 number",
     ),
     ("swa-page-table-starts-at-window-page", LEAN, "graph", "keys are read elsewhere (a page table"),
     # What the pool holds.
@@ -211,7 +211,7 @@ TOLD = [
         "eager",
         "has layout layers-in-block: what is reshaped there may be a copy",
     ),
-    ("new-keys-attended-but-not-stored", PACKED, "eager", "it holds 0 throughout: its row was not stored"),
+    ("new-keys-attended-but-not-stored", PACKED, "eager", "it holds only zeros: its row was not stored"),
     (
         "captured-store-leaves-a-head-out",
         "decode-gqa2x2-d128-bf16-p4-k7.8.9-shared-mean-kvfp8e4m3-w4000-sink-b4stale",
@@ -222,7 +222,7 @@ TOLD = [
     ("pad-indptr-tail-runs-backwards", LONG, "graph", "data of padded rows reach real ones"),
     ("replan-skipped-for-permuted-lengths", LONG, "graph", "the step before has the same lengths and other requests"),
     ("grid-covers-the-capture-lengths", ONE, "graph", "fixed when it was captured"),
-    ("dispatcher-drops-the-verify-mask", TREE, "graph", "a wrapper has to hand out its child's"),
+    ("dispatcher-drops-the-verify-mask", TREE, "graph", "a wrapper must return its child's"),
 ]
 
 

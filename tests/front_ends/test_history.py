@@ -84,7 +84,7 @@ def test_what_cannot_be_compared_or_read_costs_a_remark_and_no_more(tmp_path):
         "smoke.json is of another tier: smoke",
         "torn.json cannot be read: JSONDecodeError",
     )
-    with pytest.raises(UsageError, match="there is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         read_history(tmp_path / "none", TONIGHT)
 
 
@@ -201,7 +201,7 @@ def test_a_first_night_has_no_history_and_nothing_to_compare_with(call, tmp_path
     assert "new tonight" not in page
     code, out, err = call("compare", "nights", "out.json")
     assert (code, out) == (0, "")
-    assert err == "no earlier night of this tier and device finished in nights: nothing to compare with\n"
+    assert err == "nothing to compare with: nights has no finished run of this tier and device before NEW\n"
 
 
 def test_comparing_with_a_folder_is_comparing_with_its_last_night(call, tmp_path):

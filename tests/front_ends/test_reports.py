@@ -301,7 +301,7 @@ def test_what_was_emulated_is_labelled_on_page_and_summary():
     assert "emulated: device, graph, kernels" in text
     assert "timing is not emulated" in text
     summary = markdown_summary(report)
-    assert "**Emulated: device, graph, kernels.** No proof about hardware." in summary
+    assert "**Emulated: device, graph, kernels.** This proves nothing about hardware." in summary
     real = replace(
         report, results=tuple(replace(r, device="cuda", graph="cuda", kernels="real") for r in report.results)
     )

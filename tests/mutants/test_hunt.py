@@ -123,7 +123,7 @@ def test_a_backend_that_is_red_as_it_is_is_refused(module: Callable[[str], str],
         (["--mutants", "m:A", "--fault", "x"], "--fault with --mutants"),
         (["--mutants", "m:A", "--timeout", "240"], "--timeout with --mutants"),
         (["--mutants", "m:A", "--tier", "full"], "take --tier smoke or core"),
-        (["--mutants", "attn_testkit.nowhere:A"], "there is no module"),
+        (["--mutants", "attn_testkit.nowhere:A"], "does not exist"),
         (["--mutants", "attn_testkit.examples:MinimalBackend", "--mutate", "no_such"], "'no_such' cannot be imported"),
         (["--mutants", "attn_testkit.examples:MinimalBackend", "--mutate", "_struct"], "not written in Python"),
         (

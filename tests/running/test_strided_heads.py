@@ -106,7 +106,7 @@ def test_with_the_claim_heads_are_strided_in_extend_where_the_case_says_so() -> 
 def test_a_writer_of_packed_heads_passes_unless_it_claims_strided_ones(execution: str) -> None:
     assert findings(RowsOfAProjection, STRIDED, execution) == {}
     found = findings(ClaimsMore, STRIDED, execution)
-    assert "leave takes_strided_heads out" in found["writes-own-kv"]
+    assert "declare takes_strided_heads" in found["writes-own-kv"]
     assert "token * stride(0) + h * head_dim" in found["writes-own-kv"]
     assert findings(HonoursStrides, STRIDED, execution) == {}
 
@@ -118,7 +118,7 @@ def test_who_refuses_strided_heads_or_attends_them_wrongly_is_told_of_the_claim(
     (wrong,) = findings(WrongNumbers, STRIDED).items()
     assert wrong[0] == "matches-oracle"
     assert wrong[1].startswith("right where the heads of k and v lie one behind the other")
-    assert "leave takes_strided_heads out" in wrong[1]
+    assert "declare takes_strided_heads" in wrong[1]
 
 
 def test_another_cause_is_not_put_down_to_strided_heads() -> None:
