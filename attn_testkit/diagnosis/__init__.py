@@ -1,1 +1,1 @@
-"""After a wrong result: which check it really fails, which KV tokens were read, whose result it is."""
+"""Diagnosis of a wrong result: the check that it really fails, KV tokens that were read, misrouted rows."""

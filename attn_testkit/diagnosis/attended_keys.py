@@ -1,7 +1,8 @@
-"""Asking a backend which KV tokens it attended to: with Q = K = 0 all weigh the same, and one-hot values name them.
+"""Experiments that show the KV tokens that were attended to: with Q = K = 0 all weigh the same, and one-hot values name
+them.
 
-Each run names as many KV tokens as a head has values. Of longer requests codes name all in one run, as long as few are
-wrong (``checks/miscounts.py``).
+Each run names as many KV tokens as a head has values. In longer requests codes name all of them in one run, as long as
+few are wrong (``checks/miscounts.py``).
 """
 
 from __future__ import annotations
@@ -27,86 +28,86 @@ from .rerun import Rerunner
 __all__ = ["AttendedKeys", "find_attended", "ranges"]
 
 _MAX_PASSES = 6
-"""Runs for one row; each names as many KV tokens as a head has values."""
+"""Number of runs for one row; each names as many KV tokens as a head has values."""
 _TELLING = 3
-"""KV tokens of a prefix from which on its first and last ones are apart."""
+"""Least length of a prefix whose first and last KV tokens can be distinguished."""
 _ONCE = 1.25
-"""How much more than the smallest a weight may be by rounding. Of tokens that count two and three times it is 1.5."""
+"""Ratio to the smallest weight that rounding explains. For tokens that count two and three times it is 1.5."""
 _HARDLY = 0.0005
-"""Below this, one decimal of a percentage would be 0."""
+"""Part below which one decimal of a percentage would be 0."""
 _SMALL = 0.02
-"""Weights below this are rounding."""
+"""Weight below which rounding explains it."""
 
 
 @dataclass(frozen=True)
 class AttendedKeys:
-    """The KV tokens that one row of one request attended to, and those that it should have. Tokens by position."""
+    """The KV tokens, by position, that one row of one request attended to, and those that it should have."""
 
     request: int
     row: int
-    """Row inside the request."""
+    """Index of the row inside the request."""
     used: frozenset[int]
     """KV tokens that had weight."""
     wanted: frozenset[int]
-    """KV tokens that should have had weight, of those that were asked about."""
+    """KV tokens that should have had weight, among those that were examined."""
     doubled: frozenset[int]
     """KV tokens that counted more than once."""
     looked_at: frozenset[int]
-    """KV tokens that were asked about: of a long request those at both ends, and about both ends of ``wanted``."""
+    """KV tokens that were examined: in a long request those at both ends, and around both ends of ``wanted``."""
     length: int
-    """KV tokens of the request."""
+    """Number of KV tokens of the request."""
     elsewhere: Mapping[str, float]
-    """Name in ``PLACES`` -> part of the weight that went there, where it is not nothing."""
+    """Name in ``PLACES`` -> part of the weight that went there, if any did."""
     total: float | None
-    """Sum of all weights; 1 when all is well. None when unknown: sinks take weight, or not all were asked about."""
+    """Sum of all weights; 1 if all is right. None if unknown: sinks take weight, or not all tokens were examined."""
     head: int = 0
-    """The head that was asked."""
+    """The head that was examined."""
     heads: tuple[int, ...] = ()
-    """Heads of the row that attended to others than the right ones, where the rest attended to the right ones."""
+    """Heads of the row that attended to wrong KV tokens, if the others attended to the right ones."""
     window: int = -1
-    """Of the layer that was asked; what lies before it cannot show."""
+    """Window of the examined layer; tokens before it cannot show."""
     shape: HeadShape | None = None
-    """Of that layer's heads."""
+    """Head shape of that layer."""
     of_others: tuple[Miscount, ...] = ()
-    """Runs of KV tokens of other requests that it attended to, where they are known."""
+    """Runs of KV tokens of other requests that it attended to, if they are known."""
     faint: Mapping[int, float] = field(default_factory=dict)
-    """KV token that should have no weight -> its weight as a part of the others', where that is too little for
-    ``used`` and more than rounding.
+    """KV token that should have no weight -> its weight as a part of the others', if that is too little for ``used``
+    and more than rounding.
     """
 
     @property
     def right(self) -> bool:
-        """Every KV token that should have weight had it, once, and nothing else had."""
+        """True if every KV token that should have weight had it, once, and no other token had any."""
         return self.alone and not self.doubled
 
     @property
     def own(self) -> bool:
-        """All of its weight went to KV tokens of the request itself."""
+        """True if all of its weight went to KV tokens of the request itself."""
         return bool(self.used) and not self.elsewhere and self.normalised
 
     @property
     def not_asked(self) -> list[int]:
-        """KV tokens of the request that were not asked about; whether they had weight is unknown."""
+        """KV tokens of the request that were not examined; whether they had weight is unknown."""
         return sorted(set(range(self.length)) - self.looked_at)
 
     @property
     def normalised(self) -> bool:
-        """The weights sum to 1, as far as is known."""
+        """True if the weights sum to 1, or the sum is unknown."""
         return self.total is None or abs(self.total - 1) < _SMALL
 
     @property
     def alone(self) -> bool:
-        """The right KV tokens had weight, however much, and nothing else had."""
+        """True if the right KV tokens had some weight, and no other token had any."""
         return self.used == self.wanted and not self.elsewhere and not self.faint
 
     @property
     def weighed_otherwise(self) -> bool:
-        """The right KV tokens alone, some with more weight than others, and less than 1 in all: none counts twice."""
+        """True if only the right KV tokens had weight, unequal and less than 1 in total, so that none counts twice."""
         return self.alone and bool(self.doubled) and self.total is not None and self.total <= 1 - _SMALL
 
     @property
     def text(self) -> str:
-        """One line for a report."""
+        """The text of one line in a failure."""
         name = f"request {self.request}" + (f" row {self.row}" if self.row else "")
         name += f" head {self.head}" if self.heads else ""
         of = " of those asked about" if self.not_asked else ""
@@ -139,7 +140,7 @@ def _percent(part: float) -> str:
 
 
 def ranges(keys: Sequence[int]) -> str:
-    """[0, 1, 2, 7] -> ``0..2, 7``; nothing is ``none``."""
+    """Format positions as ranges: [0, 1, 2, 7] -> ``0..2, 7``; an empty list is ``none``."""
     runs: list[list[int]] = []
     for key in keys:
         if runs and runs[-1][1] == key - 1:
@@ -153,10 +154,10 @@ def ranges(keys: Sequence[int]) -> str:
 def find_attended(
     rerunner: Rerunner, schedule: Schedule, judgement: Judgement, *, in_graph: bool
 ) -> AttendedKeys | None:
-    """What a wrong row attended to. None when the backend will not say (it raises, or gives NaN).
+    """Find the KV tokens that a wrong row attended to. None if the backend raises or gives NaN.
 
-    Asked is the request of the headline; another one if that has hardly a KV token, or attended to the right ones.
-    ``in_graph``: whether the graph alone is wrong, so that it is asked.
+    The request of the headline is examined; another one if that has hardly any KV token, or attended to the right ones.
+    ``in_graph``: true if only the graph is wrong, so that the graph is run.
     """
     found: AttendedKeys | None = None
     for place in _places_to_ask(schedule, judgement):
@@ -169,9 +170,9 @@ def find_attended(
 
 
 def _requests_to_ask(judgement: Judgement) -> list[int]:
-    """The one that the headline is about, and the first wrong one of several KV tokens.
+    """List the request of the headline, and the first wrong one with several KV tokens.
 
-    A request with a short prefix does not tell a prefix that is lost from its last KV tokens, where another does.
+    A request with a short prefix cannot distinguish a lost prefix from lost last KV tokens, another one can.
     """
     data, row = judgement.expected.data, judgement.worst_row
     if row is None:
@@ -187,9 +188,9 @@ def _requests_to_ask(judgement: Judgement) -> list[int]:
 def _counted_at(
     rerunner: Rerunner, schedule: Schedule, judgement: Judgement, place: tuple[int, int, int], in_graph: bool
 ) -> AttendedKeys | None:
-    """By the counts of all KV tokens, in a case of codes or where a request is longer than probes reach.
+    """Use counts of all KV tokens, in a case of codes or if a request is longer than probes reach.
 
-    None where it is not, where too many counts are wrong for codes to say which, and where they are all right.
+    None in other cases, if too many counts are wrong for codes to name them, and if all are right.
     """
     _, flat, _ = place
     case, step, counted = schedule.case, judgement.observed.step, judgement
@@ -207,7 +208,7 @@ def _counted_at(
     told = _of_miscounts(counted, schedule, found, flat)
     if told.used >= told.wanted or told.elsewhere:
         return told
-    # Runs of other requests would be known; what stands in the place of the missing ones may be nobody's.
+    # Runs of other requests would be known; the slots that were read instead may have no owner.
     layer = make_layers(schedule.case)[found.layer]
     small = 0.5 / len(told.wanted)
     ask = partial(_weights_of, rerunner, schedule, step, judgement, (found.layer, flat), in_graph=in_graph)
@@ -243,7 +244,7 @@ def _of_miscounts(judgement: Judgement, schedule: Schedule, found: Miscounts, fl
 def _attended_at(
     rerunner: Rerunner, schedule: Schedule, judgement: Judgement, place: tuple[int, int, int], in_graph: bool
 ) -> AttendedKeys | None:
-    """``place``: layer, flat row and head."""
+    """Examine one place: layer, flat row and head."""
     (index, flat, head), expected, step = place, judgement.expected, judgement.observed.step
     layer = make_layers(schedule.case)[index]
     request, row = int(expected.data.row_request[flat]), int(expected.data.row_offset[flat])
@@ -254,7 +255,7 @@ def _attended_at(
     starts = _starts(length, dims, wanted)
 
     def weights_of(pattern: str) -> torch.Tensor | None:
-        """[Hq, dims] of the layer."""
+        """Weights [Hq, dims] of the layer."""
         values = _weights_of(rerunner, schedule, step, judgement, (index, flat), pattern, in_graph=in_graph)
         return None if values is None or not values[head, :dims].isfinite().all() else values[:, :dims]
 
@@ -268,7 +269,7 @@ def _attended_at(
         by_head.append(values[:, : length - start])
     known = len(weights) == length and not schedule.case.sinks
     elsewhere: dict[str, float] = {}
-    # A slot more than there should be weighs as much as a KV token: beside many, that is less than ``_SMALL``.
+    # An extra slot weighs as much as a KV token: if there are many tokens, that is less than ``_SMALL``.
     small = min(_SMALL, 0.5 / max(len(wanted), 1))
     if not known or small < _SMALL or abs(sum(weights.values()) - 1) >= _SMALL:
         elsewhere = _weight_elsewhere(weights_of, request, head, layer.v_scale, small)
@@ -290,7 +291,7 @@ def _weights_of(
     *,
     in_graph: bool,
 ) -> torch.Tensor | None:
-    """[Hq, Dv] float64: what a row of a layer gives for values of a pattern. ``place``: layer, flat row."""
+    """Result [Hq, Dv] float64 of a row of a layer for values of a pattern. ``place``: layer, flat row."""
     (index, flat), layers = place, make_layers(schedule.case)
     answer = _ask(rerunner, schedule, step, pattern, judgement.expected, in_graph=in_graph)
     return None if answer is None else answer.out[index, flat, : layers[index].tp_q_head_num].double()
@@ -299,7 +300,7 @@ def _weights_of(
 def _weight_elsewhere(
     ask: Callable[[str], torch.Tensor | None], request: int, head: int, scale: float, small: float
 ) -> dict[str, float]:
-    """Name in ``PLACES`` -> the weight that a head gave it, from ``small`` on."""
+    """Map names in ``PLACES`` to the weight that a head gave them, if it is at least ``small``."""
     found = {}
     for name in PLACES:
         values = ask(place_pattern(request, name))
@@ -311,17 +312,17 @@ def _weight_elsewhere(
 
 
 def _right_dims(judgement: Judgement, layer: int, dims: int) -> int:
-    """The first dims of a head, where these are right in every row and at least half of them; else all.
+    """Number of first dims of a head that are right in every row, if they are at least half; else all.
 
-    A dim that is not computed names no KV token.
+    A dim that is not computed cannot name a KV token.
     """
     first = int(judgement.wrong[layer, ..., :dims].flatten(0, 1).any(0).int().argmax())
     return first if 2 * first >= dims else dims
 
 
 def _starts(length: int, dim: int, wanted: frozenset[int]) -> list[int]:
-    """First tokens of the runs of ``dim`` that are asked about: of a long request both ends of what the row should
-    attend to, and both ends of the request.
+    """First tokens of the runs of ``dim`` that are examined: in a long request those at both ends of the wanted tokens,
+    and at both ends of the request.
     """
     last = (length - 1) // dim
     near = [min(wanted, default=0), max(wanted, default=0)]
@@ -333,7 +334,7 @@ def _starts(length: int, dim: int, wanted: frozenset[int]) -> list[int]:
 
 
 def _heads_astray(weights: torch.Tensor, keys: list[int], wanted: frozenset[int]) -> tuple[int, ...]:
-    """Heads that attended to others than ``wanted``, if not all did. ``weights`` [Hq, tokens asked about], ``keys``."""
+    """Heads that attended to other tokens than ``wanted``, if not all did. ``weights`` [Hq, len(keys)]."""
     right = torch.tensor([key in wanted for key in keys])
     used = weights > (weights.amax(1, keepdim=True) * torch.where(right, _SMALL, 1 / 4)).clamp(min=1e-6)
     astray = (used != right).any(1)
@@ -341,7 +342,7 @@ def _heads_astray(weights: torch.Tensor, keys: list[int], wanted: frozenset[int]
 
 
 def _places_to_ask(schedule: Schedule, judgement: Judgement) -> list[tuple[int, int, int]]:
-    """Layer, flat row and head, the likeliest to say something first; at last the place of the headline itself."""
+    """List places (layer, flat row, head), the most promising first, the headline's own place last."""
     places = [_place_to_ask(schedule, judgement, request) for request in _requests_to_ask(judgement)]
     bad = ~judgement.finite
     if bad.any():
@@ -351,9 +352,9 @@ def _places_to_ask(schedule: Schedule, judgement: Judgement) -> list[tuple[int, 
 
 
 def _place_to_ask(schedule: Schedule, judgement: Judgement, request: int) -> tuple[int, int, int]:
-    """Layer, flat row and head of a wrong value of a request.
+    """Choose the layer, flat row and head of a wrong value of a request.
 
-    NaN before other values, the layer that sees most before one whose window may hide what is wrong.
+    NaN comes before other values, and the layer that sees most before one whose window may hide the error.
     """
     mine = judgement.expected.data.row_request == request
     bad = ~judgement.finite
@@ -377,9 +378,9 @@ def _read(
 ) -> AttendedKeys:
     looked_at = frozenset(weights)
     top = max(weights.values(), default=0.0)
-    # A KV token that should have weight has some where others count many times.
+    # A wanted KV token may have little weight if others count many times.
     used = frozenset(k for k, w in weights.items() if w > max(top * (_SMALL if k in wanted else 1 / 4), 1e-6))
-    # All weigh the same, each as often as it counts: even where most count twice, some counts once.
+    # All tokens weigh the same per count: even if most count twice, some token counts once.
     once = min((weights[k] for k in used), default=0.0)
     doubled = frozenset(k for k in used if weights[k] > _ONCE * once)
     faint = {k: w / top for k, w in weights.items() if k not in wanted | used and w > max(_SMALL * top, 1e-6)}
@@ -391,8 +392,8 @@ def _read(
 def _ask(
     rerunner: Rerunner, schedule: Schedule, step: Step, pattern: str, expected: Expected, *, in_graph: bool
 ) -> Judgement | None:
-    """Of ``expected`` the shapes alone are used: its numbers are those of another pattern."""
-    # Zeros instead of NaN in unowned slots: whoever reads them still answers, and the missing weight shows.
+    """Run a step with a pattern. Only the shapes of ``expected`` are used: its numbers belong to another pattern."""
+    # Zeros instead of NaN in unowned slots: a backend that reads them still answers, and the missing weight shows.
     if in_graph:
         answer = rerunner.graph(schedule, pattern=pattern, unowned=0.0)
         observed = None if answer is None else answer.replay_of(step)

@@ -1,17 +1,17 @@
-"""After a wrong result: run it again with one thing changed, to say which check it really fails and what was read.
+"""Root-cause attribution: a wrong step is run again with one thing changed, to find the check that it really fails.
 
-Nothing here runs while things are right. Each question is one controlled run on a fresh backend instance:
+Nothing here runs while results are right. Each question is one controlled run on a fresh backend instance:
 
 * does the NaN go away when unowned slots hold zeros?             then it was read from there: ``reads-own-kv``
-* is the same step right in eager?                                then it is the graph's
-* is it right when memory allocated in a capture is left alone?    ``captures-cleanly``
+* is the same step right in eager mode?                           then the graph is wrong
+* is it right when memory allocated in a capture is not poisoned?  ``captures-cleanly``
 * is it right when no row is padding?                             ``padding-inert``
 * is it right when it is the only replay of the only bucket?      ``buckets-independent``
 * is an eager step right on a fresh instance?                     ``steps-independent``
 * is a step whose K and V are stored right when they are not yet? then k and v were read
 * is an eager first step wrong in the same rows when it is run again?  if not: a race
-* is it right with zeros in fresh memory?                         then something is taken for cleared
-* is the first step right in a case that lacks one thing?          then the fault hangs on that: ``changed_case.py``
+* is it right with zeros in fresh memory?                         then some memory is assumed to be zero
+* is the first step right in a case that lacks one thing?          then the bug needs that: ``changed_case.py``
 * did planning the replay replace tensors that the graph reads?   ``addresses-stable``, else ``replay-follows-batch``
 """
 
@@ -39,14 +39,14 @@ __all__ = ["explain_numeric", "name_check"]
 
 
 def name_check(rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation) -> Finding:
-    """The same finding under the check that it really fails, without its cause."""
+    """Move a finding to the check that it really fails, without looking for its cause."""
     return _blamed(rerunner, finding, schedule, observed).named
 
 
 def explain_numeric(
     rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation, passed: list[Observation]
 ) -> Finding:
-    """The same finding, under the check that it really fails, with what was attended to and a hint.
+    """Move a finding to the check that it really fails, and add the attended KV tokens and a hint.
 
     ``finding``: of a check in ``NUMERIC``, about ``observed``. ``passed``: steps of the same case-run that are right.
     """
@@ -73,10 +73,10 @@ def explain_numeric(
         changed=ChangedCases(rerunner, schedule) if _wrong_in_eager(rerunner, schedule, eager) else None,
     )
     lines = [text for text in (why, *hints(evidence)) if text]
-    # Where an experiment has shown the cause, what was attended to follows from it.
+    # If an experiment has shown the cause, the attended tokens follow from it.
     most = 1 if check in _SHOWN or why == _NO_OTHER_MODE else _MOST_HINTS
     if why == _FINITE_WITH_ZEROS:
-        # It says what the check says. Others say where that slot was met.
+        # This hint repeats the check. The others say where that slot was read.
         lines = [*lines[1:most], why]
     return replace(
         blamed.named,
@@ -90,18 +90,18 @@ def explain_numeric(
 
 @dataclass(frozen=True)
 class _Blamed:
-    """A finding under the check that it really fails, and what the experiments gave that showed it."""
+    """A finding under the check that it really fails, with the results of the experiments that showed it."""
 
     found: Finding
-    """As it was seen, or as other numbers in fresh memory showed it."""
+    """The finding as observed, or as other numbers in fresh memory showed it."""
     check: str
     why: str
     eager: Judgement | None
-    """The same step in eager mode; None where it does not run there."""
+    """The same step in eager mode; None if it does not run there."""
     in_graph: bool
-    """Whether it is wrong in a graph alone, as far as is known."""
+    """True if it is known to be wrong only in a graph."""
     graphs_alone: bool
-    """Whether there is no eager mode to hold it against."""
+    """True if there is no eager mode to compare with."""
 
     @property
     def named(self) -> Finding:
@@ -130,9 +130,9 @@ def _blamed(rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: 
 _OF_NUMBERS = ("matches-oracle", "keys-counted-once")
 """Ids of checks whose findings are about finite values."""
 _SHOWN = ("addresses-stable", "captures-cleanly", "padding-inert")
-"""Ids of checks whose first hint says why: one thing was changed, and the step was right."""
+"""Ids of checks whose first hint is shown by an experiment: one thing was changed, and the step was right."""
 _MOST_HINTS = 3
-"""Lines of a hint: the first ones say most."""
+"""Number of lines of a hint: the first ones are the most useful."""
 
 
 def _judged(schedule: Schedule, observed: Observation | None) -> Judgement | None:
@@ -140,7 +140,7 @@ def _judged(schedule: Schedule, observed: Observation | None) -> Judgement | Non
 
 
 def _right(judgement: Judgement | None) -> bool:
-    """Attention outputs within their limits; a run that raised has none."""
+    """True if attention outputs are within their limits; a run that raised has none."""
     return judgement is not None and judgement.right
 
 
@@ -149,12 +149,12 @@ def _wrong_in_eager(rerunner: Rerunner, schedule: Schedule, eager: Judgement | N
 
 
 def _alone(schedule: Schedule, step: Step, bucket: int) -> Schedule:
-    """Only this step, in a bucket of this size, and no other bucket."""
+    """Make a schedule of only this step, in a bucket of this size."""
     return replace(schedule, buckets=(bucket,), steps=(replace(step, bucket=bucket),))
 
 
 def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str, str]:
-    """(check, why): NaN was read in k and v that are stored already, in unowned slots, or nobody knows."""
+    """Return check and reason of a NaN: read from k and v that are stored already, from unowned slots, or unknown."""
     if step.stored and _right(_judged(schedule, rerunner.eager(schedule, replace(step, stored=False)))):
         return (
             "finite",
@@ -174,12 +174,12 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
 _FINITE_WITH_ZEROS = "with zeros instead of NaN in unowned slots the result is finite"
 _RIGHT_WITH_ZEROS = f"{_FINITE_WITH_ZEROS}, and right"
 _NO_OTHER_INSTANCE = (
-    "something that all instances of the process share is replaced before it is used: it is right when no other "
-    "instance is at work"
+    "state that all instances of the process share is replaced before it is used: without a co-resident instance it is "
+    "right"
 )
 _NO_OTHER_MODE = (
-    "a step of another mode changes what the modes share, and a plan keeps it: on an instance that runs only this "
-    "mode it is right"
+    "a step of another mode changes state that the modes share, and a plan keeps it: on an instance that runs only "
+    "this mode it is right"
 )
 _AMONG = {
     "graphs": ("buckets-independent", "on a fresh instance, without graphs, the same eager step is right"),
@@ -190,13 +190,13 @@ _AMONG = {
     "instances": ("steps-independent", _NO_OTHER_INSTANCE),
     "modes": ("steps-independent", _NO_OTHER_MODE),
 }
-"""What else ran on the instance before an eager step that is right on a fresh one, or beside it -> (check, why)."""
+"""Other work that an eager step's instance or a co-resident one did, if the step is right without -> (check, why)."""
 
 
 def _blame_eager(
     rerunner: Rerunner, finding: Finding, why: str, schedule: Schedule, observed: Observation, *, right: bool
 ) -> tuple[str, str]:
-    """(check, why) of a step that is wrong eagerly as well. ``right``: on a fresh instance it is right."""
+    """Return check and reason of a step that is wrong in eager mode too. ``right``: on a fresh instance it is right."""
     if observed.among and right:
         return _AMONG[observed.among]
     if finding.check == "finite" and not why:
@@ -205,7 +205,7 @@ def _blame_eager(
 
 
 def _not_every_time(rerunner: Rerunner, schedule: Schedule, observed: Observation, eager: Judgement | None) -> str:
-    """Of a step that nothing ran before: whether it is right, or wrong in other rows, when it is run again."""
+    """Hint for a step that nothing ran before, if it is right, or wrong in other rows, when it is run again."""
     if observed.replay or observed.among or eager is None:
         return ""
     if eager.right:
@@ -216,39 +216,39 @@ def _not_every_time(rerunner: Rerunner, schedule: Schedule, observed: Observatio
 
 
 def _with_clear_memory(rerunner: Rerunner, schedule: Schedule, observed: Observation, eager: Judgement | None) -> str:
-    """Of a step that nothing ran before: whether it is right where fresh memory holds zeros."""
+    """Hint for a step that nothing ran before, if it is right with zeros in fresh memory."""
     if observed.replay or observed.among or eager is None or eager.right:
         return ""
     return _RIGHT_IF_CLEAR if _right(_judged(schedule, rerunner.eager(schedule, observed.step, fill=CLEAR))) else ""
 
 
 def _where_wrong(judgement: Judgement) -> torch.Tensor:
-    """[2, L, T, Hq] bool: heads of rows that are wrong, and that are not finite."""
+    """Heads of rows that are wrong, and that are not finite, [2, L, T, Hq] bool."""
     return torch.stack([judgement.wrong.any(-1), (~judgement.finite).any(-1)])
 
 
 _RIGHT_AGAIN = (
-    "probably a race, an order that is not enforced, or memory that was never written: run again on a fresh instance "
-    "it is right, with nothing else changed"
+    "probably a race, an order that is not enforced, or memory that was never written: run again on a fresh "
+    "instance without any change, it is right"
 )
 _RIGHT_IF_CLEAR = (
-    "a counter, a flag, a work list or a scratch is taken for cleared, and is never cleared: with zeros in fresh "
-    "memory it is right"
+    "a counter, flag, work list or scratch buffer is assumed to be zero, but never cleared: with zeros in fresh memory "
+    "it is right"
 )
 _OTHER_ROWS = (
-    "probably a race, an order that is not enforced, or memory that was never written: run again it is wrong in "
-    "other rows or heads, with nothing changed"
+    "probably a race, an order that is not enforced, or memory that was never written: run again without any change, "
+    "it is wrong in other rows or heads"
 )
 
 
 def _with_other_fill(
     rerunner: Rerunner, finding: Finding, schedule: Schedule, judgement: Judgement, eager: Judgement | None
 ) -> tuple[Finding, str]:
-    """Not written, computed as NaN, or made from memory that nobody wrote? Another fill of fresh memory shows.
+    """Use another fill of fresh memory to distinguish unwritten output, a computed NaN, and reads of unwritten memory.
 
-    Some CPU conversions give a NaN with all bits set, which is the poison. And where fresh memory is not poisoned in an
-    ordinary run, a wrong number may be one that was left unwritten: ``eager``, the same step on a fresh instance with
-    poison, has the poison there.
+    Some CPU conversions give a NaN with all bits set, which is the poison. And if fresh memory is not poisoned in an
+    ordinary run, a wrong number may be an unwritten one: ``eager``, the same step on a fresh instance with poison, has
+    the poison there.
     """
     observed, first = judgement.observed, judgement
     if not observed.replay and not judgement.unwritten.any() and eager is not None:
@@ -282,9 +282,9 @@ def _with_other_fill(
 
 
 def _left_alone(first: Judgement, second: Judgement, fill: int) -> bool:
-    """Whether a row of a head holds the poison in one run and, where that is the byte ``fill``, that in another.
+    """True if a row of a head holds the poison in one run and the byte ``fill`` at the same places in another.
 
-    All of what was poison in the row must hold it: one number of a row has such bits by chance.
+    All poisoned elements of the row must hold it: a single number may have such bits by chance.
     """
     again = second.out.view(torch.uint8).reshape(*second.out.shape, -1)
     filled = (again == fill).all(-1)
@@ -292,17 +292,17 @@ def _left_alone(first: Judgement, second: Judgement, fill: int) -> bool:
 
 
 _HEADLINE_ENDS = {
-    "reads-own-kv": ": it read a slot that is not its own",
-    "replay-follows-batch": " at a replay, and is right in eager",
-    "padding-inert": ", and is right without padded rows",
-    "buckets-independent": " after other replays, and is right alone",
+    "reads-own-kv": ": it read a slot of another owner",
+    "replay-follows-batch": " at a replay; eager mode is right",
+    "padding-inert": "; without padded rows it is right",
+    "buckets-independent": " after other replays; as the only one it is right",
     "steps-independent": ", after another step; on a fresh instance it is right",
-    "captures-cleanly": ": it lives on memory that was allocated in a capture",
+    "captures-cleanly": ": it uses memory that was allocated in a capture",
     "addresses-stable": " at a replay, because planning replaced tensors that the graph reads",
-    _NO_OTHER_INSTANCE: ", while another instance is at work; alone it is right",
+    _NO_OTHER_INSTANCE: ", while a co-resident instance runs; without it, it is right",
     _NO_OTHER_MODE: ", after a step of another mode; on a fresh instance it is right",
 }
-"""Why, or the check that diagnosis reports instead -> what the headline of the wrong number is followed by."""
+"""Reason, or check that diagnosis reports instead -> text that is appended to the headline of the wrong number."""
 
 
 def _headline(finding: Finding, check: str, why: str) -> str:
@@ -311,12 +311,12 @@ def _headline(finding: Finding, check: str, why: str) -> str:
 
 
 def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str, str]:
-    """(check, why) of a replay that is wrong and whose eager run is right."""
+    """Return check and reason of a wrong replay whose eager run is right."""
     lone = rerunner.graph(schedule)
     if lone is not None and _right(_judged(schedule, lone.replay_of(step))):
         return (
             "buckets-independent",
-            "it is right when no other mode and no eager step uses the instance, and no other instance is at work",
+            "it is right when no other mode and no eager step uses the instance, and no co-resident instance runs",
         )
     calm = rerunner.graph(schedule, poison_allocated=False)
     if calm is not None and calm.allocated_in_capture and _right(_judged(schedule, calm.replay_of(step))):
@@ -348,17 +348,17 @@ _PADDED_ROWS_REACH_LIVE_ONES = (
     "of the padded batch"
 )
 _AS_THE_ONLY_REPLAY = "as the only replay of the only bucket it is right"
-"""Why, where the replays before it are the cause."""
+"""Reason if the replays before it are the cause."""
 _OF_A_GRAPH = ("captures-cleanly", "addresses-stable", "padding-inert")
-"""What replays alone show to be the graph's: nothing else is known to be right in eager without an eager run."""
+"""Checks that replays can prove without an eager run."""
 _NOTHING_ELSE = "replay-follows-batch"
-"""What is left of a replay that is wrong by itself as well, and right in eager."""
+"""Check that remains for a replay that is wrong by itself too, and right in eager mode."""
 
 
 def _blame_without_eager(
     rerunner: Rerunner, finding: Finding, why: str, schedule: Schedule, step: Step
 ) -> tuple[str, str]:
-    """(check, why) of a wrong replay of a mode that is claimed in graphs alone. ``why``: what is known already."""
+    """Return check and reason of a wrong replay of a mode that is declared only for graphs. ``why``: known reason."""
     check, cause = _blame_graph(rerunner, schedule, step)
     if check != _NOTHING_ELSE:
         return check, cause
@@ -370,12 +370,12 @@ def _blame_without_eager(
 
 
 def _least_bucket(schedule: Schedule, step: Step) -> int:
-    """The smallest that holds the requests and their rows: of an extend, few requests may have many."""
+    """The smallest bucket for the requests and their rows: in extend, few requests may have many rows."""
     return max(step.bs, -(-step.tokens // schedule.case.width))
 
 
 def _reads_replaced(rerunner: Rerunner, schedule: Schedule, step: Step) -> bool:
-    """Whether it is right once the replaced tensors hold what their successors do: a plan may replace its own."""
+    """True if it is right once the replaced tensors hold what their successors do: a plan may replace its own ones."""
     copied = rerunner.graph(_alone(schedule, step, step.bucket), copy_into_replaced=True)
     return copied is None or _right(_judged(schedule, _last(copied)))
 

@@ -1,7 +1,7 @@
-"""The step of a case that is like the wrong one but for one thing: is it right?
+"""Experiments with cases that differ from the wrong one in one feature.
 
-A changed case has other slots, other numbers and other choices. So each answer is that of several draws: without the
-change all of them have to be wrong, and with it all of them right, or nothing is said.
+A changed case has other slots, numbers and derived parameters. So each answer takes several draws: without the change
+all of them must be wrong, and with it all of them right, or nothing is reported.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .rerun import Rerunner
 __all__ = ["FEATURES", "ChangedCases", "most_rows", "with_keys_up_to"]
 
 DRAWS = 3
-"""Other draws of a case that are asked, each with numbers and choices of its own."""
+"""Number of other draws of a case, each with its own numbers and derived parameters."""
 _LONGEST = 8192
-"""KV tokens of a request up to which other cases are asked: each costs an answer of the oracle."""
+"""Most KV tokens of a request for which other cases are run: each takes a run of the oracle."""
 _MOST_REQUESTS = 64
-"""Requests of a batch up to which they are."""
+"""Most requests of a batch for which other cases are run."""
 _SHORT = 16
-"""No kernel's tile of keys is smaller."""
+"""Smallest tile of keys of any kernel."""
 
 FEATURES: dict[str, Callable[[Case], Case]] = {
     "cap": lambda case: replace(case, logit_cap=0.0),
@@ -43,23 +43,23 @@ FEATURES: dict[str, Callable[[Case], Case]] = {
     "far": lambda case: replace(case, way="") if case.way == "far" else case,
     "big pool": lambda case: replace(case, way="") if way_of(case).pool_elements else case,
 }
-"""Name -> the case without that; an equal one where it has none of it."""
+"""Name -> the case without that feature; an equal case if it does not have it."""
 
 
 def most_rows(case: Case) -> int:
-    """New rows of a request for which a padded layout of a ragged step has room."""
+    """Number of new rows per request for which a padded layout of a ragged step has room."""
     return max(case.new) if case.mode is ForwardMode.EXTEND else case.width
 
 
 class ChangedCases:
-    """Asks a backend for eager first steps of other cases. Each question is put once, when somebody wants to know."""
+    """Runs of eager first steps of other cases. Each is run once, on demand."""
 
     def __init__(self, rerunner: Rerunner, schedule: Schedule) -> None:
         self._rerunner, self._schedule = rerunner, schedule
 
     @cached_property
     def lasting(self) -> bool:
-        """Whether the case can be asked about, and is wrong with other numbers, slots and choices too."""
+        """True if the case can be examined, and is wrong with other numbers, slots and derived parameters too."""
         case, step = self._schedule.case, self._schedule.steps[0]
         plain = case.host is None and not case.mixed and not case.rounds and step.chunk_of is None
         if not plain or not step.requests or max(step.lens) > _LONGEST or step.bs > _MOST_REQUESTS:
@@ -67,17 +67,17 @@ class ChangedCases:
         return self._all_are(case, right=False)
 
     def right_without(self, feature: str) -> bool:
-        """Whether the case is right without a feature (one of ``FEATURES``) and wrong with it. False without it."""
+        """True if the case has a feature (one of ``FEATURES``), is wrong with it, and right without it."""
         case = self._schedule.case
         try:
             without = FEATURES[feature](case)
         except ValueError:
-            return False  # there is no such case
+            return False  # such a case does not exist
         return without != case and self.lasting and self._all_are(without, right=True)
 
     @cached_property
     def right_with_fewer(self) -> bool:
-        """Whether the case is right without its last request, where another one has as many tokens as that."""
+        """True if the case is right without its last request, and another request has as many tokens as that one."""
         case = self._schedule.case
         lens = list(zip(case.prefixes, case.new or (0,) * case.bs, strict=True))
         if lens[-1] not in lens[:-1]:
@@ -87,15 +87,15 @@ class ChangedCases:
 
     @cached_property
     def right_up_to(self) -> int:
-        """The most KV tokens of a request with which the case is right, where it is wrong from one more on; else 0.
+        """The most KV tokens per request with which the case is right, if it is wrong from one more on; else 0.
 
-        Requests that have more are cut to as many. Nothing below a tile counts.
+        Longer requests are cut to that number. Numbers below a tile do not count.
         """
         return self._right_up_to(self._schedule.case)
 
     @cached_property
     def right_up_to_without_sinks(self) -> int:
-        """The same without sinks, where a case with sinks is wrong for any number of KV tokens; else 0."""
+        """Value of ``right_up_to`` without sinks, if the case is always wrong with sinks; else 0."""
         case = self._schedule.case
         if not case.sinks or not self.lasting or self._right_at(case, _SHORT):
             return 0
@@ -112,7 +112,7 @@ class ChangedCases:
         while wrong - right > 1:
             middle = (right + wrong) // 2
             right, wrong = (middle, wrong) if self._right_at(case, middle) else (right, middle)
-        # Where whole tiles or pages are right again, the number of tokens is not what counts.
+        # If whole tiles or pages are right again, the number of tokens is not the cause.
         beyond = {min(2 * right, longest), (wrong + longest) // 2}
         if any(self._right_at(case, n) for n in beyond - {right}):
             return 0
@@ -128,11 +128,11 @@ class ChangedCases:
         return all(self._right(case.with_seed(case.seed + draw)) is right for draw in range(1, DRAWS + 1))
 
     def _right(self, case: Case) -> bool | None:
-        """None: the case is not declared, or the backend raises."""
+        """Run a case; None if it is not declared, or the backend raises."""
         own = self._schedule
         if not self._rerunner.claims(case):
             return None
-        # What is said of products and new rows beside an FP8 pool holds for that alone.
+        # The declared products and new rows of an FP8 pool apply only to such a pool.
         alike = case.kv_dtype == own.case.kv_dtype
         products, as_given = (own.matmul_dtype, own.new_rows_as_given) if alike else ("model", False)
         schedule = make_schedule(case, products, as_given, own.lse_dtype, own.q_scale if alike else "none")
@@ -142,7 +142,7 @@ class ChangedCases:
 
 
 def with_keys_up_to(case: Case, most: int) -> Case | None:
-    """The case with no request of more KV tokens. None where new tokens alone are more."""
+    """The case with requests cut to so many KV tokens. None if the new tokens of a request are more."""
     extends = case.mode is ForwardMode.EXTEND
     counts = case.new if case.mode.is_ragged() else (case.width,) * case.bs
     if extends:

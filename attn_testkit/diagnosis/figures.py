@@ -1,4 +1,4 @@
-"""What diagnosis saw of a wrong step, small enough for a record: pages draw it."""
+"""Data of plots of a wrong step, small enough for a results file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .attended_keys import AttendedKeys
 __all__ = ["error_map", "key_map"]
 
 _MOST_CELLS = 32
-"""Rows, and heads, of a map."""
+"""Most rows, and heads, of a map."""
 _MOST = 1e9
-"""What no number is for: NaN and Inf are out of any limit."""
+"""Largest ratio, also for NaN and Inf, which exceed any limit."""
 
 
 def error_map(judgement: Judgement) -> ErrorMap:
-    """Error over limit of each row and head, the largest over layers, dims and counts of KV tokens."""
+    """Map error over limit of each row and head, the largest over layers, dims and counts of KV tokens."""
     by_element, by_row = judgement.ratios
     ratios = torch.stack([by_element.amax(-1), by_row, judgement.key_ratio]).amax((0, 1))
     rows, heads = ratios.shape
@@ -34,13 +34,13 @@ def error_map(judgement: Judgement) -> ErrorMap:
 
 
 def _largest_of_neighbours(ratios: torch.Tensor) -> torch.Tensor:
-    """[n, m] -> [at most 32, m]."""
+    """Reduce [n, m] to [at most 32, m]."""
     each = -(-len(ratios) // _MOST_CELLS)
     return torch.stack([part.amax(0) for part in torch.split(ratios, each)])
 
 
 def key_map(attended: AttendedKeys) -> KeyMap:
-    """The same as ``attended.text``."""
+    """Map the attended KV tokens, as ``attended.text`` describes them."""
     return KeyMap(
         request=attended.request,
         row=attended.row,
@@ -54,7 +54,7 @@ def key_map(attended: AttendedKeys) -> KeyMap:
 
 
 def _runs(keys: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """[0, 1, 2, 7] -> (0, 2), (7, 7)."""
+    """Convert positions to runs: [0, 1, 2, 7] -> (0, 2), (7, 7)."""
     found: list[tuple[int, int]] = []
     for key in keys:
         if found and found[-1][1] == key - 1:

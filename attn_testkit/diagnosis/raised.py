@@ -1,4 +1,4 @@
-"""Something raised: does it in a case that lacks one thing, or on an instance that only this mode uses?"""
+"""Experiments for an exception: it may not be raised without one feature, or if only one mode uses the instance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WITHOUT: tuple[tuple[Callable[[Case], Case], Callable[[Case], str]], ...] = (
     (
         lambda case: replace(case, layers=replace(case.layers, first=0)),
         lambda case: (
-            "layer_id is used as an index, and the first layer need not have id 0: the ids of this case's layers "
+            "layer_id is used as an index, but the first layer need not have id 0: the ids of this case's layers "
             f"begin at {case.layers.first}; if they begin at 0, nothing is raised"
         ),
     ),
@@ -48,13 +48,13 @@ _WITHOUT: tuple[tuple[Callable[[Case], Case], Callable[[Case], str]], ...] = (
         lambda case: "nothing is raised with a KV pool of the model's dtype",
     ),
 )
-"""A case without something, and what is said where the first step of that raises nothing."""
+"""Pairs of a feature to remove, and the hint if nothing is raised without it."""
 
 
 def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) -> str:
-    """A hint, where one thing changed and nothing was raised; else nothing.
+    """Find a hint: one change with which nothing is raised; else nothing.
 
-    ``in_graph``: it was raised in a graph drive. What the first eager step raises too is asked about there.
+    ``in_graph``: it was raised in a graph run. If the first eager step raises too, that one is examined.
     """
     case = schedule.case
     if case.rounds or case.host is not None:
@@ -65,8 +65,8 @@ def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) ->
         return "" if case.mixed else _without(_graph_raises, rerunner, schedule)
     if case.mixed:
         return (
-            "another mode raises by itself, or what is kept of one mode, such as metadata by batch size only, is "
-            "taken for another's: on an instance that no other mode uses nothing is raised"
+            "another mode raises by itself, or state of one mode, such as metadata by batch size only, is used for "
+            "another: on an instance that no other mode uses nothing is raised"
         )
     return ""
 

@@ -1,4 +1,4 @@
-"""Running a step again with one thing changed, in the process that runs the backend."""
+"""Re-runs of a step with one thing changed, in the process that runs the backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..runner_modes.options import DriveOptions
 __all__ = ["CLEAR", "OTHER_FILL", "POISON", "Rerunner"]
 
 POISON, OTHER_FILL, CLEAR = 0xFF, 0xBC, 0x00
-"""Bytes of uninitialised memory: NaN; a small number whose bits change when it is rounded to another dtype; zeros."""
+"""Bytes of uninitialized memory: NaN; a small number whose bits change when it is rounded to another dtype; zeros."""
 
 
 class Rerunner:
@@ -31,10 +31,10 @@ class Rerunner:
     ) -> None:
         self._drive, self.environment, self._eager_modes = drive, environment, eager_modes
         self.claims = claims
-        """Whether the backend claims what a case needs: nothing else is asked of it."""
+        """True if the backend declares what a case needs: only such cases are run."""
 
     def runs_eagerly(self, schedule: Schedule) -> bool:
-        """Whether the mode of a schedule is claimed in eager."""
+        """True if the mode of a schedule is declared in eager."""
         return schedule.case.mode in self._eager_modes
 
     def eager(
@@ -47,7 +47,7 @@ class Rerunner:
         contiguous_heads: bool = False,
         fill: int = POISON,
     ) -> Observation | None:
-        """One eager step; None if it raised, or if nothing of the mode runs eagerly."""
+        """Run one eager step; None if it raised, or if the mode does not run eagerly."""
         if not self.runs_eagerly(schedule):
             return None
         options = DriveOptions(pattern=pattern, contiguous_heads=contiguous_heads)
@@ -67,7 +67,7 @@ class Rerunner:
         contiguous_heads: bool = False,
         fill: int = POISON,
     ) -> GraphRun | None:
-        """A whole graph drive, replays only; None if it raised."""
+        """Run all graphs, replays only; None if it raised."""
         options = DriveOptions(
             pattern=pattern,
             poison_allocated=poison_allocated,
@@ -89,7 +89,7 @@ class Rerunner:
         )
 
     def _ask(self, request: Rerun, step_of: Callable[[str], Step]) -> tuple[Driven, list[Observation]] | None:
-        """The judge's own steps take the place of the copies that travelled: answers are found by identity."""
+        """Replace the copies of steps that were sent by the judge's own steps: answers are found by identity."""
         driven = self._drive(request)
         if not driven.records:
             return None

@@ -1,4 +1,4 @@
-"""Is a step right when the heads of k and v lie one behind the other? Asked of backends that claim strided ones."""
+"""Experiment for backends that declare strided heads: the step may be right if the heads of k and v are contiguous."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["blame_strided_heads"]
 
 
 def blame_strided_heads(rerunner: Rerunner, schedule: Schedule) -> str:
-    """A hint, if the schedule's first step is right with contiguous heads and wrong with strided ones; else nothing.
+    """Return a hint if the schedule's first step is right with contiguous heads and wrong with strided ones.
 
-    ``schedule``: of a case whose k and v have strided heads for who claims ``takes_strided_heads``.
+    ``schedule``: of a case whose k and v have strided heads if ``takes_strided_heads`` is declared.
     """
     if not _right(rerunner, schedule, contiguous_heads=True) or _right(rerunner, schedule, contiguous_heads=False):
         return ""
-    return f"right where the heads of k and v lie one behind the other: {STRIDED_HEADS}"
+    return f"right if the heads of k and v are contiguous: {STRIDED_HEADS}"
 
 
 def _right(rerunner: Rerunner, schedule: Schedule, *, contiguous_heads: bool) -> bool:

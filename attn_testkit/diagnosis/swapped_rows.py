@@ -1,7 +1,7 @@
-"""Whose result is it? A wrong row is compared with what other rows and requests should give.
+"""Misrouted rows: a wrong row is compared with what other rows and requests should give.
 
 Offsets of query rows, orders that are not undone, and swapped rows of the page table all give numbers that are right
-for somebody else. Such a row seen by itself looks like a wrong length: its KV tokens are others, or fewer.
+for another row. Seen by itself, such a row looks like a wrong length: its KV tokens are others, or fewer.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from .rerun import Rerunner
 __all__ = ["SwappedRow", "find_swapped"]
 
 _MOST_ROWS = 12
-"""Wrong rows that are compared."""
+"""Number of wrong rows that are compared."""
 _MOST_QUERIES = 64
-"""Rows of a step whose queries are tried."""
+"""Number of rows of a step whose queries are tried."""
 _SAME_QUERIES, _OTHER_PATTERN = ("mean", "negative", "towering", "colossal", CODES), "gauss"
-"""Data in which a row's result does not depend on its query, so that a row before it looks like a shorter length; and
-data to ask with instead."""
+"""Data in which a row's result does not depend on its query, so that an earlier row looks like a shorter length; and
+data that is used instead."""
 
 
 @dataclass(frozen=True)
 class SwappedRow:
-    """A wrong row that is right for somebody else."""
+    """A wrong row that is right for another row or request."""
 
     request: int
     row: int
-    """Row inside the request."""
+    """Index of the row inside the request."""
     of_request: int
     of_row: int | None
-    """The row whose result it is. None: its own query was used, with KV tokens of ``of_request``."""
+    """The row whose result it is. None if its own query was used, with KV tokens of ``of_request``."""
     keys: int = 0
-    """With its own query: it saw the KV tokens before this one."""
+    """Number of KV tokens that it saw with its own query."""
     copied: bool = False
-    """It holds the same values as the other row, and neither need be right."""
+    """True if it holds the same values as the other row, of which neither need be right."""
     queried: bool = False
-    """It saw its own KV tokens, with the query of the other row."""
+    """True if it saw its own KV tokens with the query of the other row."""
 
     @property
     def text(self) -> str:
-        """``request 1 row 0 holds the result of request 0 row 2``."""
+        """Description, as ``request 1 row 0 holds the result of request 0 row 2``."""
         name = f"request {self.request}" + (f" row {self.row}" if self.row else "")
         if self.of_row is None:
             return f"{name} was computed with KV tokens 0..{self.keys - 1} of request {self.of_request}"
@@ -63,10 +63,10 @@ class SwappedRow:
 def find_swapped(
     rerunner: Rerunner | None, schedule: Schedule, judgement: Judgement, *, in_graph: bool
 ) -> tuple[SwappedRow, ...]:
-    """Wrong rows that are right for others, of the first dozen.
+    """Find wrong rows that are right for others, among the first dozen.
 
-    ``rerunner``: for asking with other numbers where queries are all alike; None: then nothing is found.
-    ``in_graph``: whether the graph alone is wrong, so that it is asked.
+    ``rerunner``: for a run with other numbers if all queries are alike; None: nothing is found then.
+    ``in_graph``: true if only the graph is wrong, so that the graph is run.
     """
     if schedule.case.data in _SAME_QUERIES:
         again = None if rerunner is None else _again(rerunner, schedule, judgement.observed.step, in_graph)
@@ -94,9 +94,9 @@ def _again(rerunner: Rerunner, schedule: Schedule, step: Step, in_graph: bool) -
 
 
 def _like(out: torch.Tensor, right: torch.Tensor, limit: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
-    """[N] bool: which of ``right`` [l, N, Hq, Dv] the row ``out`` [l, Hq, Dv] is. Zeros are like none.
+    """Compare the row ``out`` [l, Hq, Dv] with each of ``right`` [l, N, Hq, Dv], as [N] bool. Zeros match none.
 
-    ``exists`` [l, 1, Hq, Dv] bool: what the layers have.
+    ``exists`` [l, 1, Hq, Dv] bool: elements that the layers have.
     """
     near = ((out[:, None] - right).abs() <= limit).permute(1, 0, 2, 3).flatten(1).all(-1)
     something = ((right.abs() > limit).any(-1) | ~exists.any(-1)).permute(1, 0, 2).flatten(1).all(-1)
@@ -104,7 +104,7 @@ def _like(out: torch.Tensor, right: torch.Tensor, limit: torch.Tensor, exists: t
 
 
 def _result_of(judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, row: int) -> list[SwappedRow]:
-    """The row holds what another row should."""
+    """Find a row whose result this row holds."""
     expected, data = judgement.expected, judgement.expected.data
     like = _like(out, expected.attention[layers], expected.attention_limit[layers], judgement.exists[layers])
     like[row] = False
@@ -116,7 +116,7 @@ def _result_of(judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, ro
 
 
 def _sees_one_key(judgement: Judgement, layers: torch.Tensor, request: int) -> torch.Tensor:
-    """[T] bool: rows of a request that see one KV token. Of that every query makes the same: it may be a mask's row."""
+    """Rows of a request that see one KV token, [T] bool. Their result is the same for every query: it may be a mask."""
     data, own = judgement.expected.data, make_layers(judgement.observed.schedule.case)
     windows = [layer.sliding_window_size for layer, wrong in zip(own, layers.tolist(), strict=True) if wrong]
     seen = torch.stack([windowed(data.visible, data, w)[data.row_request, data.row_offset].sum(-1) for w in windows])
@@ -124,7 +124,7 @@ def _sees_one_key(judgement: Judgement, layers: torch.Tensor, request: int) -> t
 
 
 def _copy_of(judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, row: int) -> list[SwappedRow]:
-    """The row holds what a row of another request holds, though their queries differ."""
+    """Find a row of another request with the same values, although their queries differ."""
     data, all_rows = judgement.expected.data, judgement.out[layers].double()
     same = (all_rows == out[:, None]).permute(1, 0, 2, 3).flatten(1).all(-1)
     same &= data.row_request != data.row_request[row]
@@ -136,7 +136,7 @@ def _copy_of(judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, row:
 def _keys_of(
     schedule: Schedule, judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, row: int
 ) -> list[SwappedRow]:
-    """The row's own query saw KV tokens of another request, as far as a row of that one would."""
+    """Find another request whose KV tokens the row's own query saw, as far as a row of that request would."""
     data, case = judgement.expected.data, schedule.case
     bs, longest = data.stored_keys.shape[1:3]
     own, offset = _place(data, row)
@@ -165,7 +165,7 @@ def _keys_of(
     result, limit = attend_with_limit(schedule, supposed)
     like = _like(out, result.out[layers], limit[layers], judgement.exists[layers]).tolist()
     fits = [place for place, fit in zip(asked, like, strict=True) if fit]
-    # Its own KV tokens, other ones of them: a wrong length or position, no swap. Requests may share a prefix.
+    # Other KV tokens of its own request: a wrong length or position, not a swap. Requests may share a prefix.
     stored = data.stored_keys.contiguous().view(torch.uint8)  # torch compares no FP8 numbers
     if not fits or any(torch.equal(stored[:, own, :n], stored[:, request, :n]) for request, n in fits):
         return []
@@ -176,7 +176,7 @@ def _keys_of(
 def _query_of(
     schedule: Schedule, judgement: Judgement, out: torch.Tensor, layers: torch.Tensor, row: int
 ) -> list[SwappedRow]:
-    """The row's own KV tokens were seen by the query of another row."""
+    """Find another row whose query saw the row's own KV tokens."""
     data = judgement.expected.data
     asked, (own, offset) = min(data.q.shape[1], _MOST_QUERIES), _place(data, row)
     one = slice(own, own + 1)
@@ -193,7 +193,7 @@ def _query_of(
     )
     result, limit = attend_with_limit(schedule, supposed)
     like = _like(out, result.out[layers], limit[layers], judgement.exists[layers])
-    # With one KV token to see, or with equal ones, every query is right.
+    # With a single visible KV token, or with equal ones, every query is right.
     if not like.any() or (row < asked and like[row]):
         return []
     return [SwappedRow(*_place(data, row), *_place(data, int(like.nonzero()[0])), queried=True)]

@@ -1,4 +1,4 @@
-"""Is a graph right when its capture says the width? Asked of backends that claim ``takes_unset_width``."""
+"""Experiment for backends that declare ``takes_unset_width``: the graph may be right if its capture has the width."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ WIDTH_OF = {
     ForwardMode.DRAFT_EXTEND: "speculative_num_steps + 1",
     ForwardMode.DRAFT_EXTEND_V2: "speculative_num_steps + 1",
 }
-"""Mode whose ``spec_info`` has ``num_tokens_per_req`` -> where a backend finds the width besides, in its context."""
+"""Mode whose ``spec_info`` has ``num_tokens_per_req`` -> where else a backend finds the width, in its context."""
 
 
 def blame_unset_width(rerunner: Rerunner, schedule: Schedule) -> str:
-    """A hint, if the graphs of the schedule are right with the width at capture and wrong without; else nothing.
+    """Return a hint if the graphs of the schedule are right with the width at capture and wrong without; else nothing.
 
     ``schedule``: of a mode in ``WIDTH_OF``, whose captures have 0 or -1 as ``num_tokens_per_req``.
     """
@@ -28,9 +28,8 @@ def blame_unset_width(rerunner: Rerunner, schedule: Schedule) -> str:
     case = schedule.case
     unset = -1 if case.pick("num-tokens-per-req") else 0
     return (
-        f"num_tokens_per_req is {unset} while this graph is captured, which the backend declares to take "
-        f"(takes_unset_width); with {case.width} it is right. Take the width from the context "
-        f"({WIDTH_OF[case.mode]}), or do not declare it"
+        f"take the width from the context ({WIDTH_OF[case.mode]}), or do not declare takes_unset_width: "
+        f"num_tokens_per_req is {unset} while this graph is captured; with {case.width} it is right"
     )
 
 

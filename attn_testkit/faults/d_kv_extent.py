@@ -35,7 +35,7 @@ class DraftExtendV2PrefixOnly(DenseBackend):
     source="sglang KNOWN_FAILURES.md C.1",
     modes=_EXTENDS,
     checks=("matches-oracle",),
-    hint="slots are taken to increase",
+    hint="slots are assumed to increase",
 )
 class NonMonotonicSlots(DenseBackend):
     """The step's keys are read in ascending slot order, as if out_cache_loc always increased inside a request."""

@@ -83,7 +83,7 @@ class EncoderRowsWithoutAPrefix(BlockBackend):
     source="general; a length that the causal mask alone kept",
     modes=_MODES,
     checks=("reads-own-kv", "matches-oracle", "finite"),
-    hint="slots behind the last KV token|later tokens|is read",
+    hint="slots after the last KV token|later tokens|is read",
 )
 class WithoutCausalityNoEnd(BlockBackend):
     """Without a causal mask the last page counts as full: it was the mask that hid the tail."""

@@ -129,7 +129,7 @@ class SoftCapIgnored(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="not scaled yet",
+    hint="of unscaled products",
 )
 class SoftCapBeforeScale(DenseBackend):
     """Q.k is capped first and scaled afterwards."""
@@ -190,7 +190,7 @@ class SinksOfFirstLayer(DenseBackend):
     source="rocm-libraries #12229",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="scaled as logits are",
+    hint="scaled like logits",
 )
 class SinkScaled(DenseBackend):
     """The sink joins before the scale and is multiplied by it."""

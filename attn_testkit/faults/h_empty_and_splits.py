@@ -180,7 +180,7 @@ class TailPagesFoldToPageZero(PlannedBackend):
     source="flashinfer #3393",
     modes=_EXTENDS,
     checks=("matches-oracle", "finite"),
-    hint="share what each needs",
+    hint="share state that each needs",
     modelled="the last row's statistics are what the others find",
 )
 class PartialStatsCollide(PlannedBackend):

@@ -21,7 +21,7 @@ _PLANNER_WORKSPACES: dict[torch.device, torch.Tensor] = {}
     modes=tuple(ForwardMode),
     executions=("graph",),
     checks=("buckets-independent",),
-    hint="no other instance is at work",
+    hint="without a co-resident instance",
 )
 class PlannerWorkspaceOfTheProcess(PlannedBackend):
     """All instances plan into one workspace; the draft model's plan replaces the target's before it is run."""
@@ -50,7 +50,7 @@ _GROUPS: dict[torch.device, int] = {}
     modes=_FEW_ROWS,
     executions=("eager",),
     checks=("steps-independent",),
-    hint="no other instance is at work",
+    hint="without a co-resident instance",
 )
 class QueryHeadsOfTheInstancePlannedLast(PlannedBackend):
     """How many query heads share a KV head is kept for the process; an instance of another model plans in between."""
@@ -80,7 +80,7 @@ _OUTPUTS: dict[torch.device, torch.Tensor] = {}
     modes=_FEW_ROWS,
     executions=("eager",),
     checks=("steps-independent",),
-    hint="no other instance is at work",
+    hint="without a co-resident instance",
 )
 class OutputBufferOfTheProcess(PlannedBackend):
     """All instances return one buffer. Another instance's forward replaces a result that nobody has read yet."""
@@ -107,7 +107,7 @@ _RUNS: dict[torch.device, torch.Tensor] = {}
     modes=_FEW_ROWS,
     executions=("graph",),
     checks=("buckets-independent",),
-    hint="no other instance is at work",
+    hint="without a co-resident instance",
     modelled="a ticket that is not the planned one leaves a partial result, where the kernel hung",
 )
 class TicketsOfTheProcess(CountingBackend):
@@ -147,7 +147,7 @@ _PAGE_SIZES: dict[torch.device, int] = {}
     source="sglang #28559 (what the last instance was built with decides for all)",
     modes=_FEW_ROWS,
     checks=("steps-independent", "buckets-independent"),
-    hint="no other instance is at work",
+    hint="without a co-resident instance",
 )
 class PageSizeOfTheInstanceBuiltLast(PlannedBackend):
     """A constant of the kernel module is the page size of the instance that was built last."""

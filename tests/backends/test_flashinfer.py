@@ -68,18 +68,18 @@ def test_every_kind_of_case_passes_and_says_that_its_kernels_are_emulated(
 
 
 FAULTS = [
-    ("MaskLeftOver", "graph", V1, "is right in eager"),
+    ("MaskLeftOver", "graph", V1, "eager mode is right"),
     ("SoftCapForgottenInPlan", "eager", DECODE, "differs from the oracle"),
     ("SoftCapGivenToForward", "eager", DECODE, "right without a soft cap"),
     ("WindowGivenToRun", "eager", V1_WINDOW, "window_left == self._window_left"),
     ("WindowOfW", "eager", WINDOW, "differs from the oracle"),
-    ("PlansAtCaptureOnly", "graph", DECODE, "is right in eager"),
+    ("PlansAtCaptureOnly", "graph", DECODE, "eager mode is right"),
     ("FillsBuffersWithoutPlanning", "graph", TENSOR_CORES, "of 17 and more are wrong"),
     ("NewWrapperAtReplay", "graph", DECODE, "the graph uses memory that no longer exists"),
     ("OneKindForAllLayers", "eager", DECODE, "differs from the oracle"),
     ("LastPageByRemainder", "eager", FULL_PAGE, "differs from the oracle"),
     ("LengthsOfTheFirstForward", "eager", DRAFT, "differs from the oracle"),
-    ("OneBufferForAllForwards", "graph", MLA_DRAFT, "is right in eager"),
+    ("OneBufferForAllForwards", "graph", MLA_DRAFT, "eager mode is right"),
     ("DraftsNotCounted", "eager", CHAIN, "differs from the oracle"),
     ("ScalesOfFp8Forgotten", "eager", FP8, "differs from the oracle"),
     ("LengthsOfThePrefix", "eager", MLA_V1, "CSR metadata page counts in kv_indptr must equal"),
@@ -87,8 +87,8 @@ FAULTS = [
     ("RunInPagesOfOneSlot", "eager", MLA_DECODE, "planned for pages of 32 slots, and run with pages of 1"),
     ("VerifyNotCausal", "eager", MLA_CHAIN, "differs from the oracle"),
     ("ScaleOfTheWidth", "eager", MLA_DECODE, "differs from the oracle"),
-    ("MLAPlansAtCaptureOnly", "graph", MLA_DECODE, "is right in eager"),
-    ("OtherClusterSizeAtReplay", "graph", MLA_CLUSTERS, "is right in eager"),
+    ("MLAPlansAtCaptureOnly", "graph", MLA_DECODE, "eager mode is right"),
+    ("OtherClusterSizeAtReplay", "graph", MLA_CLUSTERS, "eager mode is right"),
     ("UniformStrideInV1", "graph", MLA_V1, "query offsets are probably not the running sum of the counts"),
     ("RopeScaleForgotten", "eager", MLA_FP8, "differs from the oracle"),
 ]

@@ -148,14 +148,12 @@ def explained(
 
 
 def test_a_first_step_that_is_not_wrong_every_time_is_said_to_be_a_race() -> None:
-    assert explained(eager="right")[0].hint.endswith(
-        "run again on a fresh instance it is right, with nothing else changed"
-    )
+    assert explained(eager="right")[0].hint.endswith("run again on a fresh instance without any change, it is right")
     assert explained(**{"eager again": "other row"})[0].hint.endswith(
-        "run again it is wrong in other rows or heads, with nothing changed"
+        "run again without any change, it is wrong in other rows or heads"
     )
     assert explained(**{"eager again": "nan"})[0].hint.endswith(
-        "run again it is wrong in other rows or heads, with nothing changed"
+        "run again without any change, it is wrong in other rows or heads"
     )
     assert explained()[0].hint == ""
     assert explained(**{"eager again": None})[0].hint == "", "it raised"
@@ -165,7 +163,7 @@ def test_a_first_step_that_is_not_wrong_every_time_is_said_to_be_a_race() -> Non
 
 
 def test_a_first_step_that_is_right_with_zeros_in_fresh_memory_takes_something_for_cleared() -> None:
-    said = "a counter, a flag"
+    said = "a counter, flag"
     assert explained(clear="right")[0].hint.startswith(said)
     assert explained("output-written", value="poison", clear="right", fill="other fill")[0].hint.startswith(said)
     assert explained(clear="other row")[0].hint == ""
@@ -181,7 +179,7 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         FULL,
         {"graph": "right"},
         "buckets-independent",
-        "after other replays, and is right alone",
+        "after other replays; as the only one it is right",
         "no other mode",
     ),
     (
@@ -197,7 +195,7 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         FULL,
         {"calm": "right"},
         "replay-follows-batch",
-        "at a replay, and is right in eager",
+        "at a replay; eager mode is right",
         "in eager it is right",
     ),
     (
@@ -213,7 +211,7 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         FULL,
         {"alone": "right"},
         "buckets-independent",
-        "right alone",
+        "as the only one it is right",
         "as the only replay of the only bucket",
     ),
     (
@@ -245,7 +243,7 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         PADDED,
         {"exact": "right"},
         "padding-inert",
-        "and is right without padded rows",
+        "without padded rows it is right",
         f"in a bucket of exactly {PADDED.bs} it",
     ),
     ("padding, and still wrong", PADDED, {}, "replay-follows-batch", "at a replay", "in eager it is right"),
@@ -301,8 +299,8 @@ def test_a_wrong_replay_is_blamed_on_what_makes_it_right(
     ("among", "eager", "check", "headline"),
     [
         ("steps", "right", "steps-independent", ", after another step; on a fresh instance it is right"),
-        ("graphs", "right", "buckets-independent", " after other replays, and is right alone"),
-        ("instances", "right", "steps-independent", ", while another instance is at work; alone it is right"),
+        ("graphs", "right", "buckets-independent", " after other replays; as the only one it is right"),
+        ("instances", "right", "steps-independent", ", while a co-resident instance runs; without it, it is right"),
         ("steps", "wrong", "matches-oracle", ""),
         ("instances", "wrong", "matches-oracle", ""),
         ("", "right", "matches-oracle", ""),
@@ -345,7 +343,7 @@ def test_a_nan_was_read_somewhere(
     assert found.check == check
     assert found.hint.startswith(hint)
     assert bool(found.hint) is bool(hint)
-    assert (": it read a slot that is not its own" in found.headline) is (check == "reads-own-kv")
+    assert (": it read a slot of another owner" in found.headline) is (check == "reads-own-kv")
     assert nothing_attended["evidence"].reads_foreign is (check == "reads-own-kv")
     assert nothing_attended["evidence"].right_with_zeros is (check == "reads-own-kv" and answers["zeros"] == "right")
     assert nothing_attended["evidence"].computes_nan is (check == "finite" and not hint)

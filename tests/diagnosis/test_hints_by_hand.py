@@ -148,7 +148,7 @@ def test_a_part_that_weighs_more_than_the_others_is_a_matter_of_its_log_sum_exp(
     found = attended(range(LENGTH), doubled=frozenset(doubled))
     in_parts = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p1-k299.40-shuffled-gauss-lsepages2own-b2prod"))
     told = key_range(evidence(found, schedule=in_parts))
-    assert told.startswith(f"all KV tokens of {part} have more weight than those of other parts") is bool(part)
+    assert told.startswith(f"all KV tokens of {part} have more weight than those of other KV splits") is bool(part)
     assert "counted more than once" in key_range(evidence(found)), "this case has no parts"
 
 
@@ -295,7 +295,7 @@ def test_every_pattern_that_fits_is_a_hint_and_the_most_telling_comes_first() ->
 def test_tiles_that_all_read_the_first_one_of_their_page_look_like_a_length(used: int, tiled: bool) -> None:
     pages_of_64 = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p64-k299.40-shuffled-gauss-b2prod"))
     told = key_range(evidence(attended(range(used)), schedule=pages_of_64))
-    assert ("whose offset in their page is left out" in told) is tiled
+    assert ("whose offset in the page is ignored" in told) is tiled
 
 
 def test_a_shift_of_a_later_row_may_be_the_masks() -> None:

@@ -67,11 +67,11 @@ def test_heads_of_zeros_are_computed_by_nothing() -> None:
     out = right(DECODE)
     out[:, :, 4:] = 0.0
     found = evidence(DECODE, out, attended=attended(DECODE, 0, used=(), heads=(4, 5)))
-    assert heads_not_computed(found).endswith(": heads 4-5 of 6 are 0 throughout, in every row")
+    assert heads_not_computed(found).endswith(": heads 4-5 of 6 are all zeros, in every row")
     assert hints(found) == [heads_not_computed(found)]
     out = right(DECODE)
     out[:, :, 5] = 0.0
-    assert heads_not_computed(evidence(DECODE, out)).endswith(": head 5 of 6 is 0 throughout, in every row")
+    assert heads_not_computed(evidence(DECODE, out)).endswith(": head 5 of 6 is all zeros, in every row")
 
 
 def test_zeros_of_all_heads_of_some_rows_or_beside_numbers_are_no_heads_that_are_left_out() -> None:
@@ -178,7 +178,7 @@ def entered(schedule: Schedule, starts: list[int]) -> torch.Tensor:
 def test_a_list_of_tokens_that_is_entered_at_query_offsets_is_told_as_that() -> None:
     theirs = (SwappedRow(1, 0, 0, None, 10),)
     found = evidence(DECODE, entered(DECODE, [0, 1, 2]), swapped=theirs)
-    assert "right for KV tokens that are looked up from the offset of a" in entered_at_query_offsets(found)
+    assert "right for KV tokens from the offset of a" in entered_at_query_offsets(found)
     assert hints(found) == [entered_at_query_offsets(found)]
     assert entered_at_query_offsets(replace(found, swapped=())) == "", "nothing of another request was seen"
     other = replace(attended(DECODE, 1), elsewhere={"others": 1.0})
@@ -213,7 +213,7 @@ def test_the_last_row_of_each_request_that_alone_is_right_is_what_others_hold(
     rows: tuple[int, ...], said: bool
 ) -> None:
     found = evidence(ROWS, wrong_rows(*rows), attended=attended(ROWS, 0))
-    assert ("of each wrong request the last row is right" in last_rows_right(found)) is said
+    assert ("of each wrong request only the last row is right" in last_rows_right(found)) is said
 
 
 def test_rows_that_see_other_tokens_share_no_statistics() -> None:
@@ -270,7 +270,7 @@ def test_tokens_of_the_prefix_that_count_twice_are_no_new_ones() -> None:
     old = replace(attended(ROWS, 0), doubled=frozenset({4, 5}))
     new = replace(attended(ROWS, 0), doubled=frozenset({5}))
     assert key_range(evidence(ROWS, out, attended=old)).startswith("KV tokens of the prefix are counted more than once")
-    assert "new ones from the pool and from k, v" in key_range(evidence(ROWS, out, attended=new))
+    assert "new ones both from the pool and from k, v" in key_range(evidence(ROWS, out, attended=new))
 
 
 def test_new_tokens_that_open_a_page_are_told_by_the_page() -> None:
@@ -278,7 +278,7 @@ def test_new_tokens_that_open_a_page_are_told_by_the_page() -> None:
     out[:, 0] += 9.0
     fresh = attended(ROWS, 0, used={0, 1, 2, 3, 4, 8})
     assert own_rows_mixed(evidence(ROWS, out, attended=fresh, reads_foreign=True)).startswith(
-        "new tokens are looked up from the start of the next page on, and lie behind the last one of the prefix: slot"
+        "new tokens are read from the start of the next page on, but begin after the last one of the prefix: slot"
     )
     other = attended(ROWS, 0, used={0, 1, 2, 3, 4, 7})
     assert "mixed up with each other" in own_rows_mixed(evidence(ROWS, out, attended=other, reads_foreign=True))
@@ -308,7 +308,7 @@ def test_one_token_alone_at_a_replay_is_the_length_at_capture(
 
 def test_zeros_that_earlier_steps_leave_are_no_kernel_that_is_lacking() -> None:
     zeros = torch.zeros_like(right(DECODE))
-    assert "may have none for this case" in nothing_computed(evidence(DECODE, zeros))
+    assert "may find no kernel for this case" in nothing_computed(evidence(DECODE, zeros))
     told = nothing_computed(evidence(DECODE, zeros, right_when_fresh=True))
     assert "is left from before" in told
-    assert "may have none for this case" not in told
+    assert "may find no kernel for this case" not in told

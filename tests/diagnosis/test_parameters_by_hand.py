@@ -64,7 +64,7 @@ MISTAKES = [
     (
         "cap before scale",
         attended(lambda layer: replace(layer, logit_cap=layer.logit_cap * layer.scaling)),
-        "right with a soft cap of products that are not scaled yet",
+        "right with a soft cap of unscaled products",
     ),
     ("no sinks", attended(lambda layer: replace(layer, sinks=None)), "right without sinks"),
     ("sinks in base 2", attended(sinks(lambda s: s * math.log(2))), "right with sinks in base 2"),
@@ -90,7 +90,7 @@ MISTAKES = [
     (
         "sinks of padded groups",
         attended(sinks(lambda s: s[[0, 1, 2, 4, 5, 5]])),
-        "heads of a group are padded to a power of two, and sinks are not",
+        "heads of a group are padded to a power of two, but sinks are not",
     ),
     ("no k_scale", attended(kv_scales=scales(None, 1)), "keys of the FP8 pool are not multiplied by k_scale"),
     ("no v_scale", attended(kv_scales=scales(0, None)), "values of the FP8 pool are not multiplied by v_scale"),
@@ -143,9 +143,9 @@ def test_a_scale_of_another_number_than_the_head_dim_says_which(case: str, count
     out = attended(lambda layer: replace(layer, scaling=count**-0.5), schedule=schedule)
     said = assumed(evidence(out, schedule))
     if what == "head_dim":
-        assert said.startswith("logits are scaled by 1/sqrt(head_dim), and these layers have another scaling")
+        assert said.startswith("logits are scaled by 1/sqrt(head_dim), but these layers have another scaling")
     else:
-        taken = f"the scale is computed from {what}: take layer.scaling"
+        taken = f"the scale is computed from {what}: use layer.scaling"
         assert said == f"{taken}. The result is right with a scale of 1/sqrt({count})"
 
 

@@ -116,7 +116,7 @@ def test_windows_of_all_rows_that_are_the_last_rows_are_named() -> None:
     data = expect(WINDOW, WINDOW.steps[0]).data
     last = torch.tensor([[23], [10], [7]]).expand_as(data.query_positions)
     out = with_data(WINDOW, query_positions=last).nan_to_num(0.0)
-    assert told(WINDOW, out).startswith("all rows of a request have the window of its last row")
+    assert told(WINDOW, out).startswith("all rows of a request use the window of its last row")
     out[:, 4] = right(WINDOW)[:, 4]
     assert told(WINDOW, out) == "", "a row that is right is not"
 
@@ -250,26 +250,26 @@ def test_zeros_in_windowed_layers_alone_are_windows_that_lie_nowhere() -> None:
     out[1, 0] = 0.0
     assert "only the layers with a sliding window (11) are wrong, and 0" in nothing_computed(evidence(FEW, out))
     out[0, 1] = 0.0
-    assert nothing_computed(evidence(FEW, out)).startswith("nothing computed the wrong rows, which are 0 throughout")
+    assert nothing_computed(evidence(FEW, out)).startswith("nothing computed the wrong rows, which are all zeros")
     plain = right(PLAIN)
     plain[1, 0] = 0.0
-    assert nothing_computed(evidence(PLAIN, plain)).endswith("0 throughout in every layer but the first")
+    assert nothing_computed(evidence(PLAIN, plain)).endswith("all zeros in every layer but the first")
 
 
 def test_zeros_behind_other_steps_may_have_been_written_over() -> None:
     out = right(PLAIN)
     out[:, 1] = 0.0
     said = nothing_computed(evidence(PLAIN, out, right_when_fresh=True))
-    assert "the wrong rows are 0 throughout, and right without the steps before it" in said
+    assert "the wrong rows are all zeros, and right without the steps before it" in said
     said = nothing_computed(evidence(PLAIN, torch.zeros_like(out), right_when_fresh=True))
-    assert "the output is 0 throughout, in every layer, and right without the steps before it" in said
+    assert "the output is all zeros, in every layer, and right without the steps before it" in said
 
 
 def test_zeros_that_were_merged_are_weights_that_are_lost() -> None:
     parts = schedule_of("decode-gqa2x2-d64-bf16-p4-k11.1-shuffled-gauss-lsetokens3-b2prod")
     out = right(parts)
     out[:, 0] = 0.0
-    assert nothing_computed(evidence(parts, out)).endswith("what merge_state made of them is 0 throughout")
+    assert nothing_computed(evidence(parts, out)).endswith("what merge_state made of them is all zeros")
 
 
 def test_rows_of_zeros_are_not_right_for_any_mistake() -> None:

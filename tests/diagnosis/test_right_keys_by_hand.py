@@ -25,15 +25,15 @@ DECODE = "decode-mha2-d32-fp32-p4-k40.9.3-shuffled-gauss-b4prod"
 LENGTH = 41
 """KV tokens of request 0, which is the longest."""
 SUSPECTS = "the right KV tokens, wrong softmax weights or values: look at "
-RESCALING = "rescaling of what was summed when a later tile of keys has a larger maximum"
+RESCALING = "rescaling of partial sums when a later tile of keys has a larger maximum"
 LARGE = "overflow or saturation of large logits"
 CLIFF = f"{RESCALING} (logits of this case climb and fall by hundreds along the keys)"
-ROUNDED = "q rounded to FP8 (matmul_dtype has to say so)"
+ROUNDED = "q rounded to FP8 (matmul_dtype must declare it)"
 WITHOUT_MAXIMUM = (
-    "exponentials that are taken without the maximum, of logits or where splits are merged (0 / 0, as all logits of "
+    "exponentials without subtracting the maximum, of logits or when splits are merged (0 / 0, since all logits of "
     "this case are near -6e4)"
 )
-MINUS_INFINITY = "a finite value that stands for minus infinity (all logits of this case are near -6e4)"
+MINUS_INFINITY = "a finite value used as minus infinity (all logits of this case are near -6e4)"
 
 
 def told(
@@ -160,7 +160,7 @@ def test_a_small_error_is_rounding_unless_every_logit_is_near_minus_infinity(dat
     [
         ("gauss", ""),
         ("peaked", LARGE),
-        ("negative", f"{WITHOUT_MAXIMUM}, a finite value that stands for minus infinity"),
+        ("negative", f"{WITHOUT_MAXIMUM}, a finite value used as minus infinity"),
     ],
 )
 def test_nan_with_tokens_hidden_behind_a_window_is_called_an_overflow_where_logits_are_large(
@@ -223,7 +223,7 @@ def test_weights_that_do_not_sum_to_one_are_named_with_what_the_case_has() -> No
 def test_a_sum_of_weights_that_some_kv_tokens_of_value_0_give_says_how_many(
     count: int, total: float, more: int
 ) -> None:
-    said = f"as if {more} more of logit 0 and value 0 were there"
+    said = f"as if there were {more} more of logit 0 and value 0"
     found = told(seen=count, total=total)
     assert (said in found) is bool(more)
     assert ("instead of 1" in found) is not more

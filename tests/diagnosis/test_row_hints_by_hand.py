@@ -80,10 +80,10 @@ SWAPS: list[tuple[str, Any, tuple[SwappedRow, ...], str]] = [
         "inside and between",
         TWO_EACH,
         (mine(0, 0, 0, 1), mine(0, 1, 1, 0)),
-        "or an order of requests is not undone",
+        "or a reordering of requests is not undone",
     ),
-    ("one row each", ONE_EACH, (mine(0, 0, 1, 0), mine(1, 0, 0, 0)), "results go back in another order than"),
-    ("several rows", TWO_EACH, (mine(0, 0, 1, 0), mine(1, 0, 0, 0)), "or an order of requests is not undone"),
+    ("one row each", ONE_EACH, (mine(0, 0, 1, 0), mine(1, 0, 0, 0)), "results are returned in another order than"),
+    ("several rows", TWO_EACH, (mine(0, 0, 1, 0), mine(1, 0, 0, 0)), "or a reordering of requests is not undone"),
     ("as long as its own", ONE_EACH, (mine(0, 0, 1, None, keys=5),), "the request row (req_pool_indices)"),
     ("as long as theirs", ONE_EACH, (mine(0, 0, 1, None, keys=8),), "the request row (req_pool_indices)"),
     (
@@ -538,7 +538,7 @@ def test_requests_behind_the_first_that_nobody_computed_are_no_stride(unwritten:
 
 
 def test_a_row_with_the_request_of_its_number_is_a_table_by_rows() -> None:
-    said = "is looked up by query row: row j has that of request j"
+    said = "is indexed by query row: row j has that of request j"
     three = [request(3, 4), request(3, 7), request(3, 9)]
 
     def text(*of: int) -> str:
@@ -609,7 +609,7 @@ def of_keys(found: Any, requests: list[Any] | None = None, window: bool = False,
 @pytest.mark.parametrize(
     ("elsewhere", "used", "text"),
     [
-        ({"tail": 0.5, "page0": 0.1}, (0,), "slots behind the last KV token are read"),
+        ({"tail": 0.5, "page0": 0.1}, (0,), "slots after the last KV token are read"),
         ({"tail": 0.5, "page0": 0.5}, (), "none of its own KV tokens is read"),
         ({"tail": 0.1, "page0": 0.5}, (0,), "page 0 is read"),
         ({"others": 0.5}, (0,), "KV tokens of other requests are read"),
@@ -619,8 +619,8 @@ def of_keys(found: Any, requests: list[Any] | None = None, window: bool = False,
         ({"page0": 0.9}, (), "page 0 is read"),
         ({"page0": 0.89}, (), "none of its own KV tokens is read"),
         ({"page0": 0.5}, range(5), "page 0 is read"),
-        ({"unowned": 0.5}, range(5), "all of its own KV tokens are read, and slots behind them"),
-        ({"others": 0.5}, range(6), "all of its own KV tokens are read, and slots behind them"),
+        ({"unowned": 0.5}, range(5), "all of its own KV tokens are read, and slots after them"),
+        ({"others": 0.5}, range(6), "all of its own KV tokens are read, and slots after them"),
         ({"others": 0.5}, range(4), "KV tokens of other requests are read"),
         ({}, (0,), ""),
     ],
@@ -640,9 +640,7 @@ def test_a_mask_that_comes_too_late() -> None:
         "the kernel multiplies foreign slots by weight 0"
     )
     of_keys_alone = keys.masked_too_late(of_keys(right, reads_foreign=True, right_with_zeros=False))
-    assert of_keys_alone.endswith(
-        "values of this row are read where they should be, and with zeros the result is still wrong"
-    )
+    assert of_keys_alone.endswith("values of this row are read correctly, but with zeros the result is still wrong")
     assert keys.masked_too_late(of_keys(right)) == ""
     assert keys.masked_too_late(of_keys(wrong, reads_foreign=True)) == ""
     assert keys.masked_too_late(evidence([5], reads_foreign=True)) == ""
@@ -672,7 +670,7 @@ def test_a_branch_that_attends_to_another_ones_draft_is_told_as_that_even_of_one
     branch.draft = Of()
     found = of_keys(attended({0, 1, 2, 4}, range(4)), [branch])
     found.step.layout = "contiguous"
-    assert keys.own_rows_mixed(found).startswith("a branch attends to what another one drafted")
+    assert keys.own_rows_mixed(found).startswith("a branch attends to tokens of another one")
     missing = of_keys(attended({0, 1, 2}, range(4)), [branch])
     missing.step.layout = "contiguous"
     assert keys.own_rows_mixed(missing) == ""
@@ -728,7 +726,7 @@ def of_row(used: Any, row: int = 0, prefix: int = 5, **fields: Any) -> str:
 
 
 def test_new_tokens_that_are_read_before_they_are_stored() -> None:
-    said = "attention comes before the store, or does not wait for it: new KV tokens are read"
+    said = "attention runs before the store, or does not wait for it: new KV tokens are read"
     assert of_row(range(5), reads_foreign=True).startswith(said)
     assert said not in of_row(range(5)), "nothing foreign was read"
     assert said not in of_row(range(4), reads_foreign=True), "one of the prefix is missing"
@@ -782,7 +780,7 @@ KEYS: list[tuple[str, Any, dict[str, Any], str]] = [
         {},
         "the last KV token is missing: probably seq_lens of this mode, or an end that",
     ),
-    ("the last of a page", attended(range(4), range(5)), {}, "which is alone in the last page"),
+    ("the last of a page", attended(range(4), range(5)), {}, "the only one in the last page"),
     ("a page", attended(range(4), range(7)), {}, "the KV tokens of the last page are missing"),
     (
         "two",

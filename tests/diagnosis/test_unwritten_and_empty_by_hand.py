@@ -112,12 +112,12 @@ def test_a_window_leaves_a_part_without_kv_tokens_in_its_own_layer() -> None:
 def test_values_that_are_rounded_to_fp8_on_their_way_are_told_from_wrong_weights() -> None:
     rounded = right(VERIFY).to(torch.float8_e4m3fn).float()
     same = attended(VERIFY, 0)
-    said = "the output is rounded to FP8 on its way"
+    said = "the output is rounded to FP8"
     assert right_keys(evidence(VERIFY, rounded, attended=same)).startswith(said)
     rounded[0, 0, 0, 0] *= 1.2
-    assert "rounded to FP8 on its way" not in right_keys(evidence(VERIFY, rounded, attended=same))
+    assert "the output is rounded to FP8" not in right_keys(evidence(VERIFY, rounded, attended=same))
     steeper = with_data(VERIFY, q=evidence(VERIFY, rounded).expected.data.q * 1.1)
-    assert "rounded to FP8 on its way" not in right_keys(evidence(VERIFY, steeper, attended=same))
+    assert "the output is rounded to FP8" not in right_keys(evidence(VERIFY, steeper, attended=same))
 
 
 def test_zeros_beside_right_steps_of_the_case_are_no_matter_of_what_these_have_as_well() -> None:
@@ -137,7 +137,7 @@ def test_zeros_beside_right_steps_of_the_case_are_no_matter_of_what_these_have_a
 def test_a_page_of_one_slot_is_never_partly_full(page: int, said: bool) -> None:
     schedule = schedule_of(f"decode-gqa2x2-d32-fp32-p{page}-k9.20-shuffled-gauss-b2prod")
     found = evidence(schedule, right(schedule), attended=attended(schedule, 0, elsewhere_of={"unowned": 0.1}))
-    assert elsewhere(found).startswith("all of its own KV tokens are read, and slots behind them")
+    assert elsewhere(found).startswith("all of its own KV tokens are read, and slots after them")
     assert ("a last page that counts as full" in elsewhere(found)) is said
 
 

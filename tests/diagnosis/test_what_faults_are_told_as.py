@@ -44,12 +44,12 @@ TOLD = [
     ("slot-times-stride-in-32-bits", BIG_POOL, "eager", "right if the KV pool is small"),
     # What the numbers are right for.
     ("sink-swallowed-by-kwargs", LEAN, "eager", "right without sinks"),
-    ("sink-scaled-like-a-logit", LEAN, "eager", "right with sinks that are scaled as logits are"),
+    ("sink-scaled-like-a-logit", LEAN, "eager", "right with sinks that are scaled like logits"),
     ("sink-in-base-two", LEAN, "eager", "right with sinks in base 2"),
     ("k-scale-lost", LEAN, "eager", "right without k_scale"),
     ("kv-scale-lost-in-positional-args", LEAN, "eager", "right without v_scale"),
     ("k-scale-used-for-v", LEAN, "eager", "right with k_scale in place of v_scale"),
-    ("softcap-before-scale", LEAN, "eager", "right with a soft cap of products that are not scaled yet"),
+    ("softcap-before-scale", LEAN, "eager", "right with a soft cap of unscaled products"),
     ("softcap-passed-at-run-not-plan", LEAN, "eager", "right without a soft cap"),
     ("scale-applied-twice", LEAN, "eager", "the scale is applied twice"),
     ("kv-of-layer-zero", LEAN, "eager", "right with the values of layer 0 in all layers"),
@@ -65,19 +65,24 @@ TOLD = [
     ("softcap-after-mask", LEAN, "eager", "right without the soft cap (layer.logit_cap), and wrong with it"),
     ("lse-wrong-when-split", SHARED, "eager", "without sinks right if requests are cut to 16 KV tokens"),
     ("kernel-switch-off-by-one", SWITCH, "eager", "right with 11 requests, and wrong with 12"),
-    ("kernel-switch-off-by-one", SWITCH, "eager", "cut to 16 KV tokens, and wrong from 17 on: no length that is off"),
+    (
+        "kernel-switch-off-by-one",
+        SWITCH,
+        "eager",
+        "cut to 16 KV tokens, and wrong from 17 on: probably not a wrong length",
+    ),
     ("more-splits-than-are-merged", FAR, "eager", "right with a max_context_len that fits the requests"),
     (
         "varlen-paged-takes-split-path",
         SHARED,
         "eager",
-        "wrong from 17 on: no length that is off, but later splits or tiles",
+        "wrong from 17 on: probably not a wrong length, but later splits or tiles",
     ),
     (
         "splits-of-the-first-row",
         "target-verify-mqa4-d64-bf16-p1-k254.510.1022-chain4-shuffled-codes-b3prod",
         "eager",
-        "wrong from 257 on: no length that is off, but later splits or tiles",
+        "wrong from 257 on: probably not a wrong length, but later splits or tiles",
     ),
     ("settings-of-two-layers-by-turns", LATER_RANK, "eager", "right with two layers, and wrong with 3"),
     (
@@ -108,13 +113,13 @@ TOLD = [
     ),
     ("empty-kv-modes-disagree", LONG, "eager", "sum to 0.668, as if 2 more of logit 0 and value 0 were there"),
     # Whose result stands in a row, or none.
-    ("partial-stats-collide", SHARED, "eager", "of each wrong request the last row is right"),
+    ("partial-stats-collide", SHARED, "eager", "of each wrong request only the last row is right"),
     ("output-stride-from-v", LEAN, "eager", "request 0 head 1 holds the result of request 1 head 0"),
     (
         "heads-in-pairs",
         "draft-extend-mha3-d64-bf16-p16-k9.70-n2a2x2-reversed-gauss-b3prod",
         "eager",
-        "head 2 of 3 is 0 throughout",
+        "head 2 of 3 is all zeros",
     ),
     (
         "padding-taken-for-a-preempted-request",
@@ -132,12 +137,12 @@ TOLD = [
         "no-kernel-for-a-page-size",
         "decode-mha2-d64-bf16-p8-k21.3-shuffled-gauss-b2prod",
         "eager",
-        "the output is 0 thr",
+        "the output is all z",
     ),
-    ("semaphore-not-reset-when-metadata-reused", LONG, "eager", "0 throughout in every layer but the first"),
+    ("semaphore-not-reset-when-metadata-reused", LONG, "eager", "all zeros in every layer but the first"),
     ("decode-plan-assumes-one-row", WIDE, "eager", "only rows 0-2 of the output are written"),
     ("combine-all-minus-inf", LONG, "eager", "not read from foreign memory. Probably 0 / 0, or -inf minus -inf"),
-    ("empty-part-output-is-nan", PARTS, "eager", "in this case KV tokens come in parts"),
+    ("empty-part-output-is-nan", PARTS, "eager", "in this case some requests have no KV token in one of the splits"),
     (
         "combine-without-maximum",
         "decode-mqa4-d64-fp16-p1-k32.128.64.16-interleaved-negative-w4000-b7small",
@@ -164,14 +169,19 @@ TOLD = [
         "eager",
         "right if every row of a request sees what its first one should",
     ),
-    ("second-request-kv-uses-q-offset", PACKED, "eager", "right for KV tokens that are looked up from the offset of a"),
+    ("second-request-kv-uses-q-offset", PACKED, "eager", "right for KV tokens from the offset of a"),
     (
         "model-window-in-full-layers",
         "decode-gqa4x2-d64-bf16-p16-k1.2.5.9.14.2.30-reversed-footprint-w4one-b10stale",
         "eager",
         "what a window of 4 lets it see, which another layer has, and its own layer has no window",
     ),
-    ("new-tokens-open-a-page", WIDE, "eager", "from the start of the next page on, and lie behind the last one of the"),
+    (
+        "new-tokens-open-a-page",
+        WIDE,
+        "eager",
+        "from the start of the next page on, but begin after the last one of the",
+    ),
     (
         "chunk-not-multiple-of-tile",
         LONG,
@@ -181,7 +191,7 @@ TOLD = [
     ("captured-lengths-in-graphs-alone", STALE, "graph", "only KV token 0 is attended to, as if the length were 1"),
     ("last-prefix-key-masked", TREE, "eager", "of the prefix the last KV token is missing, and new ones are read"),
     ("draft-node-blind-to-itself", TREE, "eager", "a draft node does not see its own KV token"),
-    ("draft-copied-page-left-out", BRANCHES, "eager", "a branch attends to what another one drafted"),
+    ("draft-copied-page-left-out", BRANCHES, "eager", "a branch attends to tokens of another one"),
     ("causal-aligned-to-the-start", PACKED, "eager", "row 0 attends to KV tokens 0..0, as if there were no prefix"),
     (
         "no-prefix-path-for-the-whole-batch",
@@ -193,17 +203,17 @@ TOLD = [
         "prompt-attended-before-it-is-stored",
         PROMPTS,
         "eager",
-        "attention comes before the store, or does not wait for it",
+        "attention runs before the store, or does not wait for it",
     ),
-    ("v1-length-at-full-width", PACKED, "eager", "all of its own KV tokens are read, and slots behind them"),
-    ("draft-table-without-branches", BRANCHES, "graph", "page 0 is read, which is for padding"),
+    ("v1-length-at-full-width", PACKED, "eager", "all of its own KV tokens are read, and slots after them"),
+    ("draft-table-without-branches", BRANCHES, "graph", "page 0 is read, which is reserved for padding"),
     (
         "fp8-store-does-not-saturate",
         "extend-gqa2x2-d64-bf16-p1-k2x2-n2a2x2-interleaved-saturated-kvfp8e4m3-b2prod",
         "eager",
         "it holds NaN for values beyond the largest FP8 number",
     ),
-    ("swa-page-table-starts-at-window-page", LEAN, "graph", "keys are read elsewhere (a page table"),
+    ("swa-page-table-starts-at-window-page", LEAN, "graph", "keys are read from wrong slots (a page table"),
     # What the pool holds.
     (
         "cache-written-to-a-reshaped-copy",
@@ -311,5 +321,5 @@ def test_a_number_that_is_wrong_since_kv_memory_is_says_so_and_nothing_else(slug
     memory, number = findings(slug, V1, "eager")
     assert memory.check == "writes-own-kv"
     *_, last = (line for line in number.hint.splitlines() if not line.startswith("with zeros instead of NaN"))
-    assert last.endswith(f"fix writes-own-kv first: {tokens} not lie in the pool as stored")
+    assert last.endswith(f"fix writes-own-kv first: {tokens} not match what was stored")
     assert not any(word in number.hint for word in ("look at", "missing", "uniform stride"))

@@ -27,7 +27,7 @@ BROKEN = [
     ("ScalesQueryInPlace", "eager", FAST, "inputs-unchanged", "was modified"),
     ("AdvancesLengths", "eager", FAST, "inputs-unchanged", "batch.seq_lens was modified"),
     ("LeavesShortRowsUnwritten", "eager", FAST, "output-written", "request 0 has output that was never written"),
-    ("ZeroTimesNan", "eager", FAST, "reads-own-kv", "it read a slot that is not its own"),
+    ("ZeroTimesNan", "eager", FAST, "reads-own-kv", "it read a slot of another owner"),
     ("FiniteMinusInfinity", "eager", NEGATIVE, "matches-oracle", "differs from the oracle"),
     ("SwapsKeyAndValueOfLayer1", "eager", FAST, "writes-own-kv", "does not hold their K and V"),
     ("AcceptsAnything", "eager", FAST, "refuses-undeclared", "is not declared, yet the constructor accepted it"),
@@ -37,9 +37,9 @@ BROKEN = [
     ("WritesPaddingToTheLastSlot", "graph", FAST, "writes-own-kv", "a slot that no live request owns was written"),
     ("ReadsHostLengths", "graph", FAST, "no-host-lengths", "NoneType"),
     ("WaitsForTheDeviceWhilePlanning", "graph", FAST, "no-host-lengths", "waits for the device"),
-    ("StatisticsOverTheWholeBatch", "graph", NAN, "padding-inert", "is right without padded rows"),
+    ("StatisticsOverTheWholeBatch", "graph", NAN, "padding-inert", "without padded rows it is right"),
     ("WorkspaceAllocatedInCapture", "graph", FAST, "captures-cleanly", "memory that was allocated in a capture"),
-    ("SharedLengthsOfAllBuckets", "graph", FAST, "buckets-independent", "is right alone"),
+    ("SharedLengthsOfAllBuckets", "graph", FAST, "buckets-independent", "as the only one it is right"),
 ]
 
 

@@ -30,7 +30,7 @@ TEXTS = [
     ("ResultsInAnotherOrder", MEAN, "request 0 holds the result of request 2", "page or slot"),
     ("OffsetsAtAUniformStride", PACKED, "a uniform stride of 3 gets wrong", "missing"),
     ("OffsetsAtAUniformStride", PACKED, "request 1 was computed with KV tokens 0..10 of request 0", "shifted"),
-    ("ReadsNoKV", GAUSS, "the output is 0 throughout, in every layer", "seq_lens of this mode"),
+    ("ReadsNoKV", GAUSS, "the output is all zeros, in every layer", "seq_lens of this mode"),
     ("CapacityOf256", LONG, "KV tokens from 256 on are missing: a fixed capacity", "seq_lens of this mode"),
     ("CapacityOf2048", LONGEST, "KV tokens from 2048 on are missing: a fixed capacity of 2048", "in the middle"),
     ("LastKeyLostInSomeHeads", GAUSS, "only heads 0, 2 of 4 attended to the wrong KV tokens", "seq_lens of this mode"),

@@ -107,7 +107,7 @@ def test_who_looks_at_the_layer_is_right_eagerly_and_in_graphs(backend: type, na
         (
             faults.CausalMaskInLayersThatAreNot,
             "matches-oracle",
-            "the mask is causal, and the layers of this case are not",
+            "the mask is causal, but the layers of this case are not",
         ),
         (faults.EncoderRowsWithoutAPrefix, "matches-oracle", "the whole prefix is missing"),
         (faults.WithoutCausalityNoEnd, "reads-own-kv", "with zeros instead of NaN"),

@@ -1,6 +1,6 @@
 """Named patterns of failure. A hint is given when the evidence fits it, and never invented.
 
-Each hint is a function with ``@hint`` or ``@assumption`` above it in a file of this package. No list names it.
+Each hint is a function with ``@hint`` or ``@assumption`` in a file of this package. No list names them.
 """
 
 from __future__ import annotations

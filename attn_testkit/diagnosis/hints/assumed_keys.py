@@ -16,22 +16,22 @@ __all__ = ["without_windows"]
 
 
 def _other_keys(e: Evidence) -> bool:
-    """Whether a row attended to other KV tokens than the right ones, of its own request as far as is known."""
+    """True if a row attended to wrong KV tokens, of its own request as far as is known."""
     return e.attended is not None and not e.attended.right and not e.swapped and e.can_be_asked
 
 
 def _rows_in_order(e: Evidence) -> bool:
-    """Whether, in addition, later rows see more."""
+    """True if, in addition, later rows see more."""
     return _other_keys(e) and not e.branches
 
 
 def _from_positions(e: Evidence) -> bool:
-    """Whether, in addition, visibility follows from positions."""
+    """True if, in addition, visibility follows from positions."""
     return _rows_in_order(e) and way_of(e.schedule.case).causal
 
 
 def _first_keys(e: Evidence) -> bool:
-    """Whether a row attended to KV tokens 0..i, i its place among the new rows, even if it equals another row."""
+    """True if a row attended to KV tokens 0..i, i its index among the new rows, even if it equals another row."""
     a = e.attended
     first = a is not None and not a.right and not a.elsewhere and a.used == set(range(a.row + 1))
     return first and e.can_be_asked and not e.branches and way_of(e.schedule.case).causal
@@ -48,7 +48,7 @@ def without_windows(e: Evidence) -> Supposed:
 
 
 def _astray(e: Evidence) -> bool:
-    """Whether KV tokens of another request were attended to."""
+    """True if KV tokens of another request were attended to."""
     others = e.swapped or (e.attended is not None and "others" in e.attended.elsewhere)
     return bool(others) and e.schedule.case.data not in SAME_RESULTS and e.can_be_asked
 
@@ -71,8 +71,8 @@ def entered_at_query_offsets(e: Evidence) -> Iterator[Supposed]:
 
     values = None if data.stored_values is None else entered(data.stored_values)
     yield Supposed(
-        "the list of all requests' KV tokens is entered at cu_seqlens_q instead of the running sum of KV lengths "
-        "(kv_indptr): the result is right for KV tokens that are looked up from the offset of a request's query rows "
+        "the list of all requests' KV tokens is indexed by cu_seqlens_q instead of the running sum of KV lengths "
+        "(kv_indptr): the result is right for KV tokens from the offset of a request's query rows "
         "on",
         replace(data, stored_keys=entered(data.stored_keys), stored_values=values),
     )
@@ -90,7 +90,7 @@ def rows_counted_by_heads(e: Evidence) -> Iterator[Supposed]:
     groups = {shape.num_qo_heads // shape.num_kv_heads for shape in e.wrong_shapes}
     group = groups.pop() if len(groups) == 1 else 1
     if not 1 < group < max(r.new for r in e.step.requests):
-        return  # all rows that see what the first one does are no matter of heads
+        return  # if all rows see what the first one does, heads are not the reason
     yield Supposed(
         f"the end of a row's KV tokens is computed from row // {group}, as if its {group} query heads per KV head "
         f"were packed into rows: the result is right if row i sees what row i // {group} should",
@@ -135,9 +135,9 @@ def positions_of_another_request(e: Evidence) -> Iterator[Supposed]:
     requests, data, windows = e.step.requests, e.expected.data, _with_windows(e)
     own = torch.arange(data.visible.shape[-1]) < torch.tensor(e.lens)[:, None, None]
     if windows and e.right_for(without_windows(e)):
-        return  # no window at all is not a matter of where it begins
+        return  # if there is no window at all, its start is not the reason
     if e.right_for(Supposed(data=replace(data, visible=own.expand_as(data.visible)), every_row=True)):
-        return  # nor is no causality one of positions
+        return  # without causality, positions are not the reason
     prefixes = [request.prefix for request in requests]
     starts: dict[tuple[int, ...], list[str]] = {}
     for first, name in (
@@ -153,11 +153,11 @@ def positions_of_another_request(e: Evidence) -> Iterator[Supposed]:
     for start, names in starts.items():
         seen = _from_start(e, start)
         text = (
-            "a row's position is not its own request's prefix plus its place among the new rows: the result is right "
+            "a row's position is not its own request's prefix plus its index among the new rows: the result is right "
             f"if {{}} are counted from {' or '.join(names)} in every request"
         )
-        # Rows that see no prefix are named by ``key_range``, which knows what a capture leaves, and where a request has
-        # one row, another position is another length.
+        # ``key_range`` names rows that see no prefix, because it knows what a capture leaves. If a request has one row,
+        # another position is another length.
         if several and names != [_NO_PREFIX]:
             yield Supposed(text.format("positions"), seen, every_row=True)
         if windows:
@@ -166,7 +166,7 @@ def positions_of_another_request(e: Evidence) -> Iterator[Supposed]:
     if windows and several:
         last = torch.tensor([request.prefix + request.new - 1 for request in requests])[:, None]
         yield Supposed(
-            "all rows of a request have the window of its last row, and each needs its own: the result is right if "
+            "all rows of a request use the window of its last row, but each has its own: the result is right if "
             "the windows of all rows of a request begin where its last row's does",
             replace(data, query_positions=last.expand_as(data.query_positions)),
             every_row=True,
@@ -191,7 +191,7 @@ def window_on_new_rows_alone(e: Evidence) -> Iterator[Supposed]:
     before = torch.arange(data.key_positions.shape[1]) < prefixes
     everywhere = replace(data, key_positions=torch.full_like(data.key_positions, near))
     if e.right_for(Supposed(data=everywhere, every_row=True)):
-        return  # nothing tells that from no window at all
+        return  # this cannot be distinguished from no window at all
     yield Supposed(
         "the call or loop over the prefix lacks the window: the result is right if the window narrows the KV tokens "
         "of this step, and all of the prefix is visible",
@@ -227,18 +227,18 @@ def lengths_of_others(e: Evidence) -> str:
                     found[i].add(length)
     if any(not lengths for lengths in found.values()) or len(found) < _FEW:
         return ""
-    # Where all are cut to their new rows, what is missing is the prefix; where all lack as many, an end is off.
+    # If all are cut to their new rows, the prefix is missing; if all lack equally many, an end is off.
     told = [(request, length) for request, lengths in found.items() for length in lengths if length > new[request]]
     if not told or len({lens[request] - max(length, new[request]) for request, length in told}) == 1 < len(told):
         return ""
     if same := set.intersection(*found.values()):
         length = min(same)
-        # Where just those are wrong that are longer, it may be a capacity.
+        # If exactly the longer ones are wrong, it may be a capacity.
         if e.wrong == [i for i, own in enumerate(lens) if own > length] and length % SMALLEST_TILE == 0:
             return ""
         return (
-            "a list of lengths has other requests, or is read at another index: every wrong request is right with "
-            f"the length of request {lens.index(length)}, {length} (or its new rows, if they are more)"
+            "a list of lengths belongs to other requests, or is read at the wrong index: every wrong request is "
+            f"right with the length of request {lens.index(length)}, {length} (or its new rows, if they are more)"
         )
     named = ", ".join(f"request {i} with that of request {lens.index(length)}, {length}" for i, length in told[:2])
     more = " and so on" if len(found) > _FEW else ""
@@ -249,6 +249,6 @@ def lengths_of_others(e: Evidence) -> str:
 
 
 _MOST_LENGTHS = 24
-"""Lengths that are asked about."""
+"""Number of lengths that are tried."""
 _FEW = 2
-"""Fewer wrong requests may have the length of another one by chance."""
+"""Least number of wrong requests that do not have the length of another one by chance."""

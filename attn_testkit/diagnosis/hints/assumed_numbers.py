@@ -1,7 +1,7 @@
 """The right KV tokens and a wrong number: attention is computed again with one usual mistake in it, and compared.
 
-A mistake is named where every element of the wrong rows is within the limits of an answer that has it. Another answer
-that is as near in every element is not to be expected.
+A mistake is named if every element of the wrong rows is within the limits of an answer with that mistake. It is very
+unlikely that another answer is as near in every element.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _finite_numbers_wrong(e: Evidence) -> bool:
 
 @assumption(_numbers_wrong)
 def new_rows(e: Evidence) -> Iterator[Supposed]:
-    """The step is right for a backend that says the other thing of new rows in an FP8 pool."""
+    """The step is right for a backend that declares the opposite about new rows in an FP8 pool."""
     schedule, mode = e.schedule, str(e.schedule.case.mode)
     if schedule.case.kv_dtype == "same" or e.step.stored:
         return
@@ -51,11 +51,11 @@ def new_rows(e: Evidence) -> Iterator[Supposed]:
 
 @assumption(_numbers_wrong)
 def narrow_products(e: Evidence) -> Iterator[Supposed]:
-    """A float32 step is right for a backend that multiplies in tf32, and its error is too large for float32 alone."""
+    """A float32 step is right for a backend that multiplies in tf32, and its error is too large for float32."""
     if e.schedule.case.dtype == "fp32" and e.schedule.matmul_dtype == "model":
         yield Supposed(
-            "float32 products are computed in tf32: ask for more (input_precision='ieee' of tl.dot, "
-            "torch.backends.cuda.matmul.allow_tf32 False), or declare fp32_products='tf32'. The result is right for "
+            "float32 products are computed in tf32: request full precision (input_precision='ieee' of tl.dot, "
+            "torch.backends.cuda.matmul.allow_tf32=False), or declare fp32_products='tf32'. The result is right for "
             "float32 products in tf32, and not for float32",
             products="tf32",
             every_row=True,
@@ -64,7 +64,7 @@ def narrow_products(e: Evidence) -> Iterator[Supposed]:
 
 @assumption(_finite_numbers_wrong)
 def vanished_weights(e: Evidence) -> str:
-    """The step is right where the small weights of ``faint`` data are 0, and counted in the denominator or not."""
+    """The step is right if the small weights of ``faint`` data are 0, whether the denominator counts them or not."""
     schedule, data = e.schedule, e.expected.data
     if schedule.case.data != "faint":
         return ""
@@ -82,7 +82,7 @@ def vanished_weights(e: Evidence) -> str:
     )
 
 
-# Of a KV token that is missing, little may be left within limits that another scaling makes wider.
+# The effect of a missing KV token may be small compared with limits that another scaling makes wider.
 @assumption(lambda e: _finite_numbers_wrong(e) and (e.attended is None or e.attended.right))
 def other_scaling(e: Evidence) -> Iterator[Supposed]:
     """The step is right for another scaling than that of its layers, and not for their own."""
@@ -90,7 +90,7 @@ def other_scaling(e: Evidence) -> Iterator[Supposed]:
     if all(layer.scaling == layers[0].scaling for layer in layers):
         return
     yield Supposed(
-        "logits are scaled by 1/sqrt(head_dim), and these layers have another scaling: take layer.scaling, or "
+        "logits are scaled by 1/sqrt(head_dim), but these layers have another scaling: use layer.scaling, or "
         "declare any_scaling=False. The result is right for a scaling of 1/sqrt(head_dim)",
         layers=_with(e, lambda layer: replace(layer, scaling=layer.head_dim**-0.5)),
         every_row=True,
@@ -100,14 +100,14 @@ def other_scaling(e: Evidence) -> Iterator[Supposed]:
 
 
 def right_keys_and_a_wrong_number(e: Evidence) -> bool:
-    """Whether the right KV tokens were attended to, as far as is known, and a row has a wrong number."""
+    """True if the right KV tokens were attended to, as far as is known, and a row has a wrong number."""
     attended, judgement, case = e.attended, e.judgement, e.schedule.case
     if e.swapped or case.head_maps or max(e.lens, default=0) > LONGEST or not _finite_numbers_wrong(e):
         return False
     if (judgement.out == 0).flatten(2).all(-1)[judgement.wrong.flatten(2).any(-1)].any():
-        return False  # nothing computed them, and beside wide limits 0 is right for much
-    # Of a KV token that is missing, little may be left within limits that a mistake makes wider. Where weights do not
-    # sum to 1, those that seem to count twice may have another FP8 scale.
+        return False  # nothing computed them, and within wide limits 0 fits many answers
+    # The effect of a missing KV token may be small compared with limits that a mistake makes wider. If weights do not
+    # sum to 1, tokens that seem to count twice may have another FP8 scale.
     fp8 = case.kv_dtype != "same"
     return (
         attended is None
@@ -143,8 +143,8 @@ def other_soft_cap(e: Evidence) -> Iterator[Supposed]:
         layers=_with(e, lambda layer: replace(layer, logit_cap=0.0)),
     )
     yield Supposed(
-        "logits are capped before they are scaled, and have to be scaled first: the result is right with a soft cap "
-        "of products that are not scaled yet",
+        "logits are capped before they are scaled, but must be scaled first: the result is right with a soft cap of "
+        "unscaled products",
         layers=_with(e, lambda layer: replace(layer, logit_cap=layer.logit_cap * layer.scaling)),
     )
     yield from _as_one_layer(e, "soft cap", "logit_cap")
@@ -165,7 +165,7 @@ def other_sinks(e: Evidence) -> Iterator[Supposed]:
     """No sinks, scaled ones, or those of other heads or layers."""
 
     def of_padded_groups(layer: AttentionLayer, sinks: torch.Tensor) -> torch.Tensor:
-        """[Hq]: the sink that a head finds where groups are padded to a power of two, the last one behind the end."""
+        """Sinks [Hq] that heads find if groups are padded to a power of two; after the end, the last one."""
         head, group = torch.arange(len(sinks)), layer.q_per_kv
         padded = 1 << (group - 1).bit_length()
         return sinks[(head // group * padded + head % group).clamp(max=len(sinks) - 1)]
@@ -179,22 +179,22 @@ def other_sinks(e: Evidence) -> Iterator[Supposed]:
             lambda layer, sinks: None,
         ),
         (
-            "sinks are multiplied by the scale, and must not be: the result is right with sinks that are scaled as "
-            "logits are",
+            "sinks are multiplied by the scale, but must not be: the result is right with sinks that are scaled like "
+            "logits",
             lambda layer, sinks: sinks * layer.scaling,
         ),
         (
-            "logits are multiplied by log2(e) for exp2, and sinks are not: the result is right with sinks in base 2",
+            "logits are multiplied by log2(e) for exp2, but sinks are not: the result is right with sinks in base 2",
             lambda layer, sinks: sinks * math.log(2),
         ),
         (
-            "all heads of a group take the sink of its first head: the result is right with the sink of a group's "
+            "all heads of a group use the sink of its first head: the result is right with the sink of a group's "
             "first head",
             of_first_heads,
         ),
         (
-            "heads of a group are padded to a power of two, and sinks are not: the result is right with sinks that "
-            "are taken at those places",
+            "heads of a group are padded to a power of two, but sinks are not: the result is right with sinks at those "
+            "places",
             of_padded_groups,
         ),
     )
@@ -223,7 +223,7 @@ def other_scale(e: Evidence) -> Iterator[Supposed]:
         ("the scale is not applied: the result is right without a scale", 1.0),
         *(
             (
-                f"the scale is computed from {what}: take layer.scaling. The result is right with a scale of "
+                f"the scale is computed from {what}: use layer.scaling. The result is right with a scale of "
                 f"1/sqrt({count})",
                 count**-0.5,
             )
@@ -282,10 +282,10 @@ def other_sink_counts(e: Evidence) -> str:
         return ""
     times = " or ".join(str(count) for count in counts)
     return (
-        "the sink counts once per split or part of the keys instead of once in all: the result is right for a sink "
+        "the sink counts once per split of the keys instead of once in total: the result is right for a sink "
         f"that counts {times} times"
     )
 
 
 _MOST_SINKS = 8
-"""A sink is looked for up to so many times."""
+"""Largest number of times that a sink may count."""

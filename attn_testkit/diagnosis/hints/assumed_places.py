@@ -13,7 +13,7 @@ from .evidence import SAME_RESULTS, SMALL_ERROR, Evidence, Supposed
 from .hint import assumption
 
 _MOST_HEADS = 16
-"""Heads up to which it is asked which one stands in the place of which: each costs an answer of the oracle."""
+"""Most heads that are compared with each other: each takes a run of the oracle."""
 
 
 @assumption(right_keys_and_a_wrong_number)
@@ -51,7 +51,7 @@ def _heads(e: Evidence) -> tuple[int, int]:
 
 
 def _with_kv_heads(e: Evidence, kv_head: torch.Tensor) -> StepData:
-    """One KV head for each query head, ``kv_head`` [Hq], so that there is no group left to map."""
+    """Data with one KV head per query head, ``kv_head`` [Hq], so that no group mapping is left."""
     data = e.expected.data
     values = None if data.stored_values is None else data.stored_values[:, :, :, kv_head]
     return replace(
@@ -76,7 +76,7 @@ def other_layers_kv(e: Evidence) -> Iterator[Supposed]:
             changes = {"KV tokens": {**keys, **values}, "keys": keys, "values": values}
         for what, changed in changes.items():
             yield Supposed(
-                f"the KV buffer of one layer is read in the others: the result is right with the {what} of layer "
+                f"other layers read the KV buffer of one layer: the result is right with the {what} of layer "
                 f"{layer.layer_id} in all layers",
                 replace(data, **changed),
             )
@@ -115,8 +115,8 @@ def other_query_heads(e: Evidence) -> str:
     named = ", ".join(f"of head {other} in head {head}" for head, other in found[:3])
     more = " and so on" if len(found) > 3 else ""
     return (
-        f"heads of q are taken from the wrong places, as when groups of {heads // kv_heads} heads are read as larger "
-        f"ones (head mapping): the result is right with the query {named}{more}"
+        f"heads of q are read from the wrong places, as if groups of {heads // kv_heads} heads were larger ones (head "
+        f"mapping): the result is right with the query {named}{more}"
     )
 
 
@@ -132,15 +132,15 @@ def other_kv_head_of_each(e: Evidence) -> str:
     named = ", ".join(f"KV head {kv_head} for head {head}" for head, kv_head in found[:3])
     more = " and so on" if len(found) > 3 else ""
     return (
-        f"KV heads are mapped wrongly, query head h has KV head h // {heads // kv_heads} (head mapping): the result is "
-        f"right with {named}{more}"
+        f"KV heads are mapped wrongly, query head h needs KV head h // {heads // kv_heads} (head mapping): the "
+        f"result is right with {named}{more}"
     )
 
 
 def _head_by_head(e: Evidence, others: Sequence[StepData], *, own: bool = True) -> list[tuple[int, int]]:
-    """(wrong head, number of the data that it is right for in every wrong row), of all wrong heads or of none.
+    """Pairs of a wrong head and the index of the data that it is right for in every wrong row; all heads or none.
 
-    ``own``: whether the data of a head's own number may be meant.
+    ``own``: true if the data at a head's own index may be meant.
     """
     wrong = e.judgement.wrong.any(-1)
     astray = wrong.flatten(0, 1).any(0).nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""Which requests of a batch are wrong, by their number, length or place, and what the step before had."""
+"""Patterns of wrong requests in a batch, by number, length or place, or by comparison with the step before."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ __all__ = ["length_threshold"]
 
 @hint(Level.SHOWN, silences=("nothing_computed",))
 def kept_from_before(e: Evidence) -> str:
-    """What the step before has in common with the wrong one, or has less of."""
+    """The step before has something in common with the wrong one, or was smaller."""
     before = e.before
     if before is None or not before.requests or not e.wrong:
         return ""
     lens = before.lens
     if e.step is before:
-        return "planning or forward leaves something on self: the same step was right the first time"
+        return "planning or forward leaves state on self: the same step was right the first time"
     if sorted(lens) == sorted(e.lens):
         return (
-            "a plan, a page table, a mask or partial results are kept while lengths look the same: the step before "
+            "a plan, page table, mask or partial results are reused because lengths look the same: the step before "
             "has the same lengths and other requests"
         )
     if min(e.lens[i] for i in e.wrong) > max(lens):
         return (
             f"a table, buffer or grid was sized for the step before: it had up to {max(lens)} KV tokens, and only "
-            "requests with more are wrong"
+            "longer requests are wrong"
         )
     if min(e.wrong) >= before.bs:
         return (
-            f"something was sized for the step before: only requests from {before.bs} on are wrong, and that step had "
-            f"{before.bs}"
+            f"a buffer or grid was sized for the step before: only requests from {before.bs} on are wrong, and that "
+            f"step had {before.bs}"
         )
     return ""
 
 
 @hint(Level.SHOWN, silences=("later_requests", "last_page", "elsewhere"))
 def only_empty_parts(e: Evidence) -> str:
-    """Wrong are just the requests without a KV token in some part, or those behind them."""
+    """Exactly the requests without a KV token in some KV split are wrong, or those after them."""
     requests = range(e.step.bs)
     for part in parts_of(e.schedule.case):
         empty = [_empty(e, part, request) for request in requests]
@@ -51,19 +51,19 @@ def only_empty_parts(e: Evidence) -> str:
             continue
         if e.wrong == [request for request in requests if empty[request]]:
             return (
-                "a KV part without tokens is attended all the same, or has weight in the merge: only requests "
+                "a KV split without tokens is attended anyway, or has weight in the merge: only requests "
                 f"without a KV token in {part} are wrong"
             )
         if e.wrong == [request for request in requests[1:] if empty[request - 1] and not empty[request]]:
             return (
-                "a list of requests or lengths leaves out requests without a KV token in a part: only requests "
-                f"behind one without a KV token in {part} are wrong"
+                "a list of requests or lengths leaves out requests without a KV token in a split: only requests "
+                f"after one without a KV token in {part} are wrong"
             )
     return ""
 
 
 def _empty(e: Evidence, part: KVPart, request: int) -> bool:
-    """Whether no row of the request sees a KV token of the part, in any wrong layer."""
+    """True if no row of the request sees a KV token of the split, in any wrong layer."""
     data, held = e.expected.data, e.step.requests[request]
     of_part = part.holds(torch.arange(data.visible.shape[-1]), torch.tensor(held.prefix))
     layers = zip(make_layers(e.schedule.case), e.wrong_layers, strict=True)
@@ -87,7 +87,7 @@ def last_request_not_written(e: Evidence) -> str:
 
 @hint(Level.PATTERN)
 def only_empty_prefixes(e: Evidence) -> str:
-    """Wrong are exactly the requests of a draft that have no key before it, which servers have not."""
+    """Exactly the requests of a draft without a prefix are wrong, which servers do not have."""
     if e.schedule.case.draft is None or not e.wrong:
         return ""
     empty = [i for i, request in enumerate(e.step.requests) if request.prefix == 0]
@@ -107,11 +107,11 @@ def length_threshold(e: Evidence) -> str:
     wrong = [e.lens[i] for i in e.wrong]
     if not e.in_graph or not right or not wrong or max(right) >= min(wrong):
         return ""
-    # What is too short reads too little. Weight that went to slots of nobody went by a table.
+    # A short capacity reads too little. Weight in unowned slots points to a table.
     if e.attended is not None and not {"page0", "unowned"}.isdisjoint(e.attended.elsewhere):
         return ""
     if e.attended is not None and e.attended.wanted < e.attended.used:
-        return ""  # it reads all that it should, and more
+        return ""  # it reads all that it should and more
     return (
         "the graph probably still uses a maximum length, a grid or a number of splits of the captured batch: "
         f"requests of up to {max(right)} KV tokens are right, of {min(wrong)} and more are wrong"
@@ -120,7 +120,7 @@ def length_threshold(e: Evidence) -> str:
 
 @hint(Level.PLACE)
 def last_page(e: Evidence) -> str:
-    """Wrong are exactly the requests whose last page is partly filled."""
+    """Exactly the requests whose last page is partly filled are wrong."""
     page = e.schedule.case.page_size
     if page == 1 or not e.wrong:
         return ""
@@ -133,26 +133,26 @@ def last_page(e: Evidence) -> str:
 @hint(Level.PLACE)
 def later_requests(e: Evidence) -> str:
     """Request 0 is right, and all others are wrong."""
-    # Two requests say little, and where request 0 is the longest, what is wrong may be all that are shorter. A stride
-    # leads to others' KV tokens.
+    # Two requests prove little, and if request 0 is the longest, length may be the reason. A wrong stride leads to KV
+    # tokens of other requests.
     shorter, own = e.lens[0] < max(e.lens), e.attended is not None and e.attended.own
     if e.step.bs > 2 and shorter and not own and e.wrong == list(range(1, e.step.bs)):
         if e.judgement.unwritten.flatten(2).any(-1).any(0)[e.rows].all() and not e.reads_foreign:
             return "a work list, a grid or a number of tiles probably ends early: request 0 is computed and no other is"
         return (
-            "a stride is probably wrong: request 0 is right and all others are wrong, and request 0 lies at offset 0 "
-            "under any stride"
+            "a stride is probably wrong: request 0 is right and all others are wrong, and request 0 is at offset 0 "
+            "with any stride"
         )
     return ""
 
 
 @hint(Level.PLACE, silences=(Level.GUESS,))
 def later_by_number(e: Evidence) -> str:
-    """Requests from some number on are wrong, which is not their length."""
+    """Requests from some number on are wrong, and not because of their length."""
     first = min(e.wrong, default=0)
     if first < 8 or e.wrong != list(range(first, e.step.bs)):
         return ""
     return (
-        "offsets, schedules or flags are probably made for a warp or a block of requests at a time: requests from "
-        f"{first} on are wrong, all before are right"
+        f"offsets, schedules or flags are probably computed per warp or block of requests: requests from {first} on "
+        "are wrong, all before are right"
     )

@@ -1,4 +1,4 @@
-"""What a fault hangs on: the same case without one thing is right, and with it wrong, whatever its numbers are."""
+"""Features that a bug needs: the same case is right without one of them, and wrong with it, whatever its numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .numbers import DATA_SUSPECTS, RESCALING
 from .values import with_a_window_alone
 
 _NOT_SMALL = 5.0
-"""Errors up to so many limits are those of rounding, and may be gone for other numbers."""
+"""Error, in limits, up to which rounding may be the reason, so that other numbers may be right."""
 
 
 @hint(Level.CAUSE)
 def beyond_32_bits(e: Evidence) -> str:
-    """In a small pool the same case is right."""
+    """The case is right with a small pool."""
     if e.changed is None or not e.changed.right_without("big pool"):
         return ""
     narrow = ", or a page number is kept in 16 bits" if pages_in_pool(e.schedule) >> 16 else ""
@@ -32,14 +32,14 @@ def beyond_32_bits(e: Evidence) -> str:
 
 @hint(Level.SHOWN, silences=("some_heads", "elsewhere", "read_twice", "later_requests", "last_page"))
 def right_with_other_layers(e: Evidence) -> str:
-    """What layers have of their own, as heads, a KV group or a window: right without, whatever was attended to."""
+    """The case is right if layers do not differ in heads, KV group or window, whatever was attended to."""
     if e.changed is None or e.in_graph or e.judgement.right:
         return ""
     layers = e.schedule.case.layers
     if layers.shapes and e.changed.right_without("shapes"):
         return (
-            "a workspace, buffer, stride, plan, group or scale is another layer's: right if all layers have the same "
-            "heads, and wrong if they differ"
+            "a workspace, buffer, stride, plan, group or scale of another layer is used: right if all layers have the "
+            "same heads, and wrong if they differ"
         )
     if layers.groups and e.changed.right_without("groups"):
         return (
@@ -56,14 +56,14 @@ def right_with_other_layers(e: Evidence) -> str:
 
 
 def _groups_alone(e: Evidence) -> str:
-    """Which KV group's layers alone are wrong."""
+    """Name the KV group if only its layers are wrong."""
     groups = {group_of_place(e.schedule, place) for place, bad in enumerate(e.wrong_layers) if bad}
-    return f", in layers of KV group {groups.pop()} alone" if len(groups) == 1 else ""
+    return f", only in layers of KV group {groups.pop()}" if len(groups) == 1 else ""
 
 
 @hint(Level.GUESS, silences=("right_with_fewer_requests", "later_tiles", "key_range", "right_keys"))
 def right_without(e: Evidence) -> str:
-    """Something that the case has and others have not: it is right without."""
+    """The case is right without one of its features."""
     asked = _asked(e)
     if asked is None:
         return ""
@@ -72,7 +72,7 @@ def right_without(e: Evidence) -> str:
 
 
 def _asked(e: Evidence) -> ChangedCases | None:
-    """Other cases, where a number is clearly wrong: with the right KV tokens, or without some of the last ones."""
+    """Other cases, if a number is clearly wrong: with the right KV tokens, or without some of the last ones."""
     if e.changed is None or e.in_graph or e.swapped or not e.judgement.all_finite or e.judgement.worst is None:
         return None
     if _right_keys(e):
@@ -85,7 +85,7 @@ def _right_keys(e: Evidence) -> bool:
 
 
 def _cut_off(e: Evidence) -> bool:
-    """Some of the last KV tokens have no weight, and nothing else is wrong with the others."""
+    """True if some of the last KV tokens have no weight, and the others are right."""
     attended = e.attended
     if attended is None or attended.heads or attended.elsewhere or attended.doubled:
         return False
@@ -102,8 +102,8 @@ def _of_data(e: Evidence) -> str:
 def _of_far(e: Evidence) -> str:
     return (
         "right with a max_context_len that fits the requests, and wrong with one of "
-        f"{way_of(e.schedule.case).context_len:,}: look at what is sized or split by max_context_len, such as a "
-        "number of splits that is more than are merged"
+        f"{way_of(e.schedule.case).context_len:,}: look at sizes and splits that depend on max_context_len, such as "
+        "more splits than are merged"
     )
 
 
@@ -111,7 +111,7 @@ def _of_counts(e: Evidence) -> str:
     case = e.schedule.case
     counts = ", ".join(str(request.new) for request in e.step.requests)
     return (
-        f"rows or lengths are aligned as if all requests had the most: right if every request has {most_rows(case)} "
+        f"rows or lengths are computed as if all requests had the most: right if every request has {most_rows(case)} "
         f"new rows, and wrong with {counts}"
     )
 
@@ -127,38 +127,38 @@ _WITHOUT = {
     ),
     "fp8": lambda e: (
         "right with a KV pool of the model's dtype, and wrong with this one of FP8: look at k_scale and v_scale, and "
-        "at what is rounded to FP8"
+        "at roundings to FP8"
     ),
     "window": lambda e: (
-        "right without a sliding window, and wrong with one: look at what tiles and splits before the window give"
+        "right without a sliding window, and wrong with one: look at results of tiles and splits before the window"
     ),
     "data": _of_data,
     "layers": lambda e: (
-        "something that each layer needs for itself is kept for two layers, or alternates: right with two layers, "
+        "state that each layer needs for itself is kept for only two layers, or alternates: right with two layers, "
         f"and wrong with {e.schedule.case.layers.count}"
     ),
     "far": _of_far,
     "counts": _of_counts,
 }
-"""Feature -> what is said where the case is right without it."""
+"""Feature -> hint if the case is right without it."""
 
 
 @hint(Level.GUESS, silences=("key_range", "right_keys"))
 def right_with_fewer_requests(e: Evidence) -> str:
-    """The batch without a request, which is like another one of it, is right."""
+    """The batch is right without its last request, although another one is like it."""
     asked = _asked(e)
     if asked is None or not asked.right_with_fewer:
         return ""
     bs = e.schedule.case.bs
     return (
-        "what is chosen by the number of requests, such as a kernel, and the plan probably change at different "
-        f"numbers: right with {bs - 1} requests, and wrong with {bs}, the last of them like others"
+        f"the kernel choice and the plan probably change at different numbers of requests: right with {bs - 1} "
+        f"requests, and wrong with {bs}, the last of them like others"
     )
 
 
 @hint(Level.GUESS, silences=("key_range", "right_keys"))
 def later_tiles(e: Evidence) -> str:
-    """With requests cut to one number of KV tokens it is right, and to one more wrong."""
+    """The case is right with requests cut to some number of KV tokens, and wrong with one more."""
     asked = _asked(e)
     if asked is None:
         return ""
@@ -179,4 +179,4 @@ def later_tiles(e: Evidence) -> str:
     data = e.expected.data
     if e.right_for(Supposed(data=replace(data, visible=data.visible & (torch.arange(data.visible.shape[-1]) < most)))):
         return f"KV tokens from {most} on are missing: a fixed capacity of {most}, or {left_out} ({known})"
-    return f"{known}: no length that is off, but {left_out}"
+    return f"{known}: probably not a wrong length, but {left_out}"

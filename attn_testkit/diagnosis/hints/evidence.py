@@ -1,4 +1,4 @@
-"""What is known about one wrong step: what hints are drawn from."""
+"""Evidence about one wrong step, on which hints are based."""
 
 from __future__ import annotations
 
@@ -20,68 +20,68 @@ from ..swapped_rows import SwappedRow
 __all__ = ["LONGEST", "SAME_RESULTS", "SMALLEST_TILE", "SMALL_ERROR", "Evidence", "Supposed", "places_of"]
 
 SMALLEST_TILE = 16
-"""No kernel's tile of keys is smaller."""
+"""Smallest tile of keys of any kernel."""
 SMALL_ERROR = 5.0
-"""Errors up to so many limits are what one rounding too many gives."""
+"""Error, in limits, up to which one extra rounding may be the reason."""
 LONGEST = 8192
-"""KV tokens of a request up to which it is asked what other data give: each mistake costs an answer of the oracle."""
+"""Most KV tokens of a request for which mistakes are tried: each takes a run of the oracle."""
 SAME_RESULTS = ("mean", "negative", "codes", "footprint")
-"""Patterns of data in which heads of a group, rows, or many KV tokens may give the same."""
+"""Patterns of data in which heads of a group, rows, or many KV tokens may have equal results."""
 
 
 @dataclass(frozen=True)
 class Supposed:
-    """Answer of a backend with some mistake. Fields that are not given are the step's own."""
+    """Answer of a backend with some mistake. Fields that are not set are those of the step."""
 
     text: str = ""
     """Hint if the wrong rows are right for it."""
     data: StepData | None = None
     layers: Sequence[AttentionLayer] = ()
     as_given: bool | None = None
-    """Whether new rows are attended as given, not as the pool stores them."""
+    """True if new rows are attended as given, not as the pool stores them."""
     products: str = ""
-    """A ``matmul_dtype``."""
+    """Value of ``matmul_dtype``."""
     q_scale: str = ""
-    """A ``q_scale``."""
+    """Value of ``q_scale``."""
     every_row: bool = False
-    """Whether rows that are right have to be right for it as well."""
+    """True if right rows must be right for it too."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about one wrong step."""
+    """Evidence about one wrong step."""
 
     schedule: Schedule
     judgement: Judgement
     attended: AttendedKeys | None
-    """What one wrong row attended to; None: the backend would not say."""
+    """KV tokens that one wrong row attended to; None if they could not be found out."""
     passed: list[Observation]
     """Steps of the same case-run that were right."""
     in_graph: bool
-    """The eager run of the step is right."""
+    """True if the eager run of the step is right."""
     swapped: tuple[SwappedRow, ...] = ()
-    """Wrong rows that hold what others should."""
+    """Wrong rows that hold results of others."""
     right_when_fresh: bool = False
-    """An eager step after others, and as the first of a fresh instance it is right."""
+    """True if an eager step after others is right as the first of a fresh instance."""
     computes_nan: bool = False
-    """NaN stays with zeros in unowned slots, and with another fill of fresh memory."""
+    """True if NaN remains with zeros in unowned slots, and with another fill of fresh memory."""
     right_when_alone: bool = False
-    """A replay after others, and as the only one it is right."""
+    """True if a replay after others is right as the only one."""
     reads_foreign: bool = False
-    """With zeros instead of NaN in unowned slots the result is finite."""
+    """True if the result is finite with zeros instead of NaN in unowned slots."""
     right_with_zeros: bool = False
-    """And not only finite."""
+    """True if that result is right too."""
     changed: ChangedCases | None = None
-    """Asks for other cases, where the step is wrong on a fresh instance in eager."""
+    """Runs of other cases, if the step is wrong on a fresh instance in eager mode."""
 
     @property
     def observed(self) -> Observation:
-        """What was seen of it."""
+        """The observation of the step."""
         return self.judgement.observed
 
     @property
     def expected(self) -> Expected:
-        """What it should have given."""
+        """The expected results of the step."""
         return self.judgement.expected
 
     @property
@@ -91,29 +91,29 @@ class Evidence:
 
     @property
     def wrong(self) -> list[int]:
-        """Requests that are wrong, ascending."""
+        """Wrong requests, ascending."""
         return list(self.judgement.wrong_requests)
 
     @property
     def rows(self) -> list[int]:
-        """Flat rows that are wrong, ascending."""
+        """Wrong flat rows, ascending."""
         return list(self.judgement.wrong_rows)
 
     @property
     def wrong_shapes(self) -> list[HeadShape]:
-        """Of the heads of layers that are wrong."""
+        """Head shapes of wrong layers."""
         case, layers = self.schedule.case, [place for place, bad in enumerate(self.wrong_layers) if bad]
         return list(dict.fromkeys(case.head_maps[i].layer if case.head_maps else case.head_shape for i in layers))
 
     @property
     def wrong_layers(self) -> list[bool]:
-        """Of each layer, in the order in which they run, whether a number of it is wrong."""
+        """List of bool, one per layer in the order in which they run: true if the layer is wrong."""
         wrong: list[bool] = self.judgement.wrong.flatten(1).any(-1).tolist()
         return wrong
 
     @property
     def before(self) -> Step | None:
-        """The step that the same instance ran before this one, and that this one is wrong because of."""
+        """The step that the same instance ran before this one and that makes this one wrong."""
         if self.right_when_fresh:
             return self.schedule.steps[0]
         steps = self.schedule.steps
@@ -121,34 +121,34 @@ class Evidence:
 
     @property
     def lens(self) -> list[int]:
-        """KV tokens of each request, those of this step included."""
+        """Number of KV tokens of each request, those of this step included."""
         return self.step.lens
 
     @property
     def branches(self) -> bool:
-        """Whether visibility among the new rows does not follow from their order (trees, drafts)."""
+        """True if visibility among the new rows does not follow from their order (trees, drafts)."""
         return any(r.draft or (r.tree is not None and r.tree.topk > 1) for r in self.step.requests)
 
     @property
     def may_be_nan(self) -> bool:
-        """Whether what has the bits of poison is known to be a NaN that was read or computed."""
+        """True if elements with the bits of poison are known to be a NaN that was read or computed."""
         return self.reads_foreign or self.computes_nan
 
     @property
     def counts_alone(self) -> bool:
-        """Whether only counts of KV tokens are wrong: each element is within its limit, so no other limit helps."""
+        """True if only counts of KV tokens are wrong: each element is within its limit, so other limits do not help."""
         return self.judgement.all_finite and self.judgement.worst is None
 
     @property
     def can_be_asked(self) -> bool:
-        """Whether asking of other KV tokens tells anything: of wrong, finite, eager results and no long request."""
+        """True if other KV tokens can be tried: for wrong, finite, eager results, and requests that are not long."""
         judgement = self.judgement
         asked = not self.schedule.case.head_maps and max(self.lens, default=0) <= LONGEST
         wrong = judgement.all_finite and not judgement.right and judgement.worst is not None
         return asked and wrong and not self.in_graph
 
     def near(self, supposed: Supposed) -> torch.Tensor:
-        """[L, T, Hq] bool: which heads of rows are what the supposed backend gives."""
+        """Heads of rows that are what the supposed backend gives, [L, T, Hq] bool."""
         schedule, given = self.schedule, supposed.as_given
         if given is None:
             given = schedule.new_rows_as_given and not self.step.stored
@@ -162,11 +162,11 @@ class Evidence:
         return (((out - want.out).abs() <= limit) | (want.out.isnan() & (out == 0))).all(-1)
 
     def right_for(self, supposed: Supposed) -> bool:
-        """Whether every wrong row of a layer is what the supposed backend gives, or every row."""
+        """True if every wrong row of a layer, or every row, is what the supposed backend gives."""
         near = self.near(supposed).all(-1)
         return bool((near if supposed.every_row else near[self.judgement.wrong.flatten(2).any(-1)]).all())
 
 
 def places_of(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Of each flat row: its request, its number there, and how many rows that request has."""
+    """List, for each flat row, its request, its index there, and the number of rows of that request."""
     return [(b, i, n) for b, n in enumerate(counts) for i in range(n)]

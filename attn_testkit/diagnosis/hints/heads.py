@@ -13,7 +13,7 @@ __all__ = ["part_of_a_head"]
 
 @hint(Level.SHOWN, silences=("some_heads",))
 def heads_not_computed(e: Evidence) -> str:
-    """Exactly some heads are wrong, and these are zero throughout in every row."""
+    """Exactly some heads are wrong, and these are all zeros in every row."""
     if e.schedule.case.head_maps or not e.judgement.all_finite:
         return ""
     wrong = e.judgement.wrong.any(-1)
@@ -25,7 +25,7 @@ def heads_not_computed(e: Evidence) -> str:
     which = f"head{'s' if len(heads) > 1 else ''} {index_ranges(heads)} of {count}"
     return (
         f"a grid or loop over heads is too small, e.g. a number of head tiles that is rounded down: {which} "
-        f"{'are' if len(heads) > 1 else 'is'} 0 throughout, in every row"
+        f"{'are' if len(heads) > 1 else 'is'} all zeros, in every row"
     )
 
 
@@ -54,12 +54,12 @@ def results_of_other_heads(e: Evidence) -> str:
 
 
 _MOST_PLACES = 48
-"""Wrong heads of rows that are compared."""
+"""Number of wrong heads of rows that are compared."""
 
 
 @hint(Level.SHOWN, silences=("right_with_other_layers", "some_heads"))
 def other_shape(e: Evidence) -> str:
-    """Wrong are the layers whose heads are not those of the first, and no others."""
+    """Exactly the layers whose heads differ from those of the first are wrong."""
     maps, found = e.schedule.case.head_maps, e.wrong_shapes
     if not maps or found != [maps[1].layer]:
         return ""
@@ -91,7 +91,7 @@ def columns_not_written(e: Evidence) -> str:
 
 
 def _shift(e: Evidence, heads: torch.Tensor, lost: torch.Tensor, written: torch.Tensor) -> int:
-    """By how many values the written ones are off, where these are all that the others should be; else 0."""
+    """Number of values by which the written ones are shifted, if they are all that the others should be; else 0."""
     if len(lost) != len(written):
         return 0
     out, want, limit = (
@@ -103,9 +103,9 @@ def _shift(e: Evidence, heads: torch.Tensor, lost: torch.Tensor, written: torch.
 
 @hint(Level.PATTERN)
 def part_of_a_head(e: Evidence) -> str:
-    """NaN or Inf beside numbers in one row of one head: nothing that is read as a key or value does that."""
+    """NaN or Inf next to numbers in one row of one head: no key or value that is read does that."""
     bad = ~e.judgement.finite
-    # An overflow gives Inf and NaN by the signs of the values.
+    # An overflow gives Inf and NaN, depending on the signs of the values.
     large = e.schedule.case.data in ("peaked", "negative", "cliff")
     if not (bad.any(-1) & (~bad & e.judgement.exists).any(-1)).any() or e.reads_foreign or large:
         return ""
@@ -125,11 +125,11 @@ def some_heads(e: Evidence) -> str:
     group = count // kv_heads
     which = f"only head{'s' if len(heads) > 1 else ''} {index_ranges(heads)} of {count}"
     if e.attended and e.attended.elsewhere.get("others", 0.0) >= _ALL_OF_IT:
-        cause = f"a stride of rows that is another one, such as a padded one: rows lie {count} heads apart"
+        cause = f"a wrong stride of rows, such as a padded one: rows are {count} heads apart"
     elif _lacks_a_part(e):
         cause = (
-            "their part of the prefix is lost in the merge with the new tokens, as when a log-sum-exp or partial "
-            "result is another head's or row's ([T, H] read as [H, T])"
+            "their part of the prefix is lost in the merge with the new tokens, as if a log-sum-exp or partial "
+            "result of another head or row is used ([T, H] read as [H, T])"
         )
     elif group > 1 and {head // group for head in heads} != set(range(kv_heads)) and len(heads) % group == 0:
         cause = "an offset or stride of KV heads, or the head mapping"
@@ -144,11 +144,11 @@ def some_heads(e: Evidence) -> str:
 
 
 _ALL_OF_IT = 0.9
-"""A part of the weight from which on nothing else was read."""
+"""Part of the weight from which on it is all of it."""
 
 
 def _lacks_a_part(e: Evidence) -> bool:
-    """The whole prefix is missing and all new KV tokens are there, or the other way round."""
+    """True if the whole prefix is missing and all new KV tokens are there, or the reverse."""
     attended = e.attended
     if attended is None or not attended.used or attended.used - attended.wanted:
         return False
@@ -160,25 +160,23 @@ def _lacks_a_part(e: Evidence) -> bool:
 
 @hint(Level.PATTERN, silences=("key_range", "right_keys"))
 def some_dims(e: Evidence) -> str:
-    """A run of dims, and the others right. One-hot values make a key of a dim, so there it says nothing."""
+    """A range of dims is wrong, and the others are right. With one-hot values a dim is a key, so none is reported."""
     dims = [int(dim) for dim in e.judgement.wrong.flatten(0, 2).any(0).nonzero().flatten()]
     widths = {shape.head_dim - e.schedule.case.rope_dim for shape in e.wrong_shapes}
     if len(widths) != 1 or e.schedule.case.data == "footprint" or not dims or part_of_a_head(e):
         return ""
     size = widths.pop()
     if len(dims) < 8:
-        # What one lane loads or stores at once, in every head and row (onnxruntime #29593).
+        # The dims that one lane loads or stores at once, in every head and row (onnxruntime #29593).
         first, end = dims[0], dims[-1] + 1
         if end - first != len(dims) or first % 4 or end % 4 or end - first == size:
             return ""
         return (
-            f"only dims {first}..{end - 1} of {size} are wrong: probably what one thread loads or stores of a head at "
-            "once"
+            f"only dims {first}..{end - 1} of {size} are wrong: probably those that one thread loads or stores at once"
         )
     if dims[0] and dims[0] % 16 == 0 and size - dims[0] <= len(dims) * 3 / 2:
         return (
-            f"only dims from {dims[0]} on are wrong: probably a head dim of {size} that is padded, or computed a tile "
-            "at a time"
+            f"only dims from {dims[0]} on are wrong: probably a head dim of {size} that is padded, or computed in tiles"
         )
     first, end = dims[0] // 16 * 16, -(-(dims[-1] + 1) // 16) * 16
     if end - first >= size or end - first > len(dims) * 3 / 2:
@@ -187,7 +185,7 @@ def some_dims(e: Evidence) -> str:
 
 
 def _dims_they_hold(e: Evidence, first: int, end: int) -> str:
-    """Whose values stand in the wrong dims, if those of as many others do."""
+    """Name the dims whose values the wrong dims hold, if those of equally many others do."""
     want, limit, count = e.expected.attention, e.expected.attention_limit, end - first
     wrong = e.judgement.wrong.any(-1)
     held = e.judgement.out[..., first:end].double()[wrong]
@@ -196,6 +194,6 @@ def _dims_they_hold(e: Evidence, first: int, end: int) -> str:
         if bool(((held - want[..., theirs][wrong]).abs() <= limit[..., theirs][wrong]).all()):
             return (
                 f", and hold what dims {start}..{start + count - 1} should: a tile of the head dim is loaded or "
-                "stored in place of another"
+                "stored instead of another"
             )
     return ": probably a tile of the head dim, when V is loaded or the output is stored"

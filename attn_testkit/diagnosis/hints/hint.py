@@ -1,4 +1,4 @@
-"""Hint objects, one beside each function, and the order in which they are asked."""
+"""Hint objects, one per function, and the order in which they are tried."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Found = str | Iterator[Supposed]
 
 
 class Level(IntEnum):
-    """Strength of a hint. Stronger hints are asked first."""
+    """Strength of a hint. Stronger hints are tried first."""
 
     CAUSE = 0
     """Cause of everything else that is wrong."""
@@ -38,7 +38,7 @@ _SILENCED: Mapping[Level, Collection[Level]] = {
     Level.SHOWN: frozenset({Level.GUESS}),
     Level.ANSWER: frozenset({Level.ANSWER, Level.GUESS}),
 }
-"""Level of a hint that fits -> levels that are not asked any more."""
+"""Level of a hint that fits -> levels that are not tried any more."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Hint:
 
     @property
     def place(self) -> tuple[str, int]:
-        """File and line. Hints of one level are asked in this order."""
+        """File and line. Hints of one level are tried in this order."""
         code = self.find.__code__
         return code.co_filename, code.co_firstlineno
 
@@ -84,7 +84,7 @@ HINTS: dict[str, Hint] = {}
 def hint(
     level: Level, *, when: Callable[[Evidence], bool] = lambda _: True, silences: tuple[str | Level, ...] = ()
 ) -> Callable[[Callable[[Evidence], Found]], Hint]:
-    """Turn a function into a hint and put it into ``HINTS``. ``when``: whether there is anything to ask."""
+    """Turn a function into a hint and put it into ``HINTS``. ``when``: true if the hint may apply."""
 
     def made(find: Callable[[Evidence], Found]) -> Hint:
         assert find.__name__ not in HINTS, f"two hints are named {find.__name__}"
@@ -109,7 +109,7 @@ def in_order(hints: Iterable[Hint]) -> tuple[Hint, ...]:
     waiting = sorted(hints, key=lambda each: (each.level, each.place))
     unknown = {name for each in waiting for name in each.silences if isinstance(name, str)} - {h.name for h in waiting}
     if unknown:
-        raise ValueError(f"hints silence {', '.join(sorted(unknown))}, and no hint is named so")
+        raise ValueError(f"hints silence {', '.join(sorted(unknown))}, but no hint has that name")
     order: list[Hint] = []
     while waiting:
         free = (each for each in waiting if not any(each.name in other.silences for other in waiting))

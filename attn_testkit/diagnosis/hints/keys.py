@@ -1,4 +1,4 @@
-"""Which KV tokens a wrong row attended to: too few, too many, or somebody else's."""
+"""Patterns of the KV tokens that a wrong row attended to: too few, too many, or those of others."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from .rows import row_tile
 
 @hint(Level.CAUSE)
 def stored_elsewhere(e: Evidence) -> str:
-    """Every wrong request has KV tokens whose slots do not hold what they should."""
+    """Every wrong request has KV tokens whose slots have wrong contents."""
     spoilt, attended = _spoilt(e), e.attended
     if attended is not None and _not_read(attended):
-        return ""  # what is missing was not read, whatever lies there
+        return ""  # the missing tokens were not read, whatever their slots hold
     if not e.wrong or any(not spoilt.get(request) for request in e.wrong):
         return ""
     request = e.wrong[0]
     tokens = spoilt[request]
     verb = "does" if len(tokens) == 1 else "do"
     return (
-        "the KV pool does not hold what it should, and wrong numbers follow from that, so fix writes-own-kv first: "
-        f"KV token{'s' if len(tokens) > 1 else ''} {index_ranges(tokens)} of request {request} {verb} not lie in the "
-        "pool as stored"
+        "the KV pool has wrong contents, and wrong numbers follow from that, so fix writes-own-kv first: "
+        f"KV token{'s' if len(tokens) > 1 else ''} {index_ranges(tokens)} of request {request} {verb} not match "
+        "what was stored"
     )
 
 
 def _not_read(attended: AttendedKeys) -> bool:
-    """Whether KV tokens are missing without whom the weights sum to 1: of some that hold nothing the rest would not."""
+    """True if KV tokens are missing without which the weights sum to 1: for slots without contents they would not."""
     missing = attended.wanted - attended.used
     if not missing or attended.total is None or not attended.normalised:
         return False
@@ -64,7 +64,7 @@ def _spoilt(e: Evidence) -> dict[int, list[int]]:
 
 @hint(Level.SHOWN)
 def window_of_another_layer(e: Evidence) -> str:
-    """The row of a layer attended to what a window lets it see that another layer has."""
+    """The row of a layer attended to what the window of another layer lets it see."""
     attended = e.attended
     if attended is None or attended.elsewhere or attended.doubled or attended.not_asked or e.swapped or e.in_graph:
         return ""
@@ -80,19 +80,19 @@ def window_of_another_layer(e: Evidence) -> str:
         if seen == everything:
             return (
                 "layer.sliding_window_size does not reach the kernel, or not for the KV tokens of the prefix, or is "
-                f"another layer's: the row attended to what it sees without a window, or with one of {window}, which "
-                f"another layer has, and its own layer has {own}"
+                f"that of another layer: the row attended to what it sees without a window, or with one of {window}, "
+                f"which another layer has; its own layer has {own}"
             )
         return (
-            "the window of another layer is used, take layer.sliding_window_size of each layer: the row attended to "
-            f"what a window of {window} lets it see, which another layer has, and its own layer has {own}"
+            f"use layer.sliding_window_size of each layer: the row attended to what a window of {window} lets it see, "
+            f"which another layer has; its own layer has {own}"
         )
     return ""
 
 
 @hint(Level.SHOWN)
 def beyond_a_slot(e: Evidence) -> str:
-    """KV tokens are missing by where they lie in the pool, and not by their order."""
+    """KV tokens are missing depending on their place in the pool, and not on their order."""
     attended = e.attended
     if attended is None or e.swapped or attended.heads or attended.used - attended.wanted:
         return ""
@@ -122,8 +122,8 @@ def masked_too_late(e: Evidence) -> str:
         return ""
     if not e.right_with_zeros:
         return (
-            "keys are read elsewhere (a page table, an offset or a stride of K alone), or other rows are: values of "
-            "this row are read where they should be, and with zeros the result is still wrong"
+            "keys are read from wrong slots (a page table, an offset or a stride of only K), or those of other rows "
+            "are: values of this row are read correctly, but with zeros the result is still wrong"
         )
     return (
         "the kernel multiplies foreign slots by weight 0, but 0 * NaN is NaN: mask V when it is loaded (tl.load(..., "
@@ -133,36 +133,36 @@ def masked_too_late(e: Evidence) -> str:
 
 @hint(Level.PLACE)
 def weighs_a_little(e: Evidence) -> str:
-    """KV tokens that are masked keep a part of the weight that others have."""
+    """Masked KV tokens keep a part of the weight of the others."""
     if e.attended is None or not e.attended.faint:
         return ""
     part = f"masked KV tokens have weight, {max(e.attended.faint.values()):.2g} of what the others have"
     if e.schedule.case.logit_cap:
         return (
-            f"{part}: the soft cap probably comes after the mask, and has to come before it (capped after it, minus "
-            "infinity is -logit_cap)"
+            f"{part}: the soft cap probably comes after the mask, but must come before it (a capped minus infinity "
+            "is -logit_cap)"
         )
-    return f"{part}: probably a mask that adds a number, or uses one for minus infinity, which is not low enough"
+    return f"{part}: probably a mask that adds a number which is not low enough, or uses it for minus infinity"
 
 
 @hint(Level.PLACE)
 def pool_layout(e: Evidence) -> str:
-    """Wrong keys in a pool that is not laid out as most cases have it."""
+    """The keys are wrong, and the pool has not the default layout."""
     layout, attended = e.schedule.case.kv_layout, e.attended
     if layout == "nhd" or attended is None or attended.right or e.in_graph or e.swapped:
         return ""
-    # A wrong offset or stride loses KV tokens. One that is counted twice, or that should not be visible, was found.
+    # A wrong offset or stride loses KV tokens. A token that counts twice, or should not be visible, was found.
     if attended.wanted <= attended.used and not attended.elsewhere:
         return ""
     return (
-        f"the KV pool of this case has layout {layout}, and if cases of other layouts pass, its layout is probably "
-        "misread: look at the offset of the layer, at the strides of pages, slots and heads, and at which half is K"
+        f"if cases of other layouts pass, the layout of this KV pool, {layout}, is probably misread: look at the "
+        "offset of the layer, at the strides of pages, slots and heads, and at which half is K"
     )
 
 
 @hint(Level.PLACE)
 def elsewhere(e: Evidence) -> str:
-    """Weight that went to slots which are not the request's own."""
+    """Weight went to slots that the request does not own."""
     attended = e.attended
     if attended is None or not attended.elsewhere or e.swapped:
         return ""
@@ -170,36 +170,34 @@ def elsewhere(e: Evidence) -> str:
     whole = "" if e.schedule.case.page_size == 1 else ", or a last page that counts as full"
     if place == "tail" and attended.used & attended.wanted and e.step.requests[attended.request].draft is not None:
         return (
-            "slots of its draft's pages are read that hold no KV token of this branch: probably a page that is "
-            f"another branch's or was never filled{whole}"
+            "slots of its draft's pages are read that hold no KV token of this branch: probably a page of another "
+            f"branch, or one that was never filled{whole}"
         )
     if place == "tail" and attended.used & attended.wanted:
-        return (
-            "slots behind the last KV token are read: probably the last page counts as full, or a length is too large"
-        )
+        return "slots after the last KV token are read: probably the last page counts as full, or a length is too large"
     if not attended.used & attended.wanted and attended.elsewhere.get("page0", 0.0) < _ALL_OF_IT:
         return (
             "none of its own KV tokens is read: probably a wrong page or slot, the request row, the table's stride, "
             "or the offset of its query rows"
         )
     if attended.wanted <= attended.used and place != "page0":
-        return f"all of its own KV tokens are read, and slots behind them: probably a length that is too large{whole}"
+        return f"all of its own KV tokens are read, and slots after them: probably a length that is too large{whole}"
     return {
         "others": "KV tokens of other requests are read: probably a length too large, a wrong page or slot, or a "
         "stale table entry",
-        "page0": "page 0 is read, which is for padding: probably entries of the page table that were never filled, or "
-        "an id of 0",
+        "page0": "page 0 is read, which is reserved for padding: probably entries of the page table that were never "
+        "filled, or an id of 0",
         "unowned": "unowned slots are read: probably a wrong page or slot, or a stale tail of the page table",
     }[place]
 
 
 _ALL_OF_IT = 0.9
-"""A part of the weight from which on nothing else was read."""
+"""Part of the weight from which on it is all of it."""
 
 
 @hint(Level.PLACE, silences=("beyond_a_slot",))
 def read_twice(e: Evidence) -> str:
-    """As many KV tokens count twice as are missing."""
+    """The number of KV tokens that count twice is that of the missing ones."""
     attended = e.attended
     if attended is None or not attended.doubled or len(attended.doubled) != len(attended.wanted - attended.used):
         return ""
@@ -219,41 +217,40 @@ def own_rows_mixed(e: Evidence) -> str:
         return ""
     page = e.schedule.case.page_size
     fresh = -(-prefix // page) * page
-    # Some of what stands in the next page is no new token, so a slot of nobody is read too.
+    # Some slots of the next page hold no new token, so an unowned slot is read too.
     if e.reads_foreign and fresh > prefix and extra == {key - prefix + fresh for key in missing}:
         return (
-            "new tokens are looked up from the start of the next page on, and lie behind the last one of the prefix: "
+            "new tokens are read from the start of the next page on, but begin after the last one of the prefix: "
             f"slot {prefix % page} of its page"
         )
     if e.step.requests[attended.request].draft is not None:
         return (
-            "a branch attends to what another one drafted: probably branches share a row of the table, their slots "
-            "are taken in another order, or the page that the prefix fills in part is not read from the branch's own "
-            "copy"
+            "a branch attends to tokens of another one: probably branches share a row of the table, their slots are "
+            "read in another order, or the partly filled page of the prefix is not read from the branch's own copy"
         )
     if e.step.requests[attended.request].new < 2 or layout == "contiguous":
         return ""
     return (
-        "new tokens are mixed up with each other: probably their slots are taken to increase, which they need not, "
-        "or the mask is another request's"
+        "new tokens are mixed up with each other: probably their slots are assumed to increase, which they need not, "
+        "or the mask is that of another request"
     )
 
 
 @hint(Level.GUESS)
 def key_range(e: Evidence) -> str:
-    """What is missing, and what is there too much: a length, a window, causality, a tree mask."""
+    """KV tokens are missing or extra: a length, a window, causality, a tree mask."""
     attended = e.attended
     if attended is None or (attended.elsewhere and not attended.used & attended.wanted):
         return ""
-    # A length is a row's, and all rows of a request have one: where rows or heads are mixed up, that follows.
+    # All rows of a request share a length: if rows or heads are mixed up, wrong lengths follow from that.
     if e.swapped or attended.heads or row_tile(e):
         return ""
     missing, extra = sorted(attended.wanted - attended.used), sorted(attended.used - attended.wanted)
     if missing and not {"others", "unowned", "page0"}.isdisjoint(attended.elsewhere):
-        return ""  # others stand in their places: a slot, and no length
+        return ""  # others are in their places: a slot, not a length
     last = max(attended.wanted, default=-1)
     if attended.elsewhere and not missing:
-        return ""  # what lies behind the end is read, and what follows from that is no mask
+        return ""  # slots after the end are read, which is not a mask
     if attended.doubled and not missing:
         return _twice(e, attended)
     if missing and not extra:
@@ -288,33 +285,33 @@ def key_range(e: Evidence) -> str:
 
 
 def _twice(e: Evidence, attended: AttendedKeys) -> str:
-    """Nothing is missing, and some KV tokens have more weight than others."""
+    """No KV token is missing, and some have more weight than others."""
     request, case = e.step.requests[attended.request], e.schedule.case
     if attended.weighed_otherwise:
         fp8 = "FP8 scales, " if case.kv_dtype != "same" else ""
         return (
             f"KV tokens {ranges(sorted(attended.doubled))} have more weight than others, and all of them sum to "
-            f"{attended.total:.3g}: look at {fp8}what differs between new rows and the prefix, tiles or splits"
+            f"{attended.total:.3g}: look at {fp8}differences between new rows and the prefix, tiles or splits"
         )
     if more := _parts_of(case, attended.wanted, attended.doubled, request.prefix):
         return (
-            f"all KV tokens of {more} have more weight than those of other parts: look at the log-sum-exps of parts "
-            "(their base), and at how they are merged"
+            f"all KV tokens of {more} have more weight than those of other KV splits: look at the base of the "
+            "log-sum-exps, and at how they are merged"
         )
     if request.draft is None and min(attended.doubled) < request.prefix:
-        scales = ", or FP8 scales that their part lacks" if case.kv_dtype != "same" else ""
+        scales = ", or FP8 scales that their split lacks" if case.kv_dtype != "same" else ""
         return (
             "KV tokens of the prefix are counted more than once: probably splits or tiles that overlap, or whose "
             f"lanes past the end are not masked{scales}"
         )
     return (
-        "KV tokens are counted more than once: probably new ones from the pool and from k, v as well, or splits that "
+        "KV tokens are counted more than once: probably new ones both from the pool and from k, v, or splits that "
         "overlap"
     )
 
 
 def _parts_of(case: Case, wanted: Collection[int], doubled: Collection[int], prefix: int) -> str:
-    """The names of the parts whose KV tokens ``doubled`` are, all of theirs and no others; else empty."""
+    """The names of the KV splits whose tokens are exactly ``doubled``; else empty."""
     if not case.parts:
         return ""
     of_parts = {
@@ -326,7 +323,7 @@ def _parts_of(case: Case, wanted: Collection[int], doubled: Collection[int], pre
 
 
 def _no_window_at_all(e: Evidence) -> bool:
-    """All wrong rows are right without a window, and one that is one too wide does not explain them."""
+    """True if all wrong rows are right without a window, and a window that is one too wide does not explain them."""
     data = e.expected.data
     if not e.can_be_asked or not e.right_for(without_windows(e)):
         return False
@@ -338,14 +335,13 @@ def _before_the_window(e: Evidence, attended: AttendedKeys, extra: list[int]) ->
     if extra == [first - 1] and not _no_window_at_all(e):
         return (
             "one KV token before the window is visible: probably a window that is one too wide (sliding_window_size "
-            "counts those before a row's own), or a row that is counted one too low"
+            "counts the tokens before a row's own), or a row position that is one too low"
         )
     gap = list(range(extra[-1] + 1, first))
     if gap and (extra[-1] + 1) % SMALLEST_TILE == 0 and not set(gap) - attended.looked_at:
         return (
-            "results of splits or tiles before the window are probably merged, which an earlier layer or step left "
-            f"in the workspace: KV tokens up to {extra[-1]} have weight, and {ranges(gap)} have none, which lie "
-            f"between them and the window from {first} on"
+            "old results in the workspace, of splits or tiles before the window, are probably merged: KV tokens up to "
+            f"{extra[-1]} have weight, but {ranges(gap)} between them and the window from {first} on have none"
         )
     if extra != list(range(first)) or attended.window < 0:
         return "KV tokens before the window are visible"

@@ -1,4 +1,4 @@
-"""Why KV tokens are missing that a row should attend to, where it attends to no others."""
+"""Causes of missing KV tokens, if a row attends to no wrong ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Missing:
     e: Evidence
     attended: AttendedKeys
     keys: list[int]
-    """Those that are missing, ascending."""
+    """Missing KV tokens, ascending."""
 
     @property
     def request(self) -> Request:
@@ -37,7 +37,7 @@ class _Missing:
 
     @property
     def read_from_the_first_on(self) -> bool:
-        """What is read is KV tokens 0, 1, 2 and so on."""
+        """True if KV tokens 0, 1, 2 and so on are read."""
         return self.attended.used == set(range(len(self.attended.used)))
 
 
@@ -54,8 +54,8 @@ def _in_a_tree(m: _Missing) -> str | None:
         return None
     if m.attended.row == 0 and m.keys == [prefix]:
         return (
-            "a draft node does not see its own KV token: probably a mask of ancestors without the diagonal, or "
-            "lengths that leave the draft out, so that it lies over the end of the prefix"
+            "a draft node does not see its own KV token: probably an ancestor mask without the diagonal, or lengths "
+            "without the draft, so that it overlaps the end of the prefix"
         )
     if m.keys[0] >= prefix and m.request.new > 1:
         return (
@@ -69,7 +69,7 @@ def _later_ones(m: _Missing) -> str | None:
     if m.keys != later or way_of(m.e.schedule.case).causal:
         return None
     return (
-        "the mask is causal, and the layers of this case are not (layer.causal is False): KV tokens after the row's "
+        "the mask is causal, but the layers of this case are not (layer.causal is False): KV tokens after the row's "
         "own position are missing"
     )
 
@@ -90,18 +90,15 @@ def _none_is_read(m: _Missing) -> str | None:
 def _not_stored_yet(m: _Missing) -> str | None:
     if not m.e.reads_foreign or m.keys[0] < m.request.prefix or m.attended.elsewhere:
         return None
-    return (
-        "attention comes before the store, or does not wait for it: new KV tokens are read, and nothing is stored in "
-        "their slots yet"
-    )
+    return "attention runs before the store, or does not wait for it: new KV tokens are read before they are stored"
 
 
 def _as_captured(m: _Missing) -> str | None:
     if m.attended.used != {0} or m.request.new != 1 or not m.e.observed.replay:
         return None
     return (
-        "only KV token 0 is attended to, as if the length were 1, as at capture: probably a replay leaves lengths as "
-        "they were then, or positions begin at 0"
+        "only KV token 0 is attended to, as if the length were 1, as at capture: probably a replay does not update "
+        "lengths, or positions begin at 0"
     )
 
 
@@ -118,7 +115,7 @@ def _without_prefix(m: _Missing) -> str | None:
 
 
 def _counted_in_pages(m: _Missing) -> str | None:
-    # As many less than there should be as the request has new ones: no pages.
+    # If as many are missing as the request has new ones, pages are not the reason.
     others = {1, m.last + 1, m.last + 1 - m.request.new}
     if len(m.attended.used) not in _pages(m) - others or not m.read_from_the_first_on:
         return None
@@ -145,7 +142,7 @@ def _shared_prefix(m: _Missing) -> str | None:
 def _whole_prefix(m: _Missing) -> str | None:
     if m.keys != sorted(key for key in m.attended.wanted if key < m.request.prefix):
         return None
-    lone = ", or of each tile of KV tokens the last one stands for all" if m.attended.used == {m.last} else ""
+    lone = ", or the last KV token of each tile is used for all" if m.attended.used == {m.last} else ""
     return (
         "the whole prefix is missing, only new tokens are attended to: probably a path for requests without a "
         f"prefix, or a prefix length of 0{lone}"
@@ -156,7 +153,7 @@ def _end_of_the_prefix(m: _Missing) -> str | None:
     first, count = m.keys[0], len(m.keys)
     if not m.attended.used or min(m.attended.used) >= first or m.keys != list(range(first, m.request.prefix)):
         return None
-    twice = ", as many as it has new rows, which a length leaves out or takes off twice"
+    twice = ", as many as it has new rows: probably a length omits or subtracts them twice"
     return (
         f"of the prefix the last {_are(count)} missing, and new ones are read{twice if count == m.request.new else ''}"
     )
@@ -167,8 +164,8 @@ def _pages_of_a_branch(m: _Missing) -> str | None:
     if m.request.draft is None or m.keys[0] < first_own or m.keys[-1] - m.keys[0] < len(m.keys):
         return None
     return (
-        f"KV tokens {ranges(m.keys)} are missing, which a branch has in its own pages: probably entries of its row "
-        "that are another branch's, or were never filled"
+        f"KV tokens {ranges(m.keys)} are missing, which a branch has in its own pages: probably its table row has "
+        "entries of another branch, or entries that were never filled"
     )
 
 
@@ -197,12 +194,12 @@ def _cut_off(m: _Missing) -> str | None:
     if SMALLEST_TILE <= first < page and first & (first - 1) == 0:
         return (
             f"KV tokens from {first} on are missing, and a page has {page}: probably tiles of {first} whose offset in "
-            f"their page is left out, so that all read its first one, or a capacity of {first}"
+            f"the page is ignored, so that all read the first one, or a capacity of {first}"
         )
     if page > 1 and first == last // page * page:
         if count == 1:
             return (
-                "the last KV token is missing, which is alone in the last page: probably seq_lens of this mode, an "
+                "the last KV token is missing, the only one in the last page: probably seq_lens of this mode, an "
                 "end that is off by 1, or a partly filled page that is dropped"
             )
         return "the KV tokens of the last page are missing"
@@ -214,12 +211,15 @@ def _cut_off(m: _Missing) -> str | None:
     text = f"the last {_are(count)} missing: probably seq_lens of this mode, or an end that is off by {count}"
     alike = [i for i, length in enumerate(e.lens) if i != attended.request and -(-length // page) * page == first]
     if page > 1 and alike and count > page:
-        return f"{text}; {first} is what the pages of request {alike[0]} hold: its length or its part of a schedule"
+        return (
+            f"{text}; {first} is the capacity of request {alike[0]}'s pages: probably its length or its part of a "
+            "schedule"
+        )
     return text
 
 
 _ROUND = 256
-"""A power of two from here on is a number that somebody chose."""
+"""Least power of two that is probably a constant in code."""
 
 
 def _are(count: int) -> str:
@@ -247,4 +247,4 @@ _CAUSES: tuple[Callable[[_Missing], str | None], ...] = (
     _cut_off,
     _first_ones,
 )
-"""None where it does not fit; empty where another hint says it."""
+"""Functions that return None if they do not fit, and an empty text if another hint covers it."""

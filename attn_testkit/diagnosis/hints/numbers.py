@@ -1,4 +1,4 @@
-"""The right KV tokens, and still a wrong result: what makes such a number."""
+"""Causes of a wrong result with the right KV tokens."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from .hint import Level, hint
 
 __all__ = ["DATA_SUSPECTS", "RESCALING"]
 
-RESCALING = "rescaling of what was summed when a later tile of keys has a larger maximum"
+RESCALING = "rescaling of partial sums when a later tile of keys has a larger maximum"
 DATA_SUSPECTS = {
     "negative": [
-        "a finite value that stands for minus infinity (all logits of this case are near -6e4)",
+        "a finite value used as minus infinity (all logits of this case are near -6e4)",
         "overflow of q k before it is scaled",
     ],
     "peaked": ["overflow or saturation of large logits"],
-    "swamped": ["sums kept in 16 bits, which lose small terms beside a large one (values of this case)"],
-    "saturated": ["a store in FP8 that does not stop at its largest number (values of this case are beyond it)"],
-    "loud": ["the range of q: queries that are limited, or rounded to FP8 (those of this case are large)"],
+    "swamped": ["sums kept in 16 bits, which lose small terms next to a large one (values of this case)"],
+    "saturated": ["a store in FP8 that does not saturate at its largest number (values of this case are beyond it)"],
+    "loud": ["the range of q: queries that are clamped, or rounded to FP8 (those of this case are large)"],
     "large_and_small_queries": [
-        "the scale of queries (q_scale): one that is missing, of another token or step, or not multiplied back (rows "
-        "of this case are beyond what FP8 holds, or below it)"
+        "the scale of queries (q_scale): missing, of another token or step, or not multiplied back (rows of this case "
+        "are beyond what FP8 holds, or below it)"
     ],
-    "towering": ["products of weights and values in 16 bits that are not yet divided by the sum of the weights"],
+    "towering": ["products of weights and values in 16 bits before they are divided by the sum of the weights"],
     "colossal": ["rows of bf16 that are converted to fp16, whose largest number is 65,504"],
     "faint": [
-        "weights rounded to FP8 without a factor, where small ones vanish (matmul_dtype has to say fp8_e4m3_unscaled)"
+        "weights rounded to FP8 without a factor, so that small ones vanish (declare matmul_dtype='fp8_e4m3_unscaled')"
     ],
     "cliff": [
         f"{RESCALING} (logits of this case climb and fall by hundreds along the keys)",
         "overflow or saturation of large logits",
     ],
 }
-"""Pattern of the data -> what to look at where they are in the case."""
+"""Pattern of the data -> suspects if the case has it."""
 LARGE_VALUES = ("towering", "colossal")
-"""Patterns whose logits are 0, and whose values are large."""
+"""Patterns whose logits are 0 and whose values are large."""
 
 
 @hint(Level.GUESS)
 def right_keys(e: Evidence) -> str:
-    """What else makes a number: softmax, scales, rounding, the mapping of heads."""
+    """The KV tokens are right, so softmax, scales, rounding or the mapping of heads is wrong."""
     attended = e.attended
     if attended is None or not attended.right or e.reads_foreign or e.swapped:
         return ""
@@ -60,9 +60,9 @@ def right_keys(e: Evidence) -> str:
     if not attended.normalised:
         if more := _counted_besides(attended):
             return (
-                f"weights of the right KV tokens sum to {attended.total:.3g}, as if {more} more of logit 0 and value "
-                "0 were there: probably splits or tiles without KV tokens that count as a log-sum-exp of 0, or "
-                "masked KV tokens in the denominator"
+                f"weights of the right KV tokens sum to {attended.total:.3g}, as if there were {more} more of logit "
+                "0 and value 0: probably splits or tiles without KV tokens count with a log-sum-exp of 0, or masked "
+                "KV tokens are in the denominator"
             )
         fp8 = "FP8 scales, " if case.kv_dtype != "same" else ""
         cap = " (a soft cap comes before the mask)" if case.logit_cap else ""
@@ -73,17 +73,17 @@ def right_keys(e: Evidence) -> str:
         )
     if _rounded_to_fp8(e):
         return (
-            "the output is rounded to FP8 on its way, probably in a scratch of the pool's dtype: every value is "
-            "within 1/16 of the right one"
+            "the output is rounded to FP8, probably in a scratch buffer of the pool's dtype: every value is within "
+            "1/16 of the right one"
         )
     few, free = e.judgement.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype not in FP8_PRODUCTS
     if few < SMALL_ERROR and case.data != "negative":
-        fp8 = ", or q and weights rounded to FP8, which matmul_dtype has to say" if free else ""
+        fp8 = ", or q and weights rounded to FP8, which matmul_dtype must declare" if free else ""
         return (
             f"the right KV tokens, and an error of only {few:.2g} times the limit: probably precision, such as q, "
             f"logits, weights or partial sums rounded to the model's dtype{fp8}"
         )
-    suspects = ["log-sum-exps of the parts, and their merge"] if case.parts else []
+    suspects = ["log-sum-exps of the KV splits, and their merge"] if case.parts else []
     suspects += [_rescaling(e)] if _rescaling(e) and case.data != "cliff" else []
     suspects += DATA_SUSPECTS["cliff"] if case.data == "cliff" else []
     suspects += _strides(e)
@@ -91,7 +91,7 @@ def right_keys(e: Evidence) -> str:
     suspects += ["soft cap"] if case.logit_cap else []
     suspects += ["sinks"] if case.sinks else []
     suspects += ["FP8 scales"] if case.kv_dtype != "same" else []
-    suspects += ["q rounded to FP8 (matmul_dtype has to say so)"] if free else []
+    suspects += ["q rounded to FP8 (matmul_dtype must declare it)"] if free else []
     suspects += ["head mapping"] if case.heads.q_heads != case.heads.kv_heads else []
     suspects += ["the split of a row into latent and rope part"] if case.is_mla else []
     suspects += ["row order"] if e.step.tokens > e.step.bs else []
@@ -99,14 +99,14 @@ def right_keys(e: Evidence) -> str:
     unknown = len(attended.not_asked)
     if unknown > attended.length // 2:
         return (
-            f"{unknown} of {attended.length} KV tokens were not asked about, and may be missing (a length in 16 bits, "
-            f"a fixed capacity); if none is, look at {', '.join(dict.fromkeys(suspects))}"
+            f"{unknown} of {attended.length} KV tokens were not examined, and may be missing (a length in 16 bits, a "
+            f"fixed capacity); if none is, look at {', '.join(dict.fromkeys(suspects))}"
         )
     return f"the right KV tokens, wrong softmax weights or values: look at {', '.join(dict.fromkeys(suspects))}"
 
 
 def _counted_besides(attended: AttendedKeys) -> int:
-    """How many KV tokens of value 0 beside its own would give this sum of weights, where few have it; else 0."""
+    """Number of extra KV tokens of value 0 that would give this sum of weights, if few would; else 0."""
     count, total = len(attended.wanted), attended.total
     if not total or not 0 < count <= _FEW_ENOUGH:
         return 0
@@ -116,15 +116,15 @@ def _counted_besides(attended: AttendedKeys) -> int:
 
 
 _FEW_ENOUGH, _WHOLE = 40, 0.15
-"""KV tokens up to which one more shows in a sum of rounded weights, and how far from a whole number it may be then."""
+"""Most KV tokens for which one more shows in a sum of rounded weights, and its distance from a whole number."""
 _OF_SCALE = 0.04
-"""A sum as near to a power of two, in powers, may be that of a scale of an FP8 pool."""
+"""Distance, in powers of two, at which a sum may come from a scale of an FP8 pool."""
 
 
 def _rounded_to_fp8(e: Evidence) -> bool:
-    """Every value of the wrong rows of heads is as near as a number of FP8 (e4m3), and some are no nearer.
+    """True if every value of the wrong rows of heads is within a rounding to FP8 (e4m3), and some need all of it.
 
-    Where weights or sums are wrong, small values are off by more than a part of their own size.
+    If weights or sums are wrong, small values are off by more than a part of their own size.
     """
     heads = e.judgement.wrong.any(-1)
     out, want, limit = (
@@ -136,18 +136,18 @@ def _rounded_to_fp8(e: Evidence) -> bool:
 
 
 _MANY, _LEAST = 32, 2.0**-9
-"""Fewer values may be near by chance. What rounding to FP8 does to a number that is too small for its exponents."""
+"""Least number of values that are not near by chance; rounding error of numbers below FP8's exponents."""
 
 
 def _asked_a_wrong_head(e: Evidence, attended: AttendedKeys) -> bool:
-    """What a right head attended to says nothing of the wrong ones."""
+    """True if the examined head is right, so that it shows nothing about the wrong ones."""
     row = sum(request.new for request in e.step.requests[: attended.request]) + attended.row
     wrong = e.judgement.wrong[:, row].any(-1).any(0)
     return bool(wrong[attended.head]) or not wrong.any() or e.counts_alone
 
 
 def _strides(e: Evidence) -> list[str]:
-    """q is a view, and all rows but the first are wrong: of a view that is read as contiguous, the first is right."""
+    """Suspect strides if q is a view and only the first row is right, as if the view were read as contiguous."""
     later = list(range(1, e.step.tokens))
     contiguous = (e.schedule.case.pick("qkv-memory") == CONTIGUOUS) != e.step.turned
     if not later or e.rows != later or contiguous:
@@ -156,14 +156,14 @@ def _strides(e: Evidence) -> list[str]:
 
 
 def _cannot_tell(e: Evidence, attended: AttendedKeys) -> bool:
-    """What was asked about need not be all: behind a window other KV tokens hide, and so does a NaN of a replay."""
+    """True if the examined KV tokens need not be all: a window hides others, and so does a NaN of a replay."""
     seen = len(attended.wanted)
     hidden = attended.window >= 0 and seen < e.lens[attended.request] - len(attended.not_asked)
     return not e.judgement.all_finite and (e.observed.replay or hidden)
 
 
 def _rescaling(e: Evidence) -> str:
-    """Only rows of several tiles of keys are wrong."""
+    """Describe a wrong rescaling if only rows of several tiles of keys are wrong."""
     data, wrong = e.expected.data, set(e.rows)
     keys = [int(n) for n in data.visible[data.row_request, data.row_offset].sum(-1)]
     right = [n for row, n in enumerate(keys) if row not in wrong]
@@ -176,17 +176,17 @@ def _rescaling(e: Evidence) -> str:
 
 _NAN_SUSPECTS = {
     "negative": [
-        "exponentials that are taken without the maximum, of logits or where splits are merged (0 / 0, as all logits "
-        "of this case are near -6e4)",
-        "a finite value that stands for minus infinity",
+        "exponentials without subtracting the maximum, of logits or when splits are merged (0 / 0, since all logits of "
+        "this case are near -6e4)",
+        "a finite value used as minus infinity",
     ],
 }
-"""Of a NaN, where they are not those of a number."""
+"""Suspects of a NaN, if they differ from those of a number."""
 
 
 @hint(Level.REMARK)
 def computed_nan(e: Evidence) -> str:
-    """NaN out of a request's own KV tokens."""
+    """NaN is computed from a request's own KV tokens."""
     if not e.computes_nan or part_of_a_head(e):
         return ""
     if e.attended is not None and e.attended.right and e.schedule.case.data in _LARGE_LOGITS:
@@ -196,12 +196,12 @@ def computed_nan(e: Evidence) -> str:
         "row that sees no KV token"
     )
     if e.schedule.case.parts:
-        return f"{text}, or a KV part: in this case KV tokens come in parts, and some requests have none in one"
+        return f"{text}, or a KV split: in this case some requests have no KV token in one of the splits"
     widest = max(layer.sliding_window_size for layer in make_layers(e.schedule.case))
     if widest >= 0 and e.wrong and all(e.lens[request] > widest + 1 for request in e.wrong):
-        return f"{text}, as when a window leaves out the first ones: only requests longer than it are wrong"
+        return f"{text}, as if a window leaves out the first ones: only requests longer than it are wrong"
     return f"{text}; or an overflow"
 
 
 _LARGE_LOGITS = ("peaked", "negative", "cliff")
-"""Data of which ``right_keys`` says what makes NaN."""
+"""Data for which ``right_keys`` names the cause of NaN."""

@@ -1,4 +1,4 @@
-"""Queries that a backend rounds to FP8 under another scale than it declares."""
+"""Queries that a backend rounds to FP8 with another scale than it declares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROUNDED = {
     "per_token": "after a division by the largest of each token",
     "per_tensor": "after a division by the largest of all rows",
 }
-"""``Capabilities.q_scale`` -> how queries are rounded to FP8."""
+"""Value of ``Capabilities.q_scale`` -> rounding of queries to FP8, in words."""
 
 
 # Limits of rows that FP8 flushes are wide, so another factor fits them as well.
@@ -27,7 +27,7 @@ _ROUNDED = {
     silences=("other_scaling", "other_scale"),
 )
 def other_query_scale(e: Evidence) -> Iterator[Supposed]:
-    """The step is right for queries that are rounded under another ``q_scale``."""
+    """The step is right for queries that are rounded with another ``q_scale``."""
     data, own = e.expected.data, e.schedule.q_scale
     if e.counts_alone or not e.judgement.all_finite:
         return
@@ -44,7 +44,7 @@ def other_query_scale(e: Evidence) -> Iterator[Supposed]:
 
 
 def _rounded(q: torch.Tensor, q_scale: str) -> torch.Tensor:
-    """``q`` [L, T, Hq, D] float32 as a kernel with this scale has them."""
+    """Round ``q`` [L, T, Hq, D] float32 as a kernel with this scale does."""
     scale = torch.ones(1)
     if q_scale != "none":
         scale = group_largest(q.abs(), q_scale) / LARGEST_FP8

@@ -1,4 +1,4 @@
-"""Which rows are wrong, whose results they hold, and what they have in common."""
+"""Patterns of wrong rows: results of other rows that they hold, and properties that they share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["row_tile", "uneven_offsets"]
 
 @hint(Level.SHOWN)
 def rows_of_others(e: Evidence) -> str:
-    """Wrong rows hold what others should: the numbers are right, and lie in the wrong place."""
+    """Wrong rows hold results of others: the numbers are right, but in the wrong place."""
     if not e.swapped:
         return ""
     text = ", ".join(row.text for row in e.swapped[:2]) + (" and so on" if len(e.swapped) > 2 else "")
@@ -34,7 +34,7 @@ def rows_of_others(e: Evidence) -> str:
 def _swap_cause(e: Evidence) -> str:
     several = max(r.new for r in e.step.requests) > 1
     if any(row.queried for row in e.swapped):
-        return "the stride or the offset of query rows is wrong (q may be a view: take its strides)"
+        return "the stride or the offset of query rows is wrong (q may be a view: use its strides)"
     if any(row.copied for row in e.swapped):
         return "offsets of query rows (cu_seqlens_q), or the index of a request, are wrong"
     if all(row.of_row is not None for row in e.swapped):
@@ -46,14 +46,14 @@ def _swap_cause(e: Evidence) -> str:
         if all(row.request == row.of_request for row in e.swapped):
             return "the order of rows in a request is wrong"
         if not several:
-            return "results go back in another order than the requests came in, or offsets of query rows are wrong"
-        return "offsets of query rows (cu_seqlens_q) are wrong, or an order of requests is not undone"
+            return "results are returned in another order than the requests, or offsets of query rows are wrong"
+        return "offsets of query rows (cu_seqlens_q) are wrong, or a reordering of requests is not undone"
     starts = list(accumulate((request.new for request in e.step.requests), initial=0))
     flat = [(starts[m.request] + m.row, m.of_request) for m in e.swapped]
     by_row = [of_request == row for row, of_request in flat if row < e.step.bs]
     if several and len(by_row) > 1 and all(by_row):
-        return "the page table, or something else of a request, is looked up by query row: row j has that of request j"
-    # Some rows of a request, or rows one behind the other, are taken for another's: their offsets. All: its table row.
+        return "the page table, or other data of a request, is indexed by query row: row j has that of request j"
+    # If some rows of a request, or adjacent rows, are taken for another's, offsets are wrong; if all, its table row.
     partly = any(
         {m.row for m in e.swapped if m.request == i} != set(range(r.new))
         for i, r in enumerate(e.step.requests)
@@ -67,7 +67,7 @@ def _swap_cause(e: Evidence) -> str:
 
 
 def _times_its_row(e: Evidence) -> int:
-    """The number that each swapped row is a multiple by of the row whose result it holds; else 0."""
+    """The factor by which the index of each swapped row exceeds that of the row whose result it holds; else 0."""
     starts = list(accumulate((request.new for request in e.step.requests), initial=0))
     pairs = [(starts[m.request] + m.row, starts[m.of_request] + (m.of_row or 0)) for m in e.swapped]
     times = {row / of_row if of_row else 0.0 for row, of_row in pairs}
@@ -77,8 +77,8 @@ def _times_its_row(e: Evidence) -> int:
 
 @hint(Level.PATTERN)
 def uneven_offsets(e: Evidence) -> str:
-    """Ragged rows, and offsets that suit equal counts alone."""
-    # Offsets that suit other counts lead a row to the KV tokens of another.
+    """Rows are ragged, and offsets fit only equal counts."""
+    # Offsets for other counts lead a row to the KV tokens of another.
     if not e.schedule.case.mode.is_ragged() or (e.attended is not None and e.attended.right):
         return ""
     if not e.in_graph or e.schedule.case.mode is ForwardMode.EXTEND:
@@ -105,10 +105,10 @@ def _uneven_in_eager(e: Evidence) -> str:
     counts = [r.new for r in e.step.requests]
     strides = dict.fromkeys((e.schedule.case.width, counts[0], sum(counts) // len(counts), max(counts)))
     stride = next((n for n in strides if e.rows in _wrong_under(n, counts)), None)
-    # Where all rows are wrong, that they are says nothing of a stride: what one of them attended to has to.
+    # If all rows are wrong, that does not prove a stride; the tokens that one of them attended to must.
     attended = e.attended
     if e.computes_nan and e.rows == [row for row, (of, *_) in enumerate(places_of(counts)) if of in e.wrong]:
-        # No foreign key is read, and whole requests are wrong: that needs no stride.
+        # No foreign key is read, and whole requests are wrong: a stride need not be the reason.
         return ""
     astray = attended is not None and "others" in attended.elsewhere and not attended.used & attended.wanted
     told = len(e.rows) < sum(counts) or astray
@@ -116,17 +116,17 @@ def _uneven_in_eager(e: Evidence) -> str:
         return ""
     if attended is not None and attended.own and not _as_under(stride, e, attended):
         return ""
-    # What lies under the stride is a row of the request itself, and it read another's.
+    # The stride leads to a row of the request itself, but it read tokens of another.
     if attended is not None and astray and _place_under(stride, e, attended)[0] == attended.request:
         return ""
     return (
-        f"query offsets have a uniform stride of {stride}, and have to be the running sum of the counts, since rows "
-        f"are packed: {_accepted_counts(e)}, and the wrong rows are those that a uniform stride of {stride} gets wrong"
+        f"query offsets have a uniform stride of {stride}, but must be the running sum of the counts, since rows are "
+        f"packed: {_accepted_counts(e)}, and the wrong rows are those that a uniform stride of {stride} gets wrong"
     )
 
 
 def _as_under(stride: int, e: Evidence, attended: AttendedKeys) -> bool:
-    """Whether a row that read its own request's KV tokens alone read as many as a uniform stride leads it to."""
+    """True if a row that read only its own request's KV tokens read as many as with a uniform stride."""
     requests = e.step.requests
     request, place = _place_under(stride, e, attended)
     if request != attended.request:
@@ -141,7 +141,7 @@ def _place_under(stride: int, e: Evidence, attended: AttendedKeys) -> tuple[int,
 
 
 def _wrong_under(stride: int, counts: list[int]) -> list[list[int]]:
-    """Flat rows that differ with a uniform stride, lengths counted from the end of the keys, and from the start."""
+    """Flat rows that a uniform stride makes wrong, with lengths counted from the end and from the start of the keys."""
     place = places_of(counts)
     from_end = [t for t, (b, i, n) in enumerate(place) if (t // stride, t % stride - stride) != (b, i - n)]
     from_start = [t for t, (b, i, _) in enumerate(place) if (t // stride, t % stride) != (b, i)]
@@ -152,7 +152,7 @@ def _wrong_under(stride: int, counts: list[int]) -> list[list[int]]:
 def row_tile(e: Evidence) -> str:
     """Rows from a multiple of 8 on are wrong."""
     if any(request.tree is not None and request.tree.topk > 1 for request in e.step.requests):
-        return ""  # a mask of so many bits says the same
+        return ""  # a mask of so many bits would look the same
     data, starts = e.expected.data, set()
     for request in e.wrong:
         mine = data.row_request == request
@@ -174,7 +174,7 @@ def row_tile(e: Evidence) -> str:
 
 @hint(Level.REMARK)
 def only_padded(e: Evidence) -> str:
-    """Replays without padding are right, and so is the step in eager."""
+    """Replays without padding are right, and so is the step in eager mode."""
     replays = [o for o in e.passed if o.replay]
     if e.in_graph and e.observed.padded and replays and all(o.padded == 0 for o in replays):
         return "only replays with padded rows are wrong"

@@ -1,4 +1,4 @@
-"""What stands in the wrong rows: another layer's result, or nothing but zeros."""
+"""Patterns of the contents of wrong rows: results of another layer, or only zeros."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["with_a_window_alone"]
 
 @hint(Level.SHOWN, silences=("later_requests", "elsewhere"))
 def rows_of_other_layers(e: Evidence) -> str:
-    """Wrong rows hold what a row of another layer should: results of layers lie in each other's memory."""
+    """Wrong rows hold the result of a row of another layer: outputs of layers overlap."""
     if e.swapped or e.judgement.right or e.schedule.case.head_maps:
         return ""
     want, limit, wrong = e.expected.attention, e.expected.attention_limit, e.judgement.wrong.flatten(2).any(-1)
     found: list[str] = []
     for layer, row in wrong.nonzero().tolist()[:_MOST_ROWS]:
         near = ((e.judgement.out[layer, row].double() - want).abs() <= limit).flatten(2).all(-1)
-        # Of codes the counts of KV tokens are wrong, and all numbers within their limits: those of the layer itself.
+        # With codes only counts of KV tokens may be wrong, and all numbers within limits: those of the layer itself.
         own = bool(near[layer, row])
         near[layer] = False
         if own or not near.any():
@@ -37,12 +37,12 @@ def rows_of_other_layers(e: Evidence) -> str:
 
 
 _MOST_ROWS = 12
-"""Wrong rows that are compared."""
+"""Number of wrong rows that are compared."""
 
 
 @hint(Level.PATTERN, silences=(Level.GUESS,))
 def last_rows_right(e: Evidence) -> str:
-    """Of each wrong request the last row alone is right, and what is wrong is no KV token that is left out."""
+    """Only the last row of each wrong request is right, and no KV token is left out."""
     attended, data = e.attended, e.expected.data
     if attended is None or attended.used != attended.wanted or attended.elsewhere or attended.heads or e.swapped:
         return ""
@@ -57,15 +57,14 @@ def last_rows_right(e: Evidence) -> str:
     if shown < 2:
         return ""
     return (
-        "rows of a request probably share what each needs for itself, such as the statistics of partial results, and "
-        "the last row's are kept: of each wrong request the last row is right, and those before it are wrong with "
-        "the right KV tokens"
+        "rows of a request probably share state that each needs for itself, such as statistics of partial results: "
+        "of each wrong request only the last row is right, and those before it are wrong with the right KV tokens"
     )
 
 
 @hint(Level.PATTERN)
 def one_row_each(e: Evidence) -> str:
-    """As many rows are written as there are requests, and those are the first."""
+    """Exactly the first rows are written, one per request."""
     written = (~e.judgement.unwritten).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
     if e.step.tokens <= e.step.bs or written != list(range(e.step.bs)):
         return ""
@@ -75,64 +74,64 @@ def one_row_each(e: Evidence) -> str:
 
 @hint(Level.PATTERN, silences=("key_range",))
 def nothing_computed(e: Evidence) -> str:
-    """Wrong rows are zero throughout, which no attention over the values of a case gives."""
+    """Wrong rows are all zeros, which no attention over the values of a case gives."""
     wrong = e.judgement.wrong.flatten(2).any(-1)
     zero = (e.judgement.out == 0).flatten(2).all(-1)
     if not wrong.any() or not zero[wrong].all() or row_tile(e) or length_threshold(e):
         return ""
     if widths := with_a_window_alone(e):
         return (
-            "the sliding window probably lies where the request has no KV token, as with positions, a length or a "
-            f"prefix of another request: only the layers with a sliding window ({widths}) are wrong, and 0 throughout"
+            "the sliding window probably covers no KV token of the request, as with positions, a length or a prefix "
+            f"of another request: only the layers with a sliding window ({widths}) are wrong, and all zeros"
         )
     if len(wrong) > 1 and wrong[1:].any(1).all() and not wrong[0].any():
         return (
             "a counter, a semaphore or a work list is probably set by a plan and used up by the first layer: the "
-            "result is 0 throughout in every layer but the first"
+            "result is all zeros in every layer but the first"
         )
     if e.before is not None:
-        which = "the output is 0 throughout, in every layer" if zero.all() else "the wrong rows are 0 throughout"
+        which = "the output is all zeros, in every layer" if zero.all() else "the wrong rows are all zeros"
         return (
-            "a counter, a flag or a work list is left from before, or padded rows have an older batch's offsets: "
+            "a counter, flag or work list is left from before, or padded rows have offsets of an older batch: "
             f"{which}, and right without the steps before it, so nothing was computed, or 0 was written over it"
         )
     if e.schedule.case.parts:
         return (
-            "the weights of the parts are lost, as when exp is taken of a log-sum-exp without subtracting the larger "
-            "one, or nothing merges the parts: what merge_state made of them is 0 throughout"
+            "the weights of the KV splits are lost, as in exp of a log-sum-exp without subtracting the larger one, or "
+            "nothing merges the splits: the result of merge_state is all zeros"
         )
     if zero.all() and e.in_graph and e.observed.replay and not any(seen.replay for seen in e.passed):
         return (
-            "nothing was computed, the output is 0 throughout, in every layer, and no replay of the case is right: "
+            "nothing was computed, the output is all zeros, in every layer, and no replay of the case is right: "
             "probably a counter, a semaphore or a work list that a warm-up or an earlier launch leaves used up and no "
             "replay resets, or a grid or a number of tiles of the captured batch"
         )
     if zero.all() and e.passed:
         lone = ": here one new row, and no KV token before it" if e.lens == [1] else ""
         return (
-            "nothing was computed, the output is 0 throughout, in every layer, and other steps of the case are "
-            "right: what is chosen by the number of requests, rows or KV tokens may have nothing for these, or the "
-            f"kernel returns early{lone}"
+            "nothing was computed, the output is all zeros, in every layer, and other steps of the case are "
+            "right: a choice by the number of requests, rows or KV tokens may find no kernel for these, or the kernel "
+            f"returns early{lone}"
         )
     if zero.all():
         return (
-            "nothing was computed, the output is 0 throughout, in every layer: what chooses a kernel by head dim, "
-            "page size, dtype, group or rows may have none for this case, or the kernel returns early or reads no KV"
+            "nothing was computed, the output is all zeros, in every layer: a choice by head dim, page size, "
+            "dtype, group or rows may find no kernel for this case, or the kernel returns early or reads no KV"
         )
     if e.in_graph:
         return (
-            "nothing computed the wrong rows, which are 0 throughout: the graph probably still uses a grid, a number "
+            "nothing computed the wrong rows, which are all zeros: the graph probably still uses a grid, a number "
             "of tiles or a work list of the captured batch"
         )
     return (
-        "nothing computed the wrong rows, which are 0 throughout: probably a grid or a number of tiles that is too "
+        "nothing computed the wrong rows, which are all zeros: probably a grid or a number of tiles that is too "
         "small, an early exit, a loop over KV tokens that ends before it begins, or a counter that is not 0 when a "
         "kernel begins"
     )
 
 
 def with_a_window_alone(e: Evidence) -> str:
-    """The windows of the wrong layers, where these are all that have one and some have none; else empty."""
+    """The windows of the wrong layers, if these are all that have one and some have none; else empty."""
     windows = [layer.sliding_window_size for layer in make_layers(e.schedule.case)]
     if all(e.wrong_layers) or e.wrong_layers != [window >= 0 for window in windows]:
         return ""
