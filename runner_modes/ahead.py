@@ -1,8 +1,8 @@
 """Planning the next step while the device is still busy with this one, as servers do that overlap the two.
 
 SGLang's and vLLM's schedulers plan step n + 1 once they have the results of step n - 1. So the device may not have
-begun with step n, and has not even made the copies of its plan: whoever fills a buffer again that they come from gives
-step n the next step's numbers (TensorRT-LLM #15546, rtp-llm #1192).
+begun with step n, and has not even made the copies of its plan: a backend that refills their source buffer gives step n
+the next step's numbers (TensorRT-LLM #15546, rtp-llm #1192).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["next_of", "plans_ahead"]
 
 
 def plans_ahead(loaded: LoadedStep) -> bool:
-    """Whether another step is planned behind this one, before anybody waits for the device."""
+    """True if another step is planned after this one, before anything waits for the device."""
     return loaded.schedule.case.way == "ahead" and bool(loaded.step.requests)
 
 
 def next_of(loaded: LoadedStep, pattern: str | None = None) -> LoadedStep:
-    """A step that may be planned with the memory of ``loaded`` in place: its requests but for the first, backwards.
+    """A step that may be planned with the memory of ``loaded`` in place: its requests without the first, in reverse.
 
-    Of one request it is that one again, as after a step in which nothing was accepted.
+    A single request is repeated, as after a step in which nothing was accepted.
     """
     step = loaded.step
     other = part(step, range(step.bs - 1, min(0, step.bs - 2), -1))

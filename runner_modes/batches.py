@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 ReplayView = SimpleNamespace
-"""What a backend gets at a replay: fewer attributes than a ``ForwardBatch``, whose docstring lists them."""
+"""The batch that a backend gets at a replay: fewer attributes than a ``ForwardBatch``, whose docstring lists them."""
 
 
 def seq_lens_of(harness: ServerHarness, mode: ForwardMode, loaded: LoadedStep) -> list[int]:
@@ -42,7 +42,7 @@ def seq_lens_of(harness: ServerHarness, mode: ForwardMode, loaded: LoadedStep) -
 
 
 def query_starts_of(loaded: LoadedStep) -> npt.NDArray[np.int32]:
-    """[R + 1]: first row of each live request in a forward, and the end of the last one."""
+    """First row of each live request in a forward, and the end of the last one, [R + 1]."""
     draft = loaded.schedule.case.draft
     rows = [draft.branches if draft else request.new for request in loaded.step.requests]
     return np.cumsum([0, *rows], dtype=np.int32)
@@ -55,9 +55,9 @@ def eager_batch(
     spec_info: SpecInput | None,
     extends: Mapping[str, Any],
 ) -> ForwardBatch:
-    """The live batch, unpadded, on the host: [T] and [bs] int64, lengths for those who need them there.
+    """The live batch, unpadded, on the host: [T] and [bs] int64, with host lengths if the backend needs them.
 
-    ``spec_info`` and ``extends``: what the mode adds, or says otherwise.
+    ``spec_info`` and ``extends``: fields that the mode adds or replaces.
     """
     step, data = loaded.step, loaded.data
     lens = torch.tensor(seq_lens_of(harness, mode, loaded), dtype=torch.int64)
@@ -86,10 +86,10 @@ def _by_group(harness: ServerHarness, loaded: LoadedStep) -> torch.Tensor | None
 
 
 def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardBatch, tuple[Sent, ...]]:
-    """An eager batch with its host tensors on the device, and what of it a backend may not write.
+    """Move an eager batch's host tensors to the device; also return the memory that a backend may not write.
 
-    Fields that end in ``_cpu`` stay where they are. Memory is fresh for each step: who keeps a tensor of an earlier
-    step goes on reading that one's numbers.
+    Fields that end in ``_cpu`` stay where they are. Memory is fresh for each step: a backend that keeps a tensor of an
+    earlier step goes on reading that step's numbers.
     """
     owners: dict[str, Any] = {"batch.": batch}
     if batch.spec_info is not None:
@@ -106,15 +106,15 @@ Spec = TypeVar("Spec", VerifyInput, DraftExtendInput)
 
 
 def spec_on_device(spec: Spec, device: torch.device) -> Spec:
-    """The same for a ``spec_info`` whose tensors are gone with the step, as some of a replay's are."""
+    """Move a ``spec_info`` to the device whose tensors exist only for the step, as some of a replay do."""
     moved: Spec = _moved({"": spec}, device)[0][""]
     return moved
 
 
 def _moved(owners: Mapping[str, Any], device: torch.device) -> tuple[dict[str, Any], list[Sent]]:
-    """Dataclasses by the prefix of their fields' names, with host tensors on the device."""
+    """Move host tensors of dataclasses, by the prefix of their fields' names, to the device."""
     host = {prefix: _host_tensors(owner) for prefix, owner in owners.items()}
-    # A mask is as large as all lengths: it has memory of its own, which somebody else is given after the step.
+    # A mask is as large as all lengths: it has its own memory, which is reused after the step.
     masks = {prefix: found.pop("custom_mask") for prefix, found in host.items() if "custom_mask" in found}
     packed = {prefix + name: tensor for prefix, found in host.items() for name, tensor in found.items()}
     tensors, together = send(packed, device)
@@ -130,7 +130,7 @@ def _moved(owners: Mapping[str, Any], device: torch.device) -> tuple[dict[str, A
 
 
 def _host_tensors(owner: Any) -> dict[str, torch.Tensor]:
-    """What of a dataclass is to go to the device."""
+    """Fields of a dataclass that are moved to the device."""
     named = ((each.name, getattr(owner, each.name)) for each in fields(owner) if not each.name.endswith("_cpu"))
     return {name: value for name, value in named if isinstance(value, torch.Tensor) and not value.is_cuda}
 
@@ -144,7 +144,7 @@ _OF_SPEC = (
     "out_cache_loc",
 )
 _WATCHED = frozenset((*(f"batch.{name}" for name in _OF_BATCH), *(f"batch.spec_info.{name}" for name in _OF_SPEC)))
-"""What of a batch must hold after a step what it held before."""
+"""Fields of a batch that a step must not change."""
 
 
 def captured_batch(
@@ -159,7 +159,7 @@ def captured_batch(
 ) -> ForwardBatch:
     """The dummy batch of a bucket of ``bs`` requests of ``width`` rows: slices of the static buffers, all padding.
 
-    ``extends``: what the mode says otherwise, or adds.
+    ``extends``: fields that the mode replaces or adds.
     """
     tokens, mirrors = bs * width, harness.capabilities.needs_cpu_seq_lens
     fields: dict[str, Any] = {
@@ -190,10 +190,10 @@ def replay_view(
     spec: SpecInput | None,
     extends: Mapping[str, Any],
 ) -> ForwardBatch:
-    """As production servers give it: a namespace, with attributes missing and some buffers longer than the batch.
+    """The batch as production servers pass it: a namespace, with attributes missing and some buffers longer than it.
 
     ``bs``: the bucket's requests, padded ones included; ``width``: N; ``fill``: ``seq_lens`` of padded requests;
-    ``extends``: what the mode adds, or says otherwise.
+    ``extends``: fields that the mode adds or replaces.
     """
     live, mirrors = loaded.step.bs, harness.capabilities.needs_cpu_seq_lens
     drafts = mode.is_draft_extend(include_v2=True)

@@ -41,7 +41,7 @@ class Allocated:
     where: str
     """The bucket, as messages name it."""
     tensor: weakref.ref[torch.Tensor]
-    """Weak: what the backend lets go of is the allocator's again, and the drive must not keep it from that."""
+    """Weak reference: the run must not keep memory alive that the backend freed."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class Bucket:
 
     captured: Captured[Trace]
     batch: ForwardBatch
-    """What the backend was given at capture: slices of the static buffers."""
+    """The batch that the backend got at capture: slices of the static buffers."""
     produced: tuple[Readable, ...]
-    """What every replay gives."""
+    """Outputs of every replay."""
     given: tuple[Sent, ...]
-    """What it may not write."""
+    """Memory that a replay may not write."""
     poison: tuple[tuple[torch.Tensor, int], ...]
-    """What of its outputs a replay overwrites, as integers, and what they hold before it."""
+    """Outputs that a replay overwrites, as integers, and their value before it."""
     allocated: tuple[Allocated, ...]
     warm_up_finite: bool
-    """No logit of the last warm-up was NaN or Inf."""
+    """True if no logit of the last warm-up was NaN or Inf."""
     uneven_warm_ups: tuple[str, ...]
     """Names of what differed in bits between warm-ups of one plan. Empty if determinism is not declared."""
 
@@ -72,37 +72,37 @@ class ScheduleGraphs:
     schedule: Schedule
     static: StaticInputs
     fill: int
-    """``seq_lens`` of padded requests."""
+    """Value of ``seq_lens`` for padded requests."""
     buckets: Mapping[int, Bucket]
 
     @property
     def driver(self) -> ModeDriver:
-        """How a server runs the schedule's mode."""
+        """The functions of the schedule's mode."""
         return DRIVERS[self.schedule.case.mode]
 
     @property
     def allocated(self) -> tuple[Allocated, ...]:
-        """Of all buckets, in the order of their capture."""
+        """Memory of all buckets, in the order of their capture."""
         return tuple(each for bucket in self.buckets.values() for each in bucket.allocated)
 
     @property
     def uneven_warm_ups(self) -> tuple[str, ...]:
-        """Of all buckets."""
+        """Uneven warm-ups of all buckets."""
         return tuple(each for bucket in self.buckets.values() for each in bucket.uneven_warm_ups)
 
     @property
     def warm_up_finite(self) -> bool:
-        """Of all buckets."""
+        """True if the warm-ups of all buckets were finite."""
         return all(bucket.warm_up_finite for bucket in self.buckets.values())
 
 
 def mode_suffix(harness: ServerHarness, schedule: Schedule) -> str:
-    """For labels: `` of decode`` where several modes share an instance."""
+    """Suffix of labels, as `` of decode``, if several modes share an instance."""
     return f" of {schedule.case.mode}" if len(harness.context.modes) > 1 else ""
 
 
 def blocks_held(harness: ServerHarness) -> dict[str, tuple[int, int]]:
-    """Path of each device tensor that the backend holds -> (address, bytes) of its memory."""
+    """Map the path of each device tensor that the backend holds to address and bytes of its memory."""
     held = tensors_held_by(harness.backend, (harness.context,))
     return {path: block_of(tensor) for path, tensor in held.items()}
 
@@ -110,7 +110,7 @@ def blocks_held(harness: ServerHarness) -> dict[str, tuple[int, int]]:
 def capture_schedules(
     harness: ServerHarness, schedules: Sequence[Schedule], pool: Any, clock: Clock
 ) -> tuple[ScheduleGraphs, ...]:
-    """Initialise the backend's graph state for all schedules, then capture every bucket of each, largest first.
+    """Initialize the backend's graph state for all schedules, then capture every bucket of each, largest first.
 
     ``pool``: the memory pool of all graphs. Raises ``DriveError``.
     """
@@ -136,7 +136,7 @@ def _capture_schedule(
     buckets: dict[int, Bucket] = {}
     for bs in schedule.buckets:
         with clock.phase("capture"):
-            # Servers warm up once to three times. What a backend makes on a later run it makes in the first bucket.
+            # Servers warm up once to three times. A backend that allocates on a later run does so in the first bucket.
             runs = 1 if buckets else 3
             buckets[bs] = _capture_bucket(harness, schedule, static, fill, bs, pool, runs)
     return ScheduleGraphs(harness, schedule, static, fill, buckets)
@@ -186,5 +186,5 @@ def _capture_bucket(
 
 
 def _poison(trace: Trace, byte: int) -> tuple[tuple[torch.Tensor, int], ...]:
-    """What the backend returned and the copies of it. All that the model computes further is computed from these."""
+    """Outputs of the backend and their copies, which everything else of the model is computed from."""
     return tuple(poisoned(tensor, byte) for tensor in (*trace.raw, *trace.attention, *trace.of_parts, *trace.lse))

@@ -1,4 +1,4 @@
-"""Where the time of a case-run goes."""
+"""The time of a case-run by phase."""
 
 from __future__ import annotations
 

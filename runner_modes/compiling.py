@@ -1,4 +1,4 @@
-"""Whether lengths alone make a backend compile again: more eager steps on the instance of a drive."""
+"""The check that other lengths do not make a backend compile again: more eager steps on the instance of a run."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .harness import ServerHarness
 __all__ = ["STEPS", "compiles_once"]
 
 STEPS = 5
-"""Steps of other lengths. torch.compile makes a size dynamic once it has seen two, and may do so for one that a tile
-divides and one that none does: what compiles in the fifth compiles in all."""
+"""Number of steps with other lengths. torch.compile makes a size dynamic after two sizes, perhaps separately for those
+that a tile divides: if it still compiles in the fifth step, it always does."""
 
 
 def compiles_once(harness: ServerHarness, schedule: Schedule, clock: Clock) -> list[Finding]:
-    """A finding where every one of ``STEPS`` eager steps that differ in lengths alone compiles or tunes something.
+    """Find out if each of ``STEPS`` eager steps that differ only in lengths compiles or tunes something.
 
-    Nothing is run where the drive compiled nothing, where its first step is too short, or where slots depend on lengths
+    Nothing is run if the run compiled nothing, if its first step is too short, or if slots depend on lengths
     (draft-decode).
     """
     steps = list(_shorter(schedule.steps[0]))
     if not harness.compiled or not steps:
         return []
     if room_left() <= 0:
-        # What was given up is run as it is, and compiles no more.
+        # Functions that torch.compile gave up on run uncompiled from now on.
         forget_compiled()
     earlier = {each.id for each in compilations()}
     deliver, harness.deliver = harness.deliver, lambda observed: observed
@@ -44,7 +44,7 @@ def compiles_once(harness: ServerHarness, schedule: Schedule, clock: Clock) -> l
                 if len(harness.compiled) == count:
                     return []
     except DriveError:
-        # Whether the backend runs is judged in the steps of the drive.
+        # Exceptions are reported by the steps of the run itself.
         return []
     finally:
         harness.deliver = deliver
@@ -55,7 +55,7 @@ def compiles_once(harness: ServerHarness, schedule: Schedule, clock: Clock) -> l
     return [
         Finding(
             "compiles-once",
-            f"each of {STEPS} steps that differ in lengths alone compiles anew: {work}",
+            f"each of {STEPS} steps that differ only in lengths compiles again: {work}",
             where=what,
             hint="\n".join(filter(None, (why, _CURE))),
             step=f"the first eager step again, with longest requests of {lengths} keys",
@@ -64,13 +64,13 @@ def compiles_once(harness: ServerHarness, schedule: Schedule, clock: Clock) -> l
 
 
 _CURE = (
-    "compile for what lengths leave alone: sizes by batch and rows, padded to the longest that there can be, or "
-    "dynamic (mark_dynamic, dynamic=True); no length among a tuner's keys or a kernel's constants"
+    "compile for sizes that do not depend on lengths: by batch and rows, padded to the largest length, or dynamic "
+    "(mark_dynamic, dynamic=True); no length among a tuner's keys or a kernel's constants"
 )
 
 
 def _shorter(step: Step) -> Iterator[Step]:
-    """The same requests with fewer keys before the step, each time a token fewer; none where that is not possible."""
+    """Steps of the same requests with one key less before the step each time, if that is possible."""
     longest = max((request.prefix for request in step.requests), default=0)
     if longest < STEPS or any(request.draft is not None for request in step.requests):
         return

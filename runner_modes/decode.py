@@ -1,4 +1,4 @@
-"""Decode: one new token a request; ``seq_lens`` counts it."""
+"""Decode: one new token per request; ``seq_lens`` counts it."""
 
 from __future__ import annotations
 

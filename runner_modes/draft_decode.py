@@ -1,8 +1,8 @@
-"""Draft-decode: all forwards of a draft from one plan, each of a row a branch; ``seq_lens`` is the prefix alone.
+"""Draft-decode: all forwards of a draft from one plan, each with one row per branch; ``seq_lens`` is only the prefix.
 
-A graph holds all forwards. What changes between them is made on the device, as a server makes it: each branch's next
-token, positions that advance by one in place and are put back, and the slots of a forward, cut out of those of the
-draft. Rows of the trace are those of the forwards, one behind the other.
+A graph holds all forwards. Values that change between them are computed on the device, as servers do: each branch's
+next token, positions that advance by one in place and are restored, and the slots of a forward, a slice of those of
+the draft. Rows of the trace are those of the forwards in sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _draft(loaded: LoadedStep) -> Draft:
 
 
 def _slots(loaded: LoadedStep) -> torch.Tensor:
-    """[bs * K * S] int64, host: the slots of all branches, by request, branch and step."""
+    """Slots of all branches by request, branch and step, [bs * K * S] int64, host."""
     page, found = loaded.schedule.case.page_size, []
     for request in loaded.step.requests:
         assert request.columns is not None
@@ -42,8 +42,8 @@ def _slots(loaded: LoadedStep) -> torch.Tensor:
 
 
 def _first(per_row: torch.Tensor, draft: Draft) -> torch.Tensor:
-    """Of the numbers of a step's rows [T] those of the first forward: [bs * K]."""
-    # By index: a slice of one row would keep the stride, and ``contiguous`` leave it.
+    """Select the rows of the first forward [bs * K] from those of a step [T]."""
+    # By index: a slice of one row would keep its stride, even after ``contiguous``.
     return per_row[torch.arange(0, len(per_row), draft.forwards)]
 
 
@@ -57,7 +57,7 @@ def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftDecodeInput:
 
 
 def _first_forward(loaded: LoadedStep) -> Mapping[str, torch.Tensor]:
-    """The tensors of a batch that have a row for each branch: of the live requests, on the host."""
+    """Tensors of a batch with one row per branch, of the live requests, on the host."""
     draft = _draft(loaded)
     return {
         "input_ids": _first(loaded.ids, draft),
@@ -83,7 +83,7 @@ def _captured_extends(
 
 
 def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
-    """Slots of all forwards; and the rows of the first, where the rows of all of them have been filled in."""
+    """Fill slots of all forwards, and replace the rows of all forwards by those of the first."""
     step, rows, host = loaded.step, loaded.step.bs * _draft(loaded).branches, static.host
     for name, first in _first_forward(loaded).items():
         host[name][:rows] = first.numpy()
@@ -122,7 +122,7 @@ def _forwards(harness: ServerHarness, batch: ForwardBatch) -> Generator[ForwardB
 
 
 def _live_rows(loaded: LoadedStep, bs: int) -> Rows:
-    """By request, branch and forward, as the tokens of the step."""
+    """Rows by request, branch and forward, like the tokens of the step."""
     draft, live = _draft(loaded), loaded.step.bs
     rows = np.arange(draft.forwards * bs * draft.branches).reshape(draft.forwards, bs, draft.branches)
     return rows[:, :live].transpose(1, 2, 0).reshape(-1)

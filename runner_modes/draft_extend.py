@@ -1,7 +1,7 @@
 """Draft-extend v1: the accepted tokens of each request, packed without gaps; the last of them continues the draft.
 
-A graph of this mode is captured with S + 1 rows a request and replayed with fewer: live rows are packed at the head of
-the token buffers, and what follows is padding, even when no request is.
+A graph of this mode is captured with S + 1 rows per request and replayed with fewer: live rows are packed at the head
+of the token buffers, and the rest is padding, even if no request is.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = [
 
 
 def accepted_counts(loaded: LoadedStep) -> torch.Tensor:
-    """Accepted tokens of each live request: [bs] int32, host."""
+    """Number of accepted tokens of each live request, [bs] int32, host."""
     return torch.tensor([r.accepted for r in loaded.step.requests], dtype=torch.int32)
 
 
 def extend_fields(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, Any]:
-    """The ``extend_*`` fields of an eager draft-extend: [bs] int32, and lists for those who need them on the host."""
+    """Fields ``extend_*`` of an eager draft-extend: [bs] int32, and lists if the backend needs them on the host."""
     requests = loaded.step.requests
     lens = torch.tensor([r.new for r in requests], dtype=torch.int32)
     prefixes = torch.tensor([r.prefix for r in requests], dtype=torch.int32)
@@ -63,14 +63,14 @@ def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
 
 
 def captured_width(harness: ServerHarness, width: int) -> int:
-    """``num_tokens_per_req`` at capture: the width, or unset as older servers had it, for who says it takes that."""
+    """Value of ``num_tokens_per_req`` at capture: the width, or unset as in older servers if ``takes_unset_width``."""
     if not harness.capabilities.takes_unset_width:
         return width
     return -1 if harness.case.pick("num-tokens-per-req") else 0
 
 
 def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, width: int) -> DraftExtendInput:
-    """``spec_info`` of a bucket's dummy batch, for both draft-extends: every request has the full width."""
+    """Make ``spec_info`` of a bucket's dummy batch, for both draft-extends: every request has the full width."""
     mirrors = harness.capabilities.needs_cpu_seq_lens
     return DraftExtendInput(
         hidden_states=static.hidden_states[: bs * width],
@@ -85,7 +85,7 @@ def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, w
 
 
 def fill_draft_buffers(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
-    """Accept counts at the width wherever a request is padding, or 0 where that has no row, then the live ones."""
+    """Fill accept counts: the live ones, then the width for padded requests, or 0 if those have no row."""
     width, live, host = loaded.schedule.case.width, loaded.step.bs, static.host
     rows = 0 if harness.pads_with_nothing else width
     accepted = np.array([r.accepted for r in loaded.step.requests], dtype=np.int64)
@@ -116,7 +116,7 @@ def _replay_spec(
 
 
 def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(p [rows, k] float32, index [rows, k] int64); for k = 1 the argmax, with probability 1.0."""
+    """Top-k probabilities [rows, k] float32 and indices [rows, k] int64; for k = 1 the argmax with probability 1.0."""
     if k == 1:
         index = logits.argmax(-1, keepdim=True)
         return torch.ones_like(index, dtype=torch.float32), index
@@ -125,7 +125,7 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
-    """Prune to the last row of each request, then the head and the top-k, all inside the graph."""
+    """Prune to the last row of each request, then run the head and the top-k, all inside the graph."""
     spec = batch.spec_info
     assert isinstance(spec, DraftExtendInput)
     last = spec.num_accept_tokens[: batch.batch_size].cumsum(0) - 1

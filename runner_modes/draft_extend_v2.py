@@ -33,7 +33,7 @@ def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
 
 
 def _eager_extends(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, Any]:
-    """With the list of rows, which a server knows on the host whatever the backend needs."""
+    """Fields with the list of rows, which a server knows on the host whatever the backend needs."""
     rows = [request.new for request in loaded.step.requests]
     return {**extend_fields(harness, loaded), "extend_seq_lens_cpu": rows}
 
@@ -64,7 +64,7 @@ def _replay_spec(
 
 def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
     trace.logits = harness.model.logits(trace.hidden)
-    # A graph anchors its full logits with a reduction; the value is nobody's business. No rows have none.
+    # A graph anchors its full logits with a reduction, whose value is not used. Without rows there is none.
     if len(trace.logits):
         trace.logits.amax()
 

@@ -19,4 +19,4 @@ __all__ = ["DRIVERS"]
 DRIVERS: Mapping[ForwardMode, ModeDriver] = {
     driver.mode: driver for driver in (DECODE, TARGET_VERIFY, DRAFT_EXTEND, DRAFT_EXTEND_V2, EXTEND, DRAFT_DECODE)
 }
-"""Mode -> how a server runs it."""
+"""Mode -> its functions."""

@@ -39,16 +39,16 @@ def run_eager(
     among: Among = "",
     between: Callable[[], None] | None = None,
 ) -> Observation:
-    """One eager step: plan, forward, read back. Memory that the output may be given is poisoned first.
+    """Run one eager step: plan, forward, read back. Memory that the output may get is poisoned first.
 
-    ``pattern``: numbers other than the case's. ``label``: names the step in messages. ``among``: what else runs on the
-    instance. ``between``: what another instance does after the plan and after each layer.
+    ``pattern``: numbers other than the case's. ``label``: name of the step in messages. ``among``: other work on the
+    instance. ``between``: work of another instance after the plan and after each layer.
 
     Raises ``DriveError`` for whatever the backend raises.
     """
     case, driver = schedule.case, DRIVERS[schedule.case.mode]
     with clock.phase("setup"):
-        # Servers look at it in every mode.
+        # Servers read it in every mode.
         verify_mask_of(harness)
         loaded = harness.load(schedule, step, pattern)
         batch, sent = batch_of(harness, loaded)
@@ -67,7 +67,7 @@ def run_eager(
         run = partial(forward, harness, driver, batch, case, not step.stored, between, step.turned)
         trace = looked_at(harness, "forward without k and v" if none_kv else "forward", label, no_waits, run)
         if ahead is not None:
-            # Made only now: a mask buffer of the backend's own is filled with it.
+            # Made only now: it fills a mask buffer of the backend.
             following, _ = batch_of(harness, ahead)
             plan = partial(harness.backend.init_forward_metadata, following)
             looked_at(harness, "plan of the next step", label, no_waits, plan)
@@ -82,11 +82,10 @@ def run_eager(
 def eager_by_turns(
     harness: ServerHarness, steps: Sequence[tuple[Schedule, Step]], clock: Clock, turns: Sequence[str]
 ) -> list[Observation]:
-    """A step of each of several modes on one instance, and all of them once more in each of ``turns``.
+    """Run a step of each of several modes on one instance, all of them once per entry of ``turns``.
 
-    So each is planned again for the lengths of its own last plan, with other modes' plans between (TensorRT-LLM
-    #13696).
-    ``turns``: what messages call them. Raises ``DriveError`` for whatever the backend raises.
+    Each is planned again for the lengths of its own last plan, with other modes' plans between (TensorRT-LLM #13696).
+    ``turns``: their names in messages. Raises ``DriveError`` for whatever the backend raises.
     """
     return [
         run_eager(harness, schedule, step, clock, label=f"eager {schedule.case.mode}, {turn}", among="modes")
@@ -96,7 +95,7 @@ def eager_by_turns(
 
 
 def batch_of(harness: ServerHarness, loaded: LoadedStep) -> tuple[ForwardBatch, tuple[Sent, ...]]:
-    """What the backend gets of a step, and what of it the backend may not write. Raises ``DriveError``."""
+    """Make the batch that the backend gets, and the memory that it may not write. Raises ``DriveError``."""
     mode = loaded.schedule.case.mode
     driver = DRIVERS[mode]
     spec, extends = driver.eager_spec(harness, loaded), driver.eager_extends(harness, loaded)
@@ -106,7 +105,7 @@ def batch_of(harness: ServerHarness, loaded: LoadedStep) -> tuple[ForwardBatch, 
 
 
 def _poison_heap(harness: ServerHarness, rows: int) -> None:
-    """Let freed blocks of the output's size hold NaN, so that an unwritten output row shows."""
+    """Fill freed blocks of the output's size with NaN, so that an unwritten output row shows."""
     heads = dict.fromkeys((layer.tp_q_head_num, layer.v_head_dim) for layer in harness.context.layers)
     dtypes = harness.context.dtype, torch.float32
     sizes = [rows * count * dim * dtype.itemsize for count, dim in heads for dtype in dtypes]

@@ -1,4 +1,4 @@
-"""What goes wrong in a drive, and whose mistake it is: everything raised inside ``blame`` is the backend's."""
+"""Errors of a run, and who caused them: everything raised inside ``blame`` comes from the backend."""
 
 from __future__ import annotations
 
@@ -14,52 +14,53 @@ __all__ = ["ContractError", "DriveError", "NoRoomError", "ShapeError", "blame", 
 
 
 class DriveError(Exception):
-    """A hook or a forward raised; ``__cause__`` is what it raised."""
+    """Raised if a hook or a forward raised; ``__cause__`` is the original error."""
 
     def __init__(self, phase: str, label: str) -> None:
         super().__init__(phase)
         self.phase = phase
-        """``constructor``, ``KV pool``, ``plan``, ``forward``, ``graph state``, ``plan for capture``, ``warm-up``,
-        ``capture``, ``plan for replay``, ``replay``, ``read back``, ``verify mask``, ``fill value`` or ``kernels``."""
+        """Phase: ``constructor``, ``KV pool``, ``plan``, ``forward``, ``graph state``, ``plan for capture``,
+        ``warm-up``, ``capture``, ``plan for replay``, ``replay``, ``read back``, ``verify mask``, ``fill value`` or
+        ``kernels``."""
         self.label = label
-        """The step or bucket, in words; empty where there is none."""
+        """The step or bucket in words; empty if there is none."""
 
 
 class ContractError(Exception):
-    """A hook or a property answered what the contract does not allow."""
+    """Raised if a hook or a property returned a value that the contract does not allow."""
 
     site = ""
-    """The line at which it was noticed is the kit's, and of no use to an author."""
+    """Empty: the line that noticed it is in the kit, and of no use to an author."""
 
     def __init__(self, message: str, cure: str) -> None:
         super().__init__(message)
         self.cure = cure
-        """What the author of the backend can do about it."""
+        """Advice to the author of the backend."""
 
 
 class NoRoomError(Exception):
-    """A case takes more memory than the machine has. Nobody's mistake: it is not run here."""
+    """Raised if a case takes more memory than the machine has, so that it is not run here."""
 
 
 class ShapeError(Exception):
-    """An output has the wrong shape, dtype or device; the model cannot go on."""
+    """Raised if an output has the wrong shape, dtype or device, so that the model cannot continue."""
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator said no, of a device or of a host, for which torch has no type of its own."""
+    """True if an allocator of a device or of the host failed; torch has no exception type for the latter."""
     words = "out of memory", "can't allocate memory", "Cannot allocate memory"
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words))
 
 
 @contextmanager
 def no_mode_left() -> Iterator[None]:
-    """Raises ``ContractError`` where a function or dispatch mode is left entered: it would see the caller's calls."""
+    """Raise ``ContractError`` if a function or dispatch mode is left entered: it would see the caller's calls."""
     before = _modes()
     yield
     left = [mode for was, now in zip(before, _modes(), strict=True) for mode in now[len(was) :]]
     if left:
         names = ", ".join(type(mode).__qualname__ for mode in left)
-        raise ContractError(f"a mode of torch was left entered: {names}", "enter it in a `with` block")
+        raise ContractError(f"a torch mode was entered and not left: {names}", "enter it in a `with` block")
 
 
 def _modes() -> tuple[Sequence[object], Sequence[object]]:
@@ -70,11 +71,11 @@ def _modes() -> tuple[Sequence[object], Sequence[object]]:
 
 @contextmanager
 def blame(phase: str, label: str = "") -> Iterator[None]:
-    """Whatever is raised inside, the backend raised it.
+    """Attribute everything raised inside to the backend.
 
-    ``SystemExit`` and the like too: a kernel wrapper that exits would end the caller's program. In the caller's own
-    process a ``KeyboardInterrupt`` may be the user's, and passes. Raises ``DriveError`` from it, and from what
-    ``no_mode_left`` raises; one from an inner ``blame`` passes as it is.
+    This includes ``SystemExit``: a kernel wrapper that exits would end the caller's program. In the caller's own
+    process a ``KeyboardInterrupt`` may be the user's, and passes. Raises ``DriveError`` from the error, and from that
+    of ``no_mode_left``; one from an inner ``blame`` passes unchanged.
     """
     try:
         with no_mode_left():

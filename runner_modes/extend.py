@@ -1,7 +1,7 @@
 """Extend (prefill): ragged new tokens over a cached prefix, packed; the last row of each request gives its logits.
 
-A graph of this mode has a number of rows, and not of rows a request: a replay packs its requests at the head of them,
-padded requests have no row, and the rows behind the last live one are of no request.
+A graph of this mode has a fixed number of rows in total, not per request: a replay packs its requests at the head of
+them, padded requests have no row, and the rows after the last live one belong to no request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["EXTEND"]
 
 
 def _eager_extends(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, Any]:
-    """With both lists: a scheduler cut the chunks, and knows them on the host whatever the backend needs."""
+    """Fields with both lists: a scheduler cuts the chunks, and knows them on the host whatever the backend needs."""
     requests = loaded.step.requests
     lists = {
         "extend_seq_lens_cpu": [request.new for request in requests],
@@ -33,7 +33,7 @@ def _eager_extends(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, A
 
 
 def _fields(static: StaticInputs, bs: int, tokens: int, lens: list[int], prefixes: list[int]) -> dict[str, Any]:
-    """The ``extend_*`` fields of a graph's batch. ``lens``, ``prefixes``: of ``bs`` requests, the padded ones too."""
+    """Fields ``extend_*`` of a graph's batch. ``lens``, ``prefixes``: of ``bs`` requests, the padded ones too."""
     return {
         "extend_num_tokens": tokens,
         "extend_seq_lens": static.extend_seq_lens[:bs],
@@ -47,7 +47,7 @@ def _fields(static: StaticInputs, bs: int, tokens: int, lens: list[int], prefixe
 def _captured_extends(
     harness: ServerHarness, static: StaticInputs, bs: int, width: int, fill: int
 ) -> Mapping[str, Any]:
-    """The first requests have as many rows as one may have, and no prefix; those for which none is left are padding."""
+    """Give the first requests as many rows as one may have, and no prefix; those for which none is left are padding."""
     left, most, lens = bs * width, harness.context.max_extend_tokens, list[int]()
     for _ in range(bs):
         lens.append(min(most, left))
@@ -62,7 +62,7 @@ def _captured_extends(
 
 
 def _share_out(static: StaticInputs, lens: Sequence[int]) -> None:
-    """The rows of the first requests, and none for those behind them. Prefixes and first rows follow."""
+    """Fill the rows of the first requests, and none for those after them. Prefixes and first rows follow."""
     host = static.host
     host["extend_seq_lens"][:] = 0
     host["extend_seq_lens"][: len(lens)] = lens
@@ -85,7 +85,7 @@ def _replay_extends(
 
 
 def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
-    """Prune to the last row of each request, then the head, inside the graph."""
+    """Prune to the last row of each request, then run the head, inside the graph."""
     assert batch.extend_seq_lens is not None
     last = batch.extend_seq_lens.cumsum(0) - 1
     trace.hidden = trace.hidden[last]

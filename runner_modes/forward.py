@@ -34,9 +34,9 @@ def forward(
     between: Callable[[], None] | None = None,
     turned: bool = False,
 ) -> Trace:
-    """All layers, in every forward of the mode, and what the mode adds to them. Device work only.
+    """Run all layers in every forward of the mode, and what the mode adds to them. Device work only.
 
-    ``between`` is called after each layer, before anybody reads its output. ``turned``: see ``Step.turned``.
+    ``between`` is called after each layer, before its output is read. ``turned``: see ``Step.turned``.
 
     Raises ``ShapeError`` at the first layer whose output is not [T, Hq, Dv] or [T, Hq * Dv] in the model's dtype on the
     harness' device, T being the rows of the forward's ``input_ids``; and whatever the backend raises.
@@ -76,7 +76,7 @@ def _checked(check: Callable[[Trace], None], between: Callable[[], None], trace:
 
 
 def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> ForwardBatch | None:
-    """The batch of the forward behind that of ``trace``; None: it was the last."""
+    """The batch of the forward after that of ``trace``; None if it was the last."""
     try:
         return parts.send(trace)
     except StopIteration:
@@ -84,11 +84,11 @@ def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> Forward
 
 
 _MORE_ROWS = 3
-"""As many as requests, in some batches: rows a request that are counted by dividing are one more then."""
+"""Number of extra rows; in some batches that of requests, so that dividing by it gives wrong rows per request."""
 
 
 def _with_more_rows(harness: ServerHarness, batch: ForwardBatch) -> ForwardBatch:
-    """A batch with rows of no request behind its own: token 0 at position 0, as servers fill in."""
+    """A batch with extra rows that belong to no request: token 0 at position 0, as servers fill in."""
     values = {"input_ids": 0, "positions": 0, "out_cache_loc": harness.padding_slot(0)}
     longer: dict[str, Any] = {}
     for name, value in values.items():
@@ -98,16 +98,16 @@ def _with_more_rows(harness: ServerHarness, batch: ForwardBatch) -> ForwardBatch
 
 
 _ALIGNMENT = 512
-"""Bytes. Where an allocator has memory begin, and kernels may be compiled for that."""
+"""Alignment of an allocator's memory in bytes, for which kernels may be compiled."""
 
 
 class _Loan:
-    """Memory for outputs, poisoned: a row that is not written there shows, and one that is written beside it."""
+    """Poisoned memory for outputs, which shows rows that are not written there, and writes around it."""
 
     def __init__(self, harness: ServerHarness) -> None:
         self._dtype, self._device, self._byte = harness.context.dtype, harness.device, harness.fill
         self.beside: list[torch.Tensor] = []
-        """What lies before each output and behind it, [rows, Hq, Dv] each: a server has other rows there."""
+        """Memory before and after each output, [rows, Hq, Dv] each: a server has other rows there."""
 
     def __call__(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
         heads, dim = layer.tp_q_head_num, layer.v_head_dim
@@ -121,18 +121,18 @@ class _Loan:
 
 
 def _check(harness: ServerHarness, rows: int, loan: _Loan | None, trace: Trace) -> None:
-    """The output of the layer that ran last."""
+    """Check the output of the layer that ran last."""
     layer = harness.context.layers[len(trace.raw) - 1]
     heads, dim = layer.tp_q_head_num, layer.v_head_dim
     shapes = ((rows, heads, dim), (rows, heads * dim))
     out, name = trace.raw[-1], f"layer {layer.layer_id}"
     check_returned(name, out, shapes, harness.context.dtype, harness.device)
     if loan is not None and out.data_ptr() != loan.out.data_ptr():
-        raise ShapeError(f"{name} was given out=, and returned other memory; write the output to out and return it")
+        raise ShapeError(f"{name} was given out=, but returned other memory; write the output to out and return it")
     if harness.capabilities.output_lifetime == "model":
         earlier = {each.data_ptr(): layer for each, layer in zip(trace.raw[:-1], harness.context.layers, strict=False)}
         if out.numel() and out.data_ptr() in earlier:
             raise ShapeError(
-                f"{name} returned the memory of layer {earlier[out.data_ptr()].layer_id}'s output, which must hold "
-                "until all layers have run; return another tensor, or claim output_lifetime='layer'"
+                f"{name} returned the memory of layer {earlier[out.data_ptr()].layer_id}'s output, which must remain "
+                "until all layers have run; return another tensor, or declare output_lifetime='layer'"
             )

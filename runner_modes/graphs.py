@@ -1,4 +1,4 @@
-"""The graph drive: capture everything on one instance, then a schedule of replays with eager steps between them."""
+"""The graph run: capture everything on one instance, then a schedule of replays with eager steps between them."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ class AllocatedInCapture:
     path: str
     """Attributes from the backend on, such as ``_plans[4].lens``."""
     where: str
-    """``bucket 4``, with the mode where several share the instance."""
+    """The bucket, as ``bucket 4``, with the mode if several share the instance."""
 
 
 @dataclass(frozen=True)
 class GraphRun:
-    """What a graph drive found. Plain data: no graph, and no memory of the backend's, is kept alive by it."""
+    """Results of a graph run. Plain data: it keeps no graph and no memory of the backend alive."""
 
     observed: tuple[tuple[Schedule, Observation], ...]
-    """Replays and eager steps, in the order in which their messages should come: a step that ran eagerly right after
-    its replay stands before it, and one that ran before there were graphs stands last."""
+    """Replays and eager steps, in the order of their messages: a step that ran eagerly right after its replay comes
+    before it, and one that ran before there were graphs comes last."""
     fill: int
-    """``seq_lens`` of padded requests: 0 or 1."""
+    """Value of ``seq_lens`` for padded requests: 0 or 1."""
     not_finite_in_warm_up: tuple[Schedule, ...] = ()
-    """Those with NaN or Inf in the logits of a warm-up, in which every ``seq_lens`` is ``fill``."""
+    """Schedules with NaN or Inf in the logits of a warm-up, in which every ``seq_lens`` is ``fill``."""
     uneven_warm_ups: tuple[str, ...] = ()
-    """Where a warm-up gave other bits than the first of the same plan."""
+    """Places in which a warm-up gave other bits than the first of the same plan."""
     written_at_capture: tuple[int, ...] = ()
-    """Slots outside page 0 that warm-ups and captures wrote, though every ``out_cache_loc`` is 0; ascending."""
+    """Slots outside page 0 that warm-ups and captures wrote, although every ``out_cache_loc`` is 0; ascending."""
     allocated_in_capture: tuple[AllocatedInCapture, ...] = ()
-    """In the order of the captures."""
+    """Memory that was allocated in captures, in their order."""
     replaced: tuple[str, ...] = ()
     """Attributes whose tensors the plan for some replay replaced. Empty unless the options ask for it."""
 
     def replay_of(self, step: Step) -> Observation | None:
-        """The replay of a step; None if the drive had none."""
+        """The replay of a step; None if the run had none."""
         return next((seen for _, seen in self.observed if seen.replay and seen.step is step), None)
 
 
 def in_graphs(schedules: Sequence[Schedule], claims: Capabilities) -> list[Schedule]:
-    """Those of a drive that are captured: the first, and those of modes that are claimed in graphs."""
+    """Schedules of a run that are captured: the first, and those of modes that are declared for graphs."""
     return [schedules[0], *(each for each in schedules[1:] if each.case.mode in claims.graph)]
 
 
@@ -75,11 +75,11 @@ def drive_graphs(
     *,
     neighbour: tuple[ServerHarness, Schedule] | None = None,
 ) -> GraphRun:
-    """Capture all buckets of all schedules on one instance, then replay them interleaved, eager steps between.
+    """Capture all buckets of all schedules on one instance, then replay them interleaved, with eager steps between.
 
-    Of those ``in_graphs``, that is; steps of the others run eagerly behind the replays, and replays behind them again.
+    Only schedules ``in_graphs`` are captured; steps of the others run eagerly after the replays, then replays again.
 
-    ``neighbour``: another instance with a pool of its own, as of a draft model beside its target, and what it runs. It
+    ``neighbour``: a co-resident instance with its own pool, like a draft model next to its target, and its schedule. It
     captures graphs too, and plans and replays one whenever this one is between planning and replaying its first
     schedule, and again before the replay's results are read.
 
@@ -125,7 +125,7 @@ def _before_graphs(harness: ServerHarness, schedule: Schedule, clock: Clock) -> 
 def _replay_all(
     graphs: Sequence[ScheduleGraphs], other: NeighbourGraphs | None, clock: Clock, options: DriveOptions
 ) -> tuple[_Observed, tuple[str, ...]]:
-    """What all replays and the eager steps between them gave, and which attributes their plans replaced."""
+    """Results of all replays and the eager steps between them, and attributes that their plans replaced."""
     seen: _Observed = []
     replaced: dict[str, None] = {}
     # Graphs may read these at any later replay.
@@ -163,10 +163,10 @@ def _replay_all(
 def _modes_by_turns(
     graphs: Sequence[ScheduleGraphs], schedules: Sequence[Schedule], clock: Clock, options: DriveOptions
 ) -> _Observed:
-    """The last step of each mode once more: eager steps of all modes, then replays of all, then the eager ones again.
+    """Run the last step of each mode again: eager steps of all modes, then replays of all, then the eager ones again.
 
-    So every plan is made for the lengths of the same mode's last one, with plans of other modes between, and the first
-    eager one for those of the last eager one, with replays between (TensorRT-LLM #13696).
+    Every plan is then made for the lengths of the same mode's last one, with plans of other modes between, and the
+    first eager one for those of the last eager one, with replays between (TensorRT-LLM #13696).
     """
     harness = graphs[0].harness
     claimed = [each for each in schedules if each.case.mode in harness.capabilities.eager]
@@ -177,7 +177,7 @@ def _modes_by_turns(
     replays = []
     for each in reversed(graphs):
         again = replay(each, last_live(each.schedule), canaries, clock, options).observed
-        replays.append(replace(again, label=f"{again.label}, again, modes by turns"))
+        replays.append(replace(again, label=f"{again.label}, again, modes in turn"))
     # The last of the eager plans first: only replays were planned since, the last of another mode.
     after = eager_by_turns(harness, eager[::-1], clock, ("behind replays of all modes",))
     return [(seen.schedule, seen) for seen in (*before, *replays, *after)]
@@ -191,14 +191,14 @@ def last_live(schedule: Schedule) -> Step:
 def _eager_after(
     graphs: ScheduleGraphs, step: Step, replayed: Observation, clock: Clock, options: DriveOptions
 ) -> Observation:
-    """An eager step on the instance right after a replay: the same step, or a larger batch."""
+    """Run an eager step on the instance right after a replay: the same step, or a larger batch."""
     which = "" if step is replayed.step else f" ({step.label}, {step.bs} requests)"
     label = f"eager run{which} after {replayed.label}"
     return run_eager(graphs.harness, graphs.schedule, step, clock, pattern=options.pattern, label=label, among="graphs")
 
 
 def _poison_allocated(graphs: Sequence[ScheduleGraphs]) -> None:
-    """Memory that was allocated in a capture belongs to that graph, which must write it before it reads it."""
+    """Poison memory that was allocated in a capture: its graph must write it before it reads it."""
     for each in graphs:
         for allocated in each.allocated:
             tensor = allocated.tensor()

@@ -54,19 +54,19 @@ class LoadedStep:
     slots: int
     """Slots of the KV pool that the schedule uses, page 0 included."""
     due: npt.NDArray[np.int64] = field(repr=False)
-    """[n] ascending: slots that the step may well write, its own and the first of page 0."""
+    """Slots that the step may write, its own and the first of page 0, [n] ascending."""
     due_on_device: torch.Tensor = field(repr=False)
-    """The same in memory that the backend is not given."""
+    """Slots of ``due`` in device memory that the backend does not get."""
     table: Sent = field(repr=False)
     """The request table."""
     rows: Bytes = field(repr=False)
-    """[T, L, bytes]: what the model looks up, q, k, v of a token beside each other."""
+    """Rows that the model looks up, [T, L, bytes]: q, k, v of a token are adjacent."""
     tokens: torch.Tensor | None = None
-    """[T] int64, host: the rows of the model's table; None: one after the other."""
+    """Rows of the model's table, [T] int64, host; None if they are in sequence."""
 
     @property
     def ids(self) -> torch.Tensor:
-        """[T] int64, host: ``input_ids`` of every row."""
+        """Values ``input_ids`` of every row, [T] int64, host."""
         return torch.from_numpy(np.arange(self.step.tokens)) if self.tokens is None else self.tokens
 
 
@@ -80,9 +80,9 @@ def context_for(
     layers: tuple[AttentionLayer, ...],
     own_layout: Callable[[KVPoolSpec], Sequence[KVLayer]] | None = None,
 ) -> BackendContext:
-    """What a server would give the constructor of a backend that is to run these schedules. All tables are zeros.
+    """Make the context that a server gives the constructor of a backend for these schedules. All tables are zeros.
 
-    ``own_layout``: lays out the KV pool where the case leaves that to the backend. Raises ``DriveError`` where it does.
+    ``own_layout``: lays out the KV pool if the case leaves that to the backend. Raises ``DriveError`` if it raises.
     """
     case = schedules[0].case
     dtype = DTYPES[case.dtype]
@@ -133,7 +133,7 @@ def _pool(
     *,
     cleared: bool,
 ) -> KVPool:
-    """Raises ``NoRoomError`` where a pool that is mostly unused is more than there is."""
+    """Make a KV pool. Raises ``NoRoomError`` if a pool that is mostly unused does not fit."""
     try:
         return KVPool(
             pages * case.page_size, case.page_size, layers, dtype, device, case.kv_layout, own_layout, cleared=cleared
@@ -157,24 +157,24 @@ class ServerHarness:
         *,
         claims: Capabilities | None = None,
     ) -> None:
-        """Construct the backend; raises what its constructor raises, and ``DriveError`` where it lays out its KV pool.
+        """Construct the backend. Errors of its constructor are passed on; ``DriveError`` if laying out its pool failed.
 
-        ``schedules``: with what differs between their modes alone; the first one's case decides dtypes, page size and
-        layers. ``unowned``: what slots that no request owns hold, NaN, or a number to find out where a NaN came from.
-        ``fill``: the byte that outputs hold before they are written. ``claims``: what the judge was told that the class
-        claims; None: ask the class.
+        ``schedules``: they differ only in what belongs to their modes; the first one's case decides dtypes, page size
+        and layers. ``unowned``: contents of unowned slots, NaN, or a number to find out where a NaN came from.
+        ``fill``: byte of outputs before they are written. ``claims``: the capabilities that the judge knows; None for
+        those of the class.
         """
         self.device, self.unowned, self.fill = device, unowned, fill
         self.deliver: Callable[[Observation], Observation] = lambda observed: observed
-        """Hears of every observation as soon as it is made, also of a drive that then breaks off."""
+        """Function that gets every observation at once, also in a run that then breaks off."""
         self.captured: Callable[[], None] = lambda: None
-        """Called when all graphs are captured."""
+        """Function that is called when all graphs are captured."""
         self.compiled: list[str] = []
-        """What compilers and tuners did inside of plans and eager forwards, in that order."""
+        """Actions of compilers and tuners inside plans and eager forwards, in their order."""
         self.copies_pool = True
-        """Whether observations hold the KV pool."""
+        """True if observations hold the KV pool."""
         self.follow: Callable[[torch.Tensor, Trace], torch.Tensor] = self._next_rows
-        """(ids, trace) of a forward of a draft -> ids of the next, on the device."""
+        """Function from ids and trace of a draft's forward to ids of the next, on the device."""
         self.case: Case = schedules[0].case
         layers = tuple(
             replace(layer, sinks=layer.sinks.to(device)) if layer.sinks is not None else layer
@@ -182,7 +182,7 @@ class ServerHarness:
         )
         self.capabilities = backend_class.capabilities if claims is None else claims
         self.replay_graph: Callable[[Any], None] = torch.cuda.CUDAGraph.replay
-        """Taken before the backend is constructed: one that replaces it would have a graph that is never replayed."""
+        """Function saved before the backend is constructed: one that replaces it could avoid replaying its graph."""
         own_layout = backend_class.lay_out_kv_pool if self.case.kv_layout == OWN else None
         context = context_for(schedules, device, layers, own_layout)
         requests, columns = context.req_to_token.shape
@@ -208,19 +208,19 @@ class ServerHarness:
             self.backend = backend_class(self.context)
 
     def _next_rows(self, ids: torch.Tensor, trace: Trace) -> torch.Tensor:
-        """A branch's next token is its next row of the model's table.
+        """Advance each branch to its next row of the model's table.
 
-        Padded rows may stand anywhere in it: those at its end, and those of NaN, stay where they are.
+        Padded rows may be anywhere in it: those at its end, and those of NaN, stay where they are.
         """
         return torch.where(ids < self.model.nan_row - 1, ids + 1, ids)
 
     @property
     def pads_with_nothing(self) -> bool:
-        """Padded requests of graphs have neither rows nor keys."""
+        """True if padded requests of graphs have neither rows nor keys."""
         return self.context.dialect.padded_requests == "nothing"
 
     def in_groups(self, schedule: Schedule, slots: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """[G, ...] of ``slots`` [...] of the schedule: where they lie in the pool of each KV group."""
+        """Map ``slots`` [...] of the schedule to the slots of each KV group's pool, [G, ...]."""
         count = len(self.context.groups)
         if count == 1 and not self._is_spread:
             return slots[None]
@@ -228,7 +228,7 @@ class ServerHarness:
         return np.stack([found[slots] for found in maps])
 
     def _tables_of(self, schedule: Schedule, step: Step) -> npt.NDArray[Any]:
-        """[G, rows, max_context_len]: the request table of each KV group."""
+        """Request table of each KV group, [G, rows, max_context_len]."""
         if len(self.context.groups) == 1:
             return self.in_groups(schedule, step.req_to_token)
         windows = [layer.sliding_window_size for layer in self.context.layers]
@@ -237,12 +237,12 @@ class ServerHarness:
         return np.stack([found[table] for found, table in zip(maps, tables, strict=True)])
 
     def padding_slot(self, turn: int) -> int:
-        """KV slot of rows of padding: those that the backend takes, by turns; at capture it is turn 0."""
+        """KV slot of padded rows: each that the backend takes, in turn; at capture it is turn 0."""
         slots = sorted(self.capabilities.padding_slots, reverse=True)
         return slots[turn % len(slots)]
 
     def prepare_capture(self) -> None:
-        """The memory as a server has it when it captures: an all-zero request table, page 0 zeros, no live request."""
+        """Prepare memory as a server has it at capture: an all-zero request table, page 0 zeros, no live request."""
         self.pool.clear()
         self._tables.clear_requests()
 
@@ -262,7 +262,7 @@ class ServerHarness:
                 given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
             packed = pack(given.q, given.k, given.v, mla=self._is_mla, maps=self.case.head_maps)
             hidden, rows = data.hidden.numpy(), packed.view(torch.uint8).numpy()
-            # Not by np.unique: its first call imports a package, and a drive is no place for that.
+            # Without np.unique: its first call imports a package, which must not happen during a run.
             due = np.array(sorted({0, *data.out_cache_loc.tolist()}), dtype=np.int64)
         marked = pattern if pattern and pattern.startswith("place.") else ""
         tails = self.case.kv_dtype in self.capabilities.finite_page_tails

@@ -1,7 +1,7 @@
-"""What a backend is asked for beside its planning hooks: each answer is guarded, and held against the contract.
+"""Hooks of a backend other than planning: each result is guarded, and compared with the contract.
 
-A property that raises, or that answers what the contract does not allow, is a mistake of the backend's, and must be
-reported as one: all of these raise ``DriveError``, from what the backend raised or from a ``ContractError``.
+A property that raises, or that returns a value which the contract does not allow, is a mistake of the backend, and must
+be reported as one: all of these raise ``DriveError``, from the backend's error or from a ``ContractError``.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["fill_value", "kernels_of", "verify_mask_of"]
 
 
 def kernels_of(backend: AttentionBackend) -> str:
-    """Where the backend's numbers come from: ``real``, ``stores`` or ``emulated``."""
+    """Origin of the backend's numbers: ``real``, ``stores`` or ``emulated``."""
     with blame("kernels"):
         answer: object = backend.kernels
         if answer not in ("real", "stores", "emulated"):
             raise ContractError(
                 f"kernels is {answer!r}, expected 'real', 'stores' or 'emulated'",
-                "'emulated' where the numbers come from a torch fake of a vendor kernel, 'stores' where torch stores "
-                "new keys and values in the place of a compiled operator; else leave it out",
+                "return 'emulated' if the numbers come from a torch fake of a vendor kernel, 'stores' if torch stores "
+                "new keys and values instead of a compiled operator; else leave it out",
             )
     return str(answer)
 
 
 def fill_value(backend: AttentionBackend) -> int:
-    """``seq_lens`` of a padded request: 0 or 1."""
+    """Value of ``seq_lens`` for a padded request: 0 or 1."""
     with blame("fill value"):
         answer: object = backend.get_cuda_graph_seq_len_fill_value()
         try:
@@ -43,16 +43,16 @@ def fill_value(backend: AttentionBackend) -> int:
         if value not in (0, 1):
             raise ContractError(
                 f"get_cuda_graph_seq_len_fill_value returned {answer!r}, expected 0 or 1",
-                "it is seq_lens of padded requests, which own no key: 1, or 0 where the kernel takes a request "
+                "it is seq_lens of padded requests, which own no key: 1, or 0 if the kernel takes a request "
                 "without keys; leave the hook out for 1",
             )
     return int(value)
 
 
 def verify_mask_of(harness: ServerHarness, width: int = 0) -> VerifyMask | None:
-    """The mask buffer that the backend owns and the kit fills; None where it has none.
+    """The mask buffer that the backend owns and the kit fills; None if it has none.
 
-    ``width``: rows a request, to check the buffer's dtype and size against; 0 leaves them unchecked.
+    ``width``: rows per request, to check the buffer's dtype and size; 0 leaves them unchecked.
     """
     with blame("verify mask"):
         owned: object = harness.backend.verify_mask
@@ -70,7 +70,7 @@ _ALLOCATE = (
 
 
 def _mask_complaints(owned: object, harness: ServerHarness, width: int) -> Iterator[tuple[str, str]]:
-    """What is wrong with it, and what to do; a later complaint makes sense only without the earlier ones."""
+    """List what is wrong with a mask buffer, and what to do; a later entry applies only without the earlier ones."""
     if not isinstance(owned, VerifyMask):
         method = callable(owned) and not isinstance(owned, torch.Tensor)
         found = "is a method" if method else f"gave a {type(owned).__name__}"
@@ -108,7 +108,7 @@ def _size_complaints(owned: VerifyMask, n: int, max_context_len: int) -> Iterato
     if packed and n > 32:
         yield (
             f"verify_mask is {owned.mode.name}, whose items hold at most 32 nodes, for trees of {n}",
-            "use QLEN_ONLY where context.num_draft_tokens is larger than 32",
+            "use QLEN_ONLY if context.num_draft_tokens is larger than 32",
         )
         return
     item = 1 if not packed or n <= 8 else 2 if n <= 16 else 4

@@ -1,4 +1,4 @@
-"""The pools of KV groups, looked at as one: slots are those of the schedule, whatever a group's pool has for them."""
+"""The pools of KV groups, watched as one: slots are those of the schedule, wherever they are in a group's pool."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _Ints = npt.NDArray[np.int64]
 
 
 class GroupWatch:
-    """A ``PoolWatch`` for each group, with the face of one for all layers."""
+    """One ``PoolWatch`` per group, with the interface of one for all layers."""
 
     def __init__(self, groups: Sequence[KVGroup], device: torch.device, maps: Sequence[HeadMap] = ()) -> None:
-        """``maps``: of all layers, where they differ in their heads."""
+        """Watch the pools of groups. ``maps``: of all layers, if they differ in heads."""
         turns = len(groups)
         self._watches = [PoolWatch(group.kv_pool, maps[index::turns]) for index, group in enumerate(groups)]
         self._device = device
         self.bits = self._watches[0].bits
-        """Integers of an element's bits."""
+        """Integer dtype of an element's bits."""
         self._counts = [len(group.layer_ids) for group in groups]
         self._mapped: Schedule | None = None
-        """The one whose maps are at hand."""
+        """The schedule whose maps are cached."""
         self._maps: list[_Ints] = []
-        """Of each group: slots of the schedule -> slots of its pool."""
+        """Maps from slots of the schedule to slots of the pool, one per group."""
         self._on_device: list[torch.Tensor] = []
 
     def _of(self, group: int) -> slice:
@@ -50,7 +50,7 @@ class GroupWatch:
         held: Callable[[], tuple[_Ints, Bytes]],
         unowned: float,
     ) -> None:
-        """As ``PoolWatch.fill``; ``held`` has all layers, and slots of the schedule."""
+        """Do the work of ``PoolWatch.fill``; ``held`` has all layers, and slots of the schedule."""
         if name[0] is not self._mapped:
             self._mapped = name[0]
             self._maps = [slot_map(name[0], group) for group in range(len(self._watches))]
@@ -67,7 +67,7 @@ class GroupWatch:
             watch.fill(name, lambda group=group: of_group(group), unowned)  # type: ignore[misc]
 
     def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
-        """As ``PoolWatch.look``, group by group. All have the slots of a schedule, each in another order."""
+        """Do the work of ``PoolWatch.look`` for each group. All have the slots of a schedule, each in another order."""
         return tuple(
             part
             for watch, of_group in zip(self._watches, self._on_device, strict=True)
@@ -75,38 +75,38 @@ class GroupWatch:
         )
 
     def clear(self) -> None:
-        """As ``PoolWatch.clear``."""
+        """Do the work of ``PoolWatch.clear``."""
         for watch in self._watches:
             watch.clear()
 
     def clear_page_0(self) -> None:
-        """As ``PoolWatch.clear_page_0``."""
+        """Do the work of ``PoolWatch.clear_page_0``."""
         for watch in self._watches:
             watch.clear_page_0()
 
     def written_since_clear(self) -> _Ints:
-        """As ``PoolWatch.written_since_clear``: slots of any group's pool, [n] ascending."""
+        """Do the work of ``PoolWatch.written_since_clear``: slots of any group's pool, [n] ascending."""
         every = [watch.written_since_clear().tolist() for watch in self._watches]
         return np.array(sorted({slot for slots in every for slot in slots}), dtype=np.int64)
 
     def _by_group(self, found: Sequence[Bytes]) -> list[Sequence[Bytes]]:
-        """What ``look`` gave, of each group."""
+        """Results of ``look`` by group."""
         each = len(found) // len(self._watches)
         return [found[first : first + each] for first in range(0, len(found), each)]
 
     def outside(self, found: Sequence[Bytes]) -> _Ints:
-        """As ``PoolWatch.outside``, of all groups."""
+        """Do the work of ``PoolWatch.outside`` for all groups."""
         pairs = zip(self._watches, self._by_group(found), strict=True)
         return np.concatenate([watch.outside(mine) for watch, mine in pairs])
 
     def written(self, due: _Ints, found: Sequence[Bytes]) -> tuple[_Ints, Bytes, tuple[int, ...]]:
-        """As ``PoolWatch.written``: slots of the schedule that changed in any group, and all layers' rows of them."""
+        """Do the work of ``PoolWatch.written``: slots that changed in any group, with all layers' rows."""
         parts = [
             watch.written(self._maps[group][due], mine)
             for group, (watch, mine) in enumerate(zip(self._watches, self._by_group(found), strict=True))
         ]
         changed = [np.argsort(self._maps[group])[slots] for group, (slots, _, _) in enumerate(parts)]
-        # Not by np.unique, as in ``ServerHarness.load``.
+        # Without np.unique, as in ``ServerHarness.load``.
         every = np.array(sorted(set(np.concatenate(changed).tolist())), dtype=np.int64)
         shape = (sum(self._counts), parts[0][2][1], len(every), *parts[0][2][3:])
         rows = np.empty((shape[0], math.prod(shape[1:]) * self.bits.itemsize), np.uint8)
@@ -115,7 +115,7 @@ class GroupWatch:
         return every, rows.reshape(-1), shape
 
     def _rows(self, group: int, slots: _Ints) -> Bytes:
-        """[layers of the group, bytes]: what it holds in slots of the schedule."""
+        """Contents of a group's pool in slots of the schedule, [layers of the group, bytes]."""
         watch, mine = self._watches[group], upload(torch.from_numpy(self._maps[group][slots]), self._device)
         _, (now, size), *_ = watch.look(len(self._maps[group]), mine, len(slots))
         raw: Bytes = now[:size].cpu().numpy()

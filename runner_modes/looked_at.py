@@ -1,4 +1,4 @@
-"""A call of the backend in which nothing may wait for the device, but for compilers."""
+"""A call of the backend in which only compilers may wait for the device."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 def looked_at(harness: ServerHarness, phase: str, label: str, no_waits: bool, call: Callable[[], T]) -> T:
-    """What ``call`` returns; it may not wait where ``no_waits``. Raises ``DriveError`` for whatever it raises.
+    """Return the result of ``call``, which may not wait if ``no_waits``. Raises ``DriveError`` for whatever it raises.
 
-    What was compiled or tuned in it is noted in ``harness.compiled``.
+    Compilations and tunings in it are noted in ``harness.compiled``.
 
-    A compiler or tuner that was imported only in the call, or that nothing announces, is refused where it waits. So
-    what was raised inside of one is called again: first without a look, which lets it compile, and then with one.
+    A compiler or tuner that was imported only in the call, or that nothing announces, is refused if it waits. A call
+    that raised inside of one is therefore repeated: first unwatched, so that it can compile, and then watched.
     """
     worked = harness.compiled.append
     try:

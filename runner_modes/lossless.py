@@ -1,7 +1,7 @@
-"""The lossless loop: extend, draft, verify, round after round on one instance, each on what the ones before it wrote.
+"""The greedy-equivalence loop: extend, draft, verify, round after round on one instance, on KV of earlier stages.
 
-The target's KV and the draft's lie in one pool, in slots of their own. The model is one, so that what it drafts is what
-it verifies; tokens of a draft are spoilt on the way, so that any number of them is accepted. Greedy.
+The target's KV and the draft's are in one pool, in different slots. There is one model, so that its drafts would all be
+accepted; tokens of a draft are altered in between, so that any number of them is accepted. Decoding is greedy.
 """
 
 from __future__ import annotations
@@ -38,47 +38,47 @@ __all__ = ["run_loop"]
 
 
 Rows = torch.Tensor
-"""[rows, ...] float32, host."""
+"""Tensor [rows, ...] float32, host."""
 
 
 @dataclass
 class _Talk:
-    """One request: what it said, and how far its KV goes."""
+    """One request: its tokens, and how far its KV goes."""
 
     tokens: list[int]
     verified: int
-    """Tokens with the target's KV."""
+    """Number of tokens with the target's KV."""
     drafted: int
-    """Tokens with the draft's KV."""
+    """Number of tokens with the draft's KV."""
     proposed: list[list[int]] = field(default_factory=list)
     """A draft: [K][S] tokens."""
     thought: list[Rows] = field(default_factory=list)
-    """[K][S - 1, L, Hq * Dv]: what attention gave in the forwards of each branch."""
+    """Attention outputs in the forwards of each branch, [K][S - 1, L, Hq * Dv]."""
 
 
 @dataclass(frozen=True)
 class _Server:
-    """What a loop needs, and what it has heard so far."""
+    """State of a loop, with its results so far."""
 
     harness: ServerHarness
     case: Case
     loop: Loop
     graphs: Mapping[ForwardMode, ScheduleGraphs]
-    """Empty: eager."""
+    """Graphs by mode; empty in an eager loop."""
     talks: tuple[_Talk, ...]
     said: list[Said] = field(default_factory=list)
 
     def schedule(self, mode: ForwardMode) -> Schedule:
-        """That of a mode."""
+        """The schedule of a mode."""
         return next(each for each in self.loop.schedules if each.case.mode is mode)
 
     def slots(self, request: int, *, of_draft: bool) -> npt.NDArray[np.int64]:
-        """[columns]: its row of the request table."""
+        """Slots of a request, its row of the request table [columns]."""
         slots: npt.NDArray[np.int64] = self.loop.table[self.row(request, of_draft=of_draft)].astype(np.int64)
         return slots
 
     def row(self, request: int, *, of_draft: bool) -> int:
-        """Its row of the request table, which is never 0."""
+        """Index of a request's row of the request table, which is never 0."""
         return 1 + request + (self.case.bs if of_draft else 0)
 
 
@@ -126,7 +126,7 @@ def _pool(harness: ServerHarness) -> PoolWatch:
 
 
 def _load_prompts(server: _Server, words: Vocabulary) -> None:
-    """KV of the prompts but for their last token, for both; NaN everywhere else."""
+    """Store the prompts' KV without their last token, for target and draft; NaN everywhere else."""
     context, pool = server.harness.context, _pool(server.harness)
     pool.poison()
     upload_into(context.req_to_token, torch.from_numpy(server.loop.table))
@@ -141,7 +141,7 @@ def _load_prompts(server: _Server, words: Vocabulary) -> None:
 def _run(
     server: _Server, mode: ForwardMode, requests: Sequence[Request], ids: Sequence[int], label: str
 ) -> tuple[Rows, Rows]:
-    """Logits of the mode's rows, [R, vocab], and attention of all live rows, [T, L, Hq * Dv]."""
+    """Run a mode; return logits of its rows, [R, vocab], and attention of all live rows, [T, L, Hq * Dv]."""
     step = Step(label, 0, label, server.case.bucket, tuple(requests), server.loop.table, 0)
     loaded = _loaded(server.schedule(mode), step, ids)
     driver, trace = DRIVERS[mode], (_replay if server.graphs else _eager)(server, mode, loaded)
@@ -176,7 +176,7 @@ def _replay(server: _Server, mode: ForwardMode, loaded: LoadedStep) -> Trace:
 
 
 def _loaded(schedule: Schedule, step: Step, ids: Sequence[int]) -> LoadedStep:
-    """A step whose KV pool and request table are there already, and are not looked at behind it."""
+    """A step whose KV pool and request table exist already, and are not checked after it."""
     none = np.zeros(0, np.uint8)
     return LoadedStep(
         schedule, step, _numbers(step), 0, none.view(np.int64), torch.zeros(0), Sent((), none, none), none,
@@ -185,7 +185,7 @@ def _loaded(schedule: Schedule, step: Step, ids: Sequence[int]) -> LoadedStep:
 
 
 def _numbers(step: Step) -> StepData:
-    """Of a step's rows what a batch is made of; their q, k and v are in the model's table."""
+    """Numbers of a step's rows that a batch needs; their q, k and v are in the model's table."""
     none, rows = torch.zeros(0), []
     for request in step.requests:
         shape = request.tree or request.draft
@@ -199,7 +199,7 @@ def _numbers(step: Step) -> StepData:
 
 
 def _extend(server: _Server, number: int) -> None:
-    """The draft's KV of what was accepted, or of the prompt's last token; the first tokens of each branch."""
+    """Compute the draft's KV of accepted tokens or of the prompt's last one, and the first tokens of each branch."""
     mode = server.loop.extend_of(number)
     width, label = server.schedule(mode).case.width, stage_name(number, mode)
     requests: list[Request] = []
@@ -210,7 +210,7 @@ def _extend(server: _Server, number: int) -> None:
         slots = server.slots(index, of_draft=True)[: talk.drafted + rows]
         row = server.row(index, of_draft=True)
         requests.append(Request(talk.drafted, rows, row, slots, accepted=len(fresh)))
-        # Rows behind the accepted ones are computed, stored and never looked at.
+        # Rows after the accepted ones are computed, stored and never read.
         ids += fresh + [0] * (rows - len(fresh))
     logits, attention = _run(server, mode, requests, ids, label)
     draft, end = server.case.draft, 0
@@ -225,7 +225,7 @@ def _extend(server: _Server, number: int) -> None:
 
 
 def _draft(server: _Server, number: int) -> None:
-    """The rest of each branch, and then a token of it spoilt; branches change places from round to round."""
+    """Compute the rest of each branch, then alter a token of it; branches change places from round to round."""
     draft, page, requests = server.case.draft, server.case.page_size, list[Request]()
     assert draft is not None
     ids: list[int] = []
@@ -234,7 +234,7 @@ def _draft(server: _Server, number: int) -> None:
         whole = Request(talk.drafted, len(draft), server.row(index, of_draft=True), slots)
         requests.append(branched(whole, draft, page))
         for copy in torch.from_numpy(requests[-1].copies):
-            # A server's worker copies what the prefix has of its last page.
+            # A server's worker copies the part of the last page that the prefix fills.
             _pool(server.harness).move(torch.from_numpy(slots[talk.drafted - len(copy) : talk.drafted]), copy)
         ids += [branch[0] if row == 0 else 0 for branch in talk.proposed for row in range(draft.forwards)]
     mode = ForwardMode.DRAFT_DECODE
@@ -253,7 +253,7 @@ def _draft(server: _Server, number: int) -> None:
 
 
 def _verify(server: _Server, number: int) -> tuple[int, ...]:
-    """Accept what the target would have said, and one token more. Accepted tokens of each draft."""
+    """Accept tokens that the target would generate, and one more; return the number of accepted tokens per draft."""
     mode = ForwardMode.TARGET_VERIFY
     schedule, label = server.schedule(mode), stage_name(number, mode)
     tree = schedule.case.tree
@@ -274,7 +274,7 @@ def _verify(server: _Server, number: int) -> tuple[int, ...]:
             _note(server, label, index, talk.verified + depth, seen[node])
             talk.tokens.append(likely[node])
         _move(server.harness, request, path)
-        # The forwards of a branch that were fed accepted tokens: what they saw is what was said.
+        # The forwards of a branch whose inputs were accepted tokens.
         for depth, node in enumerate(path[1 : server.loop.steps]):
             thought = talk.thought[(node - 1) % len(talk.proposed)][depth]
             _note(server, stage_name(number, ForwardMode.DRAFT_DECODE), index, talk.verified + 1 + depth, thought)
@@ -284,7 +284,7 @@ def _verify(server: _Server, number: int) -> tuple[int, ...]:
 
 
 def _accepted(tree: Tree, proposed: Sequence[int], likely: Sequence[int]) -> list[int]:
-    """Nodes from the root on, each the first child of the one before whose token is what the target says there."""
+    """Nodes from the root on, each the first child of the one before whose token is the target's."""
     path = [0]
     while True:
         children = (node for node, parent in enumerate(tree.parents, 1) if parent == path[-1])
@@ -299,6 +299,6 @@ def _note(server: _Server, label: str, request: int, position: int, attention: t
 
 
 def _move(harness: ServerHarness, request: Request, path: Sequence[int]) -> None:
-    """The KV of an accepted path goes to the front, as a server's worker moves it."""
+    """Move the KV of an accepted path to the front, as a server's worker does."""
     new = torch.from_numpy(request.slots[request.prefix :])
     _pool(harness).move(new[list(path)], new[: len(path)])

@@ -1,7 +1,6 @@
-"""What crosses the line between the process that judges and the one that runs a backend: frozen, plain, picklable.
+"""Messages between the judge's process and the one that runs a backend: frozen, plain, picklable.
 
-The worker is handed inputs and returns host copies. It never holds an expected value, and the judge never holds a
-backend.
+The worker gets inputs and returns host copies. It never holds an expected value, and the judge never holds a backend.
 """
 
 from __future__ import annotations
@@ -22,46 +21,46 @@ __all__ = ["Described", "DriveCase", "Driven", "Rerun", "StepRecord"]
 
 @dataclass(frozen=True)
 class Described:
-    """What a worker found when it imported its backend."""
+    """Results of importing a backend in a worker."""
 
     claims: Capabilities
     changed: tuple[str, ...] = ()
-    """What importing it changed in the process."""
+    """Changes in the process that importing it caused."""
     broken_packages: tuple[tuple[str, str], ...] = ()
-    """(requirement of the claims, why not) of packages that are installed and cannot be imported."""
+    """Requirement and reason of packages that are installed and cannot be imported."""
     notes: tuple[str, ...] = ()
-    """What the header of a run says of it: its own notes, and what importing a server changed in the process."""
+    """Remarks for the header of a run: those of the backend, and changes in the process by importing a server."""
 
 
 @dataclass(frozen=True)
 class DriveCase:
-    """Drive a case, as a server would."""
+    """Request to run a case, as a server would."""
 
     case: str
-    """Case id."""
+    """Id of the case."""
     execution: Execution
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """Drive something again with one thing changed, on a fresh instance: a question of the diagnosis."""
+    """Request to run something again with one thing changed, on a fresh instance, for diagnosis."""
 
     schedule: Schedule
     step: Step | None = None
-    """The step to run eagerly; None: capture and replay the whole schedule."""
+    """The step to run eagerly; None to capture and replay the whole schedule."""
     options: DriveOptions = field(default_factory=DriveOptions)
     unowned: float | None = None
-    """What unowned slots of the KV pool hold; None: NaN."""
+    """Contents of unowned slots of the KV pool; None means NaN."""
     fill: int = 0xFF
-    """Byte of memory that nobody wrote."""
+    """Byte of uninitialized memory."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step was in its drive, and host copies of what it left behind."""
+    """Place of a step in its run, and host copies of its results."""
 
     schedule: int
-    """Place of its schedule in the drive: 0, and more where modes are mixed."""
+    """Index of its schedule in the run: 0, or more in a multi-mode instance."""
     step: str
     """Name of the step in its schedule."""
     copies: Copies
@@ -71,40 +70,40 @@ class StepRecord:
     replay: bool = False
     padded: int = 0
     eager_run: int | None = None
-    """Which record of the drive is the eager run of the same step."""
+    """Index of the record of the eager run of the same step."""
 
 
 @dataclass(frozen=True)
 class Driven:
-    """How a drive went. The judge holds it against what was due: a step that is missing is a failure."""
+    """Results of a run. The judge compares them with the expected steps: a missing step is a failure."""
 
     records: tuple[StepRecord, ...] = ()
-    """In the order in which their messages should come."""
+    """Records in the order in which their messages should come."""
     findings: tuple[Finding, ...] = ()
-    """What was raised, and what the constructor accepted though it is not declared."""
+    """Exceptions, and undeclared contexts that the constructor accepted."""
     stage: int = 0
-    """How far it came: a ``checks.Stage``."""
+    """The stage that was reached, a ``checks.Stage``."""
     not_here: str = ""
-    """Why the case cannot be run on this machine; empty when it can."""
+    """The reason why the case cannot run on this machine; empty if it can."""
     lost: str = ""
-    """Why the device context is gone; empty when it is not."""
+    """The reason why the device context is lost; empty if it is not."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     kernels: str = "real"
     fill: int = 1
-    """``seq_lens`` of padded requests."""
+    """Value of ``seq_lens`` for padded requests."""
     not_finite_in_warm_up: tuple[int, ...] = ()
-    """Places of schedules with NaN or Inf in the logits of a warm-up."""
+    """Indices of schedules with NaN or Inf in the logits of a warm-up."""
     uneven_warm_ups: tuple[str, ...] = ()
-    """Where a warm-up gave other bits than the first of the same plan."""
+    """Places in which a warm-up gave other bits than the first of the same plan."""
     written_at_capture: tuple[int, ...] = ()
     """Slots outside page 0 that warm-ups and captures wrote."""
     allocated_in_capture: tuple[tuple[str, str], ...] = ()
-    """(attribute path, bucket) of what the backend first held while a graph was captured."""
+    """Attribute path and bucket of memory that the backend first held while a graph was captured."""
     replaced: tuple[str, ...] = ()
     """Attributes whose tensors a plan for a replay replaced."""
     changed: tuple[str, ...] = ()
-    """What the backend changed in its process and did not put back."""
+    """Changes in its process that the backend did not undo."""
     notes: tuple[str, ...] = ()
-    """What importing a part of a server changed in the process, at its first use."""
+    """Changes in the process by importing a part of a server at its first use."""
     spoken: Spoken | None = None
-    """What a lossless loop said, where one was due."""
+    """Tokens of a greedy-equivalence loop, if the case has one."""

@@ -1,4 +1,4 @@
-"""Another instance in the process, as of a draft model beside its target: it runs while this one is at work."""
+"""A co-resident instance, like a draft model next to its target: it runs while this one is at work."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["EagerNeighbour", "NeighbourGraphs"]
 
 
 class NeighbourGraphs:
-    """Graphs of another instance. Nothing that they give is looked at: what they disturb is."""
+    """Graphs of a co-resident instance. Their results are not checked, only what they disturb."""
 
     def __init__(self, graphs: ScheduleGraphs) -> None:
         self._graphs = graphs
-        # From the last on: beside the first step of the other instance it begins with another one.
+        # From the last step on, so that the two instances begin with different steps.
         steps = graphs.schedule.steps
         self._steps: Iterator[Step] = cycle((*steps[-1:], *steps[:-1]))
 
@@ -41,10 +41,10 @@ class NeighbourGraphs:
 
 
 class EagerNeighbour:
-    """An eager step of another instance, over and over."""
+    """An eager step of a co-resident instance, run again and again."""
 
     def __init__(self, harness: ServerHarness, schedule: Schedule) -> None:
-        """Put the numbers of a step in place. Raises ``DriveError``."""
+        """Load the numbers of a step. Raises ``DriveError``."""
         self._harness, self._case, self._step = harness, schedule.case, schedule.second
         self._batch, _ = batch_of(harness, harness.load(schedule, self._step))
 

@@ -1,4 +1,4 @@
-"""Taking host copies of what a step left behind, in one transfer."""
+"""Host copies of a step's results, in one transfer."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Readable:
     dtype: torch.dtype
     shape: tuple[int, ...]
     raw: torch.Tensor = field(repr=False)
-    """[n] uint8."""
+    """Bytes of the tensor, [n] uint8."""
     row: int
-    """Bytes of one row."""
+    """Number of bytes of one row."""
     sent: tuple[int | slice, slice] | None = None
     """Layers and bytes of ``LoadedStep.rows`` that it still holds, if nobody modified it."""
 
@@ -43,11 +43,11 @@ _RETURNED = (
     ("topk_p", "topk_p"),
     ("topk_index", "topk_index"),
 )
-"""Fields of ``Outputs``, and of a trace."""
+"""Fields of ``Outputs`` and of a trace."""
 
 
 def readable(model: Model, trace: Trace) -> tuple[Readable, ...]:
-    """All that is looked at, all rows. What a graph produces stays where it is at every replay."""
+    """Everything that is checked, all rows. Outputs of a graph stay in the same memory at every replay."""
     with past_modes():
         return tuple(_readables(model, trace))
 
@@ -93,9 +93,9 @@ def observe(
     canaries: Canaries | None = None,
     among: Among = "",
 ) -> Observation:
-    """Copy to the host what the step returned, which slots of the KV pool and which inputs changed, and hand it on.
+    """Copy the results of a step to the host, with slots of the KV pool and inputs that changed, and deliver them.
 
-    ``given``: what the step was given and may not write.
+    ``given``: inputs that the step may not write.
     """
     pool = harness.pool.look(loaded.slots, loaded.due_on_device, len(loaded.due)) if harness.copies_pool else ()
     state = canaries.extremes() if canaries is not None else ()
@@ -115,7 +115,7 @@ def observe(
             pieces += _overwritten(each, next(found), harness.fill)
             continue
         piece = _rows(each, next(found), returned if each.group == "outputs" else live)
-        # As with other inputs, only what was modified travels.
+        # As with other inputs, only modified tensors are sent.
         if each.sent is None or not np.array_equal(piece.raw, _sent(loaded, each.sent)):
             pieces.append(piece)
     pieces += [piece for each in given for piece in _changed(each, next(found))]
@@ -129,7 +129,7 @@ def observe(
 
 
 def _copied(memories: Sequence[tuple[torch.Tensor | Bytes, int]]) -> Iterator[Bytes]:
-    """The bytes of each and how many there are: those on the device come in one transfer."""
+    """Copy bytes of memory and their number to the host: those on the device come in one transfer."""
     on_device = [each for each, _ in memories if isinstance(each, torch.Tensor)]
     together, start = torch.cat(on_device).cpu().numpy(), 0
     for each, size in memories:
@@ -141,7 +141,7 @@ def _copied(memories: Sequence[tuple[torch.Tensor | Bytes, int]]) -> Iterator[By
 
 
 def _overwritten(produced: Readable, now: Bytes, poison: int) -> Iterator[Piece]:
-    """Memory that held ``poison`` and nobody may write, before and now, where it does no longer."""
+    """Poisoned memory that must not be written, before and now, if it changed."""
     if (now != poison).any():
         shape = (len(now),)
         yield Piece("before", produced.name, torch.uint8, shape, np.full(shape, poison, np.uint8))
@@ -149,19 +149,19 @@ def _overwritten(produced: Readable, now: Bytes, poison: int) -> Iterator[Piece]
 
 
 def _rows(produced: Readable, found: Bytes, rows: Rows) -> Piece:
-    """Some rows of what was read."""
+    """Select rows of a tensor that was read."""
     mine = found.reshape(-1, produced.row)[rows]
     return Piece(produced.group, produced.name, produced.dtype, (len(mine), *produced.shape[1:]), mine.reshape(-1))
 
 
 def _sent(loaded: LoadedStep, part: tuple[int | slice, slice]) -> Bytes:
-    """[T * bytes]."""
+    """Bytes that were sent, [T * bytes]."""
     rows: Bytes = loaded.rows[:, part[0], part[1]].reshape(-1)
     return rows
 
 
 def _changed(given: Sent, now: Bytes) -> Iterator[Piece]:
-    """Inputs that no longer hold what they held, before and now."""
+    """Inputs that changed, before and now."""
     for place, was, is_ in given.changed(now):
         yield Piece("before", place.name, place.dtype, place.shape, was)
         yield Piece("now", place.name, place.dtype, place.shape, is_)

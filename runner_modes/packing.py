@@ -1,7 +1,6 @@
-"""Tensors side by side in one piece of memory, so that one transfer takes all of them.
+"""Tensors packed into one block of memory, so that one transfer takes all of them.
 
-Each begins where an allocator would have it begin, and what lies between them is poison: who reads past the end of one
-does not read the next.
+Each is aligned as by an allocator, with poison between them: reading past the end of one does not read the next.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ __all__ = ["Bytes", "Packing", "Place", "Sent", "bytes_of", "pack_places", "send
 Bytes = npt.NDArray[np.uint8]
 
 _ALIGNMENT = 512
-"""Bytes. The device's caching allocator gives memory at multiples of it, and kernels are compiled for such pointers."""
+"""Alignment of the device's caching allocator in bytes; kernels are compiled for such pointers."""
 _GUARD = 64
-"""Bytes of poison behind each tensor, at the least."""
+"""Least number of bytes of poison after each tensor."""
 _NUMPY: Mapping[torch.dtype, type[np.generic]] = {
     torch.bool: np.bool_,
     torch.int32: np.int32,
@@ -37,34 +36,34 @@ _NUMPY: Mapping[torch.dtype, type[np.generic]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor lies."""
+    """The place of one tensor."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Its first byte."""
+    """Index of its first byte."""
 
     @property
     def end(self) -> int:
-        """The byte behind its last."""
+        """Index of the byte after its last."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where all of them lie."""
+    """The places of all tensors."""
 
     places: tuple[Place, ...]
     size: int
-    """Bytes, a multiple of 512."""
+    """Number of bytes, a multiple of 512."""
 
     def fresh(self) -> Bytes:
-        """Host memory for it, all poison."""
+        """Allocate host memory for it, filled with poison."""
         return np.full(self.size, 0xFF, np.uint8)
 
     def tensors(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors in ``memory`` [size] uint8, by name: views."""
+        """The tensors in ``memory`` [size] uint8 by name, as views."""
         wide: dict[torch.dtype, torch.Tensor] = {}
         found: dict[str, torch.Tensor] = {}
         for place in self.places:
@@ -76,7 +75,7 @@ class Packing:
         return found
 
     def arrays(self, memory: Bytes) -> dict[str, npt.NDArray[Any]]:
-        """The same on the host. ``memory`` may end before the last of them, which are left out then."""
+        """The arrays in host ``memory`` by name. If it ends early, the last ones are left out."""
         return {
             place.name: memory[place.start : place.end].view(_NUMPY[place.dtype]).reshape(place.shape)
             for place in self.places
@@ -102,12 +101,12 @@ class Sent:
     places: tuple[Place, ...]
     """The tensors in it that a backend may not write."""
     memory: torch.Tensor | Bytes = field(repr=False)
-    """[n] uint8: on the device, or an array on the host."""
+    """Memory [n] uint8: on the device, or an array on the host."""
     before: Bytes = field(repr=False)
-    """[n]."""
+    """Contents [n] that were written."""
 
     def changed(self, now: Bytes) -> Iterator[tuple[Place, Bytes, Bytes]]:
-        """Each tensor that no longer holds what it held, with its bytes before and now. ``now`` [n]: all bytes."""
+        """Each tensor that changed, with its bytes before and now. ``now`` [n]: all bytes."""
         if np.array_equal(now, self.before):
             return
         for place in self.places:
@@ -117,14 +116,14 @@ class Sent:
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """[n]: the bytes of a contiguous host tensor, not copied."""
-    # Without elements it may have any strides.
+    """Bytes [n] of a contiguous host tensor, not copied."""
+    # An empty tensor may have any strides.
     raw: Bytes = tensor.view(torch.uint8).numpy().reshape(-1) if tensor.numel() else np.empty(0, np.uint8)
     return raw
 
 
 def send(named: Mapping[str, torch.Tensor], device: torch.device) -> tuple[dict[str, torch.Tensor], Sent]:
-    """Host tensors, together in fresh memory on the device, by name."""
+    """Send host tensors to fresh memory on the device, together; return them by name."""
     with past_modes():
         packing = pack_places(tuple((name, each.dtype, tuple(each.shape)) for name, each in named.items()))
         host = packing.fresh()
@@ -136,6 +135,6 @@ def send(named: Mapping[str, torch.Tensor], device: torch.device) -> tuple[dict[
 
 
 def sent_alone(name: str, tensor: torch.Tensor, before: Bytes) -> Sent:
-    """A flat tensor that has memory of its own, on the device or on the host."""
+    """Describe a flat tensor with its own memory, on the device or on the host."""
     memory = tensor.view(torch.uint8) if tensor.is_cuda else tensor.numpy().view(np.uint8)
     return Sent((Place(name, tensor.dtype, tuple(tensor.shape), 0),), memory, before)

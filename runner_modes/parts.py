@@ -1,7 +1,7 @@
-"""Keys attended in parts: what stands between the model and a backend that returns log-sum-exps.
+"""KV splits: a wrapper between the model and a backend that returns log-sum-exps.
 
-To the model it is a backend. It asks for each part of a request's keys, as a server with a cached prefix or with split
-ranks does, and merges what comes. Device work only, so all of it may be captured.
+To the model it is a backend. It calls the backend for each split of a request's keys, as a server with a cached prefix
+or with context-parallel ranks does, and merges the results. Device work only, so all of it may be captured.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["InParts", "merged"]
 
 
 def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], base: str) -> torch.Tensor:
-    """What a server makes of parts: [T, Hq, Dv] in their dtype, weighted by the exponentials, in float32.
+    """Merge KV splits as a server does: [T, Hq, Dv] in their dtype, weighted by the exponentials, in float32.
 
     ``outs``: [T, Hq, Dv] each; ``lses``: [T, Hq] each, in ``base``. A weight of 0 is multiplied like any other, so an
-    empty part's NaN gets through. Rows without a key in any part are zeros.
+    empty split's NaN gets through. Rows without a key in any split are zeros.
     """
     lse = torch.stack(list(lses)).float() * (math.log(2) if base == "2" else 1.0)
     top = lse.amax(0)
@@ -36,11 +36,11 @@ def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], base: str
 
 
 class InParts:
-    """A backend whose keys are attended in the parts of its context, for one forward of the model."""
+    """A backend that attends the KV splits of its context, for one forward of the model."""
 
     def __init__(self, harness: ServerHarness) -> None:
         claims = harness.capabilities.lse
-        assert claims is not None, "cases with parts are for backends that claim a log-sum-exp"
+        assert claims is not None, "cases with KV splits are for backends that declare a log-sum-exp"
         self._harness, self._claims, self._own = harness, claims, harness.case.own_merge
         self._lse: list[torch.Tensor] = []
         self._finite: list[torch.Tensor] = []
@@ -55,14 +55,14 @@ class InParts:
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """[T, Hq, Dv] of all parts; the first stores the new rows. Raises ``ShapeError``, and what the backend does."""
+        """Attend all splits [T, Hq, Dv]; the first stores the new rows. Raises ``ShapeError``; passes errors on."""
         outs: list[torch.Tensor] = []
         lses: list[torch.Tensor] = []
         for part in self._harness.context.kv_parts:
             named = {} if save_kv_cache and not outs else {"save_kv_cache": False}
             given = self._harness.backend.forward_return_lse(q, k, v, layer, batch, **named, part=part)
             out, lse = self._checked(given, layer, q.shape[0], f"layer {layer.layer_id}, {part}")
-            # The next part may be given the same memory.
+            # The next split may get the same memory.
             outs.append(out.clone())
             lses.append(lse.clone())
         self._finite.append(torch.stack([out.isfinite().flatten(1).all(-1) for out in outs], 1))
@@ -74,15 +74,15 @@ class InParts:
         return whole
 
     def leave_in(self, trace: Trace) -> None:
-        """Keep what is looked at, and what a replay has to write, beside the trace of the forward."""
+        """Add everything that is checked, and that a replay must write, to the trace of the forward."""
         trace.lse, trace.part_finite, trace.of_parts = self._lse, self._finite, self._returned
 
     def _merged_by_backend(
         self, outs: Sequence[torch.Tensor], lses: list[torch.Tensor], layer: AttentionLayer
     ) -> torch.Tensor:
-        """The last two parts, and so on to the first; ``lses`` gets the last log-sum-exp.
+        """Merge the last two splits, and so on to the first; ``lses`` gets the last log-sum-exp.
 
-        So that of short requests two empty parts are merged, as chunks of a prefix are with each other (vLLM #39148).
+        In this order, two empty splits of short requests are merged, like chunks of a prefix (vLLM #39148).
         """
         whole = outs[-1], lses[-1]
         for out, lse in zip(outs[-2::-1], lses[-2::-1], strict=True):
@@ -92,11 +92,11 @@ class InParts:
         return whole[0]
 
     def _by_row(self, lse: torch.Tensor) -> torch.Tensor:
-        """[T, Hq], whatever the layout: a view."""
+        """A view [T, Hq], whatever the layout."""
         return lse if self._claims.layout == "[T, H]" else lse.t()
 
     def _checked(self, given: object, layer: AttentionLayer, rows: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [T, Hq, Dv] and log-sum-exp."""
+        """Check a result; return the output [T, Hq, Dv] and the log-sum-exp."""
         context, heads, dim = self._harness.context, layer.tp_q_head_num, layer.v_head_dim
         pair: Any = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, None)
         out, lse = pair
@@ -106,7 +106,7 @@ class InParts:
         dtype, shape = context.dtype if in_model else torch.float32, (rows, heads)
         if self._claims.layout != "[T, H]":
             shape = shape[::-1]
-        whose = "as claimed the model's" if in_model else "as claimed"
+        whose = "as declared the model's" if in_model else "as declared"
         check_returned(f"{name}, as its log-sum-exp,", lse, (shape,), dtype, self._harness.device, whose)
         self._returned += [out, lse]
         return out.reshape(rows, heads, dim), lse

@@ -1,4 +1,4 @@
-"""Work of the kit's own that no function mode of torch needs to see."""
+"""Work of the kit that function modes of torch need not see."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["past_modes"]
 
 
 def past_modes() -> AbstractContextManager[object]:
-    """Inside, operations of torch go past function modes: half the time that small ones take where a mode is entered.
+    """Bypass function modes of torch inside the block, which halves the time of small operations.
 
-    For host tensors, for views of device memory, and for what reads or writes device memory that is there. Where a mode
-    stands for the device, memory that is made inside is no device memory: what comes of it must not leave the block but
-    as a copy on the host. Nothing that a backend wrote may be called inside, nor anything that a capture records.
+    It is for host tensors, for views of device memory, and for reads and writes of existing device memory. If a mode
+    emulates the device, memory that is allocated inside is not device memory: results may leave the block only as
+    copies on the host. Code of a backend must not be called inside, nor anything that a capture records.
     """
     past: AbstractContextManager[object] = torch._C.DisableTorchFunction()
     return past

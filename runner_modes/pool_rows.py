@@ -1,7 +1,7 @@
 """The memory of a KV pool, found by slot whatever its layout.
 
-Views of K and V become tables: layers and parts, slots, words of a row, each of as many dimensions as its strides need.
-Where the layers of a pool lie at equal distances, as in every layout that has a name, one table holds them all.
+Views of K and V become tables: layers and K or V, slots, words of a row, each with as many dimensions as strides need.
+If the layers of a pool have equal distances, as in every named layout, one table holds them all.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from attn_testkit.contract.kv_layouts import between, place_of, slot_dims
 __all__ = ["BITS", "PoolRows"]
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Size of an element -> integers."""
+"""Size of an element -> integer dtype."""
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""The same from the widest: the fewer elements, the faster they are compared."""
+"""Integer dtypes from the widest: the fewer elements, the faster they are compared."""
 
 _Dims = tuple[tuple[int, int], ...]
 """Sizes and strides, the outermost first."""
@@ -28,26 +28,26 @@ _Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class _Table:
-    """Where each slot of some layers and parts lies."""
+    """Places of each slot of some layers, of K or V."""
 
     piece: int
-    """Which piece of memory."""
+    """Index of the block of memory."""
     word: int
     """Bytes of the words that it is read in; strides count them."""
     outer: _Dims
-    """Of layers and parts."""
+    """Dimensions of layers, and of K and V."""
     slots: _Dims
     row: _Dims
     first: int
-    """The first word."""
+    """Index of the first word."""
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot, in all its layers and parts."""
+        """Bytes of a slot in all its layers, K and V."""
         return math.prod(size for size, _ in (*self.outer, *self.row)) * self.word
 
     def view(self, pieces: Sequence[torch.Tensor], slots: int) -> torch.Tensor:
-        """[*outer, *slots, *row] words; of the outermost dimension of slots what the first ``slots`` lie in."""
+        """View words [*outer, *slots, *row], in the outermost dimension of slots as much as ``slots`` needs."""
         (count, stride), *inner = self.slots
         needed = -(-slots // math.prod(size for size, _ in inner))
         dims = (*self.outer, (min(count, needed), stride), *inner, *self.row)
@@ -55,7 +55,7 @@ class _Table:
         return memory.as_strided([size for size, _ in dims], [step for _, step in dims], self.first)
 
     def take(self, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """[*outer, n, *row]: the rows of ``slots`` [n] int64 on the device, copied."""
+        """Copy the rows [*outer, n, *row] of ``slots`` [n] int64 on the device."""
         if len(self.slots) == 1:
             return view.index_select(len(self.outer), slots)
         return view[self._at(slots)]
@@ -73,7 +73,7 @@ class _Table:
         return (*[slice(None)] * len(self.outer), *place_of(slots, [size for size, _ in self.slots]))
 
     def differs(self, now: torch.Tensor, before: torch.Tensor, mark: int) -> torch.Tensor:
-        """[slots] integers of ``mark`` bytes, not 0 where a row of a slot differs. Both as ``view`` gives them."""
+        """Integers [slots] of ``mark`` bytes, not 0 if a row of a slot differs. Both arguments are from ``view``."""
         first, last = len(self.outer), len(self.outer) + len(self.slots)
         found = torch.ne(now, before).view(_WORDS[mark])
         return found.amax((*range(first), *range(last, found.dim())))
@@ -85,14 +85,14 @@ class PoolRows:
     def __init__(
         self, pieces: Iterable[torch.Tensor], tables: Sequence[_Table], slots: int, dtype: torch.dtype
     ) -> None:
-        """``pieces``: all memory, each [n] uint8. ``slots``: all of the pool. ``dtype``: the pool's."""
+        """Wrap the memory ``pieces``, each [n] uint8. ``slots``: number in the pool. ``dtype``: that of the pool."""
         self.pieces, self._tables, self._slots, self._dtype = tuple(pieces), tuple(tables), slots, dtype
         one = tables[0]
         flat = len(tables) == 1 and len(one.outer) == len(one.slots) == len(one.row) == 1
         self.mark = _widest(one.row[0][0]) if flat else 1
-        """Bytes that say of a slot whether it differs: as wide as a row of booleans allows."""
+        """Bytes of the mark of a slot that differs: as wide as a row of booleans allows."""
         self._views: dict[int, list[torch.Tensor]] = {}
-        # FP8 has no fill everywhere.
+        # Not every device can fill FP8.
         self._to_fill = [piece.view(dtype) if dtype.itemsize > 1 else piece for piece in self.pieces]
 
     @staticmethod
@@ -110,35 +110,35 @@ class PoolRows:
         return PoolRows(pieces, tables, pool.num_slots, pool.dtype)
 
     def bytes_of(self, slots: int) -> int:
-        """Of so many slots, in all layers and parts."""
+        """Bytes of so many slots in all layers, K and V."""
         return slots * sum(table.slot_bytes for table in self._tables)
 
     def twin(self) -> PoolRows:
-        """The same over other memory, which holds anything."""
+        """Make a copy over other memory, with arbitrary contents."""
         return PoolRows((torch.empty_like(piece) for piece in self.pieces), self._tables, self._slots, self._dtype)
 
     def fill(self, value: float) -> None:
-        """All memory, slots or not: a finite number or NaN. FP8: NaN or 0."""
+        """Fill all memory, slots or not, with a finite number or NaN. FP8: NaN or 0."""
         value = value if self._dtype.itemsize > 1 else 0x7F if math.isnan(value) else 0
         for piece in self._to_fill:
             piece.fill_(value)
 
     def copy_(self, other: PoolRows) -> None:
-        """All memory of a twin."""
+        """Copy all memory from an equal pool."""
         for mine, theirs in zip(self.pieces, other.pieces, strict=True):
             mine.copy_(theirs)
 
     def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Store rows in ``slots`` [n] int64: the bytes of [L, 2 or 1, n, Hk, Dqk] as one. Both on the device.
 
-        Where layers differ in Hk or Dqk: those of the layers, one behind the other.
+        If layers differ in Hk or Dqk, the layers are in sequence.
         """
         parts = torch.split(rows, [len(slots) * table.slot_bytes for table in self._tables])
         for table, view, part in zip(self._tables, self.views(self._slots), parts, strict=True):
             table.put(view, slots, part)
 
     def take(self, slots: torch.Tensor) -> torch.Tensor:
-        """The same bytes, from memory to a copy, on the device."""
+        """Copy the bytes of ``slots`` on the device, in the format of ``put``."""
         found = [
             table.take(view, slots).reshape(-1).view(torch.uint8)
             for table, view in zip(self._tables, self.views(self._slots), strict=True)
@@ -146,21 +146,21 @@ class PoolRows:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def differs(self, other: PoolRows, slots: int) -> torch.Tensor:
-        """The first ``slots`` against a twin's: ``mark`` bytes each, not all 0 where one differs."""
+        """Compare the first ``slots`` with those of an equal pool: ``mark`` bytes each, not all 0 if one differs."""
         pairs = zip(self._tables, self.views(slots), other.views(slots), strict=True)
-        # Tables of a pool may count slots in different dimensions, and so hold some more than asked for.
+        # Tables of a pool may count slots in different dimensions, and so hold some more than requested.
         found = [table.differs(now, before, self.mark).view(-1)[:slots] for table, now, before in pairs]
         return found[0] if len(found) == 1 else torch.stack(found).amax(0)
 
     def views(self, slots: int) -> list[torch.Tensor]:
-        """[*outer, *slots, *row] of each table."""
+        """Views [*outer, *slots, *row] of each table."""
         if slots not in self._views:
             self._views[slots] = [table.view(self.pieces, slots) for table in self._tables]
         return self._views[slots]
 
 
 class Between:
-    """What of a pool's memory is no slot's."""
+    """Memory of a pool that belongs to no slot."""
 
     def __init__(self, pool: KVPool) -> None:
         self._bits = BITS[pool.dtype.itemsize]
@@ -171,7 +171,7 @@ class Between:
         }
 
     def differs(self, now: PoolRows, before: PoolRows) -> list[torch.Tensor]:
-        """[2] int64 of each piece that has any: 1 where a number of it differs, else 0; and which."""
+        """Flag and index, [2] int64 per block with such memory: 1 if a number of it differs, else 0; and which."""
         found = []
         for index, free in self._free.items():
             pair = (rows.pieces[index].view(self._bits) for rows in (now, before))
@@ -181,7 +181,7 @@ class Between:
 
 
 def _table(pieces: Sequence[torch.Tensor], view: torch.Tensor, outer: _Dims, slots: int) -> _Table:
-    """``outer``: its strides in bytes."""
+    """Make the table of a view. ``outer``: its strides in bytes."""
     size, address = view.dtype.itemsize, view.untyped_storage().data_ptr()
     piece = next(index for index, each in enumerate(pieces) if each.untyped_storage().data_ptr() == address)
     dims = [(count, stride * size) for count, stride in zip(view.shape, view.stride(), strict=True)]
@@ -197,7 +197,7 @@ def _table(pieces: Sequence[torch.Tensor], view: torch.Tensor, outer: _Dims, slo
 
 
 def _merged(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Fewest dimensions of the same elements in the same order, at least one."""
+    """Merge dimensions into the fewest with the same elements in the same order, at least one."""
     found: list[tuple[int, int]] = []
     for size, stride in dims:
         if found and found[-1][1] == stride * size:
@@ -208,7 +208,7 @@ def _merged(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _steps(layers: Sequence[tuple[torch.Tensor, ...]]) -> tuple[int, int] | None:
-    """Bytes from a layer to the next and from K to V, where both are the same everywhere; None where they are not."""
+    """Bytes from a layer to the next and from K to V, if both are the same everywhere; else None."""
     first = layers[0][0]
     alike = {(part.untyped_storage().data_ptr(), part.shape, part.stride()) for parts in layers for part in parts}
     starts = [[int(part.storage_offset()) for part in parts] for parts in layers]
@@ -225,5 +225,5 @@ def _steps(layers: Sequence[tuple[torch.Tensor, ...]]) -> tuple[int, int] | None
 
 
 def _widest(size: int) -> int:
-    """Bytes of the widest integers that ``size`` bytes are a whole number of."""
+    """Bytes of the widest integers that divide ``size``."""
     return next(width for width in _WORDS if size % width == 0)

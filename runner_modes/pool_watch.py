@@ -1,4 +1,4 @@
-"""The KV pool and what it held before the step: it is compared on the device, and only what changed is copied."""
+"""The KV pool and its contents before the step: they are compared on the device, and only changes are copied."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["PoolWatch"]
 
 
 class PoolWatch:
-    """Fills the pool of one instance before a step, and says afterwards which slots changed."""
+    """A watch that fills the pool of one instance before a step, and reports afterwards which slots changed."""
 
     def __init__(self, pool: KVPool, maps: Sequence[HeadMap] = ()) -> None:
-        """``maps``: of each layer, where they differ in their heads. Rows outside are then those of the case."""
+        """Watch a pool. ``maps``: one per layer, if they differ in heads. Rows are then given as those of the case."""
         first, size = pool.layers[0], pool.dtype.itemsize
         self._shape, self._maps = (len(pool.layers), 1 if pool.is_mla else 2), maps
         self._row = (maps[0].case if maps else first.head_shape)[1:]
         self.bits = BITS[size]
-        """Integers of an element's bits."""
+        """Integer dtype of an element's bits."""
         self._now = PoolRows.of(pool)
         self._before = self._now.twin()
         self._between = Between(pool)
@@ -37,7 +37,7 @@ class PoolWatch:
         self._held: object = None
 
     def fill(self, name: object, held: Callable[[], tuple[npt.NDArray[np.int64], Bytes]], unowned: float) -> None:
-        """Have some slots hold rows, and all other memory ``unowned``, a finite number or NaN.
+        """Fill some slots with rows, and all other memory with ``unowned``, a finite number or NaN.
 
         ``held`` gives slots [n] and the bytes of [L, 2 or 1, n, Hk, Dqk]. ``name``: equal for equal contents; the last
         ones are on the device already.
@@ -56,18 +56,18 @@ class PoolWatch:
             self._now.copy_(self._before)
 
     def poison(self) -> None:
-        """NaN everywhere."""
+        """Fill everything with NaN."""
         self._now.fill(math.nan)
 
     def clear(self) -> None:
-        """The memory as a server has it when it captures: page 0 zeros, NaN everywhere else."""
+        """Prepare memory as a server has it at capture: page 0 zeros, NaN everywhere else."""
         self._held = None
         self._before.fill(math.nan)
         self._now.copy_(self._before)
         self.clear_page_0()
 
     def clear_page_0(self) -> None:
-        """Zeros in page 0, and nothing else."""
+        """Fill page 0 with zeros."""
         zeros = torch.zeros(self._now.bytes_of(self._page_size), dtype=torch.uint8)
         self._now.put(upload(torch.arange(self._page_size), self._device), upload(zeros, self._device))
 
@@ -78,7 +78,7 @@ class PoolWatch:
         return slots[slots >= self._page_size]
 
     def store(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Have ``slots`` [n] int64 hold ``rows`` [L, 2 or 1, n, Hk, Dqk], or their bytes. Both on the host."""
+        """Store ``rows`` [L, 2 or 1, n, Hk, Dqk], or their bytes, in ``slots`` [n] int64. Both on the host."""
         raw = self._parts(rows.contiguous().view(-1).view(torch.uint8).numpy(), len(slots))
         self._now.put(upload(slots, self._device), upload(torch.from_numpy(raw), self._device))
 
@@ -89,8 +89,8 @@ class PoolWatch:
     def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
         """Compare the first ``slots`` on the device, without a wait. ``due`` [count]: those whose rows are wanted.
 
-        Bytes, and how many: of each slot, not all 0 where it changed; the rows; and of memory that is no slot's, where
-        there is any, whether and where it changed.
+        Returns bytes and their number: per slot, not all 0 if it changed; the rows; and, for memory between slots if
+        there is any, a flag and the place of a change.
         """
         changed, rows = self._now.differs(self._before, slots), self._now.take(due)
         size = self._now.bytes_of(count)
@@ -102,7 +102,7 @@ class PoolWatch:
     ) -> tuple[npt.NDArray[np.int64], Bytes, tuple[int, ...]]:
         """Slots that changed [n] ascending, and bytes and shape of what they hold, [L, 2 or 1, n, Hk, Dqk] as ``bits``.
 
-        ``found``: what ``look`` gave for ``due``, on the host. If others changed too, they are copied now.
+        ``found``: results of ``look`` for ``due``, on the host. If others changed too, they are copied now.
         """
         changed, rows, *_ = found
         differs: npt.NDArray[np.bool_] = changed.view(f"u{self._now.mark}") != 0
@@ -116,7 +116,7 @@ class PoolWatch:
         return due[as_due], (held if count == len(due) else held[:, as_due]).reshape(-1), shape
 
     def _parts(self, whole: Bytes, count: int) -> Bytes:
-        """Rows of ``count`` slots as the layers have them, one layer behind the other, from those of the case."""
+        """Convert rows of ``count`` slots from the case's shape to the layers' shapes, layer by layer."""
         if not self._maps or not count:
             return whole
         rows = torch.from_numpy(whole).view(self.bits).view(*self._shape, count, *self._row)
@@ -124,21 +124,21 @@ class PoolWatch:
         return torch.cat(parts).view(torch.uint8).numpy()
 
     def whole(self, parts: Bytes, count: int) -> Bytes:
-        """The same the other way round: the bytes of [L, 2 or 1, count, Hk, Dqk]."""
+        """Convert rows of ``count`` slots from the layers' shapes to the bytes of [L, 2 or 1, count, Hk, Dqk]."""
         if not self._maps or not count:
             return parts
         layers, pairs = [], self._shape[1]
         sizes = [pairs * count * each.layer.num_kv_heads * each.layer.head_dim for each in self._maps]
-        # A copy, because the bytes lie anywhere among others.
+        # A copy, because the bytes may not be aligned.
         rows = torch.split(torch.from_numpy(parts.copy()).view(self.bits), sizes)
         for each, own in zip(self._maps, rows, strict=True):
             layers.append(each.kv_whole(own.view(pairs, count, *each.layer[1:])))
         return torch.stack(layers).view(-1).view(torch.uint8).numpy()
 
     def outside(self, found: Sequence[Bytes]) -> npt.NDArray[np.int64]:
-        """[n]: bytes of memory that is no slot's and changed, one for each piece of it that did.
+        """Bytes [n] of memory between slots that changed, one per block.
 
-        ``found``: what ``look`` gave, on the host.
+        ``found``: results of ``look``, on the host.
         """
         pairs = np.concatenate([np.empty(0, np.int64), *(each.view(np.int64) for each in found[2:])]).reshape(-1, 2)
         places: npt.NDArray[np.int64] = pairs[pairs[:, 0] > 0, 1] * self.bits.itemsize

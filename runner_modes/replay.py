@@ -1,4 +1,4 @@
-"""One replay, as a server would do it: fill the static buffers, plan, run the graph, read back."""
+"""One replay as a server does it: fill the static buffers, plan, run the graph, read back."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = ["Replayed", "fill_static", "label_of", "replay", "view_of"]
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of one replay."""
+    """Results of one replay."""
 
     observed: Observation
     replaced: tuple[str, ...] = ()
-    """Attributes whose tensors the plan replaced, where the options ask for it."""
+    """Attributes whose tensors the plan replaced, if the options request it."""
     copied_into: tuple[torch.Tensor, ...] = ()
     """The replaced tensors, now with their successors' numbers. The graph may read them as long as it is replayed."""
 
@@ -72,8 +72,8 @@ def replay(
         with past_modes():
             for tensor, value in bucket.poison:
                 tensor.fill_(value)
-        # What a server allocates for one step (a fresh mask, say) is gone before the kernels that read the graph's own
-        # memory end; keep nothing of it alive here.
+        # Memory that a server allocates for one step (such as a fresh mask) is freed before the graph's kernels end, so
+        # nothing of it is kept alive here.
         del view
         if between is not None:
             between()
@@ -115,14 +115,14 @@ class _Watched:
         self._tensors = tensors_held_by(harness.backend, (harness.context,)) if options.copy_into_replaced else {}
 
     def replaced(self) -> tuple[str, ...]:
-        """Attributes that now hold a tensor in other memory. One that is gone was not replaced."""
+        """Attributes that now hold a tensor in other memory. A deleted one was not replaced."""
         if not self._blocks:
             return ()
         now = blocks_held(self._harness)
         return tuple(path for path, block in self._blocks.items() if now.get(path, block) != block)
 
     def copy_into(self, replaced: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
-        """Give the tensors that were replaced their successors' numbers, where the copies were asked for."""
+        """Copy the successors' numbers into the replaced tensors, if the options request it."""
         if not self._tensors:
             return ()
         successors = tensors_held_by(self._harness.backend, (self._harness.context,))
@@ -132,7 +132,7 @@ class _Watched:
 
 
 def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-    """As many rows as both have: a plan for live rows has fewer of them. Nothing where the rows differ in shape."""
+    """Copy as many rows as both have: a plan for live rows has fewer of them. Nothing if the rows differ in shape."""
     if target.dim() != source.dim() or target.shape[1:] != source.shape[1:]:
         return
     if target.dim():
@@ -142,13 +142,13 @@ def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def label_of(graphs: ScheduleGraphs, step: Step) -> str:
-    """What messages call a replay."""
+    """The name of a replay in messages."""
     bucket = f"bucket {step.bucket}{mode_suffix(graphs.harness, graphs.schedule)}"
     return f"replay {step.index + 1} of {len(graphs.schedule.steps)} ({step.label}), {bucket}, {step.bs} live"
 
 
 def view_of(graphs: ScheduleGraphs, loaded: LoadedStep) -> ForwardBatch:
-    """What the backend gets to plan a replay. Raises ``DriveError``."""
+    """Make the batch that the backend gets to plan a replay. Raises ``DriveError``."""
     harness, static, case, bs = graphs.harness, graphs.static, graphs.schedule.case, loaded.step.bucket
     spec = graphs.driver.replay_spec(harness, static, loaded, bs, case.width)
     extends = graphs.driver.replay_extends(harness, static, loaded, bs, graphs.fill)
@@ -157,7 +157,7 @@ def view_of(graphs: ScheduleGraphs, loaded: LoadedStep) -> ForwardBatch:
 
 
 def fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
-    """Static inputs: the live heads, and padding behind them."""
+    """Fill the static inputs: the live heads, then padding."""
     harness, static, case = graphs.harness, graphs.static, graphs.schedule.case
     step, data, live, tokens, host = loaded.step, loaded.data, loaded.step.bs, loaded.step.tokens, static.host
     host["seq_lens"][:] = graphs.fill

@@ -1,4 +1,4 @@
-"""What a forward returned, held against what it should be: a tensor of a shape, a dtype and a device."""
+"""The check of a forward's result: a tensor with the right shape, dtype and device."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def check_returned(
     device: torch.device,
     whose: str = "the model's",
 ) -> None:
-    """Raises ``ShapeError`` where ``out`` is no plain tensor of one of ``shapes``, of ``dtype`` and on ``device``.
+    """Raise ``ShapeError`` unless ``out`` is a plain tensor of one of ``shapes``, of ``dtype`` and on ``device``.
 
-    ``name``: of what returned it. ``whose``: the dtype, in words.
+    ``name``: of what returned it. ``whose``: the dtype in words.
     """
     if not isinstance(out, torch.Tensor):
         raise ShapeError(f"{name} returned {type(out).__name__}, expected a tensor")
     if type(out) not in (torch.Tensor, torch.nn.Parameter):
-        # What torch computes of one need not be what stands in its memory, which is what kernels read.
-        raise ShapeError(f"{name} returned a {type(out).__name__}, expected a torch.Tensor and no class of its own")
+        # Operations of a subclass need not use the contents of its memory, which kernels read.
+        raise ShapeError(f"{name} returned a {type(out).__name__}, expected a torch.Tensor, not a subclass")
     if tuple(out.shape) not in shapes:
         wanted = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
         raise ShapeError(f"{name} returned shape {tuple(out.shape)}, expected {wanted}")

@@ -1,6 +1,6 @@
-"""A KV pool that is mostly unused: only the slots of a schedule are filled and looked at, wherever they lie.
+"""A KV pool that is mostly unused: only the slots of a schedule are filled and checked, wherever they are.
 
-The rest is memory that nobody touches. On a host it is never made, and a device has room for it.
+The rest is never touched. On a host such memory is never allocated, and a device has room for it.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _Ints = npt.NDArray[np.int64]
 
 
 class SpreadWatch:
-    """The face of a ``PoolWatch``; slots are those of the schedule."""
+    """A watch with the interface of a ``PoolWatch``; slots are those of the schedule."""
 
     def __init__(self, pool: KVPool, schedule: Schedule) -> None:
         first, size = pool.layers[0], pool.dtype.itemsize
         self._shape, self._row = (len(pool.layers), 1 if pool.is_mla else 2), first.head_shape[1:]
         self.bits = BITS[size]
-        """Integers of an element's bits."""
+        """Integer dtype of an element's bits."""
         self._pool, self._device, self._dtype = PoolRows.of(pool), pool.device, pool.dtype
         self._page_size, self._places = pool.page_size, slot_map(schedule, 0)
         self._on_device = upload(torch.from_numpy(self._places), self._device)
-        """[slots]: where each slot of the schedule lies."""
+        """Place of each slot of the schedule, [slots]."""
         self._before = self._pool.take(self._on_device)
-        """What they should hold, the bytes of [L, 2 or 1, slots, Hk, Dqk]."""
+        """Expected contents of the slots, the bytes of [L, 2 or 1, slots, Hk, Dqk]."""
         self.clear()
 
     def _by_slot(self, rows: torch.Tensor) -> torch.Tensor:
-        """[L * 2 or L, slots, bytes] of the bytes of all of them."""
+        """View the bytes of all slots as [L * 2 or L, slots, bytes]."""
         return rows.view(math.prod(self._shape), len(self._places), -1)
 
     def _put(self) -> None:
         self._pool.put(self._on_device, self._before)
 
     def fill(self, name: object, held: Callable[[], tuple[_Ints, Bytes]], unowned: float) -> None:
-        """As ``PoolWatch.fill``, for the slots of the schedule."""
+        """Do the work of ``PoolWatch.fill`` for the slots of the schedule."""
         slots, rows = held()
         sent = upload(torch.from_numpy(slots), self._device), upload(torch.from_numpy(rows.reshape(-1)), self._device)
         with past_modes():
@@ -61,43 +61,43 @@ class SpreadWatch:
 
     def _fill(self, value: float) -> None:
         if self._dtype.itemsize == 1:
-            # FP8 has no fill everywhere.
+            # Not every device can fill FP8.
             self._before.fill_(0x7F if math.isnan(value) else 0)
         else:
             self._before.view(self._dtype).fill_(value)
 
     def clear(self) -> None:
-        """As ``PoolWatch.clear``."""
+        """Do the work of ``PoolWatch.clear``."""
         self._fill(math.nan)
         self._put()
         self.clear_page_0()
 
     def clear_page_0(self) -> None:
-        """As ``PoolWatch.clear_page_0``."""
+        """Do the work of ``PoolWatch.clear_page_0``."""
         zeros = torch.zeros(self._pool.bytes_of(self._page_size), dtype=torch.uint8)
         self._pool.put(upload(torch.arange(self._page_size), self._device), upload(zeros, self._device))
 
     def _changed(self) -> torch.Tensor:
-        """[slots] uint8: not 0 where one does not hold what it should."""
+        """Flags [slots] uint8: not 0 if a slot has wrong contents."""
         now = self._by_slot(self._pool.take(self._on_device))
         return torch.ne(now, self._by_slot(self._before)).any(2).any(0).view(torch.uint8)
 
     def written_since_clear(self) -> _Ints:
-        """As ``PoolWatch.written_since_clear``."""
+        """Do the work of ``PoolWatch.written_since_clear``."""
         slots: _Ints = np.flatnonzero(self._changed().cpu().numpy())
         return slots[slots >= self._page_size]
 
     def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
-        """As ``PoolWatch.look``: the rows that are wanted are those of ``due``."""
+        """Do the work of ``PoolWatch.look``: the wanted rows are those of ``due``."""
         rows = self._pool.take(self._on_device[due])
         return (self._changed(), slots), (rows, self._pool.bytes_of(count))
 
     def written(self, due: _Ints, found: Sequence[Bytes]) -> tuple[_Ints, Bytes, tuple[int, ...]]:
-        """As ``PoolWatch.written``."""
+        """Do the work of ``PoolWatch.written``."""
         changed: _Ints = np.flatnonzero(found[0])
         rows = self._pool.take(self._on_device[upload(torch.from_numpy(changed), self._device)]).cpu().numpy()
         return changed, rows, (*self._shape, len(changed), *self._row)
 
     def outside(self, found: Sequence[Bytes]) -> _Ints:
-        """None: what is no slot of the schedule is not looked at."""
+        """Return nothing: memory outside the schedule's slots is not checked."""
         return np.empty(0, np.int64)

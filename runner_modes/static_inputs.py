@@ -1,4 +1,4 @@
-"""The device buffers that every graph of one runner reads: one piece of memory, filled by one transfer a step."""
+"""The device buffers that every graph of one runner reads: one block of memory, filled by one transfer per step."""
 
 from __future__ import annotations
 
@@ -23,70 +23,69 @@ __all__ = ["StaticInputs", "make_static_inputs"]
 
 @dataclass(frozen=True)
 class StaticInputs:
-    """Heads are live, tails are padding."""
+    """Buffers whose heads are live and whose tails are padding."""
 
     input_ids: torch.Tensor
-    """[max_bs * N] int64: rows of the model's table."""
+    """Rows of the model's table, [max_bs * N] int64."""
     positions: torch.Tensor
-    """[max_bs * N] int64."""
+    """Positions, [max_bs * N] int64."""
     out_cache_loc: torch.Tensor
-    """[max_bs * N] int64: KV slots; 0 wherever a row is padding."""
+    """KV slots, [max_bs * N] int64; 0 for padded rows."""
     group_cache_locs: torch.Tensor
-    """[G * max_bs * N] int64: the same in the pool of each KV group, one behind the other; none where there is one."""
+    """KV slots in the pool of each KV group in sequence, [G * max_bs * N] int64; empty if there is one group."""
     req_pool_indices: torch.Tensor
-    """[max_bs] int64: rows of ``req_to_token``."""
+    """Rows of ``req_to_token``, [max_bs] int64."""
     seq_lens: torch.Tensor
-    """[max_bs] int64; the fill value wherever a request is padding."""
+    """Lengths, [max_bs] int64; the fill value for padded requests."""
     num_accept_tokens: torch.Tensor
-    """[max_bs] int32; N wherever a request is padding."""
+    """Number of accepted tokens, [max_bs] int32; N for padded requests."""
     num_correct_drafts: torch.Tensor
-    """[max_bs] int32: accepted tokens less one."""
+    """Number of accepted tokens minus one, [max_bs] int32."""
     extend_seq_lens: torch.Tensor
-    """[max_bs] int32: rows of the step; N wherever a request is padding, in extend 0."""
+    """Rows of the step, [max_bs] int32; N for padded requests, in extend 0."""
     extend_prefix_lens: torch.Tensor
-    """[max_bs] int32, extend: keys before the step."""
+    """Keys before the step in extend, [max_bs] int32."""
     extend_start_loc: torch.Tensor
-    """[max_bs] int32, extend: first row of each request."""
+    """First row of each request in extend, [max_bs] int32."""
     query_start_loc: torch.Tensor
-    """[max_bs + 1] int32: first row of each request, and from the last live one on the number of live rows."""
+    """First row of each request, and from the last live one on the number of live rows, [max_bs + 1] int32."""
     select_index: torch.Tensor
-    """[max_bs] int64: flat row of each request's last accepted token."""
+    """Flat row of each request's last accepted token, [max_bs] int64."""
     hidden_states: torch.Tensor
-    """[max_bs * N, hidden] float32."""
+    """Hidden states, [max_bs * N, hidden] float32."""
     draft_slots: torch.Tensor
-    """[max_bs * K * S] int64, draft-decode: slots of all forwards; 0 wherever a request is padding."""
+    """Slots of all forwards in draft-decode, [max_bs * K * S] int64; 0 for padded requests."""
     custom_mask: torch.Tensor
-    """Flat bool: the runner's own mask buffer, named in the captured batch of a backend that has none. Nothing updates
-    it."""
+    """Flat bool mask buffer of the runner, for the captured batch if the backend has none. It is never updated."""
     seq_lens_cpu: torch.Tensor
-    """[max_bs] int64, host."""
+    """Lengths on the host, [max_bs] int64."""
     host: Mapping[str, npt.NDArray[Any]] = field(repr=False)
-    """By name, the same on the host but for the last two. A step writes here, and ``send`` takes it to the device."""
+    """Host copies by name, without the last two. A step writes here, and ``send`` takes them to the device."""
     left: Mapping[str, npt.NDArray[Any]] = field(repr=False)
-    """What stands in ``host`` where a server resets nothing: what the last replay with so many live rows had."""
+    """Contents of ``host`` if a server resets nothing: those of the last replay with so many live rows."""
     memory: torch.Tensor = field(repr=False)
-    """[n] uint8, device: where the buffers lie."""
+    """Device memory of the buffers, [n] uint8."""
     staged: Bytes = field(repr=False)
-    """[n]: where ``host`` lies."""
+    """Memory of ``host``, [n]."""
     places: tuple[Place, ...] = field(repr=False)
-    """Where in them."""
+    """Places of buffers in ``memory`` and ``staged``."""
     counts: Mapping[str, int]
-    """How many entries of each a request has."""
+    """Number of entries per request of each buffer."""
 
     def by_group(self, tokens: int) -> torch.Tensor | None:
-        """[G, tokens]: slots of the first tokens in each group's pool; None where all layers share one."""
+        """Slots [G, tokens] of the first tokens in each group's pool; None if all layers share one."""
         if not len(self.group_cache_locs):
             return None
         return self.group_cache_locs.view(-1, len(self.out_cache_loc))[:, :tokens]
 
     def send(self) -> None:
-        """Have the buffers hold what ``host`` holds."""
+        """Copy ``host`` to the buffers."""
         with past_modes():
             upload_into(self.memory, torch.from_numpy(self.staged))
             self.seq_lens_cpu.numpy()[:] = self.host["seq_lens"]
 
     def pad(self, step: Step, rows: int, nan_row: int) -> None:
-        """Fill what lies behind the live requests of ``step`` and its ``rows`` live rows, as its padding says."""
+        """Fill everything after the live requests of ``step`` and its ``rows`` live rows, according to its padding."""
         for name, live in (("positions", rows), ("req_pool_indices", step.bs), ("input_ids", rows)):
             zeroed = name != "input_ids" and step.padding != "stale"
             self.host[name][live:] = 0 if zeroed else self.left[name][live:]
@@ -95,9 +94,9 @@ class StaticInputs:
             self.host["input_ids"][rows:] = nan_row
 
     def sent(self, bs: int, *, spec: bool, mask: bool) -> tuple[Sent, ...]:
-        """What a graph of ``bs`` requests may not write, and what it holds from step to step.
+        """Memory that a graph of ``bs`` requests may not write, with its contents.
 
-        ``spec``: whether its batch has a ``spec_info``. ``mask``: whether the backend was given the runner's.
+        ``spec``: true if its batch has a ``spec_info``. ``mask``: true if the backend got the runner's mask.
         """
         names = {name: buffer.watched for name, buffer in _BUFFERS.items()}
         if not spec:
@@ -121,12 +120,12 @@ class StaticInputs:
 class _Buffer(NamedTuple):
     dtype: torch.dtype
     by: Literal["request", "token", "slot", "token of each group"]
-    """What it has an entry for; slot: of a draft."""
+    """Unit that it has an entry for; slot: of a draft."""
     watched: str
-    """As a message names it; empty: a step may write it."""
+    """Name in messages; empty if a step may write it."""
     columns: tuple[int, ...] = ()
     more: int = 0
-    """Entries behind those."""
+    """Number of extra entries."""
 
 
 _BUFFERS: Mapping[str, _Buffer] = {
@@ -146,13 +145,13 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "draft_slots": _Buffer(torch.int64, "slot", "batch.spec_info.out_cache_loc"),
     "select_index": _Buffer(torch.int64, "request", ""),
 }
-"""In the order in which messages name them."""
+"""Buffers in the order in which messages name them."""
 
 
 def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: int, rows: int = 0) -> StaticInputs:
-    """As a server has them before it captures: lengths at ``fill``, accept counts at ``width``, tokens and rows zero.
+    """Make buffers as before a capture: lengths at ``fill``, accept counts at ``width``, tokens and rows zero.
 
-    ``width``: N, rows a request. ``rows``: those of one forward, where it has fewer.
+    ``width``: N, rows per request. ``rows``: those of one forward, if it has fewer.
     """
     context = harness.context
     each = {

@@ -1,4 +1,4 @@
-"""The tables that a step's numbers are looked up in: one piece of device memory, filled by one transfer."""
+"""The tables that a step's numbers are looked up in: one block of device memory, filled by one transfer."""
 
 from __future__ import annotations
 
@@ -28,31 +28,30 @@ class Tables:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """``groups``: KV groups, with a request table each. ``requests``: rows of it.
+        """Allocate tables. ``groups``: KV groups, with a request table each. ``requests``: rows of it.
 
-        ``rows``: tokens that can have numbers of their own at a time. ``token``: L, and the elements that a token has
-        in one layer.
+        ``rows``: most tokens that can have their own numbers. ``token``: L, and the elements of a token in one layer.
         """
         self._packing = pack_places(
             (
                 ("req_to_token", torch.int32, (groups, requests, context_len)),
                 ("due", torch.int64, (rows + 1,)),
                 ("hidden", torch.float32, (rows + 1, HIDDEN)),
-                # Last, because a transfer ends with the rows of the step.
+                # The last table, because a transfer ends with the rows of the step.
                 ("rows", dtype, (rows + 1, *token)),
             )
         )
         self._memory = torch.full((self._packing.size,), 0xFF, dtype=torch.uint8, device=device)
         tensors = self._packing.tensors(self._memory)
         self.req_to_token = tensors["req_to_token"]
-        """[groups, requests, context_len] int32."""
+        """Request tables, [groups, requests, context_len] int32."""
         self.hidden = tensors["hidden"]
-        """[rows + 1, hidden] float32. The last row is NaN."""
+        """Hidden states, [rows + 1, hidden] float32. The last row is NaN."""
         self.rows = tensors["rows"]
-        """[rows + 1, L, width]: q, k, v of a token beside each other. The last row is NaN."""
+        """Rows [rows + 1, L, width]: q, k, v of a token are adjacent. The last row is NaN."""
         self._due, self._sent = tensors["due"], self._memory[: self._packing.places[0].end]
         self._host = self._packing.fresh()[: self._packing.places[-1].start]
-        """All but the rows, as it was sent last."""
+        """Host copy of everything except the rows, as last sent."""
         arrays = self._packing.arrays(self._host)
         self._on_host = arrays["req_to_token"], arrays["due"], arrays["hidden"]
         # Rows that no step has filled yet are finite: graphs are captured on token 0.
@@ -62,7 +61,7 @@ class Tables:
         self.clear_requests()
 
     def clear_requests(self) -> None:
-        """No live request: an all-zero request table."""
+        """Clear the request table: no live request."""
         self._on_host[0][:] = 0
         self.req_to_token.zero_()
 
@@ -73,11 +72,11 @@ class Tables:
         hidden: npt.NDArray[np.float32],
         rows: Bytes,
     ) -> tuple[Sent, torch.Tensor]:
-        """Put a step's numbers in place.
+        """Load a step's numbers.
 
         ``req_to_token`` [groups, requests, columns]; ``hidden`` [T, hidden]; ``rows``: the bytes of T rows; ``due``
-        [n]. Returns the request table as it was sent, and ``due`` in memory that no backend is given. What is not
-        given keeps what an earlier step left.
+        [n]. Returns the request table as it was sent, and ``due`` in memory that no backend gets. The rest keeps its
+        contents of an earlier step.
         """
         (_, count, columns), tokens = req_to_token.shape, len(hidden)
         own_table, own_due, own_hidden = self._on_host

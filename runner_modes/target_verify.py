@@ -1,4 +1,4 @@
-"""Target-verify: N draft nodes a request, visible along their tree; ``seq_lens`` is the prefix alone."""
+"""Target-verify: N draft nodes per request, visible along their tree; ``seq_lens`` is only the prefix."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _trees(loaded: LoadedStep) -> list[Tree]:
 
 
 def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor, layout: TreeMaskMode) -> VerifyInput:
-    """On the host, but for a mask that is on the device."""
+    """Make ``spec_info`` on the host, except for a mask that is on the device."""
     step, n = loaded.step, loaded.schedule.case.width
     links = np.array([tree.links for tree in _trees(loaded)], dtype=np.int64).reshape(step.bs, 2, n)
     mirrors = harness.capabilities.needs_cpu_seq_lens
@@ -58,7 +58,7 @@ def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor
 
 
 def _without_tree(spec: VerifyInput) -> VerifyInput:
-    """As a draft method has it that knows no trees."""
+    """Remove the tree tensors, as with a draft method without trees."""
     return replace(spec, custom_mask=None, retrieve_index=None, retrieve_next_token=None, retrieve_next_sibling=None)
 
 
@@ -67,7 +67,7 @@ def _is_bare(case: Case) -> bool:
 
 
 def _fresh(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
-    """With a mask made for this step: what a server does for a backend without a buffer."""
+    """Make ``spec_info`` with a mask for this step, as a server does for a backend without a buffer."""
     mask = full_mask(_trees(loaded), [r.prefix for r in loaded.step.requests])
     return _verify_input(harness, loaded, torch.from_numpy(mask), TreeMaskMode.FULL_MASK)
 
@@ -98,7 +98,7 @@ def _in_owned_buffer(harness: ServerHarness, loaded: LoadedStep, owned: VerifyMa
             room.fill_(_ALL_VISIBLE[owned.mode])
         if trees := _trees(loaded):
             mask = _LAYOUTS[owned.mode](trees, [r.prefix for r in loaded.step.requests])
-            # As bytes: few operations are implemented for uint16 and uint32.
+            # Converted to bytes: few operations are implemented for uint16 and uint32.
             data = torch.from_numpy(mask.view(np.uint8))
             upload_into(room[: len(data)], data)
     return _verify_input(harness, loaded, owned.buffer, owned.mode)
@@ -134,7 +134,7 @@ def _replay_spec(harness: ServerHarness, static: StaticInputs, loaded: LoadedSte
     elif loaded.step.requests:
         spec = _fresh(harness, loaded)
     else:
-        # Nobody makes a mask for nobody: the runner's own stays in its place.
+        # Without a live request no mask is made: the runner's own mask stays.
         spec = _verify_input(harness, loaded, static.custom_mask, TreeMaskMode.FULL_MASK)
     return spec_on_device(spec, harness.device)
 

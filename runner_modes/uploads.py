@@ -1,7 +1,7 @@
-"""Host to device without a wait: CUDA stages pageable memory before the call returns, so the source may go away.
+"""Copies from host to device without a wait: CUDA stages pageable memory before the call returns.
 
-Each copy that waits is a stream synchronisation. With many processes on one GPU it lasts until all others had their
-turn: with 14 of them a step's inputs took nine times as long as alone (one H200).
+Each copy that waits is a stream synchronization. With many processes on one GPU it lasts until all others had their
+turn: with 14 of them a step's inputs took nine times as long as with one (one H200).
 See "API synchronization behavior" in the CUDA runtime's reference.
 """
 
@@ -13,7 +13,7 @@ __all__ = ["upload", "upload_into"]
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device."""
+    """Copy a tensor to the device."""
     return tensor.to(device, non_blocking=True)
 
 

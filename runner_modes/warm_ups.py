@@ -1,4 +1,4 @@
-"""The warm-ups of one plan, held against each other: they are the same computation on the same memory."""
+"""Comparison of the warm-ups of one plan: they are the same computation on the same memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["uneven_warm_ups"]
 _LAST_ROW_HAS_KEYS = frozenset(
     {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2}
 )
-"""Of a dummy request, if its ``seq_lens`` is 1 or more; the rows before it may have none, and hold anything."""
+"""Modes whose dummy requests have a key in their last row if ``seq_lens`` is 1 or more; earlier rows may have none."""
 
 
 def uneven_warm_ups(case: Case, label: str, runs: Sequence[Sequence[torch.Tensor]], fill: int) -> tuple[str, ...]:
-    """Where a later run has other bits than the first: at most one place.
+    """Name a place in which a later run has other bits than the first, at most one.
 
-    ``runs``: of each, the attention outputs of all layers, [bs * width, Hq, Dv]. ``fill``: ``seq_lens`` of the dummy
-    batch. Only each request's last row is compared.
+    ``runs``: attention outputs of all layers, [bs * width, Hq, Dv], per run. ``fill``: ``seq_lens`` of the dummy batch.
+    Only each request's last row is compared.
     """
     if fill < 1 or case.mode not in _LAST_ROW_HAS_KEYS:
         return ()

@@ -398,7 +398,7 @@ def test_an_output_is_lent_in_memory_of_its_own_that_holds_poison() -> None:
 def test_who_is_lent_an_output_returns_that_one(backend: type[Spy]) -> None:
     with pytest.raises(DriveError) as caught:
         eager(replace(parse_case(DECODE), way="lent"), backend)
-    assert "was given out=, and returned other memory" in str(caught.value.__cause__)
+    assert "was given out=, but returned other memory" in str(caught.value.__cause__)
 
 
 class Shares(Spy):

@@ -276,7 +276,7 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
         ]
     if len(drive.schedules) > 1:
         own = [(each, each.steps[0]) for each in drive.schedules]
-        seen += eager_by_turns(harness, own, drive.clock, ("modes by turns", "modes by turns, again"))
+        seen += eager_by_turns(harness, own, drive.clock, ("modes in turn", "modes in turn, again"))
     drive.findings += compiles_once(harness, schedule, drive.clock)
     with drive.clock.phase("setup"):
         drive.findings += refuses_undeclared(backend_class, schedule, harness.context, claims)
