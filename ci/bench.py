@@ -1,4 +1,4 @@
-"""What a run costs: its start, its memory, case-runs, checked replays and eager steps per second, and what they go to.
+"""Cost of a run: its start, its memory, case-runs, checked replays and eager steps per second, and time by phase.
 
     python ci/bench.py --backend torch_native --device cpu --json before.json
     python ci/bench.py --backend torch_native --device cpu --against before.json
@@ -45,9 +45,9 @@ CASES = {
 PHASES = ("setup", "eager", "capture", "replay", "read back", "oracle and checks")
 _WARM_UP = 3
 _AT_ONCE = 5
-"""Case-runs between two looks at the clock."""
+"""Number of case-runs between two readings of the clock."""
 _SAMPLED_EVERY = 0.25
-"""Seconds between two looks at the memory of a run."""
+"""Seconds between two measurements of a run's memory."""
 _KIT = (f"{os.sep}attn_testkit{os.sep}", f"{os.sep}runner_modes{os.sep}")
 
 
@@ -58,7 +58,7 @@ _KIT = (f"{os.sep}attn_testkit{os.sep}", f"{os.sep}runner_modes{os.sep}")
 @click.option("--device", default="auto", show_default=True, metavar="auto|cuda|cpu")
 @click.option("--seconds", default=3.0, show_default=True, help="Measuring time for each row.")
 @click.option("--in-process", is_flag=True, help="Without the processes that a run has: no start, no memory.")
-@click.option("--profile", is_flag=True, help="Say where all CPU time goes. Implies --in-process.")
+@click.option("--profile", is_flag=True, help="Show where CPU time goes. Implies --in-process.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Keep the figures.")
 @click.option(
     "--against",
@@ -107,11 +107,11 @@ def _read(path: Path) -> Record:
 class _How:
     device: str
     seconds: float
-    """Of measuring, for each row."""
+    """Measuring time per row."""
     in_process: bool
     profile: bool
     before: Record | None
-    """What the figures will be held against."""
+    """Figures to compare with."""
 
 
 def _check_same(here: Mapping[str, str], before: Record | None) -> None:
@@ -157,7 +157,7 @@ def _of_backend(backend: str, how: _How, console: Console) -> Record:
 
 
 def _results(judge: Judge, plan: Plan, item: Item, count: int) -> dict[str, float]:
-    """Seconds by phase that ``count`` case-runs took in sum."""
+    """Run ``count`` case-runs, and return their total seconds by phase."""
     spent: dict[str, float] = defaultdict(float)
     for result in judge.run(plan, [item] * count):
         if result.status is not Status.PASSED:
@@ -182,7 +182,7 @@ def _measured(judge: Judge, plan: Plan, item: Item, seconds: float) -> tuple[flo
 
 
 def _steps(plan: Plan, items: Sequence[Item]) -> dict[Item, tuple[int, int]]:
-    """(replays, eager steps) of a case-run of each, counted from what a worker sends back: all of it is judged."""
+    """Replays and eager steps per case-run of each item, counted in a worker's results: all of them are evaluated."""
     from attn_testkit.runner_modes.messages import DriveCase
 
     from attn_testkit.contract import Execution
@@ -221,13 +221,13 @@ def _memory(judge: Judge) -> Iterator[dict[str, float]]:
 
 
 def _pid(judge: Judge) -> int | None:
-    """Of the process that judges; None: this one."""
+    """Process id of the judge; None for this process."""
     process = getattr(judge, "_process", None)
     return None if process is None else process.pid
 
 
 def _stat(pid: int | str) -> list[str]:
-    """What stands behind the name in /proc/PID/stat; zeros where there is none."""
+    """Fields after the name in /proc/PID/stat; zeros if there is no such file."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return ["0"] * 50
@@ -299,7 +299,7 @@ def _print_profile(console: Console, judge: Judge, plan: Plan, item: Item) -> No
 
 
 def _by_function(stats: Mapping[tuple[str, int, str], tuple[int, int, float, float, object]]) -> dict[str, float]:
-    """Seconds inside each function of the kit, with all that it calls; of others their own seconds alone."""
+    """Seconds inside each function of the kit, with all that it calls; only their own seconds for others."""
     spent: dict[str, float] = {}
     for (file, line, function), (_, _, own, inside, _) in stats.items():
         of_kit = next((part for part in _KIT if part in file), None)

@@ -1,4 +1,4 @@
-"""Where the CPU time of case-runs goes: samples of the stack, each counted once, by step and by room of the kit."""
+"""CPU time of case-runs: samples of the stack, each counted once, by step and by package of the kit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _EVERY = 0.001
 
 
 def _room(file: str) -> str:
-    """The room of the kit that a file belongs to; empty for any other file."""
+    """The package of the kit that a file belongs to; empty for any other file."""
     if _MODES in file:
         return "runner_modes"
     if _KIT not in file:
@@ -52,10 +52,10 @@ def _room(file: str) -> str:
 
 
 def parts(stacks: Sequence[tuple[Sequence[Frame], int]]) -> list[tuple[str, float, dict[str, float]]]:
-    """(step, its part, the part of each room in it), the largest first. All parts are 1 in sum; none: no sample.
+    """Triples of step, its part, and the part of each package in it, the largest first. All parts add up to 1.
 
-    ``stacks``: frames, the innermost first, and how often they were seen. A sample belongs to the room of the innermost
-    frame of the kit, with what that calls of torch, and to the innermost step.
+    ``stacks``: frames, the innermost first, and how often they were seen. A sample belongs to the package of the
+    innermost frame of the kit, with what that calls of torch, and to the innermost step.
     """
     total = sum(count for _, count in stacks)
     found: dict[str, Counter[str]] = {}
@@ -72,9 +72,9 @@ def parts(stacks: Sequence[tuple[Sequence[Frame], int]]) -> list[tuple[str, floa
 
 
 class Sampler:
-    """Takes samples of this thread, which must be the main one.
+    """A sampler of this thread, which must be the main one.
 
-    To be made before a worker is: it compares the handlers of signals before and after a drive.
+    It must be made before a worker, which compares the handlers of signals before and after a run.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Sampler:
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
-        """Take them while the block runs, and forget those of another block."""
+        """Take samples while the block runs, and forget those of another block."""
         self._seen.clear()
         signal.setitimer(signal.ITIMER_PROF, _EVERY, _EVERY)
         try:

@@ -1,12 +1,12 @@
-"""What the pytest plugin costs: seconds to collect many case-runs, and milliseconds of each that runs.
+"""Cost of the pytest plugin: seconds to collect many case-runs, and milliseconds per case-run.
 
     python ci/bench_pytest.py --cases 20000
 
-Nothing is driven: a judge without torch, this file, plans case-runs with ids of a real length and passes each at once.
-What stays is pytest, the plugin, and the pipe to the judge. Beside the two forms, the suite and ``conformance_cases``,
-stands pytest alone: an empty test with as many parameters and the same ids. A start is a run of two case-runs, and is
-taken off. Seconds are CPU time: on a shared machine the clock says little. ``--plan TIER`` measures planning for real.
-Nothing is asserted.
+No backend runs: a judge without torch, this file, plans case-runs with ids of a real length and passes each at once, so
+only pytest, the plugin, and the pipe to the judge are measured. The two forms, the suite and ``conformance_cases``, are
+compared with pytest by itself: an empty test with as many parameters and the same ids. A start is a run of two
+case-runs, and is subtracted. Seconds are CPU time: on a shared machine wall time is not reliable. ``--plan TIER``
+measures real planning. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from attn_testkit.running.planning.request import Item, Options, Plan, Request
 
 _ID = "decode-gqa4x2-d64-bf16-p16-k15.16.17x2-shuffled-gauss-b4prod-s{}"
 _BACKEND = "bench:{}"
-"""Of so many case-runs."""
+"""Name of a backend with so many case-runs."""
 _CONFTEST = """
     import attn_testkit.running.processes.judge_process as judge_process
     judge_process.RUNNER = "bench_pytest"
@@ -50,13 +50,13 @@ _ALONE = """
 
 
 class Runner:
-    """What judges here: plans as many case-runs as the backend's name says, and passes them."""
+    """A judge that plans as many case-runs as the backend's name says, and passes them."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
 
     def plan(self, request: Request) -> Plan:
-        """As many as asked for."""
+        """Plan as many case-runs as requested."""
         spec = request.candidates[0].spec
         items = tuple(Item(spec, "decode", "eager", _ID.format(n)) for n in range(int(spec.partition(":")[2])))
         header = RunHeader(
@@ -65,17 +65,17 @@ class Runner:
         return Plan(header, items, (), request.candidates, request.device)
 
     def run(self, plan: Plan, items: Sequence[Item]) -> Iterator[CaseResult]:
-        """Passed, each of them."""
+        """Return a passed result for each item."""
         for item in items:
             yield CaseResult(item.backend, item.mode, item.execution, item.case, Status.PASSED, checks=("completes",))
 
     def close(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing: there is no process to end."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """One way to have the case-runs as tests."""
+    """One way to run case-runs as tests."""
 
     name: str
     test: str = ""
@@ -136,13 +136,13 @@ def _seconds(form: _Form, count: int, *args: str) -> float:
 
 
 def _cpu() -> float:
-    """Of every process that was started here and has ended."""
+    """CPU time of every process that was started here and has ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _planned(tier: str) -> str:
-    """Seconds of planning in a fresh process, what importing torch takes of it apart."""
+    """Seconds of planning in a fresh process, separately from importing torch."""
     code = f"""
         import time; t = time.process_time(); import torch; t = time.process_time() - t
         from attn_testkit.backends.torch_native import TorchNativeBackend as Backend
@@ -151,7 +151,7 @@ def _planned(tier: str) -> str:
         s = time.process_time()
         plan = plan_run(Request(("torch_native",), tier={tier!r}, device="cpu"), lambda _: Backend.capabilities)
         s = time.process_time() - s
-        print(f"{{len(plan.items)}} case-runs in {{s:.2f}} s, beside {{t:.2f}} s of importing torch")
+        print(f"{{len(plan.items)}} case-runs in {{s:.2f}} s, plus {{t:.2f}} s of importing torch")
     """
     found = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     return found.stdout.strip()

@@ -1,4 +1,4 @@
-"""What the bench has measured, kept in a file, and held against what it measured before on the same machine."""
+"""Figures of the bench, kept in a file and compared with earlier ones of the same machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FORMAT = 1
 
 
 class OtherMachine(Exception):
-    """Figures of two machines are no comparison. The message says in what they differ."""
+    """Raised for figures of two machines, which cannot be compared. The message names the differences."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Row:
     mode: str
     execution: str
     case_run_ms: float
-    """Of one case-run, everything included."""
+    """Wall time of one case-run, everything included."""
     cpu_ms: float
-    """The same of all processes together, which a busy machine changes less."""
+    """CPU time of all processes per case-run, which a busy machine changes less."""
     replays_per_s: float
-    """Replays that were checked; 0 in eager."""
+    """Checked replays per second; 0 in eager."""
     eager_steps_per_s: float
-    """Eager steps that were checked; a graph case-run has some too."""
+    """Checked eager steps per second; a graph case-run has some too."""
     phases_ms: Mapping[str, float]
-    """Of one case-run, by what it was spent on."""
+    """Wall time of one case-run by phase."""
 
     @property
     def name(self) -> str:
-        """``torch_native decode graph``."""
+        """Name of the row, as ``torch_native decode graph``."""
         return f"{self.backend} {self.mode} {self.execution}"
 
 
@@ -59,7 +59,7 @@ class Record:
 
 
 def machine(device: str, *, in_process: bool) -> dict[str, str]:
-    """What figures belong to. ``device``: as the plan names it."""
+    """Description of the machine that figures belong to. ``device``: its name in the plan."""
     return {
         "cpu": _cpu(),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
@@ -78,23 +78,23 @@ def _cpu() -> str:
 
 
 def write(record: Record, path: Path) -> None:
-    """Keep it as JSON. Raises ``OSError``."""
+    """Write a record as JSON. Raises ``OSError``."""
     path.write_text(json.dumps({"format": _FORMAT, **asdict(record)}, indent=1) + "\n", "utf-8")
 
 
 def read(path: Path) -> Record:
-    """What ``write`` kept. Raises ``OSError``, and ``ValueError`` for a file that is none of its."""
+    """Read a file of ``write``. Raises ``OSError``, and ``ValueError`` for any other file."""
     try:
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
         if found.pop("format") != _FORMAT:
             raise ValueError(f"{path} was written by another version of the bench")
         return Record(**{**found, "rows": tuple(Row(**row) for row in found["rows"])})
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no record of the bench: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path} is not a record of the bench: {type(error).__name__}: {error}") from error
 
 
 def compared(now: Record, before: Record) -> list[tuple[str, float, float]]:
-    """(what, before, now) of every figure that both hold; less is better in all of them.
+    """Triples of name, before and now of every figure in both records; less is better in all of them.
 
     Raises ``OtherMachine``.
     """
@@ -112,24 +112,24 @@ def compared(now: Record, before: Record) -> list[tuple[str, float, float]]:
 
 
 def check_same(here: Mapping[str, str], there: Mapping[str, str]) -> None:
-    """Raises ``OtherMachine`` where figures from ``there`` are no comparison for figures from ``here``."""
+    """Raise ``OtherMachine`` if figures from ``there`` cannot be compared with figures from ``here``."""
     other = [
         f"{name} {there.get(name, 'unknown')!r} there, {here.get(name, 'unknown')!r} here"
         for name in sorted({*here, *there})
         if here.get(name) != there.get(name)
     ]
     if other:
-        raise OtherMachine(f"figures of another machine are no comparison: {'; '.join(other)}")
+        raise OtherMachine(f"figures of another machine cannot be compared: {'; '.join(other)}")
 
 
 def tenths(spent: Mapping[str, float], total: float) -> list[tuple[str, float]]:
-    """(step, its part of ``total``) of every step that takes a tenth of it or more, the largest first."""
+    """Pairs of step and its part of ``total``, for every step that takes a tenth or more, the largest first."""
     parts = [(name, seconds / total) for name, seconds in spent.items() if total > 0]
     return sorted((part for part in parts if part[1] >= 0.1), key=lambda part: -part[1])
 
 
 def changed_versions(now: Record, before: Record) -> Sequence[str]:
-    """``torch 2.13.0 -> 2.14.0`` of everything that has another version now."""
+    """Changes of versions, as ``torch 2.13.0 -> 2.14.0``."""
     names = sorted({*now.versions, *before.versions})
     pairs = ((name, before.versions.get(name, "none"), now.versions.get(name, "none")) for name in names)
     return [f"{name} {was} -> {is_}" for name, was, is_ in pairs if was != is_]

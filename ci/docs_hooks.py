@@ -1,4 +1,4 @@
-"""What mkdocs is asked to do beside its own: the README as the first page, a nav with globs, links that leave ``docs``.
+"""Hooks of mkdocs: the README as the first page, a nav with globs, and links that leave ``docs``.
 
 The pages are read in three places: on the site, in the repository, and by the tests. They are written for the second,
 so a link to a file outside ``docs`` is relative there; here it becomes one to the repository's address. A page that
@@ -22,7 +22,7 @@ _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 _FETCHED = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^>]*>"
     r"|<link\b(?=[^>]*\brel=[\"']?(?:stylesheet|preconnect|preload|icon))[^>]*\bhref=[\"']?(?:https?:)?//[^>]*>"
-    # The theme's script asks GitHub for the figures that it shows there.
+    # The theme's script requests figures from GitHub to show them there.
     r"|<[^>]*\bdata-md-component=[\"']?source\b[^>]*>"
     r"|@import\s+(?:url\()?[\"']?(?:https?:)?//\S+"
 )
@@ -56,7 +56,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def _from_docs(match: re.Match[str]) -> str:
-    """A link of the README, as it is written in ``docs``."""
+    """Convert a link of the README to one from ``docs``."""
     before, target, anchor, after = match.groups(default="")
     if "://" not in target:
         target = posixpath.relpath(target, "docs")
@@ -82,7 +82,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Refuse a site that asks another host for a script, a style, a font or a picture."""
+    """Refuse a site that loads a script, a style, a font or a picture from another host."""
     for path in sorted(Path(config.site_dir).rglob("*")):
         if path.suffix in (".html", ".css"):
             found = _FETCHED.search(path.read_text())

@@ -1,11 +1,11 @@
-"""What a user reads first of a failure, for faults drawn at random: does it name what is really wrong?
+"""First lines of failures of faults drawn at random: do they name what is really wrong?
 
     python ci/first_lines.py --sample 40 --seed 1
     python ci/first_lines.py --fault 'plan-*' --whole
 
 Each drawn fault runs on the CPU until the first case that catches it. Printed are its name, what is wrong with it, the
-first line of the failure and its first two hints; with ``--whole`` the failure as it is. Whether they agree is for a
-reader to say: nothing is judged here, and the exit code is 1 only where a fault was not caught.
+first line of the failure and its first two hints; with ``--whole`` the whole failure. A reader must compare them:
+nothing is evaluated here, and the exit code is 1 only if a fault was not caught.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _HINTS = 2
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option("--sample", type=click.IntRange(1), default=40, show_default=True, help="Faults to draw.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draw alone; cases are those of an audit.")
-@click.option("--fault", "globs", multiple=True, metavar="GLOB", help="These in place of a draw; repeatable.")
-@click.option("--last", type=click.Path(), metavar="FILE", help="What `audit --json` wrote: its case is tried first.")
-@click.option("--whole", is_flag=True, help="The whole text of each failure.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draw; cases are those of an audit.")
+@click.option("--fault", "globs", multiple=True, metavar="GLOB", help="These instead of a draw; repeatable.")
+@click.option("--last", type=click.Path(), metavar="FILE", help="A file of `audit --json`: its case is tried first.")
+@click.option("--whole", is_flag=True, help="Print the whole text of each failure.")
 def first_lines(sample: int, seed: int, globs: tuple[str, ...], last: str | None, whole: bool) -> None:
-    """Print what the failures of faults say first."""
+    """Print the first lines of failures of faults."""
     slugs = drawn(sample, seed, globs)
     if not slugs:
         raise click.BadParameter(f"no fault matches {', '.join(globs)}", param_hint="--fault")
@@ -39,7 +39,7 @@ def first_lines(sample: int, seed: int, globs: tuple[str, ...], last: str | None
     missed: list[str] = []
 
     def see(verdict: Verdict, done: int, total: int) -> None:
-        assert isinstance(verdict, FaultVerdict), "faults alone are asked for"
+        assert isinstance(verdict, FaultVerdict), "only faults are requested"
         click.echo(f"[{done} of {total}] {verdict.slug}: {mechanisms[verdict.slug]}")
         lines = verdict.text.splitlines() if whole else read_first(verdict.text)
         click.echo("\n".join(f"    {line}" for line in lines or ["NOT CAUGHT"]) + "\n")
@@ -52,7 +52,7 @@ def first_lines(sample: int, seed: int, globs: tuple[str, ...], last: str | None
 
 
 def drawn(sample: int, seed: int, globs: tuple[str, ...]) -> list[str]:
-    """Names of faults: those that ``globs`` match, or as many as asked for, the same for the same seed."""
+    """Names of faults: those that ``globs`` match, or as many as requested, the same for the same seed."""
     names = sorted(fault.slug for fault in all_faults())
     if globs:
         return [name for name in names if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]

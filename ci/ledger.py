@@ -1,15 +1,14 @@
-"""Whether one key of very many is seen, and named: left out, counted twice, or taken from another request.
+"""Test that one wrong key of very many is found and named: left out, counted twice, or of another request.
 
     python ci/ledger.py --device cuda                            # keys 66,000 and 262,144, on a GPU
     python ci/ledger.py --device cpu -b torch_native -b triton   # keys 4,096, kernels in Triton's interpreter
 
-Every backend decodes a batch of codes (``cases/patterns.py``) of which the first request is long: as it is, and then
-with one value of that request changed in the KV pool while the kernel runs, and put back. Zeros are what a key gives
-that is left out, twice its code what one gives that is counted twice, and another request's code what one gives that
-is looked up in the wrong place. So real kernels are tried, at places drawn at random and on both sides of where splits
-may begin. A table gives, for each backend and dtype, how far the healthy counts were from 1 at most, how many of the
-wrong ones were found by ``keys-counted-once``, and how many were named rightly; the limit is half a key. What was tried
-until an interrupt (Ctrl-C, SIGTERM) is a row too.
+Every backend decodes a batch of codes (``cases/patterns.py``) whose first request is long: unchanged, and then with one
+value of that request changed in the KV pool while the kernel runs, and restored. Zeros act like a key that is left out,
+twice its code like one that is counted twice, and another request's code like one that is read from the wrong place. So
+real kernels are tried, at random places and on both sides of possible starts of splits. A table gives, per backend and
+dtype, the largest distance of healthy counts from 1, how many wrong ones ``keys-counted-once`` found, and how many it
+named correctly; the limit is half a key. An interrupted run (Ctrl-C, SIGTERM) prints a row of what was tried.
 """
 
 from __future__ import annotations
@@ -49,24 +48,24 @@ CPU_LENGTHS, GPU_LENGTHS = (4096,), (66_000, 262_144)
 _DTYPES = ("bf16", "fp16")
 _POOLS = ("same", "fp8_e4m3")
 _BESIDE = (300, 33)
-"""Keys of the other requests."""
+"""Number of keys of the other requests."""
 _TELL_EVERY = 20.0
 """Seconds between lines of progress."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to one key of request 0."""
+    """A change of one key of request 0."""
 
     kind: str
-    """``left out``, ``twice`` or ``another's``."""
+    """One of ``left out``, ``twice`` and ``another's``."""
     key: int
     other: int = 0
-    """``another's``: a key of request 1."""
+    """A key of request 1, for ``another's``."""
 
     @property
     def said(self) -> str:
-        """What names it rightly."""
+        """The text that names it correctly."""
         return {
             "left out": f"KV token {self.key} was left out",
             "twice": f"KV token {self.key} was counted twice",
@@ -75,7 +74,7 @@ class Change:
 
 
 class Changed:
-    """A backend whose values are changed in the pool while it runs. All else is the backend's own."""
+    """A backend whose values are changed in the pool while it runs. Everything else is unchanged."""
 
     def __init__(self, backend: AttentionBackend, slot: int, change: Change, other_slot: int) -> None:
         self._backend, self._slot, self._change, self._other = backend, slot, change, other_slot
@@ -98,7 +97,7 @@ def _row(values: torch.Tensor, slot: int) -> torch.Tensor:
 
 
 def _put(values: torch.Tensor, slot: int, row: torch.Tensor) -> None:
-    """Torch copies into no FP8 everywhere; bytes it does."""
+    """Store a row as bytes, since torch cannot copy FP8 on every device."""
     row = row.to(values.dtype)
     if values.dtype.itemsize == 1:
         values, row = values.view(torch.uint8), row.view(torch.uint8)
@@ -113,9 +112,9 @@ class Tally:
     found: int = 0
     named: int = 0
     healthy: float = 0.0
-    """The furthest that any count was from what it should be."""
+    """Largest error of any healthy count."""
     least: float = float("inf")
-    """Of the wrong ones: the smallest such distance, each in the head and layer where it is largest."""
+    """Smallest error of a wrong count, each in the head and layer in which it is largest."""
 
 
 def _cases(claims: Capabilities, length: int, dtypes: frozenset[str], pools: frozenset[str]) -> Iterator[Case]:
@@ -129,7 +128,7 @@ def _cases(claims: Capabilities, length: int, dtypes: frozenset[str], pools: fro
 
 
 def _changes(length: int, places: int, edges: int, seed: int) -> Iterator[Change]:
-    """At random places, at both ends, and on both sides of multiples of 256, of which there are at most ``edges``."""
+    """Changes at random places, at both ends, and on both sides of at most ``edges`` multiples of 256."""
     rng = np.random.default_rng(seed)
     every = max(256, -(-length // edges // 256) * 256)
     sides = [key for edge in range(every, length - 1, every) for key in (edge - 1, edge)]
@@ -139,7 +138,7 @@ def _changes(length: int, places: int, edges: int, seed: int) -> Iterator[Change
 
 
 def _off(judgement: Judgement) -> float:
-    """How far any count of any row and head is from what it should be."""
+    """Largest error of any count of any row and head."""
     error, lens = in_keys(judgement.out, judgement.expected), judgement.observed.step.lens
     group, most = error.shape[2] // judgement.expected.data.stored_keys.shape[3], 0.0
     for layer in range(len(error)):
@@ -153,7 +152,7 @@ def _off(judgement: Judgement) -> float:
 def _try(harness: ServerHarness, schedule: Schedule, changes: list[Change], tally: Tally) -> None:
     step, backend = schedule.steps[0], harness.backend
     expected = expect(schedule, step)
-    # Every try is on the same numbers, and to draw 262,144 keys takes longer than all that is done with them.
+    # Every try uses the same numbers: drawing 262,144 keys takes longer than everything else.
     loaded = harness.load(schedule, step)
     harness.load = lambda *_: loaded  # type: ignore[method-assign]
 
@@ -184,7 +183,7 @@ def _try(harness: ServerHarness, schedule: Schedule, changes: list[Change], tall
 
 
 def _say(name: str, case: Case, length: int, tally: Tally, seconds: float) -> None:
-    """The row of the table."""
+    """Print the row of the table."""
     pool = "same" if case.kv_dtype == "same" else "e4m3"
     click.echo(
         f"{name:<20} {case.dtype:<5} {pool:<5} {length:>7} {tally.healthy:>9.3f} {tally.least:>9.3f} "
@@ -199,8 +198,8 @@ def _backend(
     device: str,
     which: tuple[int, int, int],
 ) -> tuple[int, int]:
-    """(tried, wrongly seen). ``asked``: dtypes of the model and of the pool. ``which``: what ``_changes`` takes
-    behind the length."""
+    """Return the numbers of keys that were tried, and not named. ``asked``: dtypes of the model and of the pool.
+    ``which``: arguments of ``_changes`` after the length."""
     environment, loaded = resolve(device), load_backend(name)
     claims = loaded.capabilities
     absent = missing_here(claims, environment, ForwardMode.DECODE)
@@ -231,13 +230,15 @@ def _backend(
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, help=__doc__)
-@click.option("--backend", "-b", "backends", multiple=True, metavar="SPEC", help="Default: every one of the kit's.")
+@click.option("--backend", "-b", "backends", multiple=True, metavar="SPEC", help="Default: all of the kit.")
 @click.option("--device", default="auto", show_default=True, metavar="auto|cuda|cpu")
 @click.option("--length", "lengths", multiple=True, type=click.IntRange(600), help="Keys of the long request.")
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(_DTYPES), help="Of the model; default: both.")
 @click.option("--pool", "pools", multiple=True, type=click.Choice(_POOLS), help="Dtype of the KV pool; default: both.")
-@click.option("--places", default=50, show_default=True, type=click.IntRange(0), help="Keys at random, beside edges.")
-@click.option("--edges", default=64, show_default=True, type=click.IntRange(1), help="At most so many of splits.")
+@click.option(
+    "--places", default=50, show_default=True, type=click.IntRange(0), help="Random keys, in addition to edges."
+)
+@click.option("--edges", default=64, show_default=True, type=click.IntRange(1), help="At most so many edges of splits.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.pass_context
 def main(

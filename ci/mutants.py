@@ -1,25 +1,25 @@
-"""Mutates the kit, and says which mutants no test notices.
+"""Mutation test of the kit itself: it lists mutants that no test notices.
 
     python ci/mutants.py --list --only attn_testkit/oracle
     python ci/mutants.py --sample 40
     python ci/mutants.py --sample 240 --jobs 16 --minutes 8 --json mutants.json
 
-A mutant is the kit with one small change: a boundary moved, a term dropped, a condition turned. The first test that
-fails kills it; among the tests are faults that must be caught, and healthy backends that must pass. A survivor is a
-line that could be wrong without anybody knowing: it wants a test, or an entry in ci/mutants_equivalent.toml that says
-why nobody can see the difference. ci/mutants.toml says what is mutated and what judges it.
+A mutant is the kit with one small change: a moved boundary, a dropped term, an inverted condition. The first test that
+fails kills it; some tests run faults that must be caught and healthy backends that must pass. A survivor is a line that
+could be wrong without any test failing: it needs a test, or an entry in ci/mutants_equivalent.toml with the reason why
+the difference cannot be seen. ci/mutants.toml lists what is mutated, and the tests for it.
 
-Interrupted, it goes on where it was: verdicts stay in a journal (--journal), and hold until the kit or a test changes.
-Nothing is written into the tree: a process that judges a mutant imports its text in place of the module's, and so does
-every process that it starts.
+An interrupted run can be continued: verdicts stay in a journal (--journal), and are valid until the kit or a test
+changes. Nothing is written into the tree: a process that tests a mutant imports its text instead of the module's, and
+so does every process that it starts.
 
 Exit code 0 when no mutant survived, 1 when one did, 2 interrupted or out of time, 3 when a test fails without a mutant,
 4 wrong usage.
 
 Why no library: cosmic-ray writes each mutant into the tree and starts a fresh interpreter for it, which imports torch
-for longer than most mutants live here; it has no operator for statements, elements or slices. mutmut mutates bodies of
-functions alone, and much of what this kit gets right stands in tables at the top of modules; it wraps each function,
-which tracebacks that are judged here would show; its constants only ever grow by one.
+for longer than most mutants live here; it has no operator for statements, elements or slices. mutmut mutates only bodies
+of functions, but much of this kit is in tables at the top of modules; it wraps each function, which would show in
+tracebacks that tests compare; its constants only ever grow by one.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ SURVIVED, KILLED, TIMED_OUT, EQUIVALENT = "survived", "killed", "timed out", "eq
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print the mutants, and judge none")
+    parser.add_argument("--list", action="store_true", help="print the mutants, and run none")
     parser.add_argument("--only", action="append", default=[], metavar="PATH", help="a file or folder; repeatable")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="only those that survived in this --json of before")
-    parser.add_argument("--sample", type=_at_least_one, metavar="N", help="only so many, by lot, of every room alike")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another lot; default 0")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="only those that survived in this earlier --json")
+    parser.add_argument(
+        "--sample", type=_at_least_one, metavar="N", help="only N random ones, spread over all packages"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of --sample; default 0")
     parser.add_argument("--jobs", type=_at_least_one, default=1, metavar="N", help="mutants at a time; default 1")
     parser.add_argument(
         "--limit",
@@ -58,9 +60,9 @@ def arguments() -> argparse.ArgumentParser:
         default=30.0,
         metavar="S",
         dest="limit_s",
-        help="least seconds for one stage; five times what it takes without a mutant where that is more",
+        help="least seconds per stage; at least five times what it takes without a mutant",
     )
-    parser.add_argument("--minutes", type=float, metavar="M", help="stop then, and report what there is")
+    parser.add_argument("--minutes", type=float, metavar="M", help="stop after M minutes, and report")
     parser.add_argument(
         "--without", action="append", default=[], metavar="TEST", help="a test that cannot run here; repeatable"
     )
@@ -68,7 +70,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--journal", type=Path, metavar="FILE", help="default build/mutants.jsonl")
     parser.add_argument("--config", type=Path, default=HERE / "mutants.toml", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--equivalent", type=Path, metavar="FILE", help="default mutants_equivalent.toml beside --config"
+        "--equivalent", type=Path, metavar="FILE", help="default mutants_equivalent.toml next to --config"
     )
     return parser  # fmt: skip
 
@@ -80,12 +82,12 @@ def _at_least_one(text: str) -> int:
 
 
 def room(path: str) -> str:
-    """The folder of a file: what scores are counted by."""
+    """The folder of a file, by which scores are counted."""
     return str(PurePosixPath(path).parent)
 
 
 def lot(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """So many mutants, of every room alike, in an order that does not change when others come or go."""
+    """Random mutants, spread over all folders, in an order that does not change if others come or go."""
     rooms: dict[str, list[Mutant]] = {}
     for mutant in sorted(mutants, key=lambda m: hashlib.sha256(f"{seed} {m.id}".encode()).digest()):
         rooms.setdefault(room(mutant.path), []).append(mutant)
@@ -103,15 +105,15 @@ def survivors_of(file: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class Report:
-    """What came out."""
+    """The results of a run."""
 
     config: Config
     mutants: Sequence[Mutant]
     verdicts: dict[str, Verdict]
-    """Id -> verdict, of all that have one."""
+    """Id -> verdict, for all that have one."""
 
     def counts(self, name: str = "") -> dict[str, int]:
-        """Status -> how many, in one room or in all."""
+        """Status -> number of mutants, in one folder or in all."""
         kept = [
             self.verdicts[m.id].status for m in self.mutants if m.id in self.verdicts and name in ("", room(m.path))
         ]
@@ -119,21 +121,21 @@ class Report:
 
     @staticmethod
     def score(counts: dict[str, int]) -> float:
-        """Killed, or out of time, of those that mean something else than the kit; 1 when there are none."""
+        """Part of non-equivalent mutants that were killed or timed out; 1 if there are none."""
         noticed = counts[KILLED] + counts[TIMED_OUT]
         return noticed / (noticed + counts[SURVIVED]) if noticed + counts[SURVIVED] else 1.0
 
     @property
     def survivors(self) -> list[Mutant]:
-        """Those that nothing noticed."""
+        """Mutants that no test noticed."""
         return [m for m in self.mutants if m.id in self.verdicts and self.verdicts[m.id].status == SURVIVED]
 
     def diff(self, mutant: Mutant) -> str:
-        """Unified."""
+        """Unified diff of a mutant."""
         return mutant.diff((self.config.root / mutant.path).read_bytes())
 
     def text(self) -> str:
-        """For a terminal."""
+        """The report as text for a terminal."""
         lines = []
         for mutant in self.survivors:
             lines.append(f"\nsurvived {mutant.path}:{mutant.line} {mutant.operator}, in {mutant.scope or 'the module'}")
@@ -146,7 +148,7 @@ class Report:
         return "\n".join(lines)
 
     def plain(self) -> dict[str, object]:
-        """JSON-ready."""
+        """The report as plain values for JSON."""
         rooms = {name: self.counts(name) for name in sorted({room(m.path) for m in self.mutants})}
         rows = [
             {"id": m.id, "path": m.path, "line": m.line, "scope": m.scope, "operator": m.operator, "was": m.was,
@@ -159,7 +161,7 @@ class Report:
 
 
 def choose(args: argparse.Namespace, config: Config) -> tuple[list[Mutant], dict[str, str]]:
-    """The mutants that are asked for, and id -> reason of those that are named equivalent.
+    """Select the requested mutants; also return id -> reason of those that are named equivalent.
 
     Raises ``ConfigError`` for paths that hold none, and for an entry that matches none.
     """
@@ -168,7 +170,7 @@ def choose(args: argparse.Namespace, config: Config) -> tuple[list[Mutant], dict
     if not mutants:
         raise ConfigError(f"nothing to mutate in {', '.join(args.only or config.paths)}")
     listed = args.equivalent or args.config.parent / "mutants_equivalent.toml"
-    # Of a file that no run mutates an entry is not looked over: it speaks of code that is gone.
+    # An entry of a file that no run mutates is an error: it is about code that no longer exists.
     elsewhere = {str(file.relative_to(config.root)) for file in {*config.files()} - {*files}}
     reasons = {}
     if listed.exists() or args.equivalent:
@@ -183,7 +185,7 @@ def choose(args: argparse.Namespace, config: Config) -> tuple[list[Mutant], dict
 
 
 def judge(args: argparse.Namespace, config: Config, mutants: Sequence[Mutant], journal: Journal) -> int:
-    """Judge those that the journal does not know; 0, 2 when time is up, or 3 when a stage fails without a mutant."""
+    """Run mutants that the journal lacks; return 0, 2 if time is up, or 3 if a stage fails without a mutant."""
     started = time.monotonic()
     until = float("inf") if args.minutes is None else started + 60 * args.minutes
     stages: dict[str, list[Stage]] = {path: config.stages(path) for path in dict.fromkeys(m.path for m in mutants)}
@@ -215,7 +217,7 @@ def judge(args: argparse.Namespace, config: Config, mutants: Sequence[Mutant], j
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Run the command, and return the exit code."""
     try:
         args = arguments().parse_args(argv)
     except SystemExit as end:

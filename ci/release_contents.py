@@ -1,4 +1,4 @@
-"""Whether a wheel and an sdist hold what they should: files, licence, version, size.
+"""Check of the contents of a wheel and an sdist: files, license, version, size.
 
 python ci/release_contents.py TREE WHEEL SDIST MOST_KILOBYTES
 """
@@ -18,7 +18,7 @@ NEEDED_IN_SDIST = ("LICENSE", "README.md", "pyproject.toml", "attn_testkit/__ini
 
 
 def main(tree: Path, wheel: Path, sdist: Path, most_kilobytes: int) -> int:
-    """Print each complaint; 1 if there is any."""
+    """Print each complaint; return 1 if there is any."""
     complaints = [
         *_of_wheel(tree, wheel),
         *_of_sdist(tree, sdist),
@@ -30,7 +30,7 @@ def main(tree: Path, wheel: Path, sdist: Path, most_kilobytes: int) -> int:
 
 
 def version_in(tree: Path) -> str:
-    """``attn_testkit.__version__``, without importing it."""
+    """Read ``attn_testkit.__version__`` without importing it."""
     for node in ast.parse((tree / "attn_testkit" / "__init__.py").read_text("utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__version__":
             return str(ast.literal_eval(node.value))
@@ -56,7 +56,7 @@ def _of_wheel(tree: Path, wheel: Path) -> Iterator[str]:
 
 
 def _shipped(path: Path) -> str:
-    """Where a file of the tree is in the wheel."""
+    """Path in the wheel of a file of the tree."""
     return str(
         PurePosixPath("attn_testkit", *path.parts) if path.parts[0] == "runner_modes" else PurePosixPath(*path.parts)
     )

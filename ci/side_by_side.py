@@ -1,4 +1,4 @@
-"""SGLang's own attention kit and this one, on one class of SGLang's, on one CPU: cases a second, and bugs found.
+"""Comparison of SGLang's own attention kit with this one, on one class of SGLang, on one CPU: speed, and bugs found.
 
     bash ci/servers.sh sglang-0.5.23
     build/servers/sglang-0.5.23/bin/python ci/side_by_side.py
@@ -63,12 +63,12 @@ def _chosen(backend: str, bugs: tuple[str, ...]) -> list[str]:
             raise click.UsageError(f"bugs are of TritonAttnBackend; {backend} is run without: leave --bug out")
         return []
     if "none" in bugs and len(bugs) > 1:
-        raise click.UsageError("--bug none goes alone: it says to look for no bug")
+        raise click.UsageError("--bug none excludes other bugs")
     return [name for name in NAMES if not bugs or name in bugs]
 
 
 def _versions() -> dict[str, str]:
-    """Of what is compared. Ends with what to do outside an environment of ``ci/servers.sh``."""
+    """Versions of what is compared. Ends with advice if this is not an environment of ``ci/servers.sh``."""
     from attn_testkit.bridges.sglang.versions import CURRENT, supported
 
     run = f"then `build/servers/sglang-{CURRENT}/bin/python ci/side_by_side.py`"
@@ -88,7 +88,7 @@ def _versions() -> dict[str, str]:
 
 
 def _side(script: str, backend: str, options: list[str], out: Path) -> dict[str, Any]:
-    """What one side wrote. Ends with its own words where it wrote nothing."""
+    """Run one side and read its results. Ends with its error if it wrote nothing."""
     click.echo(f"{script.removesuffix('.py')}: importing SGLang", err=True)
     done = subprocess.run(
         [sys.executable, str(HERE / "side" / script), "--backend", backend, *options],
@@ -104,7 +104,7 @@ def _side(script: str, backend: str, options: list[str], out: Path) -> dict[str,
 def compared(
     backend: str, machine: str, versions: dict[str, str], theirs: dict[str, Any], ours: dict[str, Any]
 ) -> Comparison:
-    """Both sides as one. A bug that the release has anyway was not put into SGLang's kit, which ran with it."""
+    """Join both sides. A bug that the release has anyway was not put into SGLang's kit, which ran with it."""
     found = {}
     for bug, of_ours in ours["with_bug"].items():
         red = theirs["with_bug"].get(bug, [len(theirs["red"]), theirs["cases"]])

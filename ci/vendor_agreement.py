@@ -1,13 +1,13 @@
-"""Whether each fake of a vendor kernel agrees with the kernel: both on the same inputs, on one GPU.
+"""Comparison of each fake of a vendor kernel with the kernel: both on the same inputs, on one GPU.
 
     python -m attn_testkit.backends.vendor.warmup --backend flashinfer
     python ci/vendor_agreement.py --backend flashinfer --tier core
 
 For every case of a tier the real kernel and its fake run the same steps, eager and under graphs with every replay
-of the schedule. What they return may differ by the computed limit of the oracle and no more. A table shows, for each
-entry point, how much of the limit was taken: by the difference, and by each of the two against the oracle.
+of the schedule. Their results may differ by at most the computed limit of the oracle. A table shows, for each entry
+point, the largest part of the limit: of the difference, and of each of the two compared with the oracle.
 
-Without a GPU there is no kernel: ``--device cpu`` compares the fake with itself, which only tries this script out.
+Without a GPU there is no kernel: ``--device cpu`` compares the fake with itself, which only tests this script.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ ENTRY_POINTS: dict[str, Callable[[Case], str]] = {
     "flashinfer_mla_fp8": _mla("fa3, e4m3 keys"),
     "trtllm_mha": _trtllm_mha,
 }
-"""Backend -> which entry point a case of it runs. A backend without an entry is named by its mode."""
+"""Backend -> entry point that a case of it runs. A backend without an entry is named by its mode."""
 
 
 @dataclass
 class Tally:
-    """What is known of one entry point. Parts of the limit; above 1 is too much."""
+    """Results of one entry point, as parts of the limit; above 1 is too much."""
 
     cases: int = 0
     steps: int = 0
@@ -102,7 +102,7 @@ _Seen = list[tuple[Schedule, Observation]]
 
 
 def _steps(backend: type[AttentionBackend], item: Item, environment: Environment, kind: Any) -> _Seen:
-    """Drive one case on the real kernel or on its fake."""
+    """Run one case on the real kernel or on its fake."""
     schedule = schedule_for(parse_case(item.case), backend.capabilities)
     with environment.active(), gradients_off(schedule.case), forced(kind) if kind else nullcontext():
         harness = ServerHarness(backend, [schedule], environment.device)
@@ -142,16 +142,16 @@ def _report(tallies: dict[str, Tally]) -> None:
 
 @dataclass
 class Comparison:
-    """All that was compared."""
+    """Results of all comparisons."""
 
     tallies: dict[str, Tally] = field(default_factory=dict)
     broken: int = 0
     left: int = 0
-    """Case-runs that the time did not suffice for."""
+    """Number of case-runs for which there was no time."""
 
     @property
     def apart(self) -> int:
-        """Case-runs in which kernel and fake differ by more than the limit."""
+        """Number of case-runs in which kernel and fake differ by more than the limit."""
         return sum(len(tally.failures) for tally in self.tallies.values())
 
     @property
@@ -160,7 +160,7 @@ class Comparison:
         return max((tally.difference for tally in self.tallies.values()), default=0.0)
 
     def one(self, item: Item, environment: Environment) -> None:
-        """Compare a case-run. What is wrong is printed at once: a run that is cut short has printed what it found."""
+        """Compare a case-run. Differences are printed at once, so that a run that is cut short has printed them."""
         name = f"{item.backend}: {ENTRY_POINTS.get(item.backend, lambda case: str(case.mode))(parse_case(item.case))}"
         run = f"{item.execution} {item.case}"
         try:
@@ -203,7 +203,7 @@ def _compare_all(items: tuple[Item, ...], environment: Environment, seconds: flo
 @click.option("--mode", "modes", multiple=True)
 @click.option("--execution", "executions", multiple=True)
 @click.option("--case", "cases", multiple=True, metavar="GLOB")
-@click.option("--seconds", type=float, help="Stop after this long; what was not compared fails the run.")
+@click.option("--seconds", type=float, help="Time limit; the run fails if something was not compared.")
 @click.pass_context
 def main(
     context: click.Context,

@@ -34,7 +34,7 @@ def _needed(case: Case) -> Iterator[Family]:
 
 
 def _rows(case: Case) -> tuple[int, ...]:
-    """Query rows a request in the calls of a case."""
+    """Query rows per request in the calls of a case."""
     if case.draft is None:
         return (case.width,)
     # Each branch is a request to the kernel. A loop also verifies a chain and its root, and extends as many.
@@ -42,7 +42,7 @@ def _rows(case: Case) -> tuple[int, ...]:
 
 
 def families(tier: str, modes: Sequence[ForwardMode]) -> list[Family]:
-    """What the cases of a tier need, each once, in the order of the modes."""
+    """Kernels that the cases of a tier need, each once, in the order of the modes."""
     claims = XQABackend.capabilities
     found: dict[Family, None] = {}
     for mode in modes:
@@ -55,7 +55,7 @@ def families(tier: str, modes: Sequence[ForwardMode]) -> list[Family]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__)
 @click.option("--tier", type=click.Choice(list(TIERS)), default="core", show_default=True)
 @click.option("--mode", "modes", multiple=True, help="Default: every mode that XQA serves.")
-@click.option("--list", "only_list", is_flag=True, help="Print what would be compiled, and stop.")
+@click.option("--list", "only_list", is_flag=True, help="Only print what would be compiled.")
 @click.pass_context
 def main(context: click.Context, tier: str, modes: tuple[str, ...], only_list: bool) -> None:
     chosen = [ForwardMode(m) for m in modes] or sorted(XQABackend.capabilities.eager)

@@ -65,7 +65,7 @@ def test_every_figure_that_both_records_hold_is_compared_and_no_other(bench: Mod
     ],
 )
 def test_another_machine_is_refused_with_what_differs(bench: ModuleType, there: dict[str, str], said: str) -> None:
-    with pytest.raises(bench.OtherMachine, match="figures of another machine are no comparison") as refused:
+    with pytest.raises(bench.OtherMachine, match="figures of another machine cannot be compared") as refused:
         bench.compared(record(bench), record(bench, machine=there))
     assert said in str(refused.value)
 
@@ -86,7 +86,7 @@ def test_a_step_is_named_from_a_tenth_of_the_time_on(bench: ModuleType) -> None:
 def test_what_is_no_record_is_said_so(bench: ModuleType, tmp_path: Path, text: str) -> None:
     path = tmp_path / "bench.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"bench\.json (is no record of the bench|was written by another version)"):
+    with pytest.raises(ValueError, match=r"bench\.json (is not a record of the bench|was written by another version)"):
         bench.read(path)
 
 
@@ -107,7 +107,7 @@ def test_the_command_refuses_a_file_that_is_no_record_before_it_measures(
     (tmp_path / "bench.json").write_text(json.dumps({"format": 1}))
     done = CliRunner().invoke(command.main, ["--against", str(tmp_path / "bench.json")])
     assert done.exit_code == 1
-    assert "is no record of the bench" in done.output
+    assert "is not a record of the bench" in done.output
 
 
 def test_functions_of_the_kit_count_with_all_that_they_call_and_others_by_themselves(
