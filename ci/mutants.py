@@ -20,6 +20,7 @@ Why no library: cosmic-ray writes each mutant into the tree and starts a fresh i
 for longer than most mutants live here; it has no operator for statements, elements or slices. mutmut mutates only the
 bodies of functions, but much of this kit is in tables at the top of modules; it wraps each function, which would show
 in tracebacks that tests compare; its constants only ever grow by one.
+"""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def test_every_known_bug_has_a_line_with_its_threads_and_its_verdict_and_the_hea
     met = sum(bool(bug.faults) for bug in known.bugs)
     assert page.startswith("# Known bugs\n")
     assert f"{len(known.bugs)} bugs that" in page
-    assert f"**{met} are put back**" in page
-    assert f"**{len(known.bugs) - met} are outside**" in page
+    assert f"**{met} are reproduced**" in page
+    assert f"**{len(known.bugs) - met} are out of reach**" in page
     for kind in known.outside:
         assert f"| {kind} | {sum(bug.outside == kind for bug in known.bugs)} |" in page
 
@@ -72,7 +72,7 @@ def test_the_command_writes_them_beside_each_other_and_names_a_page_of_no_check(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "old-check.md").touch()
     assert main(["audit", "--docs", str(tmp_path / "mine.md")]) == 0
-    assert capsys.readouterr().err == f"attn-testkit: {tmp_path}/mine/old-check.md is the page of no check: remove it\n"
+    assert capsys.readouterr().err == f"attn-testkit: {tmp_path}/mine/old-check.md belongs to no check; remove it\n"
     written = {page.relative_to(tmp_path).as_posix() for page in tmp_path.rglob("*.md")}
     assert written == {*check_pages("mine.md"), "mine/old-check.md"}
     assert "(mine/finite.md)" in (tmp_path / "mine.md").read_text()
