@@ -102,8 +102,8 @@ def at_capture(uneven: Sequence[str], written: Sequence[int]) -> list[Finding]:
                 "captures-cleanly",
                 f"warm-ups or captures of a dummy batch write {len(written)} KV slots outside page 0",
                 where=f"slots {slots}; every out_cache_loc of the batch is 0",
-                hint="store only at out_cache_loc: a server captures while requests are live, which may own these "
-                "slots",
+                hint="a server captures while requests are live, which may own these slots: store only at "
+                "out_cache_loc",
             )
         )
     return found

@@ -80,8 +80,8 @@ def _empty_parts(judgement: Judgement, case: Case, want: torch.Tensor) -> list[F
                     "log-sum-exp",
                     f"request {int(data.row_request[row])} has no key in {name}, but its output there is NaN or Inf",
                     where=f"output of {name} [layer {layer}, {row_name(data, row)}]",
-                    hint="return zeros if a row sees no key: a merge gives this output the weight 0, and 0 * NaN is "
-                    "NaN",
+                    hint="a merge gives this output the weight 0, but 0 * NaN is NaN: return zeros if a row sees no "
+                    "key",
                     step=judgement.observed.label,
                 )
             ]

@@ -13,8 +13,8 @@ from .lse_places import of_fewer_keys, of_other_heads
 __all__ = ["lse_hint"]
 
 _UNSHIFTED = (
-    "subtract {} before exp, and add it to the logarithm: the exponential of a large number is 0 or Inf, and so the "
-    "logarithm of the sum is -Inf or Inf"
+    "exponentials of large numbers are 0 or Inf, so the logarithm of their sum is -Inf or Inf: subtract {} before exp, "
+    "and add it to the logarithm"
 )
 _LARGE, _LARGE_IN_FP16 = 80.0, 10.0
 """Sizes of a logit whose exponential is near the limits of float32, and of fp16."""

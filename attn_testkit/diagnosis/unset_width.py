@@ -28,8 +28,8 @@ def blame_unset_width(rerunner: Rerunner, schedule: Schedule) -> str:
     case = schedule.case
     unset = -1 if case.pick("num-tokens-per-req") else 0
     return (
-        f"take the width from the context ({WIDTH_OF[case.mode]}), or do not declare takes_unset_width: "
-        f"num_tokens_per_req is {unset} while this graph is captured; with {case.width} it is right"
+        f"num_tokens_per_req is {unset} while this graph is captured (takes_unset_width is declared); with "
+        f"{case.width} it is right. Take the width from the context ({WIDTH_OF[case.mode]}), or do not declare it"
     )
 
 

@@ -20,7 +20,7 @@ _MODES = tuple(mode for mode in ForwardMode if not mode.is_draft_decode())
     source="sglang #26531, #26957",
     modes=_MODES,
     checks=("reads-own-kv", "matches-oracle", "finite"),
-    hint="in layers of KV group 1 alone",
+    hint="only in layers of KV group 1",
     modelled="upstream the windowed layers read by the full layers' table; here all read by that of the first group",
 )
 class TableOfTheFirstKVGroup(GroupedBackend):

@@ -112,7 +112,7 @@ def test_an_infinite_one_is_an_exponential_whose_maximum_was_left_in_where_logit
     lse = sums(LARGE)
     assert lse[0, 0, part, 0].abs() > 80
     lse[0, 0, part, 0] = value
-    assert hint(LARGE, lse).startswith(f"subtract {what} before exp")
+    assert hint(LARGE, lse).endswith(f"subtract {what} before exp, and add it to the logarithm")
     small = sums(OWN)
     small[0, 0, part, 0] = value
     assert hint(OWN, small) == "", "logits of normal numbers overflow in no exponential"

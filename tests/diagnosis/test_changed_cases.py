@@ -184,7 +184,7 @@ def test_two_features_without_either_of_which_it_is_right_are_both_named() -> No
 
 def test_the_data_say_what_to_look_at_where_they_are_there_to_show_it() -> None:
     told = right_without(evidence(CASE.replace("gauss", "cliff"), without=("data",)))
-    assert "wrong with those of this case (cliff): look at rescaling of what was summed" in told
+    assert "wrong with those of this case (cliff): look at rescaling of partial sums" in told
 
 
 def test_missing_keys_follow_from_a_far_context_and_from_uneven_rows() -> None:

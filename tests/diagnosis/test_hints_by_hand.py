@@ -76,7 +76,7 @@ def test_the_layout_of_the_pool_is_named_where_it_is_not_the_usual_one_and_keys_
     name = SCHEDULE.case.id.replace("-gauss", "-gauss-kvhnd")
     other = make_schedule(parse_case(name))
     wrong, right = attended(range(5)), attended(range(LENGTH))
-    assert "this case has layout hnd, and if cases of other layouts pass" in pool_layout(
+    assert "if cases of other layouts pass, the layout of this KV pool, hnd, is probably misread" in pool_layout(
         evidence(wrong, schedule=other)
     )
     for found in (evidence(wrong), evidence(right, schedule=other), evidence(None, schedule=other)):
@@ -215,7 +215,7 @@ def test_hints_are_asked_by_level_and_who_silences_another_before_it() -> None:
 
 
 def test_a_hint_that_silences_nobody_or_in_a_circle_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="silence nobody, and no hint is named so"):
+    with pytest.raises(ValueError, match="silence nobody, but no hint has that name"):
         in_order([named("one", Level.GUESS, "nobody")])
     with pytest.raises(ValueError, match="silence each other: one, two"):
         in_order([named("one", Level.GUESS, "two"), named("two", Level.GUESS, "one")])

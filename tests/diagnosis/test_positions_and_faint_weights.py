@@ -192,8 +192,8 @@ def test_what_is_faint_is_said_with_its_tokens_and_its_largest_part() -> None:
     found = read(0.04, 0.08)
     assert found.text.endswith("KV tokens 2..3 should have no weight, and have 0.2 of what the others have")
     assert weighs_a_little(evidence(CAP, right(CAP), attended=found)) == (
-        "masked KV tokens have weight, 0.2 of what the others have: the soft cap probably comes after the mask, and "
-        "has to come before it (capped after it, minus infinity is -logit_cap)"
+        "masked KV tokens have weight, 0.2 of what the others have: the soft cap probably comes after the mask, but "
+        "must come before it (a capped minus infinity is -logit_cap)"
     )
     assert "a mask that adds a number" in weighs_a_little(evidence(PLAIN, right(PLAIN), attended=found))
     assert weighs_a_little(evidence(CAP, right(CAP), attended=read(0.0))) == ""
@@ -223,7 +223,7 @@ def test_dims_that_are_not_computed_name_no_token_where_at_least_half_are_right(
     [
         ([28], "one KV token before the window is visible"),
         ([27, 28], "KV tokens before the window are visible"),
-        (range(16), "KV tokens up to 15 have weight, and 16..28 have none, which lie between them and the window from"),
+        (range(16), "KV tokens up to 15 have weight, but 16..28 between them and the window from 29 on have none"),
         (range(8, 16), "KV tokens up to 15 have weight"),
         (range(15), "KV tokens before the window are visible"),
         (range(17), "KV tokens before the window are visible"),
@@ -248,7 +248,7 @@ def test_tokens_between_that_were_not_asked_about_are_not_called_weightless() ->
 def test_zeros_in_windowed_layers_alone_are_windows_that_lie_nowhere() -> None:
     out = right(FEW)
     out[1, 0] = 0.0
-    assert "only the layers with a sliding window (11) are wrong, and 0" in nothing_computed(evidence(FEW, out))
+    assert "only the layers with a sliding window (11) are wrong, and all zeros" in nothing_computed(evidence(FEW, out))
     out[0, 1] = 0.0
     assert nothing_computed(evidence(FEW, out)).startswith("nothing computed the wrong rows, which are all zeros")
     plain = right(PLAIN)
@@ -269,7 +269,7 @@ def test_zeros_that_were_merged_are_weights_that_are_lost() -> None:
     parts = schedule_of("decode-gqa2x2-d64-bf16-p4-k11.1-shuffled-gauss-lsetokens3-b2prod")
     out = right(parts)
     out[:, 0] = 0.0
-    assert nothing_computed(evidence(parts, out)).endswith("what merge_state made of them is all zeros")
+    assert nothing_computed(evidence(parts, out)).endswith("the result of merge_state is all zeros")
 
 
 def test_rows_of_zeros_are_not_right_for_any_mistake() -> None:
@@ -296,7 +296,7 @@ def test_where_the_error_is_small_another_head_may_be_near_by_chance() -> None:
 def test_heads_that_read_another_requests_tokens_are_at_a_stride_of_rows(others: float, strided: bool) -> None:
     mine = attended(PLAIN, 0, used=(), heads=(0, 1), shape=PLAIN.case.head_shape)
     found = evidence(PLAIN, right(PLAIN), attended=replace(mine, elsewhere={"others": others}))
-    assert ("rows lie 4 heads apart" in some_heads(found)) is strided
+    assert ("rows are 4 heads apart" in some_heads(found)) is strided
     if strided:
         assert sum("none of its own KV tokens" in text for text in hints(found)) == 0
 

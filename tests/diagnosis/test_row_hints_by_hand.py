@@ -302,7 +302,7 @@ def test_what_the_step_before_has_in_common() -> None:
         return batch.kept_from_before(evidence(lens, wrong, before=Of(lens=before, bs=len(before), requests=before)))
 
     assert "has the same lengths and other requests" in told([3, 9], [9, 3], [0])
-    assert "the step before: it had up to 8 KV tokens, and only requests with more" in told([3, 8], [9, 3], [0])
+    assert "the step before: it had up to 8 KV tokens, and only longer requests" in told([3, 8], [9, 3], [0])
     assert told([3, 9], [9, 4], [0]) == ""
     assert "the step before: it had up to 9" in told([3, 9], [2, 10, 11], [1, 2])
     assert told([3, 9], [2, 10, 9], [1, 2]) == ""

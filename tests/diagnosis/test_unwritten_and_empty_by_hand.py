@@ -84,7 +84,7 @@ def of_requests(*wrong: int) -> str:
     ("wrong", "said"),
     [
         ((0, 2, 4), "has weight in the merge: only requests without a KV token in rank 1 of 2 are wrong"),
-        ((1, 3, 5), "a part: only requests behind one without a KV token in rank 1 of 2 are wrong"),
+        ((1, 3, 5), "a split: only requests after one without a KV token in rank 1 of 2 are wrong"),
         ((0, 2), ""),
         ((0, 2, 4, 5), ""),
         ((1, 3), ""),

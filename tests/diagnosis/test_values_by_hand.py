@@ -46,7 +46,7 @@ def test_rows_of_zeros_are_computed_by_nothing_and_the_text_says_how_far_that_go
         "nothing computed the wrong rows, which are all zeros: probably a grid or"
     )
     assert "captured batch" in nothing_computed(evidence(out, in_graph=True))
-    assert "nothing was computed, the output is all zeros, in every layer: what" in nothing_computed(
+    assert "nothing was computed, the output is all zeros, in every layer: a choice" in nothing_computed(
         evidence(torch.zeros_like(out))
     )
     some = out.clone()
@@ -201,16 +201,16 @@ def of_nobody(slots: torch.Tensor, rows: torch.Tensor, step: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "tokens"),
     [
-        (not_stored, "KV token 11 of request 1 does not lie"),
-        (other_bits, "KV token 9 of request 1 does not lie"),
-        (overwritten, "KV tokens 0, 2 of request 1 do not lie"),
+        (not_stored, "KV token 11 of request 1 does not match"),
+        (other_bits, "KV token 9 of request 1 does not match"),
+        (overwritten, "KV tokens 0, 2 of request 1 do not match"),
         (as_due, ""),
         (of_nobody, ""),
     ],
 )
 def test_kv_tokens_that_do_not_lie_as_stored_are_named_where_their_request_is_wrong(change: Any, tokens: str) -> None:
     text = stored_elsewhere(pooled(change, (1,)))
-    assert text.endswith("as stored") is bool(tokens)
+    assert text.endswith("what was stored") is bool(tokens)
     assert f"fix writes-own-kv first: {tokens}" in text or not tokens
     assert bool(text) is bool(tokens)
     assert stored_elsewhere(pooled(change, ())) == "", "no number is wrong"

@@ -103,7 +103,7 @@ TOLD = [
         "table-of-the-first-kv-group",
         "decode-gqa2x2-d64-bf16-p4-k15.22.6-interleaved-gauss-layers3from5groups-b4prod",
         "eager",
-        "right if all layers share one KV group, and wrong with two, in layers of KV group 1 alone",
+        "right if all layers share one KV group, and wrong with two, only in layers of KV group 1",
     ),
     (
         "local-attn-token-table-with-pages",
@@ -111,7 +111,7 @@ TOLD = [
         "eager",
         "right without a sliding window; with one, only the layers that have it (11) are wrong",
     ),
-    ("empty-kv-modes-disagree", LONG, "eager", "sum to 0.668, as if 2 more of logit 0 and value 0 were there"),
+    ("empty-kv-modes-disagree", LONG, "eager", "sum to 0.668, as if there were 2 more of logit 0 and value 0"),
     # Whose result stands in a row, or none.
     ("partial-stats-collide", SHARED, "eager", "of each wrong request only the last row is right"),
     ("output-stride-from-v", LEAN, "eager", "request 0 head 1 holds the result of request 1 head 0"),
@@ -147,7 +147,7 @@ TOLD = [
         "combine-without-maximum",
         "decode-mqa4-d64-fp16-p1-k32.128.64.16-interleaved-negative-w4000-b7small",
         "eager",
-        "a NaN where logits are large: look at exponentials that are taken without the maximum",
+        "a NaN where logits are large: look at exponentials without subtracting the maximum",
     ),
     (
         "products-of-16-bits-overflow",
@@ -174,7 +174,7 @@ TOLD = [
         "model-window-in-full-layers",
         "decode-gqa4x2-d64-bf16-p16-k1.2.5.9.14.2.30-reversed-footprint-w4one-b10stale",
         "eager",
-        "what a window of 4 lets it see, which another layer has, and its own layer has no window",
+        "what a window of 4 lets it see, which another layer has; its own layer has no window",
     ),
     (
         "new-tokens-open-a-page",
@@ -219,7 +219,7 @@ TOLD = [
         "cache-written-to-a-reshaped-copy",
         "decode-gqa8x2-d64-bf16-p4-k9.6.3-shuffled-gauss-kvfp8e4m3-kvlayersinblock-b4prod",
         "eager",
-        "has layout layers-in-block: what is reshaped there may be a copy",
+        "has layout layers-in-block: reshaping such a pool may give a copy",
     ),
     ("new-keys-attended-but-not-stored", PACKED, "eager", "it holds only zeros: its row was not stored"),
     (

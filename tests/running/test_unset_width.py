@@ -90,8 +90,8 @@ def test_who_cannot_deal_with_an_unset_width_is_told_what_it_was_and_where_it_st
     hint = hint_of(backend, case)
     assert hint is not None
     assert hint.splitlines()[0] == (
-        f"take the width from the context ({place}), or do not declare takes_unset_width: num_tokens_per_req is "
-        f"{unset} while this graph is captured; with {width} it is right"
+        f"num_tokens_per_req is {unset} while this graph is captured (takes_unset_width is declared); with "
+        f"{width} it is right. Take the width from the context ({place}), or do not declare it"
     )
 
 

@@ -84,8 +84,8 @@ def window_of_another_layer(e: Evidence) -> str:
                 f"which another layer has; its own layer has {own}"
             )
         return (
-            f"use layer.sliding_window_size of each layer: the row attended to what a window of {window} lets it see, "
-            f"which another layer has; its own layer has {own}"
+            "the window of another layer is used instead of layer.sliding_window_size: the row attended to what a "
+            f"window of {window} lets it see, which another layer has; its own layer has {own}"
         )
     return ""
 
