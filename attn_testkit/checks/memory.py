@@ -101,8 +101,8 @@ def _of_padding(kinds: Mapping[str, int], behind: int) -> str:
     if kinds["new"] or not 0 < more <= behind:
         return ""
     return (
-        f"the new tokens are in the right slots, but {more} other slots were written, probably by the {behind} padded "
-        f"rows. {PADDING_GOES}"
+        f"the new tokens are in the right slots, but other slots were written too ({more}), probably by padded rows "
+        f"({behind}). {PADDING_GOES}"
     )
 
 

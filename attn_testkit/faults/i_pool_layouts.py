@@ -115,7 +115,7 @@ class HalvesSwapped(StridedBackend):
     source="aiter #3492; vLLM #45111",
     modes=_ALL,
     checks=("writes-own-kv",),
-    hint="slot|K where V",
+    hint="slot|K instead of V",
 )
 class WriterComputesThePageStride(StridedBackend):
     """The kernel takes the page stride, and the cache writer computes it: rows go to other pages."""

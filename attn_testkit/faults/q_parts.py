@@ -228,7 +228,7 @@ class LseRoundedToBf16(InPartsBackend):
     source="vLLM's triton_mla.py, which allocates it in q's dtype",
     modes=MODES,
     checks=("output-contract",),
-    hint="expected as claimed torch.float32",
+    hint="expected as declared torch.float32",
 )
 class LseDtypeOfQ(InPartsBackend):
     """The log-sum-exp is allocated in q's dtype, and float32 is claimed."""

@@ -44,7 +44,7 @@ TABLE: list[tuple[str, Exception, str, bool, str, str, str]] = [
         "replay",
         True,
         "addresses-stable",
-        "memory that is gone: it b",
+        "memory that no longer exists: it b",
         "fill it in place",
     ),
     (
@@ -201,7 +201,7 @@ def test_a_lost_context_is_known_by_thefirst_line(text: str) -> None:
 
 def test_a_full_device_is_said_without_the_list_of_its_processes() -> None:
     said = device_full(named("OutOfMemoryError", "no memory. Including non-PyTorch memory, Process 1 has"))
-    assert said.startswith("no memory. If others use this device")
+    assert said.startswith("no memory. If other programs")
     assert device_full(named("RuntimeError", "no memory")) == ""
 
 
@@ -233,7 +233,7 @@ class Grandchild(Child):
 
 def test_an_attribute_that_a_parents_constructor_sets_was_forgotten() -> None:
     for made, who in (
-        (Child, "Child.__init__ did not run that of Parent, which sets table"),
+        (Child, "Child.__init__ did not call that of Parent, which sets table"),
         (Grandchild, "Grandchild.__init__ did"),
     ):
         with pytest.raises(AttributeError) as raised:

@@ -73,7 +73,7 @@ def test_what_is_right_is_right_and_minus_infinity_is_exact() -> None:
     assert (limits(PREFIX)[:, EMPTY, PART_OF_PREFIX] == 0).all()
     lse[0, EMPTY, PART_OF_PREFIX, 2] = -1e30
     (finding,) = judged(PREFIX, lse)
-    assert finding.headline == "request 1: no key in the prefix, and its log-sum-exp there is -1e+30, not -inf"
+    assert finding.headline == "request 1: the prefix has no key, but its log-sum-exp is -1e+30 instead of -inf"
     assert finding.hint == "a KV split without keys must have -inf: anything else gives it weight in a merge"
 
 

@@ -266,7 +266,7 @@ def test_new_rows_that_are_all_as_far_off_say_by_how_much() -> None:
         slot for slot in range(SEVERAL.case.page_size, empty_pool(SEVERAL).shape[2]) if slot not in {*first, *second}
     ]
     back = {first[9 + i]: first[7 + i] for i in range(4)} | {second[2 + i]: second[i] for i in range(4)}
-    assert "new rows lie 2 positions too far back: a length or a prefix" in moved_hint(back)
+    assert "new rows lie 2 positions too far back: probably the length or prefix" in moved_hint(back)
     on = {first[9]: first[12], first[10]: far[0], first[11]: far[3], first[12]: far[1]}
     on |= {second[2]: second[5], second[3]: far[2], second[4]: far[5], second[5]: far[4]}
     assert "new rows lie 3 positions too far on" in moved_hint(on), "behind the end a table names any slot"
@@ -290,9 +290,9 @@ def padding_hint(*slots: int, bucket: int, replay: bool = True) -> str:
 
 def test_slots_that_rows_of_padding_may_have_written_are_told_as_that() -> None:
     live, stray = SCHEDULE.steps[0].bs, [slot for slot in range(PAGE, 9 * PAGE) if slot not in OWNED][:2]
-    said = "the new tokens lie where they should; slots written beside them: 2; rows of padding: 2."
+    said = "the new tokens are in the right slots, but other slots were written too (2), probably by padded rows (2)."
     assert padding_hint(*stray, bucket=live + 2).startswith(said)
-    assert "beside them: 1; rows of padding: 1." in padding_hint(OLD, bucket=live + 1)
+    assert "were written too (1), probably by padded rows (1)." in padding_hint(OLD, bucket=live + 1)
     assert padding_hint(*stray, bucket=live + 1) == "", "more slots than rows of padding"
     assert padding_hint(*stray, bucket=live) == ""
     assert padding_hint(*stray, bucket=live + 2, replay=False) == "", "an eager run has none"
@@ -317,7 +317,7 @@ def test_heads_of_a_row_that_alone_are_wrong_are_named() -> None:
 def test_whose_row_a_wrong_slot_holds_is_said() -> None:
     want = distinct()
     assert "row of the new token at position" in pool_hint((0, 0, NEW[0], 2.0), want=want)
-    assert "of request 1: row order" in pool_hint((0, 0, NEW[0], 2.0), want=want)
+    assert "of request 1: probably the row order" in pool_hint((0, 0, NEW[0], 2.0), want=want)
     assert pool_hint((0, 0, NEW[0], 6.0), want=want) == "it holds K instead of V, or V instead of K"
     assert pool_hint((0, 0, NEW[0], 11.0), want=want) == "it holds the other layer's row"
     assert pool_hint((0, 0, NEW[0], 0.0), want=want).startswith("it was not written, or a padded row")
@@ -401,7 +401,7 @@ def test_new_rows_that_are_wrong_in_one_further_kv_group_alone_name_its_slots(
     told = _group_alone(Of(schedule=GROUPS), got, want, new)
     assert bool(told) is said
     if said:
-        assert told.startswith(", in the layers of KV group 1 alone")
+        assert told.startswith(", only in the layers of KV group 1")
 
 
 def test_a_row_of_nan_that_is_not_an_unowned_slots_was_made_with_what_was_there() -> None:

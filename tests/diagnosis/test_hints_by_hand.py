@@ -76,7 +76,7 @@ def test_the_layout_of_the_pool_is_named_where_it_is_not_the_usual_one_and_keys_
     name = SCHEDULE.case.id.replace("-gauss", "-gauss-kvhnd")
     other = make_schedule(parse_case(name))
     wrong, right = attended(range(5)), attended(range(LENGTH))
-    assert "if cases of other layouts pass, the layout of this KV pool, hnd, is probably misread" in pool_layout(
+    assert "this case has layout hnd, which is probably misread if cases of other layouts pass" in pool_layout(
         evidence(wrong, schedule=other)
     )
     for found in (evidence(wrong), evidence(right, schedule=other), evidence(None, schedule=other)):

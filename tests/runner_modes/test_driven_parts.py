@@ -112,7 +112,7 @@ class WrongOutput(Answers):
         (HeadsFirst, "layer 0, the new rows, as its log-sum-exp, returned shape (4, 3), expected (3, 4)"),
         (
             HalfLse,
-            "layer 0, the new rows, as its log-sum-exp, returned torch.float16, expected as claimed torch.float32",
+            "layer 0, the new rows, as its log-sum-exp, returned torch.float16, expected as declared torch.float32",
         ),
         (WrongOutput, "layer 0, the new rows returned torch.float32, expected the model's torch.bfloat16"),
     ],

@@ -155,8 +155,8 @@ def pool_layout(e: Evidence) -> str:
     if attended.wanted <= attended.used and not attended.elsewhere:
         return ""
     return (
-        f"if cases of other layouts pass, the layout of this KV pool, {layout}, is probably misread: look at the "
-        "offset of the layer, at the strides of pages, slots and heads, and at which half is K"
+        f"the KV pool of this case has layout {layout}, which is probably misread if cases of other layouts pass: look "
+        "at the offset of the layer, at the strides of pages, slots and heads, and at which half is K"
     )
 
 
