@@ -269,13 +269,13 @@ def test_new_rows_that_are_all_as_far_off_say_by_how_much() -> None:
     assert "new rows lie 2 positions too far back: probably the length or prefix" in moved_hint(back)
     on = {first[9]: first[12], first[10]: far[0], first[11]: far[3], first[12]: far[1]}
     on |= {second[2]: second[5], second[3]: far[2], second[4]: far[5], second[5]: far[4]}
-    assert "new rows lie 3 positions too far on" in moved_hint(on), "behind the end a table names any slot"
+    assert "new rows lie 3 positions too far forward" in moved_hint(on), "behind the end a table names any slot"
     assert "row order, a stride, or a wrong slot" in moved_hint({**on, second[2]: second[4]})
     assert "row order, a stride, or a wrong slot" in moved_hint({first[9]: first[8]}), "one row is nobody's pattern"
     free = set(far)
     step = next(n for n in range(-40, 40) if {first[9] + n, second[2] + n} <= free)
     apart = {first[9]: first[9] + step, second[2]: second[2] + step}
-    assert f"new rows lie {step:+d} slots off: look at how out_cache_loc becomes an address" in moved_hint(apart)
+    assert f"new rows are {step:+d} slots off: look at how out_cache_loc becomes an address" in moved_hint(apart)
 
 
 def padding_hint(*slots: int, bucket: int, replay: bool = True) -> str:
@@ -296,7 +296,7 @@ def test_slots_that_rows_of_padding_may_have_written_are_told_as_that() -> None:
     assert padding_hint(*stray, bucket=live + 1) == "", "more slots than rows of padding"
     assert padding_hint(*stray, bucket=live) == ""
     assert padding_hint(*stray, bucket=live + 2, replay=False) == "", "an eager run has none"
-    assert "no live row of this step: a row of padding was stored over it. Padding belongs" in padding_hint(
+    assert "no live row of this step: a padded row was stored over it. Padding belongs" in padding_hint(
         NEW[0], bucket=live + 1
     )
     assert "padding" not in padding_hint(NEW[0], bucket=live)
@@ -326,8 +326,8 @@ def test_whose_row_a_wrong_slot_holds_is_said() -> None:
     )
     assert pool_hint((0, 0, OLD, 99.0), want=want) == ""
     assert pool_hint((0, 0, NEW[0], 0.0), want=want).endswith(
-        "of a padded row, in layer 0 alone: look at what that has "
-        "of its own, such as a window, a KV group or other slots"
+        "overwrote it with NaN, only in layer 0: look at what is special there, such as a window, a KV group or other "
+        "slots"
     )
     both = ((0, 0, NEW[0], 0.0), (1, 0, NEW[0], 0.0))
     assert pool_hint(*both, want=want) == "it was not written, or a padded row overwrote it with NaN"
