@@ -36,7 +36,7 @@ _LOWER_NAMES = {"torch", "triton", "pytest", "torch's", "triton's", "pytest's", 
 _COUNTED = (
     r"once|twice|times|(?:row|key|token|slot|head|page|step|call|layer|line|word|column|sum|scale)s?|bytes|bits|blocks?|branch(?:es)?|kernels|"
     r"seconds|minutes|requests|cases|numbers|entry|entries|elements|threads|programs|channels|launches|files|"
-    r"(?:one|two|three|four)(?: \w+)?"
+    r"(?:one|two|three|four)(?: (?!in|of|on|for|with|as|by|from|to|at|is|has|that|was|when)\w+)?"
 )
 _UNIT = (
     r"backend|batch|block|branch|bucket|call|capture|case|channel|check|chunk|column|command|dimension|draft|element|fault|field|file|graph|group|"

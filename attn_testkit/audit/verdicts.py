@@ -31,7 +31,7 @@ class Settings:
 
     @property
     def partial(self) -> bool:
-        """Whether only some faults are asked for."""
+        """True if only some faults are asked for."""
         return bool(self.faults or self.classes)
 
 
@@ -65,13 +65,13 @@ class FaultVerdict:
     """Case-runs until it was caught, that one included."""
     seconds: float = 0.0
     lost: bool = False
-    """Whether it took the device context along, and with it the process."""
+    """True if it took the device context along, and with it the process."""
     not_run: str = ""
     """Why nothing could be run here."""
 
     @property
     def caught(self) -> bool:
-        """Whether anything was reported."""
+        """True if anything was reported."""
         return bool(self.caught_by)
 
     @property
@@ -81,7 +81,7 @@ class FaultVerdict:
 
     @property
     def as_expected(self) -> bool:
-        """Whether a check that must catch it did.
+        """True if a check that must catch it did.
 
         Wrong numbers that are within the limits of the oracle are found by counts of keys, in cases of codes.
         """
@@ -101,7 +101,7 @@ class ControlVerdict:
     texts: tuple[str, ...] = ()
     seconds: float = 0.0
     lost: bool = False
-    """Whether it took the device context along, and with it the process."""
+    """True if it took the device context along, and with it the process."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ class HostileVerdict:
 
     @property
     def green(self) -> bool:
-        """Whether it got what it is after."""
+        """True if it got what it is after."""
         return self.exit_code == 0
 
     @property
     def proves(self) -> bool:
-        """Whether it got no green for the cheat alone: without it the same code passes."""
+        """True if it got no green for the cheat alone: without it the same code passes."""
         return not self.green and self.honest_exit_code == 0
 
 

@@ -1,4 +1,4 @@
-"""Draft-decode for kernels that attend one row a request: each branch of a draft is a request to them."""
+"""Draft-decode for kernels that attend one row per request: they see each branch of a draft as a request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def kernel_requests(batch: ForwardBatch) -> int:
 
 
 def forward_number(batch: ForwardBatch) -> int:
-    """Of a draft, from 0 on; 0 in every other mode."""
+    """Number of the forward in a draft, from 0; 0 in every other mode."""
     return batch.spec_info.step if isinstance(batch.spec_info, DraftDecodeInput) else 0
 
 

@@ -1,4 +1,5 @@
-"""What graphs of FlashInfer's wrappers read, at its largest size; each plan fills it for the replay that follows."""
+"""Buffers that graphs of FlashInfer's wrappers read, at their largest size; each plan fills them for the next
+replay."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class GraphBuffers:
 
     @classmethod
     def of_forwards(cls, context: BackendContext, max_bs: int) -> tuple[GraphBuffers, ...]:
-        """For each forward of the longest draft; none where there is no draft."""
+        """Buffers for each forward of the longest draft; none without drafts."""
         requests = max_bs * context.draft_branches
         forwards = context.speculative_num_steps - 1 if requests else 0
         return tuple(cls.of_requests(context, requests) for _ in range(forwards))

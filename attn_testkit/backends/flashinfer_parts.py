@@ -1,9 +1,8 @@
-"""Parts of a request's keys for FlashInfer's wrappers: plans with pages of one key, which may list any keys.
+"""KV splits for FlashInfer's wrappers: plans with pages of one key, which may list any keys.
 
-Paged wrappers attend whole pages, from a request's first on. Seen as pages of one slot each, the same pool gives them
-any keys in any number; who sees whom is then a custom mask, or in decode and MLA follows from which keys are listed.
-Pages of ``hnd``, and of K and V in one block, are no such pages: there all keys are listed, and the mask says which are
-the part's.
+Paged wrappers attend whole pages, from a request's first page on. With pages of one slot, the same pool gives them any
+keys in any number. Visibility is then a custom mask; in decode and MLA it follows from the listed keys. Pages of
+``hnd``, and of K and V in one block, cannot be split so: all keys are listed, and the mask selects those of the split.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .vendor.provider import EntryPoint
 __all__ = ["MERGE_STATE", "by_slots", "masked_plan", "merged", "part_plan"]
 
 _MOST_THREADS = 1024
-"""Of a block."""
+"""Most threads of a block."""
 
 MERGE_STATE = EntryPoint(
     "flashinfer.cascade:merge_state",
@@ -57,7 +56,7 @@ def merged(
 
 
 def by_slots(context: BackendContext) -> bool:
-    """Whether the pool can be seen as pages of one slot."""
+    """True if the pool can be seen as pages of one slot."""
     return context.page_size == 1 or context.kv_pool.layout == "nhd"
 
 

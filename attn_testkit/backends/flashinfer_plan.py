@@ -1,4 +1,4 @@
-"""What FlashInfer's wrappers are planned with, from a batch: query offsets, page lists, lengths, tree mask."""
+"""Inputs of FlashInfer's plans, made from a batch: query offsets, page lists, lengths, tree mask."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = [
 _WORKSPACE_BYTES = 128 << 20
 _BESIDE_PARTIALS = 1 << 20
 _MOST_TILE = 128
-"""Packed rows, a query row times a head of its group, of the largest tile."""
+"""Packed rows (query rows times heads of a group) of the largest tile."""
 _workspaces: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
 
 def workspace(device: torch.device, fake: bool, needed: int = 0) -> torch.Tensor:
-    """The float workspace, one for all wrappers of a device and process, as servers have it: [bytes] uint8.
+    """The float workspace, one for all wrappers of a device and process, as in servers: [bytes] uint8.
 
-    Scratch: a run leaves no state in it. ``needed``: bytes of partial outputs. Whoever needs more gets a larger one;
-    wrappers that were made before keep theirs.
+    Scratch: a run leaves no state in it. ``needed``: bytes of partial outputs. A caller that needs more gets a larger
+    one; wrappers that were made before keep theirs.
     """
     key, size = (device, fake), max(_WORKSPACE_BYTES, needed + _BESIDE_PARTIALS)
     size = size >> 7 if fake else size
@@ -67,14 +67,14 @@ class PagePlan:
     kv_indices: torch.Tensor
     """[kv_indptr[-1]] page ids, on the device."""
     custom_mask: torch.Tensor | None
-    """Flat bool on the device, a [q_len, kv_len] block a request; None: causal, aligned to the end."""
+    """Flat bool on the device, one [q_len, kv_len] block per request; None: causal, aligned to the end."""
     page_size: int
-    """In slots: the pool's, or 1."""
+    """Slots per page: the pool's, or 1."""
     other_indices: tuple[torch.Tensor, ...] = ()
-    """As ``kv_indices``, of further KV groups."""
+    """Page ids like ``kv_indices``, for further KV groups."""
 
     def of_group(self, group: int) -> PagePlan:
-        """The same with the pages of a KV group."""
+        """Plan with the pages of a KV group."""
         return replace(self, kv_indices=self.other_indices[group - 1]) if group else self
 
 

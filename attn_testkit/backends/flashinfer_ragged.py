@@ -102,7 +102,7 @@ class FlashInferRaggedBackend(FlashInferBackend):
         *,
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the merged log-sum-exp. ``part`` is the whole: no other is claimed."""
+        """Attend and return the merged log-sum-exp. ``part`` is the whole: no other KV split is declared."""
         if not save_kv_cache:
             return super().forward_return_lse(q, k, v, layer, batch, save_kv_cache, part=part)
         return self._attend(q, k, v, layer, batch)

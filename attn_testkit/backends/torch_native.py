@@ -1,9 +1,9 @@
 """Attention in plain torch: slow, short, and right in every mode, eager and under CUDA graphs, on any device.
 
-Read it as the smallest complete backend. It has no persistent metadata but a mask buffer: everything is rebuilt on the
-device at the head of each step from the batch's own tensors, with shapes that never depend on lengths.
+Read it as the smallest complete backend. Its only persistent metadata is a mask buffer: everything else is rebuilt on
+the device at the start of each step from the batch's tensors, with shapes that never depend on lengths.
 
-Shapes: T query rows, B requests (padding included), W most rows a request, C = ``max_context_len``.
+Shapes: T query rows, B requests (padding included), W most rows per request, C = ``max_context_len``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IN_PARTS = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the rows of a step see in some layer."""
+    """Keys that the rows of a step see in a layer."""
 
     hidden: torch.Tensor
     """[B, 1, 1, W, C] bool: keys that a row does not see."""
@@ -107,15 +107,15 @@ class TorchNativeBackend(AttentionBackend):
         return self._mask
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Where the rows of each request are, where its keys are, and which row sees which key."""
+        """Compute the places of each request's rows and keys, and the keys that each row sees."""
         if not batch.batch_size:
             return
         width, counts = self._rows_of_requests(batch)
         starts = self._row_starts(counts)
         offset = torch.arange(width, device=starts.device)
         tokens = batch.input_ids.shape[0]
-        # Rows are packed request by request; attention wants [B, W]. Places past a request's count are computed on a
-        # neighbour's row and dropped. Rows past the last request are padding and get somebody's result.
+        # Rows are packed request by request; attention wants [B, W]. Places past a request's count are computed on
+        # another request's row and dropped. Rows past the last request are padding and get any result.
         self._row = (starts[:, None] + offset).clamp(max=tokens - 1)
         row = torch.arange(tokens, device=starts.device)
         request = torch.searchsorted(starts, row, right=True) - 1
@@ -173,7 +173,7 @@ class TorchNativeBackend(AttentionBackend):
         if not isinstance(spec, VerifyInput) or spec.custom_mask is None:
             held = (key < kv_lens[:, None, None]).expand(-1, len(offset), -1)
             return position, key, (key <= position[..., None]) & held if self.context.causal else held
-        # Node c of the tree is key prefix + c, but stands at its depth: windows count positions.
+        # Node c of the tree is key prefix + c, but its position is its depth: windows count positions.
         node = self._key - prefix[:, None]
         inside, node = (node >= 0) & (node < len(offset)), node.clamp(0, len(offset) - 1)
         position = batch.positions[: len(prefix) * len(offset)].view(len(prefix), -1)
@@ -222,7 +222,7 @@ class TorchNativeBackend(AttentionBackend):
         *,
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for the keys of a part. Shapes as in ``AttentionBackend.forward_return_lse``."""
+        """Attend the keys of a KV split. Shapes as in ``AttentionBackend.forward_return_lse``."""
         self._store(k, v, layer, batch, save_kv_cache)
         held = part.holds(self._key, self._prefix[:, None])
         layer = layer if part.sinks else replace(layer, sinks=None)
@@ -296,7 +296,7 @@ class TorchNativeBackend(AttentionBackend):
         return self._visible & (self._position[..., None] - self._key_position <= layer.sliding_window_size)
 
     def _seen_by(self, seen: torch.Tensor, layer: AttentionLayer) -> _Seen:
-        """What follows from ``seen`` [B, W, C]."""
+        """Masks and values that follow from ``seen`` [B, W, C]."""
         slots = self._slots[self.context.group_of(layer).index]
         # Slots that no row may see hold anything, NaN included, and 0 * NaN is NaN.
         values = torch.where(seen.any(1), slots, slots.gather(1, self._last_key))
@@ -317,7 +317,7 @@ class TorchNativeBackend(AttentionBackend):
 
 
 def _gather(buffer: torch.Tensor, places: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """[B, Hk, C, D] float32: ``buffer[places]`` with each head's rows beside each other, as a product wants them.
+    """[B, Hk, C, D] float32: ``buffer[places]`` with each head's rows contiguous, for a matrix product.
 
     Indexing is not implemented for FP8 everywhere, so its bytes are gathered.
     """

@@ -28,13 +28,13 @@ class Tiles:
     block_n: int
     """Columns of a tile: pairs of a key and a KV head."""
     dot: tl.dtype
-    """What ``tl.dot`` multiplies."""
+    """Dtype of the operands of ``tl.dot``."""
 
 
 def choose_tiles(q_rows: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tiles:
     """Sizes for requests of up to ``q_rows`` query rows with ``group`` query heads for each KV head.
 
-    They follow from constants alone: a request's bits must not depend on its neighbours, nor a graph on the batch it
+    They follow only from constants: a request's bits must not depend on other requests, nor a graph on the batch it
     was captured with.
     """
     # Under the interpreter an operation costs the same whatever its size: few programs and large tiles. Outside the

@@ -1,9 +1,9 @@
 """Pinned memory that an asynchronous copy from the device writes, before the host has waited for the copy.
 
-On a GPU such a copy is made when the device comes to it; until then the host reads what was there before. Here it is
-made at once, and its bytes are held back: they are put in their place when the host waits for the copy's stream, or for
-an event behind it. A host operation that reads or writes the memory before is refused. Who reads it in a way that is
-not seen (through numpy, say) reads the old bytes.
+On a GPU such a copy is made when the device comes to it; until then the host reads the old contents. Here it is made at
+once, and its bytes are held back until the host waits for the copy's stream, or for an event after it. An earlier host
+operation that reads or writes the memory is refused. A read that the emulation cannot see (through numpy, for instance)
+gets the old bytes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class ArrivingCopies:
         self._bytes = 0
 
     def before(self, target: Tensor) -> bytes | None:
-        """What lies in the target of an asynchronous copy that is about to be made; None if the host waits for it.
+        """Contents of the target of an asynchronous copy that is about to be made; None if the host waits for it.
 
-        It does where the target is not pinned, or has gaps: then torch copies into other memory first.
+        It waits if the target is not pinned, or has gaps: then torch copies into other memory first.
         """
         size = target.nbytes
         if not (size and is_pinned(target) and target.is_contiguous()):
@@ -53,7 +53,8 @@ class ArrivingCopies:
         return ctypes.string_at(target.data_ptr(), size)
 
     def hold(self, target: Tensor, before: bytes, stream: int, epoch: int, what: str) -> None:
-        """The copy was made: keep its bytes, and put back those from ``before``. Call it with function modes off."""
+        """Keep the bytes of a copy that was made, and restore those from ``before``. Call it with function modes
+        off."""
         if self._bytes + len(before) > _MOST_BYTES:
             self.arrive()
         first = target.data_ptr()

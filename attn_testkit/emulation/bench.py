@@ -1,4 +1,4 @@
-"""What the emulation costs, as ratios measured in one process: `python -m attn_testkit.emulation.bench`."""
+"""Costs of the emulation, as ratios measured in one process: `python -m attn_testkit.emulation.bench`."""
 
 from __future__ import annotations
 

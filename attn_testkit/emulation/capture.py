@@ -1,5 +1,5 @@
-"""What one capture has recorded: operations, the memory they use, the streams they ran on. Plain state: the recorder
-fills it, a graph replays it, neither is known here."""
+"""Record of one capture: operations, the memory they use, the streams they ran on. It is plain state that a recorder
+fills and a graph replays."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from attn_testkit.emulation.program import DropNode, Node
 from attn_testkit.emulation.stream_state import CaptureStreams
 
 SHARED = 1 << 20
-"""So many bytes a block has at least that is given memory which was dropped before."""
+"""Smallest size of a block that may reuse dropped memory."""
 
 _FREED = 1 << 28
-"""After so many bytes the heap is trimmed: it is in pieces, into which no block of the same size fits again."""
+"""Freed bytes after which the heap is trimmed, because its pieces no longer fit blocks of the same size."""
 
 
 class Capture:
@@ -47,7 +47,7 @@ class Capture:
         self._given_back = 0
 
     def knows_generator(self, generator: torch.Generator) -> bool:
-        """Whether `generator` was registered with the graph, or is a default one."""
+        """True if `generator` was registered with the graph, or is a default one."""
         return any(same_generator(known, generator) for known in (*self._generators, *torch.cuda.default_generators))
 
     def block(self, tensor: Tensor, *, in_pool: bool = False) -> Block:
@@ -81,9 +81,9 @@ class Capture:
                     self.nodes.append(DropNode("end of a temporary", block.place, [block], poison))
 
     def _share_memory(self, block: Block) -> bool:
-        """Whether a block that was just dropped now lies where another had been dropped before this one was made.
+        """Move a dropped block to memory that had been dropped before the block was made. Returns True if it was moved.
 
-        So a graph holds what was live at once, as with the allocator of CUDA, and not the sum of its temporaries.
+        So a graph holds the memory that was live at the same time, as with CUDA's allocator, not all its temporaries.
         """
         if block.nbytes < SHARED or not block.movable:
             return False

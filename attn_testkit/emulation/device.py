@@ -8,7 +8,7 @@ TOTAL_MEMORY = 1 << 34
 
 
 class DeviceProperties:
-    """What `get_device_properties` answers: the shape of a Hopper GPU."""
+    """Answer of `get_device_properties`: the shape of a Hopper GPU."""
 
     name = NAME
     major, minor = CAPABILITY

@@ -1,5 +1,5 @@
-"""What the emulation says when a program would fail on a GPU. Every error names the operation, the author's line, what
-CUDA would have done, and the usual cure."""
+"""Errors for programs that would fail on a GPU. Every error names the operation, the author's line, CUDA's behavior,
+and the usual remedy."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class DeviceFunctions(TorchFunctionMode):
         self._watcher = Watcher(session)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        # Every call of torch passes here: what most of them need stands in this function, and calls none.
+        # Every call of torch passes here, so the code that most calls need is inlined.
         kind = type(func)
         if kind is _PROPERTY:
             return func(*args)
@@ -188,7 +188,7 @@ class DeviceFunctions(TorchFunctionMode):
         return self._otherwise(func, args, kwargs or _NO_KEYWORDS)
 
     def _otherwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An eager call that is no plain one of device memory alone, or of host memory alone."""
+        """Handle an eager call that is not an ordinary one with only device memory or only host memory."""
         if self.session.sync_mode:
             return self._strictly(func, args, kwargs)
         return self._with_handler(func, args, kwargs)
@@ -263,7 +263,7 @@ class DeviceFunctions(TorchFunctionMode):
         return self._watcher.watch(func, args, kwargs)
 
     def _twin_on_device(self, tensor: Tensor) -> Tensor:
-        """For torch.zeros_like(host_tensor, device="cuda"): only the shape is wanted."""
+        """Empty device tensor of the same shape, for torch.zeros_like(host_tensor, device="cuda")."""
         with private.disable_modes():
             twin = torch.empty_like(tensor)
         return adopt(self.session, twin)
@@ -286,7 +286,7 @@ class DeviceFunctions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _place(self, kwargs: dict[str, Any], on_device: bool) -> tuple[bool, dict[str, Any], bool]:
-        """Where a call with device=, pin_memory= or generator= puts its result."""
+        """Resolve device=, pin_memory= and generator= of a call into the place of its result."""
         kwargs = dict(kwargs)
         if kwargs.get("device") is not None:
             on_device = wants_cuda(kwargs["device"])
@@ -311,6 +311,6 @@ _NAMES_DEVICES = frozenset({FunctionType, torch._ops.OpOverload, torch._ops.OpOv
 
 
 def _by_default_on_device(func: Any) -> bool:
-    """Whether `torch.set_default_device("cuda")` is on and `func` obeys it."""
+    """True if `torch.set_default_device("cuda")` is on and `func` obeys it."""
     default = private.default_device()
     return default is not None and default.type == "cuda" and func in torch.utils._device._device_constructors()

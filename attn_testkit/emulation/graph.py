@@ -186,7 +186,8 @@ class EmulatedGraph:
         """Accepted; there is nothing to dump."""
 
     def debug_dump(self, debug_path: str) -> None:
-        """Write the recorded operations to `debug_path`, one a line with the author's line, instead of a DOT graph."""
+        """Write the recorded operations to `debug_path`, one per line with the author's line, instead of a DOT
+        graph."""
         nodes = self.recorded.nodes if self.recorded is not None else []
         with open(debug_path, "w", encoding="utf-8") as file:
             file.writelines(f"// {node.name} at {node.site}\n" for node in nodes)
@@ -218,7 +219,7 @@ def _say_where(error: Exception, node: Node) -> None:
 
 
 def _replace_what_is_gone(blocks: list[Block], capture: Capture) -> bool:
-    """Whether some of the memory that `capture` uses is gone, and another buffer stands for it (policy "poison").
+    """Replace memory of `capture` that is gone by other buffers (policy "poison"). Returns True if any was replaced.
 
     Raises DanglingMemoryError under the policy "error".
     """
@@ -262,7 +263,7 @@ class AcceleratorGraph(EmulatedGraph):
     def capture_begin(
         self, pool: PoolHandle | None = None, capture_error_mode: str = "default", check_input_liveness: bool = False
     ) -> None:
-        """As `CUDAGraph.capture_begin`, with the pool and the mode that the graph was made with."""
+        """Call `CUDAGraph.capture_begin` with the pool and the mode that the graph was made with."""
         mode = self.capture_error_mode if capture_error_mode == "default" else capture_error_mode
         super().capture_begin(pool or self.graph_pool, "global" if mode == "default" else mode)
 

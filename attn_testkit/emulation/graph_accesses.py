@@ -1,4 +1,4 @@
-"""What a replay touches, for the account of streams: memory of the graph that the program can reach, and its inputs."""
+"""Accesses of a replay, for the account of streams: memory of the graph that the program can reach, and its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the emulation replaces in torch and Triton, process-wide, while at least one thread is inside it."""
+"""Replacements in torch and Triton, process-wide, while at least one thread is inside the emulation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Installation:
                 self.run_compiled_code_eagerly()
 
     def entries(self) -> int:
-        """How often a thread came in so far; -1 while several are inside."""
+        """Number of times that a thread entered so far; -1 while several are inside."""
         return self._entries if self._users == 1 else -1
 
     def leave(self) -> None:
@@ -97,7 +97,8 @@ class Installation:
         self.checked = True
 
     def _freeze_once(self) -> None:
-        """Once a process: a capture collects garbage, and what exists already need not be searched each time."""
+        """Freeze the garbage collector once per process: a capture collects garbage, and old objects need no search
+        each time."""
         if self._froze:  # asking gc how much is frozen takes 28 ms
             return
         gc.collect()
@@ -110,7 +111,7 @@ INSTALLED = Installation()
 
 
 def compiled_regions_run() -> int:
-    """How often code that torch.compile would have compiled ran eagerly in this process."""
+    """Number of times that code ran eagerly in this process that torch.compile would have compiled."""
     return INSTALLED.compiled_regions
 
 

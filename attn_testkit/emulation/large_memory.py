@@ -19,7 +19,7 @@ LARGE = 1 << 30
 
 
 def is_large(nbytes: int) -> bool:
-    """Whether so many bytes are not filled, and saved page by page."""
+    """True for memory of a size that is not filled, and is saved page by page."""
     return nbytes >= LARGE
 
 
@@ -46,10 +46,10 @@ def _runs(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 class Saved:
-    """What some memory holds, to be put back."""
+    """A copy of some memory's contents, to restore them."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        """Copy all of it or, where it is large, the pages that were touched."""
+        """Copy all of it or, if it is large, the touched pages."""
         self._address, self._nbytes = address, nbytes
         self._pieces: list[tuple[int, bytes]] = []
         for first, end in self._spans():

@@ -93,7 +93,7 @@ class Block:
 
     @property
     def in_pool(self) -> bool:
-        """Whether the graph owns this memory, so that its bare address is always good."""
+        """True if the graph owns this memory, so its address stays valid."""
         return self.owner is not None
 
     def alias(self, tensor: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Block:
         return alias
 
     def moved(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage` is not where it was when the graph met it."""
+        """True if `storage` has moved since the graph first used it."""
         return storage.data_ptr() != self.address or storage.nbytes() != self.nbytes
 
     def follow(self, storage: torch.UntypedStorage) -> None:

@@ -1,4 +1,4 @@
-"""From recorded operations to what a replay runs: a list of ready calls, arguments bound, nothing looked up."""
+"""The program of a replay, made from recorded operations: a list of ready calls with bound arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """In the words of torch."""
+        """Torch's name of the operation."""
         return str(self.what)
 
     @property
@@ -67,7 +67,8 @@ class OpNode(Node):
 
 @dataclass(slots=True)
 class AllocationNode(Node):
-    """torch.empty: no kernel on CUDA. What a replay finds there is undefined, so it finds the fill byte."""
+    """A torch.empty, which runs no kernel on CUDA. The contents of its memory are undefined, so a replay gives it the
+    fill byte."""
 
     def step(self, fill: int | None) -> Step | None:
         """Fill the new memory; None without a fill byte."""
@@ -76,12 +77,12 @@ class AllocationNode(Node):
 
 @dataclass(slots=True)
 class DropNode(Node):
-    """From here on the captured program refers to this pool memory no more."""
+    """The point after which the captured program no longer refers to this pool memory."""
 
     poison: bool = True
 
     def step(self, fill: int | None) -> Step | None:
-        """Fill the dropped memory; None without a fill byte or under a policy that leaves temporaries alone."""
+        """Fill the dropped memory; None without a fill byte or if the policy keeps temporaries."""
         return _filler(self.blocks[0], fill) if self.poison else None
 
 

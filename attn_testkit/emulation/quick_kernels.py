@@ -64,7 +64,7 @@ def _converted(source: Tensor, dtype: Any) -> Tensor | None:
 
 
 def _picks(tensor: Tensor, index: Any) -> bool:
-    """Whether `tensor[index]` is whole rows, picked by their numbers."""
+    """True if `tensor[index]` selects whole rows by their numbers."""
     if type(index) is not Tensor or dtype_of(index) not in _INDICES or not index.dim() or not index.is_contiguous():
         return False
     if type(tensor) is not Tensor or dtype_of(tensor) not in _ROWS or not tensor.dim() or not tensor.size(0):
@@ -88,7 +88,7 @@ def _picked(tensor: Tensor, index: Any) -> Tensor | None:
 
 
 def _fills(tensor: Tensor, mask: Any, value: Any) -> bool:
-    """Whether a mask fills some of a tensor's own shape with a number that every dtype holds."""
+    """True if a mask fills some of a tensor's own shape with a number that every dtype holds."""
     if type(value) not in (int, float) or (math.isfinite(value) and value != 0):
         return False
     if type(mask) is not Tensor or dtype_of(mask) is not torch.bool or not _is_plain(tensor, _FILLS):
@@ -142,7 +142,7 @@ _RUNS: dict[OpOverload, Callable[..., Any]] = {
 
 
 def run_of(op: OpOverload) -> Callable[..., Any]:
-    """What calls `op`, or leaves the same bits in another way."""
+    """A function that calls `op`, or computes the same bits faster."""
     return _RUNS.get(op) or direct_call(op)
 
 

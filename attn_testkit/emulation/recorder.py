@@ -49,12 +49,12 @@ _CLONE = torch.ops.aten.clone.default
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 Fresh = tuple[int, Tensor, Block]
-"""Of a result: which of its tensors, and the new memory that it lies in."""
+"""Position of a tensor in a result, the tensor, and the new memory that it lies in."""
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Understands device="cuda" and host reads below the Python functions of torch. Used alone for eager code that
-    needs it."""
+    """Mode that handles device="cuda" and host reads below the Python functions of torch. Eager code that needs it uses
+    it without a recorder."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in here: torch need not say so around every call."""
+        """Answer without torch, which would check it around every call: nothing is compiled here."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -151,14 +151,14 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written = operation.written()
             allowed = [t for t in tensors if t.dim() == 0 and not among(t, written)]
         elif facts.implicit or facts.foreign:
-            return  # what is inside is judged
+            return  # the operations inside are checked
         for tensor in tensors:
             host_scalar_value = facts.name in INDEXES and tensor.dim() == 0
             if not (is_device(tensor) or host_scalar_value or among(tensor, allowed)):
                 raise mixed_devices(self.session, str(operation.func))
 
     def _opens(self, operation: Operation) -> bool:
-        """Whether it is a composite, to be run so that the operations inside it are seen."""
+        """True if it is a composite that has to run so that the operations inside it are seen."""
         facts = operation.facts
         if facts.inside is None or (facts.name in MATRIX_PRODUCTS and operation.on_device and operation.is_floating()):
             return False
@@ -260,7 +260,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_waited_for(operation: Operation) -> bool:
-    """Whether the host may wait for an operation on host and device memory: for all but copies of pinned memory that
+    """True if the host may wait for an operation on host and device memory: for all but copies of pinned memory that
     are asked not to block."""
     call = call_of(operation.facts, operation.args, operation.kwargs)
     return not (call["non_blocking"] and any(map(is_pinned, operation.tensors)))

@@ -1,4 +1,4 @@
-"""What one thread's emulation knows right now, and what it refuses."""
+"""State of one thread's emulation, and the operations that it refuses."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class FunctionMode(Protocol):
 class Session:
     """The emulation of one thread, from its outermost `emulated_cuda()` to the end of it.
 
-    `capture` is the capture in progress, if any; `stream` the current one; `capture_stream` where torch.cuda.graph
-    captures when it is given none. `called` is the function of torch that the author called, where somebody might ask.
-    `creating`: operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now
-    checks values on the host where the CUDA one does not, so reading them is no finding. `order`: the account of its
-    streams, since the program has one of its own or pinned memory; `handles` are those of streams made in here.
+    `capture` is the capture in progress, if any; `stream` the current one; `capture_stream` the default stream of
+    torch.cuda.graph. `called` is the function of torch that the author called, if an error may need it. `creating`:
+    operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now checks values on
+    the host and the CUDA one does not, so reading them is not an error. `order`: the account of streams, kept once the
+    program has its own stream or pinned memory; `handles` are those of streams made in here.
     """
 
     __slots__ = (
@@ -178,17 +178,17 @@ class Session:
             self._abandon()
 
     def captures(self, streams: CaptureStreams | None) -> bool:
-        """Whether `streams` are those of the capture in progress."""
+        """True if `streams` are those of the capture in progress."""
         return streams is not None and self.capture is not None and self.capture.streams is streams
 
     @property
     def recording(self) -> bool:
-        """Whether work that is issued now is recorded: the current stream belongs to the capture in progress."""
+        """True if work issued now is recorded: the current stream belongs to the capture in progress."""
         return self.captures(self.stream.capture)
 
     @property
     def strict(self) -> bool:
-        """Whether host syncs matter now: inside a capture, under sync debug mode, or as an order between streams."""
+        """True if host syncs matter now: inside a capture, under sync debug mode, or as an order between streams."""
         return self.capture is not None or self.sync_mode != SYNC_DEFAULT or self.order is not None
 
     @property
@@ -250,5 +250,5 @@ def install(session: Session | None) -> None:
 
 
 def is_active() -> bool:
-    """Whether this thread is inside `emulated_cuda()`."""
+    """True if this thread is inside `emulated_cuda()`."""
     return _local.session is not None

@@ -1,4 +1,4 @@
-"""What is known of one stream, and which streams belong to one capture: plain state, no API of torch.
+"""State of one stream, and the streams of one capture: plain state, no API of torch.
 
 Work runs in order on a CPU, so there is only an account to keep: for every stream of a capture, how much of the
 capture's recorded work it comes after.
@@ -53,7 +53,7 @@ class CaptureStreams:
             self._joined.append((stream, site))
 
     def unjoined(self) -> Site | None:
-        """Where the first side stream joined whose work the origin never waited for; None if there is none."""
+        """Place where the first side stream joined whose work the origin never waited for; None if there is none."""
         for stream, site in self._joined:
             if stream.seen.get(stream.cuda_stream, 0) > self.origin.seen.get(stream.cuda_stream, 0):
                 return site

@@ -46,14 +46,14 @@ def replacements() -> list[Replacement]:
 
 @functools.cache
 def replacements_in(module: Any) -> list[Replacement]:
-    """Those of an interpreter that take what its own functions take: the others stay as they are."""
+    """Replacements that fit this interpreter's functions; functions without one stay unchanged."""
     launcher = module.GridExecutor
     programs = triton_programs.Programs(module) if triton_programs.knows(module) else None
     return triton_signatures.fitting(all_replacements(module, launcher, programs))
 
 
 def all_replacements(module: Any, launcher: Any, programs: triton_programs.Programs | None) -> list[Replacement]:
-    """What is put into an interpreter, whether or not it fits this release."""
+    """All replacements for an interpreter, whether or not they fit this release."""
     return [
         (launcher, "__call__", _launch_of(module, programs, launcher, launcher.__call__)),
         *triton_speed.replacements(module),
@@ -72,7 +72,7 @@ def _launch_of(
         try:
             run_all(executor, args, kwargs)
         except module.InterpreterError as error:
-            # The interpreter keeps the text alone, once more for each function that was called.
+            # The interpreter keeps only the text, once more for each function that was called.
             cause = error.__cause__
             while isinstance(cause, module.InterpreterError):
                 cause = cause.__cause__
@@ -118,7 +118,8 @@ def _launch_of(
 
 
 def _account_of(executor: Any, given: dict[str, Tensor]) -> Callable[[int, int, int, bool], None] | None:
-    """Tells the account of streams, once each, what addresses a launch uses; None if there is none to be told."""
+    """Function that reports each address range of a launch once to the account of streams; None if there is no
+    account."""
     order, stream = session.require().keeps_order, session.require().stream.cuda_stream
     if order is None:
         return None

@@ -1,11 +1,11 @@
 """Loads and stores of Triton's interpreter as NumPy does them, twenty times as fast.
 
 The stock interpreter copies element by element, masked or not, and adds up 64-bit pointers for all of them. Here all
-memory is one array that starts near address 0, and a pointer is an index into it. A block of pointers stays what it
-mostly is, the sum of a column and a row, until it is used, and where a mask leaves out whole rows they are never added
-up. The results are the stock ones, bit by bit. What is not aligned to its type, or no address, is left to the stock.
+memory is one array that starts near address 0, and a pointer is an index into it. A block of pointers is mostly the sum
+of a column and a row; it stays in that form until it is used, and rows that are masked off are never added up. The
+results equal the stock ones, bit by bit. Pointers that are unaligned, or not an address, are left to the stock.
 
-An offset, a mask or a value for what is masked off may be smaller than the block, where NumPy would spread it.
+An offset, a mask or a value for masked elements may be smaller than the block if NumPy would broadcast it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Replacement = tuple[Any, str, Any]
 
 _ADDRESS_BITS = 48
 _FIRST = 4096
-"""The element that index 0 stands for: NumPy takes an array at address 0 for none."""
+"""Element at index 0: NumPy treats an array at address 0 as none."""
 
 
 def replacements(module: Any) -> list[Replacement]:
@@ -58,7 +58,7 @@ def replacements(module: Any) -> list[Replacement]:
 
 
 def _sample(module: Any, functions: dict[str, Any]) -> Array:
-    """What is in a buffer after a few loads and stores."""
+    """Contents of a buffer after a few loads and stores."""
     language, builder, handle = module.tl, module.interpreter_builder, module.TensorHandle
 
     def hints(name: str, before: int) -> list[None]:
@@ -181,7 +181,7 @@ def _narrow(values: Array, shape: tuple[int, ...]) -> Array | None:
 
 
 def _live(mask: Array, parts: Sequence[Array], shape: tuple[int, ...]) -> tuple[Any, Sequence[Array]]:
-    """What of a block is not masked off: an index into the block, and the parts of the pointers there."""
+    """Part of a block that is not masked off: an index into the block, and the parts of the pointers there."""
     if mask.all():
         return (..., parts)
     if mask.size == len(mask) == shape[0]:

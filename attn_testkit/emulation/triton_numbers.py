@@ -22,7 +22,8 @@ class PythonNumber:
 
 @functools.cache
 def python_number(module: Any) -> Callable[[Any], Any]:
-    """What makes such numbers of an int or a float, for the interpreter `module`; anything else stays as it is."""
+    """Function that makes such numbers from an int or a float, for the interpreter `module`; other values stay as they
+    are."""
     kinds: dict[type, type] = {}
 
     def number(value: Any) -> Any:

@@ -42,11 +42,11 @@ _PARTS = (
 )
 _MOST_HISTORIES = 128
 _TRIES = 64
-"""After so many programs that were noted down, more must have been walked, or it is not worth it."""
+"""Number of recorded programs after which more must have been replayed, or recording stops."""
 
 
 def knows(module: Any) -> bool:
-    """Whether this interpreter has what is used of it here and in `triton_language.py`."""
+    """True if this interpreter has the parts that this module and `triton_language.py` use."""
     try:
         for part in _PARTS:
             operator.attrgetter(part)(module)
@@ -69,7 +69,7 @@ class Programs:
         return triton_language.replacements(self._module, self._twins)
 
     def launch(self, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What `GridExecutor.__call__` does, for arguments on the host and without hooks."""
+        """Launch like `GridExecutor.__call__`, for arguments on the host and without hooks."""
         module, builder = self._module, self._module.interpreter_builder
         kernel = self._kernels.get(executor.fn)
         if kernel is None:
@@ -155,7 +155,7 @@ class _Kernel:
         return bound.arguments
 
     def history(self, module: Any, given: _Given) -> _History | None:
-        """That of programs with such arguments; None if they are not to be noted down."""
+        """History of programs with such arguments; None if they are not to be recorded."""
         if given.kinds is None or sys.gettrace() is not None:  # a debugger wants to see each of them
             return None
         history = self._histories.get(given.kinds)
@@ -167,7 +167,7 @@ class _Kernel:
 
 
 class _History:
-    """What is known of programs whose arguments are of the same kinds."""
+    """Recorded paths of programs whose arguments are of the same kinds."""
 
     def __init__(self, inputs: int) -> None:
         self.paths = Paths(inputs)
@@ -189,7 +189,7 @@ class _History:
 
 @dataclasses.dataclass
 class _Grid:
-    """Runs the programs of one launch one after another. `history` None: by the kernel's Python alone."""
+    """The programs of one launch, run one after another. Without ``history`` only the kernel's Python runs."""
 
     module: Any
     twin_of: Callable[[Any], Twin]

@@ -42,7 +42,7 @@ def patch_language(module: Any) -> Any:
 
 @functools.cache
 def patches_can_be_shared(module: Any) -> bool:
-    """Whether the language can be patched and put back as a whole."""
+    """True if the language can be patched and restored as a whole."""
     try:
         patch_language(module).restore()
     except (AttributeError, TypeError):

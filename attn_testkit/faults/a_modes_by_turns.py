@@ -27,7 +27,7 @@ class SharedPlans(PlannedBackend):
         self.shared: Key | None = None
 
     def is_fresh(self, key: Key) -> bool:
-        """Whether the shared metadata are those of ``key``."""
+        """True if the shared metadata are those of ``key``."""
         return self.shared == key
 
     @override

@@ -24,7 +24,7 @@ _MODES = tuple(mode for mode in ForwardMode if not mode.is_draft_decode())
     modelled="upstream the windowed layers read by the full layers' table; here all read by that of the first group",
 )
 class TableOfTheFirstKVGroup(GroupedBackend):
-    """Whether there is a pool of windowed layers is asked once, before there is one: all layers read by one table."""
+    """True if there is a pool of windowed layers is asked once, before there is one: all layers read by one table."""
 
     @override
     def context_of(self, group: KVGroup) -> BackendContext:

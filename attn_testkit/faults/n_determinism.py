@@ -98,7 +98,7 @@ class OrderOfSumsVaries(PlannedBackend):
         self.calls = 0
 
     def backwards(self, layer: AttentionLayer) -> bool:
-        """Whether this call adds the splits from the last to the first."""
+        """True if this call adds the splits from the last to the first."""
         return self.calls // len(self.context.layers) % 2 == 0
 
     @override

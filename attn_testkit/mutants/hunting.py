@@ -198,7 +198,7 @@ class _Party:
         return verdict.status if verdict else ""
 
     def _is_open(self, mutant: Mutant, stage: Stage, *, first: bool) -> bool:
-        """Whether this stage has something to say. ``first``: by a few case-runs."""
+        """True if this stage has something to say. ``first``: by a few case-runs."""
         verdict = self.journal.verdicts.get(mutant.id)
         if verdict is None:
             return not stage.before

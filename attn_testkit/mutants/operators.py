@@ -307,7 +307,7 @@ class _Statement(NamedTuple):
     indent: int
 
     def changed(self, source: bytes, edit: Edit) -> bool:
-        """Whether the edited text is Python, and means something else."""
+        """True if the edited text is Python, and means something else."""
         text = source[self.start : edit.start] + edit.text.encode() + source[edit.end : self.end]
         if self.indent:
             text = b"if 1:\n" + b" " * self.indent + text
@@ -358,7 +358,7 @@ _GENERIC = {
 
 
 def _names_a_type(value: ast.expr) -> bool:
-    """Whether it is an alias, ``tuple[int, str]``, which annotations alone use."""
+    """True if it is an alias, ``tuple[int, str]``, which annotations alone use."""
     return isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name) and value.value.id in _GENERIC
 
 

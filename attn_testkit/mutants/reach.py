@@ -27,9 +27,9 @@ class Spot:
     first: int
     last: int
     scattered: bool = False
-    """Whether the lines are those of a whole function, which another program than Python runs, or rewrites (Triton)."""
+    """True if the lines are those of a whole function, which another program than Python runs, or rewrites (Triton)."""
     kept: bool = False
-    """Whether what the function computes may be kept for the whole process: a case-run that never enters it uses it."""
+    """True if what the function computes may be kept for the whole process: a case-run that never enters it uses it."""
 
 
 def spot_of(source: bytes, edit: Edit) -> Spot:

@@ -106,6 +106,7 @@ ALLOWED = (
     "gives a request a page",
     "pages a server keeps hold rows",
     "makes a case",
+    "one inside a capture",
     "there is no gate",
     "it is no longer open",
     "it is None",

@@ -248,8 +248,8 @@ def _mla_run(
         lse.copy_(sums * 0.6931471805599453 if base_e else sums)
 
 
-# A module is compiled for one answer to "is there a window" and "is there a soft cap", given at the plan. What a run
-# says of something that was compiled out is ignored (sglang #31501, #33915).
+# A module is compiled with or without a window and a soft cap, as the plan says. A run's argument for something that
+# was compiled out is ignored (sglang #31501, #33915).
 
 
 @functools.cache

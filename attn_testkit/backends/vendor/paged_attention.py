@@ -1,8 +1,8 @@
 """Attention over paged keys in torch, of fixed shapes and device work only, so that it may be captured.
 
-What the fakes of vendor kernels compute with: float32 accumulation, probabilities rounded to the dtype of the
-kernel's second product. Shapes depend on the capacity of the buffers alone, never on lengths: those are read on the
-device, at every replay, as kernels do.
+The fakes of vendor kernels compute with it: float32 accumulation, probabilities rounded to the dtype of the kernel's
+second product. Shapes depend only on the capacity of the buffers, never on lengths: those are read on the device, at
+every replay, as in kernels.
 """
 
 from __future__ import annotations

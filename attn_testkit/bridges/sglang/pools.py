@@ -1,4 +1,4 @@
-"""SGLang's own KV pools, in memory of their own: what the kit is told of them is where each layer's rows lie."""
+"""SGLang's own KV pools, in their own memory: the kit knows only the places of each layer's rows."""
 
 from __future__ import annotations
 

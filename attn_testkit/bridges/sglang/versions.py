@@ -1,4 +1,4 @@
-"""Which versions of SGLang the bridge drives. What backends read of their server changes with every release."""
+"""Versions of SGLang that the bridge runs. Attributes that backends read of their server change with every release."""
 
 from __future__ import annotations
 

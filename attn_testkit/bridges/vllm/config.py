@@ -1,7 +1,7 @@
 """A VllmConfig of vLLM 0.33.0, as far as attention layers, builders and KV cache planning look at it.
 
-Its parts are vLLM's own objects. Two are not, because vLLM makes them from a checkpoint alone: the model's
-configuration, and the whole around the parts.
+Its parts are vLLM's own objects. Two are not, because vLLM makes them only from a checkpoint: the model's
+configuration, and the object around the parts.
 """
 
 from __future__ import annotations

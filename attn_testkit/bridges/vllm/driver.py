@@ -77,7 +77,7 @@ class VLLMBackend(AttentionBackend):
         batch.extras[_KEPT] = self._build_for_capture(batch)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Of a draft alone: its fused loop has this between forwards."""
+        """Advance the inputs between forwards of a draft's fused loop; nothing in other modes."""
         if batch.forward_mode is ForwardMode.DRAFT_DECODE:
             self.inputs.advance(batch)
             metadata = batch.extras[_KEPT]
@@ -95,7 +95,7 @@ class VLLMBackend(AttentionBackend):
         save_kv_cache: bool = True,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As ``Attention.forward``: the caller makes the output, and what stores keys and values comes first.
+        """Attend like ``Attention.forward``: the caller makes the output, and keys and values are stored first.
 
         Models give it rows of a projection, [T, heads * dim], and it makes views of them.
         """
@@ -160,7 +160,8 @@ class VLLMLatentBackend(VLLMBackend):
         *,
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``forward_mqa`` gives, of all keys: the ranks of decode context parallelism are merged by it."""
+        """Output and log-sum-exp of ``forward_mqa`` over all keys. vLLM merges ranks of decode context parallelism by
+        it."""
         assert part.kind == "whole"
         return self._attend(q, k, layer, batch, save_kv_cache)
 

@@ -1,9 +1,9 @@
-"""Where there is no GPU, or where compiled modules do not load: in torch, what vLLM has compiled.
+"""Fakes in torch of vLLM's compiled code, for machines without a GPU or if compiled modules do not load.
 
 Builders, metadata and masks stay vLLM's.
 
-Operators that store keys and values, FlashAttention (``flash_attn_fake``), and FlexAttention's kernel, which torch
-compiles. Where one of them attends, ``AttentionBackend.kernels`` says so.
+They replace operators that store keys and values, FlashAttention (``flash_attn_fake``), and FlexAttention's kernel,
+which torch compiles. If one of them attends, ``AttentionBackend.kernels`` shows it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def put_in_place() -> None:
 
     of_vllm.flex_attention_compiled = flex_attention
     if importlib.util.find_spec("flashinfer") is None:
-        return  # its class is not asked for, or says so
+        return  # its class is not requested, or reports it
     with swapped({path: fake_of(entry) for path, entry in _WRAPPERS.items()}):
         importlib.import_module("vllm.v1.attention.backends.flashinfer")
     # vLLM leaves the choice to FlashInfer, which asks for the CUDA version of torch. The fakes are of "fa2".
@@ -97,7 +97,7 @@ _OF_CACHES: Functions = {
     "concat_and_cache_mla": (_concat_and_cache_mla, ("kv_cache",)),
     "reshape_and_cache_flash": (_reshape_and_cache_flash, ("key_cache", "value_cache")),
 }
-"""Of ``torch.ops._C_cache_ops``."""
+"""Operators of ``torch.ops._C_cache_ops``."""
 
 
 def _store(
@@ -117,13 +117,13 @@ def flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: float,
     **_options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """What ``flex_attention_compiled`` computes: ``query`` [1, H, T, D], keys and values of all slots [1, Hk, S, D].
+    """Compute ``flex_attention_compiled``: ``query`` [1, H, T, D], keys and values of all slots [1, Hk, S, D].
 
-    A block of query rows reaches the first ``kv_num_blocks`` entries of its row of ``kv_indices``. That row goes on
-    behind the view that a mask has of it, and the kernel reads there, so this does. ``mask_mod`` decides on the rest.
-    Kinder than the kernel in one thing: what a row may not see is not multiplied by 0, so NaN there spoils nothing.
+    A block of query rows reaches the first ``kv_num_blocks`` entries of its row of ``kv_indices``. That row continues
+    behind the mask's view of it, and this function reads there because the kernel does. ``mask_mod`` decides on the
+    rest. Unlike in the kernel, hidden values are not multiplied by 0, so NaN in them does no harm.
     """
-    assert score_mod is None, "no claim of a backend has a score_mod"
+    assert score_mod is None, "no declared capability has a score_mod"
     rows, slots = query.shape[2], key.shape[2]
     q_block, kv_block = block_mask.BLOCK_SIZE
     counts, listed = block_mask.kv_num_blocks[0, 0], block_mask.kv_indices[0, 0]

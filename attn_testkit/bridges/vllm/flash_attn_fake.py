@@ -88,4 +88,4 @@ def fwd(
 
 
 FUNCTIONS: Functions = {"fwd": (fwd, ("out",)), "get_scheduler_metadata": (get_scheduler_metadata, ())}
-"""Of ``torch.ops._vllm_fa3_C``."""
+"""Functions of ``torch.ops._vllm_fa3_C``."""

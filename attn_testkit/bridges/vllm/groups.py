@@ -19,10 +19,10 @@ __all__ = ["Groups", "make_groups"]
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """What vLLM made of the layers."""
+    """KV cache groups that vLLM made from the layers."""
 
     config: Any
-    """``KVCacheConfig``: which layers share a block table."""
+    """``KVCacheConfig``, with the layers that share a block table."""
     builders: Any
     """``list[list[AttentionGroup]]``: KV cache group -> layers that share metadata, and their builder."""
     of_kit: tuple[KVGroup, ...]

@@ -1,4 +1,4 @@
-"""What has to be true of the process before vLLM is imported, where no GPU is or a compiled module does not load."""
+"""Preparation of the process before vLLM is imported, without a GPU or if a compiled module does not load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMPILED = (STABLE, FA2, FA3)
 
 @dataclass(frozen=True)
 class Machine:
-    """What vLLM finds here."""
+    """Properties of the machine that vLLM depends on."""
 
     without_gpu: bool
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -77,9 +77,9 @@ _MOST = 200
 
 
 def _why_not(module: str) -> str:
-    """Why a compiled module does not load: it is left out of this installation, or was built for another torch.
+    """Reason why a compiled module does not load: this installation lacks it, or it was built for another torch.
 
-    Without importing it: the package around two of them keeps what it found when it was first imported.
+    Found without importing it: the package around two of them remembers the result of its first import.
     """
     found = importlib.util.find_spec("vllm")
     folders = [Path(folder) for folder in (found.submodule_search_locations or [])] if found else []

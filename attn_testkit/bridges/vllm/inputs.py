@@ -1,4 +1,4 @@
-"""What vLLM's model runner keeps for a batch: buffers that it fills before every step, and that graphs read.
+"""Buffers of vLLM's model runner for a batch: it fills them before every step, and graphs read them.
 
 They are made once. Captured graphs and metadata hold slices of them, so a step writes into them and replaces none.
 Lengths count the new tokens in every mode. Padded requests have no rows, no keys and a block table of zeros; rows
@@ -24,7 +24,7 @@ __all__ = ["Inputs", "Step", "common_arguments"]
 
 @dataclass(frozen=True)
 class Step:
-    """What is known of a batch on the host."""
+    """Numbers of a batch that are known on the host."""
 
     num_reqs: int
     num_tokens: int
@@ -89,7 +89,7 @@ class Inputs:
         return self._known_on_the_host(batch, live, replay)
 
     def advance(self, batch: ForwardBatch) -> None:
-        """Before a forward of a draft, inside its graph: the slots of its rows, and a key more than the one before."""
+        """Advance to the next forward of a draft, inside its graph: the slots of its rows, and one key more per row."""
         assert isinstance(batch.spec_info, DraftDecodeInput)
         bs = batch.batch_size
         for group, slots in zip(self.groups, self.slot_mappings, strict=True):
@@ -100,7 +100,7 @@ class Inputs:
             lens.add_(lens > 0)
 
     def _rows_of_graph(self, batch: ForwardBatch) -> int:
-        """As many as the graph was captured with."""
+        """Number of rows that the graph was captured with."""
         if batch.forward_mode is ForwardMode.EXTEND:
             return batch.input_ids.shape[0]
         return batch.batch_size * width_of(self.context, batch.forward_mode)
@@ -112,7 +112,7 @@ class Inputs:
             new, old = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
             assert new is not None
             assert old is not None
-            # A padded request has no row, and what stands for its prefix is nobody's.
+            # A padded request has no row, and its prefix length has no meaning.
             bound = torch.tensor(new, dtype=torch.int32) + torch.tensor(old, dtype=torch.int32)
             bound *= torch.tensor(new) > 0
             starts = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -127,7 +127,7 @@ class Inputs:
 
 
 def common_arguments(inputs: Inputs, step: Step) -> dict[str, Any]:
-    """Of ``build_attn_metadata``: slices of the buffers, and what is known on the host."""
+    """Arguments of ``build_attn_metadata``: slices of the buffers, and numbers known on the host."""
     return {
         "num_reqs": step.num_reqs,
         "num_tokens": step.num_tokens,

@@ -1,4 +1,4 @@
-"""vLLM's own views of KV cache memory: what the kit is told of them is where each layer's rows lie."""
+"""vLLM's own views of KV cache memory: the kit knows only the places of each layer's rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _spec(layer: AttentionLayer, spec: KVPoolSpec) -> Any:
 
 
 def _rows(layer: AttentionLayer, cache: torch.Tensor) -> KVLayer:
-    """``cache`` [blocks, heads, block size, content]: K and V of a slot side by side, MLA's latent row alone."""
+    """``cache`` [blocks, heads, block size, content]: K and V of a slot side by side, or MLA's latent row."""
     by_slot = cache.transpose(1, 2)
     if layer.is_mla:
         return KVLayer(by_slot, buffer=cache)
