@@ -1,4 +1,4 @@
-"""Hostile backends, judged as a front end does it: a judge in a process of its own, and an exit code at the end."""
+"""Adversarial backends, run as by a front end: a judge in its own process, and an exit code at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an audit was asked for and what it found: plain values, and what makes them good or bad."""
+"""Settings and results of an audit: plain values, and the rules that make them good or bad."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Audit", "ControlVerdict", "FaultVerdict", "HostileVerdict", "Setting
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for."""
+    """Settings of an audit."""
 
     tier: str = "core"
     device: str = "auto"
@@ -25,9 +25,9 @@ class Settings:
     """Letters of classes of bugs, and no controls; empty: all."""
     jobs: int = 2
     timeout_s: float = 240.0
-    """For one task; controls get five times as long."""
+    """Time limit of a task; controls get five times as long."""
     caught_before: Mapping[str, tuple[str, str]] = field(default_factory=dict, repr=False)
-    """Slug of a fault -> (execution, case) that is tried first on it: what caught it in an earlier audit."""
+    """Slug of a fault -> (execution, case) that is tried first on it: the one that caught it in an earlier audit."""
 
     @property
     def partial(self) -> bool:
@@ -37,7 +37,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """A fault, one mode and execution of a control, or a hostile backend."""
+    """A fault, one mode and execution of a control, or an adversarial backend."""
 
     kind: str
     """``fault``, ``control`` or ``hostile``."""
@@ -48,7 +48,7 @@ class Task:
 
 @dataclass(frozen=True)
 class FaultVerdict:
-    """What became of one fault."""
+    """Result of one fault."""
 
     slug: str
     bug_class: str
@@ -67,7 +67,7 @@ class FaultVerdict:
     lost: bool = False
     """True if it took the device context along, and with it the process."""
     not_run: str = ""
-    """Why nothing could be run here."""
+    """Reason why nothing could be run here."""
 
     @property
     def caught(self) -> bool:
@@ -91,7 +91,7 @@ class FaultVerdict:
 
 @dataclass(frozen=True)
 class ControlVerdict:
-    """What became of one mode and execution of a control."""
+    """Result of one mode and execution of a control."""
 
     name: str
     mode: str
@@ -106,15 +106,15 @@ class ControlVerdict:
 
 @dataclass(frozen=True)
 class HostileVerdict:
-    """What became of one way to a false green, and of the same code without the cheat."""
+    """Result of one adversarial backend, and of the same code without the cheat."""
 
     slug: str
     mechanism: str
     exit_code: int
-    """Of a run of it: anything but 0 is right."""
+    """Exit code of a run of it: anything but 0 is right."""
     ending: str
     honest_exit_code: int
-    """Of a run of its healthy control: 0 is right."""
+    """Exit code of a run of its healthy control: 0 is right."""
     honest_ending: str
     seconds: float = 0.0
 
@@ -125,7 +125,7 @@ class HostileVerdict:
 
     @property
     def proves(self) -> bool:
-        """True if it got no green for the cheat alone: without it the same code passes."""
+        """True if it failed only because of the cheat: without it the same code passes."""
         return not self.green and self.honest_exit_code == 0
 
 
@@ -175,7 +175,7 @@ class Audit:
 
     @property
     def exit_code(self) -> int:
-        """1 on any survivor, false alarm, idle check or hostile backend that got a green; 5 when nothing was tried."""
+        """1 on any survivor, false alarm, idle check or adversarial backend that passed; 5 when nothing was tried."""
         if not self.faults and not self.controls and not self.hostile:
             return 5
         unproved = [verdict for verdict in self.hostile if not verdict.proves]

@@ -1,4 +1,4 @@
-"""What a snippet is, and how it is judged: capture it, change its inputs in place, replay, compare with eager."""
+"""The class of a snippet, and its evaluation: capture it, change its inputs in place, replay, compare with eager."""
 
 # mypy: disable-error-code="no-untyped-call"
 

@@ -85,7 +85,7 @@ def _mutants(module: str, text: bytes) -> list[Mutant]:
 
 
 def _lot(mutants: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant]:
-    """So many, in an order that does not change when others come or go."""
+    """A sample of ``count`` mutants, in an order that does not change when others come or go."""
     if count is None:
         return list(mutants)
     return sorted(mutants, key=lambda m: hashlib.sha256(f"{seed} {m.id}".encode()).digest())[:count]
@@ -93,7 +93,7 @@ def _lot(mutants: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant
 
 @dataclass
 class _Party:
-    """What the threads of a hunt share."""
+    """State that the threads of a hunt share."""
 
     settings: Settings
     sources: dict[str, bytes]
@@ -129,7 +129,8 @@ class _Party:
         return module, str(file)
 
     def judge(self, mutants: Sequence[Mutant]) -> None:
-        """Judge those that are not judged yet: first each by a few case-runs of every stage, then the rest by all."""
+        """Evaluate the mutants that have no verdict: first each by a few case-runs of every stage, then the rest by
+        all."""
         self.stages = stages_of(self.settings, self.claims)
         for most in (_FIRST_TRY, None):
             for stage in self.stages:
@@ -155,7 +156,7 @@ class _Party:
         return sum(name_of(item) in self.journal.runs for stage in self.stages for item in stage.items)
 
     def _judge(self, mutants: Sequence[Mutant], stage: Stage, most: int | None) -> None:
-        """In as many threads as there are jobs."""
+        """Evaluate mutants at a stage, in as many threads as there are jobs."""
         waiting, order, known = deque(mutants), self._orders[stage.seen], self.journal.runs
         slowest = max((known[name].seconds for name in map(name_of, stage.items) if name in known), default=0.0)
         jobs = max(1, min(self.settings.jobs, len(mutants)))
@@ -185,7 +186,7 @@ class _Party:
             end()
 
     def settled(self, verdict: Verdict) -> Verdict:
-        """As it is, or ``OPEN`` where it is that of an earlier stage than the last."""
+        """The verdict, or ``OPEN`` if it is that of a stage before the last."""
         early = verdict.status in (SURVIVED, UNREACHED) and verdict.tried != self.stages[-1].seen
         return replace(verdict, status=OPEN) if early else verdict
 
@@ -207,11 +208,11 @@ class _Party:
             return bool(stage.before) == first
         if verdict.status not in (SURVIVED, UNREACHED):
             return False
-        # A survivor of other case-runs than there are now is judged from the beginning.
+        # A survivor of other case-runs than the present ones starts again.
         return verdict.tried in stage.before if stage.before else verdict.tried not in (stage.seen, *stage.after)
 
     def _verdict(self, mutant: Mutant, stage: Stage, order: Order, runner: Runner, most: int | None) -> Verdict:
-        """What becomes of a mutant: ``OPEN`` where ``most`` case-runs of this stage, or of one before, are not all."""
+        """Verdict on a mutant: ``OPEN`` if ``most`` case-runs of this stage, or of one before, are not all."""
         started = time.monotonic()
         earlier = self.journal.verdicts.get(mutant.id, Verdict(OPEN))
         is_last_word = not stage.before or (earlier.status in (SURVIVED, UNREACHED) and earlier.tried in stage.before)
@@ -262,7 +263,7 @@ class _Party:
 
 
 def _stable(value: object) -> str:
-    """As ``repr``, and the same in every process: that of a set is not."""
+    """A ``repr`` that is the same in every process; that of a set is not."""
     if is_dataclass(value) and not isinstance(value, type):
         return f"({', '.join(f'{each.name}={_stable(getattr(value, each.name))}' for each in fields(value))})"
     if isinstance(value, Set):

@@ -1,4 +1,4 @@
-"""What is kept of a hunt, a line of JSON for each thing that is known: an interrupted one goes on from there."""
+"""Journal of a hunt, a line of JSON for each result: an interrupted hunt continues from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reach import Lines
 __all__ = ["CLAIMS", "KILLED", "KIT", "OPEN", "SURVIVED", "TIMED_OUT", "UNREACHED", "Journal", "Run", "Verdict"]
 
 KILLED, TIMED_OUT, SURVIVED, UNREACHED = "killed", "timed out", "survived", "not reached"
-CLAIMS, KIT, OPEN = "other claims", "the kit failed", "not settled"
+CLAIMS, KIT, OPEN = "other capabilities", "the kit failed", "not settled"
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant."""
+    """Result of a mutant."""
 
     status: str
-    """``killed``, ``timed out``, ``survived``, ``not reached``: no case-run executes what it changes;
-    ``other claims``: it claims otherwise, and is no mutant of what is tried; ``the kit failed``; ``not settled``: it
+    """``killed``, ``timed out``, ``survived``; ``not reached``: no case-run executes the changed code; ``other
+    capabilities``: it declares other ones, so the same cases cannot test it; ``the kit failed``; ``not settled``: it
     survived some case-runs, and there are more."""
     by: str = ""
     """The check that was reported first, ``crashed`` or ``import``."""
@@ -47,9 +47,9 @@ class Verdict:
 
 
 class Journal:
-    """Verdicts and case-runs. What was written of another state of the backend stays in the file and is not read.
+    """Verdicts and case-runs. Lines about another state of the backend stay in the file and are not read.
 
-    Raises ``UsageError`` where the file cannot be written.
+    Raises ``UsageError`` if the file cannot be written.
     """
 
     def __init__(self, file: Path | None, state: str) -> None:

@@ -1,8 +1,8 @@
-"""Small changes to a Python file: what a tired person writes by mistake, or a merge loses.
+"""Small changes to a Python file, like a slip of a tired person or a bad merge.
 
 An operator looks at one node of the syntax tree and yields edits of the source text, so that everything else of the
 file, its line numbers included, stays as it is. An edit whose result does not parse, or parses to the same tree, is
-dropped. Nothing of the kit is imported here: ``ci/mutants.py``, which mutates the kit, reads this file alone.
+dropped. This file imports nothing of the kit: ``ci/mutants.py``, which mutates the kit, reads only this file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Mutant:
 
     @property
     def id(self) -> str:
-        """The same as long as the lines and their scope are, wherever they move in the file."""
+        """Id that stays the same while the lines and their scope do, even if they move in the file."""
         text = "\0".join((self.path, self.scope, self.was, self.becomes, str(self.number)))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -89,7 +89,7 @@ class Code:
         return Edit(self.start(node), self.end(node), text)
 
     def between(self, left: ast.AST, right: ast.AST, spelled: str, text: str) -> Iterator[Edit]:
-        """The edit of the operator that stands between two nodes."""
+        """The edit of the operator between two nodes."""
         start = self.end(left)
         gap = re.sub(
             rb"#.*", lambda comment: b" " * len(comment.group()), self.source[start : self.start(right)]
@@ -289,7 +289,7 @@ def mutants_of(
 
 
 def _parts(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.stmt, str]]:
-    """Statements at the top of a module and of its classes, each in a holder of its own, and the class it stands in."""
+    """Statements at the top level of a module and of its classes, each in its own holder, with the class around it."""
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef) and all(inner.lineno > statement.lineno for inner in statement.body):
             for inner in statement.body:
@@ -334,7 +334,7 @@ def _nodes(
 
 
 def _out_of_bounds(node: ast.AST, child: ast.AST) -> bool:
-    """What says nothing of behaviour: types, decorators, exports, asserts for the type checker, texts.
+    """True for code without behavior: types, decorators, exports, asserts for the type checker, texts.
 
     Texts are left out because before Python 3.12 nodes inside an f-string have no true place.
     """
@@ -358,7 +358,7 @@ _GENERIC = {
 
 
 def _names_a_type(value: ast.expr) -> bool:
-    """True if it is an alias, ``tuple[int, str]``, which annotations alone use."""
+    """True if it is an alias, ``tuple[int, str]``, which only annotations use."""
     return isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name) and value.value.id in _GENERIC
 
 

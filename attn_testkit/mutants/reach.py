@@ -1,4 +1,4 @@
-"""Which case-runs execute what a mutant changes: no other can tell it from its original."""
+"""Case-runs that execute the changed code of a mutant: no other can distinguish it from the original."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Spot:
 
 
 def spot_of(source: bytes, edit: Edit) -> Spot:
-    """Where an edit lies."""
+    """Place of an edit."""
     code, kept_names = _read(source)
     held: ast.AST = code.tree
     function: ast.FunctionDef | ast.AsyncFunctionDef | None = None

@@ -1,4 +1,4 @@
-"""What a hunt was asked for, and what came out of it: plain values."""
+"""Settings and result of a hunt: plain values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Hunt", "See", "Settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for."""
+    """Settings of a hunt."""
 
     backend: str
     """A registered name or ``module:Class``."""
     modules: tuple[str, ...] = ()
-    """Modules that are mutated beside that of the class."""
+    """Modules that are mutated in addition to that of the class."""
     modes: tuple[str, ...] = ()
     tier: str = "core"
     """``smoke``, or ``core``: what survives smoke goes on to it."""
@@ -27,9 +27,9 @@ class Settings:
     """Case-runs of core that are used, the most valuable first; None: all."""
     device: str = "auto"
     sample: int | None = None
-    """So many mutants, drawn by lot; None: all."""
+    """Number of mutants, drawn at random; None: all."""
     seed: int = 0
-    """Of the lot."""
+    """Seed of the draw."""
     jobs: int = 1
     minutes: float | None = None
     """No mutant is begun after so many."""
@@ -40,16 +40,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Hunt:
-    """What came out."""
+    """Result of a hunt."""
 
     settings: Settings
     sources: dict[str, bytes]
     """Module -> its text."""
     all_mutants: int
-    """How many there are; ``mutants`` may be a sample."""
+    """Number of all mutants; ``mutants`` may be a sample."""
     mutants: tuple[Mutant, ...]
     verdicts: dict[str, Verdict]
-    """Id of a mutant -> what became of it; those that time was left for."""
+    """Id of a mutant -> its verdict, for those that there was time for."""
     reasons: dict[str, str]
     """Id of a mutant -> why it is the same as its original, as somebody wrote down."""
     runs: int

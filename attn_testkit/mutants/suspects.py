@@ -52,5 +52,5 @@ _SUSPICIONS: tuple[tuple[str, Callable[[Mutant], bool]], ...] = (
 
 
 def suspicion(mutant: Mutant) -> str:
-    """Why a survivor may be no bug at all, in words; empty where nothing speaks for it."""
+    """Reason why a survivor may not be a bug; empty if there is none."""
     return next((words for words, applies in _SUSPICIONS if applies(mutant)), "")
