@@ -122,7 +122,7 @@ def findings(source: str) -> list[Finding]:
 
 
 def _strings(tree: ast.Module) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Docstrings, attributes' among them, and other strings of several words, which somebody may read."""
+    """Docstrings, attributes' among them, and other strings of several words, except patterns of hints."""
     nodes = list(ast.walk(tree))
     bare = {
         id(statement.value)
@@ -131,7 +131,12 @@ def _strings(tree: ast.Module) -> tuple[list[tuple[int, str]], list[tuple[int, s
         for statement in node.body
         if isinstance(statement, ast.Expr)
     }
-    texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    patterns = {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "hint"}
+    texts = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in patterns
+    ]
     docstrings = [(node.lineno, str(node.value)) for node in texts if id(node) in bare]
     return docstrings, [
         (node.lineno, str(node.value)) for node in texts if id(node) not in bare and " " in str(node.value)

@@ -44,7 +44,7 @@ def kernels_do_not_run_during_capture() -> str:
 
 
 def output_keeps_its_address() -> str:
-    """Show whether an output lies where it lay at the capture after a replay."""
+    """Show whether an output keeps the address of its capture in a replay."""
     x = _ones()
     graph, y = _capture(lambda: x + 1)
     address = y.data_ptr()

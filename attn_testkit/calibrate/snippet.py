@@ -86,7 +86,7 @@ def _compare(got: Tensor, snippet: Snippet, inputs: Inputs) -> str:
 
 
 def judge_sync(snippet: Snippet) -> str:
-    """True if an eager run trips torch's sync debug mode: `syncs`, `silent` or `eager error: <text>`."""
+    """Result of an eager run under torch's sync debug mode: `syncs`, `silent` or `eager error: <text>`."""
     with torch.no_grad():
         try:
             _warm_up(snippet)

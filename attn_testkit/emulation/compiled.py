@@ -18,7 +18,7 @@ _EVAL_FRAME = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_fra
 def in_compiled_region() -> bool:
     """True if the current code would have been compiled by Inductor: some caller is its wrapper of a function.
 
-    torch's debugging backends ("eager") compile nothing, and functions of torch use them for tracing.
+    torch's settings for debugging ("eager") compile nothing, and functions of torch use them for tracing.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -106,7 +106,7 @@ class ThirdRunWrapsARingOfTwo(CountedRunsBackend):
     hint="planning an eager step",
 )
 class EagerPlanWaits(PlannedBackend):
-    """The longest length is fetched from the device, in eager mode alone."""
+    """The longest length is fetched from the device, only in eager mode."""
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:

@@ -43,7 +43,7 @@ class IdleRankHasNoLongest(PlannedBackend):
     hint="no live request",
 )
 class IdleReplayKeepsTheLastPlan(PlannedBackend):
-    """Without a live request nothing is planned, and the graph writes once more where the batch before had its rows."""
+    """A batch without live requests is not planned, and the graph writes to the rows of the batch before again."""
 
     capabilities = LEAN
 
@@ -86,7 +86,7 @@ class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
     executions=("eager",),
     checks=("completes",),
     hint="takes_empty_batches",
-    modelled="an eager batch without requests stands for the dummy batch of an idle rank",
+    modelled="an eager batch without requests represents the dummy batch of an idle rank",
 )
 class IdleMetadataForWrongMode(PlannedBackend):
     """The plan takes a batch without requests for idle and makes no slots; the forward goes by the mode, wants some."""
@@ -114,7 +114,7 @@ class IdleMetadataForWrongMode(PlannedBackend):
     hint="takes_empty_batches",
 )
 class EmptyBatchDividesByRequests(PlannedBackend):
-    """Rows a request are counted by dividing by the requests, and the claims say that there may be none."""
+    """Rows per request are counted by a division by the requests, although empty batches are declared."""
 
     capabilities = LEAN.with_changes(takes_empty_batches=True)
 
@@ -133,7 +133,7 @@ class EmptyBatchDividesByRequests(PlannedBackend):
     hint="",
 )
 class EmptyBatchReturnsARow(PlannedBackend):
-    """For an empty batch a kernel of one row is launched, and its row is returned."""
+    """A kernel of one row is launched for an empty batch, and its row is returned."""
 
     capabilities = LEAN.with_changes(takes_empty_batches=True)
 

@@ -26,7 +26,7 @@ class OffsetsBackend(PlannedBackend):
 
 @fault(
     slug="width-of-the-last-request",
-    source="general; query_start_loc of vLLM, whose tail stands still",
+    source="general; query_start_loc of vLLM, whose tail is constant",
     modes=_ALL,
     executions=("graph",),
     checks=("padding-inert", "replay-follows-batch"),

@@ -29,7 +29,7 @@ class KeptPlansBackend(PlannedBackend):
         self.metadata = self.kept[key]
 
     def plan_key(self, batch: ForwardBatch) -> tuple[object, ...]:
-        """Bytes, for which an eager plan waits for the device: ``eager_waits`` says so."""
+        """Bytes of the batch. An eager plan waits for the device to get them, and ``eager_waits`` declares that."""
         bs, spec = batch.batch_size, batch.spec_info
         parts = [batch.seq_lens[:bs], batch.out_cache_loc, self.plan_pages(batch)]
         if isinstance(spec, DraftExtendInput):
@@ -100,7 +100,7 @@ class RegisterRowsBackend(PlannedBackend):
         return out
 
     def registers(self, k: torch.Tensor, v: torch.Tensor, store: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What is attended from registers; None: everything is in the pool."""
+        """Rows that are attended from registers; None: everything is in the pool."""
         return (k, v) if store else None
 
     @override
@@ -206,9 +206,9 @@ class WorkListBackend(PlannedBackend):
 
 
 class BatchInvariantBackend(PlannedBackend):
-    """How keys are split depends on the request's own length alone, so its bits do not depend on others.
+    """Splits depend only on the request's own length, so its bits do not depend on other requests.
 
-    Requests are computed one by one: a batched matrix product chooses its way of summing by the size of the batch.
+    Requests are computed one by one: a batched matrix product chooses its order of summation by the size of the batch.
     """
 
     capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)

@@ -37,11 +37,11 @@ class ByLayerBackend(PlannedBackend):
         return (slots[..., None, None] * by_slot + head + dim).clamp(max=last)
 
     def reads_from(self, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
-        """Where the kernel looks for keys and values."""
+        """Addresses at which the kernel reads keys and values."""
         return self.addresses(layer, slots, layer)
 
     def writes_to(self, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
-        """Where the cache writer stores new rows."""
+        """Addresses at which the cache writer stores new rows."""
         return self.addresses(layer, slots, layer)
 
     @override

@@ -71,7 +71,7 @@ class PaddingSinkSlotGetsNan(PlannedBackend):
     executions=_GRAPH,
     checks=("writes-own-kv",),
     hint="slot",
-    modelled="padded rows of a decode stand for the dummy draft steps of an idle rank",
+    modelled="padded rows of a decode represent the dummy draft steps of an idle rank",
 )
 class PaddingWritesThroughStaleRows(PlannedBackend):
     """Slots of padded rows are looked up through request rows of an earlier batch, whose blocks live on."""
@@ -130,7 +130,7 @@ class SwaWriteLocsSynthesisedZero(PlannedBackend):
     executions=_GRAPH,
     checks=("writes-own-kv",),
     hint="K and V|slot",
-    modelled="rejected rows of a graph stand for rows from rounding to the parallel size",
+    modelled="rejected rows of a graph represent rows from rounding to the parallel size",
 )
 class AlignmentRowsMaterialised(PlannedBackend):
     """Rows behind the live ones are stored too, with the live locations taken round again."""
@@ -150,7 +150,7 @@ class AlignmentRowsMaterialised(PlannedBackend):
     hint="K and V|slot|not its own",
 )
 class ScatterDestIncludesSourceRow(PlannedBackend):
-    """Rows are stored two a block, and the destination of the second adds its place in the block once more."""
+    """Rows are stored two per block, and the destination of the second adds its place in the block once more."""
 
     @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:

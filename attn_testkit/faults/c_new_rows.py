@@ -26,7 +26,7 @@ FP8 = PlannedBackend.capabilities.with_changes(
     hint="new_rows_as_given",
 )
 class AttendsNewRowsAsGiven(RegisterRowsBackend):
-    """New rows are attended in the model's dtype, stored in FP8, and the claims say that they are attended as stored.
+    """New rows are attended in the model's dtype, stored in FP8, and declared as attended from the FP8 pool.
 
     The same tokens give other numbers once they are prefix.
     """
@@ -42,7 +42,7 @@ class AttendsNewRowsAsGiven(RegisterRowsBackend):
     hint="new_rows_as_given",
 )
 class DeclaresNewRowsAsGiven(PlannedBackend):
-    """The claims say that new rows are attended as given, and the kernel reads them from the FP8 pool."""
+    """New rows are declared as attended unquantized, and the kernel reads them from the FP8 pool."""
 
     capabilities = FP8.with_changes(new_rows_as_given=_ALL)
 

@@ -1,7 +1,7 @@
-"""Healthy backends that differ from one another in the ways in which good backends legitimately do.
+"""Healthy backends that differ from one another in ways in which good backends may differ.
 
-The kit must find no fault with any of them; where it does, the kit is wrong. Most claim only the modes in which their
-liberty can be seen.
+The kit must find no fault with any of them; if it does, the kit is wrong. Most declare only the modes in which their
+unusual behavior shows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAN = _WHOLE.with_changes(families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims=
 
 
 def _in(*modes: str, **changes: Any) -> Any:
-    """Lean claims for some modes, eager and graph."""
+    """Few capabilities, for some modes, eager and graph."""
     trees = {} if "target-verify" in modes else {"max_topk": 0}
     return _LEAN.with_changes(eager=modes, graph=modes, sliding_window=modes, **trees, **changes)
 
@@ -172,7 +172,7 @@ class CpuLengthsNeeded(PlannedBackend):
 
 @control("kernel-by-batch-size")
 class KernelByBatchSize(PlannedBackend):
-    """Small batches are split over the keys, large ones are not; no bits are claimed."""
+    """Small batches are split over the keys, large ones are not; no equal bits are declared."""
 
     capabilities = _in("decode")
 
@@ -208,7 +208,7 @@ class StridedV1BehindAScatter(PlannedBackend):
 
 @control("splits-in-any-order")
 class SplitsInAnyOrder(PlannedBackend):
-    """Splits are summed as they finish: other bits each time, and none are claimed."""
+    """Splits are summed as they finish: other bits each time, and determinism is not declared."""
 
     capabilities = _in("decode", deterministic=False)
     turn = 0
@@ -276,7 +276,7 @@ class MetadataObjectsRebuilt(PlannedBackend):
 
 @control("full-mask-buffer")
 class FullMaskBuffer(PlannedBackend):
-    """It hands the draft stage a FULL_MASK buffer of its own, filled in place."""
+    """The backend gives the draft stage its own FULL_MASK buffer, filled in place."""
 
     capabilities = _in("target-verify")
     mask_buffer: VerifyMask | None = None
@@ -314,7 +314,7 @@ class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
     def prepare(
         self, bs: int, rows: torch.Tensor, lens: torch.Tensor, mode: ForwardMode, spec: Any, capture: bool
     ) -> None:
-        """As the newer hook, from the older one's arguments."""
+        """Call the newer hook with the older one's arguments."""
         batch = SimpleNamespace(
             batch_size=bs,
             req_pool_indices=rows,
@@ -348,7 +348,7 @@ class NanInPaddedRows(PlannedBackend):
 
     @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
-        # A batch of padding alone is a capture's, and servers want its warm-up finite.
+        # A batch of only padding belongs to a capture, and servers want its warm-up finite.
         live = meta.slots >= self.context.page_size
         padded = ~live & live.any()
         return super().attend(q, layer, meta).masked_fill(padded[:, None, None], torch.nan)

@@ -73,7 +73,7 @@ class WorkList(WorkListBackend):
 
 @control("batch-invariant")
 class BatchInvariant(BatchInvariantBackend):
-    """A request's bits do not depend on its batch, and that is claimed."""
+    """A request's bits do not depend on its batch, and that is declared."""
 
     capabilities = BatchInvariantBackend.capabilities.with_changes(
         graph={"decode"},
@@ -128,7 +128,7 @@ class GraphBuffersInEagerToo(PlannedBackend):
         self.metadata = views
 
     def fits(self, batch: ForwardBatch) -> bool:
-        """Before the graphs there are no buffers."""
+        """True if the buffers exist and the batch fits; before the graphs there are none."""
         return hasattr(self, "buffers") and batch.batch_size <= len(self.buffers.kv_lens)
 
 

@@ -25,7 +25,7 @@ from .parent import Metadata, PlannedBackend
 
 @control("new-rows-as-given")
 class NewRowsAsGiven(RegisterRowsBackend):
-    """New rows are attended in the model's dtype and stored in FP8, and it says so (sglang's and vLLM's prefill)."""
+    """New rows are attended in the model's dtype and stored in FP8, as declared (sglang's and vLLM's prefill)."""
 
     capabilities = FP8.with_changes(new_rows_as_given=FP8.eager, takes_none_kv=True)
 
@@ -41,12 +41,12 @@ class DraftRowsAsGiven(MultiStepBackend, RegisterRowsBackend):
 
 @control("fp8-probabilities-lifted")
 class Fp8ProbabilitiesLifted(Fp8Probabilities):
-    """Probabilities in FP8 times 256, queries in FP8, and it says so (FlashAttention 3)."""
+    """Probabilities in FP8 times 256 and queries in FP8, as declared (FlashAttention 3)."""
 
 
 @control("fp8-probabilities-unscaled")
 class Fp8ProbabilitiesUnscaled(Fp8ProbabilitiesWithoutAFactor):
-    """Probabilities of at most 1 in FP8, and it says so."""
+    """Probabilities of at most 1 in FP8, as declared."""
 
     capabilities = Fp8Probabilities.capabilities.with_changes(matmul_dtype="fp8_e4m3_unscaled")
 
@@ -143,7 +143,7 @@ class MoreRowsThanPlanned(SlotsOfTheForward):
 
 @control("float32-in-tf32")
 class Float32InTf32(Float32ProductsInTf32):
-    """Products of float32 are those of tf32, and it says so (Triton's default)."""
+    """Products of float32 are computed in tf32, as declared (Triton's default)."""
 
     capabilities = FLOAT32.with_changes(fp32_products="tf32")
 

@@ -62,6 +62,6 @@ class DraftBesideItsTarget(SpeculativeBackend):
 
 @control("draft-behind-a-prefill")
 class DraftBehindAPrefill(CountsOnAPrefix):
-    """A draft without a prefix comes out wrong, and it claims none (sglang's multi-step backends)."""
+    """A draft without a prefix comes out wrong, and is not declared (sglang's multi-step backends)."""
 
     capabilities = CountsOnAPrefix.capabilities.with_changes(drafts_without_prefix=False)

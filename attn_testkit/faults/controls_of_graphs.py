@@ -15,7 +15,7 @@ from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths
 from .parent import PlannedBackend
 
 _FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
-"""What matters to none of these."""
+"""Capabilities with few values, because other values do not matter here."""
 
 
 @control("graphs-alone")
@@ -25,7 +25,7 @@ class NothingRunsEagerly(GraphsAlone):
 
 @control("verify-in-graphs-alone")
 class VerifyInGraphsAlone(GraphsAlone):
-    """One mode runs in graphs alone, beside others that run eagerly too."""
+    """A single mode runs only in graphs, and the others run eagerly too."""
 
     capabilities = GraphsAlone.capabilities.with_changes(
         eager=GraphsAlone.capabilities.graph - {ForwardMode.TARGET_VERIFY}
@@ -58,7 +58,7 @@ class WarmUpsUseOtherMemory(CountedRunsBackend):
 
 @control("waits-and-says-so")
 class WaitsAndSaysSo(EagerPlanWaits):
-    """Lengths are fetched from the device at every eager step, and ``eager_waits`` says so; replays never wait."""
+    """Lengths are fetched from the device at every eager step, as ``eager_waits`` declares; replays never wait."""
 
     capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode"}, eager_waits=True)
 
@@ -72,7 +72,8 @@ class PlansOnTheSide(PlansOnASideStream):
 
 @control("stages-lengths-by-turns")
 class StagesLengthsByTurns(StagesLengths):
-    """Two pinned buffers by turns, and an event behind the copy from each: the next step may be planned at any time."""
+    """Two pinned buffers alternate, with an event after the copy from each: the next step may be planned at any
+    time."""
 
     capabilities = StagesLengths.capabilities.with_changes(
         families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode", "extend"}, graph={"decode", "target-verify"}

@@ -24,7 +24,7 @@ class KeysInParts(InPartsBackend):
 
 @control("lse-base-2-heads-first")
 class LseBase2HeadsFirst(InPartsBackend):
-    """In base 2 (FlashInfer, TRT-LLM), and heads before rows (FlashAttention), as a view that is not contiguous."""
+    """Log-sum-exp in base 2 (FlashInfer, TRT-LLM), heads before rows (FlashAttention), as a non-contiguous view."""
 
     capabilities = _FEW.with_changes(lse=replace(_LSE, base="2", layout="[H, T]"))
 
@@ -35,7 +35,7 @@ class LseBase2HeadsFirst(InPartsBackend):
 
 @control("lse-in-the-models-dtype")
 class LseInTheModelsDtype(InPartsBackend):
-    """In bfloat16, merged by a function of its own that rounds again, and it says so (vLLM's TritonMLA)."""
+    """Log-sum-exp in bfloat16, merged by the backend, which rounds again, as declared (vLLM's TritonMLA)."""
 
     capabilities = _FEW.with_changes(lse=replace(_LSE, dtype="model", merges=True))
 

@@ -39,7 +39,7 @@ def _put_back() -> Iterator[None]:
 
 @control("process-state-put-back")
 class ProcessStatePutBack(PlannedBackend):
-    """While it plans, default dtype, grad mode, seed, warning filters and a signal handler change, and are put back."""
+    """Default dtype, grad mode, seed, warning filters and a signal handler change during a plan, and are restored."""
 
     capabilities = _LEAN.with_changes(eager={"decode"}, graph={"draft-extend"}, max_topk=0)
 
@@ -55,7 +55,7 @@ class ProcessStatePutBack(PlannedBackend):
             return super().plan(batch)
 
     def change_everything(self, dtype: torch.dtype) -> None:
-        """What libraries do to have a quiet, repeatable run of their own."""
+        """Change the state of the process as libraries do for a quiet, repeatable run."""
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(True)
         torch.manual_seed(17)

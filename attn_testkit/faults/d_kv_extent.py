@@ -357,7 +357,7 @@ class DecodeMissesItsOwnKey(DenseBackend):
     hint="not its own",
 )
 class VerifyForgetsDraftTokens(DenseBackend):
-    """The page table of verify covers the prefix alone: draft keys on a page of their own are looked up in a stale
+    """The page table of verify covers only the prefix: draft keys on a separate page are looked up in a stale
     tail.
     """
 

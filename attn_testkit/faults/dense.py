@@ -1,12 +1,12 @@
 """The other healthy parent: no plan, no splits. Each step is rebuilt from the batch, and softmax sees all keys at once.
 
-Where ``parent.py`` is built like the backends of servers, this one is built like a reference: everything about a step
-is made inside the graph, at its head, from the batch's own tensors; nothing persists but a mask buffer. So bugs of
-extents, masks, windows, scales and heads can be shown by themselves, in every family and at every claimed size.
+``parent.py`` is built like the backends of servers, this one like a reference: everything about a step is made at the
+start of the graph, from the batch's tensors; only a mask buffer persists. So bugs of extents, masks, windows, scales
+and heads can be shown by themselves, in every family and at every declared size.
 
 Every quantity is one small method, so that a bug is one override.
 
-Shapes: T query rows, B requests (padding included), W most rows a request, N draft tokens a request, C =
+Shapes: T query rows, B requests (padding included), W most rows per request, N draft tokens per request, C =
 ``max_context_len`` keys, Hk KV heads, Hq = Hk * G query heads, D and Dv the widths of a key and a value.
 """
 
@@ -106,14 +106,14 @@ class DenseBackend(AttentionBackend):
 
     @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Where the rows of each request are, where its keys are, and which row sees which key."""
+        """Compute the places of each request's rows and keys, and the keys that each row sees."""
         width, self.counts = self.rows_of_requests(batch)
         self.starts = self.row_starts(self.counts)
         self.kv_lens = self.kv_lengths(batch, self.counts)
         offset = torch.arange(width, device=self.starts.device)
         tokens = batch.input_ids.shape[0]
-        # Rows are packed request by request; attention wants [B, W]. Places past a request's count are computed on a
-        # neighbour's row and dropped. Rows past the last request are padding and get somebody's result.
+        # Rows are packed request by request; attention wants [B, W]. Places past a request's count are computed on
+        # another request's row and dropped. Rows past the last request are padding and get any result.
         self.row = (self.starts[:, None] + offset).clamp(max=tokens - 1)
         row = torch.arange(tokens, device=self.starts.device)
         request = torch.searchsorted(self.starts, row, right=True) - 1
@@ -153,7 +153,7 @@ class DenseBackend(AttentionBackend):
         spec = batch.spec_info
         if not isinstance(spec, VerifyInput) or spec.custom_mask is None:
             return position, key, (key <= position[..., None]) & (key < self.kv_lens[:, None, None])
-        # Node c of the tree is key prefix + c, but stands at its depth: windows count positions.
+        # Node c of the tree is key prefix + c, but its position is its depth: windows count positions.
         node = self.key - prefix[:, None]
         inside, node = (node >= 0) & (node < len(offset)), node.clamp(0, len(offset) - 1)
         position = batch.positions[: len(prefix) * len(offset)].view(len(prefix), -1)

@@ -41,7 +41,7 @@ class BlockBackend(DenseBackend):
     hint="KV tokens after the row's own position are missing",
 )
 class CausalMaskInLayersThatAreNot(DenseBackend):
-    """Layers that are not causal are claimed, and nobody looks whether one is."""
+    """Non-causal layers are declared, and the kernel never reads the layer's flag."""
 
     capabilities = NON_CAUSAL
 
@@ -80,13 +80,13 @@ class EncoderRowsWithoutAPrefix(BlockBackend):
 
 @fault(
     slug="without-causality-no-end",
-    source="general; a length that the causal mask alone kept",
+    source="general; a length that only the causal mask bounded",
     modes=_MODES,
     checks=("reads-own-kv", "matches-oracle", "finite"),
     hint="slots behind the last KV token|later tokens|is read",
 )
 class WithoutCausalityNoEnd(BlockBackend):
-    """Without a causal mask the last page counts as full: it was the mask that hid the tail."""
+    """The last page counts as full without a causal mask, which hid its tail."""
 
     @override
     def of_block(self, seen: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class WithoutCausalityNoEnd(BlockBackend):
     hint="a layer that is not causal",
 )
 class LayersThatAreNotCausalAreAccepted(BlockBackend):
-    """Layers that are not causal are claimed of draft blocks alone, and the constructor takes an encoder's."""
+    """Non-causal layers are declared only for draft blocks, and the constructor accepts an encoder's."""
 
     capabilities = CAUSAL.with_changes(non_causal={ForwardMode.TARGET_VERIFY})
 

@@ -1,4 +1,4 @@
-"""Class F: windows of several layers, and windows beside other options: splits, long requests, shared prefixes."""
+"""Class F: windows of several layers, and windows with other options: splits, long requests, shared prefixes."""
 
 from __future__ import annotations
 

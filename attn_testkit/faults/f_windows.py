@@ -141,7 +141,7 @@ class DecodeWindowOneMore(DenseBackend):
     hint="KV tokens before the window are visible",
 )
 class WindowZeroMeansNone(DenseBackend):
-    """`if window > 0`: a window of 0, which is the key of the row alone, counts as no window."""
+    """`if window > 0`: a window of 0, which leaves only the row's own key, counts as no window."""
 
     @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:

@@ -24,7 +24,7 @@ _FIRST = "the first layer"
     hint=_FIRST,
 )
 class GroupOfTheFirstLayer(ByLayerBackend):
-    """How many query heads share a KV head is kept from the first layer, and a head looks for its KV head by it."""
+    """The number of query heads per KV head is kept from the first layer, and a head finds its KV head by it."""
 
     @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

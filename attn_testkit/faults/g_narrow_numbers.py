@@ -1,4 +1,4 @@
-"""Class G: numbers that are narrower than the claims say: FP8 stores, queries and probabilities, 16-bit sums."""
+"""Class G: numbers that are narrower than declared: FP8 stores, queries and probabilities, 16-bit sums."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Fp8StoreDoesNotSaturate(PlannedBackend):
     hint="matmul_dtype",
 )
 class Fp8QueriesNotDeclared(DenseBackend):
-    """With an FP8 pool queries are rounded to FP8 too, and matmul_dtype says that they are the model's."""
+    """Queries are rounded to FP8 with an FP8 pool, although matmul_dtype declares the model's dtype."""
 
     capabilities = DenseBackend.capabilities.with_changes(kv_dtypes={"fp8_e4m3"}, families={"gqa"}, dtypes={"bf16"})
 

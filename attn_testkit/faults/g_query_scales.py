@@ -16,7 +16,7 @@ _ALL = tuple(ForwardMode)
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0
 _LEAST_SCALE = 1 / (_LARGEST * 512)
-"""As kernels have it, so that a row of zeros is not divided by zero."""
+"""Smallest scale, as in kernels, so that a row of zeros is not divided by zero."""
 
 
 class Fp8QueriesScaled(Fp8Probabilities):
@@ -100,7 +100,7 @@ class Fp8QueryScaleOfAnotherToken(Fp8QueriesScaled):
     hint="",
 )
 class Fp8QueryScaleOfTheCapture(Fp8QueriesScaled):
-    """In a graph the scales are those of the last warm-up before its capture."""
+    """Scales in a graph are those of the last warm-up before its capture."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

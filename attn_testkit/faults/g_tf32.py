@@ -29,7 +29,7 @@ def in_tf32(numbers: torch.Tensor) -> torch.Tensor:
     modelled="factors are cut off before a product of float32",
 )
 class Float32ProductsInTf32(PlannedBackend):
-    """Both products of float32 are those of tf32, and the claims do not say so."""
+    """Both products of float32 are computed in tf32, which is not declared."""
 
     capabilities = FLOAT32
 
@@ -53,7 +53,7 @@ class Float32ProductsInTf32(PlannedBackend):
     modelled="factors are rounded before a product of float32",
 )
 class Float32ProductsInBf16(PlannedBackend):
-    """Both products of float32 are those of bf16, and the claims say tf32, which has three bits more."""
+    """Both products of float32 are computed in bf16, but tf32 is declared, which has three bits more."""
 
     capabilities = FLOAT32.with_changes(fp32_products="tf32")
 

@@ -1,4 +1,4 @@
-"""Class H: parts of the keys that are empty, partial results and how they are combined, NaN in unowned slots."""
+"""Class H: empty KV splits, the combination of partial results, NaN in unowned slots."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class EarlyExitWithoutWriting(PlannedBackend):
     hint="weights",
 )
 class EmptyChunkKeepsThePrevious(PlannedBackend):
-    """In later chunks shorter requests have no keys, and the kernel leaves the previous chunk's result for the
+    """Shorter requests have no keys in later chunks, and the kernel leaves the previous chunk's result for the
     merge.
     """
 
@@ -126,7 +126,7 @@ class EmptyPartHasLseZero(PlannedBackend):
     hint="more than once",
 )
 class ChunkNotMultipleOfTile(PlannedBackend):
-    """A split's length is no multiple of the tile, and the lanes of its last tile past the end are not masked."""
+    """A split's length is not a multiple of the tile, and the lanes of its last tile past the end are not masked."""
 
     @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:

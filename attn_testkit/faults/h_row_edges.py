@@ -21,7 +21,7 @@ _SEVERAL_ROWS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMod
     hint="left out|missing",
 )
 class SplitsOfTheFirstRow(PlannedBackend):
-    """There are as many splits of 256 keys as the first row of a request needs, and its later rows need one more."""
+    """The number of splits of 256 keys is that of a request's first row, and its later rows need one more."""
 
     split = 256
 

@@ -55,7 +55,7 @@ class SlotsOfTheFirstKVGroup(GroupedBackend):
     hint="layer [67]",
 )
 class ReplayPlansFirstKVGroupOnly(GroupedBackend):
-    """Before a replay the first group's metadata are filled, and the other one's keep what the capture left."""
+    """Only the first group's metadata are filled before a replay; the other one's keep the values of the capture."""
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:

@@ -50,7 +50,7 @@ class PageStrideFromSlots(StridedBackend):
 
 @fault(slug="page-padding-forgotten", source="vLLM #54877; vllm-ascend #9763", modes=_ALL, checks=_READS, hint=_HINT)
 class PagePaddingForgotten(PageStrideFromSlots):
-    """Pages are padded to the size that other layers have, and the kernel's page stride is that of the rows alone."""
+    """Pages are padded to the size that other layers have, and the kernel's page stride counts only the rows."""
 
     capabilities = LEAN.with_changes(kv_layouts={"padded-pages"})
 
@@ -185,7 +185,7 @@ class PoolTransposedOnce(StridedBackend):
     hint="no wider than it is",
 )
 class StoreSpillsIntoPadding(StridedBackend):
-    """The writer clears the row behind the one it stores, which behind the last slot of a page is no slot."""
+    """The writer clears the row after the one it stores; after the last slot of a page that is padding."""
 
     capabilities = LEAN.with_changes(kv_layouts={"padded-pages"})
 

@@ -1,7 +1,7 @@
-"""A healthy parent that attends a request's keys in parts, for bugs of log-sum-exps and of merging.
+"""A healthy parent that attends KV splits, for bugs of log-sum-exps and of merging.
 
-What is said of a part is one small method each: which keys it has, its sinks, its logits, its sum, and the form in
-which the log-sum-exp is returned. Shapes as in ``dense.py``.
+Each property of a split is one small method: its keys, its sinks, its logits, its sum, and the form in which the
+log-sum-exp is returned. Shapes as in ``dense.py``.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class InPartsBackend(DenseBackend):
         return torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
 
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
-        """``lse`` [T, Hq] float32, natural, as it is claimed."""
+        """``lse`` [T, Hq] float32, natural, in the declared form."""
         return lse
 
     @override
     def merge_state(
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """By their shares of the whole sum, in the order a, b; -inf and zeros where both are empty."""
+        """Merge by shares of the whole sum, in the order a, b; -inf and zeros if both are empty."""
         top = torch.maximum(lse_a, lse_b)
         top = torch.where(top == -torch.inf, 0.0, top)
         weight_a, weight_b = self.weight(lse_a, top), self.weight(lse_b, top)

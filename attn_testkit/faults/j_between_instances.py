@@ -53,7 +53,7 @@ _GROUPS: dict[torch.device, int] = {}
     hint="no other instance is at work",
 )
 class QueryHeadsOfTheInstancePlannedLast(PlannedBackend):
-    """How many query heads share a KV head is kept for the process; an instance of another model plans in between."""
+    """The number of query heads per KV head is kept for the process; an instance of another model plans in between."""
 
     capabilities = LEAN
 

@@ -169,7 +169,7 @@ class ReplanSkippedForPermutedLengths(PlannedBackend):
     modelled="the cache holds four tables, where upstream it held 128",
 )
 class SplitTableEvictedUnderAGraph(PlannedBackend):
-    """A table that captured graphs read is owned by a cache of bounded size alone, and later shapes evict it."""
+    """A table that captured graphs read is owned only by a cache of bounded size, and later shapes evict it."""
 
     capabilities = _HOST_LENGTHS
     most = 4

@@ -241,7 +241,7 @@ class OutputWrittenOverTheQuery(PlannedBackend):
     hint="work on a copy",
 )
 class LengthsAdvancedInPlace(PlannedBackend):
-    """After its forward a decode advances seq_lens for the next step, in the caller's tensor."""
+    """A decode advances seq_lens after its forward for the next step, in the caller's tensor."""
 
     @override
     def finish(self, batch: ForwardBatch) -> None:
@@ -291,7 +291,7 @@ class AcceptCountsReplacedInTheCallersBatch(PlannedBackend):
     modes=_ALL,
     executions=_GRAPH,
     checks=("completes", "captures-cleanly", "replay-follows-batch"),
-    modelled="in a graph alone: without one only the emulation shows it, since a race on a GPU may go well",
+    modelled="only in a graph: without one only the emulation shows it, since a race on a GPU may go well",
 )
 class KernelIgnoresCurrentStream(PlannedBackend):
     """The kernel is launched on a stream that the backend found when it was built, not on the one that captures."""

@@ -34,7 +34,7 @@ class LentOutput(PlannedBackend):
         return result if out is None else self.store(result, out, layer)
 
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """What is returned, of a result [T, Hq, Dv] and the caller's memory of the same shape."""
+        """Tensor to return, for a result [T, Hq, Dv] and the caller's memory of the same shape."""
         return out.copy_(result)
 
 
@@ -46,7 +46,7 @@ class LentOutput(PlannedBackend):
     hint="takes_out",
 )
 class LentOutputIsIgnored(LentOutput):
-    """The caller's memory is left alone, and a tensor of the backend's own is returned."""
+    """The caller's memory is not written, and another tensor is returned."""
 
     @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -96,7 +96,7 @@ class LentOutputIsAddedTo(LentOutput):
     hint="output_lifetime",
 )
 class OneBufferForAllLayers(PlannedBackend):
-    """Every layer returns the same memory, and the claims say that outputs hold until all layers have run."""
+    """Every layer returns the same memory, although outputs are declared valid until all layers have run."""
 
     capabilities = LEAN.with_changes(output_lifetime="model")
 

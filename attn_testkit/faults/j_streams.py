@@ -10,7 +10,7 @@ from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
 _ALL = tuple(ForwardMode)
-_RACE = "on emulated CUDA alone: on a GPU the numbers are wrong when the other stream is late, and seldom"
+_RACE = "only on emulated CUDA: on a GPU the numbers are wrong when the other stream is late, and seldom"
 
 
 class PlansOnASideStream(PlannedBackend):
@@ -21,11 +21,11 @@ class PlansOnASideStream(PlannedBackend):
         self.side = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
 
     def fork(self) -> None:
-        """What is planned comes after what the caller did."""
+        """Order the plan after the caller's work."""
         self.side.wait_stream(torch.cuda.current_stream())
 
     def join(self) -> None:
-        """What the caller does next comes after the plan."""
+        """Order the caller's next work after the plan."""
         torch.cuda.current_stream().wait_stream(self.side)
 
     @override
@@ -77,8 +77,8 @@ class PlanStreamWaitsForNothing(PlansOnASideStream):
 
 
 class StagesLengths(PlannedBackend):
-    """Lengths come from the host, through pinned memory and an asynchronous copy: two buffers by turns, each of which
-    is filled again when its last copy is done.
+    """Lengths come from the host, through pinned memory and an asynchronous copy: two buffers alternate, and each is
+    filled again when its last copy is done.
     """
 
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
@@ -134,7 +134,7 @@ class ReadsLengthsBack(PlannedBackend):
         self.on_host = torch.zeros(context.max_bs, dtype=torch.int64, pin_memory=True)
 
     def wait(self) -> None:
-        """Until the copy is done."""
+        """Wait until the copy is done."""
         torch.cuda.current_stream().synchronize()
 
     @override

@@ -1,4 +1,4 @@
-"""Class L: wrappers, claims and the contract of hooks, inputs and outputs."""
+"""Class L: wrappers, capabilities and the contract of hooks, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNIFORM = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
     hint="tree mask",
 )
 class TreeMaskIgnored(DenseBackend):
-    """Trees are claimed, and drafts are processed as a chain."""
+    """Trees are declared, and drafts are processed as a chain."""
 
     @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class ReturnsWholeBuffer(PlannedBackend):
     hint="the constructor accepted it",
 )
 class ConstructorChecksNothing(DenseBackend):
-    """The constructor does not compare the context with the claims, and takes what nobody claimed."""
+    """The constructor does not compare the context with the capabilities, and accepts undeclared contexts."""
 
     def __init__(self, context: BackendContext) -> None:
         self.context, self.mask_buffer = context, None
@@ -143,7 +143,7 @@ class ConstructorChecksNothing(DenseBackend):
     hint="refused a claimed case",
 )
 class ConstructorRefusesClaim(DenseBackend):
-    """Pages of 1 are claimed, and the constructor refuses them."""
+    """Pages of 1 slot are declared, and the constructor refuses them."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -65,7 +65,7 @@ class DispatcherDropsVerifyMask(WrapperBackend):
     hint="layer 1",
 )
 class WrapperReplaysFirstChildOnly(HybridBackend):
-    """At a replay the wrapper plans its first child alone; the other one keeps what the capture left."""
+    """The wrapper plans only its first child at a replay; the other one keeps the values of the capture."""
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
@@ -82,7 +82,7 @@ class WrapperReplaysFirstChildOnly(HybridBackend):
     hint="planned",
 )
 class WrapperInitsSecondChildOnly(HybridBackend):
-    """In eager the wrapper plans its second child alone."""
+    """The wrapper plans only its second child in eager."""
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:

@@ -86,7 +86,7 @@ class V1LengthAtFullWidth(DenseBackend):
     hint="request|row",
 )
 class V2RowsCountedByAccepted(DenseBackend):
-    """V2 has N rows a request, accepted or not, and they are taken for packed accepted ones."""
+    """V2 has N rows per request, accepted or not, and they are taken for packed accepted ones."""
 
     @override
     def row_starts(self, counts: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ class SiblingsShareASlot(DenseBackend):
     hint="row|request|tree",
 )
 class TreeWidthFromSteps(DenseBackend):
-    """Rows a request are taken as steps + 1, which is the tree's size for chains alone."""
+    """The number of rows per request is steps + 1, which is the tree's size only for chains."""
 
     @override
     def row_starts(self, counts: torch.Tensor) -> torch.Tensor:

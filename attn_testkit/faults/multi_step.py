@@ -1,9 +1,9 @@
 """A healthy backend for drafts, built like the multi-step ones of servers: all forwards are planned at once.
 
-Each forward has a plan of its own, in buffers of its own, made outside the graph from the lengths of the prefixes and
-the request table alone. The kernel is that of ``PlannedBackend``: a branch is a request with one row.
+Each forward has its own plan, in its own buffers, made outside the graph only from the lengths of the prefixes and the
+request table. The kernel is that of ``PlannedBackend``: a branch is a request with one row.
 
-Shapes: bs requests, K branches, R = bs * K rows, F = S - 1 forwards, P pages a row.
+Shapes: bs requests, K branches, R = bs * K rows, F = S - 1 forwards, P pages per row.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class MultiStepBackend(PlannedBackend):
         self.steps = self.new_buffers(max_bs * self.context.draft_branches)
 
     def new_buffers(self, rows: int) -> list[Metadata]:
-        """What the graphs read: buffers of R = ``rows`` for each forward."""
+        """Buffers that the graphs read, with R = ``rows``, for each forward."""
         return [self.new_buffer(rows) for _ in range(self.forwards)]
 
     def new_buffer(self, rows: int) -> Metadata:
-        """Of one forward."""
+        """Buffers of one forward."""
         device = self.context.device
         return Metadata(
             page_table=torch.zeros(rows, self.pages, dtype=torch.int32, device=device),
@@ -152,5 +152,5 @@ class MultiStepBackend(PlannedBackend):
         return super().forward(q, k, v, layer, batch, save_kv_cache)
 
     def step_of(self, batch: ForwardBatch) -> int:
-        """Which of the plans a forward is for."""
+        """Number of the plan of a forward."""
         return spec_of(batch).step

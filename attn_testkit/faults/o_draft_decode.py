@@ -148,7 +148,7 @@ class ForwardsShareAPlan(MultiStepBackend):
     hint="eager",
 )
 class ForwardsCounted(MultiStepBackend):
-    """Forwards are counted from the plan on: a graph is warmed up before its capture, which has the last plan alone."""
+    """Forwards are counted from the plan on: warm-ups count too, so the captured graph has only the last plan."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -287,7 +287,7 @@ class KeepsTheRejectedDraft(SpeculativeBackend):
     hint="only requests without a prefix are wrong",
 )
 class CountsOnAPrefix(MultiStepBackend):
-    """An empty prefix is planned as one of a key, and the claims do not say that servers have none."""
+    """An empty prefix is planned as one of a key, although drafts without a prefix are declared."""
 
     @override
     def branch_lengths(self, batch: ForwardBatch, step: int) -> torch.Tensor:

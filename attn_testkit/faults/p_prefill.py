@@ -48,7 +48,7 @@ class PrefixOfPartOfAPageIgnored(PlannedBackend):
     hint="expected 0",
 )
 class NoPrefixPathForTheWholeBatch(PlannedBackend):
-    """One request without a prefix sends the batch to the kernel that attends the new tokens alone: any, not all."""
+    """One request without a prefix sends the batch to the kernel that attends only new tokens: any, not all."""
 
     capabilities = LEAN
 

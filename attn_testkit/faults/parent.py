@@ -1,14 +1,15 @@
-"""A healthy backend built like those of servers, for faults to be overrides of: plan outside the graph, kernel inside.
+"""A healthy backend built like those of servers, which faults override: plan outside the graph, kernel inside.
 
 *Planning* runs before a capture and before every replay, outside the graph. It fills persistent buffers in place: page
-table, key lengths, query offsets, write slots, mask, and how the keys are split. *The kernel* reads these buffers and
-nothing of the batch; it splits the keys of a request, keeps partial results in a workspace that the constructor
-allocated, and combines them.
+table, key lengths, query offsets, write slots, mask, and sizes of splits. *The kernel* reads only these buffers, not
+the batch; it splits the keys of a request, keeps partial results in a workspace that the constructor allocated, and
+combines them.
 
 Every step of the two is one small method, so that a bug is one override.
 
-Shapes: T query rows, B requests (padding included), W most rows a request, N draft tokens a request, P pages a request,
-C = P * page_size keys, S = ``max_splits``, Hk KV heads, Hq = Hk * G query heads, D and Dv the widths of key and value.
+Shapes: T query rows, B requests (padding included), W most rows per request, N draft tokens per request, P pages per
+request, C = P * page_size keys, S = ``max_splits``, Hk KV heads, Hq = Hk * G query heads, D and Dv the widths of key
+and value.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["CountingBackend", "Metadata", "PlannedBackend"]
 
 @dataclass
 class Metadata:
-    """What the kernel reads about one step. The graphs' own are views of the persistent buffers."""
+    """Inputs of the kernel for one step. Those of graphs are views of the persistent buffers."""
 
     page_table: torch.Tensor
     """[B, P] int32."""
@@ -97,9 +98,9 @@ class PlannedBackend(AttentionBackend):
         self.workspace = self.new_workspace(context.max_bs * self.max_splits * self.width * heads * (dim + 1))
         self.metadata: Metadata | None = None
         self.in_graph = False
-        """The forward that comes next is warmed up and captured."""
+        """True if the next forward is warmed up and captured."""
         self.capturing = False
-        """This planning is that of a capture, not of a replay."""
+        """True while a capture is planned, False for a replay."""
         self.graphs: dict[tuple[ForwardMode, int], Metadata] = {}
 
     def new_workspace(self, numbers: int) -> torch.Tensor:
@@ -127,13 +128,13 @@ class PlannedBackend(AttentionBackend):
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Eager: tensors of this step alone."""
+        """Plan an eager step in new tensors."""
         self.in_graph = self.capturing = False
         self.metadata = self.plan(batch)
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """A capture makes the views of its bucket; a replay, whose batch has live slots alone, fills them."""
+        """Make the views of a bucket at a capture; fill them at a replay, whose batch has only live slots."""
         self.in_graph, self.capturing = True, in_capture
         key = self.key(batch)
         if in_capture:
@@ -142,7 +143,7 @@ class PlannedBackend(AttentionBackend):
         self.fill(self.metadata, self.plan(batch), batch)
 
     def key(self, batch: ForwardBatch) -> tuple[ForwardMode, int]:
-        """Which graph a batch belongs to: its mode and its bucket."""
+        """Key of the graph of a batch: its mode and its bucket."""
         return batch.forward_mode, batch.batch_size
 
     def views(self, batch: ForwardBatch) -> Metadata:
@@ -281,7 +282,8 @@ class PlannedBackend(AttentionBackend):
         return self.scatter(out, meta, len(q)).to(q.dtype)
 
     def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
-        """[B, W] int64: query row of each place. Places past a request's rows show a neighbour's, and are dropped."""
+        """[B, W] int64: query row of each place. Places past a request's rows hold another request's, and are
+        dropped."""
         return (meta.cu_seqlens_q[:-1, None].long() + self.index[: meta.max_q_len]).clamp(0, tokens - 1)
 
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
@@ -292,7 +294,7 @@ class PlannedBackend(AttentionBackend):
         return out.flatten(0, 1)[request * meta.max_q_len + offset.clamp(0, meta.max_q_len - 1)]
 
     def row_positions(self, meta: Metadata) -> torch.Tensor:
-        """[B, W] int64. A tree's node stands at its depth, which is the number of its ancestors."""
+        """[B, W] int64. The position of a tree's node follows from its depth, the number of its ancestors."""
         prefix = (meta.kv_lens - meta.cu_seqlens_q.diff()).long()
         if meta.mask is None:
             return prefix[:, None] + self.index[: meta.max_q_len]
@@ -321,7 +323,7 @@ class PlannedBackend(AttentionBackend):
         return seen & (key_position >= self.window_start(position, layer)[..., None])
 
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """[B, W] int64: the first position in the window of each row; for windowed layers alone."""
+        """[B, W] int64: the first position in the window of each row; only for windowed layers."""
         return position - layer.sliding_window_size
 
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -345,7 +347,7 @@ class PlannedBackend(AttentionBackend):
         return split[:, None] == self.index[: self.max_splits, None]
 
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where partial results lie in the workspace: [B, S, W, Hq, Dv], and their log-sum-exp [B, S, W, Hq]."""
+        """Views of partial results in the workspace: [B, S, W, Hq, Dv], and their log-sum-exp [B, S, W, Hq]."""
         heads, dim = layer.tp_q_head_num, layer.v_head_dim
         rows = bs * self.max_splits * width * heads
         shape = (bs, self.max_splits, width, heads)
@@ -396,7 +398,7 @@ class CountingBackend(PlannedBackend):
 
     @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """As the parent where the count came to the number of splits; elsewhere the first split's result."""
+        """Combine as in the parent if the count reached the number of splits; else return the first split's result."""
         counters = self.counters_of(len(acc))
         counters += self.max_splits
         done = counters == self.max_splits

@@ -1,4 +1,4 @@
-"""Class Q: log-sum-exps beside outputs, parts of a request's keys, and what is merged of them."""
+"""Class Q: log-sum-exps, KV splits, and their merged results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LseInBase2(InPartsBackend):
 
 @fault(
     slug="lse-natural-where-base-2-is-claimed",
-    source="general; cute-dsl's MLA beside the other MLA kernels of flashinfer",
+    source="general; cute-dsl's MLA next to the other MLA kernels of flashinfer",
     modes=MODES,
     checks=_CHECKS,
     hint="it is a natural one, and base 2 is claimed",
@@ -82,7 +82,7 @@ class EmptyPartHasLseZero(InPartsBackend):
     hint="a part without keys must have -inf",
 )
 class EmptyPartHasSentinel(InPartsBackend):
-    """A part without keys gives the finite number that stands for a masked logit, above what real logits may be."""
+    """A split without keys gives the finite number of a masked logit, which is larger than real logits may be."""
 
     @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -97,7 +97,7 @@ class EmptyPartHasSentinel(InPartsBackend):
     hint=r"0 \* NaN is NaN",
 )
 class EmptyPartOutputIsNan(InPartsBackend):
-    """A rank that owns no key of a request divides 0 by 0, and gives the right -inf beside it."""
+    """A rank that owns no key of a request divides 0 by 0, and returns a correct log-sum-exp of -inf."""
 
     @override
     def outputs(self, out: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ class SinkInEveryPart(InPartsBackend):
     hint="the sink is left out",
 )
 class SinkMissingFromLse(InPartsBackend):
-    """The output is normalised with the sink, and the log-sum-exp beside it is without."""
+    """The output is normalized with the sink, and the log-sum-exp lacks it."""
 
     @override
     def with_sinks(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -168,7 +168,7 @@ class SinkMissingFromLse(InPartsBackend):
     hint="its logits are not scaled",
 )
 class LseOfUnscaledLogits(InPartsBackend):
-    """The scale is applied in the exponent alone, and the maximum that the log-sum-exp adds lacks it."""
+    """The scale is applied only in the exponent, and the maximum that the log-sum-exp adds lacks it."""
 
     @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -231,7 +231,7 @@ class LseRoundedToBf16(InPartsBackend):
     hint="expected as claimed torch.float32",
 )
 class LseDtypeOfQ(InPartsBackend):
-    """The log-sum-exp is allocated in q's dtype, and float32 is claimed."""
+    """The log-sum-exp is allocated in q's dtype, and float32 is declared."""
 
     @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
@@ -302,7 +302,7 @@ class PrefixLensOfTheCapture(InPartsBackend):
     checks=("log-sum-exp", "finite", "matches-oracle"),
 )
 class MergeOfEmptyPartsIsNan(InPartsBackend):
-    """Merging two parts that are both empty computes -inf minus -inf, and the third does not mend it."""
+    """Merging two empty splits computes -inf minus -inf, and the third does not repair it."""
 
     @override
     def merge_state(
@@ -322,7 +322,7 @@ class MergeOfEmptyPartsIsNan(InPartsBackend):
     checks=("log-sum-exp", "finite", "matches-oracle"),
 )
 class MergeOfEmptyRanksIsNan(MergeOfEmptyPartsIsNan):
-    """The same of ranks that have whole pages: a request of one page leaves all ranks but the first without keys."""
+    """Merging two empty ranks is NaN: a request of one page leaves all ranks but the first without keys."""
 
     capabilities = InPartsBackend.capabilities.with_changes(lse=LogSumExp(base="e", pages=MODES, merges=True))
 

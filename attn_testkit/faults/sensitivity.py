@@ -1,7 +1,7 @@
-"""How small an error the kit still sees: in one key, one row, one head; beside what a fixed tolerance sees.
+"""The smallest error that the kit finds in one key, one row, one head, compared with a fixed tolerance.
 
-``python -m attn_testkit.faults.sensitivity docs`` writes ``sensitivity.md`` and ``sensitivity.svg`` there. The output
-that is judged is the oracle's own with the error, rounded to the dtype: what the checks see, whatever the kernel.
+``python -m attn_testkit.faults.sensitivity docs`` writes ``sensitivity.md`` and ``sensitivity.svg`` there. The checked
+output is the oracle's own with the error, rounded to the dtype, so the result does not depend on a kernel.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _DTYPES = ("fp32", "fp16", "bf16")
 _ROWS = 4
 _FINEST, _STEP = 2.0**-30, 2.0**0.25
 _LONG = 1000
-"""Cases of more keys than this run with one-hot values and with codes alone: see ``cases/catalogue.py``."""
+"""Cases of more keys than this run only with one-hot values and with codes: see ``cases/catalogue.py``."""
 _ANY_LENGTHS = (*LENGTHS, 66_000)
-"""Of a key in the middle, which one-hot values watch in short requests alone."""
+"""Lengths for a key in the middle, which one-hot values watch only in short requests."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Point:
     pattern: str
     """The data pattern that catches it first."""
     fixed: float | None
-    """The same for a fixed tolerance and normal data."""
+    """Smallest error that a fixed tolerance finds with normal data."""
     before: float | None = None
-    """As ``kit``, without codes; of a key in the middle."""
+    """Smallest error without codes, for a key in the middle."""
 
 
 def _schedule(dtype: str, length: int, data: str) -> Schedule:
@@ -211,7 +211,7 @@ def _x(length: int, lengths: tuple[int, ...]) -> float:
 
 
 def _y(size: float | None) -> float:
-    """Five decades and a bit; above 1 stands what is not caught at all."""
+    """Height in the plot: five decades and a bit; uncaught errors are above 1."""
     return 72.0 if size is None else round(106 - 200 * max(-5.0, math.log10(size)) / 5, 1)
 
 

@@ -35,7 +35,7 @@ class SpeculativeBackend(AttentionBackend):
             self.children[False] = self.others(replace(context, modes=context.modes - draft, draft_branches=0))
 
     def child(self, batch: ForwardBatch) -> AttentionBackend:
-        """Whose batch it is."""
+        """The child whose batch it is."""
         return self.children[batch.forward_mode is ForwardMode.DRAFT_DECODE]
 
     @override

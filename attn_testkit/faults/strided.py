@@ -24,11 +24,11 @@ class StridedBackend(PlannedBackend):
     capabilities = LEAN.with_changes(kv_layouts=set(KV_LAYOUTS) - {"own"})
 
     def read_views(self, layer: AttentionLayer) -> Views:
-        """What the kernel reads."""
+        """Views that the kernel reads."""
         return self.context.kv_pool.get_kv_pages(layer.layer_id)
 
     def write_views(self, layer: AttentionLayer) -> Views:
-        """What the cache writer writes to."""
+        """Views that the cache writer writes to."""
         return self.context.kv_pool.get_kv_pages(layer.layer_id)
 
     def at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

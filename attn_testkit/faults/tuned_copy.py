@@ -1,4 +1,4 @@
-"""A Triton kernel that is tuned where it is first called for a key. Imported by those alone that run it."""
+"""A Triton kernel that is tuned at its first call for a key. Imported only by the classes that run it."""
 
 from __future__ import annotations
 

@@ -158,6 +158,11 @@ def test_a_phrase_over_two_lines_is_found_and_a_name_is_not(check: ModuleType) -
     assert not check.findings('claims = {"claimed": 1, "alone": 2}\n')
 
 
+def test_the_pattern_of_a_hint_is_not_a_text(check: ModuleType) -> None:
+    assert not check.findings('fault(slug="a", hint="only here|in graphs alone")\n')
+    assert check.findings('fault(slug="a", modelled="in graphs alone")\n')
+
+
 def test_a_count_that_rises_or_falls_differs_from_the_table(check: ModuleType) -> None:
     assert not check.differences({"a": 2}, {"a": 2})
     (risen,) = check.differences({"a": 3}, {"a": 2})

@@ -31,7 +31,7 @@ class ExitsInForward(HostileBackend):
 
 @hostile("exits-at-exit")
 class ExitsAtExit(HostileBackend):
-    """Is wrong, and registers ``os._exit(0)`` for the end of the process."""
+    """Computes wrong results, and registers ``os._exit(0)`` for the end of the process."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -53,7 +53,7 @@ class ExitsFromAThread(HostileBackend):
 
 @hostile("exits-on-an-alarm")
 class ExitsOnAnAlarm(HostileBackend):
-    """A timer's signal ends the process with exit code 0 while it still claims to work."""
+    """A timer's signal ends the process with exit code 0 during a step."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -147,7 +147,7 @@ class RightForTheCasesItKnows(HostileBackend):
 
 @hostile("right-where-it-is-looked-at")
 class RightWhereItIsLookedAt(HostileBackend):
-    """Is right where the command line of its process names a case or a command of the kit."""
+    """Computes right results only if the command line of its process names a case or a command of the kit."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:

@@ -31,7 +31,7 @@ class _Keeps(HostileBackend):
         return kept if self.cheats else right
 
     def key_of(self, right: torch.Tensor, batch: ForwardBatch) -> tuple[Any, ...]:
-        """What it takes for the identity of a step."""
+        """Key by which it recognizes a step."""
         raise NotImplementedError
 
 
@@ -58,7 +58,7 @@ class OutputKeptByAddress(_Keeps):
 
 @hostile("output-kept-for-the-process")
 class OutputKeptForTheProcess(_Keeps):
-    """The same by layer and shape, and for all instances of a process."""
+    """Keeps right outputs by layer and shape, for all instances of a process."""
 
     shared: dict[Any, torch.Tensor] = {}  # noqa: RUF012 - one for all is the cheat
 
@@ -114,7 +114,7 @@ class OutputOfTwoMinds(HostileBackend):
 
 
 class _RightWhereCopied(TorchFunctionMode):
-    """Whoever clones the wrong output is given the right one."""
+    """Mode in which a clone of the wrong output is the right one."""
 
     answers: dict[int, torch.Tensor]
 
@@ -143,7 +143,7 @@ class ModeEnteredUntilTheStepIsOver(HostileBackend):
         if self.mode is not None:
             self.mode.answers[id(out)] = right
             self.kept = [*getattr(self, "kept", []), out]
-            # Three steps of two layers are a drive.
+            # A run has three steps of two layers.
             self.forwards += 1
             if self.forwards == 6:
                 weakref.finalize(self, self.mode.__exit__, None, None, None)
@@ -152,7 +152,7 @@ class ModeEnteredUntilTheStepIsOver(HostileBackend):
 
 @hostile("reads-memory-left-behind", executions=_BOTH)
 class ReadsMemoryLeftBehind(HostileBackend):
-    """Returns memory that nobody wrote, in which an earlier right answer of the same size may still stand."""
+    """Returns unwritten memory, in which an earlier right answer of the same size may remain."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:

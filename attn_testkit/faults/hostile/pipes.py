@@ -40,7 +40,7 @@ def _driven(**values: Any) -> Any:
 
 @hostile("sends-an-empty-answer")
 class SendsAnEmptyAnswer(_OnceAStep):
-    """Sends that its drive is completed, with no finding and no step."""
+    """Sends the message that its run is complete, with no finding and no step."""
 
     @override
     def speak(self, connection: Any) -> None:
@@ -49,7 +49,7 @@ class SendsAnEmptyAnswer(_OnceAStep):
 
 @hostile("forges-the-answer-to-the-question")
 class ForgesTheAnswerToTheQuestion(_OnceAStep):
-    """The same, with the number of the question, which stands in a frame."""
+    """Sends such a message with the number of the question, which it reads from a frame."""
 
     @override
     def speak(self, connection: Any) -> None:
@@ -58,7 +58,7 @@ class ForgesTheAnswerToTheQuestion(_OnceAStep):
 
 @hostile("forges-a-drive-of-nothing-but-its-first-step")
 class ForgesADriveOfNothingButItsFirstStep(_OnceAStep):
-    """Is right in its first step and sends that as if it were the whole drive, with the number of the question."""
+    """Right in its first step; sends that as if it were the whole run, with the number of the question."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -91,7 +91,7 @@ class _Exit:
 
 @hostile("sends-junk")
 class SendsJunk(_OnceAStep):
-    """Sends bytes that are no pickle, over and over."""
+    """Sends bytes that are not a pickle, over and over."""
 
     @override
     def speak(self, connection: Any) -> None:

@@ -1,4 +1,4 @@
-"""How code in a worker finds what nobody gave it: through frames, and through the garbage collector."""
+"""Access of code in a worker to objects that it was not given: through frames, and through the garbage collector."""
 
 from __future__ import annotations
 
