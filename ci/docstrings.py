@@ -77,7 +77,10 @@ PHRASES: tuple[tuple[str, str], ...] = (
     (r"\bblam(?:e|es|ed|ing)\b", "attribute"),
     (r"(?<=[.!] )Wh(?:at|o|oever|atever) [^.?!:]*[.!](?= |$)", "a sentence whose subject is a noun"),
 )
-_PHRASES = tuple((re.compile(pattern), instead) for pattern, instead in PHRASES)
+# A phrase may begin a sentence; only None is not "none".
+_PHRASES = tuple(
+    (re.compile(pattern, re.NOFLAG if "none" in pattern else re.IGNORECASE), instead) for pattern, instead in PHRASES
+)
 
 
 @dataclass(frozen=True)

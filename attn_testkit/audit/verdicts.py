@@ -120,7 +120,7 @@ class HostileVerdict:
 
     @property
     def green(self) -> bool:
-        """True if it got what it is after."""
+        """True if the cheat passed."""
         return self.exit_code == 0
 
     @property

@@ -193,7 +193,7 @@ class FlashInferBackend(AttentionBackend):
         return self._wrapper(kind, decode, kv_layout, use_cuda_graph=True, **given)
 
     def _form_of_parts(self, decode: bool) -> tuple[bool, str]:
-        """True if the wrapper of a KV split is one of decode, and the layout of its pages."""
+        """Form of the wrapper of a KV split: True for decode's, and the layout of its pages."""
         own = self._parts_in_pages or self.context.page_size == 1
         return decode and not self._parts_in_pages, self._kv_layout if own else "NHD"
 

@@ -36,7 +36,7 @@ class Untraceable(Exception):
 
 
 class Traced:
-    """Stands for a tensor of a program, or for something else that the interpreter answered."""
+    """A placeholder for a tensor of a program, or for another result of the interpreter."""
 
     __slots__ = ("dtype", "slot")
 

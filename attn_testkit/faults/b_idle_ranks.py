@@ -1,4 +1,4 @@
-"""Class B: steps without a live request, as a rank has them that has none while the others do."""
+"""Class B: steps without a live request, as on a data-parallel rank without work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 LEAN = PlannedBackend.capabilities.with_changes(
     families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, logit_cap=False, sinks=False
 )
-"""Few values of what says nothing about it."""
+"""Capabilities with few values in fields that do not matter here."""
 
 
 @fault(
@@ -62,7 +62,7 @@ class IdleReplayKeepsTheLastPlan(PlannedBackend):
     hint="",
 )
 class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
-    """The replay behind one without a live request keeps that one's lengths."""
+    """The replay after one without a live request keeps that one's lengths."""
 
     capabilities = LEAN
     idle = False
@@ -89,7 +89,8 @@ class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
     modelled="an eager batch without requests represents the dummy batch of an idle rank",
 )
 class IdleMetadataForWrongMode(PlannedBackend):
-    """The plan takes a batch without requests for idle and makes no slots; the forward goes by the mode, wants some."""
+    """The plan takes a batch without requests for idle and makes no slots; the forward goes by the mode and needs
+    some."""
 
     capabilities = LEAN.with_changes(takes_empty_batches=True)
     planned = True

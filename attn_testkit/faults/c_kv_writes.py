@@ -1,4 +1,4 @@
-"""Class C: writing K and V. To the wrong slot, to an unowned one, too much, or not what the model computed."""
+"""Class C: stores of K and V to a wrong or unowned slot, too many, or of other values than the model's."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class SwaWriteLocsSynthesisedZero(PlannedBackend):
     modelled="rejected rows of a graph represent rows from rounding to the parallel size",
 )
 class AlignmentRowsMaterialised(PlannedBackend):
-    """Rows behind the live ones are stored too, with the live locations taken round again."""
+    """Rows after the live ones are stored too, in the live locations over again."""
 
     @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -285,7 +285,7 @@ class StoresOneHeadTooFew(PlannedBackend):
     hint="save_kv_cache=False",
 )
 class SaveKvCacheIgnored(PlannedBackend):
-    """Rows are stored whatever save_kv_cache says, over those of a layer that shares its keys and values."""
+    """Rows are stored even if save_kv_cache is False, over those of a layer that shares its keys and values."""
 
     @override
     def forward(
@@ -309,7 +309,7 @@ class SaveKvCacheIgnored(PlannedBackend):
     hint="save_kv_cache=False",
 )
 class NewRowsAlwaysFromRegisters(RegisterRowsBackend):
-    """The kernel attends the new rows from k and v, also where save_kv_cache is False and only the pool has them."""
+    """The kernel attends the new rows from k and v, even if save_kv_cache is False and only the pool has them."""
 
     capabilities = RegisterRowsBackend.capabilities.with_changes(kv_dtypes={"same"})
 

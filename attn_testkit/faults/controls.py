@@ -58,7 +58,7 @@ class PlanInsideTheGraph(PlannedBackend):
 
     @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
-        """Nothing outside."""
+        """Do nothing outside the graph."""
 
     @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
@@ -186,7 +186,7 @@ class KernelByBatchSize(PlannedBackend):
 
 @control("strided-v1-behind-a-scatter")
 class StridedV1BehindAScatter(PlannedBackend):
-    """Packed rows are spread to a uniform stride, and gathered again (trtllm)."""
+    """Packed rows are scattered to a uniform stride, and gathered again (trtllm)."""
 
     capabilities = _in("draft-extend")
 
@@ -221,7 +221,7 @@ class SplitsInAnyOrder(PlannedBackend):
 
 @control("finite-page-tails")
 class FinitePageTails(PlannedBackend):
-    """Unused slots of the last page meet a weight of 0, and it says that they must be finite."""
+    """Unused slots of the last page get a weight of 0, and are declared to need finite numbers."""
 
     capabilities = _in("target-verify", finite_page_tails={"same", "fp8_e4m3"})
 
@@ -297,7 +297,7 @@ class FullMaskBuffer(PlannedBackend):
 
 @control("older-graph-hooks")
 class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
-    """The pair of hooks of servers up to mid-2026; K and V go where the batch says."""
+    """The pair of hooks of servers up to mid-2026; K and V are stored by the batch's slots."""
 
     capabilities = _in("decode", "draft-extend")
 
@@ -342,7 +342,7 @@ class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
 
 @control("nan-in-padded-rows")
 class NanInPaddedRows(PlannedBackend):
-    """Rows of padded requests hold NaN: nobody may look at them."""
+    """Output rows of padded requests hold NaN: nothing may read them."""
 
     capabilities = _in("decode", "draft-extend")
 
@@ -356,7 +356,7 @@ class NanInPaddedRows(PlannedBackend):
 
 @control("forked-stream")
 class ForkedStream(PlannedBackend):
-    """The store runs on a stream of its own, which forks and joins inside the capture."""
+    """The store runs on its own stream, which forks and joins inside the capture."""
 
     capabilities = _in("draft-extend-v2")
 

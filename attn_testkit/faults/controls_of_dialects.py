@@ -1,4 +1,4 @@
-"""Healthy controls of what servers and kernels disagree about, each of which says what it does."""
+"""Healthy controls of conventions in which servers and kernels differ, each declared."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MetadataBuiltTwice(PlannedBackend):
 
 @control("kernel-by-capture-sizes")
 class KernelByCaptureSizes(PlannedBackend):
-    """Batches as large as the largest graph and larger are not split, and it names the size of its other switch."""
+    """Batches from the largest graph's size on are not split, and the other switch of kernels is declared."""
 
     capabilities = MetadataBuiltTwice.capabilities.with_changes(kernel_changes_at={5})
 
@@ -133,12 +133,12 @@ class VerifyLengthsWithNewTokens(PlannedBackend):
 
 @control("lent-output")
 class WritesWhereItIsAsked(LentOutput):
-    """The output is written where the caller wants it, and elsewhere where none is given (vLLM)."""
+    """The output is written to the caller's memory if it is given (vLLM)."""
 
 
 @control("more-rows-than-planned")
 class MoreRowsThanPlanned(SlotsOfTheForward):
-    """Rows behind those of the plan are stored in page 0, and their output is somebody's result."""
+    """Rows after those of the plan are stored in page 0, and their output is any result."""
 
 
 @control("float32-in-tf32")

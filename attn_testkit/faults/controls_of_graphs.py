@@ -1,4 +1,4 @@
-"""Healthy controls of what backends say about graphs, and do before them."""
+"""Healthy controls of capabilities about graphs, and of work before them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ class VerifyInGraphsAlone(GraphsAlone):
 
 @control("forwards-counted-until-the-next-plan")
 class ForwardsCounted(CountedRunsBackend):
-    """Healthy: the number is there, and nothing is read from it."""
+    """The number of forwards is counted, and nothing depends on it."""
 
     capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode"})
 
 
 @control("warm-ups-use-other-memory")
 class WarmUpsUseOtherMemory(CountedRunsBackend):
-    """Each forward takes the next of two sets of memory and clears it itself; warm-ups write page 0, as they may."""
+    """Each forward takes the next of two sets of memory and clears it itself; warm-ups write page 0, which is
+    allowed."""
 
     capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode", "draft-extend"})
 
@@ -65,7 +66,7 @@ class WaitsAndSaysSo(EagerPlanWaits):
 
 @control("plans-on-a-side-stream")
 class PlansOnTheSide(PlansOnASideStream):
-    """A plan on a stream of its own, which waits for the caller's, which waits for it: overlapped schedulers do so."""
+    """A plan runs on its own stream, and it and the caller's stream wait for each other (overlapped schedulers)."""
 
     capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode", "target-verify"})
 
@@ -115,6 +116,6 @@ class LengthsOfAnEarlierStep(PlannedBackend):
 
 @control("plans-shared-by-modes")
 class PlansSharedByModes(SharedPlans):
-    """An eager plan is skipped where what all modes share is that of the same mode and lengths already."""
+    """An eager plan is skipped if the shared metadata are those of the same mode and lengths already."""
 
     capabilities = SharedPlans.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})

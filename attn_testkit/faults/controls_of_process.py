@@ -1,4 +1,4 @@
-"""Healthy controls that touch what belongs to the whole process: they put it back, or have one of their own."""
+"""Healthy controls that change state of the process and restore it, or use their own."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _wait_for(ended: threading.Event) -> None:
 
 @control("random-numbers-of-its-own")
 class RandomNumbersOfItsOwn(PlannedBackend):
-    """A generator of its own fills the workspace with random numbers, before every step."""
+    """The backend's own generator fills the workspace with random numbers before every step."""
 
     capabilities = _LEAN.with_changes(eager={"draft-extend"}, graph={"decode"}, max_topk=0)
 
@@ -106,7 +106,7 @@ _SCRATCH: dict[torch.device, list[torch.Tensor]] = {}
 
 @control("scratch-of-the-process")
 class ScratchOfTheProcess(PlannedBackend):
-    """All instances keep their partial results in one workspace, in which a run reads what it wrote itself."""
+    """All instances keep their partial results in one workspace, from which a run reads only its own results."""
 
     capabilities = _LEAN
 
@@ -123,7 +123,7 @@ class ScratchOfTheProcess(PlannedBackend):
 
 @control("tuned-at-first-call")
 class TunedAtFirstCall(DenseBackend):
-    """A kernel is tuned where it is first called for a head dim, and its tuner waits for the device (Triton's own)."""
+    """A kernel is tuned at its first call for a head dim, and its tuner waits for the device (Triton's own)."""
 
     capabilities = DenseBackend.capabilities.with_changes(
         families={"gqa"},

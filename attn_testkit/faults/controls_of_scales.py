@@ -41,7 +41,7 @@ class Fp8QueriesScaledPerTokenHead(Fp8QueriesScaled):
 
 @control("fp8-queries-scaled-finer-than-declared")
 class Fp8QueriesScaledFinerThanDeclared(Fp8QueriesScaled):
-    """A scale for each token, where it declares one for all rows: its error is smaller."""
+    """A scale per token, although one for all rows is declared: the error is smaller."""
 
     capabilities = Fp8QueriesScaledPerTensor.capabilities
 

@@ -1,4 +1,4 @@
-"""Healthy controls of what backends say about windows."""
+"""Healthy controls of declared windows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OneWindowOfAModel(OneWindow):
 
 @control("same-window-in-all-layers")
 class SameWindowInAllLayers(OneWindow):
-    """No layer is asked for its window: all have that of the model (vLLM without hybrid KV groups)."""
+    """All layers use the model's window (vLLM without hybrid KV groups)."""
 
     capabilities = WINDOWED.with_changes(layer_windows="same")
 

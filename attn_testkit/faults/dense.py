@@ -32,11 +32,11 @@ from .pool_reads import read_slots
 __all__ = ["DenseBackend", "Visibility"]
 
 Visibility = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""[B, W] int64 position of each row, [B, 1 or W, C] int64 position of each key, [B, W, C] bool may the row see it."""
+"""[B, W] int64 position of each row, [B, 1 or W, C] int64 of each key, [B, W, C] bool: True if the row may see it."""
 
 
 class DenseBackend(AttentionBackend):
-    """All rows of a request against all slots of its row of the request table, masked. Healthy.
+    """Healthy parent: all rows of a request against all slots of its row of the request table, masked.
 
     Raises ``Unsupported`` for a context that its ``capabilities`` exclude. The attributes below are of the current
     step, set by ``init_forward_metadata_in_graph``.
@@ -81,7 +81,7 @@ class DenseBackend(AttentionBackend):
     key_position: torch.Tensor
     """[B, 1 or W, C] int64: position of each key."""
     visible: torch.Tensor
-    """[B, W, C] bool: whether the row may see the key, windows apart."""
+    """[B, W, C] bool: True if the row may see the key, without windows."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -92,7 +92,7 @@ class DenseBackend(AttentionBackend):
 
     @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """One mask buffer for every graph; the draft stage fills it in place."""
+        """Allocate one mask buffer for every graph; the draft stage fills it in place."""
         n = self.context.num_draft_tokens
         if self.context.topk:
             buffer = torch.zeros(max_bs * n * n, dtype=torch.bool, device=self.context.device)
@@ -122,7 +122,7 @@ class DenseBackend(AttentionBackend):
         self.position, self.key_position, self.visible = self.visibility(batch, self.counts, offset)
 
     def rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
-        """W, and [B] int64: query rows of each request."""
+        """Width W, and [B] int64: query rows of each request."""
         bs, spec = batch.batch_size, batch.spec_info
         if batch.forward_mode is ForwardMode.DRAFT_EXTEND:
             assert isinstance(spec, DraftExtendInput)
@@ -143,11 +143,11 @@ class DenseBackend(AttentionBackend):
         return seq_lens + counts if batch.forward_mode.is_target_verify() else seq_lens
 
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
-        """[B, C] int64: KV slot of each key. Past a request's keys: whatever the request table holds."""
+        """[B, C] int64: KV slot of each key; stale entries of the request table past a request's keys."""
         return self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()].long()
 
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
-        """Positions and who may see whom, windows apart. ``counts`` [B] int64; ``offset`` [W] int64: 0, 1, 2, ..."""
+        """Positions and visibility, without windows. ``counts`` [B] int64; ``offset`` [W] int64: 0, 1, 2, ..."""
         prefix = self.kv_lens - counts
         position, key = prefix[:, None] + offset, self.key[None, None]
         spec = batch.spec_info
@@ -210,7 +210,7 @@ class DenseBackend(AttentionBackend):
         return layer.logit_cap * torch.tanh(logits / layer.logit_cap) if layer.logit_cap else logits
 
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
-        """[B, W, C] bool: visible, and no more than the layer's window back."""
+        """[B, W, C] bool: visible keys inside the layer's window."""
         if layer.sliding_window_size < 0:
             return self.visible
         return self.visible & (self.key_position >= self.window_start(layer)[..., None])

@@ -1,4 +1,4 @@
-"""Class E: who may see whom: tree masks, causal masks, and the boundary between prefix and draft."""
+"""Class E: visibility: tree masks, causal masks, and the boundary between prefix and draft."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ class CausalFromPaddedWidth(DenseBackend):
     hint="mask",
 )
 class MaskTakesBytesForBits(DenseBackend):
-    """The mask is read as packed bits although it holds one byte a cell."""
+    """The mask is read as packed bits although it holds one byte per element."""
 
     @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:

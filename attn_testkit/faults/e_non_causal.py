@@ -1,4 +1,4 @@
-"""Class E: layers that are not causal: draft blocks and encoders, whose rows see all keys of their request."""
+"""Class E: non-causal layers: draft blocks and encoders, whose rows see all keys of their request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CAUSAL = DenseBackend.capabilities.with_changes(
     eager=_MODES, graph=_MODES, families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64},
     gqa_ratios={2, 4}, logit_cap=False, sinks=False, max_context_len=1 << 14,
 )  # fmt: skip
-"""Few values of what says nothing about it."""
+"""Capabilities with few values in fields that do not matter here."""
 NON_CAUSAL = CAUSAL.with_changes(non_causal=_MODES)
 
 
 class BlockBackend(DenseBackend):
-    """Rows of layers that are not causal see all keys of their request. Healthy."""
+    """Healthy parent: rows of non-causal layers see all keys of their request."""
 
     capabilities = NON_CAUSAL
 
@@ -29,7 +29,7 @@ class BlockBackend(DenseBackend):
         return position, key_position, seen if self.context.causal else self.of_block(seen)
 
     def of_block(self, seen: torch.Tensor) -> torch.Tensor:
-        """[B, W, C] bool, of ``seen``, which is causal."""
+        """[B, W, C] bool: visibility without causality, from ``seen``, which is causal."""
         return (self.key < self.kv_lens[:, None, None]).expand_as(seen)
 
 
@@ -54,7 +54,7 @@ class CausalMaskInLayersThatAreNot(DenseBackend):
     hint="KV tokens after the row's own position are missing",
 )
 class DraftBlockCausalInVerify(BlockBackend):
-    """Extend looks at the layer, and verify, which builds a mask of its own, does not."""
+    """Extend reads the layer's flag, and verify, which builds its own mask, does not."""
 
     @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
@@ -71,7 +71,7 @@ class DraftBlockCausalInVerify(BlockBackend):
     hint="the whole prefix is missing|first .* KV tokens are missing",
 )
 class EncoderRowsWithoutAPrefix(BlockBackend):
-    """Rows of a layer that is not causal see each other and nothing of the prefix."""
+    """Rows of a non-causal layer see each other and nothing of the prefix."""
 
     @override
     def of_block(self, seen: torch.Tensor) -> torch.Tensor:

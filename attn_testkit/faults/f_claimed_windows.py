@@ -1,4 +1,4 @@
-"""Class F: what a backend says about windows, and what it does at the edge of that."""
+"""Class F: declared windows, and the behavior at the edge of the declaration."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class NarrowerWindowThanClaimedIsAccepted(ZeroIsNone):
 
 
 class OneWindow(DenseBackend):
-    """Windowed layers have the window of the model, as where one list of windowed keys is planned for all of them."""
+    """Windowed layers use the model's window, because one list of windowed keys is planned for all of them."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -78,7 +78,7 @@ class OneWindow(DenseBackend):
         return super().in_window(self.with_window(layer))
 
     def with_window(self, layer: AttentionLayer) -> AttentionLayer:
-        """The layer with the model's window, where it has one."""
+        """The layer with the model's window, if it has one."""
         return layer if layer.sliding_window_size < 0 else replace(layer, sliding_window_size=self.window)
 
 

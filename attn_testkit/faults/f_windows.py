@@ -1,4 +1,4 @@
-"""Class F: sliding windows: which end is cut, from where it is counted, and on which layer."""
+"""Class F: sliding windows: the end that is cut, the position it is counted from, and the layer."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class WindowCountedFromThePrefix(DenseBackend):
     hint="only layer 1",
 )
 class WindowWrittenBack(DenseBackend):
-    """The visibility of the windowed layer is written back, and the layers behind it keep it."""
+    """The visibility of the windowed layer is written back, and the layers after it keep it."""
 
     @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:

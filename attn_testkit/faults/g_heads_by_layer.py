@@ -1,4 +1,4 @@
-"""Class G: what follows from the heads of a layer, taken from the first one: group, scale, plan, number of splits."""
+"""Class G: values that depend on a layer's heads, taken from the first layer: group, scale, plan, splits."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _DECODE = (ForwardMode.DECODE,)
     hint="slot",
 )
 class MlaRopeStoredBehindTheRow(DenseBackend):
-    """k already holds the rope part, and it is split off again and stored behind the row, on the next slot."""
+    """The rope part, which k already holds, is stored once more after the row, in the next slot."""
 
     @override
     def forward(
@@ -50,7 +50,7 @@ class MlaRopeStoredBehindTheRow(DenseBackend):
     hint="values",
 )
 class VDimsTakenFromK(DenseBackend):
-    """The output epilogue walks rows of K's width, where MLA's V and output are narrower."""
+    """The output epilogue walks rows of K's width, but MLA's V and output are narrower."""
 
     @override
     def forward(

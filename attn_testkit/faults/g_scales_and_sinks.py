@@ -15,11 +15,11 @@ from .dense import DenseBackend
 
 _ALL = tuple(ForwardMode)
 _LONG = 1024
-"""Keys from which a request takes the other path."""
+"""Number of keys above which a request takes the other path."""
 
 
 def _long(kv_lens: torch.Tensor) -> torch.Tensor:
-    """[B, 1, 1, 1, 1] bool, of [B] lengths."""
+    """[B, 1, 1, 1, 1] bool: True for long requests, from [B] lengths."""
     return (kv_lens > _LONG)[:, None, None, None, None]
 
 
@@ -49,7 +49,7 @@ class ScaleMissingFromCacheKey(DenseBackend):
     hint=r"1/sqrt\(head_dim\)",
 )
 class ScaleHardcoded(DenseBackend):
-    """The kernel uses 1 / sqrt(head_dim) whatever the layer's scale is."""
+    """The kernel uses 1 / sqrt(head_dim) instead of the layer's scale."""
 
     @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

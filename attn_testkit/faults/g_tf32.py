@@ -1,4 +1,4 @@
-"""Class G: products of float32 in tf32, which tensor cores give where nobody asks for more."""
+"""Class G: products of float32 in tf32, the default of tensor cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOW_BITS = (1 << 13) - 1
 
 
 def in_tf32(numbers: torch.Tensor) -> torch.Tensor:
-    """Float32, cut off to 10 bits behind the point."""
+    """Float32 numbers, cut off to 10 bits of mantissa."""
     return (numbers.contiguous().view(torch.int32) & ~_LOW_BITS).view(torch.float32)
 
 

@@ -40,7 +40,7 @@ class GroupedBackend(AttentionBackend):
         return ForwardBatch(**own) if isinstance(batch, ForwardBatch) else cast(ForwardBatch, SimpleNamespace(**own))
 
     def each(self, batch: ForwardBatch) -> Iterator[tuple[PlannedBackend, ForwardBatch]]:
-        """Every child, with its batch."""
+        """Each child, with its batch."""
         for group, child in zip(self.context.groups, self.children, strict=True):
             yield child, self.batch_of(group, batch)
 

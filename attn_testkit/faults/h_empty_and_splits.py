@@ -108,7 +108,7 @@ class EmptyChunkKeepsThePrevious(PlannedBackend):
     hint="weights",
 )
 class EmptyPartHasLseZero(PlannedBackend):
-    """A part without keys reports a log-sum-exp of 0 instead of -inf, so it takes weight in the merge."""
+    """A split without keys has a log-sum-exp of 0 instead of -inf, so it gets weight in the merge."""
 
     @override
     def partials(
@@ -247,7 +247,7 @@ class SplitsAveraged(PlannedBackend):
     hint="near -6e4",
 )
 class CombineWithoutMaximum(PlannedBackend):
-    """The combine takes exp of the bare log-sum-exps: 0 / 0 or inf / inf far from zero."""
+    """The combine takes exp of log-sum-exps without their maximum: 0 / 0 or inf / inf far from zero."""
 
     @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -298,7 +298,7 @@ class MaskIsAdded(DenseBackend):
     hint="are read",
 )
 class LongestRequestSetsTheLoop(DenseBackend):
-    """The loop over keys runs to the longest request, and shorter ones go on reading behind their end."""
+    """The loop over keys runs to the longest request, and shorter ones read past their end."""
 
     @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:

@@ -1,4 +1,4 @@
-"""Class H: the prefix that many requests have in common is attended once for all of them."""
+"""Class H: cascades, which attend a common prefix once for many requests."""
 
 from __future__ import annotations
 

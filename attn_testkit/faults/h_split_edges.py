@@ -1,4 +1,4 @@
-"""Class H: one key, or one page, of a long row at the edge of a split. Ordinary values do not show it."""
+"""Class H: one key or page of a long row at the edge of a split, which ordinary values do not show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .parent import Metadata, PlannedBackend
 
 _ALL = tuple(ForwardMode)
 _LONG = 1024
-"""Keys. Splits of fewer are as they should be."""
+"""Number of keys above which the bug shows; shorter requests are right."""
 
 
 def _at_edge(backend: PlannedBackend, meta: Metadata) -> torch.Tensor:

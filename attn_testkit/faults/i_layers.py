@@ -25,7 +25,8 @@ _CLAIMS = PlannedBackend.capabilities.with_changes(
     hint="no layer of id 0",
 )
 class WidthOfLayer0(PlannedBackend):
-    """The constructor asks the KV pool for layer 0, to know the width of values; a later pipeline rank has no such."""
+    """The constructor asks the KV pool for layer 0, to know the width of values; a later pipeline rank does not have
+    one."""
 
     capabilities = _CLAIMS
 

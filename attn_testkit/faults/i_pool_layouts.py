@@ -1,4 +1,4 @@
-"""Class I: how the KV pool lies in memory, misread by a kernel or by the writer of its cache."""
+"""Class I: layouts of the KV pool that a kernel or a cache writer misreads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READS = ("matches-oracle", "reads-own-kv")
 
 
 def _page_stride_computed(view: torch.Tensor) -> torch.Tensor:
-    """Pages as far apart as their slots take."""
+    """View whose page stride is that of the page's slots."""
     _, slot, head, dim = view.stride()
     return view.as_strided(view.shape, (view.shape[1] * slot, slot, head, dim))
 
@@ -38,7 +38,7 @@ def _dense(view: torch.Tensor) -> torch.Tensor:
     hint=_HINT,
 )
 class PageStrideFromSlots(StridedBackend):
-    """The kernel computes a page's address from page size and slot stride, where K and V of a page share a block."""
+    """The kernel computes a page's address from page size and slot stride, but K and V of a page share a block."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "kv-in-block"})
 
@@ -230,7 +230,7 @@ class WidthChosenFromLogicalSize(StridedBackend):
     hint="reshape, contiguous and indexing copy",
 )
 class OwnPoolDescribedByACopy(StridedBackend):
-    """A backend lays its pool out itself, and describes it by a view that is a copy of it."""
+    """A backend allocates its own pool, and describes it by a view of a copy."""
 
     capabilities = LEAN.with_changes(kv_layouts={"own"})
 

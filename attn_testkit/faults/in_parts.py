@@ -21,7 +21,7 @@ NATURAL = LogSumExp(base="e", whole=MODES, prefix=MODES, pages=MODES, tokens=MOD
 
 
 class InPartsBackend(DenseBackend):
-    """All keys of a request against all its rows, but for those that are not of the part. Healthy."""
+    """Healthy parent: all rows of a request against all its keys, except those outside the split."""
 
     capabilities = DenseBackend.capabilities.with_changes(
         families={"gqa"}, dtypes={"bf16"}, head_dims={64}, page_sizes={4, 16}, gqa_ratios={2}, max_q_rows=8,
@@ -29,7 +29,7 @@ class InPartsBackend(DenseBackend):
         lse=NATURAL,
     )  # fmt: skip
     part: KVPart
-    """The part that is attended."""
+    """The split that is attended."""
 
     @override
     def forward_return_lse(
@@ -60,15 +60,15 @@ class InPartsBackend(DenseBackend):
         return (self.kv_lens - self.counts).clamp(min=0)
 
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
-        """[B, C] bool: which keys are the part's."""
+        """[B, C] bool: True for keys of the split."""
         return self.part.holds(self.key, prefix_lens[:, None])
 
     def layer_of_part(self, layer: AttentionLayer) -> AttentionLayer:
-        """The layer with its sinks, if they count in this part."""
+        """The layer with its sinks, if they count in this split."""
         return layer if self.part.sinks else replace(layer, sinks=None)
 
     def outputs(self, out: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """[B, W, Hk, G, Dv] of the same, zeros where nothing is ``seen`` [B, W, C]."""
+        """[B, W, Hk, G, Dv]: output of the split, zero for rows without ``seen`` [B, W, C] keys."""
         return out
 
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -76,7 +76,7 @@ class InPartsBackend(DenseBackend):
         return torch.logsumexp(self.with_sinks(logits, layer), -1)
 
     def with_sinks(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """[B, Hk, G, W, C or C + 1]: a logit more where there are sinks."""
+        """[B, Hk, G, W, C or C + 1]: one more logit if there are sinks."""
         if layer.sinks is None:
             return logits
         sinks = layer.sinks.view(1, layer.tp_k_head_num, layer.q_per_kv, 1, 1)
@@ -100,9 +100,9 @@ class InPartsBackend(DenseBackend):
         return out.to(out_a.dtype), self.merged_lse(top, total)
 
     def weight(self, lse: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-        """[T, Hq]: of a part, relative to the largest."""
+        """[T, Hq]: weight of a split, relative to the largest."""
         return torch.exp(lse - top)
 
     def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """[T, Hq]: of both parts; ``total`` is the sum of their weights."""
+        """[T, Hq]: log-sum-exp of both splits; ``total`` is the sum of their weights."""
         return top + total.log()

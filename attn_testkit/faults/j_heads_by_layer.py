@@ -23,7 +23,7 @@ _FIRST = "the first layer"
     modelled="upstream partial results were written past the end; here they overwrite the memory after them",
 )
 class WorkspaceOfTheFirstLayer(ByLayerBackend):
-    """Partial results have as much room as the first layer needs, and a layer of more heads writes on behind it."""
+    """The workspace of partial results has the size of the first layer's, and a layer of more heads writes past it."""
 
     @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Class J: work that nothing orders: against another stream's, or against the host, which is ahead of the device."""
+"""Class J: unordered work: against another stream's, or against the host, which is ahead of the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RACE = "only on emulated CUDA: on a GPU the numbers are wrong when the other st
 
 
 class PlansOnASideStream(PlannedBackend):
-    """Plans on a stream of its own; both sides wait for each other."""
+    """Healthy parent: plans on its own stream, and both streams wait for each other."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -90,7 +90,7 @@ class StagesLengths(PlannedBackend):
         self.turn = 0
 
     def next_buffer(self) -> torch.Tensor:
-        """Pinned memory that nothing reads any more."""
+        """Pinned memory that no pending copy reads."""
         self.turn = 1 - self.turn
         copied = self.copied[self.turn]
         if copied is not None:
@@ -125,7 +125,7 @@ class StagingBufferFilledAgain(StagesLengths):
 
 
 class ReadsLengthsBack(PlannedBackend):
-    """Lengths are copied to pinned memory, and the host waits for the copy before it reads them."""
+    """Healthy parent: lengths are copied to pinned memory, and the host waits for the copy before it reads them."""
 
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 

@@ -1,4 +1,5 @@
-"""Bugs that attention backends of public servers really had, and what meets each: ``known_bugs.toml``, read."""
+"""Bugs that attention backends of public servers really had, with what finds each: the reader of
+``known_bugs.toml``."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class KnownBugs:
     projects: Mapping[str, str]
     """Name in threads -> owner and repository."""
     outside: Mapping[str, str]
-    """Reason why a bug is met by nothing -> what it says."""
+    """Reason why the kit cannot test a bug -> its text."""
 
 
 def thread_address(thread: str, projects: Mapping[str, str]) -> str:

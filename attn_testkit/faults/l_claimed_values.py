@@ -16,7 +16,7 @@ from .dense import DenseBackend, Visibility
 
 DECODE, VERIFY, V1, V2, *_ = ForwardMode
 _EAGER = (Execution.EAGER,)
-"""Kernels are chosen alike in a graph, and eager case-runs cost less."""
+"""Only eager: kernels are chosen in the same way in a graph, and eager case-runs cost less."""
 
 
 def _claims(**changes: object) -> Capabilities:
@@ -128,7 +128,7 @@ class NoKernelForAGroupBetweenOthers(DenseBackend):
     hint="nothing was computed|nothing computed them",
 )
 class NoKernelForFewMLAHeads(DenseBackend):
-    """4 and 16 heads are declared for MLA, and 4, fewer than a tile has rows, have no kernel."""
+    """4 and 16 heads are declared for MLA, and 4, fewer than a tile's rows, have no kernel."""
 
     capabilities = _claims(families={"mla"}, gqa_ratios={4, 16})
 
@@ -272,6 +272,6 @@ class NoKernelForWideTrees(DenseBackend):
 
 
 def _first_rows(weights: torch.Tensor, count: int) -> torch.Tensor:
-    """``weights`` [B, Hk, G, W, C], and zeros for the rows from ``count`` on."""
+    """``weights`` [B, Hk, G, W, C] with zeros for the rows from ``count`` on."""
     row = torch.arange(weights.shape[3], device=weights.device)
     return weights * (row < count)[:, None]

@@ -159,7 +159,7 @@ class ConstructorRefusesClaim(DenseBackend):
     hint="q",
 )
 class ScalesQInPlace(DenseBackend):
-    """q is multiplied by the scale where it lies, in the caller's tensor."""
+    """q is multiplied by the scale in place, in the caller's tensor."""
 
     @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -194,7 +194,7 @@ class AdvancesSeqLens(DenseBackend):
     hint="K where V belongs|an FP8 pool holds K / k_scale",
 )
 class KAndVSwapped(PlannedBackend):
-    """The store is called with v where k belongs."""
+    """The store is called with k and v exchanged."""
 
     @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
@@ -209,7 +209,7 @@ class KAndVSwapped(PlannedBackend):
     hint="do(es)? not hold",
 )
 class Fp8StoreWithoutScale(PlannedBackend):
-    """Rows are cast to FP8 as they are, and multiplied by the scale when they are read."""
+    """Rows are cast to FP8 without the scale, and multiplied by it when they are read."""
 
     @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:

@@ -1,4 +1,4 @@
-"""Class L: wrappers of several backends, and what one mode or class inherits from another."""
+"""Class L: wrappers of several backends, and state that a mode or class inherits from another."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class WrapperSwallowsInGraphHook(WrapperBackend):
     hint="replay",
 )
 class DispatcherDropsVerifyMask(WrapperBackend):
-    """The dispatcher does not hand out its child's mask buffer, so the draft stage fills a mask that no graph reads."""
+    """The dispatcher does not return its child's mask buffer, so the draft stage fills a mask that no graph reads."""
 
     @property
     @override
@@ -98,7 +98,7 @@ class WrapperInitsSecondChildOnly(HybridBackend):
     hint="only in the graph|alone|not ancestors",
 )
 class LeftoverFallbackFlag(PlannedBackend):
-    """Draft-extend sets a fallback flag, and verify on the same instance still honours it: causal, no tree."""
+    """Draft-extend sets a fallback flag, and verify on the same instance still obeys it: causal, no tree."""
 
     fallback = False
 

@@ -1,4 +1,4 @@
-"""Class M: which rows, positions and slots belong to which request and draft node."""
+"""Class M: rows, positions and slots of requests and draft nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _V2 = (ForwardMode.DRAFT_EXTEND_V2,)
     hint="running sum|packed|request 0 is right",
 )
 class V1RowsAtUniformStride(DenseBackend):
-    """Request i's rows are looked for at i * (S + 1), although accepted rows are packed."""
+    """Request i's rows are read at i * (S + 1), although accepted rows are packed."""
 
     @override
     def row_starts(self, counts: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class V1CountsWithoutBonus(DenseBackend):
     hint="missing|shifted",
 )
 class V1PrefixFromFullWidth(DenseBackend):
-    """The prefix is taken as seq_lens - (S + 1), whatever was accepted, so the causal bound is shifted."""
+    """The prefix is taken as seq_lens - (S + 1) for any accepted count, so the causal bound is shifted."""
 
     @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:

@@ -1,4 +1,4 @@
-"""Class M: target-verify as not every server has it: lengths with the new tokens, and chains without a tree."""
+"""Class M: server variants of target-verify: lengths with the new tokens, and chains without a tree."""
 
 from __future__ import annotations
 

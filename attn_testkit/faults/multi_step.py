@@ -28,7 +28,7 @@ def spec_of(batch: ForwardBatch) -> DraftDecodeInput:
 
 
 class MultiStepBackend(PlannedBackend):
-    """Draft-decode with a plan for each forward, all made before the first of them. Healthy.
+    """Healthy parent: draft-decode with a plan for each forward, all made before the first of them.
 
     Raises ``Unsupported`` for a context that its ``capabilities`` exclude.
     """
@@ -93,7 +93,7 @@ class MultiStepBackend(PlannedBackend):
         return Metadata(**views, mask=None)
 
     def plan_draft(self, batch: ForwardBatch) -> list[Metadata]:
-        """One plan a forward."""
+        """Make one plan per forward."""
         return [self.plan_forward(batch, step) for step in range(self.forwards)]
 
     def plan_forward(self, batch: ForwardBatch, step: int) -> Metadata:
@@ -114,7 +114,7 @@ class MultiStepBackend(PlannedBackend):
         return lens.repeat_interleave(self.context.draft_branches)
 
     def branch_pages(self, batch: ForwardBatch) -> torch.Tensor:
-        """[R, P] int32: the pages of the prefix that all share, then those of the branch. Of every forward alike."""
+        """[R, P] int32: the pages of the prefix that all share, then those of the branch; the same in every forward."""
         page = self.context.page_size
         rows = self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()]
         columns = self.branch_columns(batch.seq_lens[: batch.batch_size].long(), self.index[: self.pages] * page)
@@ -134,7 +134,7 @@ class MultiStepBackend(PlannedBackend):
         return prefix - last, (last + steps + page - 1) // page * page
 
     def branch_slots(self, batch: ForwardBatch, step: int) -> torch.Tensor:
-        """[R] int64: where a forward's rows are stored; at a replay of live requests only."""
+        """[R] int64: slots of a forward's rows; at a replay only those of live requests."""
         spec = spec_of(batch)
         return spec.out_cache_loc.view(-1, spec.num_steps)[:, step]
 

@@ -74,7 +74,7 @@ class SplitsFromBatchSize(BatchInvariantBackend):
     hint="depends on the rest of the batch",
 )
 class AnotherKernelAbove32Requests(BatchInvariantBackend):
-    """More than 32 requests get another split than fewer; each request of a small batch is right on its own."""
+    """More than 32 requests get another split than fewer, so their bits differ from those of a small batch."""
 
     @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Faults of drafts: the plan of another forward, the slots of another branch, pages that branches do not share."""
+"""Class O: the plan of another forward, the slots of another branch, pages that branches do not share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GRAPH = (Execution.GRAPH,)
     hint="missing|expected",
 )
 class FirstLengths(MultiStepBackend):
-    """Every forward is planned with the keys of the first: a branch does not see what it drafted."""
+    """Every forward is planned with the keys of the first: a branch does not see its drafted tokens."""
 
     @override
     def branch_lengths(self, batch: ForwardBatch, step: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ class StepCountedTwice(MultiStepBackend):
     hint="attended",
 )
 class ReadsASibling(MultiStepBackend):
-    """The page table is that of the request, so every branch attends to what branch 0 drafted."""
+    """The page table is that of the request, so every branch attends the tokens that branch 0 drafted."""
 
     @override
     def branch_columns(self, prefix: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ class BranchesStoreInOne(MultiStepBackend):
     hint="attended|slot",
 )
 class RegionWithoutLastPage(MultiStepBackend):
-    """A branch's region is taken for S tokens, without those of the prefix's last page that were copied before them."""
+    """A branch's region is taken for S tokens, without the copied tokens of the prefix's last page."""
 
     @override
     def branch_regions(self, prefix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +115,7 @@ class RegionWithoutLastPage(MultiStepBackend):
     hint="attended|slot",
 )
 class CopiedPageLeftOut(MultiStepBackend):
-    """The page that the prefix fills in part is taken for one that branches share, and the copies of it left out."""
+    """The partly filled last page of the prefix is taken for a shared one, and its copies are left out."""
 
     @override
     def branch_regions(self, prefix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,7 +217,7 @@ class AdvancesTheBatch(MultiStepBackend):
     hint="window",
 )
 class WindowOfTheFirst(MultiStepBackend):
-    """Windows begin where they begin in the first forward: later ones see a token too many for each step."""
+    """Windows begin at the position of the first forward's: later ones see one token too many per step."""
 
     step = 0
 

@@ -47,7 +47,7 @@ class Metadata:
     chunk: torch.Tensor
     """[B] int32: keys in one split."""
     slots: torch.Tensor
-    """[T] int64: where the new rows are stored; 0 for padding."""
+    """[T] int64: slots of the new rows; 0 for padding."""
     mask: torch.Tensor | None
     """[B, N, N] bool: node t of the draft tree may see node c. None: causal."""
     max_q_len: int = 1
@@ -55,7 +55,7 @@ class Metadata:
 
 
 class PlannedBackend(AttentionBackend):
-    """Paged attention with a plan, in plain torch. Healthy.
+    """Healthy parent: paged attention with a plan, in plain torch.
 
     Raises ``Unsupported`` for a context that its ``capabilities`` exclude.
     """
@@ -111,7 +111,7 @@ class PlannedBackend(AttentionBackend):
 
     @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """The buffers that every graph reads, at their largest size."""
+        """Allocate the buffers that every graph reads, at their largest size."""
         n, device = self.context.num_draft_tokens, self.context.device
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -160,20 +160,20 @@ class PlannedBackend(AttentionBackend):
         )
 
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
-        """Copy a plan to where the graph reads it."""
+        """Copy a plan into the buffers that the graph reads."""
         for field in fields(Metadata):
             target, source = getattr(views, field.name), getattr(plan, field.name)
             if isinstance(target, torch.Tensor):
                 self.copy_in(field.name, target, source)
 
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One buffer. Live rows may be fewer than the bucket's: the slots of the others are 0."""
+        """Copy into one buffer. Live rows may be fewer than the bucket's: the slots of the others are 0."""
         if len(source) < len(target):
             target[len(source) :] = 0
         target[: len(source)].copy_(source)
 
     def plan(self, batch: ForwardBatch) -> Metadata:
-        """Everything about a step, on the device, from the batch's device tensors."""
+        """Plan of a step, on the device, from the batch's device tensors."""
         counts = self.plan_counts(batch)
         lens = self.plan_lengths(batch, counts)
         return Metadata(
@@ -187,7 +187,7 @@ class PlannedBackend(AttentionBackend):
         )
 
     def max_q_len(self, mode: ForwardMode) -> int:
-        """W of a mode: a constant of the instance."""
+        """Most rows W of a mode: a constant of the instance."""
         if mode is ForwardMode.DRAFT_EXTEND:
             return self.context.speculative_num_steps + 1
         if mode is ForwardMode.EXTEND:
@@ -215,7 +215,7 @@ class PlannedBackend(AttentionBackend):
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
-        """[B, P] int32. Columns past a request's pages hold whatever the request table holds there."""
+        """[B, P] int32. Columns past a request's pages hold stale entries of the request table."""
         page = self.context.page_size
         rows = self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()]
         return (rows[:, ::page] // page).to(torch.int32)
@@ -262,14 +262,14 @@ class PlannedBackend(AttentionBackend):
         return out
 
     def finish(self, batch: ForwardBatch) -> None:
-        """The last layer is through: where a backend keeps books of its own. This one does nothing."""
+        """Hook after the last layer, for a backend's own bookkeeping; does nothing here."""
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
-        """Rows k [T, Hk, D] and v [T, Hk, Dv] to ``meta.slots``, in the pool's dtype."""
+        """Store rows k [T, Hk, D] and v [T, Hk, Dv] in ``meta.slots``, in the pool's dtype."""
         self.context.kv_pool.set_kv_buffer(layer, meta.slots, k, v)
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
-        """[T, Hq, Dv] in q's dtype, of q [T, Hq, D] against the pool."""
+        """[T, Hq, Dv] in q's dtype: attention of q [T, Hq, D] over the pool."""
         position = self.row_positions(meta)
         seen = self.visible(meta, layer, position)
         rows = q.reshape(len(q), layer.tp_k_head_num, layer.q_per_kv, layer.head_dim)[self.row_of(meta, len(q))]
@@ -287,7 +287,7 @@ class PlannedBackend(AttentionBackend):
         return (meta.cu_seqlens_q[:-1, None].long() + self.index[: meta.max_q_len]).clamp(0, tokens - 1)
 
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
-        """[B, W, Hq, Dv] -> [T, Hq, Dv]. Rows past the last request are padding and get somebody's result."""
+        """[B, W, Hq, Dv] -> [T, Hq, Dv]. Rows past the last request are padding and get any result."""
         row, ends = self.index[:tokens], meta.cu_seqlens_q[1:].long()
         request = torch.searchsorted(ends, row, right=True).clamp(max=len(out) - 1)
         offset = row - meta.cu_seqlens_q[request]
@@ -306,7 +306,7 @@ class PlannedBackend(AttentionBackend):
         return (meta.page_table.long()[:, :, None] * page + self.index[:page]).flatten(1)
 
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
-        """[B, W, C] bool: whether a row may see a key, from the rows' positions [B, W] int64; windows included."""
+        """[B, W, C] bool: True if a row may see a key, from the rows' positions [B, W] int64; windows included."""
         key = self.index[: self.pages * self.context.page_size]
         key_position = key[None, None]
         if meta.mask is None:
@@ -341,7 +341,7 @@ class PlannedBackend(AttentionBackend):
         return layer.logit_cap * torch.tanh(logits / layer.logit_cap) if layer.logit_cap else logits
 
     def in_split(self, meta: Metadata) -> torch.Tensor:
-        """[B, S, C] bool: which keys each split works on."""
+        """[B, S, C] bool: keys of each split."""
         chunk = meta.chunk.long()[:, None].clamp(min=1)
         split = self.index[: self.pages * self.context.page_size] // chunk
         return split[:, None] == self.index[: self.max_splits, None]
@@ -383,7 +383,7 @@ class PlannedBackend(AttentionBackend):
 
 
 class CountingBackend(PlannedBackend):
-    """Healthy, with counters: the split that finishes last combines, and counts back to zero.
+    """Healthy parent with counters: the split that finishes last combines, and resets the counter.
 
     Kernels do so to need no second launch. The counters must be zero at first use, and are left zero.
     """
@@ -411,5 +411,5 @@ class CountingBackend(PlannedBackend):
         return self.counters[:bs]
 
     def reset(self, counters: torch.Tensor) -> None:
-        """Leave them as they were found."""
+        """Reset the counters."""
         counters.zero_()

@@ -23,7 +23,7 @@ _CHECKS = ("log-sum-exp", "matches-oracle")
     hint="it is in base 2, and a natural one is claimed",
 )
 class LseInBase2(InPartsBackend):
-    """The log-sum-exp comes as the kernel has it, in base 2, and the caller takes it for a natural one."""
+    """The log-sum-exp is the kernel's, in base 2, and the caller takes it for a natural one."""
 
     @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ class LseInBase2(InPartsBackend):
     hint="it is a natural one, and base 2 is claimed",
 )
 class LseNaturalForBase2(InPartsBackend):
-    """Another kernel of the same package is called, whose log-sum-exp is natural."""
+    """The log-sum-exp is natural, from another kernel of the same package, and base 2 is declared."""
 
     capabilities = InPartsBackend.capabilities.with_changes(lse=replace(NATURAL, base="2", merges=False))
 
@@ -51,7 +51,7 @@ class LseNaturalForBase2(InPartsBackend):
     hint="heads lie before rows in its memory",
 )
 class LseHeadsBeforeRows(InPartsBackend):
-    """The kernel writes head by head into memory that is taken for rows of heads."""
+    """The log-sum-exp is written head by head, and read as rows of heads."""
 
     @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class LseHeadsBeforeRows(InPartsBackend):
     hint="a part without keys must have -inf",
 )
 class EmptyPartHasLseZero(InPartsBackend):
-    """A part without keys gives 0, which takes weight in a merge."""
+    """A split without keys has a log-sum-exp of 0, which gets weight in a merge."""
 
     @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -112,7 +112,7 @@ class EmptyPartOutputIsNan(InPartsBackend):
     hint="a part without keys must have -inf",
 )
 class EmptyPartKeepsStatistics(InPartsBackend):
-    """The kernel skips requests without keys in a part, and their statistics are those of the part before."""
+    """The kernel skips requests without keys in a split, and their statistics are those of the split before."""
 
     before: torch.Tensor | None = None
 
@@ -138,7 +138,7 @@ class EmptyPartKeepsStatistics(InPartsBackend):
     hint="the sink is counted once more",
 )
 class SinkInEveryPart(InPartsBackend):
-    """Each rank adds the sink to its own sum, so that all of them together count it as often as there are ranks."""
+    """Each rank adds the sink to its own sum, so the merge counts it once per rank."""
 
     @override
     def layer_of_part(self, layer: AttentionLayer) -> AttentionLayer:
@@ -216,7 +216,7 @@ class LseWithoutItsMaximum(InPartsBackend):
     hint="rounded to bfloat16",
 )
 class LseRoundedToBf16(InPartsBackend):
-    """The log-sum-exp is kept in the model's dtype on its way to the merge, near 8 off by up to 0.03."""
+    """The log-sum-exp is kept in the model's dtype before the merge, and near 8 it is off by up to 0.03."""
 
     @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
@@ -245,7 +245,7 @@ class LseDtypeOfQ(InPartsBackend):
     checks=_CHECKS,
 )
 class PrefixPartHasNewRows(InPartsBackend):
-    """The prefix part is planned with the lengths that include the step's own rows, which so count twice."""
+    """The prefix split is planned with lengths that include the step's own rows, which then count twice."""
 
     @override
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ class PrefixPartHasNewRows(InPartsBackend):
     checks=_CHECKS,
 )
 class RankByToken(InPartsBackend):
-    """Ranks have every R-th page, and the kernel takes every R-th token for theirs."""
+    """Ranks have every R-th page, and the kernel attends every R-th token."""
 
     @override
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
@@ -275,7 +275,7 @@ class RankByToken(InPartsBackend):
     checks=("log-sum-exp", "replay-follows-batch", "matches-oracle"),
 )
 class PrefixLensOfTheCapture(InPartsBackend):
-    """Lengths of the prefix part are computed outside the graph, at its capture, and by no replay."""
+    """Lengths of the prefix split are computed outside the graph at its capture, and not at replays."""
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -353,7 +353,7 @@ class MergeWithoutMaximum(InPartsBackend):
     hint="what merge_state made of all parts",
 )
 class MergedLseIsTheLarger(InPartsBackend):
-    """A merge hands on the larger of both log-sum-exps, so that what is merged third weighs too much."""
+    """A merge returns the larger of both log-sum-exps, so a third result gets too much weight."""
 
     @override
     def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -368,7 +368,7 @@ class MergedLseIsTheLarger(InPartsBackend):
     hint="",
 )
 class KeysAreDealtOneByOne(InPartsBackend):
-    """A rank takes every second key, where it has every second page."""
+    """A rank attends every second key, but it has every second page."""
 
     capabilities = InPartsBackend.capabilities.with_changes(page_sizes={1, 16})
 

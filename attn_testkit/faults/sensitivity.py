@@ -68,7 +68,7 @@ def _schedule(dtype: str, length: int, data: str) -> Schedule:
 
 
 def _error(kind: str, schedule: Schedule, expected: Expected) -> torch.Tensor:
-    """[T, Hq, Dv] float64: what an error of relative size 1 takes away from layer 0."""
+    """[T, Hq, Dv] float64: change of layer 0's output by an error of relative size 1."""
     out = expected.attention[0]
     error = torch.zeros_like(out)
     if kind == "row":
@@ -86,7 +86,7 @@ def _error(kind: str, schedule: Schedule, expected: Expected) -> torch.Tensor:
 
 
 def _in_the_middle(data: StepData) -> int:
-    """A key that no one-hot value marks, where there is such a key from the middle on."""
+    """A key from the middle on that no one-hot value marks, if there is one."""
     marked = data.values[0, 0].flatten(1).count_nonzero(-1)
     middle = len(marked) // 2
     return middle + int((marked[middle:] == 0).int().argmax())
@@ -122,7 +122,7 @@ def _fixed(kind: str, schedule: Schedule, size: float) -> bool:
 
 
 def point(kind: str, dtype: str, length: int) -> Point:
-    """Measure one."""
+    """Measure one point."""
     patterns = (*(DATA if length < _LONG else ("footprint",)), CODES)
     found: list[tuple[float, str]] = []
     for pattern in patterns:
@@ -136,7 +136,7 @@ def point(kind: str, dtype: str, length: int) -> Point:
 
 
 def measure() -> Iterator[Point]:
-    """All of them."""
+    """Measure all points."""
     for kind in KINDS:
         for dtype in _DTYPES:
             for length in _lengths(kind):
@@ -159,7 +159,7 @@ def _template(name: str) -> jinja2.Template:
 
 
 def markdown(points: list[Point]) -> str:
-    """The page."""
+    """The page as Markdown."""
     return _template("sensitivity.md.j2").render(points=points, words=_WORDS, tolerance=TOLERANCE)
 
 
@@ -195,7 +195,7 @@ _LABEL = 14.0
 
 
 def _labels(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The kit's lines are named by dtype at their right ends, pushed apart; the fixed ones by one label together."""
+    """Labels: the kit's lines by dtype at their right ends, pushed apart; the fixed ones by one common label."""
     ends = [(line["at"][-1], line) for line in lines]
     kit = sorted(((y, x, line["dtype"]) for (x, y), line in ends if line["who"] == "kit"), key=lambda end: end[0])
     labels: list[dict[str, Any]] = []

@@ -94,7 +94,7 @@ def _check_import(candidates: Sequence[Candidate], device: str) -> None:
 def _red(result: CaseResult) -> UsageError:
     how = result.findings[0].check if result.findings else str(result.status)
     return UsageError(
-        f"{result.backend} as it is fails: {how}; what is wrong without a mutant says nothing of one. Mend this first "
+        f"{result.backend} as it is fails: {how}; its mutants cannot be evaluated before it passes. Fix this first "
         f"({repro_command(result)}), or leave the mode out with --mode"
     )
 

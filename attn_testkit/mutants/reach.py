@@ -27,9 +27,9 @@ class Spot:
     first: int
     last: int
     scattered: bool = False
-    """True if the lines are those of a whole function, which another program than Python runs, or rewrites (Triton)."""
+    """True if the lines are a whole function that Python does not run, or that is rewritten first (Triton)."""
     kept: bool = False
-    """True if what the function computes may be kept for the whole process: a case-run that never enters it uses it."""
+    """True if the function's result may be kept for the process: case-runs that never enter it use it."""
 
 
 def spot_of(source: bytes, edit: Edit) -> Spot:

@@ -59,4 +59,4 @@ class Hunt:
 
 
 See = Callable[[str, int, int], None]
-"""Told what was done last, how many are done, and how many there are."""
+"""Called with the name of the last one done, the number done, and the number of all."""

@@ -68,6 +68,7 @@ BANNED = (
     "chains alone",
     "4 rows a request",
     "once a launch",
+    "Rows a request are counted",
     "one file a command",
     "pages beside the last",
     "it was mended",

@@ -47,7 +47,7 @@ class _Module(ModuleType):
 
 
 def _is_arch_support_pdl() -> bool:
-    """True if kernels may be launched before the one before them is over: a question of the device."""
+    """True if the device can launch a kernel before the previous one ends."""
     return torch.cuda.get_device_capability()[0] >= 9
 
 

@@ -27,8 +27,8 @@ class Claims(bridged.Claims):
     """True if a forward may be given None for new rows that the pool holds already. Otherwise it is given the rows that
     the pool holds, as after a fused kernel that stores them."""
     one_scale: bool = False
-    """True if a plan holds the softmax scale of the model. The kit's layers have several, which no model of SGLang has:
-    there is an object of SGLang's for each."""
+    """True if a plan holds the model's softmax scale. The kit's layers have several scales, unlike models of SGLang, so
+    there is one backend object per scale."""
     rope_apart: bool = False
     """MLA: SGLang's model gives q and k without their rope columns, and the rope columns separately."""
 

@@ -156,7 +156,7 @@ class SGLangBackend(OfSGLang):
 
     @property
     def _width(self) -> int:
-        """Rows a request in verify and draft-extend v2."""
+        """Rows per request in verify and draft-extend v2."""
         return self.context.num_draft_tokens
 
     def _planned_by(self, batch: ForwardBatch) -> list[Any]:

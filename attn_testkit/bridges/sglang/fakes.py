@@ -58,7 +58,7 @@ _ATTENTION = "sglang.srt.layers.attention"
 
 
 def is_needed() -> bool:
-    """True if no GPU is here."""
+    """True on a machine without a GPU."""
     return not device_is_real(torch.device("cuda"))
 
 

@@ -23,12 +23,12 @@ class Claims(bridged.Claims):
     """Everything about one name of vLLM's registry, ``AttentionBackendEnum``."""
 
     compiled_kernel: bool = False
-    """True if what attends comes compiled, so that where no GPU is the kit's fake of it computes."""
+    """True if the attention kernel is compiled: without a GPU the kit's fake of it computes."""
     compiled_store: bool = False
-    """True if what stores new keys and values comes compiled, in ``vllm._C_stable_libtorch``. Where that does not load,
-    torch stores them."""
+    """True if a compiled operator of ``vllm._C_stable_libtorch`` stores new keys and values. If it does not load, torch
+    stores them."""
     compiled_module: str = ""
-    """A module without which nothing of it runs on a GPU."""
+    """Compiled module without which the class does not run on a GPU."""
     one_kv_group: bool = False
     """``--disable-hybrid-kv-cache-manager``: windowed layers share a KV group, and so metadata, with the others."""
     capture_sizes: tuple[int, ...] = ()

@@ -18,13 +18,13 @@ __all__ = ["Hostile", "all_hostile", "hostile"]
 
 B = TypeVar("B", bound=type[HostileBackend])
 CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
-"""Three requests of a few KV tokens: what takes the least time and has a step to confuse with another."""
+"""Three requests of a few KV tokens: the quickest case with steps that can be confused."""
 _NOT_HOSTILE = ("catalogue", "parent", "ways_in")
 
 
 @dataclass(frozen=True)
 class Hostile:
-    """One way to a false green, tried."""
+    """One way to a false green."""
 
     slug: str
     backend: type[HostileBackend]

@@ -37,7 +37,7 @@ _PLAIN = {"capabilities": HostileBackend.capabilities}
 
 
 class _TwoFaced(Capabilities):
-    """Answers the second question otherwise than the first."""
+    """Answers the second question differently from the first."""
 
     asked: ClassVar[int] = 0
 
@@ -59,7 +59,7 @@ class _TwoFaced(Capabilities):
 
 
 class _EveryMode(frozenset[Any]):
-    """Holds whatever it is asked for."""
+    """A set that contains everything."""
 
     @override
     def __contains__(self, item: object) -> bool:
@@ -90,7 +90,7 @@ class ClaimsThatHoldAnything(HostileBackend):
 
 
 class _RunsInTheReader(frozenset[Any]):
-    """Pickled as a call that ends the process of whoever reads it."""
+    """A set that is pickled as a call that ends the reading process."""
 
     @override
     def __reduce__(self) -> Any:

@@ -1,4 +1,4 @@
-"""Endings of the process, and what it says of itself on the way."""
+"""Endings of the process, and reports that it writes before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .ways_in import in_frames
 
 @hostile("exits-in-forward")
 class ExitsInForward(HostileBackend):
-    """Calls ``os._exit(0)`` before anybody sees its output."""
+    """Calls ``os._exit(0)`` before its output is read."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -66,7 +66,7 @@ class ExitsOnAnAlarm(HostileBackend):
 
 @hostile("ends-the-judge")
 class EndsTheJudge(HostileBackend):
-    """Sends SIGTERM, on which a judge ends in order, to the process that its own was forked for."""
+    """Sends SIGTERM, on which a judge ends in order, to the judge's process."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -93,7 +93,7 @@ class EndsWhatItWasForkedFrom(HostileBackend):
 
 @hostile("raises-what-ends-programs")
 class RaisesWhatEndsPrograms(HostileBackend):
-    """Raises ``SystemExit(0)`` before anybody sees its output."""
+    """Raises ``SystemExit(0)`` before its output is read."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -104,7 +104,7 @@ class RaisesWhatEndsPrograms(HostileBackend):
 
 @hostile("prints-a-verdict")
 class PrintsAVerdict(HostileBackend):
-    """Prints what a run prints that found everything right."""
+    """Prints the output of a run that found everything right."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -116,7 +116,7 @@ class PrintsAVerdict(HostileBackend):
 
 @hostile("mends-its-output-later")
 class MendsItsOutputLater(HostileBackend):
-    """Returns an empty output at once, and a thread writes the right numbers into it a little later."""
+    """Returns an empty output at once; a thread writes the right numbers into it a little later."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:

@@ -51,7 +51,7 @@ class WidensTheLimits(HostileBackend):
 
 @hostile("replaces-the-comparisons-of-torch")
 class ReplacesTheComparisonsOfTorch(HostileBackend):
-    """The constructor has torch find everything equal, close and finite."""
+    """The constructor makes torch find everything equal, close and finite."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -62,7 +62,7 @@ class ReplacesTheComparisonsOfTorch(HostileBackend):
 
 @hostile("asks-the-oracle")
 class AsksTheOracle(HostileBackend):
-    """Walks the frames to the step that runs, has the kit's own oracle answer it, and returns that."""
+    """Walks the frames to the running step, computes it with the kit's own oracle, and returns that."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:

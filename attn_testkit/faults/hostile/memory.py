@@ -16,7 +16,7 @@ from .ways_in import of_kind
 
 
 class _Keeps(HostileBackend):
-    """Computes an output once for each key, and returns the same one where the key comes again."""
+    """Computes an output once per key, and returns the same one when the key comes again."""
 
     kept: dict[Any, torch.Tensor]
 
@@ -73,7 +73,7 @@ class OutputKeptForTheProcess(_Keeps):
 
 @hostile("output-of-the-step-before")
 class OutputOfTheStepBefore(HostileBackend):
-    """Each step returns what the one before computed, where that had the same shape."""
+    """Each step returns the output of the one before, if that had the same shape."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -87,7 +87,7 @@ class OutputOfTheStepBefore(HostileBackend):
 
 
 class _TwoMinds(torch.Tensor):
-    """Wrong in its memory; whatever torch computes of it is computed of the right numbers."""
+    """A tensor with wrong memory, for which torch computes with the right numbers."""
 
     right: torch.Tensor
 
@@ -102,7 +102,7 @@ class _TwoMinds(torch.Tensor):
 
 @hostile("output-of-two-minds", executions=_BOTH)
 class OutputOfTwoMinds(HostileBackend):
-    """Returns a tensor of a class of its own, whose memory is wrong and of which torch computes the right numbers."""
+    """Returns a tensor subclass whose memory is wrong and for which torch computes with the right numbers."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:

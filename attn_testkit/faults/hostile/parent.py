@@ -14,7 +14,7 @@ __all__ = ["HostileBackend"]
 
 
 class HostileBackend(DenseBackend):
-    """Right where it does not cheat. Where it does, its numbers are wrong, and its trick is to hide that."""
+    """Right if it does not cheat. If it does, its numbers are wrong, and its trick is to hide that."""
 
     capabilities: ClassVar[Capabilities] = DenseBackend.capabilities.with_changes(
         eager={"decode"},

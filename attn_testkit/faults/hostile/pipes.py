@@ -1,4 +1,4 @@
-"""The pipe to the judge, written to by the backend itself."""
+"""Writes of the backend to the pipe to the judge."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ways_in import in_frames
 
 
 class _OnceAStep(HostileBackend):
-    """Says something to the judge in the last layer of each step."""
+    """Sends something to the judge in the last layer of each step."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -104,7 +104,7 @@ _OTHER = CASE.replace("k3.15.40", "k4.16.33")
 
 @hostile("answers-the-next-question-with-the-last-answer", cases=(CASE, _OTHER))
 class AnswersTheNextQuestionWithTheLastAnswer(HostileBackend):
-    """Runs its first case rightly, and has the answer sent twice, to have it taken for that of the second case."""
+    """Runs its first case correctly, and sends the answer twice, so that it counts for the second case too."""
 
     driven: Any = None
 
