@@ -95,7 +95,7 @@ _OF_CHOSEN_PLACES = frozenset(
      "grid_sampler_2d", "grid_sampler_3d"}
 )  # fmt: skip
 _CHOSEN_FROM = frozenset({"self", "weight", "input", "sorted_sequence", "boundaries", "out"})
-"""Arguments of these of which numbers or masks say what is touched."""
+"""Arguments of such operations in which numbers or masks choose the touched elements."""
 
 
 class _Use(NamedTuple):
@@ -107,7 +107,7 @@ class _Use(NamedTuple):
 
 @functools.cache
 def _uses_of(op: OpOverload) -> tuple[_Use, ...]:
-    """The arguments that an operation is sure to touch; none for one that may only look at memory in another way."""
+    """Arguments that an operation surely touches; none for one that may only view memory differently."""
     schema = op._schema
     name = schema.name.split("::")[1]
     aliases = [argument.alias_info for argument in schema.arguments if argument.alias_info is not None]

@@ -66,7 +66,7 @@ class ArrivingCopies:
         self._bytes += len(before)
 
     def arrive(self, known: Clock | None = None) -> None:
-        """The host waited: put the bytes of the copies that ``known`` comes after in their place; None: of all."""
+        """Write the held bytes of the copies that ``known`` comes after, because the host waited; None: of all."""
         late = []
         for copy in self.pending:
             if known is not None and known.get(copy.stream, 0) < copy.epoch:
@@ -77,14 +77,14 @@ class ArrivingCopies:
         self._bytes = sum(len(copy.arrives) for copy in late)
 
     def arrive_in(self, used: Access) -> None:
-        """The device uses memory, which it does behind its own copies: nothing is held back of what ends there."""
+        """Release the held bytes of memory that the device uses: it does so after its own copies."""
         touched = [copy for copy in self.pending if copy.target.first < used.end and used.first < copy.target.end]
         if touched:
             # In the order in which they were made: one may lie over another.
             self.arrive()
 
     def refuse(self, access: Access, what: str) -> None:
-        """The host touches memory. Raises EmulationError if a copy to it may not have been made."""
+        """Check a host access. Raises EmulationError if a copy to the memory may not have been made."""
         for copy in self.pending:
             if not is_gone(copy.storage) and surely_meet(copy.target, access):
                 self.arrive()

@@ -51,7 +51,7 @@ class Capture:
         return any(same_generator(known, generator) for known in (*self._generators, *torch.cuda.default_generators))
 
     def block(self, tensor: Tensor, *, in_pool: bool = False) -> Block:
-        """The block of `tensor`'s storage, made when the capture first meets it; `in_pool`: as memory of its own."""
+        """The block of `tensor`'s storage, made at its first use in the capture; `in_pool`: as the capture's memory."""
         storage = tensor.untyped_storage()
         block = self.blocks.get(storage._cdata)
         return self._meet(storage, in_pool) if block is None else block
@@ -63,12 +63,12 @@ class Capture:
         return block
 
     def about_to_write(self, tensor: Tensor) -> None:
-        """Save what `tensor`'s memory holds, so that `undo` can put it back."""
+        """Save the contents of `tensor`'s memory, so that `undo` can restore them."""
         if self.policy.rollback:
             self.block(tensor).save()
 
     def retire_dropped_blocks(self) -> None:
-        """Mark pool blocks that the program does not refer to any more; from there on their content is undefined."""
+        """Mark pool blocks that the program no longer refers to; from there on their content is undefined."""
         if 1 not in map(use_count, self._live):  # the graph itself is the last
             return
         for key, block in list(self._live.items()):
@@ -101,7 +101,7 @@ class Capture:
         return moved
 
     def disown(self, block: Block) -> None:
-        """The memory of `block` is no longer where the program left it: whether the program drops it says nothing."""
+        """Ignore drops of `block` by the program from now on: its memory has moved."""
         self._live.pop(block.key, None)
 
     def undo(self) -> None:
@@ -113,5 +113,5 @@ class Capture:
                 block.restore()
 
     def blocks_to_check(self) -> list[Block]:
-        """Memory that a replay must find where it was: all of it but pool memory that the program dropped."""
+        """Memory whose address a replay must check: all of it but pool memory that the program dropped."""
         return [block for block in self.blocks.values() if not block.in_pool] + [*self._live.values()]

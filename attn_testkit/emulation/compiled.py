@@ -1,4 +1,4 @@
-"""Regions that torch.compile would compile: here they run eagerly, as the operations that they are made of."""
+"""Regions that torch.compile would compile: here their operations run eagerly."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_eagerly(stack: ExitStack, noted: Callable[[], object]) -> None:
 
 
 def _is_inductor(callback: Any) -> bool:
-    """Wrappers of a compiler name it one inside the other."""
+    """True if the innermost compiler of nested wrappers is Inductor."""
     while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
         callback = inner
     return hasattr(callback, "get_compiler_config")

@@ -38,7 +38,8 @@ class Call:
 
 
 def not_the_same_memory(call: Call) -> bool:
-    """torch answers `equal(x, x)` without a look at the values: same storage, offset, sizes and strides."""
+    """True unless `equal(x, y)` has the same storage, offset, sizes and strides: then torch does not read the
+    values."""
     a, b = call["self"], call["other"]
     same = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
     return not (same and a.size() == b.size() and a.stride() == b.stride())
@@ -134,7 +135,8 @@ def _same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 def _read_in_place(target: Tensor, source: Tensor) -> bool:
-    """Otherwise torch makes a contiguous copy on the host first, in unpinned memory."""
+    """True if memory is copied in place; otherwise torch makes a contiguous copy on the host first, in unpinned
+    memory."""
     return (source.is_contiguous() and source.size() == target.size()) or _same_layout(target, source)
 
 

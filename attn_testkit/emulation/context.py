@@ -1,4 +1,4 @@
-"""The way in: `with emulated_cuda(): ...`"""
+"""The entry to the emulation: `with emulated_cuda(): ...`"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device that is emulated: what it says of itself, whoever asks."""
+"""Properties of the emulated device."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _METHOD = type(Tensor.add)
 
 
 def spell(func: Any) -> str:
-    """A function of torch as an author writes it."""
+    """Name of a function of torch, as an author writes it."""
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(func)
     name = getattr(func, "__name__", "")

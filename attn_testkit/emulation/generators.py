@@ -1,4 +1,4 @@
-"""Generators on the device: CPU generators that say they are not."""
+"""Generators of the device: CPU generators that report the device."""
 
 from __future__ import annotations
 

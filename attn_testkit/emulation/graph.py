@@ -183,7 +183,7 @@ class EmulatedGraph:
         self._generators.append(generator)
 
     def enable_debug_mode(self) -> None:
-        """Accepted; there is nothing to dump."""
+        """Do nothing: there is nothing to dump."""
 
     def debug_dump(self, debug_path: str) -> None:
         """Write the recorded operations to `debug_path`, one per line with the author's line, instead of a DOT
@@ -193,7 +193,7 @@ class EmulatedGraph:
             file.writelines(f"// {node.name} at {node.site}\n" for node in nodes)
 
     def raw_cuda_graph(self) -> int:
-        """A number that names this graph in this process; no pointer. Raises RuntimeError before a capture."""
+        """Number of this graph in this process; not a pointer. Raises RuntimeError before a capture."""
         self._require_captured("raw_cuda_graph")
         return id(self)
 
@@ -212,7 +212,8 @@ class EmulatedGraph:
 
 
 def _say_where(error: Exception, node: Node) -> None:
-    """Give an error of a replay the line that recorded the operation: its traceback knows the line that replays."""
+    """Add to an error of a replay the line that recorded the operation; its traceback has only the line that
+    replays."""
     error.add_note(f"in the replay of {node.name}, recorded at {node.site}")
     with contextlib.suppress(AttributeError, TypeError):
         error.site = node.site  # type: ignore[attr-defined]

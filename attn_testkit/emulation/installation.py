@@ -25,8 +25,8 @@ _device = DEVICE.entries
 
 
 class Installation:
-    """The replaced attributes, and how many threads are inside. `checked`: this torch passed the self-tests.
-    `compiled_regions`: so often code ran eagerly that torch.compile would have compiled."""
+    """The replaced attributes, and the number of threads inside. `checked`: this torch passed the self-tests.
+    `compiled_regions`: number of times that code ran eagerly that torch.compile would have compiled."""
 
     def __init__(self) -> None:
         self.checked = False
@@ -40,7 +40,7 @@ class Installation:
         self._eager = False
 
     def enter(self) -> None:
-        """One thread more is inside; the first replaces everything.
+        """Count one more thread inside; the first replaces everything.
 
         Raises RuntimeError, and replaces nothing, on a torch whose private APIs are not what this package expects.
         """
@@ -64,7 +64,7 @@ class Installation:
         return self._entries if self._users == 1 else -1
 
     def leave(self) -> None:
-        """One thread less is inside; the last restores everything."""
+        """Count one thread less inside; the last restores everything."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -191,7 +191,7 @@ def _watched(original: Any) -> Any:
 
 
 def _share_by_dlpack(original: Any) -> Any:
-    """Through DLPack the memory would lose its tag."""
+    """Export by DLPack, through which the memory would lose its tag."""
 
     def from_dlpack(source: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(source, Tensor) and looks_device(source):

@@ -1,4 +1,4 @@
-"""One operation as the dispatcher shows it: what it is called with, where that lies, and what of its result is new."""
+"""One operation as the dispatcher shows it: its arguments, their places, and the new memory of its result."""
 
 from __future__ import annotations
 

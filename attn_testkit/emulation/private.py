@@ -1,6 +1,6 @@
-"""Every private torch API this package leans on, in one place, each with a self-test that says what broke.
+"""Private torch APIs that this package uses, in one place, each with a self-test that says what broke.
 
-A new torch release that changes one of them shows here first, as one clear sentence, not as a wrong verdict.
+If a new torch release changes one of them, a self-test reports it in one sentence, before a wrong verdict.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ inference = functools.partial(torch._C._InferenceMode, True)
 disable_modes = _disable_current_modes
 _functorch: Any = torch._C._functorch
 vmap_level: Callable[[], object] = _functorch.peek_interpreter_stack
-"""None outside of vmap and its like."""
+"""Stack of vmap and similar transforms; None outside of them."""
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """Number of owners of the storage of an identity; 0 when it is gone and its identity is kept."""
 keep_identity: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._weak_ref  # type: ignore[assignment]
@@ -86,7 +86,7 @@ def raw_storage(address: int, nbytes: int) -> torch.UntypedStorage:
 
 
 def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """Knows whether the storage is still there, without keeping it."""
+    """A weak reference that knows if the storage still exists."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
@@ -155,7 +155,7 @@ def _has_kernel(op: OpOverload, key: str) -> bool:
 
 modes_entered: Callable[[], int] = torch._C._len_torch_dispatch_stack
 push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
-"""Have a dispatch mode see operations, as `with mode:` does, without the accounts that torch.compile keeps."""
+"""Activate a dispatch mode, as `with mode:` does, without the accounts that torch.compile keeps."""
 pop_mode: Callable[[], TorchDispatchMode] = functools.partial(torch._C._pop_torch_dispatch_stack, None)
 """End the last `push_mode`, and return what it pushed."""
 
@@ -221,7 +221,7 @@ class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would import dynamo, which takes a second, to say that nothing is compiled in here."""
+        """Answer without torch, which would import dynamo for a second to find out that nothing is compiled here."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]

@@ -37,11 +37,11 @@ class Node:
 
     @property
     def site(self) -> Site:
-        """The line that recorded it."""
+        """Line that recorded the operation."""
         return site_of(self.place)
 
     def step(self, fill: int | None) -> Step | None:
-        """The ready call for a replay, None if there is nothing to do; `fill` is the policy's byte."""
+        """Make the ready call for a replay, None if there is nothing to do; `fill` is the policy's byte."""
         raise NotImplementedError
 
 
@@ -54,7 +54,7 @@ class OpNode(Node):
     fresh: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def step(self, fill: int | None) -> Step | None:
-        """The operation, with its fresh outputs written to where the graph keeps them (by out= where there is one)."""
+        """Make the operation, with its new outputs written to the graph's memory (by out= if there is one)."""
         op = self.what
         assert isinstance(op, OpOverload)
         run = direct_call(op)
@@ -93,7 +93,7 @@ class CallNode(Node):
     call: Step | None = None
 
     def step(self, fill: int | None) -> Step | None:
-        """`call` as it is."""
+        """Return `call` unchanged."""
         return self.call
 
 

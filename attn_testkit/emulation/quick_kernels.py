@@ -1,4 +1,4 @@
-"""Operations whose CPU kernels are slow for large tensors, by other kernels of torch that give the same bits.
+"""Faster kernels of torch, with the same bits, for operations whose CPU kernels are slow for large tensors.
 
 torch converts FP8 number by number, picks rows element by element, and fills by a mask without vector instructions.
 Where the other kernel gains nothing or is not known to give the same (small tensors, odd layouts, gradients), the
@@ -24,7 +24,7 @@ Step = Callable[[], object]
 
 _aten = torch.ops.aten
 _CONVERTS, _PICKS, _FILLS = 2048, 8192, 2048
-"""Elements from which on each is faster."""
+"""Number of elements from which each is faster."""
 _FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _ROWS = _FLOATS | {torch.uint8, torch.int16, torch.int32, torch.int64}
@@ -39,7 +39,7 @@ def _numbers(narrow: torch.dtype, wide: torch.dtype) -> Tensor:
 
 
 def _is_plain(tensor: Any, least: int) -> bool:
-    """A contiguous tensor of `least` elements or more, of which nobody wants a gradient."""
+    """True for a contiguous tensor of `least` elements or more without a gradient."""
     return (
         type(tensor) is Tensor
         and tensor.numel() >= least
@@ -73,7 +73,7 @@ def _picks(tensor: Tensor, index: Any) -> bool:
 
 
 def _pick(tensor: Tensor, index: Tensor, target: Tensor) -> Tensor:
-    """Raises IndexError for numbers below 0 too, which `tensor[index]` counts from the end."""
+    """Select rows. Raises IndexError for numbers below 0 too, which `tensor[index]` counts from the end."""
     torch.index_select(tensor, 0, index.view(-1), out=target.view(-1, *tensor.size()[1:]))
     return target
 

@@ -20,7 +20,7 @@ __all__ = ["TENSORS_AT", "reads_nothing"]
 
 
 def _functions(names: str) -> Iterable[Any]:
-    """Methods of a tensor, and functions of torch, of these names."""
+    """Methods of a tensor, and functions of torch, with these names."""
     found = (getattr(owner, name, None) for name in names.split() for owner in (Tensor, torch))
     return (each for each in found if callable(each))
 
@@ -48,7 +48,7 @@ TENSORS_AT: dict[Any, frozenset[int]] = {
     **dict.fromkeys((*_functions("clamp clamp_"), torch.where), frozenset({0, 1, 2})),
     **dict.fromkeys(_functions("index_select gather"), frozenset({0, 2})),
 }
-"""Function -> at which of its positions a tensor is one; at any other a value would be read from it."""
+"""Function -> positions at which it may have a tensor; at any other a value would be read from it."""
 
 _AT_LEAST = {torch.where: 3, torch.repeat_interleave: 2, Tensor.repeat_interleave: 2}
 """Function -> its smallest number of arguments; with fewer the size of the result depends on values."""

@@ -1,4 +1,4 @@
-"""Seeing every operation of a capture, below autograd and below Python composites, and noting those that a replay must
+"""Recorder of the operations of a capture, below autograd and below Python composites, which a replay must
 repeat."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             pop_mode()
 
     def _note_use(self, operation: Operation) -> None:
-        """Tell the account of streams what an eager operation reads and writes of its arguments."""
+        """Report to the account of streams the arguments that an eager operation reads and writes."""
         order, stream = self.session.keeps_order, self.session.stream.cuda_stream
         if order is None or private.vmap_level() is not None:
             return
@@ -140,7 +140,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.session.refuse(rule, str(operation.func))
 
     def _refuse_mixed(self, operation: Operation) -> None:
-        """Raise where torch would refuse device and host memory in one operation."""
+        """Raise if torch would refuse device and host memory in one operation."""
         facts, tensors = operation.facts, operation.tensors
         if operation.on_device or facts.name in CROSSES:
             return
@@ -173,14 +173,14 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.watch(copy_across, (self.session, source, dtype, True, non_blocking), _NO_KEYWORDS)
 
     def _look_inside(self, operation: Operation) -> Any:
-        """The kernel of a custom operation may be Python made of torch operations."""
+        """Run the kernel of a custom operation so that torch operations inside it are seen."""
         with self.session.function_mode, self:
             result = private.run_kernel(operation.func, operation.args, operation.kwargs)
         operation.keys = [storage_key(tensor) for tensor in operation.tensors]  # it may have given them other memory
         return result
 
     def _look_inside_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A higher-order operator as the operations that its eager kernel is made of.
+        """Run a higher-order operator as the operations of its eager kernel.
 
         On a GPU a compiler may make one kernel of it, which waits for no more than these do.
         """
@@ -205,7 +205,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run_whole(operation)
 
     def _run_whole(self, operation: Operation) -> Any:
-        """Run an operation without a look inside."""
+        """Run an operation without looking inside it."""
         session = self.session
         if session.order is not None and not operation.on_device:
             result = self._run_mixed(operation)
@@ -224,7 +224,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run_mixed(self, operation: Operation) -> Any:
-        """Run an operation on device and host memory, whose host memory a copy may be on its way to."""
+        """Run an operation on device and host memory; a copy to the host memory may be pending."""
         session, written = self.session, operation.written()
         for tensor in operation.tensors:
             if not (is_device(tensor) or among(tensor, written)):
@@ -250,7 +250,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run_whole(operation)
 
     def reshape(self, func: Callable[..., Tensor], args: tuple[Any, ...]) -> Any:
-        """`take` for `Tensor.reshape`, which looks at the same memory where it can, and copies where it cannot."""
+        """`take` for `Tensor.reshape`, which returns a view if it can, and else a copy."""
         tensor = args[0]
         result = func(*args)
         if storage_key(result) == storage_key(tensor):
@@ -310,7 +310,7 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         return self._noted(operation, [], operation.run())
 
     def _noted(self, operation: Operation, written: list[Tensor], result: Any) -> Any:
-        """The result of an operation that a replay runs again, unless it only looked at memory in another way."""
+        """Note an operation for replays, unless it only viewed memory differently. Returns `result`."""
         capture = self.capture
         if written:
             self._follow_resized(operation.func, written)

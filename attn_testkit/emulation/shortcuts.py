@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_testkit.emulation.private import OpOverload
 
 Taken = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
-"""An operation and what it is called with."""
+"""An operation and its arguments."""
 
 _aten = torch.ops.aten
 _INTEGERS = frozenset({int, type(None)})
@@ -24,7 +24,7 @@ VIEWS = frozenset(
      Tensor.select, Tensor.narrow, Tensor.t, Tensor.unbind, Tensor.diagonal, Tensor.unfold, Tensor.movedim,
      Tensor.swapaxes, Tensor.swapdims, Tensor.detach}
 )  # fmt: skip
-"""Given plain numbers, these return memory of their first argument, run no kernel and read no value."""
+"""Functions that, with plain numbers, return memory of their first argument, run no kernel and read no value."""
 
 _BINARY = {
     Tensor.add: (_aten.add.Tensor, _aten.add.Tensor),

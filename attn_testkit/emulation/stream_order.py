@@ -28,7 +28,7 @@ _SEVERAL_THREADS = -1
 
 
 class _Past(NamedTuple):
-    """An access: on which stream, in which of its epochs, by what, where in the program."""
+    """An access: stream, epoch, operation and place in the program."""
 
     access: Access
     stream: int
@@ -91,12 +91,12 @@ class StreamOrder:
         self.host_waits(self.mark(stream))
 
     def device_waited_for(self) -> None:
-        """The host waited for all streams. Raises EmulationError as ``PendingCopies.settle``."""
+        """Note that the host waited for all streams. Raises EmulationError like ``PendingCopies.settle``."""
         self.all_done()
         self._settle()
 
     def all_done(self) -> None:
-        """No order of what was before matters any more."""
+        """Forget the order of earlier work, which no longer matters."""
         self.arrivals.arrive()
         for history in self._histories.values():
             history.past.clear()
@@ -104,14 +104,14 @@ class StreamOrder:
             forgotten.clear()
 
     def holds_back(self, target: Tensor, before: bytes, stream: int, what: str) -> None:
-        """Called behind a copy to the host that is asked not to block, with what ``ArrivingCopies.before`` gave.
+        """Hold back a non-blocking copy to the host; called after it with the result of ``ArrivingCopies.before``.
 
         Call it with function modes off.
         """
         self.arrivals.hold(target, before, stream, self._epochs.get(stream, 1), what)
 
     def host_touches(self, access: Access, what: str) -> None:
-        """The host reads or writes memory. Raises EmulationError as ``ArrivingCopies.refuse``."""
+        """Note that the host reads or writes memory. Raises EmulationError like ``ArrivingCopies.refuse``."""
         if self.arrivals.pending and not self._may_be_ordered_unseen():
             self.arrivals.refuse(access, what)
 

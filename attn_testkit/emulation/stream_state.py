@@ -33,7 +33,7 @@ class StreamState:
         self.seen[self.cuda_stream] = self.seen.get(self.cuda_stream, 0) + 1
 
     def come_after(self, work: Clock) -> None:
-        """Order what this stream does next after `work`."""
+        """Order the next work of this stream after `work`."""
         for stream, count in work.items():
             self.seen[stream] = max(self.seen.get(stream, 0), count)
 

@@ -37,7 +37,8 @@ Replacement = tuple[Any, str, Any]
 
 
 def replacements() -> list[Replacement]:
-    """(object, attribute, replacement) for the launcher, what it computes with, and the tuner above it."""
+    """(object, attribute, replacement) for the launcher, the functions that it computes with, and the tuner above
+    it."""
     module = interpreter()
     if module is None:
         return []
@@ -165,11 +166,11 @@ def _record(
 
 
 _LARGEST_GRID = (2**31 - 1, 65_535, 65_535)
-"""CUDA's x, y and z of a grid (sglang #34941)."""
+"""Largest x, y and z of a grid in CUDA (sglang #34941)."""
 
 
 class _Grid:
-    """The launch grid, kept as the numbers it had when the launch was captured."""
+    """The launch grid, with the numbers of the capture."""
 
     def __init__(self, grid: Any, kernel: str) -> None:
         self._grid, self._kernel = grid, kernel
@@ -201,7 +202,7 @@ def _pointers(values: Any) -> list[Tensor]:
 
 
 def _given(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors that a launch is given, by the names of their arguments."""
+    """Tensors of a launch, by the names of their arguments."""
     names = [*executor.arg_names[: len(args)], *kwargs]
     found: dict[str, Tensor] = {}
     for name, value in zip(names, (*args, *kwargs.values()), strict=False):

@@ -93,11 +93,11 @@ def _pointers_of(handle: Any) -> Any:
 
         @functools.cached_property
         def data(self) -> Array:
-            """All of them, as the stock interpreter keeps them."""
+            """All pointers, in the form of the stock interpreter."""
             return _spread(_sum(self.parts), self.shape).view(np.uint64)
 
         def get_element_ty(self) -> Any:
-            """The type of what they point to."""
+            """Type of the elements that they point to."""
             return self.element
 
     return Pointers
@@ -108,7 +108,7 @@ def _sum(parts: Sequence[Array]) -> Array:
 
 
 def _spread(values: Array, shape: tuple[int, ...]) -> Array:
-    """`np.broadcast_to`, five times as fast where it can be."""
+    """`np.broadcast_to`, five times as fast if possible."""
     if values.shape == shape:
         return values
     if values.ndim != len(shape) or not values.flags.c_contiguous or not _fits(values.shape, shape):
@@ -147,7 +147,7 @@ def _memory(dtype: np.dtype[Any]) -> Array:
 
 
 def _places(parts: Sequence[Array], itemsize: int) -> Array | None:
-    """Indices into `_memory`; None if one of them may be no aligned address."""
+    """Indices into `_memory`; None if one of them may not be an aligned address."""
     shift, low = itemsize.bit_length() - 1, 0
     for part in parts:
         if part.size == 0:
@@ -282,7 +282,7 @@ def _addptr_of(pointers: Any, stock: Any) -> Any:
 
 
 def _with_part(parts: Sequence[Array], step: Array) -> Sequence[Array]:
-    """`parts` and one more, added to another where that makes it no larger."""
+    """`parts` with one more, which is added to another one if that does not enlarge it."""
     for i, part in enumerate(parts):
         if part.shape == step.shape or step.size == 1 or part.size == 1:
             return (*parts[:i], part + step, *parts[i + 1 :])

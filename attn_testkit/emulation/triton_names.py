@@ -111,7 +111,7 @@ def _parts(module: Any, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _counted(start: Any, stop: Any, step: int) -> Iterator[Any]:
-    """`range` of numbers that are not known: whether there is a next one is a decision."""
+    """`range` of unknown numbers: the end of the loop is a decision."""
     if step == 0:
         raise ValueError("range() arg 3 must not be zero")
     while start < stop if step > 0 else start > stop:
@@ -162,9 +162,9 @@ class Language:
 
 
 class Twin:
-    """A function of a kernel with names of its own, good as long as what it names stays the same.
+    """A copy of a kernel's function with replaced names, valid while the values of its names stay the same.
 
-    `refusal` says why it cannot be noted down, empty if it can.
+    `refusal` says why it cannot be recorded; empty if it can.
     """
 
     def __init__(self, module: Any, language: Language, function: types.FunctionType) -> None:

@@ -160,7 +160,7 @@ class Paths:
         return _Step(call.name, args, run, takes, out, level, call.kind is Kind.EFFECT)
 
     def _plan(self) -> None:
-        """Say for every node which of its calls are wanted, and which results nobody wants afterwards."""
+        """Find, for every node, the calls that are needed, and the results that are not needed afterwards."""
         for node in reversed(self._nodes):  # children are younger than their parents
             needed = set().union(*(child.needed for child in node.children.values()))
             if node.decision is not None:
@@ -183,10 +183,9 @@ class Paths:
         self.plans += 1
 
     def walk(self, launch: Launch) -> list[Effect] | None:
-        """Run one program along the paths that are known.
+        """Run one program along the known paths.
 
-        Answers None, or where they end before the program does, its effects so far. An exception of one of the calls
-        ends them too.
+        Returns None, or, if the paths end before the program, its effects so far. An exception of a call ends them too.
         """
         if not self._is_planned:
             self._plan()
@@ -224,7 +223,7 @@ class Launch:
         self.visited: set[Any] = set()
 
     def values_of(self, constants: Sequence[Any], plan: int) -> list[Any]:
-        """A place for every result of a program, with those that are there already."""
+        """A list with a place for every result of a program, filled with the known ones."""
         if plan != self._plan:
             self._values = [*self._arguments, *constants[len(self._arguments) :]]
             self._plan = plan

@@ -57,7 +57,7 @@ def knows(module: Any) -> bool:
 
 
 class Programs:
-    """The kernels of one interpreter: how they are launched, and what is known of them."""
+    """The kernels of one interpreter: their launches, and recorded paths."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -65,7 +65,7 @@ class Programs:
         self._kernels: weakref.WeakKeyDictionary[Any, _Kernel] = weakref.WeakKeyDictionary()
 
     def replacements(self) -> list[triton_language.Replacement]:
-        """(object, attribute, replacement), for what is noted down without the interpreter's builder."""
+        """(object, attribute, replacement) for calls that are recorded outside the interpreter's builder."""
         return triton_language.replacements(self._module, self._twins)
 
     def launch(self, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ class _History:
         self.is_worth_it = True
 
     def learn(self, recorder: Recorder) -> None:
-        """Add what a program did."""
+        """Add the calls of a program."""
         self.noted += 1
         self.twins |= recorder.twins
         try:
@@ -234,7 +234,7 @@ class _Grid:
             history.learn(recorder)
 
     def _as_tensors(self) -> dict[str, Any]:
-        """The arguments, floats among them as what may be taken for a tensor."""
+        """The arguments, with floats as numbers that may be used as tensors."""
         number, constants = python_number(self.module), self.given.constants
         arguments = self.given.by_name.items()
         return {name: value if name in constants else number(value) for name, value in arguments}

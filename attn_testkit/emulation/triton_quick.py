@@ -22,7 +22,7 @@ Run = Callable[..., Any]
 
 _CAST = re.compile("create_([us]i_to_fp|fp_to_[us]i|fp_ext|fp_trunc|int_cast)")
 _WORDS = re.compile("bf16|fp8.*|pointer.*")
-"""Types whose arrays hold something else than their values."""
+"""Types whose arrays do not hold their values."""
 _OF_BITS = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
 _SPREADS = ("create_splat", "create_broadcast")
 _TAKES_SMALLER = {"create_addptr": (1,), "create_masked_load": (1, 2), "create_masked_store": (2,)}

@@ -32,7 +32,7 @@ _HANDLES = ("TensorHandle", "TensorDescHandle", "BlockPointerHandle")
 
 
 class Untraceable(Exception):
-    """The program cannot be noted down as calls on tensors."""
+    """The program cannot be recorded as calls on tensors."""
 
 
 class Traced:
@@ -44,7 +44,7 @@ class Traced:
         self.slot, self.dtype = slot, dtype
 
     def set_attr(self, *_: Any) -> None:
-        """Hints to a compiler are not kept."""
+        """Ignore hints to a compiler."""
 
 
 class Recorder:
@@ -82,7 +82,7 @@ class Recorder:
         return call
 
     def note(self, name: object, kind: Kind, run: Callable[..., Any], *args: Any) -> int:
-        """Make a call, unless its result is known, and answer which result of the path it has."""
+        """Make a call, unless its result is known, and return the number of its result in the path."""
         slots = tuple(self.slot(arg) for arg in args)
         if kind is not Kind.EFFECT and (name, slots) in self._known:
             return int(self._known[name, slots])
@@ -95,7 +95,7 @@ class Recorder:
         return self._add(Call(name, slots, kind, run, value, self._shorter(name, kind, run, slots, value)))
 
     def _shorter(self, name: object, kind: Kind, run: Callable[..., Any], slots: tuple[int, ...], value: Any) -> Any:
-        """A shorter way to the value of a call: what to run, on which results of the path."""
+        """A shorter way to the value of a call: a function, and the results of the path that it takes."""
         if spreads(name):
             self._spread[len(self._values)] = slots[1 if name == "create_splat" else 0]
         operands = [[slot, self._spread[slot]] if slot in self._spread else [slot] for slot in slots]
@@ -313,7 +313,7 @@ class Repeater:
 
 
 def repeated(name: object, effect: Effect) -> Any:
-    """The answer of an effect that happened. Raises RuntimeError if it was another one."""
+    """Result of an effect that happened. Raises RuntimeError if it was another one."""
     known, value = effect
     if known != name:
         raise RuntimeError(f"the kernel did {name} where it did {known} a moment ago")

@@ -1,4 +1,4 @@
-"""Replacements in Triton's interpreter that can be called in every way in which the stock functions can.
+"""Selection of the replacements in Triton's interpreter that accept every call that the stock functions accept.
 
 A release of Triton may rename a parameter, add one, or call by name what it called by position. A replacement that does
 not take all of that would fail correct kernels, so it is left out, and the stock function stays.

@@ -1,4 +1,4 @@
-"""Making Triton's interpreter faster without changing what it computes.
+"""Replacements that make Triton's interpreter faster with equal results.
 
 The stock interpreter patches `triton.language` again for every nested call of a launch (tl.sum, tl.cdiv, ...), builds
 the description of a block for every operation on one, and repeats every 32-bit integer operation in 64 bits to check
