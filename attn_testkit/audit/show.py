@@ -16,7 +16,7 @@ __all__ = ["audit_page", "audit_text", "check_pages"]
 
 
 def audit_text(audit: Audit, *, verbose: bool = False) -> str:
-    """Survivors and false alarms first, then the kill matrix, then each check's part."""
+    """Text of an audit: survivors and false alarms, then the kill matrix, then each check's share."""
     lines: list[str] = []
     for verdict in audit.survivors:
         why = verdict.not_run and f"not run: {verdict.not_run}"
@@ -42,7 +42,7 @@ def audit_text(audit: Audit, *, verbose: bool = False) -> str:
 
 
 def verdict_line(audit: Audit) -> str:
-    """The whole audit in a line."""
+    """Summary of the audit in a line."""
     caught = sum(verdict.caught for verdict in audit.faults)
     case_runs = sum(v.case_runs for v in audit.faults) + sum(v.case_runs for v in audit.controls)
     alarms = sum(verdict.alarms for verdict in audit.controls)
@@ -61,7 +61,7 @@ def verdict_line(audit: Audit) -> str:
 
 
 def _columns(audit: Audit) -> list[str]:
-    """Checks that faults can be caught by: all, or in a part those that caught or were expected to."""
+    """Columns of the kill matrix: all checks, or in a partial audit those that caught or were expected to."""
     used = {check for verdict in audit.faults for check in verdict.caught_by}
     asked = {check for v in audit.faults for check in v.expected} if audit.settings.partial else set(CHECKS)
     return [check for check in (*CHECKS, "crashed", "timed out") if check in asked | used]

@@ -134,7 +134,7 @@ Verdict = FaultVerdict | ControlVerdict | HostileVerdict
 
 @dataclass
 class Audit:
-    """Everything that came out."""
+    """Result of an audit."""
 
     settings: Settings
     faults: list[FaultVerdict] = field(default_factory=list)
@@ -150,7 +150,7 @@ class Audit:
 
     @property
     def alarms(self) -> list[ControlVerdict]:
-        """Controls that were found fault with."""
+        """Controls on which a check failed."""
         return [verdict for verdict in self.controls if verdict.alarms]
 
     @property
@@ -162,7 +162,7 @@ class Audit:
 
     @property
     def caught_alone(self) -> dict[str, int]:
-        """Check -> faults that it and no other reports."""
+        """Check -> faults that only it reports."""
         counts = Counter(verdict.first for verdict in self.faults if len(verdict.caught_by) == 1)
         return {check: counts[check] for check in self.first_catches}
 
@@ -182,7 +182,7 @@ class Audit:
         return 1 if self.survivors or self.alarms or self.idle_checks or unproved else 0
 
     def as_plain(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The audit as JSON-ready values."""
         return {
             "settings": {key: value for key, value in asdict(self.settings).items() if key != "caught_before"},
             "device": self.device,

@@ -10,7 +10,7 @@ __all__ = ["branch_slots", "forward_number", "kernel_requests"]
 
 
 def kernel_requests(batch: ForwardBatch) -> int:
-    """Requests to the kernel: those of the batch, or their branches."""
+    """Number of the kernel's requests: those of the batch, or their branches."""
     return batch.batch_size * (batch.spec_info.topk if isinstance(batch.spec_info, DraftDecodeInput) else 1)
 
 

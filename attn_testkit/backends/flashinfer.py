@@ -138,7 +138,7 @@ class FlashInferBackend(AttentionBackend):
         return [(kind, part) for kind in self._kinds for part in self._parts]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Buffers that every bucket's wrappers share; each plan fills them for the replay that follows."""
+        """Allocate buffers that every bucket's wrappers share; each plan fills them for the next replay."""
         context = self.context
         batch = GraphBuffers.of_requests(context, max_bs, masked=True)
         others = [replace(batch, kv_indices=torch.zeros_like(batch.kv_indices)) for _ in context.groups[1:]]
@@ -237,7 +237,7 @@ class FlashInferBackend(AttentionBackend):
         )
 
     def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan, *, causal: bool = True) -> None:
-        """``causal``: whether rows see no later key, where no mask says it and the model is causal."""
+        """Plan prefill wrappers. ``causal``: rows see no later key, if there is no mask and the model is causal."""
         context = self.context
         wrapper.plan(
             plan.qo_indptr,
@@ -309,7 +309,7 @@ class FlashInferBackend(AttentionBackend):
         save_kv_cache: bool,
         page_size: int,
     ) -> tuple[Any, dict[str, float]]:
-        """K and V in pages of so many slots, with the new rows in them, and the scales of a run."""
+        """Store the new rows. Returns K and V in pages of ``page_size`` slots, and the scales of a run."""
         group = self.context.group_of(layer)
         pool = group.kv_pool
         if save_kv_cache:

@@ -102,7 +102,7 @@ class FlashInferMLABackend(AttentionBackend):
         return [(scale, part) for scale in self._scales for part in self._parts]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Buffers that every bucket's wrappers share; each plan fills them for the replay that follows."""
+        """Allocate buffers that every bucket's wrappers share; each plan fills them for the next replay."""
         context = self.context
         # One request more than the batch: see _graph_plans.
         self._of_batch = GraphBuffers.of_requests(context, max_bs + 1)
@@ -227,7 +227,7 @@ class FlashInferMLABackend(AttentionBackend):
     def _stored(
         self, k: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool, page_size: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Latent rows in pages of so many slots, with the new ones in them, and the scales of a run."""
+        """Store the new rows. Returns the latent rows in pages of ``page_size`` slots, and the scales of a run."""
         pool = self.context.kv_pool
         if save_kv_cache:
             pool.set_kv_buffer(layer, batch.out_cache_loc, k)

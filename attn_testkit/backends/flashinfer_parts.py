@@ -61,7 +61,7 @@ def by_slots(context: BackendContext) -> bool:
 
 
 def masked_plan(plan: PagePlan, part: KVPart, *, window: int = -1) -> PagePlan:
-    """``plan``, of all keys, with a custom mask of those of a part that a row sees. Host work and a copy."""
+    """``plan`` of all keys, with a custom mask of the keys of a split that a row sees. Host work and a copy."""
     masks: list[torch.Tensor] = []
     for kv_len, q_len in zip(plan.kv_lens.tolist(), plan.qo_indptr.diff().tolist(), strict=True):
         prefix, key = kv_len - q_len, torch.arange(kv_len)
@@ -113,7 +113,7 @@ def part_plan(
 
 
 def _seen(plan: PagePlan, key: torch.Tensor, prefix: int, q_len: int, window: int) -> torch.Tensor:
-    """[q_len, keys] bool: what a row sees of ``key`` by the window, and by causality where the plan has no mask."""
+    """[q_len, keys] bool: keys that a row sees by the window, and by causality if the plan has no mask."""
     row = torch.arange(q_len)[:, None]
     seen = (key >= prefix + row - window) | (window < 0)
     return seen & (key <= prefix + row) if plan.custom_mask is None else seen

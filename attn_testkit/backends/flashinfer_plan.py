@@ -54,7 +54,7 @@ def bytes_of_partials(context: BackendContext) -> int:
 
 @dataclass(frozen=True)
 class PagePlan:
-    """One batch for a CSR kernel. All int32; host tensors unless said otherwise."""
+    """One batch for a CSR kernel. All tensors are int32 and on the host, unless stated otherwise."""
 
     qo_indptr: torch.Tensor
     """[bs + 1]: first query row of each request."""
@@ -79,7 +79,7 @@ class PagePlan:
 
 
 def exclusive_sum(counts: torch.Tensor) -> torch.Tensor:
-    """[n] -> [n + 1] int32, beginning with 0."""
+    """[n] -> [n + 1] int32: running sum, beginning with 0."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
@@ -115,7 +115,7 @@ def make_page_plan(context: BackendContext, batch: ForwardBatch) -> PagePlan:
 
 
 def filled_up(plan: PagePlan, rows: int, page_size: int) -> PagePlan:
-    """One more request, which takes the query rows between the packed end and ``rows`` and reads page 0."""
+    """``plan`` with one more request, which takes the query rows from the packed end to ``rows`` and reads page 0."""
     rest = torch.tensor([rows]) - plan.qo_indptr[-1:]
     kv_lens = rest.clamp(min=1)
     pages = -(-kv_lens // page_size)

@@ -50,7 +50,7 @@ class FlashInferRaggedBackend(FlashInferBackend):
         self._kinds_with_prefix: set[LayerKind] = set()
 
     def _plan_all(self, plans: tuple[PagePlan, ...], decode: bool) -> None:
-        """Both wrappers of each kind of layer, and the parent's for all keys."""
+        """Plan both wrappers of each kind of layer, and the parent's for all keys."""
         super()._plan_all(plans, decode)
         (whole,) = plans
         self._kinds_with_prefix.clear()
@@ -86,7 +86,7 @@ class FlashInferRaggedBackend(FlashInferBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Attend both parts, merge them, store the new rows."""
+        """Attend both KV splits, merge them, store the new rows."""
         if not save_kv_cache:
             return super().forward(q, k, v, layer, batch, save_kv_cache)
         return self._attend(q, k, v, layer, batch)[0]

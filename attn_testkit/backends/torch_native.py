@@ -39,9 +39,9 @@ class _Seen:
     """Keys that the rows of a step see in a layer."""
 
     hidden: torch.Tensor
-    """[B, 1, 1, W, C] bool: keys that a row does not see."""
+    """[B, 1, 1, W, C] bool: True for keys that a row does not see."""
     blind: torch.Tensor
-    """[B, W, 1, 1, 1] bool: rows that see nothing."""
+    """[B, W, 1, 1, 1] bool: True for rows that see no key."""
     values: tuple[torch.Tensor, ...]
     """Indices of [B, C] values into the KV pool, those of a key that a row sees or else of the request's last one."""
 
@@ -95,7 +95,7 @@ class TorchNativeBackend(AttentionBackend):
         self._has_slot_views = context.kv_pool.layout in ("nhd", "side-by-side")
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """One mask buffer for every graph; the draft stage fills it in place."""
+        """Allocate one mask buffer for every graph; the draft stage fills it in place."""
         n = self.context.num_draft_tokens
         if self.context.topk:
             buffer = torch.zeros(max_bs * n * n, dtype=torch.bool, device=self.context.device)
@@ -103,7 +103,7 @@ class TorchNativeBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """The buffer above."""
+        """The mask buffer; None before there are graphs, and without trees."""
         return self._mask
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
@@ -165,7 +165,7 @@ class TorchNativeBackend(AttentionBackend):
     def _visibility(
         self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[B, W] position of each row, [B, 1 or W, C] position of each key, [B, W, C] whether the row may see it."""
+        """[B, W] position of each row, [B, 1 or W, C] of each key, [B, W, C] True if the row may see it."""
         kv_lens = self._kv_lens(batch, counts)
         prefix = kv_lens - counts
         position, key = prefix[:, None] + offset, self._key[None, None]
@@ -181,7 +181,7 @@ class TorchNativeBackend(AttentionBackend):
         return position, torch.where(inside, position.gather(1, node), self._key)[:, None], visible
 
     def _tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
-        """[B, N, C]: whether tree node ``offset[j]`` of a request may see its node ``node[b, c]``."""
+        """[B, N, C]: True if tree node ``offset[j]`` of a request may see its node ``node[b, c]``."""
         assert spec.custom_mask is not None
         n, index = len(offset), torch.arange(len(prefix), device=prefix.device)[:, None]
         if spec.tree_mask_mode is TreeMaskMode.QLEN_ONLY:
@@ -234,7 +234,7 @@ class TorchNativeBackend(AttentionBackend):
     def merge_state(
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each weighs as its share of the whole sum; nothing weighs in a row of padding that has no key at all."""
+        """Merge by shares of the whole sum; a padding row without any key gets weights of 0."""
         lse = torch.logaddexp(lse_a, lse_b)
         base = torch.where(lse == -torch.inf, 0.0, lse)
         of_a, of_b = (torch.exp(each - base)[..., None] for each in (lse_a, lse_b))
@@ -249,7 +249,7 @@ class TorchNativeBackend(AttentionBackend):
             group.kv_pool.set_kv_buffer(layer, group.cache_loc(batch).clamp(min=0), k, v)
 
     def _attend(self, q: torch.Tensor, layer: AttentionLayer, seen: _Seen) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, Hq, Dv], and [B, Hk, G, W, C] the logits of what is ``seen``, and of sinks behind them."""
+        """[T, Hq, Dv] output, and [B, Hk, G, W, C] logits of the ``seen`` keys, followed by sinks."""
         logits = self._masked(self._logits(self._queries(q, layer), self._keys(layer), layer), seen, layer)
         out = self._sum(torch.softmax(logits, -1)[..., : len(self._key)], self._values(layer, seen), seen)
         if layer.v_scale != 1:
@@ -269,11 +269,11 @@ class TorchNativeBackend(AttentionBackend):
         return _gather(self._buffers(layer)[0], self._keys_at[self.context.group_of(layer).index])
 
     def _values(self, layer: AttentionLayer, seen: _Seen) -> torch.Tensor:
-        """[B, Hk, C, Dv] float32, likewise."""
+        """[B, Hk, C, Dv] float32, not yet multiplied by an FP8 pool's scale."""
         return _gather(self._buffers(layer)[1], seen.values)
 
     def _buffers(self, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V by slot, or by page and slot where the layout has no view by slot."""
+        """Views of K and V by slot, or by page and slot if the layout has no view by slot."""
         pool = self.context.group_of(layer).kv_pool
         return (pool.get_kv_buffer if self._has_slot_views else pool.get_kv_pages)(layer.layer_id)
 
@@ -290,7 +290,7 @@ class TorchNativeBackend(AttentionBackend):
         return layer.logit_cap * torch.tanh(logits / layer.logit_cap) if layer.logit_cap else logits
 
     def _in_window(self, layer: AttentionLayer) -> torch.Tensor:
-        """[B, W, C]: visible, and no more than the layer's window back."""
+        """[B, W, C]: True for visible keys inside the layer's window."""
         if layer.sliding_window_size < 0:
             return self._visible
         return self._visible & (self._position[..., None] - self._key_position <= layer.sliding_window_size)
@@ -303,7 +303,7 @@ class TorchNativeBackend(AttentionBackend):
         return _Seen(~seen[:, None, None], ~seen.any(2)[:, :, None, None, None], self._index(values))
 
     def _masked(self, logits: torch.Tensor, seen: _Seen, layer: AttentionLayer) -> torch.Tensor:
-        """[B, Hk, G, W, C]: -inf for what is not seen; and behind the last key the sinks, where there are."""
+        """[B, Hk, G, W, C]: logits, -inf for unseen keys, followed by the sinks, if any."""
         logits = logits.masked_fill(seen.hidden, -torch.inf)
         if layer.sinks is None:
             return logits
@@ -311,7 +311,7 @@ class TorchNativeBackend(AttentionBackend):
         return torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
 
     def _sum(self, p: torch.Tensor, values: torch.Tensor, seen: _Seen) -> torch.Tensor:
-        """[B, W, Hk, G, Dv]. The softmax of a row that sees nothing is NaN: it gets zeros."""
+        """[B, W, Hk, G, Dv]: weighted sums. The softmax of a row that sees no key is NaN: it gets zeros."""
         out = p.flatten(2, 3).matmul(values).view(*p.shape[:-1], -1).permute(0, 3, 1, 2, 4)
         return out.masked_fill(seen.blind, 0.0)
 

@@ -58,13 +58,13 @@ class _Plan:
     kv_lens: torch.Tensor
     """[forwards, bs] int32: keys, this step's included. Only draft-decode has several forwards."""
     cu_seqlens_q: torch.Tensor
-    """[bs + 1] int32: where the query rows of each request begin."""
+    """[bs + 1] int32: first query row of each request."""
     mask: torch.Tensor | None
     """[bs, N, N] uint8: node t may see node c. None: causal."""
     max_q_len: int
     """Upper bound of the query rows of a request: a constant of the mode, or in extend of the batch or bucket."""
     tile_rows: int
-    """Rows of a request that tiles are made for, and splits left out for: a constant of the mode."""
+    """Rows of a request for which tiles, and the use of splits, are chosen: a constant of the mode."""
 
 
 class TritonBackend(AttentionBackend):
@@ -152,7 +152,7 @@ class TritonBackend(AttentionBackend):
         return self._verify_mask
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Copy this step's plan to where the graph reads it; capture and replay are alike."""
+        """Copy this step's plan into the graph's; a capture and a replay do the same."""
         static, fresh = self._static, self._plan_step(batch)
         forwards, bs = fresh.kv_lens.shape
         assert static is not None, "init_cuda_graph_state comes before any capture"
@@ -221,7 +221,7 @@ class TritonBackend(AttentionBackend):
         save_kv_cache: bool = True,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store the new rows, then attend to them and to the prefix alike, through ``req_to_token``."""
+        """Store the new rows, then attend to them and to the prefix through ``req_to_token``."""
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         self._store(k, v, layer, batch, save_kv_cache)
@@ -260,7 +260,7 @@ class TritonBackend(AttentionBackend):
         lse: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, Hq, D], in ``out`` where that is given; into ``lse`` [T, Hq] goes the log-sum-exp."""
+        """[T, Hq, D] output, in ``out`` if given; the log-sum-exp is written to ``lse`` [T, Hq]."""
         context, plan, kv_group = self.context, self._plan, self.context.group_of(layer)
         assert plan is not None, "a step is planned before its forward"
         # Rows of the request table are the same in every group; a draft's own table is of the one group there is.

@@ -35,7 +35,7 @@ def _ones(n: int = 4) -> Tensor:
 
 
 def kernels_do_not_run_during_capture() -> str:
-    """x before and after one replay of `x.add_(1)`: 1 and 2 if the captured add did not run."""
+    """Values of x before and after one replay of `x.add_(1)`: 1 and 2 if the captured add did not run."""
     x = _ones()
     graph, _ = _capture(lambda: x.add_(1))
     before = x[0].item()
@@ -216,7 +216,7 @@ def default_generator_gives_new_numbers() -> str:
 
 
 def input_resized_after_capture() -> str:
-    """The graph reads the old address; the tensor has moved."""
+    """Result of a graph that reads the old address of a resized tensor."""
     x = _ones(4)
     graph, y = _capture(lambda: x * 2)
     graph.replay()

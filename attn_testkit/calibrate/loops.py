@@ -140,7 +140,7 @@ class QueryLengthFrozen(Correct):
 
 
 class MetadataReallocated(Correct):
-    """New tensors at replay instead of copy_ into the captured ones."""
+    """Metadata are new tensors at a replay, instead of copies into the captured ones."""
 
     def plan_replay(self, batch: Batch) -> None:
         """Allocate metadata anew; the old tensors die."""
@@ -192,7 +192,7 @@ class WorkspaceGrows(Correct):
     """An eager step with many new tokens replaces the workspace that the graphs use."""
 
     def workspace(self, size: int) -> Tensor:
-        """Scratch that is thrown away for a larger one when it is too small."""
+        """Scratch memory that is replaced by a larger one when it is too small."""
         size += HIDDEN * 8
         if self.scratch is None or self.scratch.numel() < size:
             self.scratch = None
@@ -221,12 +221,12 @@ class BranchesOnHostLength(Correct):
         self._note(batch)
 
     def plan_replay(self, batch: Batch) -> None:
-        """Remember it again; the graph does not ask."""
+        """Remember the longest length again; the graph does not read it."""
         super().plan_replay(batch)
         self._note(batch)
 
     def plan_eager(self, batch: Batch) -> None:
-        """Remember it; here the branch is taken anew."""
+        """Remember the longest length; in eager the branch is taken anew."""
         super().plan_eager(batch)
         self._note(batch)
 

@@ -33,7 +33,7 @@ class Snippet:
 
 
 def named(theme: dict[str, Run]) -> tuple[Snippet, ...]:
-    """A theme written as {name: function}."""
+    """Snippets of a theme, from {name: function}."""
     return tuple(Snippet(name, run) for name, run in theme.items())
 
 

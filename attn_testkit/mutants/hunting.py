@@ -1,4 +1,5 @@
-"""First the backend as it is, then each mutant through smoke until a case-run fails, and what is left through core."""
+"""Hunt: first the unchanged backend, then each mutant through smoke until a case-run fails, then survivors through
+core."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ from .stages import Stage, stages_of
 __all__ = ["hunt"]
 
 _FIRST_TRY = 12
-"""Case-runs that a mutant goes through before the next one's turn: nearly all that are killed are killed by then."""
+"""Case-runs of a mutant before the next mutant's turn: they kill nearly all mutants that can be killed."""
 _LEAST_LIMIT_S, _TIMES_THE_SLOWEST = 30.0, 10.0
-"""A case-run of a mutant has so many seconds, and so many times what the slowest takes without one."""
+"""Time limit of a mutant's case-run: at least these seconds, or a multiple of the slowest unmutated case-run."""
 
 
 def _reasons(file: Path, mutants: Sequence[Mutant]) -> dict[str, str]:
@@ -50,7 +51,7 @@ def _reasons(file: Path, mutants: Sequence[Mutant]) -> dict[str, str]:
 
 
 def hunt(settings: Settings, see: See = lambda what, done, total: None) -> Hunt:
-    """Judge the mutants of a backend.
+    """Evaluate the mutants of a backend.
 
     Raises ``UsageError`` for a backend that cannot be loaded, is not Python, or is not green as it is.
     """
@@ -116,7 +117,7 @@ class _Party:
         self._lock = threading.Lock()
 
     def _state(self) -> str:
-        """Changes with everything that makes earlier verdicts void but the cases."""
+        """Digest of everything that makes earlier verdicts void, except the cases."""
         known = [importlib.metadata.version("attn-testkit"), resolve(self.settings.device).name, _stable(self.claims)]
         state = hashlib.sha256("\0".join(known).encode())
         for module, text in sorted(self.sources.items()):
@@ -142,7 +143,7 @@ class _Party:
                     self._judge(waiting, stage, most)
 
     def _prepare(self, stage: Stage) -> None:
-        """Have the backend as it is go through it, if it has not."""
+        """Run a stage on the unchanged backend, if it has not been run."""
         if stage.seen in self._orders:
             return
         options = Options(jobs=self.settings.jobs, asks_afresh=False)

@@ -19,7 +19,7 @@ CLAIMS, KIT, OPEN = "other capabilities", "the kit failed", "not settled"
 
 @dataclass(frozen=True)
 class Run:
-    """A case-run of the backend as it is."""
+    """A case-run of the unchanged backend."""
 
     name: str
     """``eager:CASE`` or ``graph:CASE``."""
@@ -42,7 +42,7 @@ class Verdict:
     runs: int = 0
     """Case-runs that were tried on it."""
     tried: str = ""
-    """Digest of what it survived; empty for other verdicts."""
+    """Digest of the case-runs that it survived; empty for other verdicts."""
     seconds: float = 0.0
 
 
@@ -84,23 +84,23 @@ class Journal:
             self.verdicts[row["mutant"]] = Verdict(**known)
 
     def import_ran(self, lines: Lines) -> None:
-        """Note the lines that run at the import."""
+        """Note the lines that ran at the import."""
         self.imported = lines
         self._write({"imported": {module: sorted(found) for module, found in lines.items()}})
 
     def ran(self, run: Run) -> None:
-        """Note a case-run of the backend as it is."""
+        """Note a case-run of the unchanged backend."""
         self.runs[run.name] = run
         lines = {module: sorted(found) for module, found in run.lines.items()}
         self._write({"name": run.name, "seconds": round(run.seconds, 3), "lines": lines})
 
     def judged(self, mutant: str, verdict: Verdict, readable: dict[str, object]) -> None:
-        """Note a verdict. ``readable``: what a person wants to know of the mutant."""
+        """Note a verdict. ``readable``: facts about the mutant for people."""
         self.verdicts[mutant] = verdict
         self._write({"mutant": mutant, **readable, **asdict(verdict)})
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         if self._file:
             self._file.close()
 

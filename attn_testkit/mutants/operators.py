@@ -22,7 +22,7 @@ __all__ = ["OPERATORS", "Code", "Edit", "Mutant", "Operator", "mutants_of", "rea
 
 
 class Edit(NamedTuple):
-    """Bytes ``start:end`` of a file become ``text``."""
+    """Replacement of bytes ``start:end`` of a file by ``text``."""
 
     start: int
     end: int
@@ -34,7 +34,7 @@ class Mutant:
     """One file with one edit."""
 
     path: str
-    """Relative to the root, with ``/``."""
+    """Path relative to the root, with ``/``."""
     line: int
     scope: str
     """Class and function that hold the edit, dotted; empty at the top of a module."""
@@ -44,7 +44,7 @@ class Mutant:
     becomes: str
     edit: Edit
     number: int = 0
-    """Counts those that agree in everything above but the line."""
+    """Number among mutants that agree in everything above but the line."""
 
     @property
     def id(self) -> str:
@@ -57,7 +57,7 @@ class Mutant:
         return source[: self.edit.start] + self.edit.text.encode() + source[self.edit.end :]
 
     def diff(self, source: bytes) -> str:
-        """Unified, with two lines of context."""
+        """Unified diff, with two lines of context."""
         before, after = (text.decode().splitlines() for text in (source, self.apply(source)))
         return "\n".join(difflib.unified_diff(before, after, self.path, self.path, lineterm="", n=2))
 
@@ -81,11 +81,11 @@ class Code:
         return self._lines[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined, no-any-return]
 
     def text(self, node: ast.AST) -> str:
-        """A node as it is written."""
+        """Source text of a node."""
         return self.source[self.start(node) : self.end(node)].decode()
 
     def replace(self, node: ast.AST, text: str) -> Edit:
-        """The edit that writes something else in a node's place."""
+        """The edit that replaces a node."""
         return Edit(self.start(node), self.end(node), text)
 
     def between(self, left: ast.AST, right: ast.AST, spelled: str, text: str) -> Iterator[Edit]:
@@ -307,7 +307,7 @@ class _Statement(NamedTuple):
     indent: int
 
     def changed(self, source: bytes, edit: Edit) -> bool:
-        """True if the edited text is Python, and means something else."""
+        """True if the edited text is Python with another meaning."""
         text = source[self.start : edit.start] + edit.text.encode() + source[edit.end : self.end]
         if self.indent:
             text = b"if 1:\n" + b" " * self.indent + text

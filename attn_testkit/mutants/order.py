@@ -29,7 +29,7 @@ def name_of(item: Item) -> str:
 
 
 class Order:
-    """Learns from what kills. A verdict does not depend on it: a survivor has seen every case-run that reaches it."""
+    """Order that learns from kills. No verdict depends on it: a survivor has seen every case-run that reaches it."""
 
     def __init__(self, items: Sequence[Item], seconds: Mapping[str, float], *, ranked: bool = False) -> None:
         """``seconds``: what each takes without a mutant. ``ranked``: whether the first items are the most valuable."""
@@ -78,6 +78,6 @@ class _Counts:
         self._of_module[mutant.path, run] += 1
 
     def near(self, mutant: Mutant, run: str) -> float:
-        """The nearer to a mutant the more."""
+        """Count, weighted by nearness to a mutant."""
         here = self._of_function[mutant.path, mutant.scope, run]
         return here + _ELSEWHERE * (self._of_module[mutant.path, run] - here)

@@ -22,7 +22,7 @@ _LEAVES_THE_BODY_AS_IT_IS = frozenset(
 
 @dataclass(frozen=True)
 class Spot:
-    """The statement that a mutant changes; of a compound one the head."""
+    """The statement that a mutant changes, or the head of a compound one."""
 
     first: int
     last: int
@@ -62,7 +62,7 @@ def _read(source: bytes) -> tuple[Code, frozenset[str]]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """The statements directly inside, those of ``except`` and ``case`` among them."""
+    """Statements directly inside a node, including those of ``except`` and ``case``."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             yield child
@@ -90,7 +90,7 @@ def _last_name(decorator: ast.expr) -> str:
 
 
 def _kept_names(tree: ast.Module) -> frozenset[str]:
-    """Variables of the module in which functions may keep something: empty containers, and what ``global`` names."""
+    """Variables of the module in which functions may keep something: empty containers, and names in ``global``."""
     found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     for node in tree.body:
         value = getattr(node, "value", None)

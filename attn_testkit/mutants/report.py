@@ -15,7 +15,7 @@ __all__ = ["counts", "exit_code", "hunt_text", "plain", "score"]
 EQUIVALENT = "equivalent"
 _NEVER = "no case-run that was tried executes this line"
 _RAISED = ("completes", "import", "output-contract")
-"""Checks by which a mutant is killed that raises, or returns no tensor: any test that calls the backend would."""
+"""Checks that kill a mutant which raises or returns no tensor: any test that calls the backend would."""
 
 
 def counts(hunt: Hunt) -> Counter[str]:
@@ -108,7 +108,7 @@ def exit_code(hunt: Hunt) -> int:
 
 
 def plain(hunt: Hunt) -> dict[str, Any]:
-    """JSON-ready."""
+    """The hunt as JSON-ready values."""
     rows = []
     for mutant in hunt.mutants:
         verdict = hunt.verdicts.get(mutant.id, Verdict("not evaluated"))

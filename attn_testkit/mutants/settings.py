@@ -22,7 +22,7 @@ class Settings:
     """Modules that are mutated in addition to that of the class."""
     modes: tuple[str, ...] = ()
     tier: str = "core"
-    """``smoke``, or ``core``: what survives smoke goes on to it."""
+    """Tier: ``smoke``, or ``core``, which the survivors of smoke go through."""
     most: int | None = None
     """Case-runs of core that are used, the most valuable first; None: all."""
     device: str = "auto"
@@ -32,10 +32,10 @@ class Settings:
     """Seed of the draw."""
     jobs: int = 1
     minutes: float | None = None
-    """No mutant is begun after so many."""
+    """Minutes after which no mutant is begun."""
     journal: Path | None = None
     equivalents: Path | None = None
-    """File that names mutants which change nothing that anybody could see."""
+    """File that names mutants without a visible effect."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Hunt:
     verdicts: dict[str, Verdict]
     """Id of a mutant -> its verdict, for those that there was time for."""
     reasons: dict[str, str]
-    """Id of a mutant -> why it is the same as its original, as somebody wrote down."""
+    """Id of a mutant -> written reason why it is equivalent."""
     runs: int
     """Case-runs that a survivor may have seen."""
     device: str

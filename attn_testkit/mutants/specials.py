@@ -81,7 +81,7 @@ def _load(node: ast.AST, code: Code) -> Iterator[Edit]:
 
 
 def _in_place(node: ast.AST, code: Code) -> Iterator[Edit]:
-    """``x.copy_(y)`` becomes ``x = y``: another tensor where a graph goes on reading the first."""
+    """``x = y`` for ``x.copy_(y)``: a graph goes on reading the first tensor."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         called, given = node.value.func, node.value.args
         copies = isinstance(called, ast.Attribute) and called.attr == "copy_" and len(given) == 1
@@ -95,7 +95,7 @@ def _in_place(node: ast.AST, code: Code) -> Iterator[Edit]:
 
 
 def _order(node: ast.AST, code: Code) -> Iterator[Edit]:
-    """Two calls that follow each other, such as copies, change places."""
+    """Swap two consecutive calls, such as copies."""
     for name in ("body", "orelse"):
         body = getattr(node, name, None)
         if not isinstance(body, list):

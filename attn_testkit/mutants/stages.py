@@ -21,7 +21,7 @@ __all__ = ["Stage", "most_valuable", "stages_of"]
 
 @dataclass(frozen=True)
 class Stage:
-    """Case-runs that are tried one after the other."""
+    """A series of case-runs that are tried on mutants."""
 
     plan: Plan
     items: tuple[Item, ...]
@@ -86,7 +86,7 @@ def most_valuable(items: Sequence[Item], known: Sequence[Item]) -> list[Item]:
 
 
 def _words_of(case: Case) -> frozenset[Hashable]:
-    """(field, value) of what is a word, a switch or a shape of the model, and no length and no number."""
+    """Pairs (field, value) that are a word, a switch or a shape of the model, not a length or another number."""
     found = ((each.name, getattr(case, each.name)) for each in fields(case))
     return frozenset((name, value) for name, value in found if isinstance(value, str | bool | Layers))
 

@@ -1,4 +1,4 @@
-"""Survivors that probably mean the same as what they change: a guess for whoever reads the list, and no verdict."""
+"""Survivors that are probably equivalent: a guess for readers of the list, not a verdict."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SUSPICIONS: tuple[tuple[str, Callable[[Mutant], bool]], ...] = (
     ("a limit that nothing comes near", _moves_a_limit),
     ("a tuning number of a kernel", _tunes),
 )
-"""Words, and when they apply. The first that does is printed."""
+"""Pairs (words, condition); the first that applies is printed."""
 
 
 def suspicion(mutant: Mutant) -> str:

@@ -63,7 +63,7 @@ def is_needed() -> bool:
 
 
 def put_in_place(name: str) -> None:
-    """Import SGLang's modules over the fakes of a set. To be said before anything else imports them.
+    """Import SGLang's modules over the fakes of a set. Call it before anything else imports them.
 
     Raises ``RuntimeError`` where one was imported already: it would have found no package.
     """

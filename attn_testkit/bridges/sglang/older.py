@@ -89,7 +89,7 @@ def _spec_of(mode: ForwardMode, spec: object) -> Any:
 
 
 class OlderSGLangBackend(LegacyGraphHooks, OfSGLang):
-    """The kit's contract on one side, on the other an object that SGLang's registry made."""
+    """An adapter from the kit's contract to an object that SGLang's registry made."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -29,7 +29,7 @@ def _window_of(context: BackendContext) -> int | None:
 
 
 def _publish(name: str, context: BackendContext) -> None:
-    """SGLang keeps its configuration in the process: what the last instance published is in force."""
+    """Set SGLang's configuration of the process, which is that of the last instance."""
     while _published:
         _published.pop().restore()
     speculates = bool(context.modes & _SPECULATIVE)

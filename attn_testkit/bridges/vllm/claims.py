@@ -36,7 +36,7 @@ class Claims(bridged.Claims):
     attention: Mapping[str, Any] = field(default_factory=dict)
     """``--attention-config``."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that vLLM reads."""
+    """Environment variables that vLLM reads."""
 
 
 _BACKEND = "v1/attention/backend.py"

@@ -48,7 +48,7 @@ def _capture_sizes(context: BackendContext) -> list[int]:
 
 
 def _speculation(drafts: int) -> Any:
-    """A speculative configuration of so many draft tokens; None without any."""
+    """A speculative configuration with a number of draft tokens; None without any."""
     if not drafts:
         return None
     return SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False, enable_adaptive_verification=False)

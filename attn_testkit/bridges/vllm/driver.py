@@ -1,4 +1,4 @@
-"""A backend of vLLM 0.33.0 behind the kit's contract: hooks to what vLLM's model runner does at their place."""
+"""A backend of vLLM 0.33.0 behind the kit's contract: each hook does what vLLM's model runner does at that point."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _KEPT = "vllm"
 
 
 class VLLMBackend(AttentionBackend):
-    """The kit's contract on one side, on the other a class of vLLM's registry, its builders and implementations."""
+    """An adapter from the kit's contract to a class of vLLM's registry, its builders and implementations."""
 
     claims: ClassVar[Claims]
     real: ClassVar[Any]
-    """The class."""
+    """Class of vLLM's registry."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -63,7 +63,7 @@ class VLLMBackend(AttentionBackend):
         batch.extras[_KEPT] = self._build(self.inputs.fill(batch, replay=False))
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Build for the warm-ups of a capture; at a replay fill the buffers, and build what nobody keeps."""
+        """Build for the warm-ups of a capture; at a replay fill the buffers, and build metadata that are not kept."""
         if in_capture:
             batch.extras[_KEPT] = self._build_for_capture(batch)
             return

@@ -79,7 +79,7 @@ def _concat_and_cache_mla(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_cache_dtype: str,
     scale: torch.Tensor, skip_scale: bool,
 ) -> None:  # fmt: skip
-    """Rows [T, rank] and [T, rope] into ``kv_cache`` [blocks, block size, rank + rope]."""
+    """Store rows [T, rank] and [T, rope] in ``kv_cache`` [blocks, block size, rank + rope]."""
     rows = torch.cat([kv_c, k_pe], dim=-1)[: slot_mapping.shape[0]]
     _store(rows, kv_cache, slot_mapping, kv_cache_dtype, None if skip_scale else scale)
 
@@ -88,7 +88,7 @@ def _reshape_and_cache_flash(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
     slot_mapping: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tensor, v_scale: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Rows [T, heads, D] into caches [blocks, block size, heads, D]."""
+    """Store rows [T, heads, D] in caches [blocks, block size, heads, D]."""
     for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
         _store(rows[: slot_mapping.shape[0]], cache, slot_mapping, kv_cache_dtype, scale)
 
@@ -103,7 +103,7 @@ _OF_CACHES: Functions = {
 def _store(
     rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor | None
 ) -> None:
-    """Rows of negative slots are left out, without a shape that depends on data: they change nothing of slot 0."""
+    """Store rows, except those of negative slots, without a shape that depends on data: slot 0 stays unchanged."""
     if kv_cache_dtype != "auto":
         most = torch.finfo(torch.float8_e4m3fn).max
         scaled = rows.float() if scale is None else rows.float() / scale

@@ -26,7 +26,7 @@ class Groups:
     builders: Any
     """``list[list[AttentionGroup]]``: KV cache group -> layers that share metadata, and their builder."""
     of_kit: tuple[KVGroup, ...]
-    """KV cache group -> the kit's, whose table and slots it has."""
+    """KV cache group -> the kit's KV group, whose table and slots it has."""
 
 
 def make_groups(config: Any, context: BackendContext, layers: dict[str, Any], blocks: int) -> Groups:

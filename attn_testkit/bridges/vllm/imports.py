@@ -31,7 +31,7 @@ class Machine:
 
     without_gpu: bool
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Compiled module -> why it does not load, on a GPU."""
+    """Compiled module -> reason why it does not load, on a GPU."""
 
 
 def prepare(claims: Claims) -> Machine:
@@ -73,7 +73,7 @@ def prepare(claims: Claims) -> Machine:
 
 _missing: dict[str, str] = {}
 _MOST = 200
-"""Characters of what an import raised: that of a library names every symbol."""
+"""Most characters of an import's error, which for a library names every symbol."""
 
 
 def _why_not(module: str) -> str:

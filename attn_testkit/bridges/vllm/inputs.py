@@ -28,12 +28,12 @@ class Step:
 
     num_reqs: int
     num_tokens: int
-    """Padding included in graphs."""
+    """Number of tokens; in graphs with padding."""
     query_start_loc: torch.Tensor
     """[num_reqs + 1] int32. Its end is the number of live tokens; between requests it may be a bound."""
     max_query_len: int
     seq_lens_bound: torch.Tensor
-    """[num_reqs] int32: at least as many keys as requests have."""
+    """[num_reqs] int32: upper bounds of the requests' keys."""
     max_seq_len: int
     for_capture: bool = False
 
@@ -53,7 +53,7 @@ class Inputs:
         self._block_starts = torch.arange(blocks, device=device) * page
 
     def dummy(self, mode: ForwardMode, num_reqs: int, num_tokens: int) -> Step:
-        """Fill them for a capture, as ``prepare_inputs_to_capture`` does, with vLLM's own dummy batch."""
+        """Fill the buffers for a capture, as ``prepare_inputs_to_capture`` does, with vLLM's own dummy batch."""
         longest = num_tokens if mode is ForwardMode.EXTEND else width_of(self.context, mode)
         batch = InputBatch.make_dummy(num_reqs, num_tokens, self.buffers, max_query_len=longest)
         for table in self.block_tables:

@@ -17,7 +17,7 @@ from attn_testkit.contract import AttentionLayer, BackendContext
 __all__ = ["make_layers", "name_of"]
 
 _NOPE = 128
-"""``qk_nope_head_dim`` and ``v_head_dim`` of DeepSeek's models: of no absorbed layer, but builders ask."""
+"""``qk_nope_head_dim`` and ``v_head_dim`` of DeepSeek's models: absorbed layers have none, but builders read it."""
 
 
 def name_of(layer: AttentionLayer) -> str:
@@ -91,7 +91,7 @@ class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
 
 
 class _NoPrefill(SimpleNamespace):
-    """MLA's prefill form is another computation; builders ask for its name and no more."""
+    """A placeholder for MLA's prefill, which is another computation; builders read only its name."""
 
     def clone(self) -> _NoPrefill:
         return self

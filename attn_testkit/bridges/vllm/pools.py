@@ -22,12 +22,12 @@ __all__ = ["lay_out", "layout_of"]
 
 
 def layout_of(real: Any) -> Any:
-    """The ``KVCacheLayout`` that the backend class ``real`` likes best."""
+    """The preferred ``KVCacheLayout`` of the backend class ``real``."""
     return get_supported_kv_cache_layouts([real])[0]
 
 
 def lay_out(real: Any, spec: KVPoolSpec) -> Sequence[KVLayer]:
-    """Memory for a server with the backend class ``real``: [blocks, heads, block size, content] a layer."""
+    """Memory for a server with the backend class ``real``: [blocks, heads, block size, content] per layer."""
     layout = layout_of(real)
     found: dict[int, KVLayer] = {}
     for shape in dict.fromkeys(layer.head_shape for layer in spec.layers):
