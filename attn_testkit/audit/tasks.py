@@ -69,7 +69,7 @@ def kill_order(items: Sequence[Item], first: tuple[str, str] | None = None) -> l
     """Cheap first: modes and executions take turns, each as often as its cost allows. The order knows no fault.
 
     As in a run, everything under no_grad comes before everything under inference_mode. ``first``: (execution, case)
-    that comes before all others, where it is among them.
+    that comes before all others, if it is among them.
     """
     modes = [parse_case(item.case).inference_mode for item in items]
     by_mode = [[item for item, mode in zip(items, modes, strict=True) if mode is wanted] for wanted in (False, True)]

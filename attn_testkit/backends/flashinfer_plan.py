@@ -156,7 +156,7 @@ def prefix_plan(whole: PagePlan, window: int) -> PagePlan:
         qo_indptr=whole.qo_indptr,
         kv_lens=kv_lens,
         kv_indptr=exclusive_sum(pages),
-        # The page size where there is no page: the package computes lengths of masks as if there were one page less.
+        # The page size if there is no page: the package computes lengths of masks as if there were one page less.
         last_page_len=kv_lens - (pages - 1) * size,
         kv_indices=whole.kv_indices[kept.to(whole.kv_indices.device)],
         custom_mask=mask,

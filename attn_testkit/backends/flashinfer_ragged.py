@@ -23,7 +23,7 @@ _MODES = frozenset({ForwardMode.EXTEND})
 class FlashInferRaggedBackend(FlashInferBackend):
     """Extend through ``BatchPrefillWithRaggedKVCacheWrapper`` and the paged wrapper, merged by log-sum-exp.
 
-    Where ``save_kv_cache`` is False the pool holds all keys, and the parent's one paged call attends them.
+    If ``save_kv_cache`` is False the pool holds all keys, and the parent's one paged call attends them.
     """
 
     capabilities = FlashInferBackend.capabilities.with_changes(

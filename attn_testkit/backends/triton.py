@@ -309,7 +309,7 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _node_mask(spec: VerifyInput, prefix: torch.Tensor, n: int, *, causal: bool) -> torch.Tensor:
-    """[bs, N, N] uint8: the draft columns of the tree mask, a view where its layout allows. ``prefix`` [bs] int64.
+    """[bs, N, N] uint8: the draft columns of the tree mask, a view if its layout allows. ``prefix`` [bs] int64.
 
     A chain without a mask gets one, also in eager mode: a graph is captured for trees, and the causal kernel rounds
     otherwise than the mask's. In a block that is not causal every node sees all of them.

@@ -69,7 +69,7 @@ def attend_kernel(
     A tile's rows are pairs (query row, query head) and its columns pairs (key, KV head), so that all query heads of a
     KV head share its keys. ``NODES`` is 0 for attention aligned to the end of the keys, which is ``CAUSAL`` or sees all
     of them; otherwise a request is a draft tree of ``NODES`` rows and ``mask`` [bs, NODES, NODES] says who sees whom.
-    With ``SPLITS`` > 1 the result is partial, for ``merge_kernel`` to finish. ``PAGE``: slots of a page, or 0 where
+    With ``SPLITS`` > 1 the result is partial, for ``merge_kernel`` to finish. ``PAGE``: slots of a page, or 0 if
     slots are as far apart as in a page everywhere, and no page needs to be known. ``PART``: the keys before the step,
     its own, those of a rank, or all.
     """

@@ -57,7 +57,8 @@ class _Metadata:
     width: int
     """Query rows per request: exactly in the decode kernel, at most in the context kernel."""
     cu_seqlens_q: torch.Tensor
-    """[bs + 1] int32: where query rows begin; the decode kernel counts in steps of ``width`` and does not read it."""
+    """[bs + 1] int32: first query row of each request; the decode kernel counts in steps of ``width`` and does not read
+    it."""
     cu_seqlens_k: torch.Tensor
     """[bs + 1] int32."""
     other_tables: tuple[torch.Tensor, ...] = ()

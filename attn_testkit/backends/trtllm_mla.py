@@ -55,9 +55,9 @@ class Metadata:
     seq_lens: torch.Tensor
     """[bs] int32: keys, this step's included; of a draft's forwards those of the first."""
     ends: torch.Tensor
-    """[bs] int32, draft-extend v1: where the packed rows of each request end."""
+    """[bs] int32, draft-extend v1: end of each request's packed rows."""
     counts: torch.Tensor
-    """[bs] int32, draft-extend v1: how many they are."""
+    """[bs] int32, draft-extend v1: number of each request's rows."""
     width: int
     """Query rows per request."""
 

@@ -85,7 +85,7 @@ class EmulatedGraph:
     def capture_end(self) -> None:
         """End the capture: memory outside the pool is as it was before, and the graph can be replayed.
 
-        Raises CaptureError, and discards the capture, where CUDA would have lost it or a side stream was not joined;
+        Raises CaptureError, and discards the capture, if CUDA would have lost it or a side stream was not joined;
         RuntimeError without a `capture_begin` of this graph.
         """
         capture = self.recorded

@@ -26,7 +26,7 @@ def is_large(nbytes: int) -> bool:
 def _touched(address: int, nbytes: int) -> tuple[int, npt.NDArray[np.bool_]]:
     """First page that begins at or before ``address``, and of each page from there on whether it is in memory.
 
-    Raises ``OSError`` where the system does not say.
+    Raises ``OSError`` if the system does not say.
     """
     page = mmap.PAGESIZE
     first = address // page * page

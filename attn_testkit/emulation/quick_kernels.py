@@ -1,7 +1,7 @@
 """Faster kernels of torch, with the same bits, for operations whose CPU kernels are slow for large tensors.
 
 torch converts FP8 number by number, picks rows element by element, and fills by a mask without vector instructions.
-Where the other kernel gains nothing or is not known to give the same (small tensors, odd layouts, gradients), the
+If the other kernel gains nothing or is not known to give the same (small tensors, odd layouts, gradients), the
 operation itself runs.
 """
 

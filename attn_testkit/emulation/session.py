@@ -201,7 +201,7 @@ class Session:
         """Do what CUDA would if `rule`'s operation happened now.
 
         Raises CaptureError inside a capture, EmulationError outside for a rule that holds in eager code too, and
-        HostSyncError for one that waits under `set_sync_debug_mode("error")` (a warning under "warn"). Returns where
+        HostSyncError for one that waits under `set_sync_debug_mode("error")` (a warning under "warn"). Returns if
         CUDA would let it happen.
         """
         if self.capture is None and not rule.eager:

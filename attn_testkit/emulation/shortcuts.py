@@ -103,7 +103,7 @@ def _is_basic(index: Any) -> bool:
 
 
 def operation_of(func: Any, args: tuple[Any, ...]) -> Taken | None:
-    """The one operation that a call without keywords is, where all its tensors have one place; None: ask the
+    """The one operation that a call without keywords is, if all its tensors have one place; None: ask the
     dispatcher.
 
     It writes none of its arguments.

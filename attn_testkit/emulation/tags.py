@@ -31,7 +31,7 @@ _STRIDED = torch.strided
 
 
 class Registry:
-    """Storages of one kind: where each was allocated, by its identity.
+    """Storages of one kind: place of allocation by identity.
 
     `peak_bytes` is the most that was live whenever the program asked, since it last reset the peak.
     """

@@ -1,6 +1,6 @@
 """Triton's driver without a GPU: what packages ask of it where they are imported, and tuners where they tune.
 
-`triton.runtime.driver.active` is the emulated device's inside the emulation. Outside it is the stock one; where that
+`triton.runtime.driver.active` is the emulated device's inside the emulation. Outside it is the stock one; if that
 raises because the machine has no GPU, and kernels run in the interpreter, the emulated one answers there too, from the
 first context of a process on. Packages ask once, when they are imported, and keep the answer.
 """

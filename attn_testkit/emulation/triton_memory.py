@@ -85,7 +85,8 @@ def _sample(module: Any, functions: dict[str, Any]) -> Array:
 
 def _pointers_of(handle: Any) -> Any:
     class Pointers(handle):  # type: ignore[misc]
-        """A block of pointers, as the sum of `parts`: int64, of its rank, of length 1 where all elements are alike."""
+        """A block of pointers, as the sum of `parts`: int64, of its rank, of length 1 along axes with equal
+        elements."""
 
         def __init__(self, parts: Sequence[Array], shape: tuple[int, ...], dtype: Any, element: Any) -> None:
             self.parts, self.shape, self.dtype, self.element = parts, shape, dtype, element

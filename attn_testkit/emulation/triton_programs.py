@@ -1,7 +1,7 @@
 """Launches under the interpreter without running the kernel's Python for every program of the grid.
 
 The first programs of a kernel are noted down (`triton_record.py`); programs that do what others did are walked along
-the paths that these left (`triton_paths.py`), by the same calls of the interpreter on their own numbers. Where no path
+the paths that these left (`triton_paths.py`), by the same calls of the interpreter on their own numbers. If no path
 is known, a call fails, or a program cannot be noted down, the kernel's Python runs, and goes on from the memory that is
 there: what was read, and what was written, is answered again and not done twice.
 """
@@ -228,7 +228,7 @@ class _Grid:
             with triton_language.builder_is(self.module, recorder):
                 function(**arguments)
         except Exception:
-            self._run_python(recorder.effects)  # raises where the kernel itself is wrong
+            self._run_python(recorder.effects)  # raises if the kernel itself is wrong
             history.is_worth_it = False
         else:
             history.learn(recorder)

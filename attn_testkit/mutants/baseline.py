@@ -84,7 +84,7 @@ def run_baseline(
 
 
 def _check_import(candidates: Sequence[Candidate], device: str) -> None:
-    """Raises ``UsageError`` where the copies cannot be imported, though the modules themselves can."""
+    """Raises ``UsageError`` if the copies cannot be imported, though the modules themselves can."""
     runner = Runner()
     with closing(runner):
         for candidate in candidates:

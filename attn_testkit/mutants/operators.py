@@ -253,7 +253,7 @@ OPERATORS: dict[str, Operator] = {
     "element": _element,
     "slice": _slice,
 }
-"""Name -> edits of one node. None where it does not apply."""
+"""Name -> edits of one node. None if it does not apply."""
 
 
 def mutants_of(

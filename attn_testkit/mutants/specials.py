@@ -129,7 +129,7 @@ SPECIALS: dict[str, Operator] = {
     "layer": _layer,
     "guard": _guard,
 }
-"""Name -> edits of one node. None where it does not apply."""
+"""Name -> edits of one node. None if it does not apply."""
 ALL: dict[str, Operator] = {**OPERATORS, **SPECIALS}
 
 

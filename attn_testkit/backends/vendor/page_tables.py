@@ -35,7 +35,7 @@ class Queries:
     lens: torch.Tensor
     """[bs] int64: real rows of each request."""
     starts: torch.Tensor
-    """[bs] int64: where they begin in the packed tensor."""
+    """[bs] int64: first row of each request in the packed tensor."""
 
 
 def gather(cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor) -> Keys:

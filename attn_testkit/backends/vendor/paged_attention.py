@@ -37,7 +37,7 @@ class Keys:
     valid: torch.Tensor
     """[S] bool."""
     slot: torch.Tensor
-    """[S] int64: where it lies in the pages, flat; 0 where it is not valid."""
+    """[S] int64: place in the pages, flat; 0 if it is not valid."""
 
 
 def rows_of_requests(indptr: torch.Tensor, count: int) -> Rows:
@@ -62,7 +62,7 @@ def keys_of_pages(indptr: torch.Tensor, pages: torch.Tensor, lens: torch.Tensor,
 
 
 def gather(cache: torch.Tensor, keys: Keys, heads_first: bool = False) -> torch.Tensor:
-    """[pages, P, Hk, D] (or [pages, Hk, P, D]) in any dtype -> [S, Hk, D] float32, zero where no key is valid.
+    """[pages, P, Hk, D] (or [pages, Hk, P, D]) in any dtype -> [S, Hk, D] float32, zero if no key is valid.
 
     As kernels do, whose loads past a length leave zeros in shared memory: a NaN there meets nothing.
     """

@@ -1,11 +1,11 @@
 """Entry points of vendor packages, real or fake.
 
-An adapter names an entry point and a device. It gets the package's own function or class where the package imports, the
+An adapter names an entry point and a device. It gets the package's own function or class if the package imports, the
 device is a real CUDA device and its SM is in range. Elsewhere it gets a fake of the same entry point that computes
 in torch. Every call of a fake is first bound to the *installed* package's signature, so that an adapter cannot rot
 unseen where no GPU is: an argument that was renamed or dropped raises ``TypeError`` here as it would there.
 
-The better a fake, the more of the package's own Python runs in it. Where the package separates Python from compiled
+The better a fake, the more of the package's own Python runs in it. If the package separates Python from compiled
 code, replace the compiled module only (``swapped``): then state, checks and exceptions are the package's own.
 """
 

@@ -70,7 +70,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in() -> str:
-    """Let imports of the package pass where it cannot be imported. Why it cannot be; empty where it can."""
+    """Let imports of the package pass if it cannot be imported. Returns the reason why it cannot; empty if it can."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return _why[0]
     try:

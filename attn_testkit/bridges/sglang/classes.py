@@ -22,7 +22,7 @@ SAME_FIELDS = (
 
 
 class OfSGLang(AttentionBackend):
-    """The kit's contract on one side, on the other an object that SGLang's registry made."""
+    """An adapter from the kit's contract to an object that SGLang's registry made."""
 
     claims: ClassVar[Claims]
     """Name in SGLang's registry, capabilities, and how the class is run."""

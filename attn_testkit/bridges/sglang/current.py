@@ -46,7 +46,7 @@ class _Kept:
 
 
 class SGLangBackend(OfSGLang):
-    """The kit's contract on one side, on the other an object that SGLang's registry made."""
+    """An adapter from the kit's contract to an object that SGLang's registry made."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -114,7 +114,7 @@ class SGLangBackend(OfSGLang):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """The backend's own buffer, where it has one."""
+        """The backend's own buffer, if it has one."""
         own = None if self.real is None else self.real.verify_mask
         return own and VerifyMask(own.buffer, TreeMaskMode(int(own.mode)), own.max_bs, own.is_read)
 

@@ -65,7 +65,7 @@ def is_needed() -> bool:
 def put_in_place(name: str) -> None:
     """Import SGLang's modules over the fakes of a set. Call it before anything else imports them.
 
-    Raises ``RuntimeError`` where one was imported already: it would have found no package.
+    Raises ``RuntimeError`` if one was imported already: it would have found no package.
     """
     chosen = SETS[name]
     imported = [module for module in chosen.modules if f"{_ATTENTION}.{module}" in sys.modules]

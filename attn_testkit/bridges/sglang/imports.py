@@ -17,9 +17,9 @@ _held: list[torch.library.Library] = []
 
 
 def prepare() -> str:
-    """Let SGLang's imports pass where there is no GPU, or without its compiled kernels. Safe to call again.
+    """Let SGLang's imports pass if there is no GPU, or without its compiled kernels. Safe to call again.
 
-    Returns why those cannot be imported, on a GPU; empty where they can. Raises ``LookupError``, with what to do, for
+    Returns why those cannot be imported, on a GPU; empty if they can. Raises ``LookupError``, with what to do, for
     a build of torch with which SGLang's imports would not pass.
     """
     if device_is_real(torch.device("cuda")):

@@ -134,7 +134,7 @@ CLAIMS: Mapping[str, Claims] = {
             *_TRITON_LINES,
             _HALF,
             Line("kv_dtypes", {"fp8_e4m3"}, f"{_TRITON}:TritonAttentionBackend"),
-            # The layer rounds queries to FP8 where the implementation takes them so.
+            # The layer rounds queries to FP8 if the implementation takes them so.
             Line("matmul_dtype", "fp8_e4m3", f"{_LAYER}:Attention.forward"),
         ),
     ),

@@ -35,9 +35,9 @@ class Machine:
 
 
 def prepare(claims: Claims) -> Machine:
-    """Set vLLM's environment variables, and let its imports pass where there is no GPU or a compiled module is missing.
+    """Set vLLM's environment variables, and let its imports pass if there is no GPU or a compiled module is missing.
 
-    Safe to call again. Raises ``RuntimeError`` where vLLM was imported already and decided otherwise.
+    Safe to call again. Raises ``RuntimeError`` if vLLM was imported already and decided otherwise.
     """
     for name, value in claims.environment.items():
         if os.environ.get(name) != value and "vllm.envs" in sys.modules:
@@ -96,7 +96,7 @@ def _why_not(module: str) -> str:
 
 @contextmanager
 def _no_visible_device() -> Iterator[None]:
-    """``vllm.triton_utils`` replaces Triton where it finds no driver, unless devices are hidden."""
+    """``vllm.triton_utils`` replaces Triton if it finds no driver, unless devices are hidden."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:

@@ -17,6 +17,6 @@ _HOW = (
 def supported() -> str:
     """The version of vLLM that is installed.
 
-    Raises ``LookupError``, with what to do, where there is none or one that the bridge does not know.
+    Raises ``LookupError``, with what to do, if there is none or one that the bridge does not know.
     """
     return installed("vLLM", (SUPPORTED,), f"only {SUPPORTED}", _HOW)
