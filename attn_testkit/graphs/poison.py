@@ -75,7 +75,7 @@ class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode in which every tensor that torch makes without numbers holds ``byte``, instead of freed values.
 
     For re-runs after a failure: it costs some microseconds per operator. Not for a capture, where it would record
-    kernels that the backend does not launch.
+    kernels that the backend does not launch. Compiled code runs as compiled, and its own allocations are not seen.
     """
 
     def __init__(self, byte: int = 0xFF) -> None:
@@ -86,6 +86,12 @@ class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         """Answer without torch, which would import dynamo for a second to find out that nothing is compiled here."""
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keep torch.compile working: otherwise it runs a function eagerly that is called inside the mode, and never
+        compiles it again in this process."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
