@@ -217,7 +217,7 @@ class AdvancesTheBatch(MultiStepBackend):
     hint="window",
 )
 class WindowOfTheFirst(MultiStepBackend):
-    """Windows begin at the position of the first forward's: later ones see one token too many per step."""
+    """Windows begin where the first forward's begins: later forwards see one token too many per step."""
 
     step = 0
 

@@ -105,7 +105,7 @@ class QueryOffsetsOfTheBatchBefore(PlannedBackend):
     hint="expected|last|own",
 )
 class ExtendOfOneTokenAsADecode(PlannedBackend):
-    """A batch of one row per request goes to the decode kernel, which counts the new token twice."""
+    """A batch of one row per request goes to the decode kernel, with lengths that lack the new token."""
 
     capabilities = LEAN
 
